@@ -1,0 +1,54 @@
+"""Errors: one family, one layout.
+
+Every message a user can see says, in this order: what is wrong, where in their file, what was
+given, and the way out.
+
+    ShardingError: dimension 0 of f32[12,512] is split over axis 'expert' twice.
+      at train.py:41 (loss)
+      mesh: data=2 expert=4
+      Name each mesh axis once.
+"""
+
+from __future__ import annotations
+
+
+class GShardError(Exception):
+    """Base of every error that gshard raises on purpose.
+
+    Args:
+        what: one sentence that names the problem.
+        where: the user's file and line, or None when there is none.
+        got: what was given (shapes, mesh, values).
+        way_out: what to do instead.
+    """
+
+    def __init__(self, what: str, where: str | None = None, got: str | None = None, way_out: str | None = None):
+        lines = [what]
+        if where:
+            lines.append(f"  at {where}")
+        if got:
+            lines.append(f"  {got}")
+        if way_out:
+            lines.append(f"  {way_out}")
+        super().__init__("\n".join(lines))
+        self.what, self.where, self.got, self.way_out = what, where, got, way_out
+
+
+class MeshError(GShardError):
+    """The mesh itself makes no sense (no devices, an axis named twice, ...)."""
+
+
+class ShardingError(GShardError):
+    """A mark or a sharding does not fit its array or the mesh."""
+
+
+class TraceError(GShardError):
+    """The function cannot be turned into a program."""
+
+
+class PlanError(GShardError):
+    """A plan breaks a promise that the user asked for (``strict=True``)."""
+
+
+class RuleError(GShardError):
+    """A rule contradicts its equation: a mistake in a rule, not in the user's program."""
