@@ -127,7 +127,8 @@ def update(
     rate = learning_rate(step, config)
 
     def one(spec: Spec, *leaves: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return _update_one(spec, *leaves, decay, rate, config)
+        grad, moments, param = leaves
+        return _update_one(spec, grad, moments, param, decay, rate, config)
 
     described = dict(specs)
     pairs = jax.tree.map(one, described, grads, state, params, is_leaf=_is_spec)
