@@ -1,0 +1,65 @@
+# Everything that is done with this repository. `make` alone lists it.
+
+# The newest Python that works; `make setup PYTHON=/path/to/python` to choose. Used only to create .venv.
+PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
+	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$python; break; fi; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Test processes at a time (each has 8 virtual devices); `make test WORKERS=0` for one process.
+WORKERS ?= logical
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-full lint format types docs demo bench lock clean
+
+help:  ## list these commands
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: $(STAMP)  ## create .venv with the locked packages (again only when they change)
+
+$(STAMP): requirements.lock pyproject.toml
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found: make setup PYTHON=/path/to/python" >&2; exit 1; }
+	@# A Python without ensurepip (some distributions cut it out) lends its own pip instead.
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) >/dev/null || \
+		{ $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
+	@echo "Installing the packages of requirements.lock into $(VENV) ($$($(BIN)/python --version))"
+	@$(PIP) install -qq -r requirements.lock
+	@$(PIP) install -qq --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test: setup lint types docs  ## what a change must pass: lint, types, documentation, fast tests
+	$(PYTEST)
+
+test-full: setup lint types docs  ## the same with the long sweeps
+	$(PYTEST) -m "not network" --timeout 3600
+
+lint: $(STAMP)  ## check style
+	$(BIN)/ruff check
+
+format: $(STAMP)  ## let ruff lay out the code and repair what it can
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+types: $(STAMP)  ## check annotations
+	$(BIN)/mypy
+
+docs: $(STAMP)  ## build the documentation in docs/_build; a warning is an error
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build
+
+demo: $(STAMP)  ## train, evaluate and use a small translation model
+	$(BIN)/python -m m4 demo
+
+bench: $(STAMP)  ## run every script of benchmarks/
+	@for script in benchmarks/*.py; do test -e "$$script" || continue; echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+# One interpreter for each Python whose versions the lock tells apart.
+LOCK_PYTHONS ?= python3.11 python3.12 python3.13
+lock:  ## rewrite requirements.lock from pyproject.toml (LOCK_PYTHONS="..." names the Pythons)
+	$(or $(PYTHON),python3) scripts/lock.py $(LOCK_PYTHONS)
+
+clean:  ## remove what was built, except .venv
+	rm -rf build dist docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests benchmarks examples docs scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,22 @@
+"""Configuration of the documentation. Build it with `make docs`."""
+
+from importlib.metadata import version as installed_version
+
+project = "gshard"
+author = "the gshard authors"
+copyright = "the gshard authors, Apache-2.0"
+version = release = installed_version("gshard")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"gshard {version}"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+# The public names are whatever a package's __init__ imports: nothing is listed twice.
+autodoc_default_options = {"members": True, "imported-members": True, "member-order": "bysource"}
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_numpy_docstring = False

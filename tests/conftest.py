@@ -1,0 +1,54 @@
+"""What all tests share: eight virtual CPU devices, seeded random numbers, golden files."""
+
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+# Read when JAX starts its backend, so set before any test module can touch JAX. A collective whose
+# device threads are late (eight of them on few cores) would abort the process after a minute; on a busy
+# machine that proves nothing, so wait longer than a test may last. An unknown flag aborts too: these
+# are known to every supported version.
+_FLAGS = {
+    "--xla_force_host_platform_device_count": 8,
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
+    "--xla_cpu_collective_call_terminate_timeout_seconds": 3600,
+    "--xla_cpu_collective_timeout_seconds": 3600,
+}
+_given = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = " ".join([_given, *(f"{k}={v}" for k, v in _FLAGS.items() if k not in _given)]).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden/*.txt instead of comparing")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that are the same at every run of a test, and others for every test."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden(name, text)`` compares ``text`` with ``tests/golden/<name>.txt`` (or writes it: --update-golden)."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / f"{name}.txt"
+        text = text.rstrip("\n") + "\n"
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            return
+        assert path.exists(), f"tests/golden/{name}.txt is missing: run this test with --update-golden and read it"
+        assert text == path.read_text(), (
+            f"differs from tests/golden/{name}.txt; if that is meant, run with --update-golden"
+        )
+
+    return compare

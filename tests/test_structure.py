@@ -1,0 +1,205 @@
+"""The shape of the source tree: which way imports point, where primitives may be named, how long a file may be.
+
+Everything is read from syntax trees; nothing is imported, so a broken module is still judged.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jax.extend.core import primitives as jax_primitives
+
+ROOT = Path(__file__).resolve().parent.parent
+SRC = ROOT / "src"
+
+# An import may point to an earlier layer or to its own.
+LAYERS = ["core", "comm", "rules", "passes", "analysis", "pipeline"]
+MAX_LINES = 400
+LONG_FILES: set[str] = set()  # exceptions, each with its reason
+# May be imported inside a function, by the one feature that needs it: the package works without.
+OPTIONAL = {"matplotlib", "rich", "scipy"}
+BANNED_STEMS = {"utils", "util", "helpers", "helper", "common", "misc"}
+MAY_NAME_PRIMITIVES = ("rules/", "core/jax_adapter.py", "passes/annotate.py", "comm/simulate")
+# Collectives are JAX primitives too, but these words are the names of our steps and reductions.
+COLLECTIVES = {"all_gather", "all_to_all", "psum_scatter", "reduce_scatter", "axis_index"}
+
+FILES = sorted(SRC.rglob("*.py"))
+GSHARD = [path for path in FILES if path.is_relative_to(SRC / "gshard")]
+MOE = [path for path in GSHARD if path.is_relative_to(SRC / "gshard" / "moe")]
+M4 = [path for path in FILES if path.is_relative_to(SRC / "m4")]
+PARTITIONER = [path for path in GSHARD if path not in MOE]
+
+
+UNDONE = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+MACHINE_PATH = re.compile(r"""["'\s(]/(home|Users|root|work|mnt|opt)/""")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(SRC).as_posix()
+
+
+def each(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=name_of)
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """Dotted names that a file imports, with lines: ``from a.b import c`` gives ``a.b.c``."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:  # relative: count the folders from here
+                parts = path.relative_to(SRC).parts[: -node.level]
+                base = ".".join([*parts, base] if base else parts)
+            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def attributes(path: Path) -> Iterator[tuple[str, int]]:
+    """Dotted attributes that a file reads, ``a.b.c``, with lines."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute):
+            try:
+                yield ast.unparse(node), node.lineno
+            except RecursionError:
+                continue
+
+
+@each([path for path in PARTITIONER if path != SRC / "gshard" / "__init__.py"])
+def test_imports_point_left(path: Path) -> None:
+    layer = path.relative_to(SRC / "gshard").parts[0].removesuffix(".py")
+    assert layer in LAYERS, f"{name_of(path)} is in no layer of {LAYERS}"
+    allowed = {f"gshard.{earlier}" for earlier in LAYERS[: LAYERS.index(layer) + 1]}
+    wrong = [
+        f"line {line}: {name}"
+        for name, line in imported(path)
+        if inside(name, "m4") or (inside(name, "gshard") and not any(inside(name, package) for package in allowed))
+    ]
+    assert not wrong, f"{name_of(path)} may import {sorted(allowed)} only: {wrong}"
+
+
+@each(PARTITIONER)
+def test_gshard_needs_jax_and_numpy_only(path: Path) -> None:
+    known = sys.stdlib_module_names | {"gshard", "jax", "numpy"} | OPTIONAL
+    wrong = [f"line {line}: {name}" for name, line in imported(path) if name.split(".")[0] not in known]
+    assert not wrong, wrong
+
+
+@each([path for path in GSHARD if name_of(path) != "gshard/core/jax_adapter.py"])
+def test_private_jax_names_live_in_the_adapter(path: Path) -> None:
+    wrong = [f"line {line}: {name}" for name, line in imported(path) if name.startswith(("jax._src", "jaxlib"))]
+    assert not wrong, f"move to core/jax_adapter.py: {wrong}"
+
+
+@each(MOE)
+def test_moe_sees_marks_only(path: Path) -> None:
+    known = sys.stdlib_module_names | {"jax", "numpy"}
+    ours = ("gshard.moe", "gshard.core", "gshard.passes.annotate")
+    wrong = [
+        f"line {line}: {name}"
+        for name, line in imported(path)
+        if name.split(".")[0] not in known and not any(inside(name, package) for package in ours)
+    ]
+    assert not wrong, f"moe imports jax, numpy and the marks only: {wrong}"
+
+
+@each(M4)
+def test_m4_sees_public_names_only(path: Path) -> None:
+    private = {f"gshard.{entry.stem}" for entry in (SRC / "gshard").iterdir() if entry.stem not in ("__init__", "moe")}
+    modules = {f"gshard.moe.{file.stem}" for file in (SRC / "gshard" / "moe").glob("*.py")} | private
+    wrong = [
+        f"line {line}: {name}"
+        for name, line in [*imported(path), *attributes(path)]
+        if any(inside(name, module) for module in modules)
+    ]
+    assert not wrong, f"use what gshard and gshard.moe export: {wrong}"
+
+
+@each(GSHARD)
+def test_imports_stand_at_the_top(path: Path) -> None:
+    wrong = []
+    for function in ast.walk(tree_of(path)):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(function):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
+            wrong += [f"line {node.lineno}: {name}" for name in names if name.split(".")[0] not in OPTIONAL]
+    assert not wrong, f"only optional dependencies {sorted(OPTIONAL)} are imported inside a function: {wrong}"
+
+
+@each(GSHARD)
+def test_behaviour_comes_from_arguments(path: Path) -> None:
+    wrong = [f"line {n}: {name}" for name, n in attributes(path) if name in ("os.environ", "os.getenv", "os.environb")]
+    wrong += [f"line {n}: {name}" for name, n in imported(path) if name in ("os.environ", "os.getenv")]
+    assert not wrong, f"the library reads no environment variables: {wrong}"
+
+
+@each([path for path in PARTITIONER if not name_of(path).removeprefix("gshard/").startswith(MAY_NAME_PRIMITIVES)])
+def test_primitives_are_named_in_rules_only(path: Path) -> None:
+    tree = tree_of(path)
+    wrong = [
+        f"line {line}: {name}"
+        for name, line in imported(path)
+        if inside(name, "jax.extend.core.primitives") or (inside(name, "jax") and name.endswith("_p"))
+    ]
+    wrong += [
+        f"line {line}: {name}"
+        for name, line in attributes(path)
+        if name.endswith("_p") and name.split(".")[0] in ("jax", "lax", "primitives")
+    ]
+    documentation = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    names = {p.name for p in vars(jax_primitives).values() if hasattr(p, "bind")}
+    telling = {name for name in names if "_" in name} - COLLECTIVES  # "add" may be a reduction, "dot_general" cannot
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in telling and id(node) not in documentation:
+            wrong.append(f"line {node.lineno}: {node.value!r}")
+        if isinstance(node, ast.Compare) and "primitive" in ast.unparse(node):
+            text = ast.unparse(node)
+            if any(isinstance(part, ast.Constant) and isinstance(part.value, str) for part in ast.walk(node)):
+                wrong.append(f"line {node.lineno}: {text}")
+    assert not wrong, f"what depends on the primitive belongs to its rule: {wrong}"
+
+
+@each(FILES)
+def test_files_are_short(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= MAX_LINES or name_of(path) in LONG_FILES, f"{lines} lines: which second idea can leave?"
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples"])
+def test_files_are_named_for_their_idea(folder: str) -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / folder).rglob("*.py")
+        if set(path.stem.split("_")) & BANNED_STEMS or path.parent.name in BANNED_STEMS
+    ]
+    assert not wrong, wrong
+
+
+@each(FILES)
+def test_nothing_is_left_undone_or_tied_to_a_machine(path: Path) -> None:
+    wrong = [
+        f"line {number}: {line.strip()}"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if UNDONE.search(line) or MACHINE_PATH.search(line)
+    ]
+    assert not wrong, wrong
+
+
+def test_both_packages_are_typed() -> None:
+    assert (SRC / "gshard" / "py.typed").exists()
+    assert (SRC / "m4" / "py.typed").exists()
