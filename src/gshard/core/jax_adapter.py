@@ -6,9 +6,16 @@ something JAX offers no public door to (the user's source line).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
+from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
+from jax._src.random import prng as _prng
+from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
 
 # Frames inside the library are not the user's: an error or a report names the line that called us.
@@ -29,3 +36,65 @@ def user_line(source_info: Any = None) -> str:
     if frame is None:
         return ""
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"
+
+
+def closed(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A (closed) jaxpr as (jaxpr, constants): newer JAX has one class where 0.10 has two."""
+    consts = tuple(getattr(jaxpr, "consts", ()))
+    return getattr(jaxpr, "jaxpr", jaxpr), consts
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """The jaxpr without equations that no result needs; all its inputs stay."""
+    return _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's operands are constants and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def expand_random_bits(keys_aval: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
+    """The jaxpr (from keys to bits) of JAX's own way to make random bits out of simpler primitives."""
+
+    def bits(keys: Any) -> Any:
+        impl = keys_aval.dtype._impl
+        data = jax.random.key_data(keys)
+        return _prng.random_bits_impl_base(impl, data, len(keys_aval.shape), bit_width=bit_width, shape=shape)
+
+    return jax.make_jaxpr(bits)(jax.ShapeDtypeStruct(keys_aval.shape, keys_aval.dtype))
+
+
+def sub_jaxprs(params: dict[str, Any]) -> tuple[Any, ...]:
+    """The jaxprs among an equation's parameters, and those in tuples and lists there (the branches of a cond)."""
+    values = [x for v in params.values() for x in (v if isinstance(v, (tuple, list)) else (v,))]
+    return tuple(v for v in values if isinstance(v, (_extend_core.Jaxpr, _extend_core.ClosedJaxpr)))
+
+
+def called_jaxpr(eqn: Any) -> Any | None:
+    """The body of an equation that does nothing but run it once on its operands, else None.
+
+    These are jit, closed calls, remat, composites and functions with their own derivatives: outside of a
+    transformation each of them means its body.
+    """
+    calls = ("jit", "pjit", "call", "core_call", "closed_call", "remat", "remat2", "checkpoint", "composite")
+    if eqn.primitive.name not in (*calls, "custom_jvp_call", "custom_vjp_call"):
+        return None
+    params = eqn.params
+    return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+
+
+def named_axes(eqn: Any) -> frozenset[Any]:
+    """The mesh axes over which an equation communicates or asks where it is, those of its bodies included."""
+    return frozenset(e.name for e in eqn.effects if isinstance(e, _core.NamedAxisEffect))
+
+
+def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """Runs one primitive with the parameters that its equation shows; always a list of results."""
+    bindable = primitive.get_bind_params(params)
+    functions, params = bindable if isinstance(bindable, tuple) else ((), bindable)
+    results = primitive.bind(*functions, *operands, **params)
+    return list(results) if primitive.multiple_results else [results]
