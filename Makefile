@@ -21,10 +21,12 @@ help:  ## list these commands
 setup: $(STAMP)  ## create .venv with the locked packages (again only when they change)
 
 $(STAMP): requirements.lock pyproject.toml
-	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found: make setup PYTHON=/path/to/python" >&2; exit 1; }
 	@# A Python without ensurepip (some distributions cut it out) lends its own pip instead.
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) >/dev/null || \
-		{ $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
+	@$(PIP) --version >/dev/null 2>&1 || { \
+		test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found: make setup PYTHON=/path/to/python" >&2; exit 1; }; \
+		$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
+			$(PYTHON) -m venv --clear --without-pip $(VENV) && \
+			$(PYTHON) -m pip --python $(BIN)/python install -qq pip; }; }
 	@echo "Installing the packages of requirements.lock into $(VENV) ($$($(BIN)/python --version))"
 	@$(PIP) install -qq -r requirements.lock
 	@$(PIP) install -qq --no-deps --no-build-isolation --editable .

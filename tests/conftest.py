@@ -19,8 +19,13 @@ _given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([_given, *(f"{k}={v}" for k, v in _FLAGS.items() if k not in _given)]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+
+# The same cases at every run; no limit on time, since a first call compiles.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 GOLDEN = Path(__file__).parent / "golden"
 
