@@ -7,6 +7,8 @@ something JAX offers no public door to (the user's source line).
 from __future__ import annotations
 
 from collections.abc import Sequence
+import os
+import traceback
 from typing import Any
 
 import jax
@@ -36,6 +38,14 @@ def user_line(source_info: Any = None) -> str:
     if frame is None:
         return ""
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"
+
+
+def line_of_exception(error: BaseException) -> str | None:
+    """The user's innermost ``file:line (function)`` in an exception's traceback: neither JAX's nor ours."""
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    jaxs = os.path.dirname(os.path.abspath(jax.__file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((ours, jaxs))]
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].name})" if frames else None
 
 
 def closed(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:

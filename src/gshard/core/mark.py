@@ -1,9 +1,27 @@
-"""Mark: what the user wrote about one value, before any mesh is known."""
+"""Mark: what the user wrote about one value, and what it means on a mesh.
+
+``split(x, 0, 4)`` on 8 devices cuts dimension 0 over the major atoms of the mesh, so that each part is held by
+consecutive devices; an array of device ids is read as strides in the flat order of the devices.
+
+    >>> mesh = Mesh.abstract(devices=8)
+    >>> resolve(Mark("split", dim=1, partitions=4), mesh, (6, 8), "").dims
+    ((), ('devices.0', 'devices.1'))
+    >>> ids = Mark("assignment", ids=(0, 2, 4, 6, 1, 3, 5, 7), ids_shape=(2, 4))
+    >>> resolve(ids, mesh, (6, 8), "").dims
+    (('devices.2',), ('devices.0', 'devices.1'))
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from gshard.core.errors import ShardingError
+from gshard.core.mesh import Atoms, Mesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,6 +36,7 @@ class Mark:
         ids: device ids in row-major order.
         ids_shape: number of parts along each dimension.
         spec: for each dimension None, an axis name, a tuple of names, or ``PartitionSpec.UNCONSTRAINED``.
+        axes: names and sizes of the mesh that ``spec`` speaks of, if it came with one.
         batch_dims: dimensions that vmap added, in the order they were added; they stay open.
         cotangent: whether the mark was made by differentiating the user's.
     """
@@ -28,6 +47,7 @@ class Mark:
     ids: tuple[int, ...] = ()
     ids_shape: tuple[int, ...] = ()
     spec: tuple[Any, ...] = ()
+    axes: tuple[tuple[str, int], ...] = ()
     batch_dims: tuple[int, ...] = ()
     cotangent: bool = False
 
@@ -52,3 +72,172 @@ class Mark:
                 return f"shard(x, ids of shape {self.ids_shape})"
             case _:
                 return f"shard(x, P{self.spec})" if len(self.spec) != 1 else f"shard(x, P({self.spec[0]!r}))"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Demand:
+    """What a mark asks for on a mesh: atoms for each dimension, and which dimensions it leaves open."""
+
+    dims: tuple[Atoms, ...]
+    open: tuple[bool, ...]
+
+
+def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand:
+    """What a mark means for an array of this shape on this mesh.
+
+    Raises:
+        ShardingError: the mesh has no such axis or device, an axis is used twice, or the numbers do not fit.
+    """
+    ndim = len(shape) - len(mark.batch_dims)
+    try:
+        match mark.kind:
+            case "replicate":
+                dims: list[Atoms | None] = [()] * ndim
+            case "split":
+                dims = [()] * ndim
+                dims[mark.dim] = _partitions(mark.partitions, mesh)
+            case "assignment":
+                dims = list(_assignment(mark, mesh))
+            case _:
+                dims = _spec(mark, mesh, ndim)
+        _check_once(dims, mesh)
+    except ShardingError as reason:
+        got = f"{_text(shape)}, {mark}; mesh: {mesh}"
+        raise ShardingError(reason.what, line, got if not reason.got else f"{got}; {reason.got}", reason.way_out) from None
+    placed = mark.place(dims, None)
+    return Demand(tuple(d or () for d in placed), tuple(d is None for d in placed))
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return f"array of shape [{','.join(map(str, shape))}]"
+
+
+def _partitions(partitions: int | str | tuple[str, ...], mesh: Mesh) -> Atoms:
+    if not isinstance(partitions, int):
+        names = (partitions,) if isinstance(partitions, str) else partitions
+        return tuple(a for name in names for a in _axis(name, mesh))
+    if partitions > mesh.size:
+        raise ShardingError(
+            f"{partitions} partitions were asked for, and the mesh has {mesh.size} devices.",
+            way_out=f"Use at most {mesh.size} partitions.",
+        )
+    # Major atoms first, so that the copies of a part lie on consecutive devices; any others if that fits alone.
+    chosen: list[str] = []
+    wanted = partitions
+    for atom, size in mesh.atom_sizes.items():
+        if wanted % size == 0:
+            chosen.append(atom)
+            wanted //= size
+    if wanted != 1:
+        fitting = sorted(n for n in range(1, mesh.size + 1) if mesh.size % n == 0)
+        raise ShardingError(
+            f"{mesh.size} devices cannot hold {partitions} partitions in equal numbers of copies.",
+            way_out=f"Use one of {', '.join(map(str, fitting))} partitions.",
+        )
+    return tuple(chosen)
+
+
+def _axis(name: str, mesh: Mesh) -> Atoms:
+    if name in mesh.atoms_of:
+        return mesh.atoms_of[name]
+    if name in mesh.atom_sizes:
+        return (name,)
+    raise ShardingError(
+        f"the mesh has no axis {name!r}.", way_out=f"Its axes are {', '.join(repr(n) for n, _ in mesh.axes)}."
+    )
+
+
+def _spec(mark: Mark, mesh: Mesh, ndim: int) -> list[Atoms | None]:
+    dims: list[Atoms | None] = []
+    known = all(mesh.atoms_of.get(n, (n,)) and mesh.count(_axis_or_none(n, mesh)) == s for n, s in mark.axes)
+    for entry in (*mark.spec, *(None,) * (ndim - len(mark.spec))):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            dims.append(None)
+            continue
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        if known:
+            dims.append(tuple(a for name in names for a in _axis(name, mesh)))
+        else:
+            dims.append(tuple(a for name in names for a in _by_stride(name, mark.axes, mesh)))
+    return dims
+
+
+def _axis_or_none(name: str, mesh: Mesh) -> Atoms:
+    return mesh.atoms_of.get(name) or ((name,) if name in mesh.atom_sizes else ())
+
+
+def _by_stride(name: str, axes: tuple[tuple[str, int], ...], mesh: Mesh) -> Atoms:
+    """An axis of another mesh over the same devices in the same order, as atoms of this one."""
+    names = [n for n, _ in axes]
+    at = names.index(name)
+    stride, size = math.prod(s for _, s in axes[at + 1 :]), axes[at][1]
+    return _atoms_along([i * stride for i in range(size)], mesh)
+
+
+def _strides(mesh: Mesh) -> dict[int, str]:
+    strides, stride = {}, 1
+    for atom in reversed(mesh.atoms):
+        strides[stride] = atom
+        stride *= mesh.atom_sizes[atom]
+    return strides
+
+
+def _atoms_along(positions: list[int], mesh: Mesh) -> Atoms:
+    """The atoms, major to minor, along which these flat device positions lie."""
+    strides = _strides(mesh)
+    atoms: list[str] = []
+    step, remaining = 1, len(positions)
+    while remaining > 1:
+        atom = strides.get(positions[step] - positions[0])
+        if atom is None or remaining % mesh.atom_sizes[atom] or atom in atoms:
+            raise ShardingError(
+                "this order of devices does not follow the axes of the mesh.",
+                got=f"along one dimension the devices are {positions}",
+                way_out="Make the jax.sharding.Mesh from the devices in the order you want.",
+            )
+        atoms.insert(0, atom)
+        step *= mesh.atom_sizes[atom]
+        remaining //= mesh.atom_sizes[atom]
+    return tuple(atoms)
+
+
+def _assignment(mark: Mark, mesh: Mesh) -> list[Atoms]:
+    count = len(mark.ids)
+    missing = sorted(set(range(count)) - set(mark.ids))
+    if count > mesh.size or max(mark.ids, default=0) >= mesh.size:
+        raise ShardingError(
+            f"the device assignment names device {max(mark.ids)}, and the mesh has {mesh.size} devices.",
+            way_out=f"Use the ids 0 to {mesh.size - 1}.",
+        )
+    if missing or mesh.size % count:
+        what = f"device {missing[0]} is missing from" if missing else f"{mesh.size} devices cannot hold copies of"
+        raise ShardingError(
+            f"{what} a device assignment of {count} parts.",
+            way_out="Name each of the devices 0 to n-1 once, where n divides the number of devices.",
+        )
+    ids = np.asarray(mark.ids, dtype=np.int64).reshape(mark.ids_shape) * (mesh.size // count)
+    dims: list[Atoms] = []
+    for d in range(ids.ndim):
+        along = ids[tuple(slice(None) if i == d else 0 for i in range(ids.ndim))]
+        dims.append(_atoms_along([int(i) for i in along], mesh))
+    affine = np.zeros((), np.int64)
+    for d in range(ids.ndim):
+        along = ids[tuple(slice(None) if i == d else slice(0, 1) for i in range(ids.ndim))]
+        affine = affine + (along - ids.flat[0])
+    if ids.flat[0] or not np.array_equal(affine, ids):
+        raise ShardingError(
+            "this order of devices does not follow the axes of the mesh.",
+            way_out="Make the jax.sharding.Mesh from the devices in the order you want.",
+        )
+    return dims
+
+
+def _check_once(dims: list[Atoms | None], mesh: Mesh) -> None:
+    seen: dict[str, int] = {}
+    for d, atoms in enumerate(dims):
+        for atom in atoms or ():
+            if atom in seen:
+                where = f"dimension {d} twice" if seen[atom] == d else f"dimensions {seen[atom]} and {d}"
+                axis = next((n for n, own in mesh.atoms_of.items() if atom in own), atom)
+                raise ShardingError(f"axis {axis!r} splits {where}.", way_out="Name each mesh axis once.")
+            seen[atom] = d

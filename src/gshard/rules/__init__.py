@@ -1,0 +1,10 @@
+"""rules: what is known of each primitive; importing this package fills the registry."""
+
+from gshard.rules import contract as contract
+from gshard.rules import create as create
+from gshard.rules import elementwise as elementwise
+from gshard.rules import indexing as indexing
+from gshard.rules import order as order
+from gshard.rules import reduce as reduce
+from gshard.rules import shape as shape
+from gshard.rules import slicing as slicing

@@ -1,0 +1,198 @@
+"""Steps: the moves of which every reshard is made, with what each device sends.
+
+A step changes the sharding of one array in one way and knows three things about itself: the sharding it leads to,
+the bytes that each device sends, and how to do it on local arrays inside ``shard_map``. What is costed is
+therefore what is emitted.
+
+    all_slice(d, atoms)       replicated -> split: every device keeps its part (nothing is sent)
+    all_gather(d, atoms)      split -> replicated over the innermost atoms of a dimension
+    all_to_all(d, e, atoms)   the innermost atoms of dimension d move to dimension e
+    permute                   the same cut, other devices: one CollectivePermute
+    reduce_scatter(d, atoms)  unreduced -> split
+    all_reduce(atoms)         unreduced -> replicated
+
+Dimensions that do not divide are padded to equal parts before a move and trimmed after it. Two cuts of an uneven
+dimension line up only if their parts do (``aligned``); a step that would need a move between neighbours is not
+offered and the planner goes through the whole dimension instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.sharding import Sharding
+
+ALL_SLICE, ALL_GATHER, ALL_TO_ALL = "all_slice", "all_gather", "all_to_all"
+PERMUTE, REDUCE_SCATTER, ALL_REDUCE = "collective_permute", "reduce_scatter", "all_reduce"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One move of an array.
+
+    Attributes:
+        kind: which one.
+        atoms: the atoms it runs over.
+        before, after: the shardings it leads from and to.
+        dim: the dimension that is sliced, gathered or scattered, or that atoms leave.
+        to: the dimension that atoms of an all_to_all move to.
+        monoid: what combines unreduced parts.
+    """
+
+    kind: str
+    atoms: Atoms
+    before: Sharding
+    after: Sharding
+    dim: int = -1
+    to: int = -1
+    monoid: str = "add"
+
+
+def aligned(n: int, parts: int, more: int) -> bool:
+    """Whether cutting each of ``parts`` parts of ``n`` elements in ``more`` gives ``parts * more`` parts of ``n``."""
+    return parts == 1 or -(-n // parts) == more * -(-n // (parts * more))
+
+
+def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:
+    """Bytes that each device sends in this step, for an array of this global shape."""
+    g = mesh.count(step.atoms)
+    before = math.prod(step.before.local_shape(mesh, shape)) * itemsize
+    if step.kind == ALL_SLICE or g == 1:
+        return 0
+    if step.kind == ALL_GATHER:
+        return before * (g - 1)
+    if step.kind == ALL_TO_ALL:
+        n, local = shape[step.to], step.before.local_shape(mesh, shape)[step.to]
+        padded = g * -(-n // (mesh.count(step.before.dims[step.to]) * g))
+        return (before // local if local else 0) * padded * (g - 1) // g
+    if step.kind == PERMUTE:
+        return before
+    if step.kind == REDUCE_SCATTER:
+        n, local = shape[step.dim], step.before.local_shape(mesh, shape)[step.dim]
+        padded = g * -(-n // (mesh.count(step.before.dims[step.dim]) * g))
+        return (before // local if local else 0) * padded * (g - 1) // g
+    if step.monoid in _LOGICAL:
+        return 2 * before * (g - 1) // g
+    return 2 * before * (g - 1) // g if step.monoid in _REDUCERS else before * (g - 1)
+
+
+def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
+    """Does the step to one device's part ``x`` of an array of global ``shape`` (inside ``shard_map``)."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and step.kind != ALL_SLICE:
+        return _run_on_key_data(step, x, shape, mesh)
+    g, local = mesh.count(step.atoms), step.after.local_shape(mesh, shape)
+    match step.kind:
+        case "all_slice":
+            return slice_part(_pad(x, step.dim, g * local[step.dim]), step.dim, local[step.dim], step.atoms)
+        case "all_gather":
+            whole = lax.all_gather(x, step.atoms, axis=step.dim, tiled=True)
+            return _trim(whole, step.dim, local[step.dim])
+        case "all_to_all":
+            padded = _pad(x, step.to, g * local[step.to])
+            moved = lax.all_to_all(padded, step.atoms, split_axis=step.to, concat_axis=step.dim, tiled=True)
+            return _trim(moved, step.dim, local[step.dim])
+        case "collective_permute":
+            return lax.ppermute(x, mesh.atoms, permutation(step.before, step.after, mesh))
+        case "reduce_scatter":
+            padded = _pad(x, step.dim, g * local[step.dim])
+            return lax.psum_scatter(padded, step.atoms, scatter_dimension=step.dim, tiled=True)
+        case _:
+            return all_reduce(x, step.atoms, step.monoid)
+
+
+def _run_on_key_data(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
+    """PRNG keys travel as the words they are made of: one more dimension, never split."""
+    data = jax.random.key_data(x)
+    longer = [Sharding((*s.dims, ()), s.unreduced) for s in (step.before, step.after)]
+    step = dataclasses.replace(step, before=longer[0], after=longer[1])
+    moved = run(step, data, (*shape, data.shape[-1]), mesh)
+    return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(x))
+
+
+_REDUCERS = {"add": lax.psum, "max": lax.pmax, "min": lax.pmin}
+_LOGICAL = {"or": lax.pmax, "and": lax.pmin}
+
+
+def all_reduce(x: Any, atoms: Atoms, monoid: str) -> Any:
+    """Combines every device's part; ``mul``, ``xor`` and bitwise monoids gather the parts and fold them."""
+    if monoid == "add" and x.dtype == jnp.bool_:
+        raise TypeError("booleans are combined by 'or', 'and' or 'xor'")
+    if monoid in _REDUCERS and x.dtype != jnp.bool_:
+        return _REDUCERS[monoid](x, atoms)
+    if x.dtype == jnp.bool_ and monoid in ("or", "and", "max", "min"):
+        reducer = lax.pmax if monoid in ("or", "max") else lax.pmin
+        return reducer(x.astype(jnp.int32), atoms).astype(jnp.bool_)
+    parts = lax.all_gather(x, atoms, axis=0, tiled=False)
+    return FOLDS[monoid](parts)
+
+
+FOLDS = {
+    "mul": lambda parts: jnp.prod(parts, axis=0, dtype=parts.dtype),
+    "or": lambda parts: jnp.bitwise_or.reduce(parts, axis=0),
+    "and": lambda parts: jnp.bitwise_and.reduce(parts, axis=0),
+    "xor": lambda parts: jnp.bitwise_xor.reduce(parts, axis=0),
+}
+
+
+def slice_part(x: Any, dim: int, size: int, atoms: Atoms) -> Any:
+    """This device's part of ``size`` elements of dimension ``dim``, counted over ``atoms``."""
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(atoms) * size, size, axis=dim)
+
+
+def _pad(x: Any, dim: int, size: int) -> Any:
+    missing = size - x.shape[dim]
+    if not missing:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(x)
+        return jax.random.wrap_key_data(_pad(data, dim, size), impl=jax.random.key_impl(x))
+    return jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)])
+
+
+def _trim(x: Any, dim: int, size: int) -> Any:
+    return x if x.shape[dim] == size else lax.slice_in_dim(x, 0, size, axis=dim)
+
+
+def permutation(before: Sharding, after: Sharding, mesh: Mesh) -> list[tuple[int, int]]:
+    """Who sends its part to whom so that a cut moves onto other devices.
+
+    Both shardings cut every dimension in equally many parts. Devices that already hold what they need keep it;
+    the others are paired in order, each part's holders before with its holders after.
+    """
+    positions = list(itertools.product(*(range(mesh.atom_sizes[a]) for a in mesh.atoms)))
+    coordinates = [dict(zip(mesh.atoms, position, strict=True)) for position in positions]
+
+    def part(sharding: Sharding, at: dict[str, int]) -> tuple[int, ...]:
+        return tuple(_ordinal(atoms, at, mesh) for atoms in sharding.dims)
+
+    def key(sharding: Sharding, at: dict[str, int]) -> tuple[Any, ...]:
+        return (part(sharding, at), tuple(at[a] for a, _ in sharding.unreduced))
+
+    holders: dict[Any, list[int]] = {}
+    wanted: dict[Any, list[int]] = {}
+    for device, at in enumerate(coordinates):
+        holders.setdefault(key(before, at), []).append(device)
+        wanted.setdefault(key(after, at), []).append(device)
+    pairs = []
+    for k, targets in wanted.items():
+        sources = holders[k]
+        stay = set(sources) & set(targets)
+        pairs += [(d, d) for d in stay]
+        pairs += zip([d for d in sources if d not in stay], [d for d in targets if d not in stay], strict=True)
+    return sorted(pairs)
+
+
+def _ordinal(atoms: Sequence[str], at: dict[str, int], mesh: Mesh) -> int:
+    ordinal = 0
+    for a in atoms:
+        ordinal = ordinal * mesh.atom_sizes[a] + at[a]
+    return ordinal

@@ -1,0 +1,157 @@
+"""Mesh: the devices, as a grid of named axes and of the atoms that the axes are made of.
+
+Every axis is factored into primes on entry (8 -> 2*2*2, 6 -> 2*3). These *atoms* are the real axes of the
+``shard_map`` mesh: the same devices in the same flat order, so the factoring costs no communication, and a
+part of an axis is then just some of its atoms. Printing merges atoms back into the user's names.
+
+    >>> mesh = Mesh.abstract(data=2, expert=4)
+    >>> mesh.atoms
+    ('data', 'expert.0', 'expert.1')
+    >>> mesh.format_atoms(("data", "expert.0", "expert.1"))
+    'data,expert'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gshard.core.errors import MeshError
+
+Atoms = tuple[str, ...]
+
+
+def prime_factors(n: int) -> tuple[int, ...]:
+    """The prime factors of ``n`` in rising order.
+
+    >>> prime_factors(12)
+    (2, 2, 3)
+    """
+    factors, p = [], 2
+    while p * p <= n:
+        while n % p == 0:
+            factors.append(p)
+            n //= p
+        p += 1
+    return (*factors, n) if n > 1 else tuple(factors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """A grid of devices.
+
+    Attributes:
+        axes: the user's axis names and sizes, major to minor.
+        devices: the devices in row-major order of the axes, or None for a mesh that is only planned for.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[Any, ...] | None = None
+
+    @staticmethod
+    def abstract(**axes: int) -> Mesh:
+        """A mesh without devices, to plan for: ``Mesh.abstract(data=2, expert=4)``."""
+        return Mesh._checked(tuple(axes.items()), None)
+
+    @staticmethod
+    def of(mesh: Mesh | jax.sharding.Mesh | jax.sharding.AbstractMesh | int | Sequence[Any]) -> Mesh:
+        """Reads whatever names some devices.
+
+        Args:
+            mesh: a mesh of ours or of JAX's, a number of devices (the first ones of ``jax.devices()``), or a
+                list of devices. Devices given without axes form one axis called ``devices``.
+
+        Raises:
+            MeshError: there are no such devices, or a device is named twice.
+        """
+        if isinstance(mesh, Mesh):
+            return mesh
+        if isinstance(mesh, jax.sharding.Mesh):
+            axes = tuple((str(name), int(size)) for name, size in mesh.shape.items())
+            return Mesh._checked(axes, tuple(mesh.devices.flat))
+        if isinstance(mesh, jax.sharding.AbstractMesh):
+            return Mesh._checked(tuple((str(name), int(size)) for name, size in mesh.shape.items()), None)
+        if isinstance(mesh, int | np.integer):
+            available = jax.devices()
+            if not 1 <= mesh <= len(available):
+                raise MeshError(
+                    f"a mesh of {mesh} devices was asked for, and there are {len(available)}.",
+                    got=f"devices: {', '.join(map(str, available[:8]))}{', ...' if len(available) > 8 else ''}",
+                    way_out="On CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=N before JAX starts.",
+                )
+            return Mesh._checked((("devices", int(mesh)),), tuple(available[: int(mesh)]))
+        if isinstance(mesh, Iterable):
+            devices = tuple(mesh)
+            return Mesh._checked((("devices", len(devices)),), devices)
+        raise MeshError(
+            f"a mesh cannot be made of {type(mesh).__name__}.",
+            way_out="Give a jax.sharding.Mesh, a number of devices or a list of devices.",
+        )
+
+    @staticmethod
+    def _checked(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...] | None) -> Mesh:
+        if any(size < 1 for _, size in axes) or not axes:
+            raise MeshError("a mesh needs at least one axis and one device.", got=f"axes: {dict(axes)}")
+        if devices is not None and len(set(devices)) != len(devices):
+            twice = next(d for i, d in enumerate(devices) if d in devices[:i])
+            raise MeshError(f"device {twice} stands twice in the mesh.", way_out="Name each device once.")
+        return Mesh(axes, devices)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(size for _, size in self.axes)
+
+    @functools.cached_property
+    def atom_sizes(self) -> dict[str, int]:
+        """Each atom with its (prime) size, major to minor; axes of size 1 have none."""
+        sizes: dict[str, int] = {}
+        for name, size in self.axes:
+            primes = prime_factors(size)
+            sizes.update({name: primes[0]} if len(primes) == 1 else {f"{name}.{i}": p for i, p in enumerate(primes)})
+        return sizes
+
+    @functools.cached_property
+    def atoms(self) -> Atoms:
+        """Names of the atoms, major to minor."""
+        return tuple(self.atom_sizes)
+
+    @functools.cached_property
+    def atoms_of(self) -> dict[str, Atoms]:
+        """The atoms of each of the user's axes."""
+        return {
+            name: tuple(a for a in self.atom_sizes if a == name or a.rpartition(".")[0] == name)
+            for name, _ in self.axes
+        }
+
+    def count(self, atoms: Iterable[str]) -> int:
+        """The number of parts that splitting over ``atoms`` makes."""
+        return math.prod(self.atom_sizes[a] for a in atoms)
+
+    def format_atoms(self, atoms: Sequence[str]) -> str:
+        """Atoms as the user's axes where they make a whole one, by their own names otherwise."""
+        names, i = [], 0
+        while i < len(atoms):
+            axis = next((n for n, own in self.atoms_of.items() if own and tuple(atoms[i : i + len(own)]) == own), None)
+            names.append(axis or atoms[i])
+            i += len(self.atoms_of[axis]) if axis else 1
+        return ",".join(names)
+
+    @functools.cached_property
+    def jax_mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
+        """JAX's mesh over the atoms (all axes of type Auto): concrete if the devices are known."""
+        names = self.atoms or ("one",)
+        sizes = tuple(self.atom_sizes.values()) or (1,)
+        kinds = (jax.sharding.AxisType.Auto,) * len(names)
+        if self.devices is None:
+            return jax.sharding.AbstractMesh(sizes, names, axis_types=kinds)
+        return jax.sharding.Mesh(np.array(self.devices, dtype=object).reshape(sizes), names, axis_types=kinds)
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={size}" for name, size in self.axes)

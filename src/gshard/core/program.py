@@ -1,0 +1,197 @@
+"""Program: what the user wrote, as equations over values.
+
+A program is a jaxpr made convenient: calls are inlined, every value is an object of its own (also in bodies of
+loops), each equation has its rule or its region and knows the user's source line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from gshard.core.jax_adapter import user_line
+from gshard.core.mark import Mark
+from gshard.core.rule import Dims, Factor, Rule
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """One array of a program: an argument or the result of an equation. Compared by identity."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    index: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    @property
+    def dtype_name(self) -> str:
+        """JAX's short name: f32, bf16, s32, key<fry>..."""
+        return short_dtype(self.dtype)
+
+    def __repr__(self) -> str:
+        return f"%{self.index}:{self.dtype_name}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """A scalar written in the program; replicated and never resharded."""
+
+    value: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return np.shape(self.value)
+
+    @property
+    def dtype(self) -> Any:
+        return np.asarray(self.value).dtype
+
+    def __repr__(self) -> str:
+        return f"{np.asarray(self.value).item()!r}" if np.ndim(self.value) == 0 else "const"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Edge:
+    """Two values, one on each side of a region's border, whose dimensions must agree.
+
+    Attributes:
+        outer: the value outside, or nearer the outside.
+        inner: the value inside the body.
+        stacked: dimensions that the outer value has in front (the loop dimension of a scan).
+    """
+
+    outer: Value
+    inner: Value
+    stacked: int = 0
+
+    @property
+    def rule(self) -> Rule:
+        """The edge as an elementwise rule from the outer value to the inner one."""
+        return _edge_rule(self.inner.shape, self.stacked)
+
+
+@functools.lru_cache(maxsize=4096)
+def _edge_rule(inner: tuple[int, ...], stacked: int) -> Rule:
+    factors = tuple(Factor(n) for n in inner)
+    inner_dims: Dims = tuple((i,) for i in range(len(inner)))
+    return Rule(factors, (((),) * stacked + inner_dims,), (inner_dims,), component=(0,) * len(inner))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A straight line of equations: the program itself, or the body of a region."""
+
+    inputs: tuple[Value, ...]
+    equations: tuple[Equation, ...]
+    outputs: tuple[Value | Constant, ...]
+
+    def walk(self) -> Iterator[Equation]:
+        """All equations in order, those of bodies after the equation they belong to."""
+        for equation in self.equations:
+            yield equation
+            for block in equation.blocks:
+                yield from block.walk()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Equation:
+    """One application of a primitive.
+
+    Attributes:
+        rule: how it may be split; None for a region.
+        blocks: the bodies of a region.
+        edges: which values of the bodies must agree with which outside.
+        mark: what the user demands of the result, if this is a mark.
+        trips: how often the bodies run, as far as known (a scan's length; 1 otherwise).
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: tuple[Value | Constant, ...]
+    outputs: tuple[Value, ...]
+    rule: Rule | None
+    source_info: Any = None
+    blocks: tuple[Block, ...] = ()
+    edges: tuple[Edge, ...] = ()
+    mark: Mark | None = None
+    trips: int = 1
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return str(self.primitive.name)
+
+    @property
+    def line(self) -> str:
+        """The user's source line."""
+        return user_line(self.source_info) if self.source_info is not None else ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A traced function.
+
+    Attributes:
+        block: its equations; the first inputs are the arrays that the function closed over.
+        captured: those arrays.
+        argument_marks: for each argument a mark (from its ``NamedSharding``) or None.
+        names: for each input a name to show, such as ``params['wi']``.
+        out_tree: the pytree of the results.
+    """
+
+    block: Block
+    captured: tuple[Any, ...]
+    argument_marks: tuple[Mark | None, ...]
+    names: tuple[str, ...]
+    out_tree: Any
+    name: str = "f"
+
+    def __str__(self) -> str:
+        return f"program {self.name}\n{format_block(self.block)}"
+
+
+def format_block(block: Block, indent: str = "  ") -> str:
+    """Equations as text, one a line, bodies indented."""
+    lines = [f"{indent}({', '.join(map(repr, block.inputs))}) ->"]
+    for e in block.equations:
+        what = f"{e.name}[{e.mark}]" if e.mark else e.name
+        rule = f"   # {e.rule}" if e.rule is not None and not e.mark else ""
+        lines.append(f"{indent}{', '.join(map(repr, e.outputs))} = {what} {', '.join(map(_short, e.inputs))}{rule}")
+        lines.extend(format_block(b, indent + "    ") for b in e.blocks)
+    lines.append(f"{indent}return {', '.join(map(_short, block.outputs))}")
+    return "\n".join(lines)
+
+
+def _short(x: Value | Constant) -> str:
+    return f"%{x.index}" if isinstance(x, Value) else repr(x)
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element; a PRNG key counts as the words it is made of."""
+    return dtype.itemsize if isinstance(dtype, np.dtype) else np.dtype(dtype).itemsize if _is_numpy(dtype) else 8
+
+
+def _is_numpy(dtype: Any) -> bool:
+    try:
+        np.dtype(dtype)
+    except TypeError:
+        return False
+    return True
+
+
+def short_dtype(dtype: Any) -> str:
+    """JAX's short name of a dtype."""
+    name = str(dtype.name) if hasattr(dtype, "name") else str(dtype)
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s"), ("complex", "c")):
+        if name.startswith(long):
+            return short + name[len(long) :]
+    return "pred" if name == "bool" else name

@@ -1,0 +1,149 @@
+"""Rules: how an equation may be split.
+
+A rule names the *factors* of one equation: the independent loops of its computation. Every dimension of every
+operand and result is a product of factors, major to minor, in the notation of einsum:
+
+    a b c, a c d -> a b d; add over c=8      a batched matmul
+    (a b) c -> a b c                         a reshape that unmerges one dimension
+
+Splitting an equation means giving atoms of the mesh to factors (``core.split``). What that costs is fixed by the
+kind of the factor, so nothing outside ``rules/`` asks which primitive it is looking at:
+
+    parallel    splitting costs nothing
+    reduce      each device gets a part of the result, to be combined by the factor's monoid
+    whole       cannot be split: the operand is gathered first
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+PARALLEL = "parallel"
+REDUCE = "reduce"
+WHOLE = "whole"
+
+Dims = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Factor:
+    """One loop: its global size, kind, and for a ``reduce`` factor the monoid that combines parts."""
+
+    size: int
+    kind: str = PARALLEL
+    monoid: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """The factors of one equation and how to run it on shards.
+
+    Attributes:
+        factors: all factors; dimensions refer to them by position.
+        operands: for each operand, for each dimension, its factors major to minor (none for a broadcast one).
+        results: the same for the results.
+        local: ``local(shards, *arrays) -> results``, run on one device's parts; None runs the same primitive
+            with the same parameters.
+        flops: floating-point operations of the whole equation.
+        masks_itself: ``local`` copes with padding along split reduce factors; otherwise operands are filled with
+            the monoid's identity there first.
+        known: False for the rule made up for a primitive that has none.
+        component: for each factor a number; factors of arrays that have nothing to do with each other (the operands
+            of a barrier) have different ones, and only those of one component compete for atoms.
+    """
+
+    factors: tuple[Factor, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    local: Callable[..., Any] | None = None
+    flops: int = 0
+    masks_itself: bool = False
+    known: bool = True
+    component: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        names = _letters(len(self.factors))
+
+        def tensor(dims: Dims) -> str:
+            parts = []
+            for dim in dims:
+                word = " ".join(names[f] for f in dim)
+                parts.append(f"({word})" if len(dim) > 1 else word or "1")
+            return " ".join(parts) or "()"
+
+        text = f"{', '.join(map(tensor, self.operands))} -> {', '.join(map(tensor, self.results))}"
+        for i, factor in enumerate(self.factors):
+            if factor.kind == REDUCE:
+                text += f"; {factor.monoid} over {names[i]}={factor.size}"
+        whole = [names[i] for i, factor in enumerate(self.factors) if factor.kind == WHOLE]
+        return text + (f"; whole {' '.join(whole)}" if whole else "")
+
+
+def _letters(n: int) -> list[str]:
+    alphabet = string.ascii_lowercase
+    return [alphabet[i] if i < 26 else f"{alphabet[i % 26]}{i // 26}" for i in range(n)]
+
+
+class RuleMaker:
+    """Collects factors while a rule is written; ``dims`` are lists that may share factors between tensors."""
+
+    def __init__(self) -> None:
+        self.factors: list[Factor] = []
+
+    def factor(self, size: int, kind: str = PARALLEL, monoid: str | None = None) -> tuple[int, ...]:
+        """A new factor, as the one-factor dimension it usually makes."""
+        self.factors.append(Factor(int(size), kind, monoid))
+        return (len(self.factors) - 1,)
+
+    def whole(self, size: int) -> tuple[int, ...]:
+        """A new dimension that cannot be split."""
+        return self.factor(size, WHOLE)
+
+    def parallel(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """New parallel dimensions of these sizes."""
+        return [self.factor(n) for n in shape]
+
+    def rule(
+        self,
+        operands: Sequence[Sequence[tuple[int, ...]]],
+        results: Sequence[Sequence[tuple[int, ...]]],
+        *,
+        local: Callable[..., Any] | None = None,
+        flops: int | None = None,
+        masks_itself: bool = False,
+        known: bool = True,
+    ) -> Rule:
+        """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
+        if flops is None:
+            sizes = [math.prod(self.factors[f].size for dim in t for f in dim) for t in (*operands, *results)]
+            flops = max(sizes, default=0)
+        return Rule(
+            tuple(self.factors),
+            tuple(tuple(map(tuple, t)) for t in operands),
+            tuple(tuple(map(tuple, t)) for t in results),
+            local,
+            flops,
+            masks_itself,
+            known,
+            _components(len(self.factors), (*operands, *results)),
+        )
+
+
+def _components(count: int, tensors: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
+    """For each factor the smallest factor that it shares arrays with, directly or through others."""
+    component = list(range(count))
+
+    def root(f: int) -> int:
+        while component[f] != f:
+            f = component[f]
+        return f
+
+    for tensor in tensors:
+        together = [root(f) for dim in tensor for f in dim]
+        for f in together:
+            component[root(f)] = min(map(root, together))
+    return tuple(root(f) for f in range(count))

@@ -1,0 +1,102 @@
+"""Sharding: which atoms of the mesh cut each dimension of an array.
+
+    >>> mesh = Mesh.abstract(data=2, expert=4)
+    >>> s = Sharding((("data",), (), ("expert.0", "expert.1")))
+    >>> s.format(mesh, (8, 512, 2048), "f32")
+    'f32[8@data,512,2048@expert]'
+    >>> s.local_shape(mesh, (8, 512, 2049))
+    (4, 512, 513)
+
+A dimension of ``n`` over ``p`` parts has ``ceil(n / p)`` elements on every device; the last parts may be
+padding in part or whole, and what the padding holds is anybody's guess. An atom that stands nowhere means that
+the array is replicated over it; an atom in ``unreduced`` means that each device holds a part still to be
+combined (added, say) with the others'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from gshard.core.errors import ShardingError
+from gshard.core.mesh import Atoms, Mesh
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sharding:
+    """How an array lies on a mesh.
+
+    Attributes:
+        dims: for each dimension the atoms that cut it, major to minor.
+        unreduced: pairs (atom, monoid) over which parts are still to be combined, sorted by atom.
+    """
+
+    dims: tuple[Atoms, ...]
+    unreduced: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def replicated(ndim: int) -> Sharding:
+        """Whole on every device."""
+        return Sharding(((),) * ndim)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds the whole, finished array."""
+        return not self.unreduced and not any(self.dims)
+
+    @property
+    def atoms(self) -> Atoms:
+        """All atoms that are in use, on dimensions or unreduced."""
+        return (*(a for dim in self.dims for a in dim), *(a for a, _ in self.unreduced))
+
+    def with_unreduced(self, unreduced: dict[str, str]) -> Sharding:
+        """The same dimensions with these parts still to be combined."""
+        return Sharding(self.dims, tuple(sorted(unreduced.items())))
+
+    def local_shape(self, mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one device's part, padding included."""
+        return tuple(-(-n // mesh.count(atoms)) for n, atoms in zip(shape, self.dims, strict=True))
+
+    def is_even(self, mesh: Mesh, shape: tuple[int, ...]) -> bool:
+        """Whether no part holds padding."""
+        return all(n % mesh.count(atoms) == 0 for n, atoms in zip(shape, self.dims, strict=True))
+
+    def format(self, mesh: Mesh, shape: tuple[int, ...], dtype: str = "") -> str:
+        """The text form: ``f32[8@data,512,2048@(expert,pod)]{U:model}``; a monoid other than add is named."""
+        dims = []
+        for n, atoms in zip(shape, self.dims, strict=True):
+            axes = mesh.format_atoms(atoms)
+            dims.append(f"{n}@({axes})" if "," in axes else f"{n}@{axes}" if axes else str(n))
+        text = f"{dtype}[{','.join(dims)}]"
+        if self.unreduced:
+            by_monoid: dict[str, list[str]] = {}
+            for atom, monoid in self.unreduced:
+                by_monoid.setdefault(monoid, []).append(atom)
+            parts = [
+                f"U{'' if monoid == 'add' else ' ' + monoid}:{mesh.format_atoms(atoms)}"
+                for monoid, atoms in by_monoid.items()
+            ]
+            text += "{" + " ".join(parts) + "}"
+        return text
+
+    @staticmethod
+    def parse(text: str, mesh: Mesh) -> tuple[Sharding, tuple[int, ...], str]:
+        """Reads the text form back: sharding, global shape, dtype."""
+        match = re.fullmatch(r"(\w*)\[(.*?)\](?:\{(.*)\})?", text.strip())
+        if not match:
+            raise ShardingError(f"{text!r} is not the text of a sharding.", way_out="Write f32[8@data,512].")
+        dtype, inside, tail = match.groups()
+        entries = re.findall(r"(\d+)(?:@(?:\(([^)]*)\)|([\w.]+)))?", inside)
+        dims = tuple(_atoms((several or one), mesh) for _, several, one in entries)
+        unreduced: dict[str, str] = {}
+        for monoid, axes in re.findall(r"U ?(\w*):([\w.,]+)", tail or ""):
+            unreduced.update(dict.fromkeys(_atoms(axes, mesh), monoid or "add"))
+        return Sharding(dims).with_unreduced(unreduced), tuple(int(n) for n, _, _ in entries), dtype
+
+
+def _atoms(axes: str, mesh: Mesh) -> Atoms:
+    names = [a for a in axes.split(",") if a]
+    for name in names:
+        if name not in mesh.atoms_of and name not in mesh.atom_sizes:
+            raise ShardingError(f"the mesh has no axis {name!r}.", got=f"mesh: {mesh}")
+    return tuple(a for name in names for a in mesh.atoms_of.get(name, (name,)))

@@ -1,0 +1,83 @@
+"""Splits: atoms given to the factors of an equation, and how that relates to shardings of its arrays.
+
+All arithmetic between dimensions and factors lives here. Two laws hold it together:
+
+* a dimension made of several factors is cut major factor first: a minor factor may have atoms only if every
+  more major one is split completely, because otherwise the parts of the dimension are not contiguous;
+* inside such a dimension parts are equal: atoms that do not divide a factor evenly do not fit it.
+
+    >>> mesh = Mesh.abstract(x=2, y=3)
+    >>> factors = (Factor(2), Factor(6))
+    >>> project(((0, 1),), (("x", "y"),), factors, mesh)     # (a b) cut by x then y
+    {0: ('x',), 1: ('y',)}
+    >>> place(((0, 1),), {0: ("x",), 1: ("y",)})
+    (('x', 'y'),)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.rule import WHOLE, Dims, Factor, Rule
+
+Split = dict[int, Atoms]
+
+
+def project(dims: Dims, sharding: Sequence[Atoms], factors: Sequence[Factor], mesh: Mesh) -> Split:
+    """The atoms that a sharding of one array gives to each factor, as far as factors can take them."""
+    sizes = mesh.atom_sizes
+    split: Split = {}
+    for dim, atoms in zip(dims, sharding, strict=True):
+        if not atoms or not dim:
+            continue
+        if len(dim) == 1:
+            if factors[dim[0]].kind != WHOLE:
+                split[dim[0]] = tuple(atoms)
+            continue
+        at = 0
+        for f in dim:
+            if factors[f].kind == WHOLE:
+                break
+            room, taken = factors[f].size, []
+            while at < len(atoms) and room > 1 and room % sizes[atoms[at]] == 0:
+                room //= sizes[atoms[at]]
+                taken.append(atoms[at])
+                at += 1
+            if taken:
+                split[f] = tuple(taken)
+            if room > 1:
+                break
+    return split
+
+
+def place(dims: Dims, split: Mapping[int, Atoms]) -> tuple[Atoms, ...]:
+    """The sharding of an array's dimensions when the equation is split this way."""
+    return tuple(tuple(a for f in dim for a in split.get(f, ())) for dim in dims)
+
+
+def fits(dims: Dims, split: Mapping[int, Atoms], factors: Sequence[Factor], mesh: Mesh) -> bool:
+    """Whether the parts of every dimension of an array are contiguous and equal under this split."""
+    for dim in dims:
+        if len(dim) < 2:
+            continue
+        full = True
+        for f in dim:
+            atoms = split.get(f, ())
+            if atoms and (not full or factors[f].size % mesh.count(atoms)):
+                return False
+            full = full and mesh.count(atoms) == factors[f].size
+    return True
+
+
+def is_valid(rule: Rule, split: Mapping[int, Atoms], mesh: Mesh) -> bool:
+    """Whether an equation may be split this way: atoms used once, whole factors unsplit, every array fits."""
+    atoms = [(rule.component[f], a) for f, own in split.items() for a in own]
+    if len(set(atoms)) != len(atoms) or any(split[f] and rule.factors[f].kind == WHOLE for f in split):
+        return False
+    return all(fits(dims, split, rule.factors, mesh) for dims in (*rule.operands, *rule.results))
+
+
+def local_size(factor: Factor, atoms: Atoms, mesh: Mesh) -> int:
+    """The size of a factor on one device, padding included."""
+    return -(-factor.size // mesh.count(atoms))

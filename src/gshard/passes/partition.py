@@ -1,0 +1,213 @@
+"""Partition: the plan's one program for all devices.
+
+The program is replayed on one device's parts inside ``jax.shard_map`` over the atoms of the mesh: operands are
+moved to the equation's split, the equation runs locally under its rule, results are moved to where the plan
+wants them. Nothing is chosen here. Every collective is emitted by a step of ``comm.steps`` and noted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from gshard.comm.reshard import plan_reshard
+from gshard.comm.shards import Shards, identity, mask
+from gshard.comm.steps import ALL_SLICE, bytes_sent, run
+from gshard.core.errors import GShardError, RuleError
+from gshard.core.plan import Plan
+from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
+from gshard.core.rule import REDUCE
+from gshard.core.sharding import Sharding
+from gshard.core.split import place
+from gshard.core.spmd import Collective, SpmdProgram
+from gshard.passes.assign import produced
+from gshard.rules.region import REGIONS
+
+
+def partition(plan: Plan, out_shardings: Sequence[Sharding | None] | None = None) -> SpmdProgram:
+    """Emits the per-device program of a plan.
+
+    Args:
+        plan: shardings and splits.
+        out_shardings: for each result the sharding it must leave in; None leaves it as the plan has it.
+
+    Returns:
+        the program. Dimensions that do not divide evenly are whole at its border, since JAX has no arrays whose
+        parts are unequal; inside they are split.
+    """
+    mesh, block = plan.mesh, plan.program.block
+    entry = tuple(_even(plan.sharding(v), v, plan) for v in block.inputs)
+    wanted = out_shardings or (None,) * len(block.outputs)
+    leave = tuple(
+        _even(w if w is not None else plan.sharding(v), v, plan) for v, w in zip(block.outputs, wanted, strict=True)
+    )
+    emitter = _Emitter(plan)
+
+    def program(*arrays: Any) -> list[Any]:
+        emitter.start()
+        inside = [
+            emitter.step_to(x, v, source, plan.sharding(v), "uneven argument", "")
+            for x, v, source in zip(arrays, block.inputs, entry, strict=True)
+        ]
+        out = emitter.run(block, inside)
+        return [
+            emitter.step_to(x, v, plan.sharding(v), target, "result at the border", "")
+            for x, v, target in zip(out, block.outputs, leave, strict=True)
+        ]
+
+    mapped = jax.shard_map(
+        program,
+        mesh=mesh.jax_mesh,
+        in_specs=tuple(spec(s) for s in entry),
+        out_specs=[spec(s) for s in leave],
+        check_vma=False,
+    )
+    jaxpr = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in block.inputs))
+    return SpmdProgram(jaxpr, mesh, entry, leave, tuple(emitter.collectives), plan.program)
+
+
+def spec(sharding: Sharding) -> PartitionSpec:
+    """A sharding as JAX's ``PartitionSpec`` over the atoms."""
+    return PartitionSpec(*(None if not atoms else atoms[0] if len(atoms) == 1 else atoms for atoms in sharding.dims))
+
+
+def _even(sharding: Sharding, value: Value | Constant, plan: Plan) -> Sharding:
+    dims = tuple(
+        atoms if n % plan.mesh.count(atoms) == 0 else ()
+        for n, atoms in zip(value.shape, sharding.dims, strict=True)
+    )
+    return Sharding(dims)
+
+
+@dataclasses.dataclass
+class _Emitter:
+    """Replays blocks on local arrays and notes every collective."""
+
+    plan: Plan
+    collectives: list[Collective] = dataclasses.field(default_factory=list)
+    trips: int = 1
+
+    def start(self) -> None:
+        """Forgets what an earlier trace of the same program noted."""
+        self.collectives.clear()
+
+    def sharding(self, value: Value | Constant) -> Sharding:
+        """The planned sharding of a value."""
+        return self.plan.sharding(value)
+
+    def run(self, block: Block, arrays: Sequence[Any], trips: int = 1) -> list[Any]:
+        """Runs a block on local arrays that lie as its inputs do."""
+        with self._repeated(trips):
+            # For each value its local array in every sharding it was needed in: two users share one collective.
+            env: dict[Value, dict[Sharding, Any]] = {
+                v: {self.sharding(v): x} for v, x in zip(block.inputs, arrays, strict=True)
+            }
+            for equation in block.equations:
+                with jax.named_scope(equation.name):
+                    self._equation(equation, env)
+            return [self._read(env, v, self.sharding(v), "", "result") for v in block.outputs]
+
+    @contextmanager
+    def _repeated(self, trips: int) -> Iterator[None]:
+        before, self.trips = self.trips, self.trips * trips
+        try:
+            yield
+        finally:
+            self.trips = before
+
+    def _equation(self, e: Equation, env: dict[Value, dict[Sharding, Any]]) -> None:
+        region = REGIONS.get(e.name)
+        if region is not None:
+            entry = region.entry(e, self.sharding)
+            arrays = [
+                self._read(env, v, s, e.line, f"operand {i} of {e.name}")
+                for i, (v, s) in enumerate(zip(e.inputs, entry, strict=True))
+            ]
+            results = region.emit(e, self, arrays)
+            leave = region.leave(e, self.sharding)
+        else:
+            assert e.rule is not None
+            split = self.plan.splits[e]
+            shards = Shards(e, split, self.plan.mesh)
+            arrays = [
+                self._read(env, v, Sharding(place(dims, split)), e.line, f"operand {i} of {e.name}")
+                for i, (v, dims) in enumerate(zip(e.inputs, e.rule.operands, strict=True))
+            ]
+            if not e.rule.masks_itself:
+                arrays = [self._masked(shards, i, x) for i, x in enumerate(arrays)]
+            results = self._local(e, shards, arrays)
+            leave = [produced(e, split, i) for i in range(len(e.outputs))]
+        for i, (value, x, source) in enumerate(zip(e.outputs, results, leave, strict=True)):
+            target = self.sharding(value)
+            env[value] = {target: self.step_to(x, value, source, target, f"result {i} of {e.name}", e.line)}
+            if source != target and not source.unreduced:
+                env[value][source] = x
+
+    def _local(self, e: Equation, shards: Shards, arrays: list[Any]) -> list[Any]:
+        assert e.rule is not None
+        try:
+            results = shards.bind(*arrays) if e.rule.local is None else list(e.rule.local(shards, *arrays))
+        except GShardError:
+            raise
+        except Exception as error:
+            raise RuleError(
+                f"the rule of '{e.name}' failed on shards: {error}", e.line, f"{e.rule}; split {shards.split}"
+            ) from error
+        for i, (x, value) in enumerate(zip(results, e.outputs, strict=True)):
+            if tuple(x.shape) != shards.out_shape(i) or x.dtype != value.dtype:
+                raise RuleError(
+                    f"the rule of '{e.name}' made a part of shape {tuple(x.shape)} and {x.dtype} "
+                    f"where {shards.out_shape(i)} and {value.dtype} belongs.",
+                    e.line,
+                    f"{e.rule}; split {shards.split}",
+                )
+        return results
+
+    def _masked(self, shards: Shards, i: int, x: Any) -> Any:
+        """Fills an operand's padding along split reduce factors with what their monoid does not notice."""
+        for d, factors in enumerate(shards.rule.operands[i]):
+            for f in factors:
+                factor, atoms = shards.rule.factors[f], shards.atoms(f)
+                if factor.kind != REDUCE or not atoms or factor.size % self.plan.mesh.count(atoms) == 0:
+                    continue
+                assert factor.monoid is not None
+                x = mask(x, d, factor.size, atoms, identity(factor.monoid, x.dtype))
+        return x
+
+    def _read(
+        self, env: dict[Value, dict[Sharding, Any]], value: Value | Constant, target: Sharding, line: str, why: str
+    ) -> Any:
+        if isinstance(value, Constant):
+            x = value.value if value.shape == () and not target.dims else jnp.asarray(value.value)
+            return self.step_to(x, value, self.sharding(value), target, why, line) if target.dims else x
+        known = env[value]
+        if target not in known:
+            source = self.sharding(value)
+            known[target] = self.step_to(known[source], value, source, target, why, line)
+        return known[target]
+
+    def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
+        """Moves an array that lies as ``value`` does to another sharding."""
+        why = f"value carried by {equation.name}"
+        return self.step_to(array, value, self.sharding(value), target, why, equation.line)
+
+    def step_to(
+        self, x: Any, value: Value | Constant, source: Sharding, target: Sharding, why: str, line: str
+    ) -> Any:
+        """Moves a local array from one sharding to another, step by step, and notes what is sent."""
+        if source == target:
+            return x
+        mesh, shape, size = self.plan.mesh, value.shape, itemsize(value.dtype)
+        for step in plan_reshard(source, target, shape, size, mesh):
+            if step.kind != ALL_SLICE:
+                local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
+                sent = bytes_sent(step, shape, size, mesh)
+                self.collectives.append(Collective(step.kind, step.atoms, sent, self.trips, local, line, why))
+            x = run(step, x, shape, mesh)
+        return x

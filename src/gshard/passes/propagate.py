@@ -1,0 +1,301 @@
+"""Propagate: from a few marks to a sharding for every value and a split for every equation.
+
+An iterative data-flow analysis over factors, forward and backward at once: whatever sharding one array of an
+equation has is projected on the equation's factors and from there on its other arrays, whose dimensions are only
+ever refined (an atom, once given, stays). Shardings cross the borders of loops and branches along their edges.
+
+Priorities, each run until nothing changes before the next begins; any news returns to the first:
+
+    1. equations that only move or combine elements where they are, and edges of regions
+    2. equations that reduce (contractions, sums, scatters)
+    3. equations whose arrays disagree: the cheapest split wins, counting the bytes that each device must send
+
+The user's marks, and shardings that arguments came with, are set before and never changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from gshard.core.errors import PlanError
+from gshard.core.mark import resolve
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.plan import Plan, Reason
+from gshard.core.program import Edge, Equation, Program, Value
+from gshard.core.rule import REDUCE, Dims, Factor
+from gshard.core.sharding import Sharding
+from gshard.core.split import Split, place, project
+from gshard.passes.assign import Available, assign, candidates, cost_of_split
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Node:
+    """An equation or an edge, as the analysis sees it."""
+
+    factors: tuple[Factor, ...]
+    component: tuple[int, ...]
+    tensors: tuple[tuple[Value, Dims], ...]
+    reduces: bool
+    equation: Equation | None
+    line_of: Equation | None
+
+
+def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
+    """Completes the user's marks to a plan.
+
+    Args:
+        program: the traced function.
+        mesh: the devices.
+        strict: refuse primitives that have no rule instead of gathering their operands.
+
+    Returns:
+        the plan.
+
+    Raises:
+        ShardingError: a mark does not fit its value or the mesh, or two marks on one value contradict each other.
+        PlanError: ``strict`` and a primitive without rule.
+    """
+    state = _State(program, mesh)
+    state.seed()
+    state.run()
+    shardings = {v: Sharding(tuple(dims)) for v, dims in state.dims.items()}
+    splits = assign(program.block, shardings, mesh)
+    plan = Plan(program, mesh, shardings, splits, state.reasons)
+    if strict and plan.gathered:
+        e = plan.gathered[0]
+        raise PlanError(
+            f"primitive '{e.name}' has no rule, so its operands would be gathered on every device.",
+            e.line,
+            ", ".join(plan.format(v) for v in e.inputs if isinstance(v, Value)),
+            "Replace the operation, or allow it with strict=False.",
+        )
+    return plan
+
+
+class _State:
+    """Shardings as far as they are known, and who is to be asked next."""
+
+    def __init__(self, program: Program, mesh: Mesh):
+        self.program, self.mesh = program, mesh
+        self.dims: dict[Value, list[Atoms]] = {}
+        self.open: dict[Value, list[bool]] = {}
+        self.reasons: dict[tuple[Value, int], Reason] = {}
+        self.nodes: list[_Node] = []
+        self.users: dict[Value, list[_Node]] = {}
+        for value in program.block.inputs:
+            self._meet(value)
+        for equation in program.block.walk():
+            for block in equation.blocks:
+                for value in block.inputs:
+                    self._meet(value)
+            for value in equation.outputs:
+                self._meet(value)
+            for node in _nodes(equation):
+                self.nodes.append(node)
+                for value, _ in node.tensors:
+                    self.users.setdefault(value, []).append(node)
+        self.queues: tuple[deque[_Node], deque[_Node]] = (deque(), deque())
+        self.waiting: set[_Node] = set()
+        self.conflicts: dict[_Node, None] = {}
+
+    def _meet(self, value: Value) -> None:
+        self.dims[value] = [()] * len(value.shape)
+        self.open[value] = [True] * len(value.shape)
+
+    def seed(self) -> None:
+        """Sets what the user said: marks, and shardings of arguments."""
+        program, captured = self.program, len(self.program.captured)
+        for value, mark, name in zip(
+            program.block.inputs[captured:], program.argument_marks, program.names[captured:], strict=True
+        ):
+            if mark is not None:
+                demand = resolve(mark, self.mesh, value.shape, "")
+                self._set(value, demand.dims, demand.open, Reason("argument", "", name))
+        for e in program.block.walk():
+            if e.mark is not None:
+                (value,) = e.outputs
+                demand = resolve(e.mark, self.mesh, value.shape, e.line)
+                self._set(value, demand.dims, demand.open, Reason("mark", e.line, str(e.mark)))
+        check_contradictions(program, self.dims)
+
+    def _set(self, value: Value, dims: Sequence[Atoms], open_dims: Sequence[bool], reason: Reason) -> None:
+        self.dims[value] = list(dims)
+        self.open[value] = list(open_dims)
+        for d, atoms in enumerate(dims):
+            if atoms:
+                self.reasons[value, d] = reason
+        self._wake(value)
+
+    def _wake(self, value: Value) -> None:
+        for node in self.users.get(value, ()):
+            if node not in self.waiting:
+                self.waiting.add(node)
+                self.queues[node.reduces].append(node)
+
+    def run(self) -> None:
+        """Asks equations until nothing changes, the conflicting ones last and cheapest first come."""
+        while True:
+            while self.queues[0] or self.queues[1]:
+                node = (self.queues[0] or self.queues[1]).popleft()
+                self.waiting.discard(node)
+                agreed, conflict = self._agree(node)
+                if conflict:
+                    self.conflicts[node] = None
+                self._apply(node, agreed, "propagated")
+            if not any(self._resolve(node) for node in self._in_order(self.conflicts)):
+                return
+
+    def _in_order(self, nodes: Iterable[_Node]) -> list[_Node]:
+        position = {node: i for i, node in enumerate(self.nodes)}
+        return sorted(nodes, key=position.__getitem__)
+
+    def _agree(self, node: _Node) -> tuple[Split, bool]:
+        """What the arrays of a node say about its factors where they do not contradict each other."""
+        claims: Split = {}
+        conflict = False
+        for value, dims in node.tensors:
+            current = self.dims[value]
+            if not any(current):
+                continue
+            for f, atoms in project(dims, current, node.factors, self.mesh).items():
+                known = claims.get(f)
+                if known is None or known == atoms[: len(known)]:
+                    claims[f] = atoms
+                elif known[: len(atoms)] != atoms:
+                    claims[f] = _common(known, atoms)
+                    conflict = True
+        owners: dict[tuple[int, str], int] = {}
+        disputed: set[tuple[int, str]] = set()
+        for f, atoms in claims.items():
+            for a in atoms:
+                if owners.setdefault((node.component[f], a), f) != f:
+                    disputed.add((node.component[f], a))
+        if disputed:
+            conflict = True
+            for f, atoms in claims.items():
+                cut = next((i for i, a in enumerate(atoms) if (node.component[f], a) in disputed), len(atoms))
+                claims[f] = atoms[:cut]
+        return claims, conflict
+
+    def _apply(self, node: _Node, split: Split, kind: str) -> bool:
+        """Refines the open dimensions of a node's arrays to a split of its factors."""
+        changed = False
+        for value, dims in node.tensors:
+            current, is_open = self.dims[value], self.open[value]
+            if not any(is_open):
+                continue
+            for d, factors in enumerate(dims):
+                if not is_open[d]:
+                    continue
+                wanted = _fitting(factors, split, node.factors, self.mesh)
+                have = current[d]
+                if len(wanted) <= len(have) or wanted[: len(have)] != have:
+                    continue
+                used = {a for i, dim in enumerate(current) if i != d for a in dim}
+                if used & set(wanted):
+                    continue
+                current[d] = wanted
+                self.reasons[value, d] = self._reason(node, value, wanted, kind)
+                changed = True
+                self._wake(value)
+        return changed
+
+    def _reason(self, node: _Node, value: Value, wanted: Atoms, kind: str) -> Reason:
+        source = next(
+            (v for v, _ in node.tensors if v is not value and any(set(wanted) & set(dim) for dim in self.dims[v])), None
+        )
+        e = node.line_of
+        return Reason(kind, e.line if e else "", e.name if e else "", source)
+
+    def _resolve(self, node: _Node) -> bool:
+        """Settles a disagreement: the cheapest split refines what is still open."""
+        if node.equation is None:
+            return False
+        if not any(self._could_refine(value) for value, _ in node.tensors):
+            return False
+        shardings = {v: Sharding(tuple(self.dims[v])) for v, _ in node.tensors}
+        rule = node.equation.rule
+        assert rule is not None
+        best = min(
+            candidates(node.equation, shardings, self.mesh),
+            key=lambda split: cost_of_split(node.equation, split, self._bent(node, split, shardings), self.mesh, Available()),
+        )
+        return self._apply(node, best, "cost")
+
+    def _could_refine(self, value: Value) -> bool:
+        return any(is_open and not atoms for is_open, atoms in zip(self.open[value], self.dims[value], strict=True))
+
+    def _bent(self, node: _Node, split: Split, shardings: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
+        """The shardings as they would be if open dimensions followed the split."""
+        bent = dict(shardings)
+        for value, dims in node.tensors:
+            wanted = place(dims, split)
+            have = bent[value].dims
+            new = list(have)
+            for d, atoms in enumerate(wanted):
+                used = {a for i, dim in enumerate(new) if i != d for a in dim}
+                if self.open[value][d] and atoms[: len(have[d])] == have[d] and not used & set(atoms):
+                    new[d] = atoms
+            bent[value] = Sharding(tuple(new))
+        return bent
+
+
+def _nodes(equation: Equation) -> list[_Node]:
+    if equation.rule is None:
+        return [_edge_node(edge, equation) for edge in equation.edges]
+    rule = equation.rule
+    tensors = [
+        (value, dims)
+        for value, dims in zip(
+            (*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True
+        )
+        if isinstance(value, Value) and value.shape
+    ]
+    reduces = any(f.kind == REDUCE for f in rule.factors)
+    return [_Node(rule.factors, rule.component, tuple(tensors), reduces, equation, equation)] if tensors else []
+
+
+def _edge_node(edge: Edge, equation: Equation) -> _Node:
+    rule = edge.rule
+    tensors = ((edge.outer, rule.operands[0]), (edge.inner, rule.results[0]))
+    return _Node(rule.factors, rule.component, tensors, False, None, equation)
+
+
+def _common(a: Atoms, b: Atoms) -> Atoms:
+    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:n]
+
+
+def _fitting(factors: tuple[int, ...], split: Split, table: Sequence[Factor], mesh: Mesh) -> Atoms:
+    """The atoms that a split puts on a dimension, as far as they leave its parts contiguous and equal."""
+    if len(factors) == 1:
+        return split.get(factors[0], ())
+    atoms: list[str] = []
+    for f in factors:
+        own = split.get(f, ())
+        while own and table[f].size % mesh.count(own):
+            own = own[:-1]
+        atoms += own
+        if mesh.count(own) != table[f].size:
+            break
+    return tuple(atoms)
+
+
+def check_contradictions(program: Program, dims: Mapping[Value, Sequence[Atoms]]) -> None:
+    """Refuses a mark put directly on a marked value that says something else: the first would be without effect."""
+    producer = {v: e for e in program.block.walk() for v in e.outputs}
+    for e in program.block.walk():
+        if e.mark is None or e.mark.cotangent or e.name != "gshard_mark" or not isinstance(e.inputs[0], Value):
+            continue
+        first = producer.get(e.inputs[0])
+        if first is None or first.mark is None or first.mark.cotangent or first.name != "gshard_mark":
+            continue
+        if list(dims[e.outputs[0]]) != list(dims[first.outputs[0]]):
+            raise PlanError(
+                f"two marks on one value contradict each other: {first.mark} and then {e.mark}.",
+                e.line,
+                f"the first is at {first.line}",
+                "Write one mark; shard(x, PartitionSpec(...)) splits several dimensions at once.",
+            )

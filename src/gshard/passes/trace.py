@@ -1,0 +1,205 @@
+"""Trace: a function and its arguments become a Program.
+
+JAX traces the function to a jaxpr; here calls are opened (jit, custom derivatives, remat), dead code is dropped,
+random bits are expanded into counters and arithmetic, every variable becomes a value of its own, and each equation
+gets its rule or its region.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+from jax.sharding import NamedSharding
+
+from gshard import rules as _rules
+from gshard.core.errors import TraceError
+from gshard.core.jax_adapter import (
+    closed,
+    expand_random_bits,
+    line_of_exception,
+    optimization_barrier_p,
+    user_line,
+    without_dead_code,
+)
+from gshard.core.mark import Mark
+from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.rules.region import REGIONS, inlined_body, needs_barrier
+from gshard.rules.registry import Call, rule_of
+
+assert _rules  # imported for the rules it registers
+
+
+def trace(
+    f: Callable[..., Any],
+    *args: Any,
+    argument_marks: Sequence[Mark | None] | None = None,
+    **kwargs: Any,
+) -> Program:
+    """Traces ``f`` on arguments (arrays or ``jax.ShapeDtypeStruct``) without running it.
+
+    Args:
+        f: a function of pytrees of arrays.
+        args, kwargs: its arguments.
+        argument_marks: for each leaf of ``(args, kwargs)`` a mark or None.
+
+    Returns:
+        the program; it does not depend on a mesh.
+
+    Raises:
+        TraceError: ``f`` branches on the values of its arguments, or is not a function of arrays.
+
+    >>> import jax.numpy as jnp
+    >>> print(trace(lambda x: jnp.sin(x).sum(), jnp.zeros((4, 2))))
+    program <lambda>
+      (%0:f32[4,2]) ->
+      %1:f32[4,2] = sin %0   # a b -> a b
+      %2:f32[] = reduce_sum %1   # a b -> (); add over a=4; add over b=2
+      return %2
+    """
+    name = getattr(f, "__name__", type(f).__name__)
+    leaves_with_paths, in_tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    leaves = [leaf for _, leaf in leaves_with_paths]
+    out_trees: list[Any] = []
+
+    def flat(*flat_args: Any) -> list[Any]:
+        a, k = jax.tree.unflatten(in_tree, flat_args)
+        out, tree = jax.tree.flatten(f(*a, **k))
+        out_trees.append(tree)
+        return out
+
+    try:
+        jaxpr, consts = closed(jax.make_jaxpr(flat)(*leaves))
+    except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
+        raise TraceError(
+            f"{name} cannot be traced: it needs the value of an array, and only shapes are known.",
+            line_of_exception(error),
+            str(error).splitlines()[0],
+            "Use jnp.where or jax.lax.cond instead of branching on array values, and static_argnums for plain values.",
+        ) from error
+    block = _Builder().block(without_dead_code(jaxpr))
+    captured = tuple(consts)
+    parameters = _parameters(f)
+    names = (
+        *(f"captured[{i}]" for i in range(len(captured))),
+        *(_argument_name(path, parameters) for path, _ in leaves_with_paths),
+    )
+    marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(leaves)
+    return Program(block, captured, marks, names, out_trees[0], name)
+
+
+def mark_of_argument(x: Any, device_ids: Mapping[Any, int]) -> Mark | None:
+    """The mark that an argument's own ``NamedSharding`` over the mesh's devices is, if it has one."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or len(sharding.device_set) != len(device_ids):
+        return None
+    return mark_of_named_sharding(sharding, np.ndim(x))
+
+
+def mark_of_named_sharding(sharding: NamedSharding, ndim: int) -> Mark:
+    """A ``NamedSharding`` as a mark; its axes are looked up in the mesh by name when the plan is made."""
+    spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
+    axes = tuple((str(n), int(s)) for n, s in sharding.mesh.shape.items())
+    return Mark("spec", spec=spec, axes=axes)
+
+
+def _parameters(f: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the positional parameters, where Python knows them."""
+    try:
+        return tuple(inspect.signature(f).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _argument_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
+    """A leaf's path in the user's words: ``params['wi']`` for a leaf of the argument ``params``."""
+    which, entry, rest = path[0].idx, path[1], jax.tree_util.keystr(tuple(path[2:]))
+    if which == 1:
+        return f"{entry.key}{rest}"
+    return f"{parameters[entry.idx] if entry.idx < len(parameters) else f'args[{entry.idx}]'}{rest}"
+
+
+@dataclasses.dataclass
+class _Builder:
+    """Turns jaxprs into blocks; one numbering for all values."""
+
+    counter: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    def block(self, jaxpr: Any, consts: Sequence[Any] | None = None) -> Block:
+        """A block of a jaxpr; its constants are inputs in front, or written in where ``consts`` are given."""
+        env: dict[Any, Value | Constant] = {}
+        inputs: list[Value] = []
+        for i, var in enumerate(jaxpr.constvars):
+            if consts is not None:
+                env[var] = Constant(consts[i])
+            else:
+                inputs.append(self._new(env, var))
+        inputs += [self._new(env, var) for var in jaxpr.invars]
+        equations: list[Equation] = []
+        self._equations(jaxpr, env, equations, None)
+        return Block(tuple(inputs), tuple(equations), tuple(_read(env, v) for v in jaxpr.outvars))
+
+    def _equations(self, jaxpr: Any, env: dict[Any, Any], out: list[Equation], line: Any) -> None:
+        for eqn in jaxpr.eqns:
+            name, params = eqn.primitive.name, eqn.params
+            # An equation that JAX's own library made inside a call is blamed on the line that called it.
+            source = eqn.source_info if user_line(eqn.source_info) or line is None else line
+            inputs = tuple(_read(env, v) for v in eqn.invars)
+            if name == "random_bits" and isinstance(inputs[0], Value):
+                body = closed(expand_random_bits(eqn.invars[0].aval, params["bit_width"], params["shape"]))
+            else:
+                body = inlined_body(name, params)
+            if body is not None:
+                if needs_barrier(name, params):
+                    inputs = self._barrier(inputs, out, source)
+                inner, consts = body
+                env_inner: dict[Any, Any] = {v: Constant(c) for v, c in zip(inner.constvars, consts, strict=True)}
+                env_inner.update(zip(inner.invars, inputs, strict=True))
+                self._equations(inner, env_inner, out, source)
+                env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
+                continue
+            outputs = tuple(self._new(env, v) for v in eqn.outvars)
+            out.append(self._equation(eqn.primitive, params, inputs, outputs, source))
+
+    def _equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
+        region = REGIONS.get(primitive.name)
+        if region is not None:
+            blocks = tuple(self.block(*closed(body)) for body in region.bodies(params))
+            edges = tuple(region.edges(params, inputs, outputs, blocks))
+            return Equation(
+                primitive, params, inputs, outputs, None, source, blocks, edges, None, region.trips(params)
+            )
+        mark = params.get("mark")
+        if primitive.name == "sharding_constraint" and isinstance(params["sharding"], NamedSharding):
+            mark = mark_of_named_sharding(params["sharding"], len(inputs[0].shape))
+        call = Call(
+            primitive.name,
+            params,
+            tuple(x.shape for x in inputs),
+            tuple(x.shape for x in outputs),
+            tuple(x.dtype for x in inputs),
+        )
+        return Equation(primitive, params, inputs, outputs, rule_of(call), source, mark=mark)
+
+    def _barrier(self, inputs: tuple[Any, ...], out: list[Equation], source: Any) -> tuple[Any, ...]:
+        at = [i for i, x in enumerate(inputs) if isinstance(x, Value)]
+        given = tuple(inputs[i] for i in at)
+        fresh = tuple(Value(x.shape, x.dtype, next(self.counter)) for x in given)
+        out.append(self._equation(optimization_barrier_p, {}, given, fresh, source))
+        hidden = dict(zip(at, fresh, strict=True))
+        return tuple(hidden.get(i, x) for i, x in enumerate(inputs))
+
+    def _new(self, env: dict[Any, Any], var: Any) -> Value:
+        value = Value(tuple(map(int, var.aval.shape)), var.aval.dtype, next(self.counter))
+        env[var] = value
+        return value
+
+
+def _read(env: Mapping[Any, Value | Constant], var: Any) -> Value | Constant:
+    return Constant(var.val) if isinstance(var, Literal) else env[var]

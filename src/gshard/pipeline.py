@@ -1,0 +1,265 @@
+"""jit: the whole chain, from a marked function to a program that runs on all devices.
+
+     f, args --trace--> Program --propagate--> Plan --partition--> SpmdProgram --compile--> Executable
+
+``gshard.jit(f, mesh=8)`` is used like ``jax.jit``. It runs the chain once for each combination of shapes, dtypes,
+shardings of arguments and static values; every intermediate can be had from ``.lower(*args)``.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Program
+from gshard.core.spmd import SpmdProgram
+from gshard.passes.compile import Executable, compile_spmd, named_sharding
+from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
+from gshard.passes.trace import mark_of_argument, trace
+
+_tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("gshard_tracing", default=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """One function made ready for one kind of arguments; each stage is made when it is first asked for.
+
+    Attributes:
+        program: the traced function.
+        mesh: the devices.
+    """
+
+    program: Program
+    mesh: Mesh
+    strict: bool
+    donated: frozenset[int]
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The sharding of every value, and why."""
+        return propagate(self.program, self.mesh, strict=self.strict)
+
+    @functools.cached_property
+    def spmd(self) -> SpmdProgram:
+        """The one program that all devices run."""
+        return partition(self.plan)
+
+    @functools.cached_property
+    def executable(self) -> Executable:
+        """The compiled program; call it with the flat arguments."""
+        return compile_spmd(self.spmd, self.donated)
+
+    def __str__(self) -> str:
+        return f"{self.plan}\n\n{self.spmd}"
+
+
+class Jitted:
+    """What ``gshard.jit`` returns: call it like the function itself."""
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        mesh: Mesh,
+        static: frozenset[int | str],
+        donate: frozenset[int | str],
+        strict: bool,
+    ):
+        functools.update_wrapper(self, f)
+        self._f, self._mesh, self._strict = f, mesh, strict
+        self._static, self._donate = static, donate
+        self._cache: dict[Any, tuple[Lowered, tuple[Any, ...]]] = {}
+        self._ids = {d: i for i, d in enumerate(mesh.devices or ())}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arrays, statics = self._divide(args, kwargs)
+        leaves, in_tree = jax.tree.flatten(arrays)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return self._inside_another_transformation(args, kwargs)
+        lowered, placements = self._find(leaves, in_tree, arrays, statics)
+        # A committed array that lies elsewhere is moved; everything else JAX places by itself.
+        moved = [x if p is None else jax.device_put(x, p) for x, p in zip(leaves, placements, strict=True)]
+        out = lowered.executable(*moved)
+        return jax.tree.unflatten(lowered.program.out_tree, out)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
+        arrays, statics = self._divide(args, kwargs)
+        leaves, in_tree = jax.tree.flatten(arrays)
+        return self._find(leaves, in_tree, arrays, statics)[0]
+
+    def _inside_another_transformation(self, args: Any, kwargs: Any) -> Any:
+        """Another ``gshard.jit`` sees the marks inside; JAX's own transformations see the function unpartitioned."""
+        if not _tracing.get():
+            warnings.warn(
+                f"gshard.jit({self._f.__name__}) is called inside a transformation of JAX's and runs unpartitioned there; "
+                "apply gshard.jit to the transformed function instead.",
+                stacklevel=3,
+            )
+        return self._f(*args, **kwargs)
+
+    def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        """Arguments that are arrays, and those that are static, as hashable pairs."""
+        if not self._static:
+            return (args, kwargs), ()
+        statics = tuple((i, args[i]) for i in range(len(args)) if i in self._static)
+        statics += tuple((k, kwargs[k]) for k in sorted(kwargs) if k in self._static)
+        positional = tuple(a for i, a in enumerate(args) if i not in self._static)
+        named = {k: v for k, v in kwargs.items() if k not in self._static}
+        return (positional, named), (len(args), *statics)
+
+    def _find(
+        self, leaves: Sequence[Any], in_tree: Any, arrays: Any, statics: tuple[Any, ...]
+    ) -> tuple[Lowered, tuple[Any, ...]]:
+        kind = tuple(_kind(x) for x in leaves)
+        key = (in_tree, statics, kind, tuple(_own_sharding(x, self._ids) for x in leaves))
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = self._make(leaves, arrays, statics)
+            lowered, _ = found
+            if self._mesh.devices is not None:
+                # The program's own choice of where arguments lie is as good a key as where they lie now.
+                entry = lowered.spmd.in_shardings[len(lowered.program.captured) :]
+                chosen = tuple(named_sharding(self._mesh, s) for s in entry)
+                self._cache.setdefault((in_tree, statics, kind, chosen), (lowered, (None,) * len(leaves)))
+        return found
+
+    def _make(self, leaves: Sequence[Any], arrays: Any, statics: tuple[Any, ...]) -> tuple[Lowered, tuple[Any, ...]]:
+        f = self._with_statics(statics)
+        marks = [mark_of_argument(x, self._ids) for x in leaves]
+        token = _tracing.set(True)
+        try:
+            program = trace(f, *arrays[0], argument_marks=marks, **arrays[1])
+        finally:
+            _tracing.reset(token)
+        lowered = Lowered(program, self._mesh, self._strict, self._donated_leaves(arrays, statics))
+        if self._mesh.devices is None:
+            return lowered, (None,) * len(leaves)
+        entry = lowered.spmd.in_shardings[len(program.captured) :]
+        placements = []
+        for x, s in zip(leaves, entry, strict=True):
+            target = named_sharding(self._mesh, s)
+            lies = getattr(x, "sharding", None)
+            stays = lies is None or not getattr(x, "committed", False) or lies.is_equivalent_to(target, len(s.dims))
+            placements.append(None if stays else target)
+        return lowered, tuple(placements)
+
+    def _with_statics(self, statics: tuple[Any, ...]) -> Callable[..., Any]:
+        if not statics:
+            return self._f
+        count, *pairs = statics
+        by_position = {k: v for k, v in pairs if isinstance(k, int)}
+        by_name = {k: v for k, v in pairs if isinstance(k, str)}
+
+        @functools.wraps(self._f)
+        def f(*args: Any, **kwargs: Any) -> Any:
+            rest = iter(args)
+            full = [by_position[i] if i in by_position else next(rest) for i in range(count)]
+            return self._f(*full, **by_name, **kwargs)
+
+        del f.__wrapped__
+        return f
+
+    def _donated_leaves(self, arrays: Any, statics: tuple[Any, ...]) -> frozenset[int]:
+        if not self._donate:
+            return frozenset()
+        static = {k for k, _ in statics[1:]} if statics else set()
+        count = statics[0] if statics else len(arrays[0])
+        positions = [i for i in range(count) if i not in static]
+        donated: set[int] = set()
+        at = 0
+        for position, argument in [*zip(positions, arrays[0], strict=True), *sorted(arrays[1].items())]:
+            size = len(jax.tree.leaves(argument))
+            if position in self._donate:
+                donated |= set(range(at, at + size))
+            at += size
+        return frozenset(donated)
+
+
+def jit(
+    f: Callable[..., Any] | None = None,
+    *,
+    mesh: Any,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
+    strict: bool = False,
+) -> Any:
+    """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator.
+
+    Args:
+        f: a function of pytrees of arrays, written for one device, with marks.
+        mesh: a ``jax.sharding.Mesh``, a number of devices, or a list of devices.
+        static_argnums, static_argnames: arguments that are plain (hashable) values, not arrays.
+        donate_argnums, donate_argnames: arguments whose memory the results may take.
+        strict: refuse operations without a rule instead of gathering their operands.
+
+    Returns:
+        a function with the same results; ``.lower(*args)`` gives the chain behind it.
+
+    Raises:
+        MeshError: the mesh names devices that do not exist. When called: ShardingError, TraceError, PlanError.
+
+    >>> import jax.numpy as jnp
+    >>> from gshard.passes.annotate import split
+    >>> double = jit(lambda x: 2 * split(x, 0, 1), mesh=1)
+    >>> double(jnp.arange(3)).tolist()
+    [0, 2, 4]
+    """
+    if f is None:
+        return functools.partial(
+            jit,
+            mesh=mesh,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+            strict=strict,
+        )
+    static = _positions_and_names(f, static_argnums, static_argnames)
+    donate = _positions_and_names(f, donate_argnums, donate_argnames)
+    return Jitted(f, Mesh.of(mesh), static, donate, strict)
+
+
+def _positions_and_names(
+    f: Callable[..., Any], numbers: int | Sequence[int], names: str | Sequence[str]
+) -> frozenset[int | str]:
+    """Arguments named in either way, in both ways as far as Python knows the function's parameters."""
+    positions = [numbers] if isinstance(numbers, int) else list(numbers)
+    words = [names] if isinstance(names, str) else list(names)
+    try:
+        parameters = [
+            p.name
+            for p in inspect.signature(f).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):
+        parameters = []
+    positions = [p % len(parameters) if p < 0 and parameters else p for p in positions]
+    both: set[int | str] = {*positions, *words}
+    both |= {parameters[p] for p in positions if p < len(parameters)}
+    both |= {parameters.index(w) for w in words if w in parameters}
+    return frozenset(both)
+
+
+def _kind(x: Any) -> tuple[Any, ...]:
+    aval = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
+    return (aval.shape, aval.dtype, getattr(aval, "weak_type", False))
+
+
+def _own_sharding(x: Any, ids: dict[Any, int]) -> Any:
+    """Where a committed array lies, if it says so over this mesh's devices; None if JAX may place it."""
+    sharding = getattr(x, "sharding", None)
+    if sharding is None or not getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct)):
+        return None
+    return sharding

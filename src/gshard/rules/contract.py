@@ -1,0 +1,34 @@
+"""Contractions: ``dot_general``."""
+
+from __future__ import annotations
+
+import math
+
+from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.rules.registry import Call, rule
+
+
+@rule("dot_general")
+def dot_general(call: Call) -> Rule:
+    """Every dimension is a factor; the contracted ones are reduced by ``add``.
+
+    Batch and free factors split for nothing. A split contracted factor leaves each device a part of the sum (the
+    Einsum case study of the GShard paper, section 3.3.2), which whoever reads the result must finish.
+
+    >>> dims = (((2,), (1,)), ((0,), (0,)))
+    >>> print(dot_general(Call("dot_general", {"dimension_numbers": dims}, ((2, 4, 8), (2, 8, 6)), ((2, 4, 6),), ())))
+    a b c, a c d -> a b d; add over c=8
+    """
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = call.params["dimension_numbers"]
+    lhs_shape, rhs_shape = call.in_shapes
+    make = RuleMaker()
+    lhs = [
+        make.factor(n, REDUCE, "add") if d in lhs_sum else make.factor(n) for d, n in enumerate(lhs_shape)
+    ]
+    shared = dict(zip((*rhs_batch, *rhs_sum), (*lhs_batch, *lhs_sum), strict=True))
+    rhs = [lhs[shared[d]] if d in shared else make.factor(n) for d, n in enumerate(rhs_shape)]
+    batch = [lhs[d] for d in lhs_batch]
+    free_lhs = [dim for d, dim in enumerate(lhs) if d not in lhs_sum and d not in lhs_batch]
+    free_rhs = [dim for d, dim in enumerate(rhs) if d not in shared]
+    flops = 2 * math.prod(f.size for f in make.factors)
+    return make.rule([lhs, rhs], [[*batch, *free_lhs, *free_rhs]], flops=flops)

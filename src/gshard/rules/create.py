@@ -1,0 +1,98 @@
+"""Arrays made from nothing: counters and random bits. Every device makes its own part of the same whole array.
+
+Random bits are computed from a counter for each element, so the part that a device makes is bit for bit what the
+unpartitioned program has there, for every mesh (JAX's ``jax_threefry_partitionable``, on by default).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from gshard.comm.shards import Shards
+from gshard.core.rule import Rule, RuleMaker
+from gshard.rules.registry import Call, rule
+
+
+@rule("iota")
+def iota(call: Call) -> Rule:
+    """Each device counts from where its part begins."""
+    make = RuleMaker()
+    result = make.parallel(call.out_shapes[0])
+    along = call.params["dimension"]
+
+    def local(shards: Shards) -> list[Any]:
+        count = lax.broadcasted_iota(jnp.int32, shards.out_shape(), along) + shards.offset(result[along])
+        return [count.astype(call.params["dtype"])]
+
+    return make.rule([], [result], local=local)
+
+
+@rule("iota_2x32_shape")
+def iota_2x32_shape(call: Call) -> Rule:
+    """The row-major number of every element, as two words (high, low): the counters of random bits."""
+    make = RuleMaker()
+    result = make.parallel(call.out_shapes[0])
+
+    def local(shards: Shards) -> list[Any]:
+        local_shape = shards.out_shape()
+        high = low = jnp.zeros(local_shape, jnp.uint32)
+        stride = math.prod(call.out_shapes[0])
+        for d, n in enumerate(call.out_shapes[0]):
+            stride = stride // n if n else 0
+            index = lax.broadcasted_iota(jnp.uint32, local_shape, d) + jnp.uint32(shards.offset(result[d]))
+            add_high, add_low = _times(index, stride)
+            low = low + add_low
+            high = high + add_high + (low < add_low).astype(jnp.uint32)
+        return [high, low]
+
+    return make.rule([], [result, result], local=local)
+
+
+def _times(x: Any, constant: int) -> tuple[Any, Any]:
+    """A 64-bit product of 32-bit words and a 64-bit constant, as (high, low) words."""
+    c_high, c_low = jnp.uint32(constant >> 32 & 0xFFFFFFFF), constant & 0xFFFFFFFF
+    x0, x1 = x & jnp.uint32(0xFFFF), x >> jnp.uint32(16)
+    c0, c1 = jnp.uint32(c_low & 0xFFFF), jnp.uint32(c_low >> 16)
+    low, middle1, middle2 = x0 * c0, x0 * c1, x1 * c0
+    middle = (low >> jnp.uint32(16)) + (middle1 & jnp.uint32(0xFFFF)) + (middle2 & jnp.uint32(0xFFFF))
+    high = x1 * c1 + (middle1 >> jnp.uint32(16)) + (middle2 >> jnp.uint32(16)) + (middle >> jnp.uint32(16))
+    return high + x * c_high, x * jnp.uint32(c_low)
+
+
+@rule("random_wrap")
+def random_wrap(call: Call) -> Rule:
+    """The words of a key (the last dimension) are whole."""
+    make = RuleMaker()
+    dims = make.parallel(call.out_shapes[0])
+    words = [make.whole(n) for n in call.in_shapes[0][len(dims) :]]
+    return make.rule([[*dims, *words]], [dims])
+
+
+@rule("random_unwrap")
+def random_unwrap(call: Call) -> Rule:
+    """The words of a key (the last dimension) are whole."""
+    make = RuleMaker()
+    dims = make.parallel(call.in_shapes[0])
+    words = [make.whole(n) for n in call.out_shapes[0][len(dims) :]]
+    return make.rule([dims], [[*dims, *words]])
+
+
+@rule("random_seed", "random_fold_in")
+def per_key(call: Call) -> Rule:
+    """One key from each seed, or from each key and number."""
+    make = RuleMaker()
+    dims = make.parallel(call.out_shapes[0])
+    operands = [[dim if n == m else () for dim, n, m in zip(dims, s, call.out_shapes[0])] for s in call.in_shapes]
+    return make.rule(operands, [dims])
+
+
+@rule("random_split")
+def random_split(call: Call) -> Rule:
+    """Keys are parallel; the new dimension, over the keys made of each, is whole."""
+    make = RuleMaker()
+    dims = make.parallel(call.in_shapes[0])
+    return make.rule([dims], [[*dims, *(make.whole(n) for n in call.params["shape"])]])

@@ -1,0 +1,69 @@
+"""Elementwise primitives: every dimension of the result is a parallel factor that all operands share.
+
+Operands may be scalars, or have dimensions of size 1 where the result is larger: such a dimension is broadcast
+and has no factor.
+
+    f32[8,6] + f32[8,6]      a b, a b -> a b
+    f32[8,6] * f32[1,6]      a b, 1 b -> a b
+    max(f32[8,6], 0.0)       a b, () -> a b
+"""
+
+from __future__ import annotations
+
+from gshard.core.rule import Rule, RuleMaker
+from gshard.rules.registry import Call, rule
+
+UNARY = """
+abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj convert_element_type copy copy_p cos cosh
+digamma erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma log log1p log2 logistic name neg not
+one_minus_square polynomial population_count real reduce_precision round rsqrt sign sin sinh sqrt square stop_gradient tan tanh
+""".split()
+
+N_ARY = """
+add add_any and atan2 clamp complex div eq eq_to ge gt igamma igamma_grad_a igammac le le_to lt lt_to max min mul ne
+nextafter or polygamma pow random_gamma_grad regularized_incomplete_beta rem select_n shift_left shift_right_arithmetic
+shift_right_logical sub threefry2x32 xor zeta
+""".split()
+
+
+@rule(*UNARY, *N_ARY)
+def elementwise(call: Call) -> Rule:
+    """One factor a dimension, shared by all operands and results.
+
+    >>> print(elementwise(Call("mul", {}, ((8, 6), (1, 6)), ((8, 6),), ("f", "f"))))
+    a b, 1 b -> a b
+    """
+    make = RuleMaker()
+    shape = call.out_shapes[0]
+    dims = make.parallel(shape)
+
+    def operand(own: tuple[int, ...]) -> list[tuple[int, ...]]:
+        if not own:
+            return []
+        return [dim if n == m else () for dim, n, m in zip(dims, own, shape, strict=True)]
+
+    return make.rule([operand(s) for s in call.in_shapes], [dims for _ in call.out_shapes])
+
+
+@rule("gshard_mark", "sharding_constraint")
+def mark(call: Call) -> Rule:
+    """A mark changes nothing: its result is its operand, lying as the user wants it."""
+    make = RuleMaker()
+    dims = make.parallel(call.in_shapes[0])
+    return make.rule([dims], [dims], local=lambda shards, x: [x], flops=0)
+
+
+@rule("device_put")
+def device_put(call: Call) -> Rule:
+    """Where arrays live is the plan's business: operands pass through."""
+    make = RuleMaker()
+    tensors = [make.parallel(shape) for shape in call.in_shapes]
+    return make.rule(tensors, tensors, local=lambda shards, *xs: list(xs), flops=0)
+
+
+@rule("optimization_barrier")
+def each_by_itself(call: Call) -> Rule:
+    """Operands that pass through side by side: each has its own factors."""
+    make = RuleMaker()
+    tensors = [make.parallel(shape) for shape in call.in_shapes]
+    return make.rule(tensors, tensors)

@@ -1,0 +1,255 @@
+"""Regions: equations with bodies (scan, while, cond) and calls that are simply opened.
+
+A region has no factors of its own. It says which values inside its bodies must agree with which outside (*edges*),
+in which sharding its operands enter, in which its results leave, and how to run it on local arrays:
+
+    scan     constants and carry keep their dimensions; stacked operands and results have the loop dimension in
+             front, which is never split. The carry has one sharding: that of the body's carry input.
+    while    the same without stacks. Its predicate is replicated, so all devices agree when to stop.
+    cond     operands enter as they lie; each branch moves what it needs otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jax import lax
+
+from gshard.core.jax_adapter import closed, scan_counts
+from gshard.core.program import Block, Constant, Edge, Equation, Value
+from gshard.core.sharding import Sharding
+
+ShardingOf = Callable[[Value | Constant], Sharding]
+
+
+class Emitter(Protocol):
+    """What a region needs from the partitioner."""
+
+    def sharding(self, value: Value | Constant) -> Sharding:
+        """The planned sharding of a value."""
+        ...
+
+    def run(self, block: Block, arrays: Sequence[Any], trips: int = 1) -> list[Any]:
+        """Runs a body on local arrays that lie as its inputs do; results lie as its outputs do."""
+        ...
+
+    def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
+        """Moves an array that lies as ``value`` does to another sharding."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """How one kind of equation with bodies behaves.
+
+    Attributes:
+        bodies: the bodies' jaxprs, from the equation's parameters.
+        edges: which values must agree, from operands, results and the bodies.
+        entry: the sharding in which each operand enters.
+        leave: the sharding in which each result leaves.
+        emit: runs it on local arrays.
+        trips: how often the bodies run, as far as known.
+    """
+
+    bodies: Callable[[dict[str, Any]], list[Any]]
+    edges: Callable[[dict[str, Any], Sequence[Any], Sequence[Value], Sequence[Block]], list[Edge]]
+    entry: Callable[[Equation, ShardingOf], list[Sharding]]
+    leave: Callable[[Equation, ShardingOf], list[Sharding]]
+    emit: Callable[[Equation, Emitter, Sequence[Any]], Sequence[Any]]
+    trips: Callable[[dict[str, Any]], int] = lambda params: 1
+
+
+def _edge(outer: Any, inner: Any, stacked: int = 0) -> list[Edge]:
+    if isinstance(outer, Value) and isinstance(inner, Value) and outer is not inner:
+        return [Edge(outer, inner, stacked)]
+    return []
+
+
+def _stacked(sharding: Sharding) -> Sharding:
+    return Sharding(((), *sharding.dims), sharding.unreduced)
+
+
+def _scan_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any) -> list[Edge]:
+    (body,) = blocks
+    consts, carry = scan_counts(params)
+    edges: list[Edge] = []
+    for i, (outer, inner) in enumerate(zip(inputs, body.inputs, strict=True)):
+        edges += _edge(outer, inner, int(i >= consts + carry))
+    for i, (outer, inner) in enumerate(zip(outputs, body.outputs, strict=True)):
+        edges += _edge(outer, inner, int(i >= carry))
+        if i < carry:
+            edges += _edge(body.inputs[consts + i], inner)
+    return edges
+
+
+def _scan_entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    consts, carry = scan_counts(equation.params)
+    inner = [sharding(v) for v in equation.blocks[0].inputs]
+    return inner[: consts + carry] + [_stacked(s) for s in inner[consts + carry :]]
+
+
+def _scan_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    consts, carry = scan_counts(equation.params)
+    (body,) = equation.blocks
+    return [sharding(v) for v in body.inputs[consts : consts + carry]] + [
+        _stacked(sharding(v)) for v in body.outputs[carry:]
+    ]
+
+
+def _emit_scan(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
+    consts, carry = scan_counts(equation.params)
+    (body,) = equation.blocks
+
+    def step(carried: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        out = emitter.run(body, [*arrays[:consts], *carried, *xs], equation.params["length"])
+        back = [
+            emitter.move(body.outputs[i], out[i], emitter.sharding(body.inputs[consts + i]), equation)
+            for i in range(carry)
+        ]
+        return back, out[carry:]
+
+    end, stacked = lax.scan(
+        step,
+        list(arrays[consts : consts + carry]),
+        list(arrays[consts + carry :]),
+        length=equation.params["length"],
+        reverse=equation.params["reverse"],
+        unroll=equation.params["unroll"],
+    )
+    return [*end, *stacked]
+
+
+def _while_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any) -> list[Edge]:
+    condition, body = blocks
+    a, b = params["cond_nconsts"], params["body_nconsts"]
+    edges: list[Edge] = []
+    for outer, inner in zip(inputs[:a], condition.inputs[:a], strict=True):
+        edges += _edge(outer, inner)
+    for outer, inner in zip(inputs[a:], body.inputs, strict=True):
+        edges += _edge(outer, inner)
+    carried = body.inputs[b:]
+    for i, inner in enumerate(carried):
+        edges += _edge(inner, condition.inputs[a + i]) + _edge(inner, body.outputs[i]) + _edge(outputs[i], inner)
+    return edges
+
+
+def _while_entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    condition, body = equation.blocks
+    a = equation.params["cond_nconsts"]
+    return [sharding(v) for v in (*condition.inputs[:a], *body.inputs)]
+
+
+def _while_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    return [sharding(v) for v in equation.blocks[1].inputs[equation.params["body_nconsts"] :]]
+
+
+def _emit_while(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
+    condition, body = equation.blocks
+    a, b = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    carried = body.inputs[b:]
+
+    def go_on(carry: Sequence[Any]) -> Any:
+        moved = [
+            emitter.move(inner, x, emitter.sharding(there), equation)
+            for inner, x, there in zip(carried, carry, condition.inputs[a:], strict=True)
+        ]
+        (flag,) = emitter.run(condition, [*arrays[:a], *moved])
+        return emitter.move(condition.outputs[0], flag, Sharding(()), equation)
+
+    def step(carry: Sequence[Any]) -> list[Any]:
+        out = emitter.run(body, [*arrays[a : a + b], *carry])
+        return [
+            emitter.move(v, x, emitter.sharding(inner), equation)
+            for v, x, inner in zip(body.outputs, out, carried, strict=True)
+        ]
+
+    return list(lax.while_loop(go_on, step, list(arrays[a + b :])))
+
+
+def _cond_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any) -> list[Edge]:
+    edges: list[Edge] = []
+    for branch in blocks:
+        for outer, inner in zip(inputs[1:], branch.inputs, strict=True):
+            edges += _edge(outer, inner)
+        for outer, inner in zip(outputs, branch.outputs, strict=True):
+            edges += _edge(outer, inner)
+    return edges
+
+
+def _cond_entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    return [Sharding(()), *(sharding(v) for v in equation.inputs[1:])]
+
+
+def _cond_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    return [sharding(v) for v in equation.outputs]
+
+
+def _emit_cond(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
+    def branch(block: Block) -> Callable[..., list[Any]]:
+        def run(*operands: Any) -> list[Any]:
+            moved = [
+                emitter.move(outer, x, emitter.sharding(inner), equation)
+                for outer, x, inner in zip(equation.inputs[1:], operands, block.inputs, strict=True)
+            ]
+            out = emitter.run(block, moved)
+            return [
+                emitter.move(v, x, emitter.sharding(result), equation)
+                for v, x, result in zip(block.outputs, out, equation.outputs, strict=True)
+            ]
+
+        return run
+
+    return lax.switch(arrays[0].astype("int32"), [branch(b) for b in equation.blocks], *arrays[1:])
+
+
+REGIONS: dict[str, Region] = {
+    "scan": Region(
+        lambda params: [params["jaxpr"]],
+        _scan_edges,
+        _scan_entry,
+        _scan_leave,
+        _emit_scan,
+        lambda params: int(params["length"]),
+    ),
+    "while": Region(
+        lambda params: [params["cond_jaxpr"], params["body_jaxpr"]],
+        _while_edges,
+        _while_entry,
+        _while_leave,
+        _emit_while,
+    ),
+    "cond": Region(
+        lambda params: list(params["branches"]),
+        _cond_edges,
+        _cond_entry,
+        _cond_leave,
+        _emit_cond,
+    ),
+}
+
+# Calls whose body is put in their place: the parameter that holds the body.
+INLINED: dict[str, tuple[str, ...]] = {
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "core_call": ("call_jaxpr",),
+    "call": ("call_jaxpr",),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr", "fun_jaxpr"),
+    "remat2": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "eval_jaxpr": ("jaxpr",),
+}
+
+
+def inlined_body(name: str, params: dict[str, Any]) -> Any | None:
+    """The jaxpr (with constants) that stands for this call, or None if it is no call to be opened."""
+    key = next((k for k in INLINED.get(name, ()) if k in params), None)
+    return None if key is None else closed(params[key])
+
+
+def needs_barrier(name: str, params: dict[str, Any]) -> bool:
+    """Whether a call's operands must be hidden from common-subexpression elimination: rematerialisation."""
+    return name in ("remat2", "checkpoint") and bool(params.get("prevent_cse")) and bool(params.get("differentiated"))
