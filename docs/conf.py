@@ -20,3 +20,13 @@ autodoc_default_options = {"members": True, "imported-members": True, "member-or
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # "Attributes:" become part of the class, not entries of their own
+
+
+def setup(app):
+    app.connect("autodoc-skip-member", skip_fields_of_named_tuples)
+
+
+def skip_fields_of_named_tuples(app, what, name, obj, skip, options):
+    """Their generated text ("Alias for field number 0") says less than the class does."""
+    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
