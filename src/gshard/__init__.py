@@ -1,6 +1,27 @@
-"""gshard: automatic sharding that explains itself."""
+"""gshard: automatic sharding of JAX programs that explains itself.
 
+    split, replicate, shard     mark a few tensors of a program written for one device
+    jit                         partition and run it on all devices, used like jax.jit
+    explain                     what each tensor got and why, and what the devices say to each other
+    Mesh, Sharding              the nouns they speak of
+    GShardError                 the base of all errors raised on purpose
+"""
+
+from gshard.analysis.explain import Explanation as Explanation
+from gshard.core.errors import GShardError as GShardError
+from gshard.core.errors import MeshError as MeshError
+from gshard.core.errors import PlanError as PlanError
+from gshard.core.errors import RuleError as RuleError
+from gshard.core.errors import ShardingError as ShardingError
+from gshard.core.errors import TraceError as TraceError
+from gshard.core.mesh import Mesh as Mesh
+from gshard.core.plan import Plan as Plan
+from gshard.core.program import Program as Program
+from gshard.core.sharding import Sharding as Sharding
+from gshard.core.spmd import SpmdProgram as SpmdProgram
 from gshard.passes.annotate import replicate as replicate
 from gshard.passes.annotate import shard as shard
 from gshard.passes.annotate import split as split
+from gshard.passes.compile import Executable as Executable
+from gshard.pipeline import explain as explain
 from gshard.pipeline import jit as jit

@@ -18,6 +18,8 @@ from typing import Any
 
 import jax
 
+from gshard.analysis.explain import Explanation, explain_program
+from gshard.core.errors import MeshError
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
@@ -101,8 +103,8 @@ class Jitted:
         """Another ``gshard.jit`` sees the marks inside; JAX's own transformations see the function unpartitioned."""
         if not _tracing.get():
             warnings.warn(
-                f"gshard.jit({self._f.__name__}) is called inside a transformation of JAX's and runs unpartitioned there; "
-                "apply gshard.jit to the transformed function instead.",
+                f"gshard.jit({self._f.__name__}) is called inside a transformation of JAX's and runs unpartitioned "
+                "there; apply gshard.jit to the transformed function instead.",
                 stacklevel=3,
             )
         return self._f(*args, **kwargs)
@@ -111,7 +113,7 @@ class Jitted:
         """Arguments that are arrays, and those that are static, as hashable pairs."""
         if not self._static:
             return (args, kwargs), ()
-        statics = tuple((i, args[i]) for i in range(len(args)) if i in self._static)
+        statics: tuple[tuple[int | str, Any], ...] = tuple((i, args[i]) for i in range(len(args)) if i in self._static)
         statics += tuple((k, kwargs[k]) for k in sorted(kwargs) if k in self._static)
         positional = tuple(a for i, a in enumerate(args) if i not in self._static)
         named = {k: v for k, v in kwargs.items() if k not in self._static}
@@ -229,6 +231,31 @@ def jit(
     static = _positions_and_names(f, static_argnums, static_argnames)
     donate = _positions_and_names(f, donate_argnums, donate_argnames)
     return Jitted(f, Mesh.of(mesh), static, donate, strict)
+
+
+def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Explanation:
+    """Tells how a function would be partitioned, without compiling or running it.
+
+    Args:
+        f: a marked function, or one that ``gshard.jit`` returned.
+        args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``.
+        mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``); not
+            needed for a function from ``gshard.jit``.
+
+    Returns:
+        the explanation; print it.
+
+    >>> import jax.numpy as jnp
+    >>> from gshard.passes.annotate import split
+    >>> found = explain(lambda x: split(x, 0, 4).sum(), jnp.zeros((8, 2)), mesh=Mesh.abstract(data=4))
+    >>> found.bytes_by_kind
+    {'all_reduce': 6}
+    """
+    if mesh is None and not isinstance(f, Jitted):
+        raise MeshError("explain needs a mesh.", way_out="Write explain(f, *args, mesh=8).")
+    jitted = f if isinstance(f, Jitted) and mesh is None else jit(getattr(f, "__wrapped__", f), mesh=mesh)
+    lowered = jitted.lower(*args, **kwargs)
+    return explain_program(lowered.plan, lowered.spmd)
 
 
 def _positions_and_names(

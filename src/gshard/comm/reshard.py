@@ -107,7 +107,8 @@ def _moves(here: Sharding, target: Sharding, shape: tuple[int, ...], mesh: Mesh)
                 continue
             yield Step(ALL_GATHER, atoms, here, _with(here, {d: rest}), d)
             for e, other in enumerate(here.dims):
-                if e != d and set(atoms) & set(target.dims[e]) and aligned(shape[e], mesh.count(other), mesh.count(atoms)):
+                wanted_there = e != d and bool(set(atoms) & set(target.dims[e]))
+                if wanted_there and aligned(shape[e], mesh.count(other), mesh.count(atoms)):
                     yield Step(ALL_TO_ALL, atoms, here, _with(here, {d: rest, e: (*other, *atoms)}), d, e)
     for monoid in sorted({m for a, m in waiting.items() if a not in keep}):
         atoms = tuple(a for a, m in here.unreduced if m == monoid and a not in keep)

@@ -39,7 +39,7 @@ class Scalar:
 
     @staticmethod
     def of(literal: core.Literal) -> Scalar:
-        value = np.asarray(literal.val, literal.aval.dtype)
+        value = np.asarray(literal.val, literal.aval.dtype)  # type: ignore[attr-defined]
         return Scalar(value.tobytes(), value.dtype, value.shape)
 
     @property

@@ -6,9 +6,9 @@ something JAX offers no public door to (the user's source line).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import os
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,9 @@ from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
 
-# Frames inside the library are not the user's: an error or a report names the line that called us.
-_public_source_info.register_exclusion(__file__.rsplit("/core/", 1)[0])
+# Frames of the partitioner are not the user's; the model library's are, since it is written as users write.
+for _folder in ("core", "comm", "rules", "passes", "analysis", "pipeline.py"):
+    _public_source_info.register_exclusion(os.path.join(os.path.dirname(os.path.dirname(__file__)), _folder))
 
 
 def user_line(source_info: Any = None) -> str:

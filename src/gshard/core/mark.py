@@ -51,6 +51,11 @@ class Mark:
     batch_dims: tuple[int, ...] = ()
     cotangent: bool = False
 
+    @property
+    def is_written(self) -> bool:
+        """Whether it is one of the user's own three words: neither derived from one nor a sharding of JAX's."""
+        return not self.cotangent and not self.axes
+
     def with_batch_dimension(self, dim: int) -> Mark:
         """The same mark on an array that has one more dimension, at ``dim``."""
         return dataclasses.replace(self, batch_dims=(*self.batch_dims, dim))
@@ -102,8 +107,8 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
                 dims = _spec(mark, mesh, ndim)
         _check_once(dims, mesh)
     except ShardingError as reason:
-        got = f"{_text(shape)}, {mark}; mesh: {mesh}"
-        raise ShardingError(reason.what, line, got if not reason.got else f"{got}; {reason.got}", reason.way_out) from None
+        got = f"{_text(shape)}, {mark}; mesh: {mesh}{'; ' + reason.got if reason.got else ''}"
+        raise ShardingError(reason.what, line, got, reason.way_out) from None
     placed = mark.place(dims, None)
     return Demand(tuple(d or () for d in placed), tuple(d is None for d in placed))
 

@@ -79,15 +79,10 @@ class Plan:
         at: Value | None = value
         while at is not None and at not in seen:
             seen.add(at)
-            atoms = self.shardings[at].dims
-            reason = next(
-                (
-                    self.reasons[at, d]
-                    for d in [dim, *range(len(atoms))]
-                    if (at, d) in self.reasons and d < len(atoms) and set(atoms[d]) & set(self.shardings[value].dims[dim])
-                ),
-                None,
-            )
+            wanted = set(self.shardings[value].dims[dim])
+            here = enumerate(self.shardings[at].dims)
+            dims = [d for d, atoms in here if wanted & set(atoms) and (at, d) in self.reasons]
+            reason = self.reasons[at, dim if dim in dims else dims[0]] if dims else None
             if reason is None:
                 break
             lines.append(f"{self.format(at)}: {reason}")
@@ -107,7 +102,7 @@ class Plan:
             split = self.splits.get(e)
             note = ""
             if split and e.rule is not None:
-                names = [f"{_letter(f)}@{self.mesh.format_atoms(a)}" for f, a in sorted(split.items()) if a]
+                names = [f"{e.rule.names[f]}@{self.mesh.format_atoms(a)}" for f, a in sorted(split.items()) if a]
                 note = f"   # {e.rule}; split {' '.join(names)}" if names else ""
             if e.rule is not None and not e.rule.known:
                 note = "   # no rule: gathered"
@@ -115,9 +110,5 @@ class Plan:
             lines.append(f"{indent}{results} = {what} {operands}{note}")
             for body in e.blocks:
                 lines += self._block(body, indent + "    ")
-        lines.append(f"{indent}return {', '.join(f'%{v.index}' if isinstance(v, Value) else repr(v) for v in block.outputs)}")
-        return lines
-
-
-def _letter(f: int) -> str:
-    return chr(ord("a") + f % 26) + (str(f // 26) if f > 25 else "")
+        results = ", ".join(f"%{v.index}" if isinstance(v, Value) else repr(v) for v in block.outputs)
+        return [*lines, f"{indent}return {results}"]

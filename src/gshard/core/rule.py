@@ -65,8 +65,15 @@ class Rule:
     known: bool = True
     component: tuple[int, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A letter for each factor, in the order in which the text of the rule mentions them."""
+        seen = dict.fromkeys(f for tensor in (*self.operands, *self.results) for dim in tensor for f in dim)
+        letters = dict(zip([*seen, *(f for f in range(len(self.factors)) if f not in seen)], map(_letter, range(9999))))
+        return tuple(letters[f] for f in range(len(self.factors)))
+
     def __str__(self) -> str:
-        names = _letters(len(self.factors))
+        names = self.names
 
         def tensor(dims: Dims) -> str:
             parts = []
@@ -79,13 +86,17 @@ class Rule:
         for i, factor in enumerate(self.factors):
             if factor.kind == REDUCE:
                 text += f"; {factor.monoid} over {names[i]}={factor.size}"
-        whole = [names[i] for i, factor in enumerate(self.factors) if factor.kind == WHOLE]
+        whole = sorted((names[i] for i, factor in enumerate(self.factors) if factor.kind == WHOLE), key=_alphabetic)
         return text + (f"; whole {' '.join(whole)}" if whole else "")
 
 
-def _letters(n: int) -> list[str]:
+def _letter(i: int) -> str:
     alphabet = string.ascii_lowercase
-    return [alphabet[i] if i < 26 else f"{alphabet[i % 26]}{i // 26}" for i in range(n)]
+    return alphabet[i] if i < 26 else f"{alphabet[i % 26]}{i // 26}"
+
+
+def _alphabetic(name: str) -> tuple[int, str]:
+    return int(name[1:] or 0), name
 
 
 class RuleMaker:

@@ -211,17 +211,17 @@ class _State:
 
     def _resolve(self, node: _Node) -> bool:
         """Settles a disagreement: the cheapest split refines what is still open."""
-        if node.equation is None:
+        equation = node.equation
+        if equation is None:
             return False
         if not any(self._could_refine(value) for value, _ in node.tensors):
             return False
         shardings = {v: Sharding(tuple(self.dims[v])) for v, _ in node.tensors}
-        rule = node.equation.rule
-        assert rule is not None
-        best = min(
-            candidates(node.equation, shardings, self.mesh),
-            key=lambda split: cost_of_split(node.equation, split, self._bent(node, split, shardings), self.mesh, Available()),
-        )
+
+        def cost(split: Split) -> float:
+            return cost_of_split(equation, split, self._bent(node, split, shardings), self.mesh, Available())
+
+        best = min(candidates(equation, shardings, self.mesh), key=cost)
         return self._apply(node, best, "cost")
 
     def _could_refine(self, value: Value) -> bool:
@@ -287,10 +287,10 @@ def check_contradictions(program: Program, dims: Mapping[Value, Sequence[Atoms]]
     """Refuses a mark put directly on a marked value that says something else: the first would be without effect."""
     producer = {v: e for e in program.block.walk() for v in e.outputs}
     for e in program.block.walk():
-        if e.mark is None or e.mark.cotangent or e.name != "gshard_mark" or not isinstance(e.inputs[0], Value):
+        if e.mark is None or not e.mark.is_written or not isinstance(e.inputs[0], Value):
             continue
         first = producer.get(e.inputs[0])
-        if first is None or first.mark is None or first.mark.cotangent or first.name != "gshard_mark":
+        if first is None or first.mark is None or not first.mark.is_written:
             continue
         if list(dims[e.outputs[0]]) != list(dims[first.outputs[0]]):
             raise PlanError(

@@ -22,7 +22,6 @@ from gshard import rules as _rules
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import (
     closed,
-    expand_random_bits,
     line_of_exception,
     optimization_barrier_p,
     user_line,
@@ -30,7 +29,8 @@ from gshard.core.jax_adapter import (
 )
 from gshard.core.mark import Mark
 from gshard.core.program import Block, Constant, Equation, Program, Value
-from gshard.rules.region import REGIONS, inlined_body, needs_barrier
+from gshard.rules.expand import expansion, mark_of_equation, mark_of_named_sharding, needs_barrier
+from gshard.rules.region import REGIONS
 from gshard.rules.registry import Call, rule_of
 
 assert _rules  # imported for the rules it registers
@@ -102,13 +102,6 @@ def mark_of_argument(x: Any, device_ids: Mapping[Any, int]) -> Mark | None:
     return mark_of_named_sharding(sharding, np.ndim(x))
 
 
-def mark_of_named_sharding(sharding: NamedSharding, ndim: int) -> Mark:
-    """A ``NamedSharding`` as a mark; its axes are looked up in the mesh by name when the plan is made."""
-    spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
-    axes = tuple((str(n), int(s)) for n, s in sharding.mesh.shape.items())
-    return Mark("spec", spec=spec, axes=axes)
-
-
 def _parameters(f: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the positional parameters, where Python knows them."""
     try:
@@ -151,10 +144,7 @@ class _Builder:
             # An equation that JAX's own library made inside a call is blamed on the line that called it.
             source = eqn.source_info if user_line(eqn.source_info) or line is None else line
             inputs = tuple(_read(env, v) for v in eqn.invars)
-            if name == "random_bits" and isinstance(inputs[0], Value):
-                body = closed(expand_random_bits(eqn.invars[0].aval, params["bit_width"], params["shape"]))
-            else:
-                body = inlined_body(name, params)
+            body = expansion(name, params, [v.aval for v in eqn.invars])
             if body is not None:
                 if needs_barrier(name, params):
                     inputs = self._barrier(inputs, out, source)
@@ -175,9 +165,7 @@ class _Builder:
             return Equation(
                 primitive, params, inputs, outputs, None, source, blocks, edges, None, region.trips(params)
             )
-        mark = params.get("mark")
-        if primitive.name == "sharding_constraint" and isinstance(params["sharding"], NamedSharding):
-            mark = mark_of_named_sharding(params["sharding"], len(inputs[0].shape))
+        mark = mark_of_equation(primitive.name, params, len(inputs[0].shape) if inputs else 0)
         call = Call(
             primitive.name,
             params,

@@ -16,7 +16,8 @@ from gshard.rules.registry import Call, rule
 UNARY = """
 abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj convert_element_type copy copy_p cos cosh
 digamma erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma log log1p log2 logistic name neg not
-one_minus_square polynomial population_count real reduce_precision round rsqrt sign sin sinh sqrt square stop_gradient tan tanh
+one_minus_square polynomial population_count real reduce_precision round rsqrt sign sin sinh sqrt square stop_gradient
+tan tanh
 """.split()
 
 N_ARY = """

@@ -27,7 +27,7 @@ def gather(call: Call) -> Rule:
     >>> numbers = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
     >>> params = {"dimension_numbers": numbers, "slice_sizes": (1, 6)}
     >>> print(gather(Call("gather", params, ((10, 6), (4, 1)), ((4, 6),), ("f", "i"))))
-    b c, a d -> a c; whole b d
+    a b, c d -> c b; whole a d
     """
     numbers, slice_sizes = call.params["dimension_numbers"], call.params["slice_sizes"]
     operand_shape, indices_shape = call.in_shapes
@@ -73,7 +73,7 @@ def scatter(call: Call) -> Rule:
     >>> import jax
     >>> numbers = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
     >>> print(scatter(Call("scatter-add", {"dimension_numbers": numbers}, ((10, 6), (4, 1), (4, 6)), ((10, 6),), ())))
-    b c, a d, a c -> b c; add over a=4; whole b d
+    a b, c d, c b -> a b; add over c=4; whole a d
     """
     numbers, monoid = call.params["dimension_numbers"], _MONOIDS[call.name]
     operand_shape, indices_shape, updates_shape = call.in_shapes

@@ -1,4 +1,4 @@
-"""Regions: equations with bodies (scan, while, cond) and calls that are simply opened.
+"""Regions: equations with bodies: scan, while and cond.
 
 A region has no factors of its own. It says which values inside its bodies must agree with which outside (*edges*),
 in which sharding its operands enter, in which its results leave, and how to run it on local arrays:
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from jax import lax
 
-from gshard.core.jax_adapter import closed, scan_counts
+from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Constant, Edge, Equation, Value
 from gshard.core.sharding import Sharding
 
@@ -150,7 +150,7 @@ def _emit_while(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> 
     a, b = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     carried = body.inputs[b:]
 
-    def go_on(carry: Sequence[Any]) -> Any:
+    def go_on(carry: Any) -> Any:
         moved = [
             emitter.move(inner, x, emitter.sharding(there), equation)
             for inner, x, there in zip(carried, carry, condition.inputs[a:], strict=True)
@@ -158,7 +158,7 @@ def _emit_while(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> 
         (flag,) = emitter.run(condition, [*arrays[:a], *moved])
         return emitter.move(condition.outputs[0], flag, Sharding(()), equation)
 
-    def step(carry: Sequence[Any]) -> list[Any]:
+    def step(carry: Any) -> Any:
         out = emitter.run(body, [*arrays[a : a + b], *carry])
         return [
             emitter.move(v, x, emitter.sharding(inner), equation)
@@ -228,28 +228,3 @@ REGIONS: dict[str, Region] = {
         _emit_cond,
     ),
 }
-
-# Calls whose body is put in their place: the parameter that holds the body.
-INLINED: dict[str, tuple[str, ...]] = {
-    "jit": ("jaxpr",),
-    "pjit": ("jaxpr",),
-    "closed_call": ("call_jaxpr",),
-    "core_call": ("call_jaxpr",),
-    "call": ("call_jaxpr",),
-    "custom_jvp_call": ("call_jaxpr",),
-    "custom_vjp_call": ("call_jaxpr", "fun_jaxpr"),
-    "remat2": ("jaxpr",),
-    "checkpoint": ("jaxpr",),
-    "eval_jaxpr": ("jaxpr",),
-}
-
-
-def inlined_body(name: str, params: dict[str, Any]) -> Any | None:
-    """The jaxpr (with constants) that stands for this call, or None if it is no call to be opened."""
-    key = next((k for k in INLINED.get(name, ()) if k in params), None)
-    return None if key is None else closed(params[key])
-
-
-def needs_barrier(name: str, params: dict[str, Any]) -> bool:
-    """Whether a call's operands must be hidden from common-subexpression elimination: rematerialisation."""
-    return name in ("remat2", "checkpoint") and bool(params.get("prevent_cse")) and bool(params.get("differentiated"))

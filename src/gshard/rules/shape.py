@@ -67,7 +67,7 @@ def reshape(call: Call) -> Rule:
     >>> show((6, 4), (24,))
     a b -> (a b)
     >>> show((6, 4), (4, 6))
-    (a b) d -> (a c) e; whole b c d e
+    (a b) c -> (a d) e; whole b c d e
     >>> show((8, 1, 3), (2, 4, 3))
     (a b) 1 c -> a b c
     """

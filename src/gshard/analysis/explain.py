@@ -1,0 +1,220 @@
+"""Explain: what each large tensor got and why, and what the devices say to each other.
+
+    print(gshard.explain(loss, params, batch, mesh=8))
+
+    tensors     the largest ones: sharding, bytes of one device's part, the reasons back to a mark
+    collectives kind, how often, bytes that each device sends, axes, the user's line, what needed it
+    gathered    operations without a rule, if there are any
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Value, itemsize
+from gshard.core.spmd import Collective, SpmdProgram
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One array of the program.
+
+    Attributes:
+        name: an argument's path, or ``%12`` with the primitive and line that made it.
+        sharding: text form.
+        bytes: of the whole array.
+        local_bytes: of one device's part.
+        is_argument: whether the caller hands it in.
+        why: reasons from here back to a mark; empty for what nothing asked to split.
+    """
+
+    name: str
+    sharding: str
+    bytes: int
+    local_bytes: int
+    is_argument: bool
+    why: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """The nearest reason and the mark where the chain ends, in one line."""
+        if not self.why:
+            return "nothing asks to split it"
+        nearest, root = self.why[0], self.why[-1].partition(": ")[2] if len(self.why) > 1 else ""
+        return nearest if not root or root in nearest else f"{nearest} <- {root}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CollectiveRow:
+    """Collectives of one kind over the same axes for the same line.
+
+    Attributes:
+        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
+        axes: names of mesh axes, or of their parts.
+        times: how many run in one call of the program.
+        bytes: what each device sends in all of them.
+        shape: the local operand of the largest.
+        line: the user's source line.
+        why: what needed it.
+    """
+
+    kind: str
+    axes: str
+    times: int
+    bytes: int
+    shape: str
+    line: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Everything ``explain`` found; print it, or read its rows.
+
+    Attributes:
+        name: the function.
+        mesh: the devices.
+        equations: number of equations, bodies included.
+        tensors: all arrays, largest first.
+        collectives: all collectives, most bytes first.
+        gathered: operations without a rule: line, operation, operands, bytes gathered on every device.
+        argument_bytes: bytes of all arguments, whole and on one device.
+    """
+
+    name: str
+    mesh: Mesh
+    equations: int
+    tensors: tuple[TensorRow, ...]
+    collectives: tuple[CollectiveRow, ...]
+    gathered: tuple[str, ...]
+    argument_bytes: tuple[int, int]
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes that each device sends in one call, by kind of collective."""
+        total: dict[str, int] = {}
+        for row in self.collectives:
+            total[row.kind] = total.get(row.kind, 0) + row.bytes
+        return total
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that each device sends in one call."""
+        return sum(row.bytes for row in self.collectives)
+
+    def format(self, tensors: int = 12, collectives: int = 30) -> str:
+        """The report as text with at most so many rows of each kind."""
+        whole, local = self.argument_bytes
+        lines = [
+            f"{self.name} on {self.mesh.size} devices ({self.mesh}), {self.equations} equations",
+            f"arguments: {_size(whole)} in all, {_size(local)} on each device",
+        ]
+        for title, rows in (
+            ("arguments", [row for row in self.tensors if row.is_argument]),
+            ("values inside", [row for row in self.tensors if not row.is_argument]),
+        ):
+            shown = rows[:tensors]
+            wide = [max(map(len, column)) for column in zip(*((r.name, r.sharding) for r in shown), strict=True)]
+            lines += ["", f"{title} (the largest {len(shown)} of {len(rows)}; bytes of one device's part)"]
+            for r in shown:
+                lines.append(f"  {r.name:<{wide[0]}}  {r.sharding:<{wide[1]}}  {_size(r.local_bytes):>10}  {r.reason}")
+        lines += ["", f"collectives ({sum(r.times for r in self.collectives)} in one call)"]
+        for c in self.collectives[:collectives]:
+            sent = f"{c.kind:<18} x{c.times:<4} {_size(c.bytes):>10}  over {c.axes:<12} {c.shape:<24}"
+            lines.append(f"  {sent} {c.line}  ({c.why})")
+        if rest := self.collectives[collectives:]:
+            lines.append(f"  ... and {len(rest)} more rows with {_size(sum(r.bytes for r in rest))}")
+        kinds = ", ".join(f"{kind} {_size(n)}" for kind, n in sorted(self.bytes_by_kind.items(), key=lambda kv: -kv[1]))
+        lines.append(f"  each device sends {_size(self.total_bytes)} in one call{': ' + kinds if kinds else ''}")
+        if self.gathered:
+            lines += ["", "no rule, so operands are gathered and every device computes the same"]
+            lines += [f"  {text}" for text in self.gathered]
+        return "\n".join(lines)
+
+    def why(self, name: str) -> str:
+        """The chain of reasons for one tensor, from its sharding back to a mark.
+
+        Raises:
+            KeyError: there is no tensor of this name.
+        """
+        for row in self.tensors:
+            if row.name == name:
+                return "\n".join([f"{row.name}: {row.sharding}", *(f"  {line}" for line in row.why)])
+        raise KeyError(f"no tensor is called {name!r}; names are those that print(explanation) shows")
+
+    def __str__(self) -> str:
+        return self.format()
+
+
+def explain_program(plan: Plan, spmd: SpmdProgram) -> Explanation:
+    """Reads a plan and its per-device program."""
+    program, mesh = plan.program, plan.mesh
+    names: dict[Value, str] = dict(zip(program.block.inputs, program.names, strict=True))
+    for e in program.block.walk():
+        for v in e.outputs:
+            at = f" at {e.line}" if e.line else ""
+            names.setdefault(v, f"%{v.index} {e.name}{at}")
+        for block in e.blocks:
+            for v in block.inputs:
+                names.setdefault(v, f"%{v.index} in {e.name}")
+
+    arguments = frozenset(program.block.inputs)
+
+    def local_bytes(v: Value) -> int:
+        return math.prod(plan.shardings[v].local_shape(mesh, v.shape)) * itemsize(v.dtype)
+
+    def row(v: Value) -> TensorRow:
+        chain: list[str] = []
+        for d, atoms in enumerate(plan.shardings[v].dims):
+            if atoms:
+                reasons = plan.chain(v, d)
+                chain += [_reason(plan, v, d), *reasons[1:]] if reasons else []
+        return TensorRow(names[v], plan.format(v), v.bytes, local_bytes(v), v in arguments, tuple(chain))
+
+    tensors = sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))
+    gathered = tuple(
+        f"{e.name} at {e.line}: {', '.join(plan.format(v) for v in e.inputs if isinstance(v, Value))}"
+        f" ({_size(sum(v.bytes for v in e.inputs if isinstance(v, Value)))} on every device)"
+        for e in plan.gathered
+    )
+    return Explanation(
+        program.name,
+        mesh,
+        sum(1 for _ in program.block.walk()),
+        tuple(map(row, tensors)),
+        _rows(spmd.collectives, mesh),
+        gathered,
+        (sum(v.bytes for v in arguments), sum(map(local_bytes, arguments))),
+    )
+
+
+def _reason(plan: Plan, value: Value, dim: int) -> str:
+    return f"dimension {dim}: {plan.reasons[value, dim]}" if (value, dim) in plan.reasons else f"dimension {dim}"
+
+
+def _rows(collectives: tuple[Collective, ...], mesh: Mesh) -> tuple[CollectiveRow, ...]:
+    rows: dict[tuple[str, str, str, str, str], CollectiveRow] = {}
+    for c in collectives:
+        axes = mesh.format_atoms(c.atoms)
+        key = (c.kind, axes, c.line, c.why, c.shape)
+        old = rows.get(key)
+        times, sent = c.times + (old.times if old else 0), c.total_bytes + (old.bytes if old else 0)
+        rows[key] = CollectiveRow(c.kind, axes, times, sent, c.shape, c.line, c.why)
+    return tuple(sorted(rows.values(), key=lambda r: -r.bytes))
+
+
+def _size(n: int) -> str:
+    """Bytes for people.
+
+    >>> _size(1536), _size(3 * 2**30)
+    ('1.5 KiB', '3.0 GiB')
+    """
+    value, unit = float(n), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"

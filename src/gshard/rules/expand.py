@@ -1,0 +1,57 @@
+"""What is put in the place of an equation before rules are asked: calls are opened, random bits taken apart.
+
+A call (jit, a custom derivative, rematerialisation) is nothing but its body. Random bits are counters and integer
+arithmetic: taken apart, the counters split like any other array made from nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from gshard.core.jax_adapter import closed, expand_random_bits
+from gshard.core.mark import Mark
+
+# Calls: the parameter that holds the body.
+_CALLS: dict[str, tuple[str, ...]] = {
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "core_call": ("call_jaxpr",),
+    "call": ("call_jaxpr",),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr", "fun_jaxpr"),
+    "remat2": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "eval_jaxpr": ("jaxpr",),
+}
+
+
+def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]] | None:
+    """The jaxpr (and its constants) that stands for an equation, or None if it stands for itself."""
+    if name == "random_bits":
+        return closed(expand_random_bits(in_avals[0], params["bit_width"], params["shape"]))
+    key = next((k for k in _CALLS.get(name, ()) if k in params), None)
+    return None if key is None else closed(params[key])
+
+
+def needs_barrier(name: str, params: dict[str, Any]) -> bool:
+    """Whether a call's operands must be hidden from common-subexpression elimination: rematerialisation."""
+    return name in ("remat2", "checkpoint") and bool(params.get("prevent_cse")) and bool(params.get("differentiated"))
+
+
+def mark_of_equation(name: str, params: dict[str, Any], ndim: int) -> Mark | None:
+    """The mark that an equation is: one of ours, or a sharding constraint of JAX's over a mesh."""
+    if name == "gshard_mark":
+        return params["mark"]  # type: ignore[no-any-return]
+    if name == "sharding_constraint" and isinstance(params["sharding"], NamedSharding):
+        return mark_of_named_sharding(params["sharding"], ndim)
+    return None
+
+
+def mark_of_named_sharding(sharding: NamedSharding, ndim: int) -> Mark:
+    """A ``NamedSharding`` as a mark; its axes are looked up in the mesh by name, or by their strides."""
+    spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
+    axes = tuple((str(n), int(s)) for n, s in sharding.mesh.shape.items())
+    return Mark("spec", spec=spec, axes=axes)
