@@ -1,0 +1,82 @@
+"""Multi-head attention as four products and a softmax.
+
+No biases. Queries are not divided by sqrt(D) at run time; their initial weights are smaller instead
+(as in Lingvo), so that scores start with a variance of 1 all the same.
+
+Keys and values are computed apart from the attention itself: a decoder keeps them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gshard.moe.config import TransformerConfig
+from gshard.moe.dropout import dropout
+from gshard.moe.param import Param
+
+
+class KeysValues(NamedTuple):
+    """What queries look at: keys_BKND and values_BKND, K positions of B sentences."""
+
+    keys_BKND: jax.Array
+    values_BKND: jax.Array
+
+
+def attention_specs(config: TransformerConfig) -> dict[str, Param]:
+    """Query, key and value [M, N, D] and output [N, D, M] of one attention.
+
+    >>> attention_specs(TransformerConfig(9, 9, model_dim=8, heads=2, head_dim=4))["query"].shape
+    (8, 2, 4)
+    """
+    M, N, D = config.model_dim, config.heads, config.head_dim
+    dims = ("model", "heads", "head")
+    return {
+        "query": Param((M, N, D), dims, "normal", (M * D) ** -0.5),
+        "key": Param((M, N, D), dims, "normal", M**-0.5),
+        "value": Param((M, N, D), dims, "normal", M**-0.5),
+        "output": Param((N, D, M), ("heads", "head", "model"), "normal", (N * D) ** -0.5),
+    }
+
+
+def keys_values(params: dict[str, jax.Array], inputs_BKM: jax.Array) -> KeysValues:
+    """Projects what is attended to."""
+    dtype = inputs_BKM.dtype
+    return KeysValues(
+        jnp.einsum("BKM,MND->BKND", inputs_BKM, params["key"].astype(dtype)),
+        jnp.einsum("BKM,MND->BKND", inputs_BKM, params["value"].astype(dtype)),
+    )
+
+
+def attend(
+    params: dict[str, jax.Array],
+    inputs_BLM: jax.Array,
+    memory: KeysValues,
+    mask_BLK: jax.Array,
+    *,
+    rate: float = 0.0,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of each position of ``inputs_BLM`` over the positions of ``memory``.
+
+    Args:
+        params: see ``attention_specs``.
+        inputs_BLM: where queries come from.
+        memory: keys and values of the same B sentences.
+        mask_BLK: bool, True where query L may look at position K; sizes of 1 broadcast. A query that may look
+            nowhere gets the mean of all values, not NaN.
+        rate: dropout of attention weights.
+        key: its key; None drops nothing.
+
+    Returns:
+        outputs_BLM in the dtype of the inputs; the softmax is float32.
+    """
+    dtype = inputs_BLM.dtype
+    queries_BLND = jnp.einsum("BLM,MND->BLND", inputs_BLM, params["query"].astype(dtype))
+    scores_BNLK = jnp.einsum("BLND,BKND->BNLK", queries_BLND, memory.keys_BKND, preferred_element_type=jnp.float32)
+    scores_BNLK = jnp.where(mask_BLK[:, None, :, :], scores_BNLK, jnp.float32(-1e30))
+    weights_BNLK = dropout(jax.nn.softmax(scores_BNLK, axis=-1), rate, key)
+    read_BLND = jnp.einsum("BNLK,BKND->BLND", weights_BNLK.astype(dtype), memory.values_BKND)
+    return jnp.einsum("BLND,NDM->BLM", read_BLND, params["output"].astype(dtype))

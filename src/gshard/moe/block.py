@@ -1,0 +1,147 @@
+"""Block: the layers that are stacked, a pair with experts and without, or one dense layer.
+
+Each branch (attention, feed-forward or experts) reads a normalised copy of the stream and adds its
+result to it: pre-norm, with a norm that only scales (no mean, no bias). All blocks of a stack have
+the same parameters, one after the other in a leading ``layers`` dimension, and run in one ``scan``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gshard.moe.attention import KeysValues, attend, attention_specs, keys_values
+from gshard.moe.config import TransformerConfig
+from gshard.moe.dropout import dropout, split_key
+from gshard.moe.experts import expert_layer, expert_specs
+from gshard.moe.param import Param
+
+# A mask and what it lets a layer see; metrics of an MoE layer by name.
+Metrics = dict[str, jax.Array]
+
+
+def norm_spec(config: TransformerConfig) -> Param:
+    """The scale [M] of a norm."""
+    return Param((config.model_dim,), ("model",), "constant", 1.0)
+
+
+def norm(scale_M: jax.Array, x_BLM: jax.Array) -> jax.Array:
+    """Divides by the root of the mean square over M, in float32, and scales.
+
+    >>> norm(jnp.ones(2), jnp.array([[[3.0, -3.0]]])).round(3).tolist()
+    [[[1.0, -1.0]]]
+    """
+    x = x_BLM.astype(jnp.float32)
+    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+    return (x * jax.lax.rsqrt(mean_square + 1e-6) * scale_M).astype(x_BLM.dtype)
+
+
+def block_specs(config: TransformerConfig, *, decoder: bool) -> dict[str, Any]:
+    """Parameters of one block: a layer for each of ``config.layer_kinds``, not stacked."""
+    return {kind: _layer_specs(config, kind, decoder) for kind in config.layer_kinds}
+
+
+def _layer_specs(config: TransformerConfig, kind: str, decoder: bool) -> dict[str, Any]:
+    specs: dict[str, Any] = {"attention_norm": norm_spec(config), "attention": attention_specs(config)}
+    if decoder:
+        specs |= {"memory_attention_norm": norm_spec(config), "memory_attention": attention_specs(config)}
+    if kind == "sparse":
+        return specs | {"experts_norm": norm_spec(config), "experts": expert_specs(config)}
+    M, H = config.model_dim, config.hidden_dim
+    feed_forward = {
+        "wi": Param((M, H), ("model", "hidden"), "normal", M**-0.5),
+        "wo": Param((H, M), ("hidden", "model"), "normal", H**-0.5),
+    }
+    return specs | {"feed_forward_norm": norm_spec(config), "feed_forward": feed_forward}
+
+
+def feed_forward(params: dict[str, jax.Array], inputs_BLM: jax.Array) -> jax.Array:
+    """The dense counterpart of one expert: two products with a ReLU between."""
+    dtype = inputs_BLM.dtype
+    hidden_BLH = jax.nn.relu(jnp.einsum("BLM,MH->BLH", inputs_BLM, params["wi"].astype(dtype)))
+    return jnp.einsum("BLH,HM->BLM", hidden_BLH, params["wo"].astype(dtype))
+
+
+def feed_forward_branch(
+    config: TransformerConfig,
+    params: dict[str, Any],
+    x_BLM: jax.Array,
+    valid_BL: jax.Array | None,
+    key: jax.Array | None,
+) -> tuple[jax.Array, Metrics]:
+    """The stream after the experts, or after the dense feed-forward, of a layer; metrics of the former."""
+    coin_key, drop_key = split_key(key, 2)
+    if "experts" in params:
+        inputs_BLM = norm(params["experts_norm"], x_BLM)
+        outputs_BLM, metrics = expert_layer(config, params["experts"], inputs_BLM, valid_BL, key=coin_key)
+    else:
+        inputs_BLM = norm(params["feed_forward_norm"], x_BLM)
+        outputs_BLM, metrics = feed_forward(params["feed_forward"], inputs_BLM), {}
+    return x_BLM + dropout(outputs_BLM, config.dropout, drop_key), metrics
+
+
+def attention_branch(
+    config: TransformerConfig,
+    params: dict[str, Any],
+    name: str,
+    x_BLM: jax.Array,
+    memory_BKM: jax.Array | None,
+    mask_BLK: jax.Array,
+    key: jax.Array | None,
+) -> jax.Array:
+    """The stream after an attention, over itself where ``memory_BKM`` is None."""
+    weights_key, drop_key = split_key(key, 2)
+    inputs_BLM = norm(params[f"{name}_norm"], x_BLM)
+    seen: KeysValues = keys_values(params[name], inputs_BLM if memory_BKM is None else memory_BKM)
+    outputs_BLM = attend(params[name], inputs_BLM, seen, mask_BLK, rate=config.attention_dropout, key=weights_key)
+    return x_BLM + dropout(outputs_BLM, config.dropout, drop_key)
+
+
+def stack(
+    config: TransformerConfig,
+    params: dict[str, Any],
+    x_BLM: jax.Array,
+    *,
+    mask_BLK: jax.Array,
+    valid_BL: jax.Array,
+    memory_BKM: jax.Array | None = None,
+    memory_mask_BLK: jax.Array | None = None,
+    key: jax.Array | None = None,
+) -> tuple[jax.Array, Metrics]:
+    """All blocks of an encoder, or of a decoder where there is a memory, in one ``scan``.
+
+    Args:
+        config: the model.
+        params: ``block_specs``, stacked.
+        x_BLM: the stream.
+        mask_BLK: which positions each position attends to.
+        valid_BL: False for tokens that must not be routed.
+        memory_BKM: the encoder's result.
+        memory_mask_BLK: which of its positions may be attended to.
+        key: for dropout and coins, split for each block; None for neither.
+
+    Returns:
+        the stream, and for each metric its values over the MoE layers of the stack (nothing if dense).
+    """
+
+    def block(x_BLM: jax.Array, of_block: tuple[dict[str, Any], jax.Array | None]) -> tuple[jax.Array, Metrics]:
+        layers, block_key = of_block
+        metrics: Metrics = {}
+        keys = split_key(block_key, 3 * len(config.layer_kinds))
+        for kind in config.layer_kinds:
+            layer = layers[kind]
+            x_BLM = attention_branch(config, layer, "attention", x_BLM, None, mask_BLK, keys.pop())
+            if memory_BKM is not None:
+                assert memory_mask_BLK is not None, "a memory comes with a mask"
+                x_BLM = attention_branch(
+                    config, layer, "memory_attention", x_BLM, memory_BKM, memory_mask_BLK, keys.pop()
+                )
+            x_BLM, of_layer = feed_forward_branch(config, layer, x_BLM, valid_BL, keys.pop())
+            metrics |= of_layer
+        return x_BLM, metrics
+
+    blocks = jax.tree.leaves(params)[0].shape[0]
+    keys = None if key is None else jax.random.split(key, blocks)
+    return jax.lax.scan(jax.checkpoint(block) if config.remat else block, x_BLM, (params, keys))

@@ -1,0 +1,127 @@
+"""Decoding: the same model one target position at a time, with its keys and values kept.
+
+    memory = encode(config, params, source_BL)
+    cache = init_cache(config, batch=B, length=64)
+    logits_BV, cache = decode_step(config, params, cache, tokens_B, position, memory, source_BL != 0)
+
+Routing drops nothing here unless asked to. With the capacities of training a small batch would lose
+experts for a large share of its tokens, and what a sentence gets would depend on its batch mates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gshard.moe.attention import KeysValues, attend, keys_values
+from gshard.moe.block import feed_forward_branch, norm
+from gshard.moe.config import TransformerConfig
+from gshard.moe.transformer import embed, encoder, logits
+
+Cache = dict[str, KeysValues]
+
+
+def encode(
+    config: TransformerConfig, params: dict[str, Any], source_BL: jax.Array, *, dropless: bool = True
+) -> jax.Array:
+    """The encoder's result for a batch of sources.
+
+    Args:
+        config: the model.
+        params: see ``transformer.param_specs``.
+        source_BL: int32 ids, 0 for padding.
+        dropless: False keeps the groups and the capacity of ``config``, as in training.
+
+    Returns:
+        memory_BLM in the dtype of activations.
+    """
+    return encoder(config.dropless() if dropless else config, params, source_BL)[0]
+
+
+def project_memory(config: TransformerConfig, params: dict[str, Any], memory_BLM: jax.Array) -> Cache:
+    """Keys and values of the memory for every decoder layer, to compute them once and not in every step.
+
+    Returns:
+        for each kind of layer ``KeysValues`` of [layers, B, L, N, D]; B is dimension 1.
+    """
+
+    def block(_: None, layers: dict[str, Any]) -> tuple[None, Cache]:
+        return None, {kind: keys_values(layers[kind]["memory_attention"], memory_BLM) for kind in config.layer_kinds}
+
+    return jax.lax.scan(block, None, params["decoder"]["blocks"])[1]
+
+
+def init_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
+    """Empty keys and values for ``length`` target positions.
+
+    Returns:
+        for each kind of layer ``KeysValues`` of [layers, batch, length, N, D]; to reorder sentences, index
+        dimension 1 of every array.
+
+    >>> config = TransformerConfig(9, 7, model_dim=8, heads=2, head_dim=4, decoder_layers=3)
+    >>> init_cache(config, 5, 10)["dense"].keys_BKND.shape
+    (3, 5, 10, 2, 4)
+    """
+    layers = config.decoder_layers // len(config.layer_kinds)
+    empty = jnp.zeros((layers, batch, length, config.heads, config.head_dim), config.dtype)
+    return {kind: KeysValues(empty, empty) for kind in config.layer_kinds}
+
+
+def decode_step(
+    config: TransformerConfig,
+    params: dict[str, Any],
+    cache: Cache,
+    tokens_B: jax.Array,
+    position: jax.Array | int,
+    memory: jax.Array | Cache,
+    source_valid_BL: jax.Array,
+    *,
+    dropless: bool = True,
+) -> tuple[jax.Array, Cache]:
+    """Logits of the token after ``tokens_B``.
+
+    Without drops they equal those of ``forward`` at ``position`` for the same inputs.
+
+    Args:
+        config: the model.
+        params: see ``transformer.param_specs``.
+        cache: keys and values of the positions before; see ``init_cache``.
+        tokens_B: int32, the decoder's input at ``position``: 0 at position 0, then the token chosen last.
+        position: int scalar, the same for all sentences, below the cache's length.
+        memory: the result of ``encode``, or, faster, of ``project_memory``.
+        source_valid_BL: bool, False where the source is padding.
+        dropless: False keeps the groups and the capacity of ``config``, as in training.
+
+    Returns:
+        logits_BV in float32, and the cache with this position filled in.
+    """
+    if dropless:
+        config = config.dropless()
+    if isinstance(memory, jax.Array):
+        memory = project_memory(config, params, memory)
+    length = cache["dense"].keys_BKND.shape[2]
+    past_BLK = (jnp.arange(length) <= position)[None, None, :]
+    seen_BLK = source_valid_BL[:, None, :]
+
+    def block(x_BLM: jax.Array, of_block: tuple[Any, Cache, Cache]) -> tuple[jax.Array, Cache]:
+        layers, cache, memory = of_block
+        filled: Cache = {}
+        for kind in config.layer_kinds:
+            layer = layers[kind]
+            inputs_BLM = norm(layer["attention_norm"], x_BLM)
+            new = keys_values(layer["attention"], inputs_BLM)
+            filled[kind] = jax.tree.map(
+                lambda old, now: jax.lax.dynamic_update_slice_in_dim(old, now, position, axis=1), cache[kind], new
+            )
+            x_BLM = x_BLM + attend(layer["attention"], inputs_BLM, filled[kind], past_BLK)
+            inputs_BLM = norm(layer["memory_attention_norm"], x_BLM)
+            x_BLM = x_BLM + attend(layer["memory_attention"], inputs_BLM, memory[kind], seen_BLK)
+            x_BLM, _ = feed_forward_branch(config, layer, x_BLM, None, None)
+        return x_BLM, filled
+
+    position_L = jnp.asarray(position, jnp.int32)[None]
+    x_BLM = embed(config, params["target_embedding"], tokens_B[:, None], position_L)
+    x_BLM, cache = jax.lax.scan(block, x_BLM, (params["decoder"]["blocks"], cache, memory))
+    return logits(config, params, x_BLM)[:, 0, :], cache

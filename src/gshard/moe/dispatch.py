@@ -1,0 +1,101 @@
+"""Dispatch and combine: tokens to the slots of their experts, and the experts' outputs back.
+
+Two ways with the same result. ``einsum`` multiplies with one-hot matrices (Algorithm 2): a program of
+products only, at a cost of S/H of the experts' own. ``gather`` inverts the choices into a table, from
+slot to token, and moves rows. Both keep to their group, so that splitting G splits the work and the
+only exchange is the change from G to E between dispatch and experts.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from gshard.moe.gating import Choice, Gating
+
+
+def one_hot_weights(gating: Gating, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """The matrices of Algorithm 2, line 2: combine weights and the mask of their slots.
+
+    The mask is that of the kept choices; the paper's ``weights != 0`` would lose those whose weight underflows.
+
+    Returns:
+        combine_GSEC in float32 and dispatch_GSEC in bool.
+
+    >>> from gshard.moe.gating import top2_gating
+    >>> gating = top2_gating(jnp.array([[[2.0, 1.0, 0.0]]]), capacity=1)
+    >>> one_hot_weights(gating, 3, 1)[1][0, 0, :, 0].tolist()
+    [True, True, False]
+    """
+    first_GSEC = _slots(gating.first, experts, capacity)
+    second_GSEC = _slots(gating.second, experts, capacity)
+    combine_GSEC = jnp.where(first_GSEC, gating.first.weight_GS[:, :, None, None], 0.0) + jnp.where(
+        second_GSEC, gating.second.weight_GS[:, :, None, None], 0.0
+    )
+    return combine_GSEC, first_GSEC | second_GSEC
+
+
+def _slots(choice: Choice, experts: int, capacity: int) -> jax.Array:
+    expert_GSE = choice.expert_GS[:, :, None] == jnp.arange(experts, dtype=jnp.int32)
+    position_GSC = choice.position_GS[:, :, None] == jnp.arange(capacity, dtype=jnp.int32)
+    return (expert_GSE & choice.kept_GS[:, :, None])[:, :, :, None] & position_GSC[:, :, None, :]
+
+
+def dispatch_einsum(dispatch_GSEC: jax.Array, inputs_GSM: jax.Array) -> jax.Array:
+    """Algorithm 2, line 3: dispatched_EGCM; slots nobody took are zero."""
+    return jnp.einsum("GSEC,GSM->EGCM", dispatch_GSEC.astype(inputs_GSM.dtype), inputs_GSM)
+
+
+def combine_einsum(combine_GSEC: jax.Array, outputs_EGCM: jax.Array) -> jax.Array:
+    """Algorithm 2, last line, accumulated in float32: each token's experts' outputs, weighted."""
+    weights_GSEC = combine_GSEC.astype(outputs_EGCM.dtype)
+    return jnp.einsum("GSEC,EGCM->GSM", weights_GSEC, outputs_EGCM, preferred_element_type=jnp.float32)
+
+
+def token_of_slot(gating: Gating, experts: int, capacity: int) -> jax.Array:
+    """The inverse of the choices: which token sits in a slot.
+
+    Returns:
+        int32 table_GEC of token numbers within the group; S, which is no token, in slots nobody took.
+
+    >>> from gshard.moe.gating import top2_gating
+    >>> gating = top2_gating(jnp.array([[[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]]]), capacity=1)
+    >>> token_of_slot(gating, 3, 1).tolist()
+    [[[0], [0], [1]]]
+    """
+    S = gating.first.expert_GS.shape[1]
+
+    def of_group(first: Choice, second: Choice) -> jax.Array:
+        table_EC = jnp.full((experts, capacity), S, jnp.int32)
+        for choice in (first, second):
+            # A choice that is not kept points past the buffer and is not written.
+            position_S = jnp.where(choice.kept_GS, choice.position_GS, capacity)
+            table_EC = table_EC.at[choice.expert_GS, position_S].set(
+                jnp.arange(S, dtype=jnp.int32), mode="drop", wrap_negative_indices=False
+            )
+        return table_EC
+
+    return jax.vmap(of_group)(gating.first, gating.second)
+
+
+def dispatch_gather(table_GEC: jax.Array, inputs_GSM: jax.Array) -> jax.Array:
+    """dispatched_EGCM by reading rows; slots nobody took are zero."""
+
+    def of_group(table_EC: jax.Array, inputs_SM: jax.Array) -> jax.Array:
+        return inputs_SM.at[table_EC].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+    return jnp.transpose(jax.vmap(of_group)(table_GEC, inputs_GSM), (1, 0, 2, 3))
+
+
+def combine_gather(gating: Gating, outputs_EGCM: jax.Array) -> jax.Array:
+    """Each token's experts' outputs by reading two rows, weighted and added in float32."""
+
+    def of_group(choice: Choice, outputs_ECM: jax.Array) -> jax.Array:
+        position_S = jnp.where(choice.kept_GS, choice.position_GS, outputs_ECM.shape[1])
+        rows_SM = outputs_ECM.at[choice.expert_GS, position_S].get(
+            mode="fill", fill_value=0, wrap_negative_indices=False
+        )
+        return choice.weight_GS[:, None] * rows_SM.astype(jnp.float32)
+
+    outputs_GECM = jnp.transpose(outputs_EGCM, (1, 0, 2, 3))
+    return jax.vmap(of_group)(gating.first, outputs_GECM) + jax.vmap(of_group)(gating.second, outputs_GECM)

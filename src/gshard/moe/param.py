@@ -1,0 +1,145 @@
+"""Param: what is known of a parameter before it has a value.
+
+A model says once, in a nested dict of ``Param``, which arrays it needs. Everything else follows from
+that tree: initial values, shapes without memory, the number of weights, and what an optimizer may
+average over.
+
+    specs = {"wi": Param((8, 64, 256), ("experts", "model", "hidden"), init="normal", scale=64**-0.5)}
+    params = init_params(specs, jax.random.key(0))        # the same tree, of arrays
+
+Dimensions carry names. ``layers`` (layers stacked for ``scan``) and ``experts`` are *batch*
+dimensions: they count separate arrays, so an optimizer that averages second moments over rows and
+columns (Adafactor) must never average over them, however large they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+BATCH_DIMS = ("layers", "experts")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter: its shape and how it starts.
+
+    Attributes:
+        shape: global shape.
+        dims: a name for each dimension: layers, experts, model, hidden, heads, head, vocabulary, gates.
+        init: ``normal`` (standard deviation ``scale``), ``uniform`` (from ``-scale`` to ``scale``) or
+            ``constant`` (``scale`` everywhere).
+        scale: see ``init``; never derived from the shape, so that stacking layers changes nothing.
+        dtype: name of the dtype it is stored in.
+
+    >>> wi = Param((6, 8, 64, 256), ("layers", "experts", "model", "hidden"), scale=0.125)
+    >>> wi.size, wi.batch_axes, wi.factor_axes
+    (786432, (0, 1), (2, 3))
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    init: str = "normal"
+    scale: float = 1.0
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.dims), f"{self.shape} needs a name for each dimension, got {self.dims}"
+        assert self.init in ("normal", "uniform", "constant"), f"no initialiser is called {self.init!r}"
+
+    @property
+    def size(self) -> int:
+        """Number of weights."""
+        return math.prod(self.shape)
+
+    @property
+    def batch_axes(self) -> tuple[int, ...]:
+        """Positions of the dimensions that count separate arrays."""
+        return batch_axes(self.dims)
+
+    @property
+    def factor_axes(self) -> tuple[int, int] | None:
+        """Positions of the two dimensions a factored second moment keeps, or None if it cannot be factored."""
+        return factor_axes(self.shape, self.dims)
+
+    def stacked(self, layers: int) -> Param:
+        """The same parameter for each of ``layers`` layers, in one array."""
+        return dataclasses.replace(self, shape=(layers, *self.shape), dims=("layers", *self.dims))
+
+
+def batch_axes(dims: tuple[str, ...]) -> tuple[int, ...]:
+    """Positions of the dimensions named in ``BATCH_DIMS``.
+
+    >>> batch_axes(("layers", "experts", "model", "hidden"))
+    (0, 1)
+    """
+    return tuple(i for i, name in enumerate(dims) if name in BATCH_DIMS)
+
+
+def factor_axes(shape: tuple[int, ...], dims: tuple[str, ...]) -> tuple[int, int] | None:
+    """The two largest dimensions that are no batch dimensions, in order; the later ones among equals.
+
+    >>> factor_axes((2048, 1024, 512), ("experts", "model", "hidden"))
+    (1, 2)
+    >>> factor_axes((4, 1024), ("layers", "model")) is None
+    True
+    """
+    inner = [i for i in range(len(shape)) if dims[i] not in BATCH_DIMS]
+    if len(inner) < 2:
+        return None
+    first, second = sorted(sorted(inner, key=lambda i: (shape[i], i))[-2:])
+    return first, second
+
+
+def init_params(specs: Any, key: jax.Array) -> Any:
+    """Draws every parameter of a tree of ``Param``.
+
+    A parameter's values depend on the key, its path and its shape only: adding another one to the
+    model changes nothing here.
+
+    Args:
+        specs: nested dict of ``Param``.
+        key: a JAX random key, typed or raw.
+
+    Returns:
+        the same nested dict, of arrays.
+
+    >>> params = init_params({"scale": Param((2,), ("model",), init="constant")}, jax.random.key(0))
+    >>> params["scale"].tolist()
+    [1.0, 1.0]
+    """
+
+    def draw(path: Any, spec: Param) -> jax.Array:
+        own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        match spec.init:
+            case "normal":
+                return spec.scale * jax.random.normal(own, spec.shape, spec.dtype)
+            case "uniform":
+                return jax.random.uniform(own, spec.shape, spec.dtype, -spec.scale, spec.scale)
+            case _:
+                return jnp.full(spec.shape, spec.scale, spec.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, specs)
+
+
+def shapes(specs: Any) -> Any:
+    """The tree of ``jax.ShapeDtypeStruct`` of a tree of ``Param``; allocates nothing.
+
+    >>> shapes({"w": Param((2, 3), ("model", "hidden"))})["w"].shape
+    (2, 3)
+    """
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), specs)
+
+
+def parameter_count(specs: Any) -> int:
+    """Number of weights of a tree of ``Param``.
+
+    >>> parameter_count({"w": Param((2, 3), ("model", "hidden")), "b": Param((3,), ("hidden",))})
+    9
+    """
+    return sum(spec.size for spec in jax.tree.leaves(specs))

@@ -1,0 +1,133 @@
+"""Configurations: Table 1 from shapes alone, and what is refused."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from gshard.moe import (
+    TABLE_1,
+    ModelError,
+    Param,
+    TransformerConfig,
+    init,
+    init_params,
+    param_specs,
+    parameter_count,
+    shapes,
+)
+
+MOE = TransformerConfig(9, 9, experts=8, group_size=64)
+
+
+@pytest.mark.parametrize(
+    "name, experts, weights",
+    [
+        ("MoE(2048E, 36L)", 36864, 600e9),
+        ("MoE(2048E, 12L)", 12288, 200e9),
+        ("MoE(512E, 36L)", 9216, 150e9),
+        ("MoE(512E, 12L)", 3072, 50e9),
+        ("MoE(128E, 36L)", 2304, 37e9),
+        ("MoE(128E, 12L)", 768, 12.5e9),
+        ("MoE(2048E, 60L)", 61440, 1e12),
+        ("T(96L)", 0, 2.3e9),
+    ],
+)
+def test_table_1(name, experts, weights):
+    """The paper rounds its sizes freely (37 for 39.5, 200 for 206.5); experts in total are exact."""
+    config = TABLE_1[name]
+    assert config.moe_layers * config.experts == experts
+    count = parameter_count(param_specs(config))
+    assert count == pytest.approx(weights, rel=0.07)
+    # By hand: experts and routers, dense feed-forwards, attentions, norms, embeddings.
+    M, H, layers = 1024, 8192, config.encoder_layers + config.decoder_layers
+    attention = 4 * M * config.heads * config.head_dim
+    attentions = layers + config.decoder_layers
+    assert count == (
+        experts * (2 * M * H + M)
+        + (layers - config.moe_layers) * 2 * M * H
+        + attentions * attention
+        + (attentions + layers + 2) * M
+        + 96_000 * M
+    )
+
+
+def test_shapes_are_those_of_the_values():
+    config = TransformerConfig(
+        9, 7, model_dim=8, hidden_dim=6, heads=2, head_dim=4, encoder_layers=2, decoder_layers=4, experts=4
+    )
+    specs = param_specs(config)
+    values = jax.eval_shape(lambda: init(config, jax.random.key(0)))
+    assert jax.tree.map(lambda s: (s.shape, s.dtype), shapes(specs)) == jax.tree.map(
+        lambda v: (v.shape, v.dtype), values
+    )
+    assert parameter_count(specs) == sum(v.size for v in jax.tree.leaves(values))
+    jax.eval_shape(lambda: init(TABLE_1["MoE(2048E, 36L)"], jax.random.key(0)))  # 2.5 TB if it allocated
+
+
+def test_batch_and_factor_axes():
+    specs = param_specs(dataclasses.replace(MOE, experts=4096, group_size=4096, model_dim=64))
+    sparse = specs["encoder"]["blocks"]["sparse"]
+    assert sparse["experts"]["wi"].batch_axes == (0, 1)
+    assert sparse["experts"]["wi"].factor_axes == (2, 3)  # although there are more experts than either
+    assert sparse["experts"]["wg"].factor_axes == (1, 2)
+    assert sparse["attention_norm"].batch_axes == (0,)
+    assert sparse["attention_norm"].factor_axes is None
+    assert specs["source_embedding"].factor_axes == (0, 1)
+
+
+def test_values_depend_on_the_path_only():
+    wi = Param((2, 3), ("model", "hidden"))
+    few = init_params({"a": {"wi": wi}}, jax.random.key(0))
+    more = init_params({"a": {"wi": wi, "wo": wi}, "b": wi}, jax.random.key(0))
+    assert (few["a"]["wi"] == more["a"]["wi"]).all()
+    assert (more["a"]["wo"] != more["a"]["wi"]).any()
+    assert (init_params({"a": {"wi": wi}}, jax.random.PRNGKey(0))["a"]["wi"] == few["a"]["wi"]).all()
+
+
+@pytest.mark.parametrize(
+    "tokens, factor, expected",
+    [(64, 2.0, 16), (64, 1.25, 10), (64, 1.1, 8), (60, 2.0, 15), (4, 2.0, 1), (64, math.inf, 64), (64, 99.0, 64)],
+)
+def test_capacity(tokens, factor, expected):
+    assert dataclasses.replace(MOE, capacity_factor=factor).capacity(tokens) == expected
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"group_size": 3}, "capacity of an expert is below 1"),
+        ({"encoder_layers": 5}, "encoder_layers must be even"),
+        ({"decoder_layers": 3}, "decoder_layers must be even"),
+        ({"experts": 1}, "at least two experts"),
+        ({"routing": "expert_choice"}, "routing 'expert_choice' is not known"),
+        ({"second_expert": "never"}, "second_expert 'never' is not known"),
+        ({"dispatch": "onehot"}, "dispatch 'onehot' is not known"),
+        ({"dispatch": "blocks", "partitions": 2}, "cannot be split over experts"),
+        ({"dropout": 1.0}, "dropout must be a rate"),
+        ({"partitions": 0}, "partitions must be at least 1"),
+        ({"model_dim": 7}, "even model_dim"),
+        ({"hidden_dim": 0}, "hidden_dim must be at least 1"),
+        ({"group_size": 0}, "a group needs a token"),
+    ],
+)
+def test_refused(change, message):
+    with pytest.raises(ModelError, match=message) as error:
+        dataclasses.replace(MOE, **change)
+    assert error.value.got
+
+
+def test_capacity_below_one_says_the_way_out():
+    with pytest.raises(ModelError, match="Use groups of at least 4 tokens"):
+        dataclasses.replace(MOE, group_size=3)
+
+
+def test_a_dense_model_may_have_an_odd_number_of_layers():
+    config = TransformerConfig(9, 9, encoder_layers=3, decoder_layers=1)
+    assert param_specs(config)["encoder"]["blocks"]["dense"]["feed_forward"]["wi"].shape == (3, 512, 2048)
+
+
+def test_a_configuration_is_a_static_argument():
+    assert hash(MOE) == hash(dataclasses.replace(MOE))
+    assert TransformerConfig(9, 9, dtype=jax.numpy.bfloat16).dtype == "bfloat16"

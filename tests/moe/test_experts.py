@@ -1,0 +1,182 @@
+"""The MoE layer: three dispatches with one result, and what its marks are."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gshard.moe import ModelError, TransformerConfig, expert_layer, expert_specs, init_params
+
+# Small programs: compiling them costs more than running them.
+FAST = {"xla_backend_optimization_level": 0}
+layer = jax.jit(expert_layer, static_argnums=0, compiler_options=FAST)
+
+BASE = TransformerConfig(9, 9, model_dim=6, hidden_dim=10, experts=4, group_size=8, capacity_factor=1.0)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
+def initial(config, key):
+    return init_params(expert_specs(config), key)
+
+
+def case(config, seed=0, padding=0.2):
+    params = initial(config, jax.random.key(seed))
+    x_BLM = jax.random.normal(jax.random.key(seed + 1), (4, 6, config.model_dim))
+    valid_BL = jax.random.uniform(jax.random.key(seed + 2), (4, 6)) >= padding
+    return params, x_BLM, valid_BL
+
+
+def value_and_gradients(config, params, x_BLM, valid_BL, key):
+    direction_BLM = jax.random.normal(jax.random.key(99), x_BLM.shape)
+
+    def run(params, x_BLM):
+        outputs, metrics = expert_layer(config, params, x_BLM, valid_BL, key=key)
+        return jnp.sum(outputs * direction_BLM) + metrics["aux_loss"], (outputs, metrics)
+
+    return jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), compiler_options=FAST)(params, x_BLM)
+
+
+def assert_trees_close(left, right, **tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), left, right)
+
+
+@pytest.mark.parametrize("routing", ["paper", "lingvo"])
+@pytest.mark.parametrize("group_size, capacity_factor", [(8, 1.0), (24, 0.5), (4, 2.0), (None, math.inf)])
+def test_dispatches_agree(routing, group_size, capacity_factor):
+    """Values, gradients and metrics; ``blocks`` too where nothing is dropped."""
+    config = dataclasses.replace(
+        BASE, routing=routing, group_size=group_size, capacity_factor=capacity_factor, dispatch="einsum"
+    )
+    params, x_BLM, valid_BL = case(config)
+    expected = value_and_gradients(config, params, x_BLM, valid_BL, jax.random.key(5))
+    assert float(jnp.abs(expected[0][1][0]).max()) > 0.1
+    for dispatch in ("gather", "blocks") if capacity_factor == math.inf else ("gather",):
+        other = dataclasses.replace(config, dispatch=dispatch)
+        got = value_and_gradients(other, params, x_BLM, valid_BL, jax.random.key(5))
+        assert_trees_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("group_size", [24, 6, 1])
+def test_blocks_drop_nothing_in_groups_of_any_size(group_size):
+    config = dataclasses.replace(BASE, dispatch="einsum", capacity_factor=math.inf, group_size=group_size)
+    params, x_BLM, valid_BL = case(config)
+    key = jax.random.key(1)
+    expected, _ = layer(config, params, x_BLM, valid_BL, key=key)
+    got, _ = layer(dataclasses.replace(config, dispatch="blocks"), params, x_BLM, valid_BL, key=key)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_with_more_rows_than_a_block_holds():
+    """All tokens want the same two experts."""
+    config = dataclasses.replace(BASE, experts=3, group_size=None, capacity_factor=math.inf, dispatch="gather")
+    params, _, _ = case(config)
+    params["wg"] = jnp.zeros_like(params["wg"]).at[:, 1].set(0.1)
+    x_BLM = jnp.abs(jax.random.normal(jax.random.key(0), (5, 31, 6)))
+    expected, metrics = layer(config, params, x_BLM)
+    got, _ = layer(dataclasses.replace(config, dispatch="blocks"), params, x_BLM)
+    assert float(metrics["dead_experts"]) == 1
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_gets_its_experts_weighted():
+    """Against the definition: sum of weight times expert over the two best, one token at a time."""
+    config = dataclasses.replace(BASE, group_size=None, capacity_factor=math.inf)
+    params, x_BLM, _ = case(config)
+    got, _ = layer(config, params, x_BLM)
+    for token, result in zip(np.asarray(x_BLM).reshape(-1, 6), np.asarray(got).reshape(-1, 6), strict=True):
+        logits = token @ np.asarray(params["wg"])
+        best = np.argsort(-logits)[:2]
+        weights = np.exp(logits[best]) / np.exp(logits[best]).sum()
+        outputs = [np.maximum(token @ params["wi"][e], 0) @ params["wo"][e] for e in best]
+        np.testing.assert_allclose(result, weights[0] * outputs[0] + weights[1] * outputs[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dispatch", ["einsum", "gather"])
+def test_dropped_and_padding_tokens_get_zero(dispatch):
+    # Wide enough that no expert answers a token with nothing but zeros.
+    config = dataclasses.replace(BASE, capacity_factor=0.5, dispatch=dispatch, hidden_dim=40)
+    params, x_BLM, valid_BL = case(config)
+    outputs, metrics = layer(config, params, x_BLM, valid_BL)
+    zero = np.all(np.asarray(outputs) == 0, axis=-1)
+    assert zero[~np.asarray(valid_BL)].all()
+    share = zero[np.asarray(valid_BL)].mean()
+    assert share > 0
+    assert float(metrics["dropped_share"]) == pytest.approx(share, abs=1e-6)
+
+
+@pytest.mark.parametrize("dispatch", ["einsum", "gather"])
+def test_groups_are_independent(dispatch):
+    """What one group holds changes nothing in another, values or gradients."""
+    config = dataclasses.replace(BASE, group_size=6, dispatch=dispatch)
+    params, x_BLM, _ = case(config)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def rest(x_BLM):
+        outputs = expert_layer(config, params, x_BLM)[0][1:]
+        return jnp.sum(outputs**2), outputs
+
+    (_, outputs), gradient = rest(x_BLM)
+    np.testing.assert_array_equal(rest(x_BLM.at[0].multiply(-3.0))[0][1], outputs)
+    assert (gradient[0] == 0).all()
+    assert (gradient[1:] != 0).any()
+
+
+def test_bfloat16_activations_keep_a_float32_router():
+    config = dataclasses.replace(BASE, dtype="bfloat16", capacity_factor=math.inf)
+    params, x_BLM, _ = case(config)
+    x_BLM = x_BLM.astype(jnp.bfloat16)
+    outputs = {d: layer(dataclasses.replace(config, dispatch=d), params, x_BLM) for d in ("einsum", "gather")}
+    full, metrics = layer(BASE, params, x_BLM.astype(jnp.float32))
+    assert outputs["gather"][0].dtype == jnp.bfloat16
+    np.testing.assert_allclose(outputs["gather"][1]["aux_loss"], metrics["aux_loss"], rtol=1e-6)
+    np.testing.assert_allclose(
+        outputs["einsum"][0].astype(jnp.float32), outputs["gather"][0].astype(jnp.float32), atol=0.05
+    )
+
+
+@pytest.mark.parametrize("dispatch", ["einsum", "gather"])
+def test_marks_are_those_of_section_3_2(dispatch):
+    config = dataclasses.replace(BASE, partitions=4, dispatch=dispatch)
+    params, x_BLM, _ = case(config)
+    text = str(jax.make_jaxpr(lambda p, x: expert_layer(config, p, x)[0])(params, x_BLM))
+    assert text.count("gshard_mark") == 5  # inputs, wg, wi, wo, dispatched
+    assert text.count("mark=replicate(x)") == 1
+    assert text.count("mark=split(x, 0, 4)") == 4
+    plain = str(jax.make_jaxpr(lambda p, x: expert_layer(BASE, p, x)[0])(params, x_BLM))
+    assert "gshard_mark" not in plain
+    marked, _ = layer(config, params, x_BLM)
+    unmarked, _ = layer(dataclasses.replace(BASE, dispatch=dispatch), params, x_BLM)
+    np.testing.assert_array_equal(marked, unmarked)
+
+
+def test_index_tables_keep_groups_apart():
+    """Gathers and scatters, forward and backward, have G as a batch dimension: none can reach another group."""
+    params, x_BLM, _ = case(BASE)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda x: expert_layer(BASE, params, x)[0].sum()))(x_BLM)
+    found = [
+        eqn.params["dimension_numbers"].operand_batching_dims
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name in ("gather", "scatter", "scatter-add")
+    ]
+    assert len(found) >= 7
+    assert set(found) == {(0,)}
+
+
+def test_vmap_over_layers():
+    params = jax.vmap(lambda key: initial(BASE, key))(jax.random.split(jax.random.key(0), 3))
+    _, x_BLM, _ = case(BASE)
+    together = jax.vmap(lambda p: layer(BASE, p, x_BLM)[0])(params)
+    for i in range(3):
+        single = layer(BASE, jax.tree.map(lambda p, i=i: p[i], params), x_BLM)[0]
+        np.testing.assert_allclose(together[i], single, rtol=1e-5, atol=1e-5)
+
+
+def test_groups_must_be_filled():
+    params, x_BLM, _ = case(BASE)
+    with pytest.raises(ModelError, match="20 tokens do not fill groups of 8"):
+        expert_layer(BASE, params, x_BLM[:, :5])

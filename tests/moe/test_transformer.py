@@ -1,0 +1,162 @@
+"""The whole model: causality, keys, padding, learning."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gshard.moe import TransformerConfig, forward, init, loss
+
+DENSE = TransformerConfig(
+    20, 18, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2, decoder_layers=2, dropout=0.0
+)
+MOE = dataclasses.replace(DENSE, experts=4, group_size=8, second_expert="all")
+DROPLESS = dataclasses.replace(MOE, capacity_factor=math.inf)
+
+# Small programs: compiling them costs more than running them.
+FAST = {"xla_backend_optimization_level": 0}
+run = jax.jit(forward, static_argnums=0, compiler_options=FAST)
+run_loss = jax.jit(loss, static_argnums=0, static_argnames="label_smoothing", compiler_options=FAST)
+initial = jax.jit(init, static_argnums=0, compiler_options=FAST)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
+def gradient(config, params, batch, key):
+    return jax.grad(lambda p: loss(config, p, batch, key=key)[0])(params)
+
+
+def batch(seed=0, sentences=4, source_length=6, target_length=8):
+    """Sentences of different lengths that end in 1, padded with 0."""
+    rng = np.random.default_rng(seed)
+
+    def side(vocabulary, length):
+        ids = rng.integers(2, vocabulary, (sentences, length))
+        for row, end in zip(ids, rng.integers(1, length, sentences), strict=True):
+            row[end], row[end + 1 :] = 1, 0
+        return jnp.asarray(ids, jnp.int32)
+
+    return {"source": side(20, source_length), "target": side(18, target_length)}
+
+
+def shifted(target_BL):
+    return jnp.pad(target_BL, ((0, 0), (1, 0)))[:, :-1]
+
+
+@pytest.mark.parametrize("config", [DENSE, DROPLESS], ids=["dense", "dropless"])
+def test_no_position_sees_a_later_one(config):
+    params = initial(config, jax.random.key(0))
+    source_BL = batch()["source"]
+    target_BL = jax.random.randint(jax.random.key(1), (4, 8), 2, 18, jnp.int32)
+    logits_BLV, _ = run(config, params, source_BL, target_BL)
+    changed_BLV, _ = run(config, params, source_BL, target_BL.at[:, 5].set(2 + (target_BL[:, 5] + 1) % 16))
+    np.testing.assert_allclose(changed_BLV[:, :5], logits_BLV[:, :5], rtol=1e-5, atol=1e-5)
+    assert float(jnp.abs(changed_BLV[:, 5:] - logits_BLV[:, 5:]).max()) > 1e-2
+
+
+@pytest.mark.parametrize("config", [DENSE, DROPLESS], ids=["dense", "dropless"])
+def test_padding_changes_nothing(config):
+    """A longer, emptier batch of the same sentences has the same loss and metrics."""
+    params = initial(config, jax.random.key(0))
+    small = batch(sentences=4)
+    wide = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 4), (0, 4))), small)
+    _, expected = run_loss(config, params, small)
+    _, got = run_loss(dataclasses.replace(config, group_size=4), params, wide)
+    for name in ("loss", "cross_entropy", "tokens") if config.experts == 0 else set(expected) - {"aux_loss", "loss"}:
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_loss_by_hand():
+    params = initial(MOE, jax.random.key(0))
+    data = batch()
+    value, metrics = run_loss(MOE, params, data)
+    logits_BLV, of_layers = run(MOE, params, data["source"], shifted(data["target"]))
+    log_BLV = np.asarray(jax.nn.log_softmax(logits_BLV))
+    target_BL = np.asarray(data["target"])
+    picked = [log_BLV[b, i, target_BL[b, i]] for b, i in zip(*np.nonzero(target_BL), strict=True)]
+    spread = [log_BLV[b, i].mean() for b, i in zip(*np.nonzero(target_BL), strict=True)]
+    assert float(metrics["tokens"]) == len(picked)
+    assert float(metrics["cross_entropy"]) == pytest.approx(-np.mean(picked), rel=1e-5)
+    smoothed = -0.9 * np.mean(picked) - 0.1 * np.mean(spread)
+    aux = 0.01 * 2 * float(of_layers["aux_loss"])  # two MoE layers
+    assert float(value) == pytest.approx(smoothed + aux, rel=1e-5)
+    assert float(metrics["loss"]) == float(value)
+    plain, _ = run_loss(MOE, params, data, label_smoothing=0.0)
+    assert float(plain) == pytest.approx(-np.mean(picked) + aux, rel=1e-5)
+
+
+def test_a_new_model_knows_nothing():
+    """Logits start with a variance near 1: cross entropy is about log V + 1/2."""
+    config = dataclasses.replace(MOE, model_dim=64, source_vocabulary=500, target_vocabulary=500)
+    _, metrics = run_loss(config, initial(config, jax.random.key(0)), batch())
+    assert float(metrics["cross_entropy"]) == pytest.approx(math.log(500) + 0.5, abs=0.7)
+
+
+def test_dense_metrics_have_the_same_names():
+    _, metrics = run_loss(DENSE, initial(DENSE, jax.random.key(0)), batch())
+    assert {"loss", "cross_entropy", "aux_loss", "dropped_share", "load_entropy", "tokens"} <= set(metrics)
+    assert all(value.shape == () and value.dtype == jnp.float32 for value in metrics.values())
+
+
+@pytest.mark.parametrize("name", ["dropout", "attention_dropout", "second_expert"])
+def test_keys_decide_what_is_random(name):
+    """The same key gives the same result, another one another, and typed and raw keys agree."""
+    config = dataclasses.replace(DROPLESS, **{name: "random" if name == "second_expert" else 0.3})
+    params, data = initial(config, jax.random.key(0)), batch()
+    first, again, other, raw, none = (
+        float(run_loss(config, params, data, key=key)[0])
+        for key in (jax.random.key(1), jax.random.key(1), jax.random.key(2), jax.random.PRNGKey(1), None)
+    )
+    assert first == again == raw
+    assert len({first, other, none}) == 3
+    assert none == pytest.approx(float(run_loss(DROPLESS, params, data)[0]), rel=1e-6)
+
+
+def test_layers_draw_different_numbers():
+    """In every block of the scan and every branch: dropout of all but one layer leaves no pattern behind."""
+    config = dataclasses.replace(DENSE, dropout=0.5, encoder_layers=4)
+    params = initial(config, jax.random.key(0))
+    keys = jax.random.split(jax.random.key(3), 4)
+    results = jax.vmap(lambda key: run(config, params, *batch().values(), key=key)[0])(keys)
+    assert float(jnp.std(results, axis=0).min()) > 0
+
+
+def test_gradients_do_not_depend_on_how():
+    """Recomputing, marking or multiplying instead of gathering; and every parameter has one."""
+    config = dataclasses.replace(MOE, dropout=0.1)
+    params, data, key = initial(config, jax.random.key(0)), batch(), jax.random.key(1)
+    expected = gradient(config, params, data, key)
+    assert all(bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(expected))
+    for change in ({"remat": True, "partitions": 2}, {"dispatch": "einsum"}):
+        got = gradient(dataclasses.replace(config, **change), params, data, key)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, expected)
+
+
+def test_learns_to_copy():
+    config = dataclasses.replace(MOE, target_vocabulary=20, model_dim=32, hidden_dim=64, group_size=16)
+
+    @jax.jit
+    def train(params, keys):
+        def step(params, key):
+            words = jax.random.randint(key, (16, 5), 2, 20, jnp.int32)
+            ids = jnp.concatenate([words, jnp.ones((16, 1), jnp.int32)], axis=1)
+            (_, metrics), gradient = jax.value_and_grad(
+                lambda p: loss(config, p, {"source": ids, "target": ids}, key=key), has_aux=True
+            )(params)
+            return jax.tree.map(lambda p, g: p - 0.5 * g, params, gradient), metrics["cross_entropy"]
+
+        return jax.lax.scan(step, params, keys)
+
+    _, losses = train(initial(config, jax.random.key(0)), jax.random.split(jax.random.key(1), 200))
+    # Knowing only which words there are, and where sentences end, leaves 5/6 log 18 = 2.4.
+    assert float(jnp.mean(losses[-10:])) < 1.8
+
+
+def test_an_id_outside_the_vocabulary_shows():
+    params, data = initial(DENSE, jax.random.key(0)), batch()
+    logits_BLV, _ = run(DENSE, params, data["source"].at[0, 0].set(20), shifted(data["target"]))
+    assert bool(jnp.isnan(logits_BLV[0]).any())
+    assert bool(jnp.isfinite(logits_BLV[1:]).all())
