@@ -46,7 +46,10 @@ def assign(block: Block, shardings: Mapping[Value, Sharding], mesh: Mesh) -> dic
         if e.rule is None:
             continue
         known = {v: shardings[v] for v in (*e.inputs, *e.outputs) if isinstance(v, Value)}
-        best = min(candidates(e, known, mesh), key=lambda s: cost_of_split(e, s, known, mesh, available))
+        choices = candidates(e, known, mesh)
+        best = choices[0]
+        if len(choices) > 1:
+            best = min(choices, key=lambda s: cost_of_split(e, s, known, mesh, available))
         splits[e] = best
         for value, dims in zip(e.inputs, e.rule.operands, strict=True):
             if isinstance(value, Value):
@@ -143,18 +146,18 @@ def cost_of_split(
             continue
         target = Sharding(place(dims, split))
         if not available.has(value, target):
-            total += _bytes_and_messages(value, shardings[value], target, mesh)
+            total += cost_of_move(value, shardings[value], target, mesh)
     for i, value in enumerate(equation.outputs):
-        total += _bytes_and_messages(value, produced(equation, split, i), shardings[value], mesh)
+        total += cost_of_move(value, produced(equation, split, i), shardings[value], mesh)
     parts = mesh.count([a for atoms in split.values() for a in atoms])
     return total + rule.flops / parts / FLOPS_PER_BYTE
 
 
-def _bytes_and_messages(value: Value, source: Sharding, target: Sharding, mesh: Mesh) -> float:
+def cost_of_move(value: Value, source: Sharding, target: Sharding, mesh: Mesh) -> float:
+    """Bytes that each device sends to move a value, and a little for each message: prefer fewer of them."""
     if source == target:
         return 0.0
     size = itemsize(value.dtype)
     steps = plan_reshard(source, target, value.shape, size, mesh)
-    # A message costs something even if it is short: prefer fewer of them.
     messages = sum(step.kind != "all_slice" for step in steps)
     return reshard_bytes(source, target, value.shape, size, mesh) + 16.0 * messages

@@ -10,7 +10,8 @@ Priorities, each run until nothing changes before the next begins; any news retu
     2. equations that reduce (contractions, sums, scatters)
     3. equations whose arrays disagree: the cheapest split wins, counting the bytes that each device must send
 
-The user's marks, and shardings that arguments came with, are set before and never changed.
+Then values that nobody marked are settled where they cost least (``passes.settle``). The user's marks, and
+shardings that arguments came with, are set before all this and never changed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from gshard.core.rule import REDUCE, Dims, Factor
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, place, project
 from gshard.passes.assign import Available, assign, candidates, cost_of_split
+from gshard.passes.settle import settle
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +64,8 @@ def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
     state.run()
     shardings = {v: Sharding(tuple(dims)) for v, dims in state.dims.items()}
     splits = assign(program.block, shardings, mesh)
+    if settle(program.block, shardings, splits, state.reasons, mesh):
+        splits = assign(program.block, shardings, mesh)
     plan = Plan(program, mesh, shardings, splits, state.reasons)
     if strict and plan.gathered:
         e = plan.gathered[0]
