@@ -98,6 +98,7 @@ def test_capacity(tokens, factor, expected):
     "change, message",
     [
         ({"group_size": 3}, "capacity of an expert is below 1"),
+        ({"capacity_factor": 0.0}, "capacity_factor must be positive"),
         ({"encoder_layers": 5}, "encoder_layers must be even"),
         ({"decoder_layers": 3}, "decoder_layers must be even"),
         ({"experts": 1}, "at least two experts"),

@@ -64,7 +64,7 @@ def test_memory_may_be_projected_beforehand_or_not():
     )
 
 
-@MODELS
+@pytest.mark.parametrize("config", [MOE, MARKED], ids=["moe", "marked"])
 def test_batch_mates_do_not_matter(config):
     """Neither who they are nor how many."""
     params, source_BL, target_in_BL = case(config)

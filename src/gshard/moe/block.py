@@ -18,7 +18,7 @@ from gshard.moe.dropout import dropout, split_key
 from gshard.moe.experts import expert_layer, expert_specs
 from gshard.moe.param import Param
 
-# A mask and what it lets a layer see; metrics of an MoE layer by name.
+# By name: scalars of a layer, or one value for each MoE layer of a stack.
 Metrics = dict[str, jax.Array]
 
 

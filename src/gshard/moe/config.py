@@ -115,6 +115,9 @@ class TransformerConfig:
         _require(
             self.group_size is None or self.group_size >= 1, "a group needs a token.", f"group_size={self.group_size}"
         )
+        _require(
+            self.capacity_factor > 0, "capacity_factor must be positive.", f"capacity_factor={self.capacity_factor}"
+        )
         if self.group_size is not None:
             self.capacity(self.group_size)
 
@@ -166,7 +169,7 @@ class TransformerConfig:
             "the capacity of an expert is below 1: every token would be dropped.",
             f"capacity_factor {self.capacity_factor} * {tokens_of_group} tokens of a group / {self.experts} experts"
             f" = {slots:.3g}",
-            f"Use groups of at least {math.ceil(self.experts / max(self.capacity_factor, 1e-9))} tokens,"
+            f"Use groups of at least {math.ceil(self.experts / self.capacity_factor)} tokens,"
             " or a larger capacity_factor.",
         )
         # 1e-9: a factor such as 1.1 must not lose a slot to its binary rounding.
@@ -174,6 +177,10 @@ class TransformerConfig:
 
     def dropless(self) -> TransformerConfig:
         """The same model routed such that no token is dropped and no batch mate matters.
+
+        One partition runs blocks. Several run ``gather`` with as many slots for each expert as a group has
+        tokens: E/2 times the products that are needed, which is little where reading the weights takes longer
+        (decoding), and much for a large batch of sources.
 
         >>> TransformerConfig(9, 9, experts=8).dropless().dispatch
         'blocks'

@@ -67,8 +67,8 @@ def init(config: TransformerConfig, key: jax.Array) -> dict[str, Any]:
 def positions(config: TransformerConfig, position_L: jax.Array) -> jax.Array:
     """Sinusoidal encodings, float32 [L, M]: sines of M/2 wavelengths from 2 pi to 10000 * 2 pi, then cosines."""
     half = config.model_dim // 2
-    wavelength_X = jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1)
-    angle_LX = position_L[:, None].astype(jnp.float32) * jnp.exp(-jnp.log(jnp.float32(10000.0)) * wavelength_X)
+    power_X = jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1)
+    angle_LX = position_L[:, None].astype(jnp.float32) * jnp.exp(-jnp.log(jnp.float32(10000.0)) * power_X)
     return jnp.concatenate([jnp.sin(angle_LX), jnp.cos(angle_LX)], axis=-1)
 
 
