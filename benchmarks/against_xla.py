@@ -54,7 +54,8 @@ def train_step(devices: int, dispatch: str, experts: int = 8, wide: bool = True)
     specs = moe.param_specs(config)
     params = moe.init(config, jax.random.key(0))
     rng = np.random.default_rng(0)
-    sentences = max(32, devices)
+    # Every group (one for each device) has at least 256 tokens for 512 experts: capacity must not fall below 1.
+    sentences = max(32, devices * max(1, experts // 128))
     batch = {k: rng.integers(2, 4000, (sentences, 64)).astype(np.int32) for k in ("source", "target")}
 
     def step(params: Any, state: Any, number: Any, batch: Any, key: Any) -> Any:

@@ -27,7 +27,8 @@ from gshard.core.spmd import SpmdProgram
 from gshard.passes.compile import Executable, compile_spmd, named_sharding
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
-from gshard.passes.trace import mark_of_argument, trace
+from gshard.passes.specs import mark_of_argument, mark_of_spec, spread_specs, with_marked_results
+from gshard.passes.trace import trace
 
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("gshard_tracing", default=False)
 
@@ -74,12 +75,14 @@ class Jitted:
         mesh: Mesh,
         static: frozenset[int | str],
         donate: frozenset[int | str],
+        shardings: tuple[Any, Any],
         strict: bool,
     ):
         functools.update_wrapper(self, f)
         self._f, self._mesh, self._strict = f, mesh, strict
         self._static, self._donate = static, donate
-        self._cache: dict[Any, tuple[Lowered, tuple[Any, ...]]] = {}
+        self._in_shardings, self._out_shardings = shardings
+        self._cache: dict[Any, dict[Any, tuple[Lowered, tuple[Any, ...]]]] = {}
         self._ids = {d: i for i, d in enumerate(mesh.devices or ())}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,22 +125,25 @@ class Jitted:
     def _find(
         self, leaves: Sequence[Any], in_tree: Any, arrays: Any, statics: tuple[Any, ...]
     ) -> tuple[Lowered, tuple[Any, ...]]:
-        kind = tuple(_kind(x) for x in leaves)
-        key = (in_tree, statics, kind, tuple(_own_sharding(x, self._ids) for x in leaves))
-        found = self._cache.get(key)
+        key = (in_tree, statics, tuple(_kind(x) for x in leaves))
+        lies = tuple(_own_sharding(x) for x in leaves)
+        known = self._cache.setdefault(key, {})
+        found = known.get(lies)
         if found is None:
-            found = self._cache[key] = self._make(leaves, arrays, statics)
-            lowered, _ = found
-            if self._mesh.devices is not None:
-                # The program's own choice of where arguments lie is as good a key as where they lie now.
-                entry = lowered.spmd.in_shardings[len(lowered.program.captured) :]
-                chosen = tuple(named_sharding(self._mesh, s) for s in entry)
-                self._cache.setdefault((in_tree, statics, kind, chosen), (lowered, (None,) * len(leaves)))
+            # A program that chose for its arguments the shardings that they have by now will do.
+            fitting = (made for _, made in known.items() if _agree(lies, made[0], self._mesh))
+            found = next(((lowered, (None,) * len(leaves)) for lowered, _ in fitting), None)
+            known[lies] = found = found or self._make(leaves, arrays, statics)
         return found
 
     def _make(self, leaves: Sequence[Any], arrays: Any, statics: tuple[Any, ...]) -> tuple[Lowered, tuple[Any, ...]]:
         f = self._with_statics(statics)
         marks = [mark_of_argument(x, self._ids) for x in leaves]
+        if self._in_shardings is not None:
+            given = spread_specs("in_shardings", self._in_shardings, arrays[0])
+            marks[: len(given)] = [mark_of_spec(s, x) or m for s, x, m in zip(given, leaves, marks, strict=False)]
+        if self._out_shardings is not None:
+            f = with_marked_results(f, self._out_shardings)
         token = _tracing.set(True)
         try:
             program = trace(f, *arrays[0], argument_marks=marks, **arrays[1])
@@ -195,6 +201,8 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Sequence[str] = (),
+    in_shardings: Any = None,
+    out_shardings: Any = None,
     strict: bool = False,
 ) -> Any:
     """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator.
@@ -204,6 +212,9 @@ def jit(
         mesh: a ``jax.sharding.Mesh``, a number of devices, or a list of devices.
         static_argnums, static_argnames: arguments that are plain (hashable) values, not arrays.
         donate_argnums, donate_argnames: arguments whose memory the results may take.
+        in_shardings: for the positional arguments (that are not static) a pytree prefix of ``PartitionSpec``,
+            ``NamedSharding`` or None (not said); counts as marks on them.
+        out_shardings: the same for the results.
         strict: refuse operations without a rule instead of gathering their operands.
 
     Returns:
@@ -226,11 +237,13 @@ def jit(
             static_argnames=static_argnames,
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
             strict=strict,
         )
     static = _positions_and_names(f, static_argnums, static_argnames)
     donate = _positions_and_names(f, donate_argnums, donate_argnames)
-    return Jitted(f, Mesh.of(mesh), static, donate, strict)
+    return Jitted(f, Mesh.of(mesh), static, donate, (in_shardings, out_shardings), strict)
 
 
 def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Explanation:
@@ -284,9 +297,17 @@ def _kind(x: Any) -> tuple[Any, ...]:
     return (aval.shape, aval.dtype, getattr(aval, "weak_type", False))
 
 
-def _own_sharding(x: Any, ids: dict[Any, int]) -> Any:
-    """Where a committed array lies, if it says so over this mesh's devices; None if JAX may place it."""
+def _own_sharding(x: Any) -> Any:
+    """Where a committed array lies; None if JAX may place it."""
     sharding = getattr(x, "sharding", None)
     if sharding is None or not getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct)):
         return None
     return sharding
+
+
+def _agree(lies: tuple[Any, ...], lowered: Lowered, mesh: Mesh) -> bool:
+    """Whether every committed argument lies as the program takes it."""
+    if mesh.devices is None:
+        return False
+    entry = lowered.spmd.in_shardings[len(lowered.program.captured) :]
+    return all(s is None or s == named_sharding(mesh, e) for s, e in zip(lies, entry, strict=True))

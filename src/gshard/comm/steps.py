@@ -90,6 +90,8 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and step.kind != ALL_SLICE:
         return _run_on_key_data(step, x, shape, mesh)
     g, local = mesh.count(step.atoms), step.after.local_shape(mesh, shape)
+    if x.size == 0:
+        return jnp.zeros(local, x.dtype)
     match step.kind:
         case "all_slice":
             return slice_part(_pad(x, step.dim, g * local[step.dim]), step.dim, local[step.dim], step.atoms)

@@ -153,5 +153,11 @@ class Mesh:
             return jax.sharding.AbstractMesh(sizes, names, axis_types=kinds)
         return jax.sharding.Mesh(np.array(self.devices, dtype=object).reshape(sizes), names, axis_types=kinds)
 
+    @functools.cached_property
+    def abstract_jax_mesh(self) -> jax.sharding.AbstractMesh:
+        """JAX's mesh over the atoms without devices."""
+        mesh = self.jax_mesh
+        return mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
+
     def __str__(self) -> str:
         return " ".join(f"{name}={size}" for name, size in self.axes)

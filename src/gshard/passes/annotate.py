@@ -42,7 +42,7 @@ def replicate(x: Any) -> Any:
     >>> replicate(jnp.arange(3)).tolist()
     [0, 1, 2]
     """
-    return jax.tree.map(lambda leaf: _bind(leaf, Mark("replicate")), x)
+    return jax.tree.map(lambda leaf: bind_mark(leaf, Mark("replicate")), x)
 
 
 def split(x: Any, dim: int, num_partitions: int | str | Sequence[str]) -> Any:
@@ -88,7 +88,7 @@ def split(x: Any, dim: int, num_partitions: int | str | Sequence[str]) -> Any:
                 _describe(leaf),
                 "Give a number from 1 to the number of devices, or the name of a mesh axis.",
             )
-        return _bind(leaf, Mark("split", dim=dim % ndim, partitions=parts))
+        return bind_mark(leaf, Mark("split", dim=dim % ndim, partitions=parts))
 
     return jax.tree.map(mark, x)
 
@@ -124,7 +124,7 @@ def shard(x: Any, device_assignment: Any) -> Any:
                     _describe(leaf),
                     "Give at most one entry for each dimension.",
                 )
-            return _bind(leaf, Mark("spec", spec=tuple(device_assignment)))
+            return bind_mark(leaf, Mark("spec", spec=tuple(device_assignment)))
         ids = np.asarray(device_assignment)
         if ids.dtype.kind not in "iu":
             raise ShardingError(
@@ -148,7 +148,7 @@ def shard(x: Any, device_assignment: Any) -> Any:
                 f"{_describe(leaf)}; device assignment {ids.tolist()}",
                 "Each device holds one part; leave devices out to replicate over the rest.",
             )
-        return _bind(leaf, Mark("assignment", ids=tuple(ids.ravel().tolist()), ids_shape=ids.shape))
+        return bind_mark(leaf, Mark("assignment", ids=tuple(ids.ravel().tolist()), ids_shape=ids.shape))
 
     return jax.tree.map(mark, x)
 
@@ -161,7 +161,8 @@ def _describe(x: Any) -> str:
 mark_p = Primitive("gshard_mark")
 
 
-def _bind(x: Any, mark: Mark) -> Any:
+def bind_mark(x: Any, mark: Mark) -> Any:
+    """Puts a mark on one array."""
     return mark_p.bind(jax.numpy.asarray(x), mark=mark)
 
 

@@ -68,7 +68,9 @@ def partition(plan: Plan, out_shardings: Sequence[Sharding | None] | None = None
         out_specs=[spec(s) for s in leave],
         check_vma=False,
     )
-    jaxpr = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in block.inputs))
+    # The atoms replace whatever mesh the caller has set: they are the same devices, named anew.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
+        jaxpr = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in block.inputs))
     return SpmdProgram(jaxpr, mesh, entry, leave, tuple(emitter.collectives), plan.program)
 
 
@@ -205,7 +207,7 @@ class _Emitter:
             return x
         mesh, shape, size = self.plan.mesh, value.shape, itemsize(value.dtype)
         for step in plan_reshard(source, target, shape, size, mesh):
-            if step.kind != ALL_SLICE:
+            if step.kind != ALL_SLICE and x.size:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
                 sent = bytes_sent(step, shape, size, mesh)
                 self.collectives.append(Collective(step.kind, step.atoms, sent, self.trips, local, line, why))

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import Literal
-from jax.sharding import NamedSharding
 
 from gshard import rules as _rules
 from gshard.core.errors import TraceError
@@ -29,7 +27,7 @@ from gshard.core.jax_adapter import (
 )
 from gshard.core.mark import Mark
 from gshard.core.program import Block, Constant, Equation, Program, Value
-from gshard.rules.expand import expansion, mark_of_equation, mark_of_named_sharding, needs_barrier
+from gshard.rules.expand import expansion, mark_of_equation, needs_barrier
 from gshard.rules.region import REGIONS
 from gshard.rules.registry import Call, rule_of
 
@@ -92,14 +90,6 @@ def trace(
     )
     marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(leaves)
     return Program(block, captured, marks, names, out_trees[0], name)
-
-
-def mark_of_argument(x: Any, device_ids: Mapping[Any, int]) -> Mark | None:
-    """The mark that an argument's own ``NamedSharding`` over the mesh's devices is, if it has one."""
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or len(sharding.device_set) != len(device_ids):
-        return None
-    return mark_of_named_sharding(sharding, np.ndim(x))
 
 
 def _parameters(f: Callable[..., Any]) -> tuple[str, ...]:

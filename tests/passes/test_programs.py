@@ -1,0 +1,238 @@
+"""Whole programs on 8 devices compute what they compute on one, whatever is marked and however uneven it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard import replicate, shard, split
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A marked function, its arguments, and the collectives that it may have (None: any)."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    kinds: set[str] | None = None
+    gathered: tuple[str, ...] = ()
+
+
+def normal(*shape: int) -> np.ndarray:
+    """Values that vary in sign, different for each shape, the same in every run."""
+    return np.random.default_rng([*shape, 7]).standard_normal(shape).astype(np.float32)
+
+
+def mlp(x: Any, w1: Any, w2: Any) -> Any:
+    h = jax.nn.gelu(shard(x, P("data", None)) @ shard(w1, P(None, "model")))
+    return shard(h @ w2, P("data"))
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    q = shard(q, P("data", "model"))
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
+    return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores), v)
+
+
+def embed(table: Any, ids: Any) -> Any:
+    return jnp.take(shard(table, P(None, "model")), split(ids, 0, "data"), axis=0)
+
+
+def recurrent(x: Any, weights: Any) -> Any:
+    def step(carry: Any, xs: Any) -> Any:
+        a, b = xs
+        carry = jnp.tanh(shard(carry, P("data", "model")) @ a + b)
+        return carry, (carry.sum(0), carry)
+
+    return jax.lax.scan(step, x, weights, reverse=True)
+
+
+def until(x: Any) -> Any:
+    x = jnp.abs(split(x, 0, "data"))
+    return jax.lax.while_loop(lambda c: c[0].sum() < 100, lambda c: (c[0] * 1.5 + 1, c[1] + 1), (x, 0))
+
+
+def branches(x: Any, i: Any) -> Any:
+    x = split(x, 0, 8)
+    return jax.lax.switch(i, [lambda y: y.sum(0), lambda y: y.max(0), lambda y: jnp.sort(y, 0)[0]], x)
+
+
+def without_rule(x: Any, kernel: Any) -> Any:
+    x = split(x, 0, "data")
+    y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME")
+    return jnp.fft.fft(y).real.sum(1)
+
+
+def along_a_split_dimension(x: Any) -> Any:
+    x = split(x, 1, 4)
+    return (
+        jnp.cumsum(x, 1), jnp.argmax(x, 1), jax.lax.top_k(x, 2), jnp.sort(x, axis=1), x[:, 1:3],
+        jnp.concatenate([x, x], 1), jnp.flip(x, 1), jnp.pad(x, ((0, 0), (1, 2))),
+    )  # fmt: skip
+
+
+def results_of_all_kinds(x: Any) -> Any:
+    return split(x, 0, 2) @ CAPTURED, x, 3, None, {"a": jnp.ones(3)}
+
+
+CAPTURED = jnp.asarray(normal(6, 6))
+
+
+def batched(x: Any) -> Any:
+    return jax.vmap(lambda y: split(y, 0, 4) * 2 + jnp.arange(5.0), in_axes=1)(x)
+
+
+def constraint_of_jax(x: Any) -> Any:
+    axes = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=axes)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("model", "data"))).sum(0)
+
+
+def random(key: Any, x: Any) -> Any:
+    x = split(x, 0, 8)
+    keys = jax.random.key_data(jax.random.split(key, 3))
+    return x + jax.random.normal(key, x.shape), jax.random.permutation(key, 7), jax.random.categorical(key, x), keys
+
+
+def empty(x: Any) -> Any:
+    return split(x, 0, 8) * 2, x.sum(), jnp.zeros((0, 3)), x[:0]
+
+
+def narrow_types(x: Any) -> Any:
+    y = split(x.astype(jnp.bfloat16), 0, 4)
+    return (y * 2).max(), y.astype(jnp.int8).sum(), (y > 0).any(0), (y > 0).all(), y.astype(jnp.float32).sum(0)
+
+
+def both_dimensions(x: Any, w: Any) -> Any:
+    return shard(x, P("data", "model")) @ shard(w, P("model", "data"))
+
+
+def reshapes(x: Any) -> Any:
+    x = shard(x, P("data", "model"))
+    return x.reshape(-1), x.reshape(2, -1, 3), x.T.reshape(4, -1)
+
+
+def reductions(x: Any) -> Any:
+    x = split(x, 0, 8)
+    return jnp.prod(x, 0), jnp.bitwise_xor.reduce(x.astype(int), 0), jnp.min(x), jax.nn.logsumexp(x), jnp.var(x, 0)
+
+
+def updates_in_a_loop(x: Any) -> Any:
+    return jax.lax.fori_loop(0, 3, lambda i, c: c.at[i].set(c[i + 1] * 2), split(x, 1, 4))
+
+
+@jax.custom_vjp
+def own_gradient(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+own_gradient.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * x,))
+
+
+def rematerialised(x: Any, w: Any) -> Any:
+    block = jax.checkpoint(lambda h: jnp.sin(jnp.tanh(split(h, 0, "data") @ w)))
+    return block(block(x)).sum()
+
+
+def device_order(x: Any) -> Any:
+    return shard(x, np.arange(8).reshape(4, 2).T) + 1
+
+
+def replicated_then_split(x: Any) -> Any:
+    return split(jnp.sin(replicate(x)), 1, 8)
+
+
+IDS = np.random.default_rng(3).integers(0, 11, (5, 3))
+CASES = [
+    Case("mlp", mlp, (normal(8, 16), normal(16, 32), normal(32, 16)), {"all_reduce"}),
+    Case("mlp, uneven", mlp, (normal(6, 5), normal(5, 7), normal(7, 3))),
+    Case("attention", attention, (normal(4, 4, 5, 3), normal(4, 4, 6, 3), normal(4, 4, 6, 3)), set()),
+    Case(
+        "attention, gradient, uneven",
+        jax.grad(lambda q, k, v: attention(q, k, v).sum(), (0, 1, 2)),
+        (normal(3, 5, 5, 3), normal(3, 5, 6, 3), normal(3, 5, 6, 3)),
+    ),
+    Case("embedding", embed, (normal(11, 6), IDS)),
+    Case("embedding, gradient", jax.grad(lambda t, i: (embed(t, i) ** 2).sum()), (normal(11, 6), IDS)),
+    Case("scan", recurrent, (normal(4, 6), (normal(3, 6, 6), normal(3, 6)))),
+    Case(
+        "scan, gradient",
+        jax.grad(lambda x, w: recurrent(x, w)[1][0].sum(), (0, 1)),
+        (normal(4, 6), (normal(3, 6, 6), normal(3, 6))),
+    ),
+    Case("while", until, (normal(5, 3),)),
+    *(Case(f"cond {i}", branches, (normal(6, 4), i)) for i in range(3)),
+    Case(
+        "without rule", without_rule, (normal(4, 2, 6, 6), normal(3, 2, 3, 3)), {"all_gather"},
+        ("conv_general_dilated", "fft"),
+    ),
+    Case("along a split dimension", along_a_split_dimension, (normal(4, 7),)),
+    Case("results of all kinds", results_of_all_kinds, (normal(4, 6),)),
+    Case("vmap", batched, (normal(5, 3),)),
+    Case("with_sharding_constraint", constraint_of_jax, (normal(8, 4),), {"all_reduce"}),
+    Case("random", random, (jax.random.key(3), normal(5, 6))),
+    Case("size 1", empty, (normal(1, 4),)),
+    Case("size 0", empty, (normal(0, 4),)),
+    Case("narrow types", narrow_types, (normal(6, 4),)),
+    Case("both dimensions", both_dimensions, (normal(8, 8), normal(8, 8))),
+    Case("both dimensions, uneven", both_dimensions, (normal(5, 6), normal(6, 7))),
+    Case("reshape", reshapes, (normal(4, 12),)),
+    Case("reductions", reductions, (normal(7, 3),)),
+    Case("loop with updates", updates_in_a_loop, (normal(5, 4),), set()),
+    Case("custom gradient", jax.grad(lambda x: own_gradient(split(x, 0, 2)).sum()), (normal(4, 3),), set()),
+    Case("remat, gradient", jax.grad(rematerialised, (0, 1)), (normal(6, 5), normal(5, 5))),
+    Case("device ids", device_order, (normal(4, 8),), set()),
+    Case("replicated, then split", replicated_then_split, (normal(3, 5),), {"all_gather"}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_the_program_on_one_device(case: Case, mesh_2x4: jax.sharding.Mesh) -> None:
+    jitted = gshard.jit(case.function, mesh=mesh_2x4)
+    results = jitted(*case.arguments)
+    expected = jax.jit(case.function)(*case.arguments)
+    assert jax.tree.structure(results) == jax.tree.structure(expected)
+    for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        if jnp.issubdtype(want.dtype, jnp.inexact):
+            # Sums in another order: a few units in the last place of the largest term.
+            np.testing.assert_allclose(np.float64(got), np.float64(want), rtol=2e-5, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(got, want)
+    lowered = jitted.lower(*case.arguments)
+    assert {e.name for e in lowered.plan.gathered} == set(case.gathered)
+    if case.kinds is not None:
+        assert {c.kind for c in lowered.spmd.collectives} == case.kinds
+
+
+def test_one_device_needs_no_collective(mesh_2x4: jax.sharding.Mesh) -> None:
+    def f(x: Any, w: Any) -> Any:
+        return split(x, 0, 1) @ w
+
+    lowered = gshard.jit(f, mesh=1).lower(normal(4, 6), normal(6, 5))
+    assert lowered.spmd.collectives == ()
+    assert not any(atoms for s in lowered.plan.shardings.values() for atoms in s.dims)
+
+
+def test_each_device_holds_the_part_that_the_assignment_names() -> None:
+    ids = np.arange(8).reshape(4, 2).T  # part [i, j] on device ids[i, j]
+    out = gshard.jit(lambda x: shard(x, ids) + 0, mesh=8)(normal(4, 8))
+    for piece in out.addressable_shards:
+        i, j = piece.index[0].start // 2, piece.index[1].start // 2
+        assert piece.device == jax.devices()[ids[i, j]]
+
+
+def test_fewer_partitions_are_copied_on_consecutive_devices() -> None:
+    out = gshard.jit(lambda x: split(x, 0, 4) + 0, mesh=8)(normal(8, 2))
+    for piece in out.addressable_shards:
+        assert piece.index[0].start // 2 == piece.device.id // 2
