@@ -5,8 +5,8 @@ The second moment of a matrix's gradient is kept as its row means and column mea
 common implementations, which decide by size which dimensions to average over:
 
 * A parameter's *named* dimensions say which are stacks of variables. ``layers`` and ``experts`` are such
-  batch dimensions and are never averaged over, however large they are; the last two of the others are the
-  rows and columns.
+  batch dimensions and are never averaged over, however large they are; the two largest of the others are
+  the rows and columns.
 * The size of a parameter and the clipping of its update are measured per layer: one index of ``layers`` is
   one variable, and the experts of one layer are one variable together.
 
@@ -15,8 +15,8 @@ The learning rate of the paper ("1.0 with square root decay after 10k steps") is
 The paper's "beta2 = 0.99" is not used by the code that trained it: the decay is ``1 - (t + 1)**-0.8``.
 
 >>> import jax.numpy as jnp
->>> from types import SimpleNamespace
->>> specs = {"w": SimpleNamespace(shape=(2, 3, 4), dims=("layers", "model", "hidden"))}
+>>> from gshard.moe import Param
+>>> specs = {"w": Param((2, 3, 4), ("layers", "model", "hidden"))}
 >>> state = init(specs)
 >>> {name: moment.shape for name, moment in state["w"].items()}
 {'row': (2, 3), 'column': (2, 4)}
@@ -30,29 +30,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-BATCH_DIMS = frozenset({"layers", "experts"})
-"""Dimensions that stack variables: second moments are never averaged over them."""
-
-
-class Spec(Protocol):
-    """What the optimizer reads of a parameter's description (`gshard.moe.Param` has it)."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The parameter's shape."""
-
-    @property
-    def dims(self) -> tuple[str, ...]:
-        """The name of each of its dimensions."""
-
+from gshard.moe import Param
 
 Specs: TypeAlias = Mapping[str, Any]
-"""Nested dictionaries with a `Spec` at every leaf."""
+"""Nested dictionaries with a `gshard.moe.Param` at every leaf."""
 
 Moments: TypeAlias = dict[str, Any]
 """The tree of the parameters with ``{"row", "column"}`` or ``{"full"}`` at every leaf, all float32."""
@@ -93,8 +79,8 @@ def learning_rate(step: jax.Array | int, config: Adafactor = Adafactor()) -> jax
 def init(specs: Specs) -> Moments:
     """Zero second moments for the parameters that `specs` describe."""
 
-    def zeros(spec: Spec) -> dict[str, jax.Array]:
-        matrix = factored_dims(spec)
+    def zeros(spec: Param) -> dict[str, jax.Array]:
+        matrix = spec.factor_axes
         if matrix is None:
             return {"full": jnp.zeros(spec.shape, jnp.float32)}
         row, column = matrix
@@ -103,7 +89,7 @@ def init(specs: Specs) -> Moments:
             "column": jnp.zeros(_without(spec.shape, row), jnp.float32),
         }
 
-    return jax.tree.map(zeros, dict(specs), is_leaf=_is_spec)
+    return jax.tree.map(zeros, dict(specs))
 
 
 def update(
@@ -126,32 +112,19 @@ def update(
     decay = 1.0 - (step + 1.0) ** -config.decay_exponent
     rate = learning_rate(step, config)
 
-    def one(spec: Spec, *leaves: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def one(spec: Param, *leaves: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         grad, moments, param = leaves
         return _update_one(spec, grad, moments, param, decay, rate, config)
 
     described = dict(specs)
-    pairs = jax.tree.map(one, described, grads, state, params, is_leaf=_is_spec)
-    new_params = jax.tree.map(lambda _, pair: pair[0], described, pairs, is_leaf=_is_spec)
-    new_state = jax.tree.map(lambda _, pair: pair[1], described, pairs, is_leaf=_is_spec)
+    pairs = jax.tree.map(one, described, grads, state, params)
+    new_params = jax.tree.map(lambda _, pair: pair[0], described, pairs)
+    new_state = jax.tree.map(lambda _, pair: pair[1], described, pairs)
     return new_params, new_state
 
 
-def factored_dims(spec: Spec) -> tuple[int, int] | None:
-    """The positions (rows, columns) of the matrix that a parameter is a stack of, or None if it has none.
-
-    >>> from types import SimpleNamespace
-    >>> factored_dims(SimpleNamespace(shape=(6, 512, 16, 64), dims=("layers", "experts", "model", "hidden")))
-    (2, 3)
-    >>> factored_dims(SimpleNamespace(shape=(16, 512), dims=("experts", "hidden"))) is None
-    True
-    """
-    plain = [i for i, name in enumerate(spec.dims) if name not in BATCH_DIMS]
-    return (plain[-2], plain[-1]) if len(plain) >= 2 else None
-
-
 def _update_one(
-    spec: Spec,
+    spec: Param,
     grad: jax.Array,
     moments: dict[str, jax.Array],
     param: jax.Array,
@@ -164,7 +137,7 @@ def _update_one(
     value = param.astype(jnp.float32)
     squared = jnp.square(g) + config.epsilon
 
-    matrix = factored_dims(spec)
+    matrix = spec.factor_axes
     if matrix is None:
         full = decay * moments["full"] + (1.0 - decay) * squared
         moments = {"full": full}
@@ -186,7 +159,7 @@ def _update_one(
     return (value - rate * size * direction).astype(param.dtype), moments
 
 
-def _size(value: jax.Array, spec: Spec) -> jax.Array:
+def _size(value: jax.Array, spec: Param) -> jax.Array:
     """Root mean square per layer; keeps its dimensions so that it broadcasts."""
     within = tuple(i for i, name in enumerate(spec.dims) if name != "layers")
     return jnp.sqrt(jnp.mean(jnp.square(value), axis=within, keepdims=True))
@@ -194,7 +167,3 @@ def _size(value: jax.Array, spec: Spec) -> jax.Array:
 
 def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
-
-
-def _is_spec(node: object) -> bool:
-    return hasattr(node, "dims")
