@@ -175,18 +175,13 @@ def explain_program(plan: Plan, spmd: SpmdProgram) -> Explanation:
         return TensorRow(names[v], plan.format(v), v.bytes, local_bytes(v), v in arguments, tuple(chain))
 
     tensors = sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))
-    gathered = tuple(
-        f"{e.name} at {e.line}: {', '.join(plan.format(v) for v in e.inputs if isinstance(v, Value))}"
-        f" ({_size(sum(v.bytes for v in e.inputs if isinstance(v, Value)))} on every device)"
-        for e in plan.gathered
-    )
     return Explanation(
         program.name,
         mesh,
         sum(1 for _ in program.block.walk()),
         tuple(map(row, tensors)),
         _rows(spmd.collectives, mesh),
-        gathered,
+        tuple(plan.gathered_text()),
         (sum(v.bytes for v in arguments), sum(map(local_bytes, arguments))),
     )
 

@@ -92,7 +92,17 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"plan for {self.program.name} on {self.mesh}"]
         lines += self._block(self.program.block, "  ")
+        lines += [f"gathered, for want of a rule: {text}" for text in self.gathered_text()]
         return "\n".join(lines)
+
+    def gathered_text(self) -> list[str]:
+        """The equations without a rule: primitive, the user's line, operands and their bytes on every device."""
+        found = []
+        for e in self.gathered:
+            operands = [v for v in e.inputs if isinstance(v, Value)]
+            text = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in operands)
+            found.append(f"{e.name} at {e.line}: {text} ({sum(v.bytes for v in operands)} B on every device)")
+        return found
 
     def _block(self, block: Block, indent: str) -> list[str]:
         lines = [f"{indent}({', '.join(f'%{v.index}:{self.format(v)}' for v in block.inputs)}) ->"]

@@ -72,7 +72,7 @@ def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
         raise PlanError(
             f"primitive '{e.name}' has no rule, so its operands would be gathered on every device.",
             e.line,
-            ", ".join(plan.format(v) for v in e.inputs if isinstance(v, Value)),
+            plan.gathered_text()[0],
             "Replace the operation, or allow it with strict=False.",
         )
     return plan

@@ -1,0 +1,59 @@
+"""What a reader sees of a small program at each stage: the text in tests/golden is the expectation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import gshard
+from gshard import split
+
+
+def two_layers(params: Any, x: Any) -> Any:
+    hidden = jnp.tanh(split(x, 0, "data") @ split(params["w1"], 1, "model"))
+    return jnp.sum(hidden @ params["w2"], axis=1)
+
+
+def scanned(weights: Any, x: Any) -> Any:
+    def layer(carry: Any, w: Any) -> Any:
+        return jnp.tanh(split(carry, 0, "data") @ w), None
+
+    return jax.lax.scan(layer, x, weights)[0]
+
+
+W2 = "params['w2']"
+ARGUMENTS = (
+    {"w1": jax.ShapeDtypeStruct((6, 8), jnp.float32), "w2": jax.ShapeDtypeStruct((8, 5), jnp.float32)},
+    jax.ShapeDtypeStruct((3, 6), jnp.float32),
+)
+
+
+def test_stages_of_two_layers(golden: Callable[[str, str], None]) -> None:
+    lowered = gshard.jit(two_layers, mesh=gshard.Mesh.abstract(data=2, model=4)).lower(*ARGUMENTS)
+    golden("two_layers", f"{lowered.program}\n\n{lowered.plan}\n")
+
+
+def test_explanation_of_two_layers(golden: Callable[[str, str], None]) -> None:
+    found = gshard.explain(two_layers, *ARGUMENTS, mesh=gshard.Mesh.abstract(data=2, model=4))
+    golden("two_layers_explained", f"{found}\n\n{found.why(W2)}\n")
+
+
+def test_plan_of_a_scan(golden: Callable[[str, str], None]) -> None:
+    weights, x = jax.ShapeDtypeStruct((3, 6, 6), jnp.float32), jax.ShapeDtypeStruct((4, 6), jnp.float32)
+    lowered = gshard.jit(scanned, mesh=gshard.Mesh.abstract(data=2)).lower(weights, x)
+    golden("scan", str(lowered.plan))
+
+
+def test_an_operation_without_a_rule_is_named_in_the_plan() -> None:
+    def f(x: Any) -> Any:
+        return jnp.fft.fft(split(x, 0, 8))
+
+    x = jax.ShapeDtypeStruct((8, 4), jnp.complex64)
+    found = gshard.explain(f, x, mesh=gshard.Mesh.abstract(devices=8))
+    (text,) = found.gathered
+    assert text.startswith("fft at test_golden.py:")
+    assert text.endswith("c64[8,4] (256 B on every device)")
+    assert text in str(found)
