@@ -28,7 +28,7 @@ class TensorRow:
         bytes: of the whole array.
         local_bytes: of one device's part.
         is_argument: whether the caller hands it in.
-        why: reasons from here back to a mark; empty for what nothing asked to split.
+        why: for each dimension that is split, the reasons from here back to a mark.
     """
 
     name: str
@@ -36,15 +36,16 @@ class TensorRow:
     bytes: int
     local_bytes: int
     is_argument: bool
-    why: tuple[str, ...]
+    why: tuple[tuple[str, ...], ...]
 
     @property
     def reason(self) -> str:
-        """The nearest reason and the mark where the chain ends, in one line."""
-        if not self.why:
-            return "nothing asks to split it"
-        nearest, root = self.why[0], self.why[-1].partition(": ")[2] if len(self.why) > 1 else ""
-        return nearest if not root or root in nearest else f"{nearest} <- {root}"
+        """For each dimension the nearest reason and the mark where the chain ends, in one line."""
+        texts = []
+        for nearest, *further in self.why:
+            root = further[-1].partition(": ")[2] if further else ""
+            texts.append(nearest if not root or root in nearest else f"{nearest} <- {root}")
+        return "; ".join(texts) or "nothing asks to split it"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class Explanation:
         """
         for row in self.tensors:
             if row.name == name:
-                return "\n".join([f"{row.name}: {row.sharding}", *(f"  {line}" for line in row.why)])
+                return "\n".join([f"{row.name}: {row.sharding}", *(f"  {line}" for chain in row.why for line in chain)])
         raise KeyError(f"no tensor is called {name!r}; names are those that print(explanation) shows")
 
     def __str__(self) -> str:
@@ -167,12 +168,9 @@ def explain_program(plan: Plan, spmd: SpmdProgram) -> Explanation:
         return math.prod(plan.shardings[v].local_shape(mesh, v.shape)) * itemsize(v.dtype)
 
     def row(v: Value) -> TensorRow:
-        chain: list[str] = []
-        for d, atoms in enumerate(plan.shardings[v].dims):
-            if atoms:
-                reasons = plan.chain(v, d)
-                chain += [_reason(plan, v, d), *reasons[1:]] if reasons else []
-        return TensorRow(names[v], plan.format(v), v.bytes, local_bytes(v), v in arguments, tuple(chain))
+        chains = [(d, plan.chain(v, d)) for d, atoms in enumerate(plan.shardings[v].dims) if atoms]
+        why = tuple((_reason(plan, v, d), *chain[1:]) for d, chain in chains if chain)
+        return TensorRow(names[v], plan.format(v), v.bytes, local_bytes(v), v in arguments, why)
 
     tensors = sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))
     return Explanation(
