@@ -184,7 +184,7 @@ def one_size() -> None:
 def scaling() -> None:
     """Our program stays as it is; XLA:CPU expands an all-to-all among n devices into n slices, whoever emitted it."""
     print("\ncompile time by devices (small model, one expert for each device, at least 8)")
-    print(f"{'devices':>8}{'equations':>12}{'trace+plan+emit, s':>20}{'compile, s':>12}{'/ 2 devices':>13}{'xla, s':>9}")
+    print(f"{'devices':>8}{'equations':>12}{'trace+plan+emit, s':>20}{'compile, s':>12}{'/ 2 dev.':>13}{'xla, s':>9}")
     first = None
     for devices in (2, 8, 64, 512):
         environment = {**os.environ, "BENCH_DEVICES": str(devices), "XLA_FLAGS": ""}
