@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def save(directory: str | Path, step: int, state: Any, meta: Mapping[str, Any]) 
 
     Args:
         directory: where the steps lie; created if missing.
-        step: the number of the step; a step that is there already is not overwritten.
+        step: the number of the step; one that is there already is not overwritten, unless it is damaged.
         state: a tree of arrays of at least one element; arrays spread over devices are written from there.
         meta: what `restore` gives back beside the arrays; anything JSON can say.
 
@@ -71,7 +71,7 @@ def save(directory: str | Path, step: int, state: Any, meta: Mapping[str, Any]) 
         _remove_leftovers(directory)
     except OSError as error:
         raise _cannot_write(error, directory, step, bytes_needed) from error
-    if target.exists():
+    if target.exists() and _is_sound(target):
         raise CheckpointError(
             f"step {step} is saved already.",
             where=str(target),
@@ -90,6 +90,8 @@ def save(directory: str | Path, step: int, state: Any, meta: Mapping[str, Any]) 
         _write_json(hidden / MANIFEST, {"format": FORMAT, "files": _digests(hidden)})
         for path in (*_files(hidden), *(p for p in hidden.rglob("*") if p.is_dir()), hidden):
             _flush(path)
+        if target.exists():
+            shutil.rmtree(target)
         os.rename(hidden, target)
         _flush(directory)
     except Exception as error:
@@ -100,7 +102,12 @@ def save(directory: str | Path, step: int, state: Any, meta: Mapping[str, Any]) 
     return target
 
 
-def restore(directory: str | Path, step: int | None = None, like: Any = None) -> tuple[int, Any, dict[str, Any]]:
+def restore(
+    directory: str | Path,
+    step: int | None = None,
+    like: Any = None,
+    check: Callable[[Mapping[str, Any]], None] = lambda meta: None,
+) -> tuple[int, Any, dict[str, Any]]:
     """Reads a step back after verifying every file of it.
 
     Args:
@@ -109,6 +116,7 @@ def restore(directory: str | Path, step: int | None = None, like: Any = None) ->
         like: a tree of arrays or `jax.ShapeDtypeStruct`, of the structure, shapes and dtypes that are expected. Where
             a leaf has a `sharding`, the array comes back with it, and each device reads its own part only. Without
             one, and without `like`, arrays come back as numpy arrays.
+        check: is given what was saved as `meta`, before anything is compared with `like`; may raise.
 
     Returns:
         The step, the state, and what was given as `meta`.
@@ -135,6 +143,7 @@ def restore(directory: str | Path, step: int | None = None, like: Any = None) ->
     verify(folder)
 
     described = json.loads((folder / META).read_text("utf-8"))
+    check(described["meta"])
     if like is not None:
         _check_like(folder, described["arrays"], _describe(like))
     with ocp.Checkpointer(_handler()) as orbax:
@@ -149,9 +158,14 @@ def restore(directory: str | Path, step: int | None = None, like: Any = None) ->
 
 
 def restore_newest_sound(
-    directory: str | Path, like: Any = None
+    directory: str | Path, like: Any = None, check: Callable[[Mapping[str, Any]], None] = lambda meta: None
 ) -> tuple[int, Any, dict[str, Any], list[CheckpointError]]:
     """Reads the newest step that verifies, passing over damaged ones.
+
+    Args:
+        directory: see `restore`.
+        like: see `restore`.
+        check: see `restore`.
 
     Returns:
         As `restore`, and the errors of the newer steps that were passed over.
@@ -166,10 +180,10 @@ def restore_newest_sound(
         except CheckpointError as error:
             damaged.append(error)
             continue
-        return (*restore(directory, step, like), damaged)
+        return (*restore(directory, step, like, check), damaged)
     if damaged:
         raise damaged[0]
-    return (*restore(directory, None, like), damaged)
+    return (*restore(directory, None, like, check), damaged)
 
 
 def steps(directory: str | Path) -> list[int]:
@@ -207,6 +221,14 @@ def verify(folder: str | Path) -> None:
             raise _damaged(folder, f"the file {name!r} has {size} bytes instead of {entry['bytes']}")
         if _digest(path) != entry["sha256"]:
             raise _damaged(folder, f"the contents of {name!r} have changed")
+
+
+def _is_sound(folder: Path) -> bool:
+    try:
+        verify(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _handler() -> Any:

@@ -1,0 +1,144 @@
+"""Configurations: which model, how it is trained, and where things lie.
+
+Models are named as in Table 1 of the GShard paper, scaled down: ``moe-8e-12l`` has 8 experts in every other layer and
+12 layers, half of them in the encoder and half in the decoder. ``dense-`` models have none.
+
+>>> model = ModelChoice("moe-8e-4l", experts=16).transformer(8000, 4000, partitions=4)
+>>> model.experts, model.encoder_layers, model.decoder_layers, model.partitions
+(16, 2, 2, 4)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from gshard import moe
+from m4.optimizer import Adafactor
+
+PresetName = Literal["demo", "moe-8e-4l", "dense-4l", "moe-8e-12l", "moe-32e-12l", "moe-128e-12l", "dense-12l"]
+
+_SMALL = {"model_dim": 256, "hidden_dim": 1024, "heads": 4, "head_dim": 64, "encoder_layers": 2, "decoder_layers": 2}
+_BASE = {"model_dim": 512, "hidden_dim": 2048, "heads": 8, "head_dim": 64, "encoder_layers": 6, "decoder_layers": 6}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "demo": _SMALL
+        | {"model_dim": 128, "hidden_dim": 256, "heads": 4, "head_dim": 32, "experts": 8, "dropout": 0.0},
+        "moe-8e-4l": _SMALL | {"experts": 8},
+        "dense-4l": _SMALL,
+        "moe-8e-12l": _BASE | {"experts": 8},
+        "moe-32e-12l": _BASE | {"experts": 32},
+        "moe-128e-12l": _BASE | {"experts": 128},
+        "dense-12l": _BASE,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """A preset, and what is to differ from it.
+
+    Attributes:
+        preset: name of the model; see `PRESETS`.
+        experts: experts of each MoE layer; 0 for a dense model.
+        layers: layers of encoder and decoder together, half of them each.
+        model_dim: width of the stream between the layers (M in the paper).
+        hidden_dim: width of an expert or feed-forward layer (H in the paper).
+        dropout: rate for embeddings and residual branches.
+        capacity_factor: slots of all experts together for each token; the paper has 2.
+        routing: ``paper`` is Algorithm 1 to the letter, ``lingvo`` what produced the paper's numbers.
+        dispatch: how tokens get to their experts: ``gather`` by index tables, ``einsum`` by one-hot matrices.
+        dtype: dtype of activations: float32 or bfloat16.
+    """
+
+    preset: PresetName = "demo"
+    experts: int | None = None
+    layers: int | None = None
+    model_dim: int | None = None
+    hidden_dim: int | None = None
+    dropout: float | None = None
+    capacity_factor: float | None = None
+    routing: Literal["paper", "lingvo"] | None = None
+    dispatch: Literal["gather", "einsum"] | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
+
+    def transformer(self, source_vocabulary: int, target_vocabulary: int, partitions: int = 1) -> moe.TransformerConfig:
+        """The model for vocabularies of these sizes, with one group of tokens for each partition.
+
+        Raises:
+            gshard.moe.ModelError: the choice makes no sense, such as one expert, or an odd number of layers.
+        """
+        chosen = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        settings = {**PRESETS[chosen.pop("preset")], "group_size": None, "partitions": partitions}
+        if "layers" in chosen:
+            layers = chosen.pop("layers")
+            settings |= {"encoder_layers": layers - layers // 2, "decoder_layers": layers // 2}
+        return moe.TransformerConfig(source_vocabulary, target_vocabulary, **(settings | chosen))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """How a model is trained.
+
+    Attributes:
+        steps: number of updates.
+        seed: of the initial weights, dropout and the coins of the second expert.
+        label_smoothing: share of the probability spread evenly over the vocabulary.
+        learning_rate: factor of the learning rate; 1 in the paper.
+        warmup_steps: steps of linear growth of the learning rate; 0 in the paper.
+        peak_step: step until which the learning rate is flat, and from which it falls as 1/sqrt(step). The flat rate is
+            ``learning_rate / sqrt(peak_step)``, relative to the size of each parameter. The paper has 10000.
+        log_every: steps between lines of progress where there is no terminal to draw a bar on.
+        evaluate_every: steps between measurements on held-out text; 0 measures before and after only.
+        save_every: steps between checkpoints; 0 saves at the end only.
+        keep: number of checkpoints that are kept.
+    """
+
+    steps: int = 1000
+    seed: int = 0
+    label_smoothing: float = 0.1
+    learning_rate: float = 1.0
+    warmup_steps: int = 100
+    peak_step: int = 400
+    log_every: int = 50
+    evaluate_every: int = 0
+    save_every: int = 0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "peak_step", "log_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("warmup_steps", "evaluate_every", "save_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing must be from 0 up to, not including, 1, got {self.label_smoothing}")
+        if not self.learning_rate > 0.0:
+            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+
+    @property
+    def optimizer(self) -> Adafactor:
+        """The optimizer's constants."""
+        return Adafactor(scale=self.learning_rate, peak_step=self.peak_step, warmup_steps=self.warmup_steps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """The folder of one training run, and what lies where in it."""
+
+    directory: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Saved steps."""
+        return self.directory / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One line of JSON for each step."""
+        return self.directory / "metrics.jsonl"

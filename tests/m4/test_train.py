@@ -1,0 +1,163 @@
+"""Training: it learns, on eight devices as on one; it resumes bit for bit; it stops at the step that goes wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from gshard import moe
+from m4 import checkpoint, train
+from m4.config import ModelChoice, Run, TrainConfig
+from m4.progress import Progress
+from m4.train import TrainError
+
+B, L, V = 16, 8, 12
+MODEL = moe.TransformerConfig(
+    source_vocabulary=V,
+    target_vocabulary=V,
+    model_dim=16,
+    hidden_dim=32,
+    heads=2,
+    head_dim=8,
+    encoder_layers=2,
+    decoder_layers=2,
+    experts=4,
+    group_size=None,
+    dropout=0.1,
+)
+OPTIONS = TrainConfig(steps=6, peak_step=20, warmup_steps=2)
+
+
+def batch(step: int) -> dict[str, np.ndarray]:
+    """A translation that can be learnt: every word has one counterpart. Lengths vary."""
+    rng = np.random.default_rng(step)
+    source = rng.integers(3, V, (B, L)).astype(np.int32)
+    real = np.arange(L) < rng.integers(2, L + 1, (B, 1))
+    target = np.where(real, (source * 7 - 3) % (V - 3) + 3, 0)
+    ends = real.sum(1) - 1
+    target[np.arange(B), ends] = 1
+    return {"source": np.where(real, source, 0).astype(np.int32), "target": target.astype(np.int32)}
+
+
+def quiet(steps: int) -> Progress:
+    return Progress(steps, 10**9, io.StringIO())
+
+
+def run_of(path: Path, options: TrainConfig, model: moe.TransformerConfig = MODEL, **given) -> train.Result:
+    return train.train(model, options, Run(path), batch, show=quiet(options.steps), **given)
+
+
+def losses(path: Path) -> list[str]:
+    return [float(json.loads(line)["loss"]).hex() for line in Run(path).metrics.read_text().splitlines()]
+
+
+def bytes_of(state: dict) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    options = TrainConfig(steps=200, peak_step=400, warmup_steps=10)
+    result = run_of(tmp_path, options, held_out=[batch(1000), batch(1001)])
+    assert list(result.held_out) == [0, 200]
+    assert result.held_out[200] < 0.5 * result.held_out[0]
+    records = [json.loads(line) for line in Run(tmp_path).metrics.read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(200))
+    assert {"loss", "cross_entropy", "aux_loss", "dropped_share", "load_entropy", "seconds"} <= records[0].keys()
+    assert records[-1]["held_out"] == result.held_out[200]
+
+
+def test_two_devices_compute_what_one_does(tmp_path: Path) -> None:
+    """The same groups, so the same routing; sums are added in another order."""
+    groups = dataclasses.replace(MODEL, group_size=B * L // 2)
+    run_of(tmp_path / "one", OPTIONS, groups)
+    run_of(tmp_path / "two", OPTIONS, dataclasses.replace(groups, partitions=2))
+    one, two = ([float.fromhex(x) for x in losses(tmp_path / name)] for name in ("one", "two"))
+    np.testing.assert_allclose(two, one, rtol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[train.Result, list[str]]:
+    """A run that nothing disturbed."""
+    path = tmp_path_factory.mktemp("whole")
+    return run_of(path, OPTIONS), losses(path)
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_a_resumed_run_computes_the_same_numbers(
+    damage: bool, whole: tuple[train.Result, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also when the newest checkpoint cannot be used and the one before is."""
+    asked = iter([False, False, False, True])
+    first = run_of(tmp_path, dataclasses.replace(OPTIONS, save_every=3), stop=lambda: next(asked))
+    assert first.stopped
+    assert checkpoint.steps(Run(tmp_path).checkpoints) == [3, 4]
+    if damage:
+        (Run(tmp_path).checkpoints / "00000004" / checkpoint.META).write_text("{}")
+    second = run_of(tmp_path, dataclasses.replace(OPTIONS, save_every=4), resume=True)
+    assert ("passed over" in capsys.readouterr().out) == damage
+    assert checkpoint.steps(Run(tmp_path).checkpoints) == [4, 6]
+    checkpoint.verify(Run(tmp_path).checkpoints / "00000004")
+    assert losses(tmp_path) == whole[1]
+    assert bytes_of(second.state) == bytes_of(whole[0].state)
+
+
+def test_another_model_is_refused_by_the_name_of_the_setting(tmp_path: Path) -> None:
+    meta = {"model": dataclasses.asdict(MODEL)}
+    checkpoint.save(Run(tmp_path).checkpoints, 1, train.initial_state(MODEL, 0), meta)
+    with pytest.raises(TrainError, match="has a checkpoint of step 1 already"):
+        run_of(tmp_path, OPTIONS)
+    with pytest.raises(TrainError, match="experts is 4 there and 8 here"):
+        run_of(tmp_path, OPTIONS, dataclasses.replace(MODEL, experts=8), resume=True)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    options = TrainConfig(steps=200, save_every=2, learning_rate=1e30, peak_step=1, warmup_steps=0)
+    with pytest.raises(TrainError, match=r"is (nan|inf) at step \d") as error:
+        run_of(tmp_path, options)
+    step = int(str(error.value).split("at step ")[1].split(".")[0])
+    records = Run(tmp_path).metrics.read_text().splitlines()
+    assert len(records) == step, "every step before it is in the log"
+    assert all(math.isfinite(json.loads(line)["loss"]) for line in records)
+    assert "learning_rate" in str(error.value)
+
+
+def test_lines_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    values = {
+        "tokens": 100.0,
+        "loss": 5.0,
+        "cross_entropy": 4.5,
+        "aux_loss": 1.02,
+        "dropped_share": 0.03,
+        "load_entropy": 0.97,
+    }
+    with Progress(5, 2, out) as bar:
+        bar.note("before")
+        for done in range(1, 6):
+            bar.update(done, values)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "before"
+    assert [line.split()[1] for line in lines[1:]] == ["2/5", "4/5", "5/5"]
+    assert "loss 5.000  cross entropy 4.500  aux 1.02  dropped 3.0%  load entropy 0.97" in lines[1]
+
+
+def test_presets_and_what_differs_from_them() -> None:
+    model = ModelChoice("moe-8e-4l").transformer(100, 90, partitions=8)
+    assert (model.experts, model.encoder_layers, model.decoder_layers) == (8, 2, 2)
+    assert (model.model_dim, model.hidden_dim, model.partitions) == (256, 1024, 8)
+    assert ModelChoice("moe-8e-4l", experts=0, layers=8).transformer(9, 9).encoder_layers == 4
+    with pytest.raises(moe.ModelError, match="two experts"):
+        ModelChoice("demo", experts=1).transformer(9, 9)
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"learning_rate": 0.0}, {"label_smoothing": 1.0}, {"save_every": -1}])
+def test_impossible_settings_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        TrainConfig(**wrong)
