@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
+from gshard.comm.halo import Window, fetch_window
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import Equation
+from gshard.core.program import Equation, itemsize
 from gshard.core.rule import Rule
 from gshard.core.split import Split, place
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shards:
-    """One equation, its split and the mesh, seen from one device."""
+    """One equation, its split and the mesh, seen from one device.
+
+    Attributes:
+        equation: what is computed.
+        split: the atoms of its factors.
+        mesh: the devices.
+        note: told of every collective: kind, atoms, bytes that each device sends, local operand.
+    """
 
     equation: Equation
     split: Split
     mesh: Mesh
+    note: Callable[[str, Atoms, int, Any], None] | None = None
 
     @property
     def rule(self) -> Rule:
@@ -71,6 +81,31 @@ class Shards:
         size = math.prod(self.size(f) for f in dim)
         return lax.axis_index(atoms) * size
 
+    def window(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
+        """This device's window of a split dimension, with ``fill`` outside the array and between dilated elements."""
+        if self.note is not None and x.size:
+            each = x.size // x.shape[dim] * x.dtype.itemsize
+            for hop in window.hops(x.shape[dim]):
+                if hop.distance and hop.takers:
+                    self.note("collective_permute", atoms, (hop.high - hop.low) * each, x)
+        got = fetch_window(x, dim, atoms, self.mesh, window)
+        position = window.position(lax.axis_index(atoms))
+        at = position + jnp.arange(window.extent, dtype=jnp.int32)
+        inside = (at >= 0) & (at < (window.n - 1) * window.dilation + 1)
+        if window.dilation > 1:
+            index = jnp.clip(at, 0) // window.dilation - window.start(lax.axis_index(atoms))
+            got = jnp.take(got, jnp.clip(index, 0, window.width - 1), axis=dim)
+            inside &= at % window.dilation == 0
+        return jnp.where(along(inside, dim, x.ndim), got, jnp.asarray(fill, x.dtype))
+
+    def all_gather(self, x: Any, dim: int, atoms: Atoms) -> Any:
+        """Every part of ``x`` along ``dim``, laid side by side."""
+        if self.note is not None and x.size:
+            self.note("all_gather", atoms, x.size * x.dtype.itemsize * (self.mesh.count(atoms) - 1), x)
+        return lax.all_gather(x, atoms, axis=dim, tiled=True) if x.size else jnp.zeros(
+            (*x.shape[:dim], x.shape[dim] * self.mesh.count(atoms), *x.shape[dim + 1 :]), x.dtype
+        )
+
     def is_first(self, atoms: Atoms) -> Any:
         """Whether this device holds the first part over these atoms: the one that counts what counts once."""
         return lax.axis_index(atoms) == 0
@@ -85,6 +120,11 @@ def mask(x: Any, dim: int, valid: int, atoms: Atoms, fill: Any) -> Any:
     local = x.shape[dim]
     index = lax.axis_index(atoms) * local + lax.broadcasted_iota(jnp.int32, x.shape, dim)
     return jnp.where(index < valid, x, jnp.asarray(fill, x.dtype))
+
+
+def along(flags: Any, dim: int, ndim: int) -> Any:
+    """A vector as an array of ``ndim`` dimensions, lying along ``dim``."""
+    return flags.reshape([-1 if d == dim else 1 for d in range(ndim)])
 
 
 def identity(monoid: str, dtype: Any) -> Any:
@@ -106,3 +146,11 @@ def identity(monoid: str, dtype: Any) -> Any:
         return float("-inf") if monoid == "max" else float("inf")
     info = jnp.iinfo(dtype)
     return int(info.min) if monoid == "max" else int(info.max)
+
+
+def rest_bytes(
+    shape: tuple[int, ...], dtype: Any, axis: int, dims: Sequence[tuple[int, ...]], split: Split, mesh: Mesh
+) -> int:
+    """Bytes of one device's part of an array for each element along ``axis``."""
+    sizes = [-(-n // mesh.count(a)) for n, a in zip(shape, place(tuple(dims), split), strict=True)]
+    return math.prod(n for d, n in enumerate(sizes) if d != axis) * itemsize(dtype)

@@ -11,6 +11,7 @@ kind of the factor, so nothing outside ``rules/`` asks which primitive it is loo
 
     parallel    splitting costs nothing
     reduce      each device gets a part of the result, to be combined by the factor's monoid
+    exchange    the equation's own way to run on shards talks to the neighbours: a halo, a prefix, candidates
     whole       cannot be split: the operand is gathered first
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 
 PARALLEL = "parallel"
 REDUCE = "reduce"
+EXCHANGE = "exchange"
 WHOLE = "whole"
 
 Dims = tuple[tuple[int, ...], ...]
@@ -31,7 +33,11 @@ Dims = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Factor:
-    """One loop: its global size, kind, and for a ``reduce`` factor the monoid that combines parts."""
+    """One loop: its global size, kind, and for a ``reduce`` factor the monoid that combines parts.
+
+    An ``exchange`` factor may stand for dimensions of several sizes (a slice's operand and result); each is cut in
+    parts of its own size, and ``size`` is the largest.
+    """
 
     size: int
     kind: str = PARALLEL
@@ -48,6 +54,7 @@ class Rule:
         results: the same for the results.
         local: ``local(shards, *arrays) -> results``, run on one device's parts; None runs the same primitive
             with the same parameters.
+        sends: ``sends(mesh, split)``: bytes that each device sends inside ``local``; None if it sends nothing.
         flops: floating-point operations of the whole equation.
         masks_itself: ``local`` copes with padding along split reduce factors; otherwise operands are filled with
             the monoid's identity there first.
@@ -63,6 +70,7 @@ class Rule:
     flops: int = 0
     masks_itself: bool = False
     known: bool = True
+    sends: Callable[..., int] | None = None
     component: tuple[int, ...] = ()
 
     @property
@@ -86,6 +94,8 @@ class Rule:
         for i, factor in enumerate(self.factors):
             if factor.kind == REDUCE:
                 text += f"; {factor.monoid} over {names[i]}={factor.size}"
+        exchanged = [names[i] for i, factor in enumerate(self.factors) if factor.kind == EXCHANGE]
+        text += f"; exchange {' '.join(sorted(exchanged, key=_alphabetic))}" if exchanged else ""
         whole = sorted((names[i] for i, factor in enumerate(self.factors) if factor.kind == WHOLE), key=_alphabetic)
         return text + (f"; whole {' '.join(whole)}" if whole else "")
 
@@ -114,6 +124,10 @@ class RuleMaker:
         """A new dimension that cannot be split."""
         return self.factor(size, WHOLE)
 
+    def exchange(self, size: int) -> tuple[int, ...]:
+        """A new dimension over which shards talk to each other inside ``local``."""
+        return self.factor(size, EXCHANGE)
+
     def parallel(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """New parallel dimensions of these sizes."""
         return [self.factor(n) for n in shape]
@@ -127,6 +141,7 @@ class RuleMaker:
         flops: int | None = None,
         masks_itself: bool = False,
         known: bool = True,
+        sends: Callable[..., int] | None = None,
     ) -> Rule:
         """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
         if flops is None:
@@ -140,6 +155,7 @@ class RuleMaker:
             flops,
             masks_itself,
             known,
+            sends,
             _components(len(self.factors), (*operands, *results)),
         )
 

@@ -149,6 +149,8 @@ def cost_of_split(
             total += cost_of_move(value, shardings[value], target, mesh)
     for i, value in enumerate(equation.outputs):
         total += cost_of_move(value, produced(equation, split, i), shardings[value], mesh)
+    if rule.sends is not None:
+        total += rule.sends(mesh, split)
     parts = mesh.count([a for atoms in split.values() for a in atoms])
     return total + rule.flops / parts / FLOPS_PER_BYTE
 

@@ -8,7 +8,7 @@ wants them. Nothing is chosen here. Every collective is emitted by a step of ``c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,7 +136,7 @@ class _Emitter:
         else:
             assert e.rule is not None
             split = self.plan.splits[e]
-            shards = Shards(e, split, self.plan.mesh)
+            shards = Shards(e, split, self.plan.mesh, self._noting(e))
             arrays = [
                 self._read(env, v, Sharding(place(dims, split)), e.line, f"operand {i} of {e.name}")
                 for i, (v, dims) in enumerate(zip(e.inputs, e.rule.operands, strict=True))
@@ -170,6 +170,15 @@ class _Emitter:
                     f"{e.rule}; split {shards.split}",
                 )
         return results
+
+    def _noting(self, e: Equation) -> Callable[[str, tuple[str, ...], int, Any], None]:
+        """Notes what an equation's own way to run on shards sends."""
+
+        def note(kind: str, atoms: tuple[str, ...], sent: int, x: Any) -> None:
+            shape = f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
+            self.collectives.append(Collective(kind, atoms, sent, self.trips, shape, e.line, f"inside {e.name}"))
+
+        return note
 
     def _masked(self, shards: Shards, i: int, x: Any) -> Any:
         """Fills an operand's padding along split reduce factors with what their monoid does not notice."""

@@ -7,7 +7,7 @@ ever refined (an atom, once given, stays). Shardings cross the borders of loops 
 Priorities, each run until nothing changes before the next begins; any news returns to the first:
 
     1. equations that only move or combine elements where they are, and edges of regions
-    2. equations that reduce (contractions, sums, scatters)
+    2. equations that reduce or talk to neighbours (contractions, sums, scatters, slices)
     3. equations whose arrays disagree: the cheapest split wins, counting the bytes that each device must send
 
 Then values that nobody marked are settled where they cost least (``passes.settle``). The user's marks, and
@@ -25,7 +25,7 @@ from gshard.core.mark import resolve
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan, Reason
 from gshard.core.program import Edge, Equation, Program, Value
-from gshard.core.rule import REDUCE, Dims, Factor
+from gshard.core.rule import EXCHANGE, REDUCE, Dims, Factor
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, place, project
 from gshard.passes.assign import Available, assign, candidates, cost_of_split
@@ -194,6 +194,8 @@ class _State:
                 if not is_open[d]:
                     continue
                 wanted = _fitting(factors, split, node.factors, self.mesh)
+                if factors and node.factors[factors[0]].kind == EXCHANGE and value.shape[d] < self.mesh.count(wanted):
+                    continue  # a short piece of a split dimension: most devices would have none of it
                 have = current[d]
                 if len(wanted) <= len(have) or wanted[: len(have)] != have:
                     continue
@@ -257,7 +259,7 @@ def _nodes(equation: Equation) -> list[_Node]:
         )
         if isinstance(value, Value) and value.shape
     ]
-    reduces = any(f.kind == REDUCE for f in rule.factors)
+    reduces = any(f.kind in (REDUCE, EXCHANGE) for f in rule.factors)
     return [_Node(rule.factors, rule.component, tuple(tensors), reduces, equation, equation)] if tensors else []
 
 

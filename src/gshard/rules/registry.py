@@ -16,6 +16,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from gshard.core.errors import RuleError
 from gshard.core.rule import Rule, RuleMaker
 
@@ -29,6 +31,12 @@ class Call:
     in_shapes: tuple[tuple[int, ...], ...]
     out_shapes: tuple[tuple[int, ...], ...]
     in_dtypes: tuple[Any, ...]
+
+
+    @property
+    def on_keys(self) -> bool:
+        """Whether the first operand holds PRNG keys, which can be moved but not computed with."""
+        return bool(self.in_dtypes) and jax.dtypes.issubdtype(self.in_dtypes[0], jax.dtypes.prng_key)
 
 
 RuleFunction = Callable[[Call], Rule]

@@ -50,15 +50,6 @@ def squeeze(call: Call) -> Rule:
     return make.rule([dims], [[dim for d, dim in enumerate(dims) if d not in dropped]])
 
 
-@rule("rev")
-def rev(call: Call) -> Rule:
-    """Reversed dimensions are whole, the others are parallel."""
-    make = RuleMaker()
-    reversed_dims = set(call.params["dimensions"])
-    dims = [make.whole(n) if d in reversed_dims else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
-    return make.rule([dims], [dims])
-
-
 @rule("reshape")
 def reshape(call: Call) -> Rule:
     """Dimensions that are regrouped share factors; pieces that do not line up are whole.

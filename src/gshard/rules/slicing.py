@@ -1,89 +1,182 @@
-"""Windows cut from, put into, or joined along dimensions: slice, pad, concatenate and their dynamic forms.
+"""Static windows along dimensions: slice, pad, concatenate and reverse.
 
-A dimension that is taken whole is parallel. One that is cut is ``whole`` on both sides.
+A dimension that stays as it is is parallel. One that is cut, padded, joined or reversed is an ``exchange`` factor:
+its operand and result are cut in parts of their own sizes, and each device fetches from its neighbours the elements
+that its part of the result needs (a halo exchange; ``comm.halo``).
+
+    slice 1:7 of 8 over 2 parts       result parts 1..3 and 4..6; operand parts 0..3 and 4..7: nothing is sent
+    slice 2:8 of 8 over 2 parts       result parts 2..4 and 5..7: element 4 travels
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from gshard.comm.shards import Shards
+import jax.numpy as jnp
+from jax import lax
+
+from gshard.comm.halo import Window
+from gshard.comm.shards import Shards, rest_bytes
+from gshard.core.mesh import Mesh
 from gshard.core.rule import Rule, RuleMaker
+from gshard.core.split import Split
 from gshard.rules.registry import Call, rule
 
 
 @rule("slice")
 def slice_(call: Call) -> Rule:
-    """
+    """Result part ``i`` begins at ``start + stride * i * size``.
+
     >>> params = {"start_indices": (0, 2), "limit_indices": (4, 5), "strides": None}
     >>> print(slice_(Call("slice", params, ((4, 6),), ((4, 3),), ("f",))))
-    a b -> a c; whole b c
+    a b -> a b; exchange b
     """
-    strides = call.params["strides"] or (1,) * len(call.in_shapes[0])
-    starts = call.params["start_indices"]
+    (source,), (target,) = call.in_shapes, call.out_shapes
+    starts, limits = call.params["start_indices"], call.params["limit_indices"]
+    strides = call.params["strides"] or (1,) * len(source)
     make = RuleMaker()
-    operand, result = [], []
-    for n, m, stride in zip(call.in_shapes[0], call.out_shapes[0], strides, strict=True):
-        same = n == m and stride == 1
-        operand.append(make.factor(n) if same else make.whole(n))
-        result.append(operand[-1] if same else make.whole(m))
+    moved = [not (n == m and stride == 1) for n, m, stride in zip(source, target, strides, strict=True)]
+    dims = [cut(call, make, n) if m else make.factor(n) for n, m in zip(source, moved, strict=True)]
+
+    def window(d: int, parts: int) -> Window:
+        size = -(-target[d] // parts)
+        return Window(source[d], starts[d], strides[d] * size, parts, (size - 1) * strides[d] + 1 if size else 0)
 
     def local(shards: Shards, x: Any) -> list[Any]:
-        limits = [
-            n if dim == other else limit
-            for n, dim, other, limit in zip(x.shape, operand, result, call.params["limit_indices"], strict=True)
-        ]
-        return shards.bind(x, start_indices=tuple(starts), limit_indices=tuple(limits))
+        bounds: list[tuple[int, int, int]] = []
+        for d, dim in enumerate(dims):
+            atoms = shards.atoms(dim[0])
+            if moved[d] and atoms:
+                x = shards.window(x, d, atoms, window(d, shards.mesh.count(atoms)), 0)
+                bounds.append((0, x.shape[d], strides[d]))
+            else:
+                bounds.append((starts[d], limits[d], strides[d]) if moved[d] else (0, x.shape[d], 1))
+        return [lax.slice(x, *(tuple(b[k] for b in bounds) for k in range(3)))]
 
-    return make.rule([operand], [result], local=local)
+    return make.rule([dims], [dims], local=local, sends=sends_of(call, 0, dims, moved, window))
 
 
 @rule("pad")
 def pad(call: Call) -> Rule:
-    """Dimensions without padding are parallel."""
+    """Result part ``i`` begins at ``i * size - low``, in the coordinates of the operand spread by the interior padding.
+
+    >>> print(pad(Call("pad", {"padding_config": ((0, 0, 0), (1, 1, 0))}, ((4, 6), ()), ((4, 8),), ("f", "f"))))
+    a b, () -> a b; exchange b
+    """
+    source, target = call.in_shapes[0], call.out_shapes[0]
+    config = [(int(low), int(high), int(interior)) for low, high, interior in call.params["padding_config"]]
     make = RuleMaker()
-    operand, result = [], []
-    for n, m, config in zip(call.in_shapes[0], call.out_shapes[0], call.params["padding_config"], strict=True):
-        same = tuple(config) == (0, 0, 0)
-        operand.append(make.factor(n) if same else make.whole(n))
-        result.append(operand[-1] if same else make.whole(m))
-    return make.rule([operand, []], [result])
+    moved = [c != (0, 0, 0) for c in config]
+    dims = [make.exchange(max(n, m)) if c else make.factor(n) for n, m, c in zip(source, target, moved, strict=True)]
+
+    def window(d: int, parts: int) -> Window:
+        size = -(-target[d] // parts)
+        low, _, interior = config[d]
+        return Window(source[d], -low, size, parts, size, interior + 1)
+
+    def local(shards: Shards, x: Any, value: Any) -> list[Any]:
+        remaining = list(config)
+        for d, dim in enumerate(dims):
+            atoms = shards.atoms(dim[0])
+            if moved[d] and atoms:
+                x = shards.window(x, d, atoms, window(d, shards.mesh.count(atoms)), value)
+                remaining[d] = (0, 0, 0)
+        return [lax.pad(x, value, remaining)]
+
+    return make.rule([dims, []], [dims], local=local, sends=sends_of(call, 0, dims, moved, window))
+
+
+@rule("rev")
+def rev(call: Call) -> Rule:
+    """Result part ``i`` is the window that ends where the part begins, counted from the end; then reversed at home."""
+    (shape,) = call.in_shapes
+    make = RuleMaker()
+    moved = [d in call.params["dimensions"] for d in range(len(shape))]
+    dims = [cut(call, make, n) if m else make.factor(n) for n, m in zip(shape, moved, strict=True)]
+
+    def window(d: int, parts: int) -> Window:
+        size = -(-shape[d] // parts)
+        return Window(shape[d], shape[d] - size, -size, parts, size)
+
+    def local(shards: Shards, x: Any) -> list[Any]:
+        for d, dim in enumerate(dims):
+            atoms = shards.atoms(dim[0])
+            if moved[d] and atoms:
+                x = shards.window(x, d, atoms, window(d, shards.mesh.count(atoms)), 0)
+        return shards.bind(x)
+
+    return make.rule([dims], [dims], local=local, sends=sends_of(call, 0, dims, moved, window))
 
 
 @rule("concatenate")
 def concatenate(call: Call) -> Rule:
-    """The joined dimension is whole, the others are parallel."""
-    axis = call.params["dimension"]
+    """Result part ``i`` takes from each operand the window where the two overlap.
+
+    >>> print(concatenate(Call("concatenate", {"dimension": 0}, ((3, 2), (5, 2)), ((8, 2),), ("f", "f"))))
+    a b, a b -> a b; exchange a
+    """
+    axis, (target,) = call.params["dimension"], call.out_shapes
     make = RuleMaker()
-    dims = [make.factor(n) if d != axis else () for d, n in enumerate(call.out_shapes[0])]
+    dims = [cut(call, make, n) if d == axis else make.factor(n) for d, n in enumerate(target)]
+    lengths = [shape[axis] for shape in call.in_shapes]
+    offsets = list(itertools.accumulate(lengths, initial=0))
 
-    def tensor(n: int) -> list[tuple[int, ...]]:
-        return [make.whole(n) if d == axis else dim for d, dim in enumerate(dims)]
+    def window(k: int, parts: int) -> Window:
+        size = -(-target[axis] // parts)
+        return Window(lengths[k], -offsets[k], size, parts, size)
 
-    return make.rule([tensor(s[axis]) for s in call.in_shapes], [tensor(call.out_shapes[0][axis])])
+    def local(shards: Shards, *xs: Any) -> list[Any]:
+        atoms = shards.atoms(dims[axis][0])
+        if not atoms:
+            return shards.bind(*xs)
+        parts = shards.mesh.count(atoms)
+        size = -(-target[axis] // parts)
+        at = lax.axis_index(atoms) * size + lax.broadcasted_iota(jnp.int32, shards.out_shape(), axis)
+        result = None
+        for k, x in enumerate(xs):
+            if not lengths[k]:
+                continue
+            piece = shards.window(x, axis, atoms, window(k, parts), 0)
+            result = piece if result is None else jnp.where(at >= offsets[k], piece, result)
+        assert result is not None
+        return [result]
+
+    def sends(mesh: Mesh, split: Split) -> int:
+        parts = mesh.count(split.get(dims[axis][0], ()))
+        if parts == 1:
+            return 0
+        total = 0
+        for k, shape in enumerate(call.in_shapes):
+            rest = rest_bytes(shape, call.in_dtypes[k], axis, dims, split, mesh)
+            total += window(k, parts).bytes(-(-shape[axis] // parts), rest)
+        return total
+
+    return make.rule([dims for _ in call.in_shapes], [dims], local=local, sends=sends if target[axis] else None)
 
 
-@rule("dynamic_slice")
-def dynamic_slice(call: Call) -> Rule:
-    """Dimensions taken whole are parallel: their start is clamped to 0, on shards as in the whole."""
-    make = RuleMaker()
-    operand, result = [], []
-    for n, m in zip(call.in_shapes[0], call.params["slice_sizes"], strict=True):
-        operand.append(make.factor(n) if n == m else make.whole(n))
-        result.append(operand[-1] if n == m else make.whole(m))
-
-    def local(shards: Shards, x: Any, *starts: Any) -> list[Any]:
-        return shards.bind(x, *starts, slice_sizes=shards.out_shape())
-
-    return make.rule([operand, *([[]] * len(operand))], [result], local=local)
+def cut(call: Call, make: RuleMaker, n: int) -> tuple[int, ...]:
+    """A dimension along which elements move; those of PRNG keys stay whole, since halos are computed with."""
+    return make.whole(n) if call.on_keys else make.exchange(n)
 
 
-@rule("dynamic_update_slice")
-def dynamic_update_slice(call: Call) -> Rule:
-    """Dimensions that the update covers are parallel: their start is clamped to 0, on shards as in the whole."""
-    make = RuleMaker()
-    operand, update = [], []
-    for n, m in zip(call.in_shapes[0], call.in_shapes[1], strict=True):
-        operand.append(make.factor(n) if n == m else make.whole(n))
-        update.append(operand[-1] if n == m else make.whole(m))
-    return make.rule([operand, update, *([[]] * len(operand))], [operand])
+def sends_of(
+    call: Call,
+    operand: int,
+    dims: Sequence[tuple[int, ...]],
+    moved: Sequence[bool],
+    window: Callable[[int, int], Window],
+) -> Callable[[Mesh, Split], int]:
+    """What the windows of an operand send: for each moved dimension that is split, its halo."""
+
+    def sends(mesh: Mesh, split: Split) -> int:
+        shape, total = call.in_shapes[operand], 0
+        for d, dim in enumerate(dims):
+            parts = mesh.count(split.get(dim[0], ())) if dim else 1
+            if moved[d] and parts > 1:
+                rest = rest_bytes(shape, call.in_dtypes[operand], d, dims, split, mesh)
+                total += window(d, parts).bytes(-(-shape[d] // parts), rest)
+        return total
+
+    return sends

@@ -1,0 +1,160 @@
+"""Halo exchange: each device gets the window of a split dimension that its part of the result needs.
+
+Everything that shifts, cuts or slides along a split dimension (slice, pad, concatenate, reverse, convolution, pooling)
+asks for the same thing: part ``i`` of the result needs what stands from position ``first + step * i`` on in an operand
+whose elements stand ``dilation`` apart: elements from ``ceil((first + step * i) / dilation)`` on. From these numbers
+follow, statically, the distances over which parts must travel and how much of each; a window that reaches over
+several parts takes several hops, each one CollectivePermute of just the elements that somebody needs.
+
+    >>> window = Window(n=12, first=-1, step=3, parts=4, extent=5)      # one neighbour's element on each side
+    >>> [(hop.distance, hop.low, hop.high) for hop in window.hops(3)]
+    [(-1, 2, 3), (0, 0, 3), (1, 0, 1)]
+
+Elements before 0 or from ``n`` on are whatever happens to be there: the caller masks them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from gshard.core.mesh import Atoms, Mesh
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hop:
+    """Elements ``low`` to ``high`` of every part travel from part ``i + distance`` to part ``i``, if it needs them.
+
+    Attributes:
+        distance: how many parts away they come from; 0 stays at home.
+        low, high: the elements of a part that somebody needs.
+        takers: the parts that need some of them.
+    """
+
+    distance: int
+    low: int
+    high: int
+    takers: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Window:
+    """What each part of a result needs of a dimension.
+
+    Attributes:
+        n: elements of the dimension.
+        first, step: part ``i``'s window begins at position ``first + step * i``.
+        parts: number of parts.
+        extent: the window's length in positions.
+        dilation: element ``j`` stands at position ``j * dilation``.
+    """
+
+    n: int
+    first: int
+    step: int
+    parts: int
+    extent: int
+    dilation: int = 1
+
+    def position(self, part: Any) -> Any:
+        """Where a part's window begins; the number of the part may be known only when the program runs."""
+        return self.first + self.step * part
+
+    def start(self, part: Any) -> Any:
+        """The first element that stands in a part's window, or after its beginning."""
+        return -(-self.position(part) // self.dilation)
+
+    @property
+    def width(self) -> int:
+        """How many elements a window holds at most."""
+        return -(-self.extent // self.dilation)
+
+    def hops(self, size: int) -> tuple[Hop, ...]:
+        """The hops that bring each part its window if parts have ``size`` elements, nearest to the left first."""
+        return _plan(self, size)
+
+    def bytes(self, size: int, each: int) -> int:
+        """What each device sends if parts have ``size`` elements of ``each`` bytes."""
+        return sum(each * (hop.high - hop.low) for hop in self.hops(size) if hop.distance and hop.takers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(window: Window, size: int) -> tuple[Hop, ...]:
+    needed: dict[int, tuple[int, int, list[int]]] = {}
+    for i in range(window.parts):
+        first, last = max(window.start(i), 0), min(window.start(i) + window.width, window.n)
+        if first >= last:
+            continue
+        for source in range(first // size, (last - 1) // size + 1):
+            low, high = max(first - source * size, 0), min(last - source * size, size)
+            if source - i in needed:
+                known_low, known_high, takers = needed[source - i]
+                needed[source - i] = (min(low, known_low), max(high, known_high), [*takers, i])
+            else:
+                needed[source - i] = (low, high, [i])
+    if not needed:
+        return ()
+    nearest, farthest = min(needed), max(needed)
+    hops = []
+    for distance in range(nearest, farthest + 1):
+        low, high, takers = needed.get(distance, (0, size, []))
+        # Pieces are laid side by side, so only the outer ends may be cut off.
+        low, high = low if distance == nearest else 0, high if distance == farthest else size
+        hops.append(Hop(distance, low, high, tuple(takers)))
+    return tuple(hops)
+
+
+def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> Any:
+    """This device's window of dimension ``dim``, of which ``x`` is its part (inside ``shard_map``).
+
+    Returns:
+        ``window.width`` elements along ``dim``; what lies outside of the array is undefined.
+    """
+    size, width = x.shape[dim], window.width
+    hops = window.hops(size) if size else ()
+    if not hops or not x.size:
+        return jnp.zeros((*x.shape[:dim], width, *x.shape[dim + 1 :]), x.dtype)
+    pieces = []
+    for hop in hops:
+        piece = lax.slice_in_dim(x, hop.low, hop.high, axis=dim)
+        if hop.distance:
+            piece = lax.ppermute(piece, mesh.atoms, _pairs(hop, atoms, mesh)) if hop.takers else jnp.zeros_like(piece)
+        pieces.append(piece)
+    buffer = lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
+
+    def offset(part: Any) -> Any:
+        return window.start(part) - (part + hops[0].distance) * size - hops[0].low
+
+    # The buffer is padded so that no window that holds anything begins or ends outside of it.
+    used = [i for i in range(window.parts) if window.start(i) < window.n and window.start(i) + width > 0]
+    left = max(0, *(-offset(i) for i in used))
+    right = max(0, *(offset(i) + width - buffer.shape[dim] for i in used))
+    buffer = jnp.pad(buffer, [(left, right) if d == dim else (0, 0) for d in range(x.ndim)])
+    begin = jnp.clip(offset(lax.axis_index(atoms)) + left, 0, buffer.shape[dim] - width)
+    return lax.dynamic_slice_in_dim(buffer, begin, width, axis=dim)
+
+
+def _pairs(hop: Hop, atoms: Atoms, mesh: Mesh) -> list[tuple[int, int]]:
+    """Sender and receiver of every device for one hop: parts are counted over ``atoms``, all else stays."""
+    sizes = mesh.atom_sizes
+    places = [dict(zip(mesh.atoms, at, strict=True)) for at in itertools.product(*(range(s) for s in sizes.values()))]
+    number = {tuple(at.values()): device for device, at in enumerate(places)}
+    parts = mesh.count(atoms)
+    pairs = []
+    for device, at in enumerate(places):
+        part = 0
+        for a in atoms:
+            part = part * sizes[a] + at[a]
+        source = part + hop.distance
+        if part not in hop.takers or not 0 <= source < parts:
+            continue
+        there = dict(at)
+        for a in reversed(atoms):
+            source, there[a] = divmod(source, sizes[a])
+        pairs.append((number[tuple(there.values())], device))
+    return pairs

@@ -1,0 +1,99 @@
+"""Windows whose place is known only when the program runs: dynamic_slice and dynamic_update_slice.
+
+The start is clamped for the whole array, as JAX does, before any shard looks at its own part.
+
+    dynamic_slice            a split dimension that is cut is a ``reduce`` factor: every device contributes the elements
+                             that it holds and zero for the others, so as many bytes travel as the result has
+    dynamic_update_slice     a split dimension stays split: every device writes what falls into its part
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from gshard.comm.shards import Shards, along
+from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.rules.registry import Call, rule
+
+
+@rule("dynamic_slice")
+def dynamic_slice(call: Call) -> Rule:
+    """Dimensions taken whole are parallel.
+
+    >>> params, dtypes = {"slice_sizes": (4, 2)}, ("f", "i", "i")
+    >>> print(dynamic_slice(Call("dynamic_slice", params, ((4, 6), (), ()), ((4, 2),), dtypes)))
+    a b, (), () -> a c; add over b=6; whole c
+    """
+    shape, sizes = call.in_shapes[0], call.params["slice_sizes"]
+    make = RuleMaker()
+    operand, result = [], []
+    for n, m in zip(shape, sizes, strict=True):
+        if n == m:
+            operand.append(make.factor(n))
+            result.append(operand[-1])
+        else:
+            operand.append(make.whole(n) if call.on_keys else make.factor(n, REDUCE, adding(call.in_dtypes[0])))
+            result.append(make.whole(m))
+
+    def local(shards: Shards, x: Any, *starts: Any) -> list[Any]:
+        split = [d for d in range(len(shape)) if sizes[d] != shape[d] and shards.atoms(operand[d][0])]
+        take = [m if n != m else local for n, m, local in zip(shape, sizes, x.shape, strict=True)]
+        for d in split:
+            take[d] = x.shape[d]
+        begins = [jnp.zeros_like(s) if d in split else s for d, s in enumerate(starts)]
+        (x,) = shards.bind(x, *begins, slice_sizes=tuple(take))
+        for d in split:
+            start = clamped(starts[d], shape[d], sizes[d])
+            index = start - shards.offset(operand[d]) + jnp.arange(sizes[d], dtype=jnp.int32)
+            held = (index >= 0) & (index < x.shape[d])
+            x = jnp.take(x, jnp.clip(index, 0, x.shape[d] - 1), axis=d)
+            x = jnp.where(along(held, d, x.ndim), x, jnp.zeros((), x.dtype))
+        return [x]
+
+    starts: list[list[tuple[int, ...]]] = [[] for _ in operand]
+    return make.rule([operand, *starts], [result], local=local, masks_itself=True)
+
+
+@rule("dynamic_update_slice")
+def dynamic_update_slice(call: Call) -> Rule:
+    """Dimensions of the operand are parallel; the update is whole where it covers only a part.
+
+    >>> params, shapes = {}, ((4, 6), (4, 2), (), ())
+    >>> print(dynamic_update_slice(Call("dynamic_update_slice", params, shapes, ((4, 6),), ("f", "f", "i", "i"))))
+    a b, a c, (), () -> a b; whole c
+    """
+    shape, sizes = call.in_shapes[:2]
+    make = RuleMaker()
+    partial = [n != m for n, m in zip(shape, sizes, strict=True)]
+    operand = [make.whole(n) if p and call.on_keys else make.factor(n) for n, p in zip(shape, partial, strict=True)]
+    update = [dim if n == m else make.whole(m) for dim, n, m in zip(operand, shape, sizes, strict=True)]
+
+    def local(shards: Shards, x: Any, values: Any, *starts: Any) -> list[Any]:
+        covered = [d for d in range(len(shape)) if partial[d]]
+        if not any(shards.atoms(operand[d][0]) for d in covered) or not values.size:
+            return shards.bind(x, values, *starts) if values.size else [x]
+        written = jnp.ones((1,) * x.ndim, jnp.bool_)
+        for d in covered:
+            start = clamped(starts[d], shape[d], sizes[d])
+            index = shards.offset(operand[d]) + jnp.arange(x.shape[d], dtype=jnp.int32) - start
+            values = jnp.take(values, jnp.clip(index, 0, sizes[d] - 1), axis=d)
+            written &= along((index >= 0) & (index < sizes[d]), d, x.ndim)
+        return [jnp.where(written, values, x)]
+
+    starts: list[list[tuple[int, ...]]] = [[] for _ in operand]
+    return make.rule([operand, update, *starts], [operand], local=local)
+
+
+def clamped(start: Any, n: int, size: int) -> Any:
+    """A start index moved so that a window of ``size`` fits into ``n`` elements, as int32."""
+    start = jnp.asarray(start)
+    if start.dtype.itemsize < 4:
+        start = start.astype(jnp.int32)
+    return jnp.clip(start, jnp.zeros((), start.dtype), jnp.asarray(max(n - size, 0), start.dtype)).astype(jnp.int32)
+
+
+def adding(dtype: Any) -> str:
+    """The monoid by which parts that are zero (or False) everywhere but on one device are put together."""
+    return "or" if dtype == jnp.bool_ else "add"
