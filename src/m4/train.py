@@ -40,6 +40,10 @@ class TrainError(gshard.GShardError):
     """Training cannot start, or cannot go on."""
 
 
+class NotFiniteError(TrainError):
+    """The loss or the gradient is infinite or not a number."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
     """What a run came to.
@@ -151,8 +155,8 @@ def train(
         show: where progress is shown; a new one for standard output if None.
 
     Raises:
-        TrainError: the run's folder has a checkpoint and `resume` is false; the checkpoint was made by another model;
-            or the loss or the gradient is not finite. In the last case nothing of the bad step is saved.
+        TrainError: the run's folder has a checkpoint and `resume` is false; the checkpoint was made by another model.
+        NotFiniteError: the loss or the gradient is not finite. Nothing of the bad step is saved.
         CheckpointError: a checkpoint cannot be written or read.
     """
     described = {"model": dataclasses.asdict(model), "train": dataclasses.asdict(options), **(meta or {})}
@@ -246,7 +250,7 @@ def _check_finite(values: Mapping[str, float], step: int, run: Run) -> None:
     for name in ("loss", "gradient_norm"):
         if not math.isfinite(values[name]):
             saved = checkpoint.steps(run.checkpoints)
-            raise TrainError(
+            raise NotFiniteError(
                 f"the {name.replace('_', ' ')} is {values[name]} at step {step}.",
                 got=", ".join(f"{key} {value:.4g}" for key, value in values.items()),
                 way_out=(f"Resume from step {saved[-1]} with " if saved else "Start again with ")

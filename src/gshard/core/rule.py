@@ -156,13 +156,19 @@ class RuleMaker:
             masks_itself,
             known,
             sends,
-            _components(len(self.factors), (*operands, *results)),
+            _components(self.factors, (*operands, *results)),
         )
 
 
-def _components(count: int, tensors: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
-    """For each factor the smallest factor that it shares arrays with, directly or through others."""
-    component = list(range(count))
+def _components(factors: Sequence[Factor], tensors: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
+    """For each factor the smallest factor that it shares arrays with, directly or through others.
+
+    Where parts are combined or exchanged all factors belong together: the atoms of a looked-up dimension, say, stand
+    on every result although the dimension itself does not.
+    """
+    if any(factor.kind in (REDUCE, EXCHANGE) for factor in factors):
+        return (0,) * len(factors)
+    component = list(range(len(factors)))
 
     def root(f: int) -> int:
         while component[f] != f:
@@ -173,4 +179,4 @@ def _components(count: int, tensors: Sequence[Sequence[tuple[int, ...]]]) -> tup
         together = [root(f) for dim in tensor for f in dim]
         for f in together:
             component[root(f)] = min(map(root, together))
-    return tuple(root(f) for f in range(count))
+    return tuple(root(f) for f in range(len(factors)))
