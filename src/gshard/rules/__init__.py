@@ -5,7 +5,9 @@ from gshard.rules import create as create
 from gshard.rules import dynamic as dynamic
 from gshard.rules import elementwise as elementwise
 from gshard.rules import indexing as indexing
+from gshard.rules import linalg as linalg
 from gshard.rules import order as order
 from gshard.rules import reduce as reduce
 from gshard.rules import shape as shape
 from gshard.rules import slicing as slicing
+from gshard.rules import window as window

@@ -1,8 +1,16 @@
-"""Sorting and the largest elements: the ordered dimension is whole, the others are parallel."""
+"""Sorting, where the ordered dimension is whole, and the k largest, where it is not."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
+
+from gshard.comm.shards import Shards, identity, mask, rest_bytes
+from gshard.core.mesh import Mesh
+from gshard.core.program import itemsize
 from gshard.core.rule import Rule, RuleMaker
+from gshard.core.split import Split
 from gshard.rules.registry import Call, rule
 
 
@@ -19,10 +27,34 @@ def sort(call: Call) -> Rule:
 
 @rule("top_k")
 def top_k(call: Call) -> Rule:
-    """The searched dimension is whole on both sides."""
-    axis = call.params.get("axis", -1) % len(call.in_shapes[0])
+    """Every shard offers its own k largest with their positions; the k largest of those win.
+
+    >>> print(top_k(Call("top_k", {"k": 2, "operand": None}, ((4, 6),), ((4, 2), (4, 2)), ("f4",))))
+    a b -> a c, a c; exchange b; whole c
+    """
+    (shape,) = call.in_shapes
+    axis, k = call.params.get("axis", -1) % len(shape), call.params["k"]
     make = RuleMaker()
-    operand = [make.whole(n) if d == axis else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
-    found = make.whole(call.out_shapes[0][axis])
+    operand = [make.exchange(n) if d == axis else make.factor(n) for d, n in enumerate(shape)]
+    found = make.whole(k)
     result = [found if d == axis else dim for d, dim in enumerate(operand)]
-    return make.rule([operand], [result for _ in call.out_shapes])
+
+    def local(shards: Shards, x: Any) -> list[Any]:
+        atoms = shards.atoms(operand[axis][0])
+        if not atoms or not k:
+            return shards.bind(x)
+        if shape[axis] % shards.mesh.count(atoms):
+            x = mask(x, axis, shape[axis], atoms, identity("max", x.dtype))
+        values, places = shards.bind(x, k=min(k, x.shape[axis]))
+        places = places + jnp.asarray(shards.offset(operand[axis]), places.dtype)
+        values, places = shards.all_gather(values, axis, atoms), shards.all_gather(places, axis, atoms)
+        best, at = shards.bind(values)
+        return [best, jnp.take_along_axis(places, at, axis)]
+
+    def sends(mesh: Mesh, split: Split) -> int:
+        parts = mesh.count(split.get(operand[axis][0], ()))
+        offered = min(k, -(-shape[axis] // parts)) * (parts - 1)
+        rest = rest_bytes(shape, call.in_dtypes[0], axis, operand, split, mesh)
+        return offered * (rest + rest // itemsize(call.in_dtypes[0]) * 4)
+
+    return make.rule([operand], [result for _ in call.out_shapes], local=local, sends=sends)

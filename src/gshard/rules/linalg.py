@@ -1,0 +1,59 @@
+"""Linear algebra and Fourier transforms: leading dimensions are parallel, those that the operation mixes are whole."""
+
+from __future__ import annotations
+
+from gshard.core.rule import Rule, RuleMaker
+from gshard.rules.registry import Call, rule
+
+_MATRIX = """
+cholesky cholesky_update eig eigh hessenberg householder_product lu lu_pivots_to_permutation qr geqrf geqp3 schur svd
+symmetric_product tridiagonal tridiagonal_solve triangular_solve
+""".split()
+
+
+@rule(*_MATRIX)
+def of_matrices(call: Call) -> Rule:
+    """As many leading dimensions are parallel as all operands and results share in front of a matrix or vector.
+
+    A triangular solve treats the columns (or, from the right, the rows) of its second operand apart: parallel too.
+
+    >>> print(of_matrices(Call("qr", {}, ((3, 5, 4),), ((3, 5, 4), (3, 4, 4)), ("f4",))))
+    a b c -> a d e, a f g; whole b c d e f g
+    """
+    vectors = ("lu_pivots_to_permutation", "tridiagonal_solve", "cholesky_update")
+    mixed = 1 if call.name in vectors[:2] else 2
+    leading = len(call.in_shapes[0]) - mixed
+    make = RuleMaker()
+    shared = make.parallel(call.in_shapes[0][:leading])
+
+    def tensor(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [shared[d] if d < leading else make.whole(n) for d, n in enumerate(shape)]
+
+    operands, results = [tensor(s) for s in call.in_shapes], [tensor(s) for s in call.out_shapes]
+    if call.name == "triangular_solve":
+        apart = leading + (1 if call.params["left_side"] else 0)
+        operands[1][apart] = results[0][apart] = make.factor(call.in_shapes[1][apart])
+    return make.rule(operands, results, flops=max(max((_cubed(s) for s in call.in_shapes), default=0), 0))
+
+
+def _cubed(shape: tuple[int, ...]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total * (shape[-1] if shape else 1)
+
+
+@rule("fft")
+def fft(call: Call) -> Rule:
+    """The transformed dimensions, the last ones, are whole.
+
+    >>> print(fft(Call("fft", {"fft_lengths": (6,)}, ((4, 6),), ((4, 6),), ("c8",))))
+    a b -> a c; whole b c
+    """
+    leading = len(call.in_shapes[0]) - len(call.params["fft_lengths"])
+    make = RuleMaker()
+    shared = make.parallel(call.in_shapes[0][:leading])
+    operand, result = (
+        [*shared, *(make.whole(n) for n in shape[leading:])] for shape in (call.in_shapes[0], call.out_shapes[0])
+    )
+    return make.rule([operand], [result])
