@@ -1,0 +1,162 @@
+"""PreparedText: a prepared corpus, as training, translating and scoring ask for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from m4.batches import Batches, Encoded, in_order
+from m4.corpus.pair import Pair
+from m4.errors import CorpusError
+from m4.tokens import Vocabulary
+from m4.translate import Example
+
+MANIFEST = "manifest.json"
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a prepared corpus; None if there is none, or it is damaged."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedText:
+    """A prepared corpus.
+
+    Attributes:
+        folder: where it lies.
+        manifest: what is written down of it.
+        source, target: the vocabularies.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    source: Vocabulary
+    target: Vocabulary
+
+    @staticmethod
+    def load(folder: Path) -> PreparedText:
+        """Opens a folder that ``m4 prepare`` made.
+
+        Raises:
+            CorpusError: there is no prepared corpus.
+            VocabularyError: a vocabulary is damaged.
+        """
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise CorpusError("no prepared corpus is here.", str(folder), way_out="Run m4 prepare, or name its folder.")
+        models = manifest["models"]
+        source = Vocabulary.load(folder / "source.model", models["source"])
+        return PreparedText(folder, manifest, source, Vocabulary.load(folder / "target.model", models["target"]))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of both vocabularies."""
+        return hashlib.sha256((self.source.sha256 + self.target.sha256).encode()).hexdigest()
+
+    @property
+    def source_vocabulary(self) -> int:
+        """Number of source ids."""
+        return self.source.size
+
+    @property
+    def target_vocabulary(self) -> int:
+        """Number of target ids."""
+        return self.target.size
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row, end included."""
+        return int(self.manifest["settings"]["length"])
+
+    @functools.cached_property
+    def batches(self) -> Batches:
+        """The training batches."""
+        s = self.manifest["settings"]
+        return Batches(self._encoded("train"), int(s["tokens"]), self.length, float(s["temperature"]), int(s["sampling_seed"]))
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        """The training batch of a step: ``source`` and ``target``, int32 [B, L]."""
+        return self.batches.batch(step)
+
+    @functools.cached_property
+    def _held_out(self) -> tuple[dict[str, np.ndarray], ...]:
+        rows = int(self.manifest["settings"]["tokens"]) // self.length
+        dev = self._encoded("dev")
+        # A sample that is quickly evaluated: every n-th pair, all languages in it.
+        picked = np.random.default_rng(0).permutation(len(dev))[: 8 * rows]
+        return tuple(in_order(_only(dev, np.sort(picked)), rows, self.length))
+
+    def held_out(self) -> Sequence[dict[str, np.ndarray]]:
+        """Batches that are not trained on, all of one shape."""
+        return self._held_out
+
+    def examples(self, count: int) -> Sequence[Example]:
+        """Held-out sentences, always the same ones, of as many languages as there are."""
+        by_language: dict[str, list[Pair]] = {}
+        for pair in self._pairs("test"):
+            by_language.setdefault(pair.language, []).append(pair)
+        rng = np.random.default_rng(1)
+        queues = [[pairs[i] for i in rng.permutation(len(pairs))] for _, pairs in sorted(by_language.items())]
+        order = rng.permutation(len(queues))
+        found: list[Example] = []
+        for turn in range(max(map(len, queues), default=0)):
+            for q in order:
+                if turn < len(queues[q]) and len(found) < count:
+                    found.append(Example(*queues[q][turn]))
+        return found
+
+    def target_counts(self) -> np.ndarray:
+        """How often each target id occurs in the training data, end included, int64 [target_vocabulary]."""
+        train = self._encoded("train")
+        counts = np.bincount(train.target, minlength=self.target_vocabulary).astype(np.int64)
+        counts[1] += len(train)
+        return counts
+
+    def frequent_sentence(self) -> str:
+        """The most frequent English sentence of the training data."""
+        return Counter(pair.english for pair in self._pairs("train")).most_common(1)[0][0]
+
+    def source_ids(self, sentence: str) -> list[int]:
+        """The ids of a source sentence, without an end token."""
+        return self.source.encode([sentence])[0]
+
+    def english(self, ids: Sequence[int]) -> str:
+        """The text of target ids."""
+        return self.target.decode(ids)
+
+    def _encoded(self, part: str) -> Encoded:
+        with np.load(self.folder / f"{part}.npz", allow_pickle=False) as file:
+            fields = {name: file[name] for name in file.files}
+        languages = tuple(str(name) for name in fields.pop("languages"))
+        return Encoded(languages, **fields)
+
+    def _pairs(self, part: str) -> list[Pair]:
+        lines = (self.folder / f"{part}.tsv").read_text(encoding="utf-8").splitlines()
+        return [Pair(*line.split("\t")) for line in lines]
+
+
+def _only(data: Encoded, rows: np.ndarray) -> Encoded:
+    """Some of the pairs."""
+    source = [data.source[data.source_at[r] : data.source_at[r + 1]] for r in rows]
+    target = [data.target[data.target_at[r] : data.target_at[r + 1]] for r in rows]
+    return Encoded(
+        data.languages,
+        data.language[rows],
+        np.concatenate(source),
+        np.concatenate(target),
+        np.concatenate([[0], np.cumsum([len(s) for s in source])]),
+        np.concatenate([[0], np.cumsum([len(t) for t in target])]),
+    )
