@@ -94,6 +94,21 @@ def test_arguments_from_elsewhere_are_moved() -> None:
     np.testing.assert_array_equal(gshard.jit(lambda x: split(x, 0, 4) + 1, mesh=4)(x), np.arange(4.0) + 1)
 
 
+def test_results_go_in_again_with_other_shapes_beside_them() -> None:
+    """A training loop with batches of two shapes: the state of the first program is traced into the second."""
+
+    def step(w: Any, x: Any) -> Any:
+        scale = jnp.broadcast_to(w.sum() * 0.1, x.shape)
+        return w + split(x * scale, 0, 8).mean(0), jnp.reshape(x, (-1,)).sum()
+
+    jitted, w = gshard.jit(step, mesh=8), jnp.arange(4.0)
+    plain, v = jax.jit(step), jnp.arange(4.0)
+    for rows in (8, 16, 5, 8):
+        x = np.linspace(-1, 2, rows * 4, dtype=np.float32).reshape(rows, 4)
+        (w, _), (v, _) = jitted(w, x), plain(v, x)
+        np.testing.assert_allclose(w, v, rtol=1e-5)
+
+
 def test_in_and_out_shardings(mesh_2x4: jax.sharding.Mesh) -> None:
     jitted = gshard.jit(
         lambda x, w: {"product": x @ w, "sum": x.sum()},

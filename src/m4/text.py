@@ -56,7 +56,8 @@ class PreparedText:
         """
         manifest = read_manifest(folder)
         if manifest is None:
-            raise CorpusError("no prepared corpus is here.", str(folder), way_out="Run m4 prepare, or name its folder.")
+            way_out = "Run m4 prepare, or name the folder that it made."
+            raise CorpusError("there is no prepared corpus.", str(folder), way_out=way_out)
         models = manifest["models"]
         source = Vocabulary.load(folder / "source.model", models["source"])
         return PreparedText(folder, manifest, source, Vocabulary.load(folder / "target.model", models["target"]))
@@ -85,7 +86,8 @@ class PreparedText:
     def batches(self) -> Batches:
         """The training batches."""
         s = self.manifest["settings"]
-        return Batches(self._encoded("train"), int(s["tokens"]), self.length, float(s["temperature"]), int(s["sampling_seed"]))
+        seed, temperature = int(s["sampling_seed"]), float(s["temperature"])
+        return Batches(self._encoded("train"), int(s["tokens"]), self.length, temperature, seed)
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """The training batch of a step: ``source`` and ``target``, int32 [B, L]."""

@@ -1,0 +1,168 @@
+"""Readers, cleaning and the split that does not leak, on archives of the true layout made here."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from m4.corpus import component, gettext, hold_out, parallel
+from m4.corpus.clean import RULES, clean, tidy
+from m4.corpus.language import language
+from m4.corpus.pair import Pair
+from m4.corpus.source import SOURCES, chosen
+from m4.errors import CorpusError
+
+CATALOGUE = """
+msgid ""
+msgstr "Content-Type: text/plain; charset=UTF-8\\n"
+
+msgid "Delete the selected files"
+msgstr "Ausgewählte Dateien löschen"
+
+#, fuzzy
+msgid "Rename the file"
+msgstr "Datei verschieben"
+
+msgid "Not translated yet"
+msgstr ""
+
+msgid "%(count)s file deleted"
+msgid_plural "%(count)s files deleted"
+msgstr[0] "%(count)s Datei gelöscht"
+msgstr[1] "%(count)s Dateien gelöscht"
+
+#~ msgid "Gone long ago"
+#~ msgstr "Lange vorbei"
+"""
+
+
+def wheel(path: Path, files: dict[str, str | bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return path
+
+
+def test_gettext_reads_translated_entries_only(tmp_path: Path) -> None:
+    archive = wheel(
+        tmp_path / "a.whl",
+        {
+            "pkg/locale/de/LC_MESSAGES/django.po": CATALOGUE,
+            "pkg/locale/en_GB/LC_MESSAGES/django.po": CATALOGUE,
+            "pkg/locale/fr/LC_MESSAGES/django.po": b'msgid "x y"\nmsgstr "\xff"\n',
+            "pkg/locale/de/LC_MESSAGES/django.mo": b"binary",
+        },
+    )
+    assert list(gettext.read(archive)) == [
+        Pair("de", "Ausgewählte Dateien löschen", "Delete the selected files"),
+        Pair("de", "%(count)s Datei gelöscht", "%(count)s file deleted"),
+        Pair("de", "%(count)s Dateien gelöscht", "%(count)s files deleted"),
+    ]
+
+
+def test_component_pairs_by_key(tmp_path: Path) -> None:
+    def text(**strings: str) -> str:
+        return json.dumps({"config": {"step": strings, "number": 3}})
+
+    folder = "homeassistant/components/lamp/translations"
+    archive = wheel(
+        tmp_path / "h.whl",
+        {
+            f"{folder}/en.json": text(a="Turn on", b="Turn off"),
+            f"{folder}/pt-BR.json": text(a="Ligar", c="Só aqui"),
+            f"{folder}/sensor.en.json": text(a="Warm"),
+            f"{folder}/sensor.de.json": text(a="Warm"),
+            f"{folder}/ru.json": "{broken",
+            "homeassistant/components/door/translations/de.json": text(a="Ohne Englisch"),
+        },
+    )
+    assert list(component.read(archive)) == [Pair("pt", "Ligar", "Turn on"), Pair("de", "Warm", "Warm")]
+
+
+def test_users_files_in_three_forms(tmp_path: Path) -> None:
+    tsv, jsonl = tmp_path / "p.tsv", tmp_path / "p.jsonl"
+    tsv.write_text("de\tguten Tag\tgood day\nonly one field\nxx-invented\ta\tb\n", encoding="utf-8")
+    jsonl.write_text('{"language": "fr", "foreign": "oui", "english": "yes"}\n{"language": "fr"}\n[]\n')
+    (tmp_path / "talk.it").write_text("uno\ndue\n", encoding="utf-8")
+    (tmp_path / "talk.en").write_text("one\ntwo\n", encoding="utf-8")
+    assert list(parallel.read(tsv)) == [
+        Pair("de", "guten Tag", "good day"),
+        parallel.BadLine(2, "1 fields instead of 3", "only one field"),
+        parallel.BadLine(3, "unknown language 'xx-invented'", "xx-invented\ta\tb"),
+    ]
+    good, missing, wrong = parallel.read(jsonl)
+    assert good == Pair("fr", "oui", "yes")
+    assert isinstance(missing, parallel.BadLine)
+    assert missing.reason == "no field 'foreign'"
+    assert isinstance(wrong, parallel.BadLine)
+    assert list(parallel.read(tmp_path / "talk.it")) == [Pair("it", "uno", "one"), Pair("it", "due", "two")]
+
+
+def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
+    latin = tmp_path / "l.tsv"
+    latin.write_bytes(b"de\teins\tone\nde\tgr\xfcn\tgreen\n")
+    with pytest.raises(CorpusError, match=r"not UTF-8(.|\n)*l.tsv:2(.|\n)*0xfc(.|\n)*iconv"):
+        parallel.read(latin)
+    (tmp_path / "empty.tsv").write_text("\n")
+    with pytest.raises(CorpusError, match="is empty"):
+        parallel.read(tmp_path / "empty.tsv")
+    with pytest.raises(CorpusError, match="cannot be read: No such file"):
+        parallel.read(tmp_path / "absent.tsv")
+    (tmp_path / "t.de").write_text("eins\nzwei\n")
+    (tmp_path / "t.en").write_text("one\n")
+    with pytest.raises(CorpusError, match=r"differ in length(.|\n)*2 lines, and 1"):
+        parallel.read(tmp_path / "t.de")
+
+
+@pytest.mark.parametrize(
+    ("pair", "reason"),
+    [
+        (Pair("de", "", "some text here"), "empty"),
+        (Pair("de", "Home Assistant", "home assistant"), "identical"),
+        (Pair("de", "w" * 500, "a long word in German"), "too long"),
+        (Pair("de", "Datei öffnen", "Open"), "fewer than two words"),
+        (Pair("de", "1 2 3 4 5 x y", "12:34:56 -- 99 am pm now"), "mostly symbols"),
+        (Pair("de", "falsche Seite hier", "неверная сторона тут"), "not English"),
+        (Pair("ru", "not Russian at all", "certainly it is not"), "wrong script"),
+        (Pair("de", "the cat sat hier", "the cat sat here"), "untranslated"),
+        (Pair("de", "ja", "a very long English sentence about nothing much"), "wrong length ratio"),
+    ],
+)
+def test_each_rule_has_its_reason(pair: Pair, reason: str) -> None:
+    assert clean(pair) == reason
+
+
+def test_every_rule_is_tried_above() -> None:
+    assert len(RULES) == 9
+
+
+def test_tidy_keeps_placeholders() -> None:
+    assert tidy("_Open <a href='x'>%(name)s</a> &now {entity_name}") == "Open %(name)s now {entity_name}"
+    assert tidy("ファイル(_F)") == "ファイル"
+    assert clean(Pair("zh-x", "打开 %s 文件", "Open the %s file")) == Pair("zh-x", "打开 %s 文件", "Open the %s file")
+
+
+def test_languages_have_one_name() -> None:
+    assert [language(c) for c in ("sr-Latn", "zh_HK", "zh", "uz@cyrillic", "pt", "en-US", "b", "tt@iqtelif")] == [
+        "sr_Latn", "zh_Hant", "zh_Hans", "uz_Cyrl", "pt", None, None, "tt",
+    ]  # fmt: skip
+
+
+def test_the_split_is_by_english_sentence_and_never_changes() -> None:
+    keys = [f"sentence about {a} with {b} inside" for a in "abcdefghij" for b in ("one", "two", "three")]
+    keys += [f"word{i} thing{i * 7}" for i in range(3000)]
+    first, again = hold_out.parts(keys, 0.05, 0.1), hold_out.parts(reversed(keys), 0.05, 0.1)
+    assert first == again
+    share = sum(part == hold_out.TEST for part in first.values()) / len(first)
+    assert 0.08 < share < 0.12
+    # All of the first thirty are near twins of each other: none may be held out.
+    assert {first[k] for k in keys[:30]} == {hold_out.TRAIN}
+
+
+def test_unknown_sources_are_refused() -> None:
+    with pytest.raises(CorpusError, match=r"no source 'nothing'(.|\n)*django"):
+        chosen(("django", "nothing"))
+    assert {s.licence for s in SOURCES.values()} <= {"BSD-3-Clause", "Apache-2.0", "MIT"}
