@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m4.batches import EOS, Encoded, in_order, shapes
+from m4.batches import EOS, Batches, Encoded, in_order, shapes
 from m4.corpus import fetch, hold_out
 from m4.corpus.source import Source
 from m4.errors import CorpusError, VocabularyError
@@ -36,7 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> PrepareConfig:
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return PrepareConfig(
         output=folder / "ready", cache=folder / "cache", sources=(), files=(file,), source_vocabulary=350,
-        target_vocabulary=310, tokens=384, length=24, dev=0.1, test=0.1,
+        target_vocabulary=310, tokens=1152, length=72, dev=0.1, test=0.1,
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_batches_depend_on_the_step_alone(text: PreparedText) -> None:
         np.testing.assert_array_equal(one["source"], two["source"])
         np.testing.assert_array_equal(one["target"], two["target"])
         assert one["source"].shape == one["target"].shape
-        assert one["source"].shape in shapes(384, 24)
+        assert one["source"].shape in shapes(1152, 72)
         for ids in one.values():
             assert ids.dtype == np.int32
             ends = (ids == EOS).sum(1)
@@ -84,13 +84,24 @@ def test_batches_depend_on_the_step_alone(text: PreparedText) -> None:
 
 def test_batches_are_real_sentences_and_sorted_into_their_shapes(text: PreparedText) -> None:
     english = {line.split("\t")[2] for line in (text.folder / "train.tsv").read_text().splitlines()}
-    seen = set()
     for step in range(16):
-        batch = text.batch(step)
-        seen.add(batch["target"].shape)
-        for row in batch["target"]:
+        for row in text.batch(step)["target"]:
             assert text.english([i for i in row if i > EOS]) in english
-    assert len(seen) == 2
+
+
+def test_short_sentences_make_short_rows() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 30, (2, 4000))
+    at = [np.concatenate([[0], np.cumsum(n)]) for n in lengths]
+    ids = [rng.integers(3, 99, a[-1]).astype(np.int32) for a in at]
+    data = Encoded(("a", "b"), rng.integers(0, 2, 4000).astype(np.int32), ids[0], ids[1], at[0], at[1])
+    batches = Batches(data, tokens=384, length=24, temperature=1.0, seed=3)
+    assert batches.too_long == (lengths.max(0) + 1 > 24).sum()
+    seen = [batches.batch(step) for step in range(64)]
+    assert {b["source"].shape for b in seen} == {(32, 12), (16, 24)}
+    used = np.mean([(b["source"] > 0).mean() for b in seen])
+    one_shape = np.mean(lengths[0][lengths.max(0) < 24] + 1) / 24
+    assert used > 1.05 * one_shape, "rows of two lengths hold more text than rows of one"
 
 
 def test_temperature_brings_up_rare_languages(config: PrepareConfig, text: PreparedText) -> None:
@@ -108,8 +119,9 @@ def test_temperature_brings_up_rare_languages(config: PrepareConfig, text: Prepa
 
 def test_held_out_batches_have_one_shape(text: PreparedText) -> None:
     batches = text.held_out()
-    assert {b["source"].shape for b in batches} == {(384 // 24, 24)}
-    assert sum(int((b["target"] == EOS).sum()) for b in batches) > 20
+    assert {b["source"].shape for b in batches} == {(1152 // 72, 72)}
+    count = (text.folder / "dev.tsv").read_text().count("\n")
+    assert sum(int((b["target"] == EOS).sum()) for b in batches) == count > 0
 
 
 def test_every_pair_once_in_order() -> None:

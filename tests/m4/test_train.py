@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -80,6 +81,14 @@ def test_two_devices_compute_what_one_does(tmp_path: Path) -> None:
     run_of(tmp_path / "two", OPTIONS, dataclasses.replace(groups, partitions=2))
     one, two = ([float.fromhex(x) for x in losses(tmp_path / name)] for name in ("one", "two"))
     np.testing.assert_allclose(two, one, rtol=2e-4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Most of the time here would go into optimising programs that run for milliseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
