@@ -106,10 +106,13 @@ class PreparedText:
         return self._held_out
 
     def examples(self, count: int) -> Sequence[Example]:
-        """Held-out sentences, always the same ones, of as many languages as there are."""
+        """Held-out sentences that fit the model, always the same ones, of as many languages as there are."""
+        pairs = self._pairs("test")
+        sides = self.source.encode([p.foreign for p in pairs]), self.target.encode([p.english for p in pairs])
         by_language: dict[str, list[Pair]] = {}
-        for pair in self._pairs("test"):
-            by_language.setdefault(pair.language, []).append(pair)
+        for pair, source, target in zip(pairs, *sides, strict=True):
+            if max(len(source), len(target)) < self.length:
+                by_language.setdefault(pair.language, []).append(pair)
         rng = np.random.default_rng(1)
         queues = [[pairs[i] for i in rng.permutation(len(pairs))] for _, pairs in sorted(by_language.items())]
         order = rng.permutation(len(queues))

@@ -1,0 +1,273 @@
+"""One table of small programs, each around one equation: a new rule is a new row here.
+
+Sizes are uneven on purpose (7, 5, 10, 3 over 2, 3 and 6 parts), some smaller than the number of parts; data varies in
+sign and is never all equal. Indices reach out of range on both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One case.
+
+    Attributes:
+        name: unique; begins with the primitive's name.
+        primitive: the equation that is split.
+        function: the program around it.
+        arguments: its arrays.
+        tolerance: relative and absolute, for sums in another order; 0 demands the same bits.
+    """
+
+    name: str
+    primitive: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    tolerance: float = 0.0
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Numbers that vary in sign."""
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def whole(*shape: int, low: int = -9, high: int = 9) -> np.ndarray:
+    """Integers that vary in sign."""
+    return np.random.default_rng([*shape, 5]).integers(low, high, shape).astype(np.int32)
+
+
+X = normal(7, 10)
+Y = normal(7, 10, seed=1)
+P = np.abs(X) + 0.1
+N = whole(7, 10)
+IMAGE = normal(2, 4, 11, 9)
+MATRICES = normal(3, 4, 4)
+POSITIVE_DEFINITE = MATRICES @ MATRICES.transpose(0, 2, 1) + 4 * np.eye(4, dtype=np.float32)
+SUM = 1e-5
+
+
+def rows() -> Iterator[Row]:
+    """All rows."""
+    for family in (elementwise, contractions, reductions, shapes, windows, look_ups, sliding, others):
+        yield from family()
+
+
+def row(name: str, function: Callable[..., Any], *arguments: Any, tolerance: float = 0.0) -> Row:
+    """A row whose primitive is the first word of its name."""
+    return Row(name, name.split(",")[0], function, arguments, tolerance)
+
+
+def elementwise() -> Iterator[Row]:
+    unary = {
+        "abs": X, "acos": X / 9, "acosh": P + 1, "asin": X / 9, "asinh": X, "atan": X, "atanh": X / 9, "bessel_i0e": X,
+        "bessel_i1e": X, "cbrt": X, "ceil": X, "cos": X, "cosh": X, "digamma": P, "erf": X, "erf_inv": X / 9, "erfc": X,
+        "exp": X, "exp2": X, "expm1": X, "floor": X, "is_finite": X, "lgamma": P, "log": P, "log1p": P, "logistic": X,
+        "neg": X, "not": N, "population_count": N, "round": X, "rsqrt": P, "sign": X, "sin": X, "sinh": X,
+        "sqrt": P, "tan": X, "tanh": X, "clz": N,
+    }  # fmt: skip
+    for name, x in unary.items():
+        yield row(name, getattr(lax, {"not": "bitwise_not"}.get(name, name)), x)
+    complexes = X + 1j * Y
+    for name, call in {"real": lax.real, "imag": lax.imag, "conj": lax.conj}.items():
+        yield row(name, call, complexes)
+    yield row("integer_pow", lambda x: lax.integer_pow(x, 3), X)
+    yield row("square", lax.square, X)
+    yield row("copy", lambda x: jnp.array(x, copy=True), X)
+    yield row("convert_element_type", lambda x: lax.convert_element_type(x, jnp.bfloat16), X)
+    yield row("reduce_precision", lambda x: lax.reduce_precision(x, 5, 4), X)
+    yield row("stop_gradient", lax.stop_gradient, X)
+    binary = {
+        "add": (X, Y), "sub": (X, Y), "mul": (X, Y), "div": (X, P), "max": (X, Y), "min": (X, Y), "atan2": (X, Y),
+        "pow": (P, X), "rem": (X, Y), "nextafter": (X, Y), "eq": (N, N[::-1].copy()),
+        "ne": (N, N[::-1].copy()), "ge": (X, Y), "gt": (X, Y), "le": (X, Y), "lt": (X, Y), "and": (N, N[::-1].copy()),
+        "or": (N, N[::-1].copy()),
+        "xor": (N, N[::-1].copy()), "shift_left": (N, np.abs(N)), "shift_right_logical": (N, np.abs(N)),
+        "shift_right_arithmetic": (N, np.abs(N)), "complex": (X, Y), "igamma": (P, P[::-1].copy()),
+        "igammac": (P, P[::-1].copy()), "zeta": (P + 1, P),
+    }  # fmt: skip
+    names = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
+    for name, both in binary.items():
+        yield row(name, getattr(lax, names.get(name, name)), *both)
+    yield row("mul, size 1 stretched", lambda x, y: lax.mul_p.bind(x, y), X, X[:1])
+    yield row("clamp, scalars", lambda x: lax.clamp(-0.5, x, 0.5), X)
+    yield row("select_n, scalar predicate", lambda p, x, y: lax.select_n(p, x, y), np.bool_(True), X, Y)
+    yield row("select_n", lambda x, y: lax.select_n(x > 0, x, y), X, Y)
+    yield row("optimization_barrier", lambda x, y: lax.optimization_barrier((x, y)), X, normal(5, 3))
+
+
+def contractions() -> Iterator[Row]:
+    for name, spec, shapes_ in (
+        ("dot_general, matrix", "ij,jk->ik", ((7, 10), (10, 5))),
+        ("dot_general, batch", "bij,bjk->bik", ((3, 5, 7), (3, 7, 4))),
+        ("dot_general, two sums", "ijk,kjl->il", ((5, 3, 7), (7, 3, 4))),
+        ("dot_general, outer", "i,j->ij", ((7,), (5,))),
+        ("dot_general, tokens to experts", "gsec,gsm->egcm", ((3, 5, 4, 2), (3, 5, 6))),
+    ):
+        arguments = tuple(normal(*s) for s in shapes_)
+        yield row(name, lambda x, y, spec=spec: jnp.einsum(spec, x, y), *arguments, tolerance=SUM)
+    yield row("dot_general, integers", lambda x, y: x @ y, N, N.T.copy())
+
+
+def reductions() -> Iterator[Row]:
+    for name, call, x in (
+        ("reduce_sum", lambda x: jnp.sum(x, 0), X), ("reduce_max", lambda x: jnp.max(x, 1), X),
+        ("reduce_min", lambda x: jnp.min(x, (0, 1)), X), ("reduce_prod", lambda x: jnp.prod(x, 1), X),
+        ("reduce_and", lambda x: jnp.all(x, 0), X > -1), ("reduce_or", lambda x: jnp.any(x, 0), X > 1.5),
+        ("reduce_xor", lambda x: jnp.bitwise_xor.reduce(x, 1), N), ("reduce_sum, integers", lambda x: jnp.sum(x, 1), N),
+        ("reduce_and, bits", lambda x: jnp.bitwise_and.reduce(x, 0), N),
+        ("reduce_max, all negative", lambda x: jnp.max(x, 0), -P), ("reduce_max, integers", lambda x: jnp.max(x, 1), N),
+    ):  # fmt: skip
+        yield row(name, call, x, tolerance=SUM if x.dtype == np.float32 else 0.0)
+    with_nan = np.round(X)
+    with_nan[2, 3] = np.nan
+    for name in ("argmax", "argmin"):
+        for kind, x in (("ties", np.round(X)), ("nan", with_nan), ("one sign", -P if name == "argmax" else P)):
+            yield row(f"{name}, {kind}", lambda x, name=name: getattr(lax, name)(x, 1, np.int32), x)
+        yield row(f"{name}, first dimension", lambda x, name=name: getattr(lax, name)(x, 0, np.int32), X > 0)
+    for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
+        for reverse in (False, True):
+            call = lambda x, name=name, reverse=reverse: getattr(lax, name)(x, axis=1, reverse=reverse)  # noqa: E731
+            yield row(f"{name}, {'backwards' if reverse else 'forwards'}", call, X, tolerance=SUM)
+    yield row("cumsum, integers", lambda x: lax.cumsum(x, axis=0), N)
+
+
+def shapes() -> Iterator[Row]:
+    yield row("broadcast_in_dim", lambda x: lax.broadcast_in_dim(x, (7, 3, 10), (0, 2)), X)
+    yield row("broadcast_in_dim, stretched", lambda x: lax.broadcast_in_dim(x, (7, 6), (0, 1)), X[:, :1])
+    yield row("transpose", lambda x: jnp.transpose(x, (2, 0, 1)), normal(3, 5, 7))
+    yield row("squeeze", lambda x: lax.squeeze(x, (1,)), normal(7, 1, 10))
+    for a, b in (((6, 4), (24,)), ((24,), (4, 6)), ((6, 4), (4, 6)), ((8, 1, 3), (2, 4, 3)), ((12, 5), (3, 4, 5, 1))):
+        yield row(f"reshape, {a} to {b}", lambda x, b=b: x.reshape(b), normal(*a))
+    yield row("split", lambda x: lax.split(x, (4, 6), 1), X)
+    yield row("stack", lambda x, y: jnp.stack([x, y], 1), X, Y)
+    yield row("unstack", lambda x: list(jnp.unstack(x, axis=0)), X)
+    yield row("tile", lambda x: jnp.tile(x, (3, 2)), X)
+    yield row("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.int32), X)
+    yield row("bitcast_convert_type, narrower", lambda x: lax.bitcast_convert_type(x, jnp.int8), X)
+    yield row("gshard_mark", lambda x: jax.tree.map(lambda y: y, _marked(x)), X)
+
+
+def _marked(x: Any) -> Any:
+    from gshard import replicate
+
+    return replicate(x)
+
+
+def windows() -> Iterator[Row]:
+    yield row("slice", lambda x: lax.slice(x, (1, 2), (6, 9)), X)
+    yield row("slice, strided", lambda x: lax.slice(x, (0, 1), (7, 10), (2, 3)), X)
+    yield row("slice, one column", lambda x: x[:, 4:5], X)
+    for name, config in (
+        ("pad", ((1, 2, 0), (0, 0, 0))), ("pad, negative", ((-1, -2, 0), (3, -4, 0))),
+        ("pad, interior", ((1, 2, 2), (0, 3, 1))), ("pad, both", ((-2, -3, 1), (5, 0, 0))),
+    ):  # fmt: skip
+        yield row(name, lambda x, config=config: lax.pad(x, 2.5, config), X)
+    yield row("rev", lambda x: lax.rev(x, (0, 1)), X)
+    yield row("concatenate", lambda x, y: lax.concatenate([x, y, x], 0), X, normal(2, 10))
+    yield row("concatenate, with nothing", lambda x, y: lax.concatenate([x, y], 1), X, normal(7, 0))
+    for start in (-3, 0, 4, 20):
+        at = np.int32(start)
+        ds = lambda x, i: lax.dynamic_slice_p.bind(x, i, i, slice_sizes=(3, 10))  # noqa: E731
+        yield row(f"dynamic_slice, at {start}", ds, X, at)
+        yield row(f"dynamic_update_slice, at {start}", lambda x, u, i: lax.dynamic_update_slice_p.bind(x, u, i, i),
+                  X, normal(3, 4), at)  # fmt: skip
+    yield row("dynamic_slice, booleans", lambda x, i: lax.dynamic_slice(x, (i, i), (3, 4)), X > 0, np.int32(1))
+
+
+def look_ups() -> Iterator[Row]:
+    numbers = lax.GatherDimensionNumbers
+    index = np.array([[3], [0], [6], [9], [-2]], np.int32)
+    pairs = np.array([[3, 4], [0, 11], [9, 2], [-1, 3], [6, 9], [2, 2]], np.int32)
+    for mode in ("clip", "fill", None):
+        rows_of = lambda x, i, mode=mode: lax.gather(x, i, numbers((1,), (0,), (0,)), (1, 10), mode=mode)  # noqa: E731
+        yield row(f"gather, rows, {mode}", rows_of, X, index)
+        yield row(f"gather, booleans, {mode}", rows_of, X > 0, index)
+        yield row(f"gather, unsigned, {mode}", rows_of, X, index.astype(np.uint8))
+        single = numbers((), (0, 1), (0, 1))
+        elements = lambda x, i, single=single, mode=mode: lax.gather(x, i, single, (1, 1), mode=mode)  # noqa: E731
+        yield row(f"gather, elements, {mode}", elements, X, pairs)
+    several = numbers((1, 2), (), (0,))
+    yield row("gather, windows", lambda x, i: lax.gather(x, i, several, (3, 10), mode="clip"), X, index)
+    yield row("gather, batches", lambda x, i: jnp.take_along_axis(x, i, 1), X, whole(7, 3, low=0, high=10))
+    some, others_ = np.array([3, 0, 9, 3, -12], np.int32), np.array([1, 2, 3, 10, -20], np.int32)
+    distinct = np.array([3, 0, 9, 5, 4], np.int32)
+    verbs = {"add": "add", "mul": "multiply", "min": "min", "max": "max", "": "set"}
+    for name, verb in ((f"scatter-{k}" if k else "scatter", v) for k, v in verbs.items()):
+        at = distinct if verb == "set" else some
+        for mode in ("drop", "clip"):
+            rows_at = lambda a, i, u, verb=verb, mode=mode: getattr(a.at[i], verb)(u, mode=mode)  # noqa: E731
+            yield row(f"{name}, rows, {mode}", rows_at, X, at, normal(5, 10), tolerance=SUM)
+            points = lambda a, i, j, u, verb=verb, mode=mode: getattr(a.at[i, j], verb)(u, mode=mode)  # noqa: E731
+            yield row(f"{name}, elements, {mode}", points, X, some, others_, normal(5), tolerance=SUM)
+    yield row("scatter, one out of range", lambda a, u: a.at[12].set(u, mode="drop"), normal(9), np.float32(5))
+    yield row("scatter-add, batches", jax.vmap(lambda a, i, u: a.at[i].add(u)), normal(5, 6, 3),
+              whole(5, 4, low=0, high=6), normal(5, 4, 3), tolerance=SUM)  # fmt: skip
+
+
+def sliding() -> Iterator[Row]:
+    def conv(**settings: Any) -> Callable[..., Any]:
+        return lambda x, k: lax.conv_general_dilated(x, k, **settings)
+
+    for stride, padding, base, dilation in (
+        ((1, 1), "SAME", (1, 1), (1, 1)), ((2, 2), "SAME", (1, 1), (1, 1)), ((1, 3), [(2, 0), (-1, 3)], (1, 1), (2, 1)),
+        ((1, 1), [(1, 2), (3, 1)], (2, 3), (1, 1)), ((2, 1), [(1, 2), (0, 1)], (3, 2), (1, 2)),
+        ((1, 1), "VALID", (1, 1), (3, 2)),
+    ):  # fmt: skip
+        settings = {"window_strides": stride, "padding": padding, "lhs_dilation": base, "rhs_dilation": dilation}
+        yield row(f"conv_general_dilated, {stride} {padding} {base} {dilation}", conv(**settings), IMAGE,
+                  normal(6, 4, 3, 3), tolerance=1e-4)  # fmt: skip
+    same = {"window_strides": (1, 1), "padding": "SAME"}
+    for name, image, kernel, groups in (
+        ("feature groups", IMAGE, normal(6, 2, 3, 3), {"feature_group_count": 2}),
+        ("depthwise", IMAGE, normal(4, 1, 3, 3), {"feature_group_count": 4}),
+        ("batch groups", normal(4, 3, 5, 5), normal(6, 3, 3, 3), {"batch_group_count": 2}),
+    ):
+        yield row(f"conv_general_dilated, {name}", conv(**same, **groups), image, kernel, tolerance=1e-4)
+    for name, start, monoid in (("sum", 0.0, lax.add), ("max", -np.inf, lax.max), ("min", np.inf, lax.min)):
+        pool = lambda x, start=start, monoid=monoid: lax.reduce_window(  # noqa: E731
+            x, np.float32(start), monoid, (1, 1, 3, 2), (1, 1, 2, 1), "SAME")  # fmt: skip
+        yield row(f"reduce_window_{name}", pool, IMAGE, tolerance=SUM)
+        spread = lambda x, start=start, monoid=monoid: lax.reduce_window(  # noqa: E731
+            x, np.float32(start), monoid, (1, 1, 3, 2), (1, 1, 1, 2), ((0, 0), (0, 0), (2, 1), (0, 3)), (1, 1, 2, 1),
+            (1, 1, 1, 3))  # fmt: skip
+        yield row(f"reduce_window_{name}, dilated", spread, IMAGE, tolerance=SUM)
+    product = lambda x: lax.reduce_window(x, np.float32(1), lax.mul, (1, 1, 3, 2), (1, 1, 2, 1), "SAME")  # noqa: E731
+    yield row("reduce_window", product, IMAGE, tolerance=SUM)
+    pooled = lambda x: (lax.reduce_window(x, -np.inf, lax.max, (1, 1, 3, 2), (1, 1, 1, 1), "SAME") ** 2).sum()  # noqa: E731
+    yield row("select_and_scatter_add", jax.grad(pooled), IMAGE, tolerance=SUM)
+
+
+def others() -> Iterator[Row]:
+    yield row("sort, two operands", lambda x, y: lax.sort((x, y), dimension=1, num_keys=1), X, Y)
+    for k in (1, 3, 5):
+        yield row(f"top_k, {k}", lambda x, k=k: lax.top_k(x, k), np.round(X))
+    yield row("top_k, negative integers", lambda x: lax.top_k(x, 2), -np.abs(N) - 1)
+    yield row("fft", jnp.fft.fft, X, tolerance=1e-5)
+    yield row("cholesky", lax.linalg.cholesky, POSITIVE_DEFINITE, tolerance=1e-5)
+    yield row("qr", lambda x: jnp.abs(jnp.linalg.qr(x)[1]), MATRICES, tolerance=1e-4)
+    yield row("eigh", lambda x: jnp.linalg.eigvalsh(x), POSITIVE_DEFINITE, tolerance=1e-4)
+    yield row("svd", lambda x: jnp.linalg.svd(x, compute_uv=False), MATRICES, tolerance=1e-4)
+    yield row("lu", lambda x: lax.linalg.lu(x), MATRICES, tolerance=1e-5)
+    for left in (True, False):
+        solve = lambda a, b, left=left: lax.linalg.triangular_solve(a, b, left_side=left, lower=True)  # noqa: E731
+        yield row(f"triangular_solve, {left}", solve, POSITIVE_DEFINITE, normal(3, 4, 4, seed=2), tolerance=1e-4)
+    yield row("iota", lambda: lax.broadcasted_iota(jnp.int32, (7, 10), 1))
+    yield row("iota, floats", lambda: lax.broadcasted_iota(jnp.float32, (7, 10), 0))
+    yield row("iota_2x32_shape", lambda k: jax.random.bits(k, (7, 10)), jax.random.key(3))
+    yield row("threefry2x32", lambda k: jax.random.bits(k, (7, 10)), jax.random.key(4))
+    yield row("random_unwrap", lambda k: jax.random.key_data(k), jax.random.split(jax.random.key(0), 5))
+    yield row("random_wrap", lambda x: jax.random.bits(jax.random.wrap_key_data(x), (3,)),
+              np.array([7, 9], np.uint32))  # fmt: skip
+    folded = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))
+    yield row("random_fold_in", lambda i: jax.random.key_data(folded(i)), np.arange(5))
+    yield row("random_split", lambda k: jax.random.key_data(jax.random.split(k, 3)), jax.random.key(1))
+    yield row("random_seed", lambda i: jax.random.key_data(jax.vmap(jax.random.key)(i)), np.arange(5))
