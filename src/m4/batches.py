@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from m4.errors import CorpusError
+
 PAD, EOS = 0, 1
 _POOL = 16  # batches that are drawn together
 
@@ -65,6 +67,9 @@ class Batches:
         length: the longest sentence, end included; longer pairs are never drawn.
         temperature: T.
         seed: of all choices.
+
+    Raises:
+        CorpusError: no pair is short enough.
     """
 
     data: Encoded
@@ -75,6 +80,12 @@ class Batches:
 
     def __post_init__(self) -> None:
         fitting = np.flatnonzero(self.data.lengths <= self.length)
+        if not len(fitting):
+            raise CorpusError(
+                f"no pair of sentences fits into {self.length} tokens.",
+                got=f"{len(self.data):,} pairs",
+                way_out="Prepare again with a larger --length, or give shorter sentences.",
+            )
         order = fitting[np.argsort(self.data.language[fitting], kind="stable")]
         counts = np.bincount(self.data.language[order], minlength=len(self.data.languages))
         weights = np.where(counts > 0, counts.astype(np.float64) ** (1 / self.temperature), 0.0)

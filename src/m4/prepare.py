@@ -2,11 +2,14 @@
 
     manifest.json                   what was asked for and what came of it: sources, licences, hashes, counts
     train.tsv  dev.tsv  test.tsv    language, foreign sentence, English sentence
-    rejected.tsv                    lines of the user's own files that are no pairs, and why
+    rejected.tsv                    lines of the user's own files that are no pairs, and files of packages that
+                                    cannot be read, each with the reason
     source.model  target.model      vocabularies
     train.npz  dev.npz              the pairs as ids
 
-The folder appears at once, complete, or not at all; preparing the same again does nothing.
+The folder appears at once, complete, or not at all: what was there before stays until then, and a corpus is never
+replaced by one that lacks a package it had. Preparing the same again does nothing, except that packages that were not
+to be had are asked for again.
 """
 
 from __future__ import annotations
@@ -16,23 +19,25 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
 from m4.batches import Encoded
 from m4.corpus import hold_out, parallel
 from m4.corpus.clean import clean
-from m4.corpus.fetch import fetch
-from m4.corpus.pair import Pair
+from m4.corpus.fetch import Fetched, checksum, fetch
+from m4.corpus.pair import Pair, Unreadable
 from m4.corpus.source import chosen
 from m4.errors import CorpusError
 from m4.text import MANIFEST, PreparedText, read_manifest
 from m4.tokens import Vocabulary, learn
 
-FORMAT = 1
+FORMAT = 2
+"""Raised when the same settings give another corpus than before."""
+
 _SENTENCES_FOR_VOCABULARY = 200_000
 
 
@@ -84,13 +89,9 @@ class PrepareConfig:
     def fingerprint(self) -> str:
         """Hash of everything that the result depends on."""
         said = {**dataclasses.asdict(self), "format": FORMAT, "output": "", "cache": ""}
-        said["files"] = [(str(f), _stamp(f)) for f in self.files]
+        said["sources"] = [(s.name, s.version) for s in chosen(self.sources)]
+        said["files"] = [[(f.name, checksum(f)) for f in parallel.files_of(file) if f.is_file()] for file in self.files]
         return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-    found = file.stat() if file.exists() else None
-    return (found.st_size, found.st_mtime_ns) if found else (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,55 +114,105 @@ class Prepared:
                 lines.append(f"  {s['name']} {s['version']}: not to be had, going on without it ({s['problem']})")
             else:
                 counts = f"{s['pairs']:,} pairs in {s['languages']} languages"
-                lines.append(f"  {s['name']} {s['version']} ({s['licence']}): {counts}")
+                broken = f", {s['unreadable']:,} files cannot be read (rejected.tsv)" if s["unreadable"] else ""
+                lines.append(f"  {s['name']} {s['version']} ({s['licence']}): {counts}{broken}")
         for f in m["files"]:
             lines.append(f"  {f['path']}: {f['pairs']:,} pairs, {f['rejected']:,} lines rejected (rejected.tsv)")
-        left_out = ", ".join(f"{n:,} {reason}" for reason, n in m["left_out"].items())
+        lines += [f"    {n:,} lines with {reason}" for reason, n in list(m["rejected"].items())[:10]]
+        left_out = ", ".join(_counts(Counter(m["left_out"])))
         lines.append(f"  left out: {left_out}")
         largest = ", ".join(f"{name} {n:,}" for name, n in list(m["languages"].items())[:8])
         lines.append(f"  {len(m['languages'])} languages; the largest: {largest}")
         parts = ", ".join(f"{p} {m['pairs'][p]:,}" for p in (hold_out.TRAIN, hold_out.DEV, hold_out.TEST))
         lines.append(f"  pairs: {parts}; {m['english']:,} different English sentences, no one in two parts")
         lines.append(f"  vocabularies: {m['source_vocabulary']:,} and {m['target_vocabulary']:,} pieces")
+        if m["too_long"]:
+            length = m["settings"]["length"]
+            lines.append(f"  {m['too_long']:,} training pairs are longer than {length} tokens and will not be used")
         return "\n".join(lines)
 
 
-def prepare(config: PrepareConfig) -> Prepared:
+def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepared:
     """Downloads, cleans, splits, learns vocabularies, and writes it all down.
 
+    Args:
+        config: what to prepare.
+        say: takes a line for each thing that is begun.
+
     Raises:
-        CorpusError: there is no text, or a file of the user's cannot be read.
+        CorpusError: there is no text, a file of the user's cannot be read, or something else is in the folder.
         VocabularyError: the text does not support vocabularies of the size that was asked for.
     """
     known = read_manifest(config.output)
-    if known is not None and known.get("fingerprint") == config.fingerprint:
-        return Prepared({**known, "folder": str(config.output)}, was_there=True)
+    if known is None and config.output.exists() and (not config.output.is_dir() or any(config.output.iterdir())):
+        raise CorpusError(
+            "there is something here that is not a prepared corpus.",
+            str(config.output),
+            way_out="Name another folder with --output, or empty this one.",
+        )
     for file in config.files:
         parallel.read(file)  # what cannot be read is said before anything is downloaded
+    same = known if known is not None and known.get("fingerprint") == config.fingerprint else None
+    if same and not any(source["problem"] for source in same["sources"]):
+        return Prepared({**same, "folder": str(config.output)}, was_there=True)
+    fetched = list(_fetch(config, say))
+    if same and all(bool(new.problem) == bool(old["problem"]) for new, old in zip(fetched, same["sources"])):
+        return Prepared({**same, "folder": str(config.output)}, was_there=True)
+    _refuse_to_lose(config.output, known, fetched)
     work = config.output.with_name(config.output.name + ".unfinished")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    left_out: Counter[str] = Counter()
+    try:
+        manifest = _build(config, fetched, work, say)
+        _replace(config.output, work)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return Prepared({**manifest, "folder": str(config.output)}, was_there=False)
+
+
+def _build(config: PrepareConfig, fetched: Sequence[Fetched], work: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Writes all files into ``work``."""
+    left_out, rejected = Counter[str](), Counter[str]()
     pairs: dict[Pair, None] = {}
-    sources = list(_from_sources(config, pairs, left_out))
-    files = list(_from_files(config, pairs, left_out, work))
+    with (work / "rejected.tsv").open("w", encoding="utf-8") as aside:
+        sources = list(_from_sources(fetched, pairs, left_out, aside, say))
+        files = list(_from_files(config, pairs, left_out, rejected, aside))
     if not pairs:
         raise CorpusError(
             "there is not one pair of sentences to train on.",
-            got="; ".join(s["problem"] for s in sources if s["problem"]) or None,
+            got="; ".join([*(s["problem"] for s in sources if s["problem"]), *_counts(left_out)]) or None,
             way_out="Check the connection to the package index, or give text of your own with --files.",
         )
     manifest = {
         "fingerprint": config.fingerprint, "format": FORMAT, "sources": sources, "files": files,
-        "left_out": dict(left_out.most_common()),
+        "left_out": dict(left_out.most_common()), "rejected": dict(rejected.most_common()),
         "settings": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
-        **_write_parts(list(pairs), config, work),
+        **_write_parts(list(pairs), config, work, say),
     }  # fmt: skip
     (work / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    if config.output.exists():
-        shutil.rmtree(config.output)
-    work.rename(config.output)
-    return Prepared({**manifest, "folder": str(config.output)}, was_there=False)
+    return manifest
+
+
+def _refuse_to_lose(output: Path, known: dict[str, Any] | None, fetched: Sequence[Fetched]) -> None:
+    had = {source["name"] for source in known["sources"] if not source["problem"]} if known else set()
+    lost = [got for got in fetched if got.problem and got.source.name in had]
+    if lost:
+        raise CorpusError(
+            f"{lost[0].source.name} {lost[0].source.version} is not to be had, and the corpus here has it.",
+            str(output),
+            lost[0].problem,
+            "Try again with a connection to the package index, or prepare into another folder with --output.",
+        )
+
+
+def _replace(output: Path, work: Path) -> None:
+    """Puts the finished folder in its place; the former one goes only then."""
+    former = output.with_name(output.name + ".former")
+    shutil.rmtree(former, ignore_errors=True)
+    if output.exists():
+        output.rename(former)
+    work.rename(output)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def open_text(folder: Path) -> PreparedText:
@@ -173,35 +224,56 @@ def open_text(folder: Path) -> PreparedText:
     return PreparedText.load(folder)
 
 
-def _from_sources(config: PrepareConfig, pairs: dict[Pair, None], left_out: Counter[str]) -> Iterator[dict[str, Any]]:
+def _fetch(config: PrepareConfig, say: Callable[[str], None]) -> Iterator[Fetched]:
     config.cache.mkdir(parents=True, exist_ok=True)
     for source in chosen(config.sources):
         got = fetch(source, config.cache)
-        found = {
+        if not got.was_there:
+            told = f"not to be had, going on without it ({got.problem})" if got.problem else "downloaded"
+            say(f"{source.name} {source.version}: {told}")
+        yield got
+
+
+def _from_sources(
+    fetched: Sequence[Fetched], pairs: dict[Pair, None], left_out: Counter[str], aside: TextIO,
+    say: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    for got in fetched:
+        source = got.source
+        found: dict[str, Any] = {
             "name": source.name, "version": source.version, "licence": source.licence, "sha256": got.sha256,
             "archive": got.archive.name if got.archive else None, "problem": got.problem, "pairs": 0, "languages": 0,
+            "unreadable": 0,
         }  # fmt: skip
         if got.archive is not None:
+            say(f"reading {source.name}")
             before = len(pairs)
-            languages = _keep(source.read(got.archive), pairs, left_out)
+            good: list[Pair] = []
+            for item in source.read(got.archive):
+                if isinstance(item, Unreadable):
+                    found["unreadable"] += 1
+                    aside.write(f"{got.archive.name}:{item.name}\t{item.problem}\n")
+                else:
+                    good.append(item)
+            languages = _keep(good, pairs, left_out)
             found |= {"pairs": len(pairs) - before, "languages": len(languages)}
         yield found
 
 
 def _from_files(
-    config: PrepareConfig, pairs: dict[Pair, None], left_out: Counter[str], work: Path
+    config: PrepareConfig, pairs: dict[Pair, None], left_out: Counter[str], rejected: Counter[str], aside: TextIO
 ) -> Iterator[dict[str, Any]]:
-    with (work / "rejected.tsv").open("w", encoding="utf-8") as aside:
-        for path in config.files:
-            before, rejected, good = len(pairs), 0, []
-            for item in parallel.read(path):
-                if isinstance(item, parallel.BadLine):
-                    rejected += 1
-                    aside.write(f"{path}:{item.number}\t{item.reason}\t{item.text}\n")
-                else:
-                    good.append(item)
-            _keep(good, pairs, left_out)
-            yield {"path": str(path), "pairs": len(pairs) - before, "rejected": rejected}
+    for path in config.files:
+        before, good, bad = len(pairs), [], 0
+        for item in parallel.read(path):
+            if isinstance(item, parallel.BadLine):
+                bad += 1
+                rejected[item.reason] += 1
+                aside.write(f"{path}:{item.number}\t{item.reason}\t{item.text}\n")
+            else:
+                good.append(item)
+        _keep(good, pairs, left_out)
+        yield {"path": str(path), "pairs": len(pairs) - before, "rejected": bad}
 
 
 def _keep(found: Iterable[Pair], pairs: dict[Pair, None], left_out: Counter[str]) -> set[str]:
@@ -219,11 +291,19 @@ def _keep(found: Iterable[Pair], pairs: dict[Pair, None], left_out: Counter[str]
     return languages
 
 
-def _write_parts(pairs: list[Pair], config: PrepareConfig, work: Path) -> dict[str, Any]:
-    part_of = hold_out.parts((hold_out.key(p.english) for p in pairs), config.dev, config.test)
+def _counts(left_out: Counter[str]) -> list[str]:
+    return [f"{n:,} {reason}" for reason, n in left_out.most_common()]
+
+
+def _write_parts(pairs: list[Pair], config: PrepareConfig, work: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    key_of = {english: hold_out.key(english) for english in dict.fromkeys(p.english for p in pairs)}
+    by_language: dict[str, set[str]] = {}
+    for pair in pairs:
+        by_language.setdefault(pair.language, set()).add(key_of[pair.english])
+    part_of = hold_out.parts(key_of.values(), config.dev, config.test, by_language)
     parts: dict[str, list[Pair]] = {hold_out.TRAIN: [], hold_out.DEV: [], hold_out.TEST: []}
     for pair in pairs:
-        parts[part_of[hold_out.key(pair.english)]].append(pair)
+        parts[part_of[key_of[pair.english]]].append(pair)
     for name, members in parts.items():
         if not members:
             raise CorpusError(
@@ -235,19 +315,30 @@ def _write_parts(pairs: list[Pair], config: PrepareConfig, work: Path) -> dict[s
             out.writelines("\t".join(p) + "\n" for p in members)
     train = parts[hold_out.TRAIN]
     rng = np.random.default_rng(config.sampling_seed)
+    say(f"learning vocabularies from {len(train):,} pairs")
     source = learn(_sample(train, config.temperature, rng), config.source_vocabulary, 8000, "source")
-    target = learn({p.english for p in train}, config.target_vocabulary, 4000, "target")
+    target = learn(dict.fromkeys(p.english for p in train), config.target_vocabulary, 4000, "target")
     (work / "source.model").write_bytes(source.model)
     (work / "target.model").write_bytes(target.model)
     languages = Counter(p.language for p in pairs)
-    for name in (hold_out.TRAIN, hold_out.DEV):
-        _encode(parts[name], source, target, work / f"{name}.npz")
+    encoded = {
+        name: _encode(parts[name], source, target, work / f"{name}.npz") for name in (hold_out.TRAIN, hold_out.DEV)
+    }
+    too_long = {name: int((data.lengths > config.length).sum()) for name, data in encoded.items()}
+    for name, count in too_long.items():
+        if count == len(parts[name]):
+            raise CorpusError(
+                f"no pair of the {name} part fits into {config.length} tokens.",
+                got=f"{count:,} pairs",
+                way_out="Allow longer ones with --length, or give shorter sentences.",
+            )
     return {
         "pairs": {name: len(members) for name, members in parts.items()},
         "languages": dict(languages.most_common()),
         "english": len(part_of),
         "source_vocabulary": source.size,
         "target_vocabulary": target.size,
+        "too_long": too_long[hold_out.TRAIN],
         "models": {"source": source.sha256, "target": target.sha256},
     }
 
@@ -264,7 +355,7 @@ def _sample(pairs: Sequence[Pair], temperature: float, rng: np.random.Generator)
     return [pairs[i].foreign for i in np.sort(picked)]
 
 
-def _encode(pairs: Sequence[Pair], source: Vocabulary, target: Vocabulary, path: Path) -> None:
+def _encode(pairs: Sequence[Pair], source: Vocabulary, target: Vocabulary, path: Path) -> Encoded:
     languages = tuple(sorted({p.language for p in pairs}))
     number = {name: i for i, name in enumerate(languages)}
     foreign, english = source.encode([p.foreign for p in pairs]), target.encode([p.english for p in pairs])
@@ -278,3 +369,4 @@ def _encode(pairs: Sequence[Pair], source: Vocabulary, target: Vocabulary, path:
     )
     fields: dict[str, Any] = {f.name: np.asarray(getattr(encoded, f.name)) for f in dataclasses.fields(encoded)}
     np.savez(path, **fields)
+    return encoded

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +24,12 @@ MANIFEST = "manifest.json"
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a prepared corpus; None if there is none, or it is damaged."""
+    """The manifest of a prepared corpus; None if there is none, or it is damaged or that of something else."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and {"fingerprint", "models", "settings"} <= found.keys() else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,14 +144,23 @@ class PreparedText:
         return self.target.decode(ids)
 
     def _encoded(self, part: str) -> Encoded:
-        with np.load(self.folder / f"{part}.npz", allow_pickle=False) as file:
-            fields = {name: file[name] for name in file.files}
+        path = self.folder / f"{part}.npz"
+        try:
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+                fields = {name: file[name] for name in file.files}
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            way_out = "Delete the folder and run m4 prepare again."
+            raise CorpusError("a file of the corpus is missing or damaged.", str(path), str(error), way_out) from error
         languages = tuple(str(name) for name in fields.pop("languages"))
         return Encoded(languages, **fields)
 
     def _pairs(self, part: str) -> list[Pair]:
-        lines = (self.folder / f"{part}.tsv").read_text(encoding="utf-8").splitlines()
-        return [Pair(*line.split("\t")) for line in lines]
+        path = self.folder / f"{part}.tsv"
+        try:
+            return [Pair(*line.split("\t")) for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError, TypeError) as error:
+            way_out = "Delete the folder and run m4 prepare again."
+            raise CorpusError("a file of the corpus is missing or damaged.", str(path), str(error), way_out) from error
 
 
 def _only(data: Encoded, rows: np.ndarray) -> Encoded:

@@ -95,6 +95,13 @@ def learn(sentences: Iterable[str], size: int | None, default: int, what: str) -
         return _train(lines, wanted)
     except RuntimeError as error:
         found = re.search(r"value <= (\d+)", str(error))
+        least = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
+        if least is not None:
+            raise VocabularyError(
+                f"a {what} vocabulary of {wanted} is too small: the text has more letters than that.",
+                got=f"{len(lines):,} sentences",
+                way_out=f"Ask for more than {least.group(1)}.",
+            ) from error
         if found is None:
             raise VocabularyError(f"the {what} vocabulary could not be learnt: {error}") from error
         most = int(found.group(1))

@@ -56,7 +56,7 @@ def test_gettext_reads_translated_entries_only(tmp_path: Path) -> None:
             "pkg/locale/de/LC_MESSAGES/django.mo": b"binary",
         },
     )
-    assert list(gettext.read(archive)) == [
+    assert [item for item in gettext.read(archive) if isinstance(item, Pair)] == [
         Pair("de", "Ausgewählte Dateien löschen", "Delete the selected files"),
         Pair("de", "%(count)s Datei gelöscht", "%(count)s file deleted"),
         Pair("de", "%(count)s Dateien gelöscht", "%(count)s files deleted"),
@@ -79,7 +79,8 @@ def test_component_pairs_by_key(tmp_path: Path) -> None:
             "homeassistant/components/door/translations/de.json": text(a="Ohne Englisch"),
         },
     )
-    assert list(component.read(archive)) == [Pair("pt", "Ligar", "Turn on"), Pair("de", "Warm", "Warm")]
+    found = [item for item in component.read(archive) if isinstance(item, Pair)]
+    assert found == [Pair("pt", "Ligar", "Turn on"), Pair("de", "Warm", "Warm")]
 
 
 def test_users_files_in_three_forms(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ Text is put in order first (tags and keyboard accelerators out, blanks joined, U
 
 from __future__ import annotations
 
+import html
 import re
 import unicodedata
 from collections.abc import Callable
@@ -19,8 +20,21 @@ from m4.corpus.pair import Pair
 
 _TAG = re.compile(r"</?[A-Za-z][^<>]{0,200}/?>")
 _BLANKS = re.compile(r"\s+")
-_ASIAN_ACCELERATOR = re.compile(r"\s*\([_&~]?[A-Za-z0-9]\)")
-_ACCELERATOR = re.compile(r"(?<![\w&])[_&~](?=\w)|(?<=\w)[_&~](?=\w)")
+_ENTITY = re.compile(r"&#?\w{1,8};")
+# Controls, soft hyphens and marks of direction; joiners stay: they matter in Persian and in the scripts of India.
+_UNSEEN = re.compile(r"[\x00-\x08\x0e-\x1b\x7f\xad\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
+# "開く(_O)", and "開く(O)..." at the end; not the plural of "file(s)".
+_ASIAN_ACCELERATOR = re.compile(
+    r"\s*\([_&~][A-Za-z0-9]\)|(?<=[\u3040-\u9fff\uac00-\ud7af])\s*\([A-Z]\)(?=\s*(?:\.\.\.|…|:|：)?\s*$)"
+)
+# A single mark before a letter, but not in "file_name" or "Q&A": an underscore begins a word, an ampersand does not
+# part capitals.
+_LETTER = r"(?=[^\W\d_])"
+_ACCELERATORS = {
+    "_": re.compile(rf"(?<![\w.])_{_LETTER}"),
+    "&": re.compile(rf"&{_LETTER}(?!(?<=[A-Z]&)[A-Z])"),
+    "~": re.compile(rf"(?<!\S)~{_LETTER}"),
+}
 PLACEHOLDER = re.compile(
     r"%\([^)]*\)[a-z]|%\d*\$?[a-z]|\$\{[^}]*\}|\{\{[^}]*\}\}|\{[^{}]*\}|\[%[^\]]*%\]|%\d|https?://\S+|`[^`]*`"
 )
@@ -60,13 +74,19 @@ def tidy(text: str) -> str:
 
     >>> tidy("  _Save as… <b>%(name)s</b>\n ")
     'Save as… %(name)s'
+    >>> tidy("the entity_id of file(s), Q&amp;A")
+    'the entity_id of file(s), Q&A'
     """
-    text = unicodedata.normalize("NFC", text).replace("\u200b", "").replace("\\n", " ")
-    text = _TAG.sub("", _ASIAN_ACCELERATOR.sub("", text))
+    text = unicodedata.normalize("NFC", text).replace("\\n", " ")
+    text = _ENTITY.sub(lambda found: html.unescape(found.group()), _TAG.sub("", text))
+    text = _ASIAN_ACCELERATOR.sub("", text)
     kept = PLACEHOLDER.findall(text)
-    parts = [_ACCELERATOR.sub("", part) for part in PLACEHOLDER.split(text)]
-    joined = "".join(p + k for p, k in zip(parts, [*kept, ""], strict=False))
-    return _BLANKS.sub(" ", joined).strip()
+    parts = PLACEHOLDER.split(text)
+    for mark, accelerator in _ACCELERATORS.items():
+        if sum(part.count(mark) for part in parts) == 1:
+            parts = [accelerator.sub("", part) for part in parts]
+    joined = "".join(p + k for p, k in zip(parts, [*kept, ""], strict=True))
+    return _BLANKS.sub(" ", _UNSEEN.sub("", joined)).strip()
 
 
 def words(text: str) -> list[str]:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from m4.corpus.language import language
-from m4.corpus.pair import Pair
+from m4.corpus.pair import Pair, Unreadable
 
 _FILE = re.compile(r"^(.*/translations)/(?:(.*)\.)?([A-Za-z][A-Za-z-]*)\.json$")
 
 
-def read(archive: Path) -> Iterator[Pair]:
+def read(archive: Path) -> Iterator[Pair | Unreadable]:
     """Every string that has the same key in ``en.json`` and in another language's file beside it."""
     with zipfile.ZipFile(archive) as wheel:
         groups: dict[tuple[str, str], dict[str, str]] = {}
@@ -28,20 +28,26 @@ def read(archive: Path) -> Iterator[Pair]:
             if "en" not in files:
                 continue
             english = _strings(wheel, files["en"])
+            if isinstance(english, Unreadable):
+                yield english
+                continue
             for code, name in files.items():
                 name_of_language = language(code)
                 if name_of_language is None:
                     continue
-                for key, foreign in _strings(wheel, name).items():
-                    if key in english:
-                        yield Pair(name_of_language, foreign, english[key])
+                foreign = _strings(wheel, name)
+                if isinstance(foreign, Unreadable):
+                    yield foreign
+                    continue
+                for key in (k for k in foreign if k in english):
+                    yield Pair(name_of_language, foreign[key], english[key])
 
 
-def _strings(wheel: zipfile.ZipFile, name: str) -> dict[str, str]:
+def _strings(wheel: zipfile.ZipFile, name: str) -> dict[str, str] | Unreadable:
     try:
         return dict(_flat(json.loads(wheel.read(name).decode("utf-8")), ""))
-    except (UnicodeDecodeError, ValueError):
-        return {}
+    except ValueError as error:  # not JSON, or not UTF-8
+        return Unreadable(name, str(error))
 
 
 def _flat(tree: Any, path: str) -> Iterator[tuple[str, str]]:

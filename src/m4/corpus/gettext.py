@@ -10,12 +10,12 @@ from pathlib import Path
 import polib
 
 from m4.corpus.language import language
-from m4.corpus.pair import Pair
+from m4.corpus.pair import Pair, Unreadable
 
 _CATALOGUE = re.compile(r"(?:^|/)locale/([^/]+)/LC_MESSAGES/[^/]+\.po$")
 
 
-def read(archive: Path) -> Iterator[Pair]:
+def read(archive: Path) -> Iterator[Pair | Unreadable]:
     """Every translated entry of every catalogue in a wheel; fuzzy and obsolete entries are left out.
 
     Singular and plural forms are pairs of their own: the first form goes with the singular, the last with the plural.
@@ -29,8 +29,9 @@ def read(archive: Path) -> Iterator[Pair]:
             try:
                 text = wheel.read(name).decode("utf-8")
                 catalogue = polib.pofile(text, wrapwidth=0)
-            except (UnicodeDecodeError, OSError, ValueError):
-                continue  # one broken catalogue of hundreds: its package's fault
+            except (UnicodeDecodeError, OSError, ValueError) as error:
+                yield Unreadable(name, str(error))  # one broken catalogue of hundreds: its package's fault
+                continue
             for entry in catalogue.translated_entries():
                 if entry.msgid_plural:
                     forms = [entry.msgstr_plural[i] for i in sorted(entry.msgstr_plural)]

@@ -17,3 +17,10 @@ class Pair(NamedTuple):
     language: str
     foreign: str
     english: str
+
+
+class Unreadable(NamedTuple):
+    """A file inside a package's archive that should hold pairs and cannot be read: its name, and why."""
+
+    name: str
+    problem: str

@@ -41,6 +41,11 @@ def read(path: Path) -> Iterator[Pair | BadLine]:
     return _aligned(path, lines)
 
 
+def files_of(path: Path) -> tuple[Path, ...]:
+    """The file itself, and the one aligned with it."""
+    return (path,) if path.suffix in (".tsv", ".jsonl") else (path, path.with_suffix(".en"))
+
+
 def _lines(path: Path) -> list[str]:
     try:
         data = path.read_bytes()
@@ -49,7 +54,7 @@ def _lines(path: Path) -> list[str]:
     if not data.strip():
         raise CorpusError("the corpus file is empty.", str(path), way_out="Give a file with a pair on each line.")
     try:
-        return data.decode("utf-8").splitlines()
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
         raise CorpusError(
@@ -58,6 +63,8 @@ def _lines(path: Path) -> list[str]:
             f"byte 0x{data[error.start]:02x} at position {error.start}",
             f"Convert it first: iconv -f latin1 -t utf-8 {path.name}",
         ) from error
+    # Not splitlines(): it also splits at characters that sentences contain, and aligned files would part there.
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
 def _named(number: int, code: str, foreign: str, english: str, line: str) -> Pair | BadLine:

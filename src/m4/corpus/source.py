@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from m4.corpus import component, gettext
-from m4.corpus.pair import Pair
+from m4.corpus.pair import Pair, Unreadable
 from m4.errors import CorpusError
 
 
@@ -23,20 +23,20 @@ class Source:
         name: of the package.
         version: the one we read; it can be downloaded with every Python we support.
         licence: SPDX name.
-        read: gives all pairs of the package's archive.
+        read: gives all pairs of the package's archive, and its files that cannot be read.
     """
 
     name: str
     version: str
     licence: str
-    read: Callable[[Path], Iterator[Pair]]
+    read: Callable[[Path], Iterator[Pair | Unreadable]]
 
 
 SOURCES: dict[str, Source] = {
     source.name: source
     for source in (
         Source("django", "5.2.19", "BSD-3-Clause", gettext.read),
-        Source("wagtail", "7.0.7", "BSD-3-Clause", gettext.read),
+        Source("wagtail", "8.0.1", "BSD-3-Clause", gettext.read),
         Source("homeassistant", "2024.3.3", "Apache-2.0", component.read),
     )
 }
