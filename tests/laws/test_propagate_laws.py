@@ -1,0 +1,193 @@
+"""Propagation under random marks: it obeys every mark, uses an atom once, is settled, and never changes a value."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard import shard
+from gshard.comm.simulate import simulate
+from gshard.core.mark import resolve
+from gshard.core.mesh import Mesh
+from gshard.core.program import Value
+from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
+from gshard.passes.trace import trace
+
+MESH = Mesh.abstract(data=2, model=3)
+Marker = Callable[[Any], Any]
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng([*shape, 3]).standard_normal(shape).astype(np.float32)
+
+
+def layers(mark: Marker, x: Any, weights: Any) -> Any:
+    def layer(carry: Any, w: Any) -> Any:
+        carry = jnp.tanh(mark(carry) @ mark(w))
+        return carry, carry.max(0)
+
+    return jax.lax.scan(layer, mark(x), weights)
+
+
+def attention(mark: Marker, q: Any, k: Any, v: Any) -> Any:
+    scores = mark(jnp.einsum("bhqd,bhkd->bhqk", mark(q), k))
+    return mark(jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores), mark(v)))
+
+
+def classifier(mark: Marker, table: Any, ids: Any, w: Any) -> Any:
+    h = mark(jnp.take(mark(table), mark(ids), axis=0)).mean(1)
+    logits = mark(h @ mark(w))
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, :1] % 4, axis=1).mean()
+
+
+def gating(mark: Marker, x: Any, w: Any) -> Any:
+    gates = jax.nn.softmax(mark(x) @ mark(w))
+    best = jax.nn.one_hot(jnp.argmax(gates, -1), gates.shape[-1])
+    place = jnp.cumsum(mark(best), axis=1) * best
+    return mark(jnp.einsum("gse,gsm->egm", mark(best * (place < 3)), x)), place.sum((0, 1))
+
+
+def branches(mark: Marker, x: Any, i: Any) -> Any:
+    out = jax.lax.cond(i > 0, lambda y: mark(y) * 2, lambda y: mark(y[::-1]), mark(x))
+    total, _ = jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (mark(c[0]) + jnp.sin(c[0]), c[1] + 1), (out, 0))
+    return total, mark(total.T).sum(0)
+
+
+def noisy(mark: Marker, x: Any, key: Any) -> Any:
+    keep = jax.random.bernoulli(key, 0.7, x.shape)
+    return mark(jnp.where(keep, mark(x), 0)).reshape(-1), jax.random.normal(key, (5, 4)) + x.sum()
+
+
+def pictures(mark: Marker, x: Any, k: Any) -> Any:
+    y = jax.lax.conv_general_dilated(mark(x), k, (2, 1), "SAME")
+    return mark(jnp.pad(mark(y), ((0, 0), (0, 0), (1, 2), (0, 1))))[:, :, 1:, ::2]
+
+
+IDS = np.random.default_rng(1).integers(0, 9, (5, 3)).astype(np.int32)
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "layers": (layers, (normal(5, 6), normal(3, 6, 6))),
+    "attention": (attention, (normal(3, 4, 5, 2), normal(3, 4, 7, 2), normal(3, 4, 7, 2))),
+    "classifier": (classifier, (normal(9, 6), IDS, normal(6, 4))),
+    "classifier, gradient": (
+        lambda mark, t, i, w: jax.grad(lambda t, w: classifier(mark, t, i, w), (0, 1))(t, w),
+        (normal(9, 6), IDS, normal(6, 4)),
+    ),
+    "gating": (gating, (normal(4, 7, 5), normal(5, 6))),
+    "gating, gradient": (
+        lambda mark, x, w: jax.grad(lambda x, w: (gating(mark, x, w)[0] ** 2).sum(), (0, 1))(x, w),
+        (normal(4, 7, 5), normal(5, 6)),
+    ),
+    "branches": (branches, (normal(5, 7), np.int32(1))),
+    "noisy": (noisy, (normal(6, 4), jax.random.key(2))),
+    "pictures": (pictures, (normal(2, 3, 9, 7), normal(4, 3, 3, 3))),
+}  # fmt: skip
+
+
+def random_marks(seed: int) -> Marker:
+    """Marks about half of what it is given, in random ways; never one mark on another."""
+    drawn = random.Random(seed)
+
+    def mark(x: Any) -> Any:
+        entries: list[Any] = [None] * x.ndim
+        for axis in drawn.sample(["data", "model"], drawn.randint(0, 2)):
+            d = drawn.randrange(x.ndim)
+            entries[d] = axis if entries[d] is None else (entries[d], axis)
+        for d in range(x.ndim):
+            if entries[d] is None and drawn.random() < 0.5:
+                entries[d] = P.UNCONSTRAINED
+        return shard(x, P(*entries)) if drawn.random() < 0.5 else x
+
+    return mark
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_random_marks(name: str, seed: int) -> None:
+    check(name, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3, 23))
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_many_random_marks(name: str, seed: int) -> None:
+    check(name, seed)
+
+
+def check(name: str, seed: int) -> None:
+    """Plans a program under random marks, checks the plan, and simulates it."""
+    function, arguments = PROGRAMS[name]
+    program = trace(lambda *a: function(random_marks(seed), *a), *arguments)
+    plan = propagate(program, MESH)
+    for e in program.block.walk():
+        for v in e.outputs:
+            atoms = [a for dim in plan.shardings[v].dims for a in dim]
+            assert len(set(atoms)) == len(atoms)
+            assert not plan.shardings[v].unreduced
+        if e.mark is not None:
+            demand = resolve(e.mark, MESH, e.outputs[0].shape, e.line)
+            for wanted, is_open, got in zip(demand.dims, demand.open, plan.shardings[e.outputs[0]].dims, strict=True):
+                assert is_open or got == wanted, f"{e.mark} at {e.line} was overridden"
+    again = propagate(program, MESH)
+    assert again.shardings == plan.shardings, "the same program gets the same plan"
+
+    spmd = partition(plan)
+    (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
+    given = dict(zip(spmd.jaxpr.jaxpr.invars, [*program.captured, *jax.tree.leaves(arguments)], strict=True))
+    at = {v: s for v, s in zip(spmd.jaxpr.jaxpr.invars, spmd.in_shardings, strict=True)}
+    given |= dict(zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True))
+    stacked = [parts_of(given[v], at[v].dims if v in at else ()) for v in mapped.invars]
+    results = simulate(mapped.params["jaxpr"], (), MESH.atom_sizes, stacked)
+    plain = jax.jit(lambda *a: function(lambda x: x, *a))(*arguments)
+    for got, want, sharding in zip(results, jax.tree.leaves(plain), spmd.out_shardings, strict=True):
+        for device, part in enumerate(parts_of(np.asarray(want), sharding.dims)):
+            np.testing.assert_allclose(got[device], part, rtol=3e-5, atol=3e-5)
+
+
+def parts_of(x: Any, dims: Any) -> list[Any]:
+    """Each device's part of a whole array that divides evenly."""
+    sizes, parts = MESH.atom_sizes, []
+    for device in range(MESH.size):
+        at = dict(zip(sizes, np.unravel_index(device, tuple(sizes.values())), strict=True))
+        cut = []
+        for n, atoms in zip(np.shape(x), dims, strict=False):
+            number = 0
+            for a in atoms:
+                number = number * sizes[a] + int(at[a])
+            size = n // MESH.count(atoms)
+            cut.append(slice(number * size, (number + 1) * size))
+        parts.append(np.asarray(x)[tuple(cut)] if cut and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return parts
+
+
+def test_unmarked_programs_are_left_alone() -> None:
+    """Without a mark nothing is split and nothing is sent."""
+    for function, arguments in PROGRAMS.values():
+        lowered = gshard.jit(lambda *a, f=function: f(lambda x: x, *a), mesh=MESH).lower(*arguments)
+        assert all(s.is_replicated for s in lowered.plan.shardings.values())
+        assert lowered.spmd.collectives == ()
+
+
+def test_shardings_that_a_plan_found_are_kept_when_they_come_back_as_marks() -> None:
+    """Feeding the arguments in as the plan wants them gives the same plan: it was settled."""
+
+    def f(x: Any, w: Any) -> Any:
+        return jnp.tanh(shard(x, P("data", None)) @ w) @ shard(w, P(None, "model")).T
+
+    x, w = normal(4, 6), normal(6, 6)
+    first = gshard.jit(f, mesh=MESH).lower(x, w).plan
+    specs = tuple(
+        P(*(tuple(atoms) or None for atoms in first.shardings[v].dims)) for v in first.program.block.inputs
+    )
+    second = gshard.jit(f, mesh=MESH, in_shardings=specs).lower(x, w).plan
+    for a, b in zip(first.program.block.walk(), second.program.block.walk(), strict=True):
+        assert [first.shardings[v] for v in a.outputs] == [second.shardings[v] for v in b.outputs]
+    assert all(isinstance(v, Value) for v in first.program.block.inputs)

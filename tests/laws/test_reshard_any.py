@@ -1,0 +1,184 @@
+"""Any sharding to any other: the right values, and never more bytes than gathering everything and cutting again."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from gshard.comm.reshard import plan_reshard, reshard_bytes
+from gshard.comm.simulate import simulate_function
+from gshard.comm.steps import run
+from gshard.core.mesh import Mesh
+from gshard.core.sharding import Sharding
+
+CUBE = Mesh.abstract(a=2, b=2, c=2)
+UNEVEN = Mesh.abstract(a=2, b=3)
+SHAPES = ((8, 6, 4), (5, 7, 3), (1, 0, 6), (2, 9, 1))
+
+
+@functools.cache
+def shardings(mesh: Mesh, rank: int) -> tuple[Sharding, ...]:
+    """Every way to put atoms on dimensions, in every order, and to leave some of the rest unreduced."""
+    found = []
+    for chosen in itertools.product(range(rank + 2), repeat=len(mesh.atoms)):
+        on = [[a for a, d in zip(mesh.atoms, chosen, strict=True) if d == k] for k in range(rank)]
+        rest = {a: "add" for a, d in zip(mesh.atoms, chosen, strict=True) if d == rank}
+        for orders in itertools.product(*(itertools.permutations(atoms) for atoms in on)):
+            found.append(Sharding(tuple(orders)).with_unreduced(rest))
+    return tuple(dict.fromkeys(found))
+
+
+def parts(x: np.ndarray, sharding: Sharding, mesh: Mesh, rng: np.random.Generator) -> np.ndarray:
+    """What each device holds: its part, poison in the padding, and random shares of what is unreduced."""
+    local = sharding.local_shape(mesh, x.shape)
+    share = {}
+    devices = []
+    waiting = [a for a, _ in sharding.unreduced]
+    for at in places(mesh):
+        part = np.full(local, 1_000_003, x.dtype)
+        begin = [ordinal(atoms, at, mesh) * n for atoms, n in zip(sharding.dims, local, strict=True)]
+        inside = tuple(slice(b, min(b + n, full)) for b, n, full in zip(begin, local, x.shape, strict=True))
+        values = x[inside]
+        if waiting:
+            # All devices but the last along the unreduced atoms hold noise, the last what is missing from the sum.
+            key = tuple((a, at[a]) for a in mesh.atoms if a not in waiting)
+            last = all(at[a] == mesh.atom_sizes[a] - 1 for a in waiting)
+            noise = rng.integers(-50, 50, values.shape).astype(x.dtype)
+            share[key] = share.get(key, 0) + (0 if last else noise)
+            values = values - share[key] if last else noise
+        part[tuple(slice(0, n) for n in values.shape)] = values
+        devices.append(part)
+    return np.stack(devices)
+
+
+def places(mesh: Mesh) -> list[dict[str, int]]:
+    """The coordinates of every device, in order."""
+    sizes = mesh.atom_sizes
+    return [dict(zip(sizes, at, strict=True)) for at in itertools.product(*(range(n) for n in sizes.values()))]
+
+
+def ordinal(atoms: tuple[str, ...], at: dict[str, int], mesh: Mesh) -> int:
+    """Which part a device holds."""
+    number = 0
+    for a in atoms:
+        number = number * mesh.atom_sizes[a] + at[a]
+    return number
+
+
+def move(x: np.ndarray, source: Sharding, target: Sharding, mesh: Mesh, rng: np.random.Generator) -> None:
+    """Moves an array and checks what every device holds afterwards."""
+
+    def local(part: Any) -> Any:
+        for step in plan_reshard(source, target, x.shape, x.itemsize, mesh):
+            part = run(step, part, x.shape, mesh)
+        return part
+
+    (moved,) = simulate_function(local, mesh.atom_sizes, parts(x, source, mesh, rng))
+    size = target.local_shape(mesh, x.shape)
+    total: dict[Any, Any] = {}
+    for device, at in enumerate(places(mesh)):
+        begin = [ordinal(atoms, at, mesh) * n for atoms, n in zip(target.dims, size, strict=True)]
+        want = x[tuple(slice(b, min(b + n, full)) for b, n, full in zip(begin, size, x.shape, strict=True))]
+        got = moved[device][tuple(slice(0, n) for n in want.shape)]
+        assert moved[device].shape == size
+        if target.unreduced:
+            key = tuple((a, at[a]) for a in mesh.atoms if a not in dict(target.unreduced))
+            total[key] = (total.get(key, (0, want))[0] + got, want)
+        else:
+            np.testing.assert_array_equal(got, want)
+    for got, want in total.values():
+        np.testing.assert_array_equal(got, want)
+
+
+def sample(mesh: Mesh, rank: int, count: int) -> list[tuple[Sharding, Sharding]]:
+    """Pairs from a sharding to one that it can become."""
+    drawn = random.Random(7)
+    every = shardings(mesh, rank)
+    found: list[tuple[Sharding, Sharding]] = []
+    while len(found) < count:
+        source, target = drawn.choice(every), drawn.choice(every)
+        if set(target.unreduced) <= set(source.unreduced):
+            found.append((source, target))
+    return found
+
+
+@pytest.mark.parametrize("mesh", [CUBE, UNEVEN], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_arrive(mesh: Mesh, shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    x = rng.integers(-900, 900, shape).astype(np.int32)
+    for source, target in sample(mesh, 3, 12):
+        move(x, source, target, mesh, rng)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [CUBE, UNEVEN], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_many_values_arrive(mesh: Mesh, shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    x = rng.integers(-900, 900, shape).astype(np.int32)
+    for source, target in sample(mesh, 3, 300):
+        move(x, source, target, mesh, rng)
+
+
+@pytest.mark.parametrize("mesh", [CUBE, UNEVEN], ids=str)
+def test_never_more_than_gathering_everything(mesh: Mesh) -> None:
+    shape, size = (8, 24, 6), 4
+    for source, target in sample(mesh, 3, 600):
+        cut = mesh.count([a for dim in source.dims for a in dim])
+        gathered = math.prod(source.local_shape(mesh, shape)) * size * (cut - 1)
+        waiting = mesh.count([a for a, _ in source.unreduced if a not in dict(target.unreduced)])
+        finished = 2 * math.prod(shape) * size * (waiting - 1) // waiting
+        assert reshard_bytes(source, target, shape, size, mesh) <= gathered + finished
+
+
+def test_a_cut_that_moves_between_dimensions_needs_no_gather() -> None:
+    """jax-ml/jax#21562, where XLA gathers the whole array."""
+    mesh = Mesh.abstract(x=2, y=4)
+    y = mesh.atoms_of["y"]
+    source, target = Sharding((y, (), ("x",))), Sharding(((), ("x", *y), ()))
+    steps = plan_reshard(source, target, (16, 16, 16), 4, mesh)
+    assert [s.kind for s in steps] == ["all_to_all", "all_to_all"]
+
+
+def test_unreduced_into_a_split_is_one_reduce_scatter() -> None:
+    source = Sharding(((), ())).with_unreduced({"a": "add", "b": "add", "c": "add"})
+    target = Sharding(((), ("a", "b", "c")))
+    assert [s.kind for s in plan_reshard(source, target, (4, 16), 4, CUBE)] == ["reduce_scatter"]
+
+
+def test_the_same_cut_on_other_devices_is_one_permute() -> None:
+    source, target = Sharding((("a", "b"), ("c",))), Sharding((("b", "c"), ("a",)))
+    assert [s.kind for s in plan_reshard(source, target, (8, 8), 4, CUBE)] == ["collective_permute"]
+
+
+def test_very_large_meshes_are_planned_at_once() -> None:
+    mesh = Mesh.abstract(data=64, expert=32)
+    d, e = mesh.atoms_of["data"], mesh.atoms_of["expert"]
+    source, target = Sharding(((*d, *e), (), ())), Sharding(((), (*d, *e), ()))
+    (step,) = plan_reshard(source, target, (2048, 2048, 8), 4, mesh)
+    assert step.kind == "all_to_all"
+
+
+def test_what_runs_on_devices_is_what_is_simulated(rng: np.random.Generator) -> None:
+    x = rng.integers(-9, 9, (6, 5)).astype(np.int32)
+    mesh = Mesh.of(8)
+    d0, d1, d2 = mesh.atoms
+    source, target = Sharding(((), ())).with_unreduced({d0: "add", d1: "add", d2: "add"}), Sharding(((d1,), (d2, d0)))
+
+    def local(part: Any) -> Any:
+        for step in plan_reshard(source, target, x.shape, 4, mesh):
+            part = run(step, part[0] if part.ndim == 3 else part, x.shape, mesh)
+        return part[None]
+
+    given = parts(x, source, mesh, rng)
+    spec = PartitionSpec(mesh.atoms)
+    mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    (simulated,) = simulate_function(lambda p: local(p[None])[0], mesh.atom_sizes, given)
+    np.testing.assert_array_equal(jax.jit(mapped)(given), simulated)
