@@ -125,7 +125,7 @@ def test_every_split_computes_the_whole(name: str, poisoned: None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_very_many_splits_compute_the_whole(name: str, poisoned: None) -> None:
-    check(ROWS[name], 200)
+    check(ROWS[name], 40)
 
 
 def check(row: Row, most: int) -> None:
