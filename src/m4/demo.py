@@ -66,7 +66,7 @@ def demo(
         options: how long to train, and so on.
         run: where the model is saved; must not hold a checkpoint yet.
         search: how to translate.
-        sentences: held-out sentences to score.
+        sentences: held-out sentences to score, none longer than those of training.
         say: takes each line of what is to be told.
         began: `time.perf_counter()` at the start of what is counted as the demo; now if None.
     """
@@ -86,12 +86,15 @@ def demo(
 
     params = jax.device_put(jax.device_get(result.state["params"]), jax.devices()[0])
     translator = Translator(model, params, text, search)
-    examples = text.examples(sentences)
+    # Only what a batch can hold: the model has never seen anything longer.
+    known = [e for e in text.examples(8 * sentences) if len(text.source_ids(e.source)) < text.length]
+    examples = known[:sentences]
     sources, references, languages = ([e[i] for e in examples] for i in (1, 2, 0))
     written = [t.text for t in translator.translate(sources)]
     scores = {"model": score.score(written, references, languages)}
     scores |= score.baselines(sources, references, languages, text.frequent_sentence())
-    say(f"\n{len(examples)} held-out sentences of {len(set(languages))} languages, none of them seen in training:")
+    count = len(set(languages))
+    say(f"\n{len(examples)} held-out sentences of {count} languages, with English that training never saw:")
     for name, of_language in scores.items():
         say(f"  {name:<28} {of_language[score.ALL]}")
     say(f"  {scores['model'][score.ALL].signature}")

@@ -1,0 +1,239 @@
+"""The command line end to end on a made-up language, and how it tells what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from m4 import commands
+from m4.__main__ import main
+from m4.config import Run
+from m4.decode import DecodeConfig
+from m4.translate import Example, Text, Translator, load
+
+ENGLISH = ["save", "the", "file", "open", "a", "new", "window", "close", "now"]
+FOREIGN = [word[::-1] for word in ENGLISH]
+
+
+class Toy:
+    """English spelt backwards, word by word; implements `m4.translate.Text`."""
+
+    fingerprint = "toy"
+    source_vocabulary = target_vocabulary = 3 + len(ENGLISH)
+    length = 8
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(step)
+        words = rng.integers(3, self.source_vocabulary, (16, self.length))
+        ids = np.where(np.arange(self.length) < rng.integers(1, self.length, (16, 1)), words, 0)
+        ids[np.arange(16), (ids != 0).sum(1)] = 1
+        return {"source": ids.astype(np.int32), "target": ids.astype(np.int32)}
+
+    def held_out(self) -> list[dict[str, np.ndarray]]:
+        return [self.batch(10**6)]
+
+    def examples(self, count: int) -> list[Example]:
+        rows = [[ENGLISH[i - 3] for i in row if i > 2] for row in self.batch(10**6 + 1)["target"]]
+        pairs = [(" ".join(w[::-1] for w in row), " ".join(row)) for row in rows]
+        return [Example(("aa", "bb")[i % 2], *pair) for i, pair in enumerate(pairs)][:count]
+
+    def target_counts(self) -> np.ndarray:
+        return np.bincount(self.batch(0)["target"].ravel(), minlength=self.target_vocabulary)
+
+    def frequent_sentence(self) -> str:
+        return "save the file"
+
+    def source_ids(self, sentence: str) -> list[int]:
+        return [FOREIGN.index(word) + 3 if word in FOREIGN else 2 for word in sentence.split()]
+
+    def english(self, ids: list[int]) -> str:
+        return " ".join(ENGLISH[i - 3] for i in ids)
+
+
+SMALL = ["--model-dim", "16", "--hidden-dim", "32", "--experts", "4"]
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    monkeypatch.setattr(commands, "open_text", lambda folder: Toy())
+    monkeypatch.setattr(commands, "prepare", lambda options: "prepared")
+    monkeypatch.chdir(tmp_path)
+    levels = {name: logging.getLogger(name).level for name in ("absl", "asyncio")}
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Most of the time here would go into optimising programs that run for milliseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commands, "open_text", lambda folder: Toy())
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+        assert main(["train", "--run", str(folder), "--devices", "1", "--steps", "3", *SMALL]) == 0
+    return folder
+
+
+def test_the_demo_tells_its_story(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--devices", "2", "--steps", "2", "--sentences", "12", "--max-length", "8", *SMALL]) == 0
+    told = capsys.readouterr().out
+    for part in (
+        "4 experts in every other layer",
+        "on 2 devices",
+        "['experts']['wi']",
+        "all_to_all",
+        "held-out cross entropy:",
+        "word frequencies alone",
+        "copy the source",
+        "BLEU|nrefs:1",
+        "reference:",
+        "minutes in all",
+    ):
+        assert part in told, f"{part!r} is missing from:\n{told}"
+    assert told.count("model:     ") == 10
+    assert (tmp_path / "runs" / "demo" / "checkpoints" / "00000002").is_dir()
+
+
+def test_lines_in_are_lines_out(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["evas eht elif", "", "a a a a a a a a a a", "unknown words\t\u202e", "won"] * 9
+    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n", "utf-8")
+    given = ["translate", "in.txt", "--run", str(trained), "--output", "out.txt", "--max-length", "6"]
+    assert main(given) == 0
+    written = (tmp_path / "out.txt").read_text("utf-8").split("\n")
+    assert len(written) == len(lines) + 1
+    assert written[1] == ""
+    assert written[:5] * 9 == written[:-1], "what a line becomes does not depend on its neighbours"
+
+    piped = io.TextIOWrapper(io.BytesIO(b"evas eht elif\n\xff\xfe broken\n"))
+    monkeypatch.setattr(sys, "stdin", piped)
+    assert main([*given[:1], *given[2:]]) == 0
+    assert (tmp_path / "out.txt").read_text("utf-8").split("\n")[0] == written[0]
+
+
+def test_long_lines_are_cut_and_counted(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.txt").write_text("a " * 100_000 + "\nwon\n")
+    assert main(["translate", "in.txt", "--run", str(trained), "--beam", "1", "--max-length", "4"]) == 0
+    told = capsys.readouterr()
+    assert told.out.count("\n") == 2
+    assert "1 lines were longer than 7 tokens" in told.err
+
+
+def test_evaluation_shows_languages_and_baselines(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--run", str(trained), "--sentences", "10", "--max-length", "8"]) == 0
+    told = capsys.readouterr().out
+    assert "held-out cross entropy" in told
+    assert [line.split()[0] for line in told.splitlines() if line[:3] in ("aa ", "bb ", "all")] == ["aa", "bb", "all"]
+    assert "the most frequent sentence" in told
+
+
+def test_training_resumes_from_the_command_line(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "r")
+    assert main(["train", "--run", "r", "--devices", "1", *SMALL, "--steps", "4", "--resume"]) == 0
+    records = [json.loads(line) for line in Run(tmp_path / "r").metrics.read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+
+
+def test_sigterm_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupting(Toy):
+        def batch(self, step: int) -> dict[str, np.ndarray]:
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().batch(step)
+
+    assert threading.current_thread() is threading.main_thread()
+    monkeypatch.setattr(commands, "open_text", lambda folder: Interrupting())
+    assert main(["train", "--run", "r", "--devices", "1", "--steps", "50", *SMALL]) == 143
+    assert [p.name for p in Run(tmp_path / "r").checkpoints.iterdir()] == ["00000003"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "--devices", "99"], "cannot use 99 devices"),
+        (["train", "--experts", "1"], "at least two experts"),
+        (["train", "--layers", "3"], "must be even"),
+        (["train", "--run", "file"], "cannot be written"),
+        (["translate", "--run", "nowhere"], "there is no checkpoint"),
+        (["translate", "--run", "{trained}", "missing.txt"], "the input cannot be read"),
+        (["translate", "--run", "{trained}", "--step", "9"], "there is no step 9"),
+        (["evaluate", "--run", "{trained}", "--sentences", "0"], "cannot score 0 sentences"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_few_lines(
+    arguments: list[str], told: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = [word.replace("{trained}", str(trained)) for word in arguments]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.startswith("m4: ")
+    assert "Traceback" not in error
+    assert len(error.splitlines()) <= 6
+    with pytest.raises(Exception, match=told):
+        main([*arguments, "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "demo"),
+        (["trian"], "train"),
+        (["train", "--step", "3"], "--steps"),
+        (["train", "--steps", "0"], "steps must be at least 1"),
+        (["train", "--preset", "huge"], "moe-8e-4l"),
+        (["translate", "--beam", "0"], "beam must be at least 1"),
+    ],
+)
+def test_usage(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert told in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("command", ["", "prepare", "train", "translate", "evaluate", "demo"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*filter(None, [command]), "--help"])
+    assert stopped.value.code == 0
+    assert len(capsys.readouterr().out) > 200
+
+
+def test_a_model_is_not_used_with_other_vocabularies(trained: Path) -> None:
+    class Other(Toy):
+        fingerprint = "other"
+
+    text: Text = Other()
+    with pytest.raises(Exception, match="toy of the model, other of the corpus"):
+        load(Run(trained), text, DecodeConfig())
+
+
+def test_translator_reads_text_in_any_order(trained: Path) -> None:
+    translator: Translator = load(Run(trained), Toy(), DecodeConfig(beam=2, max_length=5))
+    sentences = ["evas eht elif", "won", "", "nepo a wen wodniw"]
+    once = [t.text for t in translator.translate(sentences)]
+    assert [t.text for t in translator.translate(sentences[::-1])] == once[::-1]
+    assert jax.tree.leaves(translator.params)[0].sharding.device_set == {jax.devices()[0]}
