@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from gshard.core.rule import Rule, RuleMaker
 from gshard.rules.registry import Call, rule
 
@@ -33,14 +35,8 @@ def of_matrices(call: Call) -> Rule:
     if call.name == "triangular_solve":
         apart = leading + (1 if call.params["left_side"] else 0)
         operands[1][apart] = results[0][apart] = make.factor(call.in_shapes[1][apart])
-    return make.rule(operands, results, flops=max(max((_cubed(s) for s in call.in_shapes), default=0), 0))
-
-
-def _cubed(shape: tuple[int, ...]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total * (shape[-1] if shape else 1)
+    flops = max(math.prod(s) * s[-1] for s in call.in_shapes if s)
+    return make.rule(operands, results, flops=flops)
 
 
 @rule("fft")

@@ -122,12 +122,12 @@ def split(call: Call) -> Rule:
     """The dimension that is cut apart is whole, the others are parallel."""
     make = RuleMaker()
     axis = call.params["axis"]
-    dims = [make.factor(n) if d != axis else () for d, n in enumerate(call.in_shapes[0])]
+    operand = [make.whole(n) if d == axis else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
 
-    def tensor(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [make.whole(shape[d]) if d == axis else dim for d, dim in enumerate(dims)]
+    def piece(n: int) -> list[tuple[int, ...]]:
+        return [make.whole(n) if d == axis else dim for d, dim in enumerate(operand)]
 
-    return make.rule([tensor(call.in_shapes[0])], [tensor(shape) for shape in call.out_shapes])
+    return make.rule([operand], [piece(shape[axis]) for shape in call.out_shapes])
 
 
 @rule("stack")
