@@ -111,11 +111,11 @@ class Mesh:
     @functools.cached_property
     def atom_sizes(self) -> dict[str, int]:
         """Each atom with its (prime) size, major to minor; axes of size 1 have none."""
-        sizes: dict[str, int] = {}
-        for name, size in self.axes:
-            primes = prime_factors(size)
-            sizes.update({name: primes[0]} if len(primes) == 1 else {f"{name}.{i}": p for i, p in enumerate(primes)})
-        return sizes
+        return {
+            atom: prime
+            for name, size in self.axes
+            for atom, prime in zip(self.atoms_of[name], prime_factors(size), strict=True)
+        }
 
     @functools.cached_property
     def atoms(self) -> Atoms:
@@ -124,11 +124,20 @@ class Mesh:
 
     @functools.cached_property
     def atoms_of(self) -> dict[str, Atoms]:
-        """The atoms of each of the user's axes."""
-        return {
-            name: tuple(a for a in self.atom_sizes if a == name or a.rpartition(".")[0] == name)
-            for name, _ in self.axes
-        }
+        """The atoms of each of the user's axes; an axis of prime size is its own atom."""
+        taken = {name for name, _ in self.axes}
+        atoms_of: dict[str, Atoms] = {}
+        for name, size in self.axes:
+            count = len(prime_factors(size))
+            own = [name] if count == 1 else []
+            for i in range(count if count > 1 else 0):
+                atom = f"{name}.{i}"
+                while atom in taken:  # the user has an axis of this name
+                    atom += "_"
+                taken.add(atom)
+                own.append(atom)
+            atoms_of[name] = tuple(own)
+        return atoms_of
 
     def count(self, atoms: Iterable[str]) -> int:
         """The number of parts that splitting over ``atoms`` makes."""

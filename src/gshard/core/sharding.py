@@ -82,7 +82,8 @@ class Sharding:
     @staticmethod
     def parse(text: str, mesh: Mesh) -> tuple[Sharding, tuple[int, ...], str]:
         """Reads the text form back: sharding, global shape, dtype."""
-        match = re.fullmatch(r"(\w*)\[(.*?)\](?:\{(.*)\})?", text.strip())
+        entry = r"\d+(?:@(?:\([\w.,]+\)|[\w.]+))?"
+        match = re.fullmatch(rf"(\w*(?:<\w+>)?)\[((?:{entry}(?:, ?{entry})*)?)\](?:\{{(.*)\}})?", text.strip())
         if not match:
             raise ShardingError(f"{text!r} is not the text of a sharding.", way_out="Write f32[8@data,512].")
         dtype, inside, tail = match.groups()
