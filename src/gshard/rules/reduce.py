@@ -10,7 +10,7 @@ from jax import lax
 from gshard.comm.shards import Shards, along, identity, mask, rest_bytes
 from gshard.core.mesh import Mesh
 from gshard.core.program import itemsize
-from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.core.rule import EXCHANGE, REDUCE, WHOLE, Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.rules.registry import Call, rule
 
@@ -35,7 +35,8 @@ def reduction(call: Call) -> Rule:
     axes = set(call.params["axes"])
     make = RuleMaker()
     monoid = _MONOIDS[call.name]
-    dims = [make.factor(n, REDUCE, monoid) if d in axes else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
+    kind = WHOLE if call.is_complex and monoid in ("max", "min") else REDUCE
+    dims = [make.factor(n, kind, monoid) if d in axes else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
     return make.rule([dims], [[dim for d, dim in enumerate(dims) if d not in axes]])
 
 
@@ -89,7 +90,8 @@ def cumulative(call: Call) -> Rule:
     (shape,) = call.in_shapes
     monoid = _RUNNING[call.name]
     make = RuleMaker()
-    dims = [make.exchange(n) if d == axis else make.factor(n) for d, n in enumerate(shape)]
+    kind = WHOLE if call.is_complex and monoid not in ("add", "mul") else EXCHANGE
+    dims = [make.factor(n, kind) if d == axis else make.factor(n) for d, n in enumerate(shape)]
 
     def local(shards: Shards, x: Any) -> list[Any]:
         atoms = shards.atoms(dims[axis][0])

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from gshard.core.errors import RuleError
 from gshard.core.rule import Rule, RuleMaker
@@ -37,6 +38,12 @@ class Call:
     def on_keys(self) -> bool:
         """Whether the first operand holds PRNG keys, which can be moved but not computed with."""
         return bool(self.in_dtypes) and jax.dtypes.issubdtype(self.in_dtypes[0], jax.dtypes.prng_key)
+
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether the first operand is complex: such numbers have no least and no greatest to fill padding with."""
+        return bool(self.in_dtypes) and jax.dtypes.issubdtype(self.in_dtypes[0], np.complexfloating)
 
 
 RuleFunction = Callable[[Call], Rule]
