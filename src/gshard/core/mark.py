@@ -191,23 +191,31 @@ def _atoms_along(positions: list[int], mesh: Mesh) -> Atoms:
     """The atoms, major to minor, along which these flat device positions lie."""
     strides = _strides(mesh)
     atoms: list[str] = []
-    step, remaining = 1, len(positions)
-    while remaining > 1:
-        atom = strides.get(positions[step] - positions[0])
-        if atom is None or remaining % mesh.atom_sizes[atom] or atom in atoms:
-            raise ShardingError(
-                "this order of devices does not follow the axes of the mesh.",
-                got=f"along one dimension the devices are {positions}",
-                way_out="Make the jax.sharding.Mesh from the devices in the order you want.",
-            )
+    followed = positions[:1]  # the positions that the atoms found so far run through, minor ones fastest
+    while len(followed) < len(positions):
+        stride = positions[len(followed)] - positions[0]
+        atom = strides.get(stride)
+        if atom is None or atom in atoms:
+            break
         atoms.insert(0, atom)
-        step *= mesh.atom_sizes[atom]
-        remaining //= mesh.atom_sizes[atom]
+        followed = [p + k * stride for k in range(mesh.atom_sizes[atom]) for p in followed]
+    if followed != positions:
+        raise ShardingError(
+            "this order of devices does not follow the axes of the mesh.",
+            got=f"along one dimension the devices are {positions}",
+            way_out="Make the jax.sharding.Mesh from the devices in the order you want.",
+        )
     return tuple(atoms)
 
 
 def _assignment(mark: Mark, mesh: Mesh) -> list[Atoms]:
     count = len(mark.ids)
+    if not count:
+        raise ShardingError(
+            "the device assignment names no device.",
+            got=f"device assignment of shape {mark.ids_shape}",
+            way_out="Name each of the devices 0 to n-1 once, where n divides the number of devices.",
+        )
     missing = sorted(set(range(count)) - set(mark.ids))
     if count > mesh.size or max(mark.ids, default=0) >= mesh.size:
         raise ShardingError(

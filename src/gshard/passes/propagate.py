@@ -115,7 +115,7 @@ class _State:
             program.block.inputs[captured:], program.argument_marks, program.names[captured:], strict=True
         ):
             if mark is not None:
-                demand = resolve(mark, self.mesh, value.shape, "")
+                demand = resolve(mark, self.mesh, value.shape, f"argument {name}")
                 self._set(value, demand.dims, demand.open, Reason("argument", "", name))
         for e in program.block.walk():
             if e.mark is not None:

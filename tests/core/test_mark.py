@@ -1,0 +1,244 @@
+"""Marks mean what they say: which device holds which part is checked device by device, on paper and on devices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard import shard, split
+from gshard.core.errors import ShardingError
+from gshard.core.mark import Mark, resolve
+from gshard.core.mesh import Atoms, Mesh
+
+MESHES = (Mesh.abstract(devices=8), Mesh.abstract(a=2, b=6), Mesh.abstract(a=3, b=2, c=2), Mesh.abstract(a=1, b=5))
+
+
+def parts_held(dims: tuple[Atoms, ...], mesh: Mesh) -> list[tuple[int, ...]]:
+    """For each device, which part of an array it holds, counted along each dimension."""
+    held = []
+    for at in itertools.product(*(range(n) for n in mesh.atom_sizes.values())):
+        place = dict(zip(mesh.atoms, at, strict=True))
+        part = []
+        for atoms in dims:
+            number = 0
+            for atom in atoms:
+                number = number * mesh.atom_sizes[atom] + place[atom]
+            part.append(number)
+        held.append(tuple(part))
+    return held
+
+
+def assigned(ids: np.ndarray, mesh: Mesh) -> list[tuple[int, ...]]:
+    """The same as the device assignment says it: id ``i`` stands for the ``i``-th run of consecutive devices."""
+    part_of = {int(i): tuple(map(int, np.argwhere(ids == i)[0])) for i in ids.flat}
+    copies = mesh.size // ids.size
+    return [part_of[device // copies] for device in range(mesh.size)]
+
+
+def assignment(ids: np.ndarray) -> Mark:
+    return Mark("assignment", ids=tuple(map(int, ids.ravel())), ids_shape=ids.shape)
+
+
+@st.composite
+def affine_assignments(draw: st.DrawFn) -> tuple[Mesh, np.ndarray]:
+    """Device ids that follow the atoms: a mesh's major devices, its axes in another order and merged."""
+    mesh = draw(st.sampled_from(MESHES))
+    used = draw(st.integers(0, len(mesh.atoms)))
+    sizes = [mesh.atom_sizes[a] for a in mesh.atoms[:used]]
+    order = draw(st.permutations(range(used)))
+    rank = draw(st.integers(0 if not used else 1, 3))
+    dims = sorted(draw(st.lists(st.integers(0, rank - 1), min_size=used, max_size=used))) if rank else []
+    shape = [math.prod(sizes[a] for a, d in zip(order, dims, strict=True) if d == k) for k in range(rank)]
+    return mesh, np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(shape)
+
+
+@given(affine_assignments())
+def test_a_device_assignment_puts_every_part_where_it_says(drawn: tuple[Mesh, np.ndarray]) -> None:
+    mesh, ids = drawn
+    demand = resolve(assignment(ids), mesh, (12,) * ids.ndim, "")
+    assert parts_held(demand.dims, mesh) == assigned(ids, mesh)
+    assert demand.open == (False,) * ids.ndim
+
+
+@given(st.sampled_from(MESHES), st.data())
+def test_an_order_of_devices_is_never_taken_for_another(mesh: Mesh, data: st.DataObject) -> None:
+    """Random orders of the devices: whatever is accepted puts every part where it says."""
+    ids = np.array(data.draw(st.permutations(range(mesh.size))))
+    rows = data.draw(st.sampled_from([n for n in range(1, mesh.size + 1) if mesh.size % n == 0]))
+    ids = ids.reshape(rows, -1)
+    try:
+        demand = resolve(assignment(ids), mesh, (24, 24), "")
+    except ShardingError as error:
+        assert "order of devices" in error.what
+    else:
+        assert parts_held(demand.dims, mesh) == assigned(ids, mesh)
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 7, 4, 5, 6, 3], [1, 0, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 1, 3, 7, 5]])
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (1, 8)])
+def test_two_devices_swapped_are_noticed(ids: list[int], shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShardingError, match="order of devices does not follow"):
+        resolve(assignment(np.array(ids).reshape(shape)), Mesh.abstract(devices=8), (16,) * len(shape), "")
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_fewer_partitions_than_devices_lie_on_consecutive_devices(mesh: Mesh) -> None:
+    """``split`` and ``shard`` with ``arange`` agree wherever the number of parts is a product of major atoms."""
+    for used in range(len(mesh.atoms) + 1):
+        parts = mesh.count(mesh.atoms[:used])
+        by_split = resolve(Mark("split", dim=1, partitions=parts), mesh, (5, 7), "")
+        by_ids = resolve(assignment(np.arange(parts).reshape(1, parts)), mesh, (5, 7), "")
+        assert by_split == by_ids
+        copies = mesh.size // parts
+        assert parts_held(by_split.dims, mesh) == [(0, device // copies) for device in range(mesh.size)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_number_of_partitions_that_divides_the_devices_works(mesh: Mesh) -> None:
+    for parts in range(1, mesh.size + 1):
+        if mesh.size % parts:
+            with pytest.raises(ShardingError, match=f"cannot hold {parts} partitions"):
+                resolve(Mark("split", partitions=parts), mesh, (4,), "")
+            continue
+        held = [part for (part,) in parts_held(resolve(Mark("split", partitions=parts), mesh, (4,), "").dims, mesh)]
+        assert {held.count(part) for part in range(parts)} == {mesh.size // parts}
+
+
+def test_axes_by_name() -> None:
+    mesh = Mesh.abstract(a=2, b=6, one=1)
+    b = mesh.atoms_of["b"]
+    assert resolve(Mark("spec", spec=(("b", "a"),)), mesh, (3, 4), "").dims == ((*b, "a"), ())
+    assert resolve(Mark("spec", spec=(None, "b")), mesh, (3, 4), "").dims == ((), b)
+    assert resolve(Mark("spec", spec=("one", "b.1")), mesh, (3, 4), "").dims == ((), ("b.1",))
+    assert resolve(Mark("split", dim=1, partitions=("a", "b")), mesh, (3, 4), "").dims == ((), ("a", *b))
+    open_one = resolve(Mark("spec", spec=(P.UNCONSTRAINED, "a")), mesh, (3, 4), "")
+    assert open_one.open == (True, False)
+    assert open_one.dims == ((), ("a",))
+
+
+def test_axes_of_another_mesh_over_the_same_devices() -> None:
+    """A constraint that speaks of a mesh ``2 x 4`` is understood on one axis of 8, by the strides of its axes."""
+    mark = Mark("spec", spec=("y", "x"), axes=(("x", 2), ("y", 4)))
+    mesh = Mesh.abstract(devices=8)
+    d0, d1, d2 = mesh.atoms
+    assert resolve(mark, mesh, (4, 4), "").dims == ((d1, d2), (d0,))
+    with pytest.raises(ShardingError):
+        resolve(Mark("spec", spec=("x",), axes=(("x", 3), ("y", 4))), mesh, (4,), "")
+
+
+def test_dimensions_that_vmap_adds_are_open() -> None:
+    mark = Mark("split", dim=0, partitions=2).with_batch_dimension(1).with_batch_dimension(0)
+    demand = resolve(mark, Mesh.abstract(a=2), (7, 4, 6), "")
+    assert demand.dims == ((), ("a",), ())
+    assert demand.open == (True, False, True)
+
+
+BAD: list[tuple[str, Callable[[Any], Any], str, str]] = [
+    ("axis", lambda x: shard(x, P("nope")), "the mesh has no axis 'nope'", "Its axes are 'data', 'model'."),
+    ("axis by split", lambda x: split(x, 0, "nope"), "the mesh has no axis 'nope'", "Its axes are 'data', 'model'."),
+    ("axis twice", lambda x: shard(x, P("data", "data")), "axis 'data' splits dimensions 0 and 1", "axis once"),
+    ("axis twice in one", lambda x: shard(x, P(("model", "model"))), "splits dimension 0 twice", "axis once"),
+    ("too many", lambda x: split(x, 0, 16), "16 partitions were asked for", "Use at most 8 partitions."),
+    ("not fitting", lambda x: split(x, 1, 6), "cannot hold 6 partitions", "Use one of 1, 2, 4, 8 partitions."),
+    ("none", lambda x: split(x, 1, 0), "cannot be split in 0 partitions", "from 1 to the number of devices"),
+    ("dimension", lambda x: split(x, 2, 2), "no dimension 2 to split", "Use a dimension from 0 to 1."),
+    ("dimension below", lambda x: split(x, -3, 2), "no dimension -3 to split", "Use a dimension from 0 to 1."),
+    ("id twice", lambda x: shard(x, np.array([[0, 1, 1, 2]])), "device 1 stands twice", "one part"),
+    ("id missing", lambda x: shard(x, np.array([[0, 1, 2, 4]])), "device 3 is missing", "0 to n-1 once"),
+    ("id negative", lambda x: shard(x, np.array([[0, -1]])), "device 1 is missing", "0 to n-1 once"),
+    ("id too large", lambda x: shard(x, np.arange(16).reshape(4, 4)), "names device 15", "Use the ids 0 to 7."),
+    ("ids not dividing", lambda x: shard(x, np.arange(3).reshape(1, 3)), "8 devices cannot hold", "0 to n-1 once"),
+    ("no ids", lambda x: shard(x, np.zeros((0, 2), int)), "names no device", "0 to n-1 once"),
+    ("rank of ids", lambda x: shard(x, np.arange(8)), "rank 1 cannot cut", "for each dimension"),
+    ("rank of spec", lambda x: shard(x, P(None, None, "data")), "names 3 dimensions", "most one entry"),
+    ("kind of ids", lambda x: shard(x, [[0.0, 1.0]]), "an array of integers or a PartitionSpec", "np.arange(8)"),
+    ("order", lambda x: shard(x, np.array([[0, 1, 2, 7, 4, 5, 6, 3]])), "does not follow", "jax.sharding.Mesh"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mark", "what", "way_out"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_a_bad_mark_gets_one_error_with_what_where_given_and_way_out(
+    mark: Callable[[Any], Any], what: str, way_out: str, mesh_2x4: jax.sharding.Mesh
+) -> None:
+    with pytest.raises(ShardingError) as caught:
+        gshard.jit(lambda x: mark(x) * 2, mesh=mesh_2x4)(jnp.ones((4, 6)))
+    error = caught.value
+    assert what in error.what
+    assert error.where is not None
+    assert "test_mark.py" in error.where
+    assert error.got
+    assert error.way_out is not None
+    assert way_out in error.way_out
+    lines = str(error).splitlines()
+    assert [error.what, error.where, error.got, error.way_out] == [
+        lines[0], lines[1].removeprefix("  at "), *(line.strip() for line in lines[2:])
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"in_shardings": P("nope")}, "no axis 'nope'"),
+        ({"in_shardings": P("data", "data")}, "axis 'data' splits dimensions 0 and 1"),
+        ({"in_shardings": P(None, None, "data")}, "names 3 dimensions"),
+        ({"in_shardings": (P("data"), P("data"))}, "structure"),
+        ({"out_shardings": P("nope")}, "no axis 'nope'"),
+        ({"out_shardings": "data"}, "str is no sharding"),
+    ],
+    ids=str,
+)
+def test_bad_shardings_of_arguments_and_results(
+    settings: dict[str, Any], what: str, mesh_2x4: jax.sharding.Mesh
+) -> None:
+    with pytest.raises(ShardingError, match=what):
+        gshard.jit(lambda tokens: tokens * 2, mesh=mesh_2x4, **settings)(jnp.ones((4, 6)))
+
+
+def test_a_bad_sharding_of_an_argument_names_the_argument(mesh_2x4: jax.sharding.Mesh) -> None:
+    """There is no line to blame, so the message says which argument it is."""
+    with pytest.raises(ShardingError) as caught:
+        gshard.jit(lambda tokens: tokens * 2, mesh=mesh_2x4, in_shardings=P("nope"))(jnp.ones((4, 6)))
+    assert "tokens" in str(caught.value)
+
+
+def holders(x: jax.Array) -> dict[int, tuple[range, ...]]:
+    """Which device holds which slice of an array."""
+    return {s.device.id: tuple(range(n)[i] for i, n in zip(s.index, x.shape)) for s in x.addressable_shards}
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [np.arange(8).reshape(4, 2), np.arange(8).reshape(2, 4).T, np.arange(8).reshape(8, 1), np.arange(2).reshape(1, 2)],
+    ids=lambda ids: str(ids.tolist()),
+)  # fmt: skip
+def test_devices_hold_the_parts_that_the_assignment_gives_them(ids: np.ndarray) -> None:
+    x = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
+    out = gshard.jit(lambda x: shard(x, ids), mesh=8)(x)
+    copies, size = 8 // ids.size, tuple(n // p for n, p in zip(x.shape, ids.shape, strict=True))
+    for device, index in holders(out).items():
+        at = np.argwhere(ids == device // copies)[0]
+        assert index == tuple(range(i * n, (i + 1) * n) for i, n in zip(map(int, at), size, strict=True))
+
+
+def test_devices_hold_what_jax_itself_would_give_them() -> None:
+    """The same names on a mesh of permuted devices: every device holds the slice that NamedSharding gives it."""
+    devices = np.array(jax.devices())[[3, 1, 7, 5, 0, 2, 6, 4]].reshape(2, 4)
+    mesh = jax.sharding.Mesh(devices, ("data", "model"))
+    x = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
+    for spec in (P("data", "model"), P(("model", "data")), P(None, "data"), P("model", None)):
+        out = gshard.jit(lambda x, spec=spec: shard(x, spec) * 1, mesh=mesh)(x)
+        wanted = NamedSharding(mesh, spec)
+        assert holders(out) == holders(jax.device_put(x, wanted))
+        assert out.sharding.is_equivalent_to(wanted, 2)
