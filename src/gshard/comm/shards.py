@@ -142,8 +142,10 @@ def identity(monoid: str, dtype: Any) -> Any:
         return True if dtype == jnp.bool_ else -1 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.iinfo(dtype).max
     if dtype == jnp.bool_:
         return monoid == "min"
-    if jnp.issubdtype(dtype, jnp.floating):
-        return float("-inf") if monoid == "max" else float("inf")
+    if jnp.issubdtype(dtype, jnp.inexact):
+        least = float("-inf") if monoid == "max" else float("inf")
+        # Complex numbers are ordered by their real parts, equal ones by their imaginary parts.
+        return complex(least, least) if jnp.issubdtype(dtype, jnp.complexfloating) else least
     info = jnp.iinfo(dtype)
     return int(info.min) if monoid == "max" else int(info.max)
 
