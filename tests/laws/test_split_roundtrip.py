@@ -1,0 +1,153 @@
+"""Splits and shardings say the same thing in two ways: what is put on dimensions can be read back from them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.rule import EXCHANGE, PARALLEL, REDUCE, WHOLE, Dims, Factor, Rule
+from gshard.core.split import Split, fits, is_valid, local_size, place, project
+
+MESH = Mesh.abstract(a=2, b=3, c=4)
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> tuple[tuple[Factor, ...], Dims]:
+    """Factors of all kinds and sizes, laid out on the dimensions of one array, each once."""
+    kinds = st.sampled_from([PARALLEL, PARALLEL, PARALLEL, REDUCE, EXCHANGE, WHOLE])
+    factors = tuple(
+        Factor(size, kind, "add" if kind == REDUCE else None)
+        for size, kind in draw(st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 5, 6, 12]), kinds), max_size=5))
+    )
+    dims: list[list[int]] = [[] for _ in range(draw(st.integers(1, 4)))]
+    for f in draw(st.permutations(range(len(factors)))):
+        dims[draw(st.integers(0, len(dims) - 1))].append(f)
+    return factors, tuple(map(tuple, dims))
+
+
+@st.composite
+def shardings(draw: st.DrawFn, rank: int) -> tuple[Atoms, ...]:
+    """Atoms on dimensions, each once, in any order."""
+    dims: list[list[str]] = [[] for _ in range(rank)]
+    for atom in draw(st.permutations(MESH.atoms)):
+        at = draw(st.integers(-1, rank - 1))
+        if at >= 0:
+            dims[at].append(atom)
+    return tuple(map(tuple, dims))
+
+
+def rule_of(factors: tuple[Factor, ...], dims: Dims) -> Rule:
+    return Rule(factors, (dims,), (), component=(0,) * len(factors))
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[tuple[Factor, ...], Dims, Split]:
+    """A split that is valid for the array."""
+    factors, dims = draw(arrays())
+    assume(factors)
+    chosen: dict[int, list[str]] = {}
+    for atom in draw(st.permutations(MESH.atoms)):
+        f = draw(st.integers(-1, len(factors) - 1))
+        trial = {**chosen, f: [*chosen.get(f, []), atom]}
+        if f >= 0 and is_valid(rule_of(factors, dims), {g: tuple(a) for g, a in trial.items()}, MESH):
+            chosen = trial
+    return factors, dims, {f: tuple(a) for f, a in chosen.items()}
+
+
+@given(splits())
+def test_a_valid_split_is_read_back_from_the_sharding_that_it_makes(
+    drawn: tuple[tuple[Factor, ...], Dims, Split],
+) -> None:
+    factors, dims, split = drawn
+    assert project(dims, place(dims, split), factors, MESH) == split
+
+
+@given(st.data())
+def test_what_is_read_off_any_sharding_fits_the_array(data: st.DataObject) -> None:
+    """Whatever the sharding, the split is valid, and puts back a beginning of what was there."""
+    factors, dims = data.draw(arrays())
+    sharding = data.draw(shardings(len(dims)))
+    split = project(dims, sharding, factors, MESH)
+    assert is_valid(rule_of(factors, dims), split, MESH)
+    placed = place(dims, split)
+    for got, given_ in zip(placed, sharding, strict=True):
+        assert given_[: len(got)] == got
+    assert project(dims, placed, factors, MESH) == split
+
+
+@given(st.data())
+def test_as_much_is_read_as_fits(data: st.DataObject) -> None:
+    """One more of the sharding's atoms on any dimension could not be put on its factors."""
+    factors, dims = data.draw(arrays())
+    sharding = data.draw(shardings(len(dims)))
+    split = project(dims, sharding, factors, MESH)
+    rule = rule_of(factors, dims)
+    for own, got, given_ in zip(dims, place(dims, split), sharding, strict=True):
+        for f, more in itertools.product(own, given_[len(got) : len(got) + 1]):
+            larger = {**split, f: (*split.get(f, ()), more)}
+            placed = place(dims, larger)[dims.index(own)]
+            assert not (is_valid(rule, larger, MESH) and placed == given_[: len(placed)])
+
+
+@given(splits())
+def test_minor_factors_are_cut_only_when_major_ones_are_cut_completely(
+    drawn: tuple[tuple[Factor, ...], Dims, Split],
+) -> None:
+    factors, dims, split = drawn
+    for dim in dims:
+        for major, minor in itertools.pairwise(dim):
+            if split.get(minor):
+                assert MESH.count(split.get(major, ())) == factors[major].size
+
+
+@given(splits())
+def test_the_parts_of_a_compound_dimension_are_equal_and_contiguous(
+    drawn: tuple[tuple[Factor, ...], Dims, Split],
+) -> None:
+    """Counted out element by element: part ``i`` of the dimension is elements ``i * size`` to ``(i + 1) * size``."""
+    factors, dims, split = drawn
+    for dim in dims:
+        if len(dim) < 2:
+            continue
+        sizes = [factors[f].size for f in dim]
+        local = [local_size(factors[f], split.get(f, ()), MESH) for f in dim]
+        counts = [MESH.count(split.get(f, ())) for f in dim]
+        flat = list(itertools.product(*(range(n) for n in sizes)))
+        owner = [tuple(i // m for i, m in zip(index, local, strict=True)) for index in flat]
+        parts = list(itertools.product(*(range(p) for p in counts)))
+        size = math.prod(sizes) // len(parts)
+        assert owner == [part for part in parts for _ in range(size)]
+
+
+@given(splits(), st.sampled_from(MESH.atoms), st.data())
+def test_splits_that_break_a_law_are_not_valid(
+    drawn: tuple[tuple[Factor, ...], Dims, Split], atom: str, data: st.DataObject
+) -> None:
+    factors, dims, split = drawn
+    rule = rule_of(factors, dims)
+    for f, factor in enumerate(factors):
+        if factor.kind == WHOLE:
+            assert not is_valid(rule, {f: (atom,)}, MESH)
+        if atom in itertools.chain(*split.values()):
+            assert not is_valid(rule, {**split, f: (*split.get(f, ()), atom)}, MESH), "an atom twice"
+
+
+def test_factors_of_arrays_that_have_nothing_to_do_with_each_other_may_use_one_atom_each() -> None:
+    """The operands of a barrier lie side by side."""
+    factors = (Factor(4), Factor(6))
+    apart = Rule(factors, (((0,),), ((1,),)), (((0,),), ((1,),)), component=(0, 1))
+    together = Rule(factors, (((0,), (1,)),), (), component=(0, 0))
+    assert is_valid(apart, {0: ("a",), 1: ("a",)}, MESH)
+    assert not is_valid(together, {0: ("a",), 1: ("a",)}, MESH)
+
+
+def test_compound_dimensions_do_not_take_uneven_parts() -> None:
+    factors = (Factor(4), Factor(6))
+    assert not fits(((0, 1),), {0: ("b",)}, factors, MESH)
+    assert fits(((0,), (1,)), {0: ("b",)}, factors, MESH)
+    assert project(((0, 1),), (("b",),), factors, MESH) == {}
+    assert project(((0, 1),), (("a", "b"),), factors, MESH) == {0: ("a",)}
