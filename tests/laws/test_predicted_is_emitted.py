@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from emitted import emitted, reported
 from gshard import shard, split
 from gshard.analysis import hlo
 
@@ -51,6 +51,13 @@ def moved(x: Any) -> Any:
     return shard(jnp.sin(shard(x, P("data", "model"))), P("model", "data"))
 
 
+def combined(x: Any, w: Any) -> Any:
+    """Every way to combine parts: those that no collective knows are gathered and folded, and say so."""
+    x, n = split(x, 0, 8), split((x * 9).astype(jnp.int32), 0, 8)
+    folded = jnp.prod(x, 0), jnp.bitwise_xor.reduce(n, 0), jnp.bitwise_and.reduce(n, 0), jnp.bitwise_or.reduce(n, 0)
+    return *folded, jnp.any(x > w, 0), jnp.all(x < 2, 0), x.max(0), n.min(0), (n > 3).max(0)
+
+
 PROGRAMS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("contraction", contraction, (normal(8, 16), normal(16, 8))),
     ("contraction, gradient", jax.grad(lambda x, w: (contraction(x, w) ** 2).sum(), 1), (normal(8, 16), normal(16, 8))),
@@ -59,6 +66,7 @@ PROGRAMS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("scan, gradient", jax.grad(lambda x, w: recurrent(x, w)[0].sum(), 1), (normal(8, 8), normal(5, 8, 8))),
     ("shifted", shifted, (normal(24, 3),)),
     ("exchange", exchange, (normal(16, 24),)),
+    ("every monoid", combined, (normal(16, 3), normal(1, 3))),
     ("other axes", moved, (normal(8, 8),)),
 ]
 
@@ -66,12 +74,11 @@ PROGRAMS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 @pytest.mark.parametrize(("name", "function", "arguments"), PROGRAMS, ids=[p[0] for p in PROGRAMS])
 def test_bytes_by_kind(name: str, function: Any, arguments: Any, mesh_2x4: jax.sharding.Mesh) -> None:
     lowered = gshard.jit(function, mesh=mesh_2x4).lower(*arguments)
-    reported: Counter[str] = Counter()
-    for c in lowered.spmd.collectives:
-        reported[c.kind] += c.total_bytes
-    assert reported, "a program that sends nothing shows nothing"
+    said = reported(lowered.spmd.collectives)
+    assert said, "a program that sends nothing shows nothing"
+    assert emitted(lowered.spmd.jaxpr, lowered.mesh.atom_sizes) == said
     compiled = {kind: n for kind, (_, n) in hlo.summary(hlo.collectives(lowered.executable.compiled.as_text())).items()}
     # XLA may combine small collectives; it does not change what they send but for the rounding of each.
-    assert compiled.keys() == reported.keys()
-    for kind, sent in reported.items():
+    assert compiled.keys() == said.keys()
+    for kind, sent in said.items():
         assert abs(compiled[kind] - sent) <= len(lowered.spmd.collectives) * 8, kind

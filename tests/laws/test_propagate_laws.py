@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from emitted import emitted, reported
 from gshard import shard
 from gshard.comm.simulate import simulate
 from gshard.core.mark import resolve
@@ -140,6 +141,7 @@ def check(name: str, seed: int) -> None:
     assert again.shardings == plan.shardings, "the same program gets the same plan"
 
     spmd = partition(plan)
+    assert emitted(spmd.jaxpr, MESH.atom_sizes) == reported(spmd.collectives)
     (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
     given = dict(zip(spmd.jaxpr.jaxpr.invars, [*program.captured, *jax.tree.leaves(arguments)], strict=True))
     at = {v: s for v, s in zip(spmd.jaxpr.jaxpr.invars, spmd.in_shardings, strict=True)}
@@ -191,3 +193,16 @@ def test_shardings_that_a_plan_found_are_kept_when_they_come_back_as_marks() -> 
     for a, b in zip(first.program.block.walk(), second.program.block.walk(), strict=True):
         assert [first.shardings[v] for v in a.outputs] == [second.shardings[v] for v in b.outputs]
     assert all(isinstance(v, Value) for v in first.program.block.inputs)
+
+
+def test_arrays_may_disagree_beside_a_scalar() -> None:
+    """A scalar has no dimension to disagree about; the others' disagreement is settled all the same."""
+
+    def f(which: Any, x: Any, y: Any) -> Any:
+        data_first, data_last = shard(x, P("data", P.UNCONSTRAINED)), shard(y, P(P.UNCONSTRAINED, "data"))
+        return jax.lax.select_n(which, data_first, data_last)
+
+    x = normal(4, 6)
+    plan = propagate(trace(f, np.bool_(True), x, x), MESH)
+    (result,) = plan.program.block.outputs
+    assert plan.sharding(result).dims in [(("data",), ()), ((), ("data",))]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from emitted import emitted, reported
 from gshard.comm.simulate import simulate
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
@@ -66,6 +67,7 @@ def plan_of(program: Program, equation: Equation, split: Split) -> Plan:
 def run_everywhere(plan: Plan, arguments: Sequence[Any]) -> list[list[np.ndarray]]:
     """The results on every device."""
     spmd = partition(plan)
+    assert emitted(spmd.jaxpr, MESH.atom_sizes) == reported(spmd.collectives)
     (equation,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
     consts = dict(zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True))
     given = dict(zip(spmd.jaxpr.jaxpr.invars, arguments, strict=True))

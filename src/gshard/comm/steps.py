@@ -80,9 +80,15 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) ->
         n, local = shape[step.dim], step.before.local_shape(mesh, shape)[step.dim]
         padded = g * -(-n // (mesh.count(step.before.dims[step.dim]) * g))
         return (before // local if local else 0) * padded * (g - 1) // g
-    if step.monoid in _LOGICAL:
-        return 2 * before * (g - 1) // g
-    return 2 * before * (g - 1) // g if step.monoid in _REDUCERS else before * (g - 1)
+    return 2 * before * (g - 1) // g if step.monoid in (*_REDUCERS, *_LOGICAL) else before * (g - 1)
+
+
+def spoken(step: Step, shape: tuple[int, ...], dtype: Any, itemsize: int, mesh: Mesh) -> tuple[str, int]:
+    """The collective that a step turns out to be for this dtype, and the bytes that each device sends in it."""
+    if step.kind == ALL_REDUCE and _folds(step.monoid, dtype):
+        local = math.prod(step.before.local_shape(mesh, shape)) * itemsize
+        return ALL_GATHER, local * (mesh.count(step.atoms) - 1)
+    return step.kind, bytes_sent(step, shape, itemsize, mesh)
 
 
 def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
@@ -128,13 +134,16 @@ def all_reduce(x: Any, atoms: Atoms, monoid: str) -> Any:
     """Combines every device's part; ``mul``, ``xor`` and bitwise monoids gather the parts and fold them."""
     if monoid == "add" and x.dtype == jnp.bool_:
         raise TypeError("booleans are combined by 'or', 'and' or 'xor'")
-    if monoid in _REDUCERS and x.dtype != jnp.bool_:
-        return _REDUCERS[monoid](x, atoms)
-    if x.dtype == jnp.bool_ and monoid in ("or", "and", "max", "min"):
-        reducer = lax.pmax if monoid in ("or", "max") else lax.pmin
-        return reducer(x.astype(jnp.int32), atoms).astype(jnp.bool_)
+    if not _folds(monoid, x.dtype):
+        reducer = (_REDUCERS | _LOGICAL)[monoid]
+        return reducer(x.astype(jnp.uint8), atoms).astype(jnp.bool_) if x.dtype == jnp.bool_ else reducer(x, atoms)
     parts = lax.all_gather(x, atoms, axis=0, tiled=False)
     return FOLDS[monoid](parts)
+
+
+def _folds(monoid: str, dtype: Any) -> bool:
+    """Whether no reducing collective knows the monoid, so that the parts are gathered and folded at home."""
+    return monoid not in _REDUCERS and not (monoid in _LOGICAL and dtype == jnp.bool_)
 
 
 FOLDS = {

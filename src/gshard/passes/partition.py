@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.shards import Shards, identity, mask
-from gshard.comm.steps import ALL_SLICE, bytes_sent, run
+from gshard.comm.steps import ALL_SLICE, run, spoken
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
@@ -218,7 +218,7 @@ class _Emitter:
         for step in plan_reshard(source, target, shape, size, mesh):
             if step.kind != ALL_SLICE and x.size:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
-                sent = bytes_sent(step, shape, size, mesh)
-                self.collectives.append(Collective(step.kind, step.atoms, sent, self.trips, local, line, why))
+                kind, sent = spoken(step, shape, value.dtype, size, mesh)
+                self.collectives.append(Collective(kind, step.atoms, sent, self.trips, local, line, why))
             x = run(step, x, shape, mesh)
         return x

@@ -222,7 +222,8 @@ class _State:
             return False
         if not any(self._could_refine(value) for value, _ in node.tensors):
             return False
-        shardings = {v: Sharding(tuple(self.dims[v])) for v, _ in node.tensors}
+        arrays = [v for v in (*equation.inputs, *equation.outputs) if isinstance(v, Value)]
+        shardings = {v: Sharding(tuple(self.dims[v])) for v in arrays}
 
         def cost(split: Split) -> float:
             return cost_of_split(equation, split, self._bent(node, split, shardings), self.mesh, Available())
