@@ -90,9 +90,10 @@ class Jitted:
         leaves, in_tree = jax.tree.flatten(arrays)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             return self._inside_another_transformation(args, kwargs)
-        lowered, placements = self._find(leaves, in_tree, arrays, statics)
-        # A committed array that lies elsewhere is moved; everything else JAX places by itself.
-        moved = [x if p is None else jax.device_put(x, p) for x, p in zip(leaves, placements, strict=True)]
+        lowered, targets = self._find(leaves, in_tree, arrays, statics)
+        # Everything is put in its place first: JAX would compile again for arguments that lie otherwise.
+        pairs = zip(leaves, targets, strict=True)
+        moved = [x if getattr(x, "sharding", None) == t else jax.device_put(x, t) for x, t in pairs]
         out = lowered.executable(*moved)
         return jax.tree.unflatten(lowered.program.out_tree, out)
 
@@ -131,8 +132,8 @@ class Jitted:
         found = known.get(lies)
         if found is None:
             # A program that chose for its arguments the shardings that they have by now will do.
-            fitting = (made for _, made in known.items() if _agree(lies, made[0], self._mesh))
-            found = next(((lowered, (None,) * len(leaves)) for lowered, _ in fitting), None)
+            fitting = (made for made in known.values() if _agree(lies, made[1]))
+            found = next(fitting, None)
             known[lies] = found = found or self._make(leaves, arrays, statics)
         return found
 
@@ -153,13 +154,7 @@ class Jitted:
         if self._mesh.devices is None:
             return lowered, (None,) * len(leaves)
         entry = lowered.spmd.in_shardings[len(program.captured) :]
-        placements = []
-        for x, s in zip(leaves, entry, strict=True):
-            target = named_sharding(self._mesh, s)
-            lies = getattr(x, "sharding", None)
-            stays = lies is None or not getattr(x, "committed", False) or lies.is_equivalent_to(target, len(s.dims))
-            placements.append(None if stays else target)
-        return lowered, tuple(placements)
+        return lowered, tuple(named_sharding(self._mesh, s) for s in entry)
 
     def _with_statics(self, statics: tuple[Any, ...]) -> Callable[..., Any]:
         if not statics:
@@ -305,9 +300,6 @@ def _own_sharding(x: Any) -> Any:
     return sharding
 
 
-def _agree(lies: tuple[Any, ...], lowered: Lowered, mesh: Mesh) -> bool:
-    """Whether every committed argument lies as the program takes it."""
-    if mesh.devices is None:
-        return False
-    entry = lowered.spmd.in_shardings[len(lowered.program.captured) :]
-    return all(s is None or s == named_sharding(mesh, e) for s, e in zip(lies, entry, strict=True))
+def _agree(lies: tuple[Any, ...], targets: tuple[Any, ...]) -> bool:
+    """Whether every committed argument lies as a program takes it."""
+    return all(s is None or s == t for s, t in zip(lies, targets, strict=True))

@@ -166,7 +166,7 @@ class Evaluate:
 
 
 def _demo_training() -> TrainConfig:
-    return TrainConfig(steps=1000, warmup_steps=50)
+    return TrainConfig(steps=800, warmup_steps=50)
 
 
 @dataclasses.dataclass(frozen=True)
