@@ -57,7 +57,7 @@ SUM = 1e-5
 
 def rows() -> Iterator[Row]:
     """All rows."""
-    for family in (elementwise, contractions, reductions, shapes, windows, look_ups, sliding, others):
+    for family in (elementwise, contractions, reductions, shapes, windows, look_ups, sliding, others, small, narrow):
         yield from family()
 
 
@@ -276,3 +276,74 @@ def others() -> Iterator[Row]:
     yield row("random_fold_in", lambda i: jax.random.key_data(folded(i)), np.arange(5))
     yield row("random_split", lambda k: jax.random.key_data(jax.random.split(k, 3)), jax.random.key(1))
     yield row("random_seed", lambda i: jax.random.key_data(jax.vmap(jax.random.key)(i)), np.arange(5))
+
+
+def small() -> Iterator[Row]:
+    """Fewer elements than devices, one, and none: most parts are empty."""
+    few, one = normal(3, 4), normal(1, 5)
+    yield row("reduce_sum, few", lambda x: jnp.sum(x, 0), few, tolerance=SUM)
+    yield row("reduce_max, one", lambda x: jnp.max(x, (0, 1)), one)
+    yield row("reduce_prod, nothing", lambda x: jnp.prod(x, 0), normal(0, 5), tolerance=SUM)
+    yield row("argmin, few", lambda x: lax.argmin(x, 0, np.int32), few)
+    yield row("cumsum, few", lambda x: lax.cumsum(x, axis=0), few, tolerance=SUM)
+    yield row("cummax, few, backwards", lambda x: lax.cummax(x, axis=1, reverse=True), few)
+    yield row("dot_general, few", lambda x, y: x @ y, few, normal(4, 1), tolerance=SUM)
+    yield row("dot_general, one", lambda x, y: x @ y, normal(5, 1), one, tolerance=SUM)
+    yield row("dot_general, nothing", lambda x, y: x @ y, normal(3, 0), normal(0, 2))
+    yield row("slice, few", lambda x: x[1:3, ::2], few)
+    yield row("pad, few", lambda x: lax.pad(x, 1.5, ((4, 0, 1), (0, 7, 0))), few)
+    yield row("pad, nothing", lambda x: lax.pad(x, 1.5, ((2, 3, 0), (0, 0, 0))), normal(0, 4))
+    yield row("concatenate, few", lambda x, y: lax.concatenate([x, y], 0), few, normal(1, 4))
+    yield row("rev, few", lambda x: lax.rev(x, (0,)), few)
+    yield row("reshape, few", lambda x: x.reshape(2, 1, 6), few)
+    yield row("top_k, few", lambda x: lax.top_k(x, 4), few)
+    yield row("sort, few", lambda x: lax.sort(x, dimension=0), few)
+    yield row("broadcast_in_dim, scalar", lambda x: lax.broadcast_in_dim(x, (3, 4), ()), np.float32(3))
+    yield row("iota, few", lambda: lax.broadcasted_iota(jnp.uint8, (4, 3), 0))
+    yield row("gather, few", lambda x, i: x.at[i].get(mode="fill"), few, np.array([2, -1, 5], np.int32))
+    yield row("gather, by nothing", lambda x, i: x[i], few, np.zeros((0,), np.int32))
+    yield row("scatter-add, few", lambda x, i: x.at[i].add(2.0), few, np.array([2, 0], np.int32), tolerance=SUM)
+    yield row("dynamic_slice, few", lambda x, i: lax.dynamic_slice(x, (i, i), (2, 3)), few, np.int32(2))
+    update = lambda x, i: lax.dynamic_update_slice(x, -x[:2, :1], (i, i))  # noqa: E731
+    yield row("dynamic_update_slice, few", update, few, np.int32(7))
+    pool = lambda x: lax.reduce_window(x, -np.inf, lax.max, (3, 2), (1, 1), "VALID")  # noqa: E731
+    yield row("reduce_window_max, few", pool, few)
+    conv = lambda x, k: lax.conv_general_dilated(x, k, (1,), [(2, 2)])  # noqa: E731
+    yield row("conv_general_dilated, few", conv, normal(1, 2, 4), normal(3, 2, 3), tolerance=1e-4)
+
+
+def narrow() -> Iterator[Row]:
+    """Other dtypes: what an identity is, and what a collective can add, depends on them."""
+    brain = X.astype(jnp.bfloat16)
+    yield row("reduce_sum, bfloat16", lambda x: jnp.sum(x, 1), brain, tolerance=2e-2)
+    yield row("reduce_max, bfloat16", lambda x: jnp.max(x, 0), brain)
+    yield row("cumsum, bfloat16", lambda x: lax.cumsum(x, axis=1), brain, tolerance=5e-2)
+    yield row("dot_general, bfloat16", lambda x, y: x @ y.T, brain, Y.astype(jnp.bfloat16), tolerance=5e-2)
+    yield row("argmax, bfloat16", lambda x: lax.argmax(x, 0, np.int32), brain)
+    yield row("top_k, bfloat16", lambda x: lax.top_k(x, 3), brain)
+    for name, dtype in (("s8", np.int8), ("u8", np.uint8), ("u32", np.uint32)):
+        numbers = N.astype(dtype)
+        yield row(f"reduce_sum, {name}", lambda x: lax.reduce_sum_p.bind(x, axes=(1,), out_sharding=None), numbers)
+        yield row(f"reduce_min, {name}", lambda x: jnp.min(x, 0), numbers)
+        yield row(f"reduce_max, {name}", lambda x: jnp.max(x, 0), numbers)
+        yield row(f"reduce_or, {name}", lambda x: jnp.bitwise_or.reduce(x, 1), numbers)
+        yield row(f"argmax, {name}", lambda x: lax.argmax(x, 1, np.int32), numbers)
+        yield row(f"cummin, {name}", lambda x: lax.cummin(x, axis=0), numbers)
+        yield row(f"top_k, {name}", lambda x: lax.top_k(x, 4), numbers)
+        yield row(f"scatter-max, {name}", lambda x, i, u: x.at[i].max(u), numbers, np.array([2, 9, -1]), numbers[:3])
+        yield row(f"gather, {name}", lambda x, i: x.at[i].get(mode="fill"), numbers, np.array([2, 9, -1, -8]))
+    phases = X + 1j * Y
+    yield row("reduce_sum, complex", lambda x: jnp.sum(x, 0), phases, tolerance=SUM)
+    yield row("dot_general, complex", lambda x, y: x @ y.T, phases, phases[::-1].copy(), tolerance=SUM)
+    yield row("cumprod, complex", lambda x: lax.cumprod(x, axis=1), phases, tolerance=1e-4)
+    twice = np.array([1, 6])
+    yield row("scatter-add, complex", lambda x, i, u: x.at[i].add(u), phases, twice, phases[:2], tolerance=SUM)
+    yield row("sort, integers", lambda x: lax.sort(x, dimension=0), N)
+    yield row("rev, booleans", lambda x: lax.rev(x, (1,)), X > 0)
+    yield row("pad, integers", lambda x: lax.pad(x, -1, ((1, 2, 0), (0, 1, 1))), N)
+    keys = jax.random.split(jax.random.key(7), 6)
+    spread = lambda k: jax.random.key_data(jnp.broadcast_to(k[:, None], (6, 4)))  # noqa: E731
+    yield row("broadcast_in_dim, keys", spread, keys)
+    yield row("concatenate, keys", lambda k: jax.random.key_data(jnp.concatenate([k, k[:3]])), keys)
+    yield row("gather, keys", lambda k, i: jax.random.key_data(k[i]), keys, np.array([5, 0, 3]))
+    yield row("reshape, keys", lambda k: jax.random.key_data(k.reshape(2, 3)), keys)
