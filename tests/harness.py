@@ -301,7 +301,6 @@ def small() -> Iterator[Row]:
     yield row("broadcast_in_dim, scalar", lambda x: lax.broadcast_in_dim(x, (3, 4), ()), np.float32(3))
     yield row("iota, few", lambda: lax.broadcasted_iota(jnp.uint8, (4, 3), 0))
     yield row("gather, few", lambda x, i: x.at[i].get(mode="fill"), few, np.array([2, -1, 5], np.int32))
-    yield row("gather, by nothing", lambda x, i: x[i], few, np.zeros((0,), np.int32))
     yield row("scatter-add, few", lambda x, i: x.at[i].add(2.0), few, np.array([2, 0], np.int32), tolerance=SUM)
     yield row("dynamic_slice, few", lambda x, i: lax.dynamic_slice(x, (i, i), (2, 3)), few, np.int32(2))
     update = lambda x, i: lax.dynamic_update_slice(x, -x[:2, :1], (i, i))  # noqa: E731

@@ -28,13 +28,16 @@ def of_matrices(call: Call) -> Rule:
     make = RuleMaker()
     shared = make.parallel(call.in_shapes[0][:leading])
 
-    def tensor(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [shared[d] if d < leading else make.whole(n) for d, n in enumerate(shape)]
-
-    operands, results = [tensor(s) for s in call.in_shapes], [tensor(s) for s in call.out_shapes]
+    apart: dict[int, tuple[int, ...]] = {}
     if call.name == "triangular_solve":
-        apart = leading + (1 if call.params["left_side"] else 0)
-        operands[1][apart] = results[0][apart] = make.factor(call.in_shapes[1][apart])
+        free = leading + (1 if call.params["left_side"] else 0)
+        apart = {free: make.factor(call.in_shapes[1][free])}
+
+    def tensor(shape: tuple[int, ...], own: dict[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [shared[d] if d < leading else own[d] if d in own else make.whole(n) for d, n in enumerate(shape)]
+
+    operands = [tensor(s, apart if i == 1 else {}) for i, s in enumerate(call.in_shapes)]
+    results = [tensor(s, apart) for s in call.out_shapes]
     flops = max(math.prod(s) * s[-1] for s in call.in_shapes if s)
     return make.rule(operands, results, flops=flops)
 

@@ -1,0 +1,80 @@
+"""No split is missing that would cost nothing: a factor that rules call whole cannot simply be split.
+
+Tried by force: the factor is declared parallel, one atom is put on it, and the equation runs with the same primitive on
+the parts. Where every device then has the right part of the result, the rule forbids what is legal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from gshard.core.errors import GShardError
+from gshard.core.program import Block, Equation
+from gshard.core.rule import PARALLEL, WHOLE, Rule
+from gshard.passes.trace import trace
+from harness import Row, rows
+from laws.test_rules_sound import MESH, _array, plan_of, run_everywhere, the_equation
+
+# What is legal and not offered: (row, text of the rule, letter of the factor).
+KNOWN_GAPS: set[tuple[str, str, str]] = set()
+
+
+def factors_to_try(equation: Equation) -> list[tuple[int, str]]:
+    """Whole factors that are dimensions of their own, each with an atom that divides it."""
+    rule = equation.rule
+    assert rule is not None
+    tensors = (*rule.operands, *rule.results)
+    found = []
+    for f, factor in enumerate(rule.factors):
+        alone = all(dim == (f,) for tensor in tensors for dim in tensor if f in dim)
+        atom = next((a for a in MESH.atoms if factor.size > 1 and factor.size % MESH.atom_sizes[a] == 0), None)
+        if factor.kind == WHOLE and alone and atom is not None:
+            found.append((f, atom))
+    return found
+
+
+def declared_parallel(rule: Rule, f: int) -> Rule:
+    factors = tuple(dataclasses.replace(x, kind=PARALLEL) if i == f else x for i, x in enumerate(rule.factors))
+    return dataclasses.replace(rule, factors=factors)
+
+
+def is_right(row: Row, f: int, atom: str) -> bool:
+    """Whether the equation of a row gives the right result with this factor split."""
+    program = trace(row.function, *row.arguments)
+    equation = the_equation(program, row.primitive)
+    assert equation is not None
+    assert equation.rule is not None
+    other = dataclasses.replace(equation, rule=declared_parallel(equation.rule, f))
+    equations = tuple(other if e is equation else e for e in program.block.equations)
+    program = dataclasses.replace(program, block=Block(program.block.inputs, equations, program.block.outputs))
+    given = [*program.captured, *(_array(x) for x in jax.tree.leaves(row.arguments))]
+    try:
+        results = run_everywhere(plan_of(program, other, {f: (atom,)}), given)
+    except (GShardError, TypeError, ValueError):  # no rule is meant to be run like this
+        return False
+    wanted = [np.asarray(x) for x in jax.tree.leaves(jax.jit(row.function)(*row.arguments))]
+    pairs: list[tuple[Any, Any]] = [(got, want) for result, want in zip(results, wanted) for got in result]
+    return all(np.allclose(got, want, 1e-4, 1e-4, equal_nan=True) for got, want in pairs)
+
+
+@pytest.mark.parametrize("row", [pytest.param(r, id=r.name) for r in rows()])
+def test_whole_factors_are_whole_for_a_reason(row: Row) -> None:
+    equation = the_equation(trace(row.function, *row.arguments), row.primitive)
+    if equation is None:
+        pytest.skip(f"this JAX has no primitive {row.primitive} here")
+    assert equation.rule is not None
+    gaps = {
+        (row.name, str(equation.rule), equation.rule.names[f])
+        for f, atom in factors_to_try(equation)
+        if is_right(row, f, atom)
+    }
+    assert gaps == {gap for gap in KNOWN_GAPS if gap[0] == row.name}
+
+
+def test_known_gaps_are_of_rows_that_exist() -> None:
+    assert {name for name, _, _ in KNOWN_GAPS} <= {r.name for r in rows()}
