@@ -135,13 +135,6 @@ def test_inside_another_gshard_function_marks_count() -> None:
     assert outer(jnp.ones(8)) == 16
 
 
-def test_inside_a_transformation_of_jax_it_says_that_it_is_not_partitioned() -> None:
-    f = gshard.jit(lambda x: (split(x, 0, 8) ** 2).sum(), mesh=8)
-    with pytest.warns(UserWarning, match="apply gshard.jit to the transformed function"):
-        grad = jax.grad(f)(jnp.arange(8.0))
-    np.testing.assert_array_equal(grad, 2 * np.arange(8.0))
-
-
 def test_a_context_mesh_does_not_disturb(mesh_2x4: jax.sharding.Mesh) -> None:
     with jax.set_mesh(mesh_2x4):
         f = gshard.jit(lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), P("data")).sum(), mesh=mesh_2x4)

@@ -8,11 +8,9 @@ shardings of arguments and static values; every intermediate can be had from ``.
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,12 +23,17 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.compile import Executable, compile_spmd, named_sharding
+from gshard.passes.compose import Target, call, call_p, function_of
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
-from gshard.passes.specs import mark_of_argument, mark_of_spec, spread_specs, with_marked_results
-from gshard.passes.trace import trace
-
-_tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("gshard_tracing", default=False)
+from gshard.passes.specs import (
+    mark_of_argument,
+    mark_of_spec,
+    spread_specs,
+    with_marked_arguments,
+    with_marked_results,
+)
+from gshard.passes.trace import closed_of, trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +86,14 @@ class Jitted:
         self._static, self._donate = static, donate
         self._in_shardings, self._out_shardings = shardings
         self._cache: dict[Any, dict[Any, tuple[Lowered, tuple[Any, ...]]]] = {}
+        self._calls: dict[Any, tuple[Any, Any]] = {}
         self._ids = {d: i for i, d in enumerate(mesh.devices or ())}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arrays, statics = self._divide(args, kwargs)
         leaves, in_tree = jax.tree.flatten(arrays)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            return self._inside_another_transformation(args, kwargs)
+            return self._inside_a_transformation(leaves, in_tree, arrays, statics)
         lowered, targets = self._find(leaves, in_tree, arrays, statics)
         # Everything is put in its place first: JAX would compile again for arguments that lie otherwise.
         pairs = zip(leaves, targets, strict=True)
@@ -103,15 +107,18 @@ class Jitted:
         leaves, in_tree = jax.tree.flatten(arrays)
         return self._find(leaves, in_tree, arrays, statics)[0]
 
-    def _inside_another_transformation(self, args: Any, kwargs: Any) -> Any:
-        """Another ``gshard.jit`` sees the marks inside; JAX's own transformations see the function unpartitioned."""
-        if not _tracing.get():
-            warnings.warn(
-                f"gshard.jit({self._f.__name__}) is called inside a transformation of JAX's and runs unpartitioned "
-                "there; apply gshard.jit to the transformed function instead.",
-                stacklevel=3,
-            )
-        return self._f(*args, **kwargs)
+    def _inside_a_transformation(self, leaves: Sequence[Any], in_tree: Any, arrays: Any, statics: Any) -> Any:
+        """One equation of the program that is being traced, differentiated or mapped; see ``passes.compose``."""
+        key = (in_tree, statics, tuple(_kind(x) for x in leaves))
+        if key not in self._calls:
+            f = self._with_statics(statics)
+            if self._in_shardings is not None:
+                f = with_marked_arguments(f, self._in_shardings)
+            if self._out_shardings is not None:
+                f = with_marked_results(f, self._out_shardings)
+            self._calls[key] = closed_of(f, *arrays[0], **arrays[1])
+        jaxpr, out_tree = self._calls[key]
+        return jax.tree.unflatten(out_tree, call(jaxpr, Target(self._mesh, self._strict), leaves))
 
     def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         """Arguments that are arrays, and those that are static, as hashable pairs."""
@@ -145,11 +152,7 @@ class Jitted:
             marks[: len(given)] = [mark_of_spec(s, x) or m for s, x, m in zip(given, leaves, marks, strict=False)]
         if self._out_shardings is not None:
             f = with_marked_results(f, self._out_shardings)
-        token = _tracing.set(True)
-        try:
-            program = trace(f, *arrays[0], argument_marks=marks, **arrays[1])
-        finally:
-            _tracing.reset(token)
+        program = trace(f, *arrays[0], argument_marks=marks, **arrays[1])
         lowered = Lowered(program, self._mesh, self._strict, self._donated_leaves(arrays, statics))
         if self._mesh.devices is None:
             return lowered, (None,) * len(leaves)
@@ -264,6 +267,18 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
     jitted = f if isinstance(f, Jitted) and mesh is None else jit(getattr(f, "__wrapped__", f), mesh=mesh)
     lowered = jitted.lower(*args, **kwargs)
     return explain_program(lowered.plan, lowered.spmd)
+
+
+@call_p.def_impl
+def _call_now(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
+    """A call whose arguments are all there: what a derivative taken outside of ``jax.jit`` comes to."""
+    return list(_jitted(jaxpr, target)(*arguments))
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(jaxpr: Any, target: Target) -> Jitted:
+    f = function_of(jaxpr, "call")
+    return Jitted(f, target.mesh, frozenset(), frozenset(), (None, None), target.strict)
 
 
 def _positions_and_names(

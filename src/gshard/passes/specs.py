@@ -70,14 +70,27 @@ def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec | NamedSharding)
 
 
+def with_marked_arguments(f: Callable[..., Any], in_shardings: Any) -> Callable[..., Any]:
+    """The function with its positional arguments marked as ``in_shardings`` says."""
+
+    @functools.wraps(f)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        return f(*_marked("in_shardings", in_shardings, args), **kwargs)
+
+    return marked
+
+
 def with_marked_results(f: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
     """The function with its results marked as ``out_shardings`` says."""
 
     @functools.wraps(f)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        out = f(*args, **kwargs)
-        leaves, tree = jax.tree.flatten(out)
-        marks = [mark_of_spec(s, x) for s, x in zip(spread_specs("out_shardings", out_shardings, out), leaves)]
-        return jax.tree.unflatten(tree, [x if m is None else bind_mark(x, m) for x, m in zip(leaves, marks)])
+        return _marked("out_shardings", out_shardings, f(*args, **kwargs))
 
     return marked
+
+
+def _marked(what: str, specs: Any, tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    marks = [mark_of_spec(s, x) for s, x in zip(spread_specs(what, specs, tree), leaves)]
+    return jax.tree.unflatten(structure, [x if m is None else bind_mark(x, m) for x, m in zip(leaves, marks)])

@@ -62,8 +62,27 @@ def trace(
       return %2
     """
     name = getattr(f, "__name__", type(f).__name__)
-    leaves_with_paths, in_tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    leaves = [leaf for _, leaf in leaves_with_paths]
+    whole, out_tree = closed_of(f, *args, **kwargs)
+    jaxpr, consts = closed(whole)
+    leaves_with_paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    block = _Builder().block(without_dead_code(jaxpr))
+    captured = tuple(consts)
+    parameters = _parameters(f)
+    names = (
+        *(f"captured[{i}]" for i in range(len(captured))),
+        *(_argument_name(path, parameters) for path, _ in leaves_with_paths),
+    )
+    marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(leaves_with_paths)
+    return Program(block, captured, marks, names, out_tree, name)
+
+
+def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The closed jaxpr of a function of pytrees, over its flat arguments, and the pytree of its results.
+
+    Raises:
+        TraceError: as ``trace``.
+    """
+    leaves, in_tree = jax.tree.flatten((args, kwargs))
     out_trees: list[Any] = []
 
     def flat(*flat_args: Any) -> list[Any]:
@@ -73,23 +92,15 @@ def trace(
         return out
 
     try:
-        jaxpr, consts = closed(jax.make_jaxpr(flat)(*leaves))
+        return jax.make_jaxpr(flat)(*leaves), out_trees[0]
     except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
         raise TraceError(
-            f"{name} cannot be traced: it needs the value of an array, and only shapes are known.",
+            f"{getattr(f, '__name__', type(f).__name__)} cannot be traced: it needs the value of an array, "
+            "and only shapes are known.",
             line_of_exception(error),
             str(error).splitlines()[0],
             "Use jnp.where or jax.lax.cond instead of branching on array values, and static_argnums for plain values.",
         ) from error
-    block = _Builder().block(without_dead_code(jaxpr))
-    captured = tuple(consts)
-    parameters = _parameters(f)
-    names = (
-        *(f"captured[{i}]" for i in range(len(captured))),
-        *(_argument_name(path, parameters) for path, _ in leaves_with_paths),
-    )
-    marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(leaves)
-    return Program(block, captured, marks, names, out_trees[0], name)
 
 
 def _parameters(f: Callable[..., Any]) -> tuple[str, ...]:

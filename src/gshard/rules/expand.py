@@ -25,6 +25,7 @@ _CALLS: dict[str, tuple[str, ...]] = {
     "remat2": ("jaxpr",),
     "checkpoint": ("jaxpr",),
     "eval_jaxpr": ("jaxpr",),
+    "gshard_call": ("jaxpr",),
 }
 
 

@@ -1,0 +1,240 @@
+"""Compose: a partitioned function as one equation of somebody else's program.
+
+``jax.grad``, ``jax.vmap``, ``jax.jit``, ``jax.checkpoint``, ``jax.lax.scan`` ... around a partitioned function see one
+equation, ``gshard_call``, that holds the function as it was written. Differentiating it gives partitioned calls of the
+derivative, mapping it a partitioned call of the mapped function: the marks are carried along by JAX's own
+transformations, and each new function is planned by itself. Inside ``jax.jit`` the per-device program takes the
+equation's place; inside another ``gshard.jit`` the equation is opened and its marks count there.
+
+    jax.grad(gshard.jit(loss, mesh=8))(x)
+    -> residuals = gshard_call[forward half of loss](x);  gshard_call[transpose of the linear half](residuals, 1.0)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gshard.core.mark import Mark
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.sharding import Sharding
+from gshard.core.spmd import SpmdProgram
+from gshard.passes.annotate import bind_mark
+from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
+from gshard.passes.trace import trace
+
+call_p = Primitive("gshard_call")
+call_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """What a function is partitioned for.
+
+    Attributes:
+        mesh: the devices.
+        strict: refuse operations without a rule.
+    """
+
+    mesh: Mesh
+    strict: bool
+
+
+def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
+    """Calls a function (a closed jaxpr), partitioned, with flat arguments of which some belong to a transformation."""
+    results = call_p.bind(*arguments, jaxpr=jaxpr, target=target)
+    return results if target.mesh.devices is None else [_on(x, target.mesh) for x in results]
+
+
+def _on(x: Any, mesh: Mesh) -> Any:
+    """Tells ``jax.jit`` on which devices a result is; how it lies there is left open."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    anything = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * np.ndim(x))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh.jax_mesh, anything))
+
+
+@functools.lru_cache(maxsize=256)
+def _planned(jaxpr: Any, target: Target) -> Plan:
+    program = trace(jaxpr_as_fun(jaxpr), *_shapes(jaxpr.in_avals))
+    return propagate(program, target.mesh, strict=target.strict)
+
+
+@functools.lru_cache(maxsize=256)
+def partitioned(jaxpr: Any, target: Target) -> SpmdProgram:
+    """The per-device program of a closed jaxpr."""
+    return partition(_planned(jaxpr, target))
+
+
+def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+
+
+def _inline(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
+    spmd = partitioned(jaxpr, target)
+    return list(jaxpr_as_fun(spmd.jaxpr)(*spmd.program.captured, *arguments))
+
+
+mlir.register_lowering(call_p, mlir.lower_fun(_inline, multiple_results=True))
+
+
+@call_p.def_effectful_abstract_eval
+def _abstract(*arguments: Any, jaxpr: Any, target: Target) -> tuple[Any, Any]:
+    return list(jaxpr.out_avals), jaxpr.effects
+
+
+# -- vmap ------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def _mapped(jaxpr: Any, axes: tuple[int | None, ...], size: int) -> Any:
+    def longer(aval: Any, axis: int | None) -> jax.ShapeDtypeStruct:
+        shape = list(aval.shape)
+        if axis is not None:
+            shape.insert(axis, size)
+        return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
+
+    mapped = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=axes, axis_size=size)
+    return jax.make_jaxpr(mapped)(*map(longer, jaxpr.in_avals, axes))
+
+
+def _batch(arguments: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any, target: Target) -> tuple[list[Any], list[int]]:
+    """A call of the mapped function; the new dimension comes out in front."""
+    own = tuple(axis if isinstance(axis, int) else None for axis in axes)
+    size = next(x.shape[axis] for x, axis in zip(arguments, own, strict=True) if axis is not None)
+    results = call(_mapped(jaxpr, own, size), target, arguments)
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[call_p] = _batch
+
+
+# -- derivatives -----------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def _halves(jaxpr: Any, target: Target, moving: tuple[int, ...]) -> tuple[Any, Any]:
+    """The function with what its derivative needs as further results, and the derivative, a function of those.
+
+    The second half is planned apart from the first, so what goes from one to the other comes marked as it lies.
+
+    Args:
+        jaxpr: the function.
+        target: what both are partitioned for.
+        moving: the arguments that have tangents.
+
+    Returns:
+        two closed jaxprs: arguments -> (results, residuals), and (residuals, tangents) -> tangents of those results
+        that are differentiable.
+    """
+    f = jaxpr_as_fun(jaxpr)
+    trees: list[Any] = []
+    smooth = _differentiable(jaxpr.out_avals)
+
+    def forward(*arguments: Any) -> list[Any]:
+        def of_moving(*some: Any) -> list[Any]:
+            full = list(arguments)
+            for i, x in zip(moving, some, strict=True):
+                full[i] = x
+            return f(*full)  # type: ignore[no-any-return]
+
+        results, push = jax.linearize(of_moving, *(arguments[i] for i in moving))
+        residuals, tree = jax.tree.flatten(push)
+        trees.append(tree)
+        return [*results, *residuals]
+
+    first = jax.make_jaxpr(forward)(*_shapes(jaxpr.in_avals))
+    residuals = _shapes(first.out_avals[len(jaxpr.out_avals) :])
+    plan = _planned(first, target)
+    marks = [_mark(plan.sharding(v), target.mesh) for v in plan.program.block.outputs[len(jaxpr.out_avals) :]]
+
+    def pushed(*arguments: Any) -> list[Any]:
+        lying = [bind_mark(x, m) for x, m in zip(arguments[: len(residuals)], marks, strict=True)]
+        push = jax.tree.unflatten(trees[0], lying)
+        tangents = push(*arguments[len(residuals) :])
+        return [t for t, keep in zip(tangents, smooth, strict=True) if keep]
+
+    second = jax.make_jaxpr(pushed)(*residuals, *_shapes([jaxpr.in_avals[i] for i in moving]))
+    return first, second
+
+
+def _mark(sharding: Sharding, mesh: Mesh) -> Mark:
+    """A mark that says how a value lies; its whole dimensions may be cut further."""
+    spec = tuple(atoms or PartitionSpec.UNCONSTRAINED for atoms in sharding.dims)
+    return Mark("spec", spec=spec, axes=tuple(mesh.atom_sizes.items()))
+
+
+def _differentiable(avals: Sequence[Any]) -> list[bool]:
+    return [jnp.issubdtype(a.dtype, jnp.inexact) for a in avals]
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, target: Target) -> tuple[list[Any], list[Any]]:
+    moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
+    first, second = _halves(jaxpr, target, moving)
+    everything = call(first, target, primals)
+    count = len(jaxpr.out_avals)
+    results, residuals = everything[:count], everything[count:]
+    pushed = iter(call(second, target, [*residuals, *(tangents[i] for i in moving)]))
+    smooth = _differentiable(jaxpr.out_avals)
+    flat = [None if s else ad.Zero(jax.typeof(x).to_tangent_aval()) for s, x in zip(smooth, results, strict=True)]
+    return results, [next(pushed) if zero is None else zero for zero in flat]
+
+
+ad.primitive_jvps[call_p] = _jvp
+
+
+@functools.lru_cache(maxsize=256)
+def _turned(jaxpr: Any, linear: tuple[int, ...], given: tuple[int, ...]) -> Any:
+    """(other arguments, cotangents of the results ``given``) -> cotangents of the arguments ``linear``."""
+    f = jaxpr_as_fun(jaxpr)
+    others = [i for i in range(len(jaxpr.in_avals)) if i not in linear]
+
+    def backward(*arguments: Any) -> tuple[Any, ...]:
+        known = dict(zip(others, arguments[: len(others)], strict=True))
+
+        def of_linear(*some: Any) -> list[Any]:
+            full = {**known, **dict(zip(linear, some, strict=True))}
+            results = f(*(full[i] for i in range(len(jaxpr.in_avals))))
+            return [results[i] for i in given]
+
+        shapes = _shapes([jaxpr.in_avals[i] for i in linear])
+        return jax.linear_transpose(of_linear, *shapes)(list(arguments[len(others) :]))  # type: ignore[no-any-return]
+
+    known_avals = _shapes([jaxpr.in_avals[i] for i in others])
+    return jax.make_jaxpr(backward)(*known_avals, *_shapes([jaxpr.out_avals[i] for i in given]))
+
+
+def _transpose(cotangents: Sequence[Any], *arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
+    linear = tuple(i for i, x in enumerate(arguments) if ad.is_undefined_primal(x))
+    given = tuple(i for i, ct in enumerate(cotangents) if type(ct) is not ad.Zero)
+    if not given:
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in arguments]
+    known = [x for x in arguments if not ad.is_undefined_primal(x)]
+    turned = call(_turned(jaxpr, linear, given), target, [*known, *(cotangents[i] for i in given)])
+    found = dict(zip(linear, turned, strict=True))
+    return [found.get(i) for i in range(len(arguments))]
+
+
+ad.primitive_transposes[call_p] = _transpose
+
+
+def function_of(jaxpr: Any, name: str) -> Callable[..., Any]:
+    """A closed jaxpr as a function of flat arguments, under a name to show."""
+    f = jaxpr_as_fun(jaxpr)
+
+    def function(*arguments: Any) -> Any:
+        return f(*arguments)
+
+    function.__name__ = name
+    return function
