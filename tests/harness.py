@@ -57,7 +57,8 @@ SUM = 1e-5
 
 def rows() -> Iterator[Row]:
     """All rows."""
-    for family in (elementwise, contractions, reductions, shapes, windows, look_ups, sliding, others, small, narrow):
+    families = (elementwise, contractions, reductions, shapes, windows, look_ups, sliding, ordered, others)
+    for family in (*families, small, narrow):
         yield from family()
 
 
@@ -251,11 +252,36 @@ def sliding() -> Iterator[Row]:
     yield row("select_and_scatter_add", jax.grad(pooled), IMAGE, tolerance=SUM)
 
 
-def others() -> Iterator[Row]:
+def ordered() -> Iterator[Row]:
+    """Sorting: few elements are gathered, many dealt out in columns, and with other dimensions the cut moves there."""
+    long = np.round(normal(1000) * 20) / 4
+    long[[0, 3, 500, 998]] = np.nan, -np.nan, np.inf, -np.inf
+    long[[7, 400, 401, 900]] = -0.0, 0.0, -0.0, 0.0
+    whole_numbers = whole(1000, low=-50, high=50)
+    place = np.arange(1000, dtype=np.int32)
     yield row("sort, two operands", lambda x, y: lax.sort((x, y), dimension=1, num_keys=1), X, Y)
+    yield row("sort, long", lambda x: lax.sort(x), long)
+    yield row("sort, arguments", lambda x, i: lax.sort((x, i), num_keys=1), long, place)
+    yield row("sort, long integers", lambda x: lax.sort(x), whole_numbers)
+    yield row("sort, two keys", lambda x, y, z: lax.sort((x, y, z), num_keys=2), whole_numbers % 7, whole_numbers,
+              long)  # fmt: skip
+    yield row("sort, two keys of integers", lambda x, y: lax.sort((x, y), num_keys=2), whole_numbers % 7, place[::-1])
+    yield row("sort, booleans and places", lambda x, i: lax.sort((x, i), num_keys=1), whole_numbers > 40, place)
+    yield row("sort, columns of little else", lambda x, i: lax.sort((x, i), dimension=0, num_keys=1),
+              np.stack([long, -long], 1), np.stack([place, place], 1))  # fmt: skip
+    yield row("sort, many beside it", lambda x: lax.sort(x, dimension=1), np.round(normal(5, 20, 7)))
+    yield row("sort, greatest integers", lambda x: lax.sort(x), np.clip(whole(40), -1, 5).astype(np.uint8))
+    yield row("sort, booleans", lambda x: lax.sort(x, dimension=0), X > 0)
+    yield row("sort, complex", lambda x: lax.sort(x, dimension=1), np.round(X) + 1j * np.round(Y))
+    yield row("sort, one", lambda x, y: lax.sort((x, y), dimension=0), normal(1, 5), normal(1, 5, seed=2))
+    yield row("sort, nothing", lambda x: lax.sort(x, dimension=1), normal(5, 0))
+    yield row("sort, beside nothing", lambda x: lax.sort(x, dimension=1), normal(0, 5))
     for k in (1, 3, 5):
         yield row(f"top_k, {k}", lambda x, k=k: lax.top_k(x, k), np.round(X))
     yield row("top_k, negative integers", lambda x: lax.top_k(x, 2), -np.abs(N) - 1)
+
+
+def others() -> Iterator[Row]:
     yield row("fft", jnp.fft.fft, X, tolerance=1e-5)
     yield row("cholesky", lax.linalg.cholesky, POSITIVE_DEFINITE, tolerance=1e-5)
     yield row("qr", lambda x: jnp.abs(jnp.linalg.qr(x)[1]), MATRICES, tolerance=1e-4)

@@ -1,0 +1,245 @@
+"""Sorting along a split dimension, in the way that sends least. Every way is stable.
+
+    together    all parts are gathered and each device keeps its part of the sorted whole
+    crosswise   with other dimensions beside it: an all-to-all makes the sorted dimension whole and cuts the others,
+                and another one takes everything back
+    columns     Leighton's columnsort (IEEE Transactions on Computers, 1985): what each device sends does not grow with
+                the number of devices
+
+Columnsort of ``parts`` columns, one on each device, of ``rows`` elements each:
+
+1. Every column is sorted, and dealt out like cards: element ``k`` goes to column ``k % parts``.
+2. Every column is sorted, and cut in equal pieces: piece ``j`` goes to column ``j``.
+3. Every column is sorted. What is still in the wrong place is near the border of two columns.
+4. The ends of neighbouring columns are merged.
+
+Why this sorts. By the 0-1 principle let the elements be zeros and ones. After the first sort each column is zeros, then
+ones; dealt out, every column gets equally many of its zeros, or one more where it comes first. So after the second sort
+column ``c`` begins with ``z[c]`` zeros, where ``z`` never rises and ``z[0] - z[parts - 1] <= parts``. Read across
+columns, row by row (which is where step 2 puts the elements), the first one stands at ``z[c] * parts + c`` for some
+``c`` and the last zero at ``(z[d] - 1) * parts + d`` for some ``d``; if there is a one before a zero at all then
+``d < c``, so the stretch from the first one to the last zero has at most ``parts * (parts - 1)`` elements. With
+columns at least twice as long it lies in one column, which step 3 sorts, or in the ends of two, which step 4 sorts.
+
+    >>> Columns(n=1000, parts=8)
+    Columns(n=1000, parts=8)
+    >>> Columns(n=1000, parts=8).rows, Columns(n=1000, parts=8).border
+    (128, 56)
+    >>> ways(1000, 8, 1, (4,), 1, False)
+    {'together': 3500, 'crosswise': 7000, 'columns': 1876}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from gshard.comm.halo import Window
+from gshard.comm.shards import Shards, identity
+from gshard.comm.steps import ALL_TO_ALL
+from gshard.core.mesh import Atoms
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Columns:
+    """The sizes of columnsort for a dimension of ``n`` elements in ``parts`` parts."""
+
+    n: int
+    parts: int
+
+    @property
+    def size(self) -> int:
+        """Elements of a part, padding included."""
+        return -(-self.n // self.parts)
+
+    @property
+    def rows(self) -> int:
+        """Elements of a column: those of a part and as many more as make it divide evenly."""
+        return -(-self.size // self.parts) * self.parts
+
+    @property
+    def border(self) -> int:
+        """How far from its column's end an element may be that belongs to the next column."""
+        return self.parts * (self.parts - 1)
+
+    @property
+    def fit(self) -> bool:
+        """Whether columns are long enough for columnsort to sort."""
+        return self.parts > 1 and self.rows >= 2 * self.border
+
+    @property
+    def windows(self) -> tuple[Window, Window, Window]:
+        """What a column needs of the one before it and of the one after it, and what a part needs of all columns."""
+        n, parts, rows, border = self.rows * self.parts, self.parts, self.rows, self.border
+        before, after = Window(n, -border, rows, parts, border), Window(n, rows, rows, parts, border)
+        return before, after, Window(n, 0, self.size, parts, self.size)
+
+    @property
+    def number_dtype(self) -> Any:
+        """What holds the number of every element and that of padding."""
+        return jnp.uint16 if self.rows * self.parts < 2**16 else jnp.uint32
+
+    def bytes(self, each: int, number: int) -> int:
+        """Bytes that a device sends for elements of ``each`` bytes that take along a number of ``number`` bytes."""
+        dealt = self.rows // self.parts * (self.parts - 1)
+        before, after, own = (window.bytes(self.rows, 1) for window in self.windows)
+        return dealt * each + (dealt + before + after) * (each + number) + own * each
+
+
+def ways(n: int, parts: int, others: int, sizes: Sequence[int], num_keys: int, twins: bool) -> dict[str, int]:
+    """The ways to sort and the bytes that each device sends.
+
+    Args:
+        n: elements of the sorted dimension, in ``parts`` parts.
+        others: elements of a device's part across the other dimensions.
+        sizes: bytes of one element of each operand.
+        num_keys: how many operands are compared.
+        twins: whether elements that compare equal are the same bits, so that their order cannot be seen.
+    """
+    size, each = -(-n // parts), sum(sizes)
+    across = -(-others // parts) * (parts - 1)
+    found = {"together": (parts - 1) * size * others * each, "crosswise": 2 * across * size * each}
+    columns = Columns(n, parts)
+    if columns.fit:
+        number = 0 if twins else jnp.dtype(columns.number_dtype).itemsize
+        found["columns"] = others * columns.bytes(each, number)
+    return found
+
+
+def are_twins(dtypes: Sequence[Any], num_keys: int) -> bool:
+    """Whether elements that compare equal are the same bits: no float zeros of two signs, nothing beside the keys."""
+    exact = all(jnp.issubdtype(d, jnp.integer) or jnp.dtype(d) == jnp.bool_ for d in dtypes)
+    return exact and num_keys == len(dtypes)
+
+
+def sort_split(shards: Shards, operands: Sequence[Any], axis: int, n: int, num_keys: int, atoms: Atoms) -> list[Any]:
+    """Sorts local parts along ``axis``, a dimension of ``n`` elements that is split over ``atoms``.
+
+    Args:
+        shards: the equation and the device.
+        operands: arrays of one shape; the first ``num_keys`` are compared, in that order.
+        axis, n, num_keys, atoms: see above.
+
+    Returns:
+        the parts of the sorted arrays. Elements that compare equal keep their order.
+    """
+    parts = shards.mesh.count(atoms)
+    shape = operands[0].shape
+    moved = [jnp.moveaxis(x, axis, -1) for x in operands]
+    flat = [x.reshape(-1, x.shape[-1]) for x in moved]
+    dtypes = [x.dtype for x in operands]
+    twins = are_twins(dtypes, num_keys)
+    sent = ways(n, parts, flat[0].shape[0], [d.itemsize for d in dtypes], num_keys, twins)
+    way = {"together": _together, "crosswise": _crosswise, "columns": _columns}[min(sent, key=lambda w: sent[w])]
+    done = way(shards, flat, n, num_keys, atoms)
+    return [jnp.moveaxis(x.reshape(moved[0].shape), -1, axis).reshape(shape) for x in done]
+
+
+def _sort(operands: Sequence[Any], num_keys: int) -> list[Any]:
+    return list(lax.sort(tuple(operands), dimension=1, is_stable=True, num_keys=num_keys))
+
+
+def _together(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: Atoms) -> list[Any]:
+    size, parts = operands[0].shape[1], shards.mesh.count(atoms)
+    whole = _sort([shards.all_gather(x, 1, atoms)[:, :n] for x in operands], num_keys)
+    start = lax.axis_index(atoms) * size
+    return [lax.dynamic_slice_in_dim(_longer(x, parts * size), start, size, axis=1) for x in whole]
+
+
+def _crosswise(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: Atoms) -> list[Any]:
+    """The other dimensions, as one, are cut instead; those too are padded where they do not divide."""
+    others, size = operands[0].shape
+    parts = shards.mesh.count(atoms)
+    missing = -others % parts
+    there = [_all_to_all(shards, jnp.pad(x, ((0, missing), (0, 0))), atoms, 0, 1)[:, :n] for x in operands]
+    back = [_all_to_all(shards, _longer(x, parts * size), atoms, 1, 0) for x in _sort(there, num_keys)]
+    return [x[:others] for x in back]
+
+
+def _columns(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: Atoms) -> list[Any]:
+    columns = Columns(n, shards.mesh.count(atoms))
+    size, rows, parts = columns.size, columns.rows, columns.parts
+    part = lax.axis_index(atoms)
+    twins = are_twins([x.dtype for x in operands], num_keys)
+
+    def valid(j: Any) -> Any:
+        return jnp.clip(n - j * size, 0, size)
+
+    # Padding comes last: as a key of its own, or, where equal elements are twins, as the greatest of them.
+    index = lax.broadcasted_iota(jnp.int32, operands[0].shape, 1)
+    if twins:
+        most = [jnp.asarray(identity("min", x.dtype), x.dtype) for x in operands]
+        columned = [jnp.where(index < valid(part), x, m) for x, m in zip(operands, most, strict=True)]
+        columned = [_longer(x, rows, m) for x, m in zip(_sort(columned, num_keys), most, strict=True)]
+    else:
+        columned = [_longer(x, rows) for x in _sort([index >= valid(part), *operands], num_keys + 1)[1:]]
+    columned = [_all_to_all(shards, _dealt(x, parts), atoms, 1, 1) for x in columned]
+    if twins:
+        arranged, keys = columned, num_keys
+    else:
+        arranged, keys = _numbered(columned, num_keys, columns, part, valid), num_keys + 2
+    arranged = [_all_to_all(shards, x, atoms, 1, 1) for x in _total(arranged, keys, columns, twins)]
+    arranged = _merged(shards, _total(arranged, keys, columns, twins), keys, columns, twins, atoms)
+    result = arranged if twins else [*arranged[:num_keys], *arranged[num_keys + 1 :]]
+    if rows == size:
+        return result
+    return [shards.window(x, 1, atoms, columns.windows[2], 0) for x in result]
+
+
+def _dealt(x: Any, parts: int) -> Any:
+    """Element ``k`` moves into piece ``k % parts``."""
+    return x.reshape(x.shape[0], -1, parts).swapaxes(1, 2).reshape(x.shape)
+
+
+def _numbered(operands: list[Any], num_keys: int, columns: Columns, part: Any, valid: Any) -> list[Any]:
+    """Behind the keys comes each element's number: its first column and the rank there; padding has the highest.
+
+    Numbers grow as places in the unsorted array do among equal elements, and who got an element from where is known.
+    """
+    index = lax.broadcasted_iota(jnp.int32, operands[0].shape, 1)
+    each = columns.rows // columns.parts
+    source, rank = index // each, index % each * columns.parts + part
+    number = jnp.where(rank < valid(source), source * columns.rows + rank, columns.rows * columns.parts)
+    return [*operands[:num_keys], number.astype(columns.number_dtype), *operands[num_keys:]]
+
+
+def _total(arranged: list[Any], keys: int, columns: Columns, twins: bool) -> list[Any]:
+    """Sorts columns: padding last, then by keys, then by number."""
+    if twins:
+        return _sort(arranged, keys)
+    number = arranged[keys - 2]
+    return _sort([number == columns.rows * columns.parts, *arranged], keys)[1:]
+
+
+def _merged(
+    shards: Shards, arranged: list[Any], keys: int, columns: Columns, twins: bool, atoms: Atoms
+) -> list[Any]:
+    """Merges the ends of neighbouring columns, on both sides of each border."""
+    border, part = columns.border, lax.axis_index(atoms)
+    before, after, _ = columns.windows
+    tops, bottoms = [x[:, :border] for x in arranged], [x[:, columns.rows - border :] for x in arranged]
+    above = [shards.window(x, 1, atoms, before, 0) for x in arranged]
+    below = [shards.window(x, 1, atoms, after, 0) for x in arranged]
+    upper = _total([jnp.concatenate(pair, 1) for pair in zip(above, tops)], keys, columns, twins)
+    lower = _total([jnp.concatenate(pair, 1) for pair in zip(bottoms, below)], keys, columns, twins)
+    result = []
+    for x, top, bottom, up, low in zip(arranged, tops, bottoms, upper, lower, strict=True):
+        first = jnp.where(part == 0, top, up[:, border:])
+        last = jnp.where(part == columns.parts - 1, bottom, low[:, :border])
+        result.append(jnp.concatenate([first, x[:, border : columns.rows - border], last], 1))
+    return result
+
+
+def _longer(x: Any, size: int, fill: Any = 0) -> Any:
+    return x if x.shape[1] == size else jnp.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=fill)
+
+
+def _all_to_all(shards: Shards, x: Any, atoms: Atoms, split: int, concat: int) -> Any:
+    parts = shards.mesh.count(atoms)
+    if shards.note is not None:
+        shards.note(ALL_TO_ALL, atoms, x.size * x.dtype.itemsize * (parts - 1) // parts, x)
+    return lax.all_to_all(x, atoms, split_axis=split, concat_axis=concat, tiled=True)

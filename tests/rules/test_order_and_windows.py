@@ -1,0 +1,169 @@
+"""What shards tell each other to sort, to reduce in any way and to pool: the right bits, and the bytes said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import gshard
+from gshard import split
+from gshard.comm.shards import Shards
+from gshard.comm.simulate import simulate_function
+from gshard.comm.sorting import Columns, _columns, ways
+from gshard.core.mesh import Mesh
+from gshard.core.program import Equation
+from gshard.core.split import Split, place
+from gshard.passes.trace import trace
+from laws.test_rules_sound import the_equation
+
+
+def equation_of(name: str, function: Callable[..., Any], *arguments: Any) -> Equation:
+    """The equation of this name in a traced function."""
+    equation = the_equation(trace(function, *arguments), name)
+    assert equation is not None
+    return equation
+
+
+def on_shards(equation: Equation, split: Split, mesh: Mesh, *arguments: np.ndarray) -> list[np.ndarray]:
+    """Runs one equation on shards whose padding is poisoned; checks that it sends what it says."""
+    rule = equation.rule
+    assert rule is not None
+    assert rule.local is not None
+    sent: list[int] = []
+    shards = Shards(equation, split, mesh, lambda kind, atoms, size, x: sent.append(size))
+    cuts = [place(dims, split) for dims in rule.operands]
+    stacked = [parts_of(x, cut, mesh) for x, cut in zip(arguments, cuts, strict=True)]
+    results = simulate_function(lambda *xs: list(rule.local(shards, *xs)), mesh.atom_sizes, *stacked)  # type: ignore[misc]
+    assert rule.sends is not None
+    assert rule.sends(mesh, split) == sum(sent)
+    return [
+        joined(np.asarray(x), place(dims, split), mesh, v.shape)
+        for x, dims, v in zip(results, rule.results, equation.outputs, strict=True)
+    ]
+
+
+def parts_of(x: np.ndarray, cut: Sequence[tuple[str, ...]], mesh: Mesh) -> list[np.ndarray]:
+    poison: Any = np.nan if np.issubdtype(x.dtype, np.inexact) else x.dtype.type(77)
+    sizes = [-(-n // mesh.count(atoms)) for n, atoms in zip(x.shape, cut, strict=True)]
+    width = [(0, size * mesh.count(atoms) - n) for n, size, atoms in zip(x.shape, sizes, cut, strict=True)]
+    padded = np.pad(x, width, constant_values=poison)
+    return [
+        padded[tuple(slice(i * size, (i + 1) * size) for i, size in zip(at, sizes, strict=True))]
+        for at in places(cut, mesh)
+    ]
+
+
+def joined(parts: np.ndarray, cut: Sequence[tuple[str, ...]], mesh: Mesh, shape: tuple[int, ...]) -> np.ndarray:
+    whole = np.zeros([n * mesh.count(atoms) for n, atoms in zip(parts.shape[1:], cut, strict=True)], parts.dtype)
+    for part, at in zip(parts, places(cut, mesh), strict=True):
+        whole[tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, part.shape, strict=True))] = part
+    return whole[tuple(slice(0, n) for n in shape)]
+
+
+def places(cut: Sequence[tuple[str, ...]], mesh: Mesh) -> list[tuple[int, ...]]:
+    """For every device, which part of each dimension it has."""
+    found = []
+    for position in np.ndindex(*mesh.atom_sizes.values()):
+        at = dict(zip(mesh.atoms, position, strict=True))
+        found.append(tuple(_ordinal([at[a] for a in atoms], [mesh.atom_sizes[a] for a in atoms]) for atoms in cut))
+    return found
+
+
+def _ordinal(at: Sequence[int], sizes: Sequence[int]) -> int:
+    number = 0
+    for i, size in zip(at, sizes, strict=True):
+        number = number * size + i
+    return number
+
+
+def same_bits(got: Any, want: Any) -> None:
+    got, want = np.asarray(got), np.asarray(want)
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    assert got.tobytes() == want.tobytes()
+
+
+def troublesome(rng: np.random.Generator, n: int) -> np.ndarray:
+    """Many ties, zeros of both signs, infinities and NaNs with different bits."""
+    x = np.round(rng.standard_normal(n) * 3).astype(np.float32)
+    x[rng.random(n) < 0.1] = -0.0
+    x[rng.random(n) < 0.05] = np.inf
+    strange = rng.random(n) < 0.1
+    x[strange] = (0x7FC00000 + rng.integers(0, 99, int(strange.sum()))).astype(np.uint32).view(np.float32)
+    return x
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 5, 6, 8])
+def test_sorted_parts_have_the_bits_of_the_whole(parts: int, rng: np.random.Generator) -> None:
+    """Lengths on both sides of what columnsort needs; the longest have columns that do and do not divide."""
+    border = parts * (parts - 1)
+    for n in (parts - 1, 2 * border * parts - 1, 2 * border * parts, 4 * border * parts + parts + 1):
+        x, i = troublesome(rng, n), np.arange(n, dtype=np.int32)
+        both = equation_of("sort", lambda x, i: lax.sort((x, i), num_keys=1), x, i)
+        mesh = Mesh.abstract(x=parts)
+        got = on_shards(both, {0: mesh.atoms}, mesh, x, i)
+        for a, b in zip(got, jax.jit(lambda x, i: lax.sort((x, i), num_keys=1))(x, i), strict=True):
+            same_bits(a, b)
+        only = equation_of("sort", lambda x: lax.sort(x), i)
+        (got_only,) = on_shards(only, {0: mesh.atoms}, mesh, rng.permutation(i) // 3)
+        same_bits(got_only, i // 3)
+
+
+@pytest.mark.parametrize("parts", [3, 4])
+def test_columns_sort_zeros_and_ones_of_every_kind(parts: int, rng: np.random.Generator) -> None:
+    """By the 0-1 principle columnsort is right if it is on these: sorted runs of every length on each device."""
+    columns = Columns(2 * parts * parts * (parts - 1), parts)
+    assert columns.fit
+    assert columns.rows == 2 * columns.border, "the shortest columns that are long enough"
+    mesh = Mesh.abstract(x=parts)
+    ones = rng.integers(0, columns.size + 1, (3000, parts, 1))
+    x = (np.arange(columns.size) >= columns.size - ones).reshape(3000, -1).astype(np.int32)
+    number = np.broadcast_to(np.arange(columns.n, dtype=np.int32), x.shape)
+    equation = equation_of("sort", lambda x: lax.sort(x, dimension=1), x)
+    shards = Shards(equation, {1: mesh.atoms}, mesh)
+    cut = [(), mesh.atoms]
+    for operands in ([x], [x, number]):
+        results = simulate_function(
+            lambda *xs: _columns(shards, list(xs), columns.n, 1, mesh.atoms),
+            mesh.atom_sizes,
+            *(parts_of(o, cut, mesh) for o in operands),
+        )
+        for got, want in zip(results, lax.sort(operands, dimension=1, num_keys=1), strict=True):
+            same_bits(joined(got, cut, mesh, x.shape), want)
+
+
+def test_each_way_to_sort_is_taken_where_it_sends_least() -> None:
+    def best(*arguments: Any) -> str:
+        sent = ways(*arguments)
+        return min(sent, key=lambda way: sent[way])
+
+    assert best(10, 8, 1, (4,), 1, True) == "together"
+    assert best(1000, 8, 1, (4,), 1, True) == "columns"
+    assert best(1000, 8, 64, (4,), 1, False) == "crosswise"
+    assert best(1000, 2, 1, (4,), 1, False) == "together"
+    assert ways(1 << 24, 64, 1, (4,), 1, True)["columns"] < 2.1 * 4 * (1 << 24) // 64
+
+
+@pytest.mark.parametrize("n", [1000, 1003, 5])
+def test_a_program_sorts_what_is_split(n: int, rng: np.random.Generator) -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = troublesome(rng, n)
+
+    def program(x: Any) -> Any:
+        x = split(x, 0, 8)
+        return split(jnp.sort(x), 0, 8), split(jnp.argsort(x), 0, 8)
+
+    lowered = gshard.jit(program, mesh=mesh).lower(x)
+    inside = {c.kind for c in lowered.spmd.collectives if c.why == "inside sort"}
+    assert inside == ({"all_gather"} if n < 8 else {"all_to_all", "collective_permute"})
+    for got, want in zip(gshard.jit(program, mesh=mesh)(x), (jnp.sort(x), jnp.argsort(x)), strict=True):
+        same_bits(got, want)
+    if n == 1000:
+        whole = 7 * 125 * 4
+        sent = [c.total_bytes for c in lowered.spmd.collectives]
+        assert sum(sent) < 0.55 * (whole + 2 * whole), "less than half of what gathering sends"
