@@ -133,6 +133,7 @@ def reductions() -> Iterator[Row]:
         ("reduce_max, all negative", lambda x: jnp.max(x, 0), -P), ("reduce_max, integers", lambda x: jnp.max(x, 1), N),
     ):  # fmt: skip
         yield row(name, call, x, tolerance=SUM if x.dtype == np.float32 else 0.0)
+    yield from any_reductions()
     with_nan = np.round(X)
     with_nan[2, 3] = np.nan
     for name in ("argmax", "argmin"):
@@ -144,6 +145,33 @@ def reductions() -> Iterator[Row]:
             call = lambda x, name=name, reverse=reverse: getattr(lax, name)(x, axis=1, reverse=reverse)  # noqa: E731
             yield row(f"{name}, {'backwards' if reverse else 'forwards'}", call, X, tolerance=SUM)
     yield row("cumsum, integers", lambda x: lax.cumsum(x, axis=0), N)
+
+
+def any_reductions() -> Iterator[Row]:
+    """By computations that JAX has no primitive for, from values that are no identities."""
+    by = {"add": (lax.add, 3.0), "max": (lax.max, 0.25), "min": (jnp.minimum, 0.25), "mul": (lax.mul, -2.0)}
+    for name, (computation, init) in by.items():
+        reduce = lambda x, f=computation, init=init: lax.reduce(x, np.float32(init), f, (1,))  # noqa: E731
+        yield row(f"reduce, {name}", reduce, X, tolerance=SUM)
+        both = lambda x, f=computation, init=init: lax.reduce(x, np.float32(init), f, (0, 1))  # noqa: E731
+        yield row(f"reduce, {name} of everything", both, X, tolerance=1e-4)
+    yield row("reduce, given", lambda x, init: lax.reduce(x, init, lax.add, (0,)), N, np.int32(40))
+    for name, f in (("and", lax.bitwise_and), ("or", lax.bitwise_or), ("xor", lax.bitwise_xor)):
+        yield row(f"reduce, bits {name}", lambda x, f=f: lax.reduce(x, np.int32(12), f, (1,)), N)
+    yield row("reduce, booleans", lambda x: lax.reduce(x, True, lax.bitwise_xor, (0,)), X > 0)
+    norm = lambda x, y: jnp.sqrt(x * x + y * y)  # noqa: E731
+    yield row("reduce, norm", lambda x: lax.reduce(x, np.float32(2), norm, (1,)), X, tolerance=SUM)
+    yield row("reduce, norm of everything", lambda x: lax.reduce(x, np.float32(2), norm, (0, 1)), X, tolerance=SUM)
+
+    def extremes(x: Any, y: Any) -> Any:
+        return lax.min(x[0], y[0]), lax.max(x[1], y[1]), x[2] + y[2] + 1
+
+    of_three = lambda x, n: lax.reduce((x, x, n), (np.float32(0.5), np.float32(-9), np.int32(7)), extremes, (0,))  # noqa: E731
+    yield row("reduce, three at once", of_three, X, N)
+    yield row("reduce, three at once of few", of_three, X[:3], N[:3])
+    yield row("reduce, three at once of none", of_three, X[:0], N[:0])
+    last = lambda x: lax.reduce((x, x), (np.float32(0), np.float32(1)), lambda a, b: (a[0], b[1]), (1,))  # noqa: E731
+    yield row("reduce, the last", last, X)
 
 
 def shapes() -> Iterator[Row]:

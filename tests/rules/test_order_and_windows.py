@@ -52,7 +52,7 @@ def parts_of(x: np.ndarray, cut: Sequence[tuple[str, ...]], mesh: Mesh) -> list[
     poison: Any = np.nan if np.issubdtype(x.dtype, np.inexact) else x.dtype.type(77)
     sizes = [-(-n // mesh.count(atoms)) for n, atoms in zip(x.shape, cut, strict=True)]
     width = [(0, size * mesh.count(atoms) - n) for n, size, atoms in zip(x.shape, sizes, cut, strict=True)]
-    padded = np.pad(x, width, constant_values=poison)
+    padded = np.pad(x, width, constant_values=poison) if x.ndim else x
     return [
         padded[tuple(slice(i * size, (i + 1) * size) for i, size in zip(at, sizes, strict=True))]
         for at in places(cut, mesh)
@@ -167,3 +167,34 @@ def test_a_program_sorts_what_is_split(n: int, rng: np.random.Generator) -> None
         whole = 7 * 125 * 4
         sent = [c.total_bytes for c in lowered.spmd.collectives]
         assert sum(sent) < 0.55 * (whole + 2 * whole), "less than half of what gathering sends"
+
+
+@pytest.mark.parametrize("n", [16, 13, 3])
+def test_a_program_counts_initial_values_once(n: int, rng: np.random.Generator) -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = rng.integers(-9, 9, (n, 5)).astype(np.int32)
+
+    def spread(a: Any, b: Any) -> Any:
+        return lax.min(a[0], b[0]), lax.max(a[1], b[1])
+
+    def program(x: Any) -> Any:
+        x = split(x, 0, 8)
+        total = lax.reduce(x, np.int32(3), lax.add, (0,))
+        return total, lax.reduce((x, x), (np.int32(3), np.int32(-2)), spread, (0,))
+
+    lowered = gshard.jit(program, mesh=mesh).lower(x)
+    kinds = [c.kind for c in lowered.spmd.collectives if "reduce" in c.why]
+    assert kinds.count("all_gather") == 2, "the parts of the two operands"
+    assert kinds.count("all_reduce") == 1, "the parts of the sum"
+    total, (least, most) = gshard.jit(program, mesh=mesh)(x)
+    same_bits(total, x.sum(0, dtype=np.int32) + 3)
+    same_bits(least, np.minimum(x.min(0), 3))
+    same_bits(most, np.maximum(x.max(0), -2))
+
+
+def test_what_reductions_send_is_what_they_say(rng: np.random.Generator) -> None:
+    x, init = rng.standard_normal((10, 3, 7)).astype(np.float32), np.float32(2)
+    norm = lambda x, init: lax.reduce(x, init, lambda a, b: jnp.sqrt(a * a + b * b), (1, 2))  # noqa: E731
+    mesh = Mesh.abstract(a=2, b=2)
+    (got,) = on_shards(equation_of("reduce", norm, x, init), {0: ("b",), 1: ("a",)}, mesh, x, init)
+    np.testing.assert_allclose(got, norm(x, init), 1e-5)

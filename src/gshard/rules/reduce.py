@@ -1,10 +1,13 @@
-"""Reductions: sums, maxima and their kin, positions of extremes, running sums."""
+"""Reductions: sums, maxima and their kin, by any computation, positions of extremes, running sums."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gshard.comm.shards import Shards, along, identity, mask, rest_bytes
@@ -12,6 +15,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.program import itemsize
 from gshard.core.rule import EXCHANGE, REDUCE, WHOLE, Rule, RuleMaker
 from gshard.core.split import Split
+from gshard.rules.computation import monoid_of, skipping
 from gshard.rules.registry import Call, rule
 
 _MONOIDS = {
@@ -38,6 +42,71 @@ def reduction(call: Call) -> Rule:
     kind = WHOLE if call.is_complex and monoid in ("max", "min") else REDUCE
     dims = [make.factor(n, kind, monoid) if d in axes else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
     return make.rule([dims], [[dim for d, dim in enumerate(dims) if d not in axes]])
+
+
+@rule("reduce")
+def any_reduction(call: Call) -> Rule:
+    """By a monoid as the reductions above; by any other computation each shard folds its own, then all fold the parts.
+
+    >>> import jax
+    >>> params = {"dimensions": (1,), "jaxpr": jax.make_jaxpr(lambda x, y: x * y)(1.0, 1.0)}
+    >>> print(any_reduction(Call("reduce", params, ((4, 6), ()), ((4,),), ("f4", "f4"))))
+    a b, () -> a; mul over b=6
+
+    The initial values count once, whether or not they are identities. A computation that is no known monoid may depend
+    on the order, so only the outermost reduced dimension is split then: its parts, in order, are the elements in order.
+    """
+    reduced, jaxpr = call.params["dimensions"], call.params["jaxpr"]
+    count = len(call.in_shapes) // 2
+    shape, axis = call.in_shapes[0], min(reduced, default=-1)
+    monoid = monoid_of(jaxpr) if count == 1 else None
+    make = RuleMaker()
+
+    def dimension(d: int, n: int) -> tuple[int, ...]:
+        if d not in reduced:
+            return make.factor(n)
+        return make.factor(n, REDUCE, monoid) if monoid else make.exchange(n) if d == axis else make.whole(n)
+
+    dims = [dimension(d, n) for d, n in enumerate(shape)]
+    left = [dim for d, dim in enumerate(dims) if d not in reduced]
+
+    def local_monoid(shards: Shards, x: Any, init: Any) -> list[Any]:
+        atoms = shards.reduced_atoms()
+        if not atoms:
+            return shards.bind(x, init)
+        # Added after folding: XLA drops an initial value where a part has one element, as if it were an identity.
+        (part,) = shards.bind(x, jnp.asarray(identity(monoid or "", x.dtype), x.dtype))
+        return [jnp.where(shards.is_first(atoms), _TWO[monoid or ""](part, jnp.broadcast_to(init, part.shape)), part)]
+
+    def local(shards: Shards, *arrays: Any) -> list[Any]:
+        atoms = shards.atoms(dims[axis][0]) if reduced else ()
+        if not atoms:
+            return shards.bind(*arrays)
+        xs, inits = arrays[:count], arrays[count:]
+        size, n = xs[0].shape[axis], shape[axis]
+        valid = lax.axis_index(atoms) * size + lax.broadcasted_iota(jnp.int32, xs[0].shape, axis) < n
+        folded = _fold_valid(valid, xs, inits, jaxpr, tuple(reduced))
+        used = -(-n // size) if size else 0
+        parts = [shards.all_gather(jnp.expand_dims(x, 0), 0, atoms)[:used] for x in folded]
+        # The initial values are elements like the others, before them: see above.
+        parts = [jnp.concatenate([jnp.broadcast_to(init, (1, *x.shape[1:])), x]) for x, init in zip(parts, inits)]
+        return _fold_valid(jnp.ones(parts[0].shape, jnp.bool_), parts, inits, jaxpr, (0,))
+
+    def sends(mesh: Mesh, split: Split) -> int:
+        sizes = [-(-n // mesh.count(split.get(dim[0], ()))) for d, (n, dim) in enumerate(zip(shape, dims))
+                 if d not in reduced]  # fmt: skip
+        each = sum(itemsize(dtype) for dtype in call.in_dtypes[:count])
+        return (mesh.count(split.get(dims[axis][0], ())) - 1) * math.prod(sizes) * each
+
+    operands = [*([dims] * count), *([[]] * count)]
+    if monoid or not reduced:
+        return make.rule(operands, [left] * count, local=local_monoid if monoid else None)
+    return make.rule(operands, [left] * count, local=local, sends=sends)
+
+
+def _fold_valid(valid: Any, xs: Sequence[Any], inits: Sequence[Any], jaxpr: Any, axes: tuple[int, ...]) -> list[Any]:
+    """Folds the elements that are valid; where none is, the initial values come out."""
+    return list(lax.reduce((valid, *xs), (np.False_, *inits), skipping(jaxpr), axes)[1:])
 
 
 @rule("argmax", "argmin")
@@ -124,6 +193,9 @@ _TWO: dict[str, Any] = {
     "mul": lax.mul,
     "max": lax.max,
     "min": lax.min,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+    "xor": lax.bitwise_xor,
     "logaddexp": jnp.logaddexp,
 }
 _ALL: dict[str, Any] = {
