@@ -2,6 +2,7 @@
 
     split, replicate, shard     mark a few tensors of a program written for one device
     jit                         partition and run it on all devices, used like jax.jit
+    manual, auto_to_manual ...  parts of a program that you partition yourself
     explain                     what each tensor got and why, and what the devices say to each other
     Mesh, Sharding              the nouns they speak of
     GShardError                 the base of all errors raised on purpose
@@ -23,5 +24,9 @@ from gshard.passes.annotate import replicate as replicate
 from gshard.passes.annotate import shard as shard
 from gshard.passes.annotate import split as split
 from gshard.passes.compile import Executable as Executable
+from gshard.passes.manual import auto_to_manual as auto_to_manual
+from gshard.passes.manual import manual as manual
+from gshard.passes.manual import manual_to_auto as manual_to_auto
+from gshard.passes.manual import part_index as part_index
 from gshard.pipeline import explain as explain
 from gshard.pipeline import jit as jit

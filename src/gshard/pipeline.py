@@ -101,6 +101,11 @@ class Jitted:
         out = lowered.executable(*moved)
         return jax.tree.unflatten(lowered.program.out_tree, out)
 
+    def on(self, mesh: Any) -> Jitted:
+        """The same function for another mesh."""
+        shardings = self._in_shardings, self._out_shardings
+        return Jitted(self._f, Mesh.of(mesh), self._static, self._donate, shardings, self._strict)
+
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
         arrays, statics = self._divide(args, kwargs)
@@ -264,7 +269,10 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
     """
     if mesh is None and not isinstance(f, Jitted):
         raise MeshError("explain needs a mesh.", way_out="Write explain(f, *args, mesh=8).")
-    jitted = f if isinstance(f, Jitted) and mesh is None else jit(getattr(f, "__wrapped__", f), mesh=mesh)
+    if isinstance(f, Jitted):
+        jitted = f if mesh is None else f.on(mesh)
+    else:
+        jitted = jit(f, mesh=mesh)
     lowered = jitted.lower(*args, **kwargs)
     return explain_program(lowered.plan, lowered.spmd)
 

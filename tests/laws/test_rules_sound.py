@@ -168,6 +168,7 @@ def test_every_rule_has_a_row() -> None:
         "log2", "one_minus_square", "polynomial",  # only in newer JAX; elementwise
         "add_any", "eq_to", "le_to", "lt_to",  # made by JAX itself; elementwise
         "copy_p", "name", "random_gamma_grad", "igamma_grad_a", "polygamma", "regularized_incomplete_beta",
+        "auto_to_manual", "manual_to_auto", "part_index", "shard_map",  # one split only; see tests/rules/test_manual.py
         "sharding_constraint", "device_put",  # need a mesh; see tests/passes/test_programs.py
         "select_and_gather_add", "select_and_scatter",  # batch dimensions only, as select_and_scatter_add
         "cholesky_update", "eig", "hessenberg", "householder_product", "lu_pivots_to_permutation", "geqrf", "geqp3",

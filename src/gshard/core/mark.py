@@ -100,7 +100,7 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
                 dims: list[Atoms | None] = [()] * ndim
             case "split":
                 dims = [()] * ndim
-                dims[mark.dim] = _partitions(mark.partitions, mesh)
+                dims[mark.dim] = atoms_of_partitions(mark.partitions, mesh)
             case "assignment":
                 dims = list(_assignment(mark, mesh))
             case _:
@@ -117,7 +117,8 @@ def _text(shape: tuple[int, ...]) -> str:
     return f"array of shape [{','.join(map(str, shape))}]"
 
 
-def _partitions(partitions: int | str | tuple[str, ...], mesh: Mesh) -> Atoms:
+def atoms_of_partitions(partitions: int | str | tuple[str, ...], mesh: Mesh) -> Atoms:
+    """The atoms that cut a dimension in so many parts, or along these axes."""
     if not isinstance(partitions, int):
         names = (partitions,) if isinstance(partitions, str) else partitions
         return tuple(a for name in names for a in _axis(name, mesh))

@@ -59,6 +59,7 @@ class Rule:
         masks_itself: ``local`` copes with padding along split reduce factors; otherwise operands are filled with
             the monoid's identity there first.
         known: False for the rule made up for a primitive that has none.
+        fixed: ``fixed(mesh)``: the one split that the equation can run in, if it has no choice: a manual region.
         component: for each factor a number; factors of arrays that have nothing to do with each other (the operands
             of a barrier) have different ones, and only those of one component compete for atoms.
     """
@@ -72,6 +73,7 @@ class Rule:
     known: bool = True
     sends: Callable[..., int] | None = None
     component: tuple[int, ...] = ()
+    fixed: Callable[..., dict[int, tuple[str, ...]]] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,6 +144,7 @@ class RuleMaker:
         masks_itself: bool = False,
         known: bool = True,
         sends: Callable[..., int] | None = None,
+        fixed: Callable[..., dict[int, tuple[str, ...]]] | None = None,
     ) -> Rule:
         """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
         if flops is None:
@@ -157,6 +160,7 @@ class RuleMaker:
             known,
             sends,
             _components(self.factors, (*operands, *results)),
+            fixed,
         )
 
 

@@ -71,9 +71,11 @@ def produced(equation: Equation, split: Split, i: int) -> Sharding:
 
 
 def candidates(equation: Equation, shardings: Mapping[Value, Sharding], mesh: Mesh) -> list[Split]:
-    """Splits worth considering, without duplicates; the last one splits nothing."""
+    """Splits worth considering, without duplicates; the last one splits nothing (unless there is no choice)."""
     rule = equation.rule
     assert rule is not None
+    if rule.fixed is not None:
+        return [rule.fixed(mesh)]
     tensors = [
         (value.bytes, project(dims, shardings[value].dims, rule.factors, mesh), value, dims)
         for value, dims in zip((*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True)

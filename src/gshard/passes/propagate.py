@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gshard.core.errors import PlanError
 from gshard.core.mark import resolve
@@ -42,6 +42,7 @@ class _Node:
     reduces: bool
     equation: Equation | None
     line_of: Equation | None
+    fixed: Callable[[Mesh], Split] | None = None
 
 
 def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
@@ -123,6 +124,10 @@ class _State:
                 demand = resolve(e.mark, self.mesh, value.shape, e.line)
                 self._set(value, demand.dims, demand.open, Reason("mark", e.line, str(e.mark)))
         check_contradictions(program, self.dims)
+        for node in self.nodes:
+            if node.fixed is not None and node not in self.waiting:
+                self.waiting.add(node)
+                self.queues[0].append(node)
 
     def _set(self, value: Value, dims: Sequence[Atoms], open_dims: Sequence[bool], reason: Reason) -> None:
         self.dims[value] = list(dims)
@@ -157,6 +162,8 @@ class _State:
 
     def _agree(self, node: _Node) -> tuple[Split, bool]:
         """What the arrays of a node say about its factors where they do not contradict each other."""
+        if node.fixed is not None:
+            return node.fixed(self.mesh), False
         claims: Split = {}
         conflict = False
         for value, dims in node.tensors:
@@ -261,7 +268,8 @@ def _nodes(equation: Equation) -> list[_Node]:
         if isinstance(value, Value) and value.shape
     ]
     reduces = any(f.kind in (REDUCE, EXCHANGE) for f in rule.factors)
-    return [_Node(rule.factors, rule.component, tuple(tensors), reduces, equation, equation)] if tensors else []
+    node = _Node(rule.factors, rule.component, tuple(tensors), reduces, equation, equation, rule.fixed)
+    return [node] if tensors else []
 
 
 def _edge_node(edge: Edge, equation: Equation) -> _Node:

@@ -30,6 +30,7 @@ from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.rules.expand import expansion, mark_of_equation, needs_barrier
 from gshard.rules.region import REGIONS
 from gshard.rules.registry import Call, rule_of
+from gshard.rules.zones import check_zones
 
 assert _rules  # imported for the rules it registers
 
@@ -52,6 +53,7 @@ def trace(
 
     Raises:
         TraceError: ``f`` branches on the values of its arguments, or is not a function of arrays.
+        ShardingError: parts (``auto_to_manual``) and whole arrays are mixed.
 
     >>> import jax.numpy as jnp
     >>> print(trace(lambda x: jnp.sin(x).sum(), jnp.zeros((4, 2))))
@@ -66,6 +68,7 @@ def trace(
     jaxpr, consts = closed(whole)
     leaves_with_paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
     block = _Builder().block(without_dead_code(jaxpr))
+    check_zones(block)
     captured = tuple(consts)
     parameters = _parameters(f)
     names = (

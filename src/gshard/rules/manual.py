@@ -1,0 +1,130 @@
+"""Manual regions: parts of a program that the user has partitioned already.
+
+    shard_map(body, mesh, in_specs, out_specs)      JAX's own: operands are cut as ``in_specs`` says, the body runs on
+                                                    each device's parts as it is written, with its collectives
+    auto_to_manual(x, dim, n) ... manual_to_auto    the GShard paper's (section 3.2): from here to there a value is
+                                                    one device's part of it
+
+Such an equation has no choice: its rule names the one split in which it can run (``Rule.fixed``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gshard.comm.shards import Shards, mask
+from gshard.core.errors import ShardingError
+from gshard.core.mark import Mark, atoms_of_partitions, resolve
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.core.split import Split
+from gshard.rules.per_device import collectives_of, renamed
+from gshard.rules.registry import Call, rule
+
+
+@rule("auto_to_manual")
+def auto_to_manual(call: Call) -> Rule:
+    """The part of an array that a device holds, as an array by itself; what is cut unevenly ends in zeros.
+
+    >>> from gshard.core.mesh import Mesh
+    >>> found = auto_to_manual(Call("auto_to_manual", {"dim": 0, "partitions": 4}, ((8, 3),), ((2, 3),), ("f4",)))
+    >>> print(found, found.fixed(Mesh.abstract(x=4)))
+    a b -> c d; whole b c d {0: ('x.0', 'x.1')}
+    """
+    dim, partitions = call.params["dim"], call.params["partitions"]
+    (shape,), (part,) = call.in_shapes, call.out_shapes
+    make = RuleMaker()
+    operand = [make.factor(n) if d == dim else make.whole(n) for d, n in enumerate(shape)]
+
+    def local(shards: Shards, x: Any) -> list[Any]:
+        if dim is not None and shape[dim] % partitions:
+            x = mask(x, dim, shape[dim], shards.atoms(operand[dim][0]), False if x.dtype == jnp.bool_ else 0)
+        return [x]
+
+    def fixed(mesh: Mesh) -> Split:
+        return {} if dim is None else {operand[dim][0]: atoms_of_partitions(partitions, mesh)}
+
+    return make.rule([operand], [[make.whole(n) for n in part]], local=local, fixed=fixed, flops=0)
+
+
+@rule("manual_to_auto")
+def manual_to_auto(call: Call) -> Rule:
+    """Parts become one array again: laid side by side along ``dim``, or added where there is none."""
+    dim, partitions = call.params["dim"], call.params["partitions"]
+    (part,), (shape,) = call.in_shapes, call.out_shapes
+    make = RuleMaker()
+    operand = [make.whole(n) for n in part]
+    result = [make.factor(n) if d == dim else make.whole(n) for d, n in enumerate(shape)]
+    (between,) = make.factor(partitions, REDUCE, "add") if dim is None else result[dim]
+
+    def fixed(mesh: Mesh) -> Split:
+        return {between: atoms_of_partitions(partitions, mesh)}
+
+    return make.rule([operand], [result], local=lambda shards, x: [x], fixed=fixed, flops=0)
+
+
+@rule("part_index")
+def part_index(call: Call) -> Rule:
+    """Which of the parts a device works on."""
+    partitions = call.params["partitions"]
+
+    def local(shards: Shards) -> list[Any]:
+        atoms = atoms_of_partitions(partitions, shards.mesh)
+        return [lax.axis_index(atoms) if atoms else jnp.zeros((), jnp.int32)]
+
+    return RuleMaker().rule([], [[]], local=local, fixed=lambda mesh: {}, flops=0)
+
+
+@rule("shard_map")
+def shard_map(call: Call) -> Rule:
+    """Every array is cut as its spec says; each has factors of its own, for the body is not looked into.
+
+    Axes of the user's mesh that the region leaves automatic are not cut: the body runs alike along them.
+    """
+    user_mesh, body = call.params["mesh"], call.params["jaxpr"]
+    axes = tuple((str(name), int(size)) for name, size in user_mesh.shape.items())
+    specs = (*call.params["in_specs"], *call.params["out_specs"])
+    make = RuleMaker()
+    operands = [make.parallel(shape) for shape in call.in_shapes]
+    results = [make.parallel(shape) for shape in call.out_shapes]
+
+    def fixed(mesh: Mesh) -> Split:
+        _check_devices(user_mesh, mesh)
+        split: Split = {}
+        for dims, spec, shape in zip((*operands, *results), specs, (*call.in_shapes, *call.out_shapes), strict=True):
+            demand = resolve(Mark("spec", spec=tuple(spec), axes=axes), mesh, shape, "")
+            split |= {dim[0]: atoms for dim, atoms in zip(dims, demand.dims, strict=True) if atoms}
+        return split
+
+    def local(shards: Shards, *arrays: Any) -> list[Any]:
+        run = renamed(body, _atoms_of_axes(axes, shards.mesh))
+        closed = jax.make_jaxpr(run)(*arrays)
+        if shards.note is not None:
+            for kind, atoms, sent, operand in collectives_of(closed, shards.mesh):
+                shards.note(kind, atoms, sent, operand)
+        return list(run(*arrays))
+
+    return make.rule(operands, results, local=local, fixed=fixed)
+
+
+def _check_devices(user_mesh: Any, mesh: Mesh) -> None:
+    devices = getattr(user_mesh, "devices", None) if isinstance(user_mesh, jax.sharding.Mesh) else None
+    other = devices is not None and mesh.devices is not None and tuple(devices.flat) != mesh.devices
+    if user_mesh.size != mesh.size or other:
+        raise ShardingError(
+            "a shard_map inside the program is over other devices than the program.",
+            got=f"its mesh: {dict(user_mesh.shape)}; the program's: {mesh}",
+            way_out="Make both over the same devices in the same order.",
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _atoms_of_axes(axes: tuple[tuple[str, int], ...], mesh: Mesh) -> Mapping[str, Atoms]:
+    """The atoms of each axis of the user's mesh."""
+    return {name: resolve(Mark("spec", spec=(name,), axes=axes), mesh, (mesh.size,), "").dims[0] for name, _ in axes}
