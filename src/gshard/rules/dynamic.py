@@ -1,6 +1,7 @@
 """Windows whose place is known only when the program runs: dynamic_slice and dynamic_update_slice.
 
-The start is clamped for the whole array, as JAX does, before any shard looks at its own part.
+The start is clamped for the whole array, as JAX does, before any shard looks at its own part; also where nothing is
+split, because XLA merges a slice of a slice (the second may be ours) and forgets to clamp the first.
 
     dynamic_slice            a split dimension that is cut is a ``reduce`` factor: every device contributes the elements
                              that it holds and zero for the others, so as many bytes travel as the result has
@@ -42,11 +43,11 @@ def dynamic_slice(call: Call) -> Rule:
         take = [m if n != m else local for n, m, local in zip(shape, sizes, x.shape, strict=True)]
         for d in split:
             take[d] = x.shape[d]
+        starts = tuple(clamped(s, n, m) for s, n, m in zip(starts, shape, sizes, strict=True))
         begins = [jnp.zeros_like(s) if d in split else s for d, s in enumerate(starts)]
         (x,) = shards.bind(x, *begins, slice_sizes=tuple(take))
         for d in split:
-            start = clamped(starts[d], shape[d], sizes[d])
-            index = start - shards.offset(operand[d]) + jnp.arange(sizes[d], dtype=jnp.int32)
+            index = starts[d] - shards.offset(operand[d]) + jnp.arange(sizes[d], dtype=jnp.int32)
             held = (index >= 0) & (index < x.shape[d])
             x = jnp.take(x, jnp.clip(index, 0, x.shape[d] - 1), axis=d)
             x = jnp.where(along(held, d, x.ndim), x, jnp.zeros((), x.dtype))
@@ -72,12 +73,12 @@ def dynamic_update_slice(call: Call) -> Rule:
 
     def local(shards: Shards, x: Any, values: Any, *starts: Any) -> list[Any]:
         covered = [d for d in range(len(shape)) if partial[d]]
+        starts = tuple(clamped(s, n, m) for s, n, m in zip(starts, shape, sizes, strict=True))
         if not any(shards.atoms(operand[d][0]) for d in covered) or not values.size:
             return shards.bind(x, values, *starts) if values.size else [x]
         written = jnp.ones((1,) * x.ndim, jnp.bool_)
         for d in covered:
-            start = clamped(starts[d], shape[d], sizes[d])
-            index = shards.offset(operand[d]) + jnp.arange(x.shape[d], dtype=jnp.int32) - start
+            index = shards.offset(operand[d]) + jnp.arange(x.shape[d], dtype=jnp.int32) - starts[d]
             values = jnp.take(values, jnp.clip(index, 0, sizes[d] - 1), axis=d)
             written &= along((index >= 0) & (index < sizes[d]), d, x.ndim)
         return [jnp.where(written, values, x)]

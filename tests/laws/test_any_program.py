@@ -1,0 +1,238 @@
+"""The law: whatever the program and whatever the marks, the partitioned program computes the same bits.
+
+Programs of 5 to 15 random operators on int32 arrays of random sizes (uneven, below the number of parts, 1 and 0), with
+random marks in between, are planned, partitioned and simulated on 6 devices. Integers wrap, so every order of adding
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from emitted import emitted, reported
+from gshard import shard
+from gshard.comm.simulate import simulate
+from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
+from gshard.passes.trace import trace
+from laws.test_propagate_laws import MESH, parts_of
+
+LARGEST = 600  # elements of an array
+PHASES = (Phase.explicit, Phase.generate)  # every smaller program would be compiled anew: shrinking takes many minutes
+Chosen = Sequence[int]
+
+
+class Step(NamedTuple):
+    """One operator: numbers that choose it, its operands and its parameters, and the mark of its result."""
+
+    operator: int
+    choices: tuple[int, ...]
+    mark: int
+
+
+def dim_of(x: Any, n: int) -> int:
+    return n % x.ndim
+
+
+def unary(f: Callable[[Any, Chosen], Any]) -> Callable[[Sequence[Any], Chosen], Any]:
+    """An operator on one array that has a dimension; scalars get one."""
+
+    def apply(values: Sequence[Any], n: Chosen) -> Any:
+        x = values[n[0] % len(values)]
+        return f(x if x.ndim else x[None], n[1:])
+
+    return apply
+
+
+def binary(values: Sequence[Any], n: Chosen) -> Any:
+    """Two arrays, of one shape if there are such, broadcast against each other if not."""
+    x = values[n[0] % len(values)]
+    same = [v for v in values if v.shape == x.shape]
+    y = same[n[1] % len(same)]
+    return (lax.add, lax.sub, lax.mul, lax.max, lax.min, lambda a, b: jnp.where(a > b, a, -b))[n[2] % 6](x, y)
+
+
+def outer(values: Sequence[Any], n: Chosen) -> Any:
+    x, y = values[n[0] % len(values)], values[n[1] % len(values)]
+    x, y = x.reshape(-1)[:7], y.reshape(-1)[: 3 + n[2] % 9]
+    return x[:, None] * y[None, :] if n[3] % 2 else jnp.einsum("i,j->ji", x, y)
+
+
+def dot(values: Sequence[Any], n: Chosen) -> Any:
+    x = values[n[0] % len(values)]
+    x = x if x.ndim else x[None]
+    d = dim_of(x, n[1])
+    partners = [(v, e) for v in values for e in range(v.ndim) if v.shape[e] == x.shape[d]]
+    y, e = partners[n[2] % len(partners)]
+    return lax.dot_general(x, y, (((d,), (e,)), ((), ())), preferred_element_type=jnp.int32)
+
+
+def reduced(x: Any, n: Chosen) -> Any:
+    return (
+        (jnp.sum, jnp.prod, jnp.argmax, lambda v, axis: jnp.max(v, axis, initial=-7))[n[1] % 4](
+            x, axis=dim_of(x, n[0])
+        ).astype(jnp.int32)
+        if x.shape[dim_of(x, n[0])]
+        else jnp.sum(x, dim_of(x, n[0]))
+    )
+
+
+def regrouped(x: Any, n: Chosen) -> Any:
+    if n[0] % 3 == 0:
+        return x.reshape(-1)
+    for k in (2, 3, 4, 5):
+        d = dim_of(x, n[1])
+        if x.shape[d] and x.shape[d] % k == 0:
+            return x.reshape(*x.shape[:d], k, x.shape[d] // k, *x.shape[d + 1 :])
+    return x.reshape(x.shape[0], -1) if x.size else x
+
+
+def cut(x: Any, n: Chosen) -> Any:
+    d = dim_of(x, n[0])
+    size = x.shape[d]
+    start = n[1] % (size + 1)
+    return lax.slice_in_dim(x, start, start + n[2] % (size - start + 1), stride=1 + n[3] % 3, axis=d)
+
+
+def padded(x: Any, n: Chosen) -> Any:
+    d = dim_of(x, n[0])
+    low, high, inner = n[1] % 4 - 1, n[2] % 4 - 1, n[3] % 2
+    if x.shape[d] + low + high + max(x.shape[d] - 1, 0) * inner < 0:
+        return x
+    return lax.pad(x, np.int32(n[1] % 9), [(low, high, inner) if i == d else (0, 0, 0) for i in range(x.ndim)])
+
+
+def joined(x: Any, n: Chosen) -> Any:
+    return jnp.concatenate([x, -x[..., : n[1] % 3], x], axis=dim_of(x, n[0]) if n[1] % 3 > x.shape[-1] else -1)
+
+
+def running(x: Any, n: Chosen) -> Any:
+    return (lax.cumsum, lax.cumprod, lax.cummax, lax.cummin)[n[1] % 4](x, dim_of(x, n[0]), reverse=bool(n[2] % 2))
+
+
+def ordered(x: Any, n: Chosen) -> Any:
+    d = dim_of(x, n[0])
+    return (jnp.sort(x, d), jnp.argsort(x, d).astype(jnp.int32), jnp.flip(x, d), jnp.roll(x, n[1] % 5 - 2, d))[n[2] % 4]
+
+
+def looked_up(x: Any, n: Chosen) -> Any:
+    d = dim_of(x, n[0])
+    at = jnp.arange(n[1] % 9, dtype=jnp.int32) * (n[2] % 5) - 2
+    return jnp.take(x, at, axis=d, mode=("clip", "fill", "wrap")[n[3] % 3]) if x.shape[d] else x
+
+
+def scattered(x: Any, n: Chosen) -> Any:
+    at = jnp.arange(1 + n[1] % 7, dtype=jnp.int32) * (1 + n[2] % 4) - 1
+    x = jnp.moveaxis(x, dim_of(x, n[0]), 0)
+    return (x.at[at].add(3), x.at[at].max(5), x.at[at].mul(-2), x.at[at[:1]].set(8))[n[3] % 4]
+
+
+def window(x: Any, n: Chosen) -> Any:
+    d = dim_of(x, n[0])
+    if not x.shape[d]:
+        return x
+    size = 1 + n[1] % x.shape[d]
+    start = jnp.sum(x) % (x.shape[d] + 3) - 2
+    part = lax.dynamic_slice_in_dim(x, start, size, d)
+    return part if n[2] % 2 else lax.dynamic_update_slice_in_dim(x, part * 2, start + 1, d)
+
+
+def looped(x: Any, n: Chosen) -> Any:
+    carry = jnp.zeros(x.shape[1:], jnp.int32) + 1
+
+    def body(c: Any, row: Any) -> tuple[Any, Any]:
+        c = c * 3 + row
+        return c, c - row
+
+    end, rows = lax.scan(body, carry, x, reverse=bool(n[0] % 2))
+    return rows if n[1] % 2 else end
+
+
+def chosen(x: Any, n: Chosen) -> Any:
+    return lax.cond(jnp.sum(x) % 2 == n[0] % 2, lambda v: v * 2, lambda v: jnp.flip(v, 0), x)
+
+
+OPERATORS: tuple[Callable[[Sequence[Any], Chosen], Any], ...] = (
+    binary, outer, dot,
+    *map(unary, (
+        reduced, regrouped, cut, padded, joined, running, ordered, looked_up, scattered, window, looped, chosen,
+        lambda x, n: jnp.transpose(x, np.random.default_rng(n[0]).permutation(x.ndim)),
+        lambda x, n: jnp.broadcast_to(x, (1 + n[0] % 3, *x.shape)),
+    )),
+)  # fmt: skip
+
+
+def marked(x: Any, n: int) -> Any:
+    """One of several marks, or none."""
+    entries: list[Any] = [P.UNCONSTRAINED if n & 1 else None] * x.ndim
+    for axis, k in (("data", n // 4), ("model", n // 64)):
+        if x.ndim and k % 3:
+            d = k // 3 % x.ndim
+            entries[d] = (entries[d], axis) if isinstance(entries[d], str) else axis
+    return shard(x, P(*entries)) if n & 2 else x
+
+
+def program_of(steps: Sequence[Step], shapes: Sequence[tuple[int, ...]], with_marks: bool) -> Callable[..., list[Any]]:
+    def program(*arrays: Any) -> list[Any]:
+        values = list(arrays)
+        for step in steps:
+            made = OPERATORS[step.operator % len(OPERATORS)](values, step.choices)
+            if made.size > LARGEST or made.ndim > 4:
+                continue
+            is_new = all(made is not v for v in values)  # a second mark on one value would contradict the first
+            values.append(marked(made, step.mark) if with_marks and is_new else made)
+        return values[len(shapes) :][-4:]
+
+    return program
+
+
+steps = st.builds(
+    Step, st.integers(0, 99), st.tuples(*[st.integers(0, 999)] * 6), st.integers(0, 4095)
+)  # fmt: skip
+programs = st.lists(steps, min_size=5, max_size=15)
+all_shapes = st.lists(
+    st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 12, 0]), min_size=1, max_size=3).map(tuple),
+    min_size=1,
+    max_size=3,
+)
+
+
+def check(steps: Sequence[Step], shapes: Sequence[tuple[int, ...]]) -> None:
+    """Compares the partitioned program with the plain one, bit for bit."""
+    arrays = [np.random.default_rng([i, *s]).integers(-9, 9, s).astype(np.int32) for i, s in enumerate(shapes)]
+    want = jax.jit(program_of(steps, shapes, False))(*arrays)
+    program = trace(program_of(steps, shapes, True), *arrays)
+    spmd = partition(propagate(program, MESH))
+    assert emitted(spmd.jaxpr, MESH.atom_sizes) == reported(spmd.collectives)
+    (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
+    given_arrays = dict(zip(spmd.jaxpr.jaxpr.invars, [*program.captured, *arrays], strict=True))
+    lies = dict(zip(spmd.jaxpr.jaxpr.invars, spmd.in_shardings, strict=True))
+    given_arrays |= dict(zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True))
+    stacked = [parts_of(given_arrays[v], lies[v].dims if v in lies else ()) for v in mapped.invars]
+    results = simulate(mapped.params["jaxpr"], (), MESH.atom_sizes, stacked)
+    for got, whole, sharding in zip(results, want, spmd.out_shardings, strict=True):
+        for device, part in enumerate(parts_of(np.asarray(whole), sharding.dims)):
+            np.testing.assert_array_equal(got[device], part)
+
+
+@given(programs, all_shapes)
+@settings(max_examples=25, phases=PHASES)
+def test_any_program(steps: list[Step], shapes: list[tuple[int, ...]]) -> None:
+    check(steps, shapes)
+
+
+@pytest.mark.slow
+@given(programs, all_shapes)
+@settings(max_examples=600, phases=PHASES)
+def test_very_many_programs(steps: list[Step], shapes: list[tuple[int, ...]]) -> None:
+    check(steps, shapes)
