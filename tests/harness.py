@@ -274,10 +274,73 @@ def sliding() -> Iterator[Row]:
             x, np.float32(start), monoid, (1, 1, 3, 2), (1, 1, 1, 2), ((0, 0), (0, 0), (2, 1), (0, 3)), (1, 1, 2, 1),
             (1, 1, 1, 3))  # fmt: skip
         yield row(f"reduce_window_{name}, dilated", spread, IMAGE, tolerance=SUM)
-    product = lambda x: lax.reduce_window(x, np.float32(1), lax.mul, (1, 1, 3, 2), (1, 1, 2, 1), "SAME")  # noqa: E731
-    yield row("reduce_window", product, IMAGE, tolerance=SUM)
-    pooled = lambda x: (lax.reduce_window(x, -np.inf, lax.max, (1, 1, 3, 2), (1, 1, 1, 1), "SAME") ** 2).sum()  # noqa: E731
-    yield row("select_and_scatter_add", jax.grad(pooled), IMAGE, tolerance=SUM)
+    yield from any_windows()
+    yield from selected()
+
+
+def any_windows() -> Iterator[Row]:
+    """Windows folded by computations that JAX has no primitive for, from values that are no identities."""
+    settings = {
+        "same": ((1, 1, 3, 2), (1, 1, 2, 1), "SAME"),
+        "dilated": ((1, 1, 3, 2), (1, 1, 1, 2), ((0, 0), (0, 0), (2, 1), (0, 3)), (1, 1, 2, 1), (1, 1, 1, 3)),
+        "apart": ((1, 1, 2, 2), (1, 1, 3, 4), ((0, 0), (0, 0), (-1, 2), (4, 0)), (1, 1, 1, 2)),
+    }
+
+    def spread(x: Any, y: Any) -> Any:
+        return lax.min(x[0], y[0]), lax.max(x[1], y[1]), x[2] + y[2]
+
+    inits = (np.float32(0.5), np.float32(-9), np.int32(2))
+    for name, setting in settings.items():
+        product = lambda x, setting=setting: lax.reduce_window(x, np.float32(1), lax.mul, *setting)  # noqa: E731
+        yield row(f"reduce_window, product, {name}", product, IMAGE, tolerance=SUM)
+        more = lambda x, setting=setting: lax.reduce_window(x, np.float32(3), lax.add, *setting)  # noqa: E731
+        yield row(f"reduce_window, from three, {name}", more, IMAGE, tolerance=SUM)
+        norm = lambda x, setting=setting: lax.reduce_window(  # noqa: E731
+            x, np.float32(2), lambda a, b: jnp.sqrt(a * a + b * b), *setting)  # fmt: skip
+        yield row(f"reduce_window, norm, {name}", norm, IMAGE, tolerance=SUM)
+        three = lambda x, n, setting=setting: lax.reduce_window((x, x, n), inits, spread, *setting)  # noqa: E731
+        yield row(f"reduce_window, three at once, {name}", three, IMAGE, whole(*IMAGE.shape))
+    pair = lambda a, b: (lax.min(a[0], b[0]), lax.max(a[1], b[1]))  # noqa: E731
+    few = lambda x: lax.reduce_window((x, x), inits[:2], pair, (2, 3), (1, 1), ((3, 0), (1, 1)))  # noqa: E731
+    yield row("reduce_window, few", few, X[:3, :4])
+    none = lambda x: lax.reduce_window(x, np.int32(3), lax.add, (5, 1), (1, 1), "VALID")  # noqa: E731
+    yield row("reduce_window, no window", none, N[:3])
+    bits = lambda x: lax.reduce_window(x, np.int32(0), lax.bitwise_xor, (3, 2), (2, 1), "SAME")  # noqa: E731
+    yield row("reduce_window, bits", bits, N)
+
+
+def selected() -> Iterator[Row]:
+    """Gradients of pooling: ties go to the first element of a window, padding is never better than an element."""
+    ties = np.round(IMAGE[:, 0])
+    lowest = np.where(ties > 1, ties, -np.inf).astype(np.float32)
+    settings = {
+        "stride 1": ((1, 3, 2), (1, 1, 1), "SAME"), "stride 1, valid": ((1, 4, 3), (1, 1, 1), "VALID"),
+        "as far as large": ((1, 2, 3), (1, 2, 3), "VALID"), "overlapping": ((1, 3, 4), (1, 2, 3), "SAME"),
+        "apart": ((1, 1, 2), (1, 2, 5), "VALID"), "far apart": ((1, 2, 1), (1, 5, 4), ((0, 0), (1, 3), (2, 0))),
+        "larger than a part": ((1, 9, 8), (1, 2, 1), ((0, 0), (4, 7), (0, 5))),
+    }  # fmt: skip
+    cases = [(name, setting, ties, -np.inf, lax.max) for name, setting in settings.items()]
+    cases += [("least", settings["overlapping"], ties, np.inf, lax.min)]
+    cases += [("of nothing", settings["overlapping"], lowest, -np.inf, lax.max)]
+    for name, (window, strides, padding), x, init, monoid in cases:
+        pool = lambda x, w=window, s=strides, p=padding, i=init, m=monoid: lax.reduce_window(x, i, m, w, s, p)  # noqa: E731
+        weights = normal(*jax.eval_shape(pool, x).shape)
+        yield row(f"select_and_scatter_add, {name}", lambda x, g, pool=pool: jax.vjp(pool, x)[1](g), x, weights)
+        yield row(f"select_and_gather_add, {name}", lambda x, t, pool=pool: jax.jvp(pool, (x,), (t,)), x,
+                  normal(*x.shape))  # fmt: skip
+    pool = lambda x: lax.reduce_window(x, -np.inf, lax.max, (3, 2), (2, 1), "SAME")  # noqa: E731
+    for name, x in (("few", X[:3, :4]), ("one", X[:1, :1]), ("none", X[:0]), ("with NaN", np.where(X > 1, np.nan, X))):
+        weights = normal(*jax.eval_shape(pool, x).shape)
+        yield row(f"select_and_scatter_add, {name}", lambda x, g: jax.vjp(pool, x)[1](g), x, weights, tolerance=SUM)
+        if x.size:
+            yield row(f"select_and_gather_add, {name}", lambda x, t: jax.jvp(pool, (x,), (t,)), x, normal(*x.shape))
+    for name, window, base, dilation in (("dilated", (3, 2), (1, 1), (2, 3)), ("spread", (1, 4), (1, 2), (1, 1))):
+        wide = lambda x, w=window, b=base, d=dilation: lax.reduce_window(  # noqa: E731
+            x, -np.inf, lax.max, w, (1, 1), "VALID", b, d)  # fmt: skip
+        forwards = lambda x, t, pool=wide: jax.jvp(pool, (x,), (t,))  # noqa: E731
+        yield row(f"select_and_gather_add, {name}", forwards, np.round(X), Y)
+    yield row("select_and_scatter_add, bfloat16", lambda x, g: jax.vjp(pool, x)[1](g), X.astype(jnp.bfloat16),
+              normal(4, 10).astype(jnp.bfloat16), tolerance=2e-2)  # fmt: skip
 
 
 def ordered() -> Iterator[Row]:

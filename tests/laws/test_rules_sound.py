@@ -170,7 +170,7 @@ def test_every_rule_has_a_row() -> None:
         "copy_p", "name", "random_gamma_grad", "igamma_grad_a", "polygamma", "regularized_incomplete_beta",
         "auto_to_manual", "manual_to_auto", "part_index", "shard_map",  # one split only; see tests/rules/test_manual.py
         "sharding_constraint", "device_put",  # need a mesh; see tests/passes/test_programs.py
-        "select_and_gather_add", "select_and_scatter",  # batch dimensions only, as select_and_scatter_add
+        "select_and_scatter",  # made by JAX itself while lowering; batch dimensions only
         "cholesky_update", "eig", "hessenberg", "householder_product", "lu_pivots_to_permutation", "geqrf", "geqp3",
         "schur", "symmetric_product", "tridiagonal", "tridiagonal_solve",  # batch dimensions only, as qr
         "stack", "unstack", "split", "tile", "square", "copy", "stop_gradient",  # written otherwise by some JAX

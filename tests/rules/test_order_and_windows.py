@@ -198,3 +198,55 @@ def test_what_reductions_send_is_what_they_say(rng: np.random.Generator) -> None
     mesh = Mesh.abstract(a=2, b=2)
     (got,) = on_shards(equation_of("reduce", norm, x, init), {0: ("b",), 1: ("a",)}, mesh, x, init)
     np.testing.assert_allclose(got, norm(x, init), 1e-5)
+
+
+MAX_POOLS = [((3, 3), (1, 1), "SAME"), ((2, 4), (1, 1), "VALID"), ((3, 2), (2, 3), "SAME"), ((1, 2), (3, 5), "VALID")]
+
+
+@pytest.mark.parametrize(("window", "strides", "padding"), MAX_POOLS)
+@pytest.mark.parametrize("cut", [{0: ("a",)}, {1: ("a",)}, {0: ("b",), 1: ("a",)}])
+def test_gradients_of_pooling_have_the_bits_of_the_whole(
+    window: Any, strides: Any, padding: Any, cut: Split, rng: np.random.Generator
+) -> None:
+    """Windows longer than strides and shorter, ties everywhere, parts that windows reach across."""
+    mesh = Mesh.abstract(a=5, b=2)
+    x = np.round(rng.standard_normal((13, 11))).astype(np.float32)
+
+    def pool(x: Any) -> Any:
+        return lax.reduce_window(x, -np.inf, lax.max, window, strides, padding)
+
+    def backwards(x: Any, g: Any) -> Any:
+        return jax.vjp(pool, x)[1](g)[0]
+
+    g = rng.standard_normal(jax.eval_shape(pool, x).shape).astype(np.float32)
+    (got,) = on_shards(equation_of("select_and_scatter_add", backwards, x, g), cut, mesh, g, x)
+    same_bits(got, jax.jit(backwards)(x, g))
+
+
+def test_windows_of_several_dimensions_send_what_they_say(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((12, 11)).astype(np.float32)
+    mesh = Mesh.abstract(a=2, b=3)
+
+    def product(x: Any) -> Any:
+        return lax.reduce_window(x, np.float32(1), lax.mul, (3, 4), (1, 2), ((1, 1), (5, 0)), (1, 2), (2, 1))
+
+    (got,) = on_shards(equation_of("reduce_window", product, x), {0: ("b",), 1: ("a",)}, mesh, x, np.float32(1))
+    np.testing.assert_allclose(got, product(x), 1e-5)
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
+def test_a_program_differentiates_pooling(strides: tuple[int, int], rng: np.random.Generator) -> None:
+    """XLA's own partitioner shifts the first part's gradient where windows overlap; only halos travel here."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    image = np.round(rng.standard_normal((64, 9)) * 2).astype(np.float32)
+
+    def loss(x: Any) -> Any:
+        pooled = lax.reduce_window(x, -np.inf, lax.max, (3, 3), strides, "SAME")
+        return (pooled * jnp.cos(pooled)).sum()
+
+    def program(x: Any) -> Any:
+        return split(jax.grad(loss)(split(x, 0, 8)), 0, 8)
+
+    lowered = gshard.jit(program, mesh=mesh).lower(image)
+    assert {c.kind for c in lowered.spmd.collectives} == {"collective_permute"}
+    same_bits(gshard.jit(program, mesh=mesh)(image), jax.jit(jax.grad(loss))(image))

@@ -8,12 +8,22 @@ what lies outside, and then works without padding (GShard paper, section 3.3.3 a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gshard.comm.halo import Window
-from gshard.comm.shards import Shards, identity
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.comm.halo import Window, fetch_window
+from gshard.comm.shards import Shards, along, identity
+from gshard.comm.steps import PERMUTE
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.program import itemsize
 from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.core.split import Split, place
+from gshard.rules.computation import monoid_of, skipping
 from gshard.rules.registry import Call, rule
 from gshard.rules.slicing import sends_of
 
@@ -98,7 +108,7 @@ def conv_general_dilated(call: Call) -> Rule:
 _MONOIDS = {"reduce_window_sum": "add", "reduce_window_max": "max", "reduce_window_min": "min"}
 
 
-@rule(*_MONOIDS)
+@rule(*_MONOIDS, "reduce_window", "select_and_gather_add")
 def pooling(call: Call) -> Rule:
     """Dimensions with a window of one element are parallel, the others exchange halos.
 
@@ -106,11 +116,26 @@ def pooling(call: Call) -> Rule:
     >>> params |= {"base_dilation": (1, 1), "window_dilation": (1, 1)}
     >>> print(pooling(Call("reduce_window_sum", params, ((2, 8),), ((2, 4),), ("f4",))))
     a b -> a b; exchange b
+
+    What is outside of the array becomes the monoid's identity. A computation that is no known monoid, or whose initial
+    values are no identities, may have none: then flags beside the elements say which of them count.
+
+    ``select_and_gather_add`` takes the first of several extremes, and in padded windows of several dimensions XLA's
+    order is not always the same; there its windows are not split.
     """
-    (shape,), (target,), p = call.in_shapes, call.out_shapes, call.params
+    target, p = call.out_shapes[0], call.params
+    # All operands are arrays but the initial values of a generic reduction, one for each array.
+    count, shape = len(call.out_shapes) if call.name == "reduce_window" else len(call.in_shapes), call.in_shapes[0]
+    monoid = _MONOIDS.get(call.name)
+    if call.name == "reduce_window" and count == 1:
+        monoid = monoid_of(p["jaxpr"])
     make = RuleMaker()
     moved = [not _stays(p, d) for d in range(len(shape))]
-    dims = [make.exchange(max(n, m)) if w else make.factor(n) for n, m, w in zip(shape, target, moved, strict=True)]
+    one_order = call.name != "select_and_gather_add" or sum(n > 1 for n in p["window_dimensions"]) < 2 or not (
+        any(any(pad) for pad in p["padding"]) or any(n > 1 for n in p["base_dilation"])
+    )  # fmt: skip
+    slid = make.exchange if one_order else make.whole
+    dims = [slid(max(n, m)) if w else make.factor(n) for n, m, w in zip(shape, target, moved, strict=True)]
 
     def window(d: int, parts: int) -> Window:
         return sliding(
@@ -118,18 +143,100 @@ def pooling(call: Call) -> Rule:
             p["base_dilation"][d], p["window_dilation"][d],
         )(parts)  # fmt: skip
 
-    def local(shards: Shards, x: Any) -> list[Any]:
-        padding, base = list(p["padding"]), list(p["base_dilation"])
-        fill = identity(_MONOIDS[call.name], x.dtype)
-        for d, dim in enumerate(dims):
-            atoms = shards.atoms(dim[0])
-            if moved[d] and atoms:
-                x = shards.window(x, d, atoms, window(d, shards.mesh.count(atoms)), fill)
-                padding[d], base[d] = (0, 0), 1
-        return shards.bind(x, padding=tuple(padding), base_dilation=tuple(base))
+    def local(shards: Shards, *operands: Any) -> list[Any]:
+        windows = _windows(shards.split, shards.mesh, dims, moved, window)
+        if not windows:
+            return shards.bind(*operands)
+        xs, inits = operands[:count], operands[count:]
+        fill = identity(monoid, xs[0].dtype) if monoid else 0
+        for d, w in windows.items():
+            xs = tuple(shards.window(x, d, shards.atoms(dims[d][0]), w, fill) for x in xs)
+        done: dict[str, Any] = {
+            "padding": tuple((0, 0) if d in windows else tuple(pad) for d, pad in enumerate(p["padding"])),
+            "base_dilation": tuple(1 if d in windows else n for d, n in enumerate(p["base_dilation"])),
+        }
+        if monoid:
+            return shards.bind(*xs, *inits, **done)
+        flags = _inside(shards, xs[0].shape, dims, windows)
+        sizes = {name: p[name] for name in ("window_dimensions", "window_strides", "window_dilation")}
+        if call.name == "reduce_window":
+            combine = skipping(p["jaxpr"], p["consts"])
+            return list(lax.reduce_window((flags, *xs), (np.True_, *inits), combine, **sizes, **done)[1:])
+        tangents, x = xs
+        worst = identity("max" if p["select_prim"].name == "ge" else "min", x.dtype)
+        start = (np.True_, jnp.asarray(worst, x.dtype), jnp.zeros((), tangents.dtype))
+        scalar = jax.ShapeDtypeStruct((), x.dtype)
+        combine = skipping(jax.make_jaxpr(_selecting(p["select_prim"]))(*[scalar] * 4))
+        return [lax.reduce_window((flags, x, tangents), start, combine, **sizes, **done)[2]]
 
     flops = math.prod(target) * math.prod(p["window_dimensions"])
-    return make.rule([dims], [dims], local=local, flops=flops, sends=sends_of(call, 0, dims, moved, window))
+    operands = [dims if i < count else [] for i in range(len(call.in_shapes))]
+    results = [dims for _ in call.out_shapes]
+    if not one_order:
+        return make.rule(operands, results, flops=flops)
+    sends = sends_in_turn(call, [(i, window, True) for i in range(count)], dims, moved)
+    return make.rule(operands, results, local=local, flops=flops, sends=sends)
+
+
+def _selecting(select: Any) -> Callable[..., tuple[Any, Any]]:
+    def pick(x: Any, beside_x: Any, y: Any, beside_y: Any) -> tuple[Any, Any]:
+        which = select.bind(x, y)
+        return lax.select(which, x, y), lax.select(which, beside_x, beside_y)
+
+    return pick
+
+
+def _windows(
+    split: Split,
+    mesh: Mesh,
+    dims: Sequence[tuple[int, ...]],
+    moved: Sequence[bool],
+    window: Callable[[int, int], Window],
+) -> dict[int, Window]:
+    """The windows of the dimensions that are split."""
+    parts = {d: mesh.count(split.get(dim[0], ())) for d, dim in enumerate(dims) if dim and moved[d]}
+    return {d: window(d, n) for d, n in parts.items() if n > 1}
+
+
+def _inside(
+    shards: Shards, shape: Sequence[int], dims: Sequence[tuple[int, ...]], windows: Mapping[int, Window]
+) -> Any:
+    """Which positions of fetched windows hold elements."""
+    flags = jnp.ones(shape, jnp.bool_)
+    for d, window in windows.items():
+        at = window.position(lax.axis_index(shards.atoms(dims[d][0]))) + jnp.arange(window.extent, dtype=jnp.int32)
+        inside = (at >= 0) & (at < (window.n - 1) * window.dilation + 1) & (at % window.dilation == 0)
+        flags &= along(inside, d, len(shape))
+    return flags
+
+
+def sends_in_turn(
+    call: Call,
+    fetched: Sequence[tuple[int, Callable[[int, int], Window], bool]],
+    dims: Sequence[tuple[int, ...]],
+    moved: Sequence[bool],
+) -> Callable[[Mesh, Split], int]:
+    """What operands send whose windows are fetched one dimension after the other: each makes the next one larger.
+
+    Args:
+        call: the equation.
+        fetched: operands, their windows, and whether elements are then spread over the positions of a window.
+        dims: the dimensions of all these operands.
+        moved: which of them have windows.
+    """
+
+    def sends(mesh: Mesh, split: Split) -> int:
+        total = 0
+        for operand, window, spread in fetched:
+            cut = place(tuple(dims), split)
+            sizes = [-(-n // mesh.count(atoms)) for n, atoms in zip(call.in_shapes[operand], cut, strict=True)]
+            for d, w in _windows(split, mesh, dims, moved, window).items():
+                rest = math.prod(n for e, n in enumerate(sizes) if e != d) * itemsize(call.in_dtypes[operand])
+                total += w.bytes(sizes[d], rest) if sizes[d] else 0
+                sizes[d] = w.extent if spread else w.width
+        return total
+
+    return sends
 
 
 def _stays(p: dict[str, Any], d: int) -> bool:
@@ -141,9 +248,80 @@ def _stays(p: dict[str, Any], d: int) -> bool:
     )
 
 
-@rule("select_and_scatter_add", "select_and_gather_add", "reduce_window", "select_and_scatter")
+@rule("select_and_scatter_add")
+def select_and_scatter_add(call: Call) -> Rule:
+    """Every device scatters all windows that reach into its part of the result, and keeps its part.
+
+    It fetches the values to scatter of these windows and the elements that they select from; windows that lie across
+    the border of two parts are so computed on both sides, each time from all of their elements.
+
+    >>> import jax
+    >>> params = {"window_dimensions": (1, 3), "window_strides": (1, 2), "padding": ((0, 0), (1, 1))}
+    >>> params |= {"select_prim": jax.lax.ge_p}
+    >>> print(select_and_scatter_add(Call("", params, ((2, 4), (2, 8)), ((2, 8),), ("f4", "f4"))))
+    a b, a b -> a b; exchange b
+    """
+    (sources, shape), p = call.in_shapes, call.params
+    sizes, strides = p["window_dimensions"], p["window_strides"]
+    make = RuleMaker()
+    moved = [not _stays(p, d) for d in range(len(shape))]
+    dims = [make.exchange(max(n, m)) if w else make.factor(n) for n, m, w in zip(shape, sources, moved, strict=True)]
+
+    def source(d: int, parts: int) -> Window:
+        """Window ``o`` stands at ``o * stride``; those matter that begin less than their size before the part."""
+        local = -(-shape[d] // parts)
+        first = p["padding"][d][0] - sizes[d] + 1
+        return Window(sources[d], first, local, parts, local + sizes[d] - 1, strides[d])
+
+    def operand(d: int, parts: int) -> Window:
+        """All elements of these windows, the first of which may begin up to a stride later on some devices."""
+        local, extent = -(-shape[d] // parts), source(d, parts).width * strides[d] + sizes[d] - 1
+        return Window(shape[d], 1 - sizes[d], local, parts, extent)
+
+    def local(shards: Shards, values: Any, x: Any) -> list[Any]:
+        windows = _windows(shards.split, shards.mesh, dims, moved, source)
+        if not windows or not x.size:
+            return shards.bind(values, x) if x.size else [jnp.zeros(shards.out_shape(), x.dtype)]
+        fill = identity("max" if p["select_prim"].name == "ge" else "min", x.dtype)
+        around = {d: operand(d, w.parts) for d, w in windows.items()}
+        part = {d: lax.axis_index(shards.atoms(dims[d][0])) for d in windows}
+        begin = {d: w.start(part[d]) * strides[d] - p["padding"][d][0] for d, w in windows.items()}
+        for d, w in windows.items():
+            values = _elements(shards, values, d, shards.atoms(dims[d][0]), w)
+            x = shards.window(x, d, shards.atoms(dims[d][0]), around[d], fill)
+        for d, w in windows.items():
+            reached = (w.width - 1) * strides[d] + sizes[d]
+            x = lax.dynamic_slice_in_dim(x, begin[d] - around[d].position(part[d]), reached, axis=d)
+        padding = tuple((0, 0) if d in windows else tuple(pad) for d, pad in enumerate(p["padding"]))
+        (result,) = shards.bind(values, x, padding=padding)
+        for d, w in windows.items():
+            # Where strides are longer than windows, a part may begin before the first window or end after the last.
+            gap = max(0, strides[d] - sizes[d])
+            result = jnp.pad(result, [(gap, gap) if e == d else (0, 0) for e in range(result.ndim)])
+            offset = part[d] * w.step - begin[d] + gap
+            result = lax.dynamic_slice_in_dim(result, offset, w.step, axis=d)
+        return [result]
+
+    flops = math.prod(sources) * math.prod(sizes)
+    sends = sends_in_turn(call, [(0, source, False), (1, operand, True)], dims, moved)
+    return make.rule([dims, dims], [dims], local=local, flops=flops, sends=sends)
+
+
+def _elements(shards: Shards, x: Any, dim: int, atoms: Atoms, window: Window) -> Any:
+    """The elements that stand in this device's window, side by side; those outside of the array are zeros."""
+    if shards.note is not None and x.size:
+        each = x.size // x.shape[dim] * x.dtype.itemsize
+        for hop in window.hops(x.shape[dim]):
+            if hop.distance and hop.takers:
+                shards.note(PERMUTE, atoms, (hop.high - hop.low) * each, x)
+    at = window.start(lax.axis_index(atoms)) + jnp.arange(window.width, dtype=jnp.int32)
+    inside = along((at >= 0) & (at < window.n), dim, x.ndim)
+    return jnp.where(inside, fetch_window(x, dim, atoms, shards.mesh, window), jnp.zeros((), x.dtype))
+
+
+@rule("select_and_scatter")
 def by_other_dimensions(call: Call) -> Rule:
-    """Dimensions with a window of one element are parallel, the others are whole."""
+    """Dimensions with a window of one element are parallel, the others are whole: JAX makes it only while lowering."""
     arrays = [s for s in (*call.in_shapes, *call.out_shapes) if s]
     ndim = len(arrays[0])
     make = RuleMaker()
