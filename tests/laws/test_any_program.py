@@ -72,7 +72,7 @@ def dot(values: Sequence[Any], n: Chosen) -> Any:
     x = values[n[0] % len(values)]
     x = x if x.ndim else x[None]
     d = dim_of(x, n[1])
-    partners = [(v, e) for v in values for e in range(v.ndim) if v.shape[e] == x.shape[d]]
+    partners = [(v, e) for v in (*values, x) for e in range(v.ndim) if v.shape[e] == x.shape[d]]
     y, e = partners[n[2] % len(partners)]
     return lax.dot_general(x, y, (((d,), (e,)), ((), ())), preferred_element_type=jnp.int32)
 
@@ -173,13 +173,13 @@ OPERATORS: tuple[Callable[[Sequence[Any], Chosen], Any], ...] = (
 
 
 def marked(x: Any, n: int) -> Any:
-    """One of several marks, or none."""
+    """One of several marks, or none; on a new value, since an operator may return its operand with its mark."""
     entries: list[Any] = [P.UNCONSTRAINED if n & 1 else None] * x.ndim
     for axis, k in (("data", n // 4), ("model", n // 64)):
         if x.ndim and k % 3:
             d = k // 3 % x.ndim
             entries[d] = (entries[d], axis) if isinstance(entries[d], str) else axis
-    return shard(x, P(*entries)) if n & 2 else x
+    return shard(x + 0, P(*entries)) if n & 2 else x
 
 
 def program_of(steps: Sequence[Step], shapes: Sequence[tuple[int, ...]], with_marks: bool) -> Callable[..., list[Any]]:
@@ -189,8 +189,7 @@ def program_of(steps: Sequence[Step], shapes: Sequence[tuple[int, ...]], with_ma
             made = OPERATORS[step.operator % len(OPERATORS)](values, step.choices)
             if made.size > LARGEST or made.ndim > 4:
                 continue
-            is_new = all(made is not v for v in values)  # a second mark on one value would contradict the first
-            values.append(marked(made, step.mark) if with_marks and is_new else made)
+            values.append(marked(made, step.mark) if with_marks else made)
         return values[len(shapes) :][-4:]
 
     return program

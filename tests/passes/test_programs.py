@@ -157,6 +157,24 @@ def replicated_then_split(x: Any) -> Any:
     return split(jnp.sin(replicate(x)), 1, 8)
 
 
+@jax.custom_batching.custom_vmap
+def own_vmap(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+own_vmap.def_vmap(lambda size, mapped, x: (jnp.cos(x), True))
+
+
+def calls(x: Any) -> Any:
+    """Everything that JAX keeps as one equation although it only runs a body."""
+    x = split(x, 0, 8)
+    linear = jax.custom_derivatives.linear_call(lambda r, x: r * x, lambda r, t: r * t, x, x)
+    by_platform = jax.lax.platform_dependent(x, cpu=lambda x: x + 1, default=lambda x: x - 1)
+    root = jax.lax.custom_root(lambda y: y - x, x, lambda f, y: x, lambda f, y: y)
+    composite = jax.lax.composite(lambda x: jnp.sin(x) + 1, name="my.composite")(x)
+    return jax.vmap(own_vmap)(x), own_vmap(x), linear, by_platform, root, composite, jax.jit(jnp.tanh)(x)
+
+
 IDS = np.random.default_rng(3).integers(0, 11, (5, 3))
 CASES = [
     Case("mlp", mlp, (normal(8, 16), normal(16, 32), normal(32, 16)), {"all_reduce"}),
@@ -202,6 +220,7 @@ CASES = [
         jax.grad(lambda x, k: (convolutions(x, k) ** 2).sum(), (0, 1)),
         (normal(4, 2, 11, 6), normal(3, 2, 3, 3)),
     ),
+    Case("calls", calls, (normal(8, 3),), set()),
     Case("device ids", device_order, (normal(4, 8),), set()),
     Case("replicated, then split", replicated_then_split, (normal(3, 5),), {"all_gather"}),
 ]

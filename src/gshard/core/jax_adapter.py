@@ -79,23 +79,43 @@ def expand_random_bits(keys_aval: Any, bit_width: int, shape: tuple[int, ...]) -
     return jax.make_jaxpr(bits)(jax.ShapeDtypeStruct(keys_aval.shape, keys_aval.dtype))
 
 
+def expand_high_primitive(params: dict[str, Any], in_avals: Sequence[Any]) -> Any:
+    """The jaxpr of an operation that newer JAX keeps as one equation (its own class says what it means)."""
+    primitive = params["_prim"]
+
+    def flat(*arguments: Any) -> Any:
+        return primitive.expand(*jax.tree.unflatten(primitive.in_tree, arguments))
+
+    return jax.make_jaxpr(flat)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in in_avals))
+
+
 def sub_jaxprs(params: dict[str, Any]) -> tuple[Any, ...]:
     """The jaxprs among an equation's parameters, and those in tuples and lists there (the branches of a cond)."""
     values = [x for v in params.values() for x in (v if isinstance(v, (tuple, list)) else (v,))]
     return tuple(v for v in values if isinstance(v, (_extend_core.Jaxpr, _extend_core.ClosedJaxpr)))
 
 
-def called_jaxpr(eqn: Any) -> Any | None:
+# Primitives that do nothing but run a body once on their operands. Which parameter holds it differs between versions.
+_CALLS = frozenset(
+    """jit pjit call core_call closed_call remat remat2 checkpoint composite eval_jaxpr custom_jvp_call custom_vjp_call
+    custom_vmap_call linear_call gshard_call""".split()
+)
+
+
+def body_of_call(name: str, params: dict[str, Any]) -> Any | None:
     """The body of an equation that does nothing but run it once on its operands, else None.
 
-    These are jit, closed calls, remat, composites and functions with their own derivatives: outside of a
+    These are jit, closed calls, remat, composites and functions with their own derivatives or vmap: outside of a
     transformation each of them means its body.
     """
-    calls = ("jit", "pjit", "call", "core_call", "closed_call", "remat", "remat2", "checkpoint", "composite")
-    if eqn.primitive.name not in (*calls, "custom_jvp_call", "custom_vjp_call"):
+    if name not in _CALLS:
         return None
-    params = eqn.params
-    return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+    return next(params[key] for key in ("call_jaxpr", "jaxpr", "fun_jaxpr", "call", "callee") if key in params)
+
+
+def called_jaxpr(eqn: Any) -> Any | None:
+    """The body of an equation that is a call (``body_of_call``), else None."""
+    return body_of_call(eqn.primitive.name, eqn.params)
 
 
 def named_axes(eqn: Any) -> frozenset[Any]:

@@ -31,6 +31,12 @@ def iota(call: Call) -> Rule:
     return make.rule([], [result], local=local)
 
 
+@rule("platform_index")
+def platform_index(call: Call) -> Rule:
+    """Which of several platforms the program is compiled for: the same number everywhere."""
+    return RuleMaker().rule([], [[]], flops=0)
+
+
 @rule("iota_2x32_shape")
 def iota_2x32_shape(call: Call) -> Rule:
     """The row-major number of every element, as two words (high, low): the counters of random bits."""

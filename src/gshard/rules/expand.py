@@ -10,31 +10,17 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from gshard.core.jax_adapter import closed, expand_random_bits
+from gshard.core.jax_adapter import body_of_call, closed, expand_high_primitive, expand_random_bits
 from gshard.core.mark import Mark
-
-# Calls: the parameter that holds the body.
-_CALLS: dict[str, tuple[str, ...]] = {
-    "jit": ("jaxpr",),
-    "pjit": ("jaxpr",),
-    "closed_call": ("call_jaxpr",),
-    "core_call": ("call_jaxpr",),
-    "call": ("call_jaxpr",),
-    "custom_jvp_call": ("call_jaxpr",),
-    "custom_vjp_call": ("call_jaxpr", "fun_jaxpr"),
-    "remat2": ("jaxpr",),
-    "checkpoint": ("jaxpr",),
-    "eval_jaxpr": ("jaxpr",),
-    "gshard_call": ("jaxpr",),
-}
-
 
 def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]] | None:
     """The jaxpr (and its constants) that stands for an equation, or None if it stands for itself."""
     if name == "random_bits":
         return closed(expand_random_bits(in_avals[0], params["bit_width"], params["shape"]))
-    key = next((k for k in _CALLS.get(name, ()) if k in params), None)
-    return None if key is None else closed(params[key])
+    if name == "call_hi_primitive":
+        return closed(expand_high_primitive(params, in_avals))
+    body = body_of_call(name, params)
+    return None if body is None else closed(body)
 
 
 def needs_barrier(name: str, params: dict[str, Any]) -> bool:
