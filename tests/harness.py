@@ -370,6 +370,17 @@ def ordered() -> Iterator[Row]:
     for k in (1, 3, 5):
         yield row(f"top_k, {k}", lambda x, k=k: lax.top_k(x, k), np.round(X))
     yield row("top_k, negative integers", lambda x: lax.top_k(x, 2), -np.abs(N) - 1)
+    lowest = np.where(X > 1, X, -np.inf).astype(np.float32)
+    for k in (1, 3, 7):
+        yield row(f"approx_top_k, {k}", lambda x, k=k: lax.approx_max_k(x, k), X)
+        yield row(f"approx_top_k, {k} least", lambda x, k=k: lax.approx_min_k(x, k, reduction_dimension=0), X)
+    yield row("approx_top_k, values of ties", lambda x: lax.approx_max_k(x, 4)[0], np.round(normal(5, 12)))
+    yield row("approx_top_k, values of infinities", lambda x: lax.approx_max_k(x, 6)[0], lowest)
+    yield row("approx_top_k, few", lambda x: lax.approx_max_k(x, 2, reduction_dimension=0), X[:2])
+    yield row("approx_top_k, beside nothing", lambda x: lax.approx_max_k(x, 2), X[:0])
+    yield row("approx_top_k, bfloat16", lambda x: lax.approx_min_k(x, 3), X.astype(jnp.bfloat16))
+    more = lambda x: lax.approx_max_k(x, 3, aggregate_to_topk=False)  # noqa: E731
+    yield row("approx_top_k, not brought together", more, X)
 
 
 def others() -> Iterator[Row]:

@@ -250,3 +250,17 @@ def test_a_program_differentiates_pooling(strides: tuple[int, int], rng: np.rand
     lowered = gshard.jit(program, mesh=mesh).lower(image)
     assert {c.kind for c in lowered.spmd.collectives} == {"collective_permute"}
     same_bits(gshard.jit(program, mesh=mesh)(image), jax.jit(jax.grad(loss))(image))
+
+
+@pytest.mark.parametrize("n", [48, 50, 7])
+def test_places_of_the_approximately_greatest_are_valid(n: int, rng: np.random.Generator) -> None:
+    """Ties and infinities, so that padding is no worse than many elements."""
+    x = np.where(rng.random((3, n)) < 0.2, np.round(rng.standard_normal((3, n))), -np.inf).astype(np.float32)
+    mesh, k = Mesh.abstract(a=2, b=4), 6
+    best = equation_of("approx_top_k", lambda x: lax.approx_max_k(x, k), x)
+    values, places = on_shards(best, {1: mesh.atoms}, mesh, x)
+    same_bits(np.abs(values), np.abs(lax.top_k(x, k)[0]))
+    assert places.min() >= 0
+    assert places.max() < n
+    assert all(len(set(row)) == k for row in places.tolist())
+    same_bits(values, np.take_along_axis(x, places, 1))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from gshard.comm.shards import Shards, identity, mask, rest_bytes
 from gshard.comm.sorting import are_twins, sort_split, ways
@@ -87,3 +88,59 @@ def top_k(call: Call) -> Rule:
         return offered * (rest + rest // itemsize(call.in_dtypes[0]) * 4)
 
     return make.rule([operand], [result for _ in call.out_shapes], local=local, sends=sends)
+
+
+@rule("approx_top_k")
+def approx_top_k(call: Call) -> Rule:
+    """Every shard offers its own k best, found with the recall that the whole asks for; the best of those win.
+
+    >>> params = {"k": 2, "reduction_dimension": -1, "aggregate_to_topk": True, "is_max_k": True}
+    >>> print(approx_top_k(Call("approx_top_k", params, ((4, 6),), ((4, 2), (4, 2)), ("f4",))))
+    a b -> a c, a c; exchange b; whole c
+
+    The values have at least the recall that was asked for, and are exact where the operator itself is (on CPU). The
+    operator does not say which of equal values it takes, nor where NaNs are; here their places are valid and distinct,
+    and NaNs are the best. A result that is not brought down to k elements has a size that belongs to the whole
+    dimension, which is then not split.
+    """
+    (shape,), p = call.in_shapes, call.params
+    axis, k = p["reduction_dimension"] % len(shape), p["k"]
+    make = RuleMaker()
+    reduced = make.exchange if p["aggregate_to_topk"] else make.whole
+    operand = [reduced(n) if d == axis else make.factor(n) for d, n in enumerate(shape)]
+    found = make.whole(call.out_shapes[0][axis])
+    result = [found if d == axis else dim for d, dim in enumerate(operand)]
+
+    def local(shards: Shards, x: Any) -> list[Any]:
+        atoms = shards.atoms(operand[axis][0])
+        if not atoms:
+            return shards.bind(x)
+        size, n = x.shape[axis], shape[axis]
+        some, start = min(k, size), lax.axis_index(atoms) * size
+        if n % shards.mesh.count(atoms):
+            places = start + lax.broadcasted_iota(jnp.int32, x.shape, axis)
+            values, places = _best(x, places, places >= n, axis, some, p["is_max_k"])
+        else:
+            override = p["reduction_input_size_override"]
+            values, places = shards.bind(x, k=some, reduction_input_size_override=override if override > 0 else n)
+            places = places + start
+        values, places = shards.all_gather(values, axis, atoms), shards.all_gather(places, axis, atoms)
+        return _best(values, places, places >= n, axis, k, p["is_max_k"])
+
+    def sends(mesh: Mesh, split: Split) -> int:
+        parts = mesh.count(split.get(operand[axis][0], ()))
+        others = rest_bytes(shape, np.int8, axis, operand, split, mesh)
+        return (parts - 1) * min(k, -(-shape[axis] // parts)) * others * (itemsize(call.in_dtypes[0]) + 4)
+
+    results = [result for _ in call.out_shapes]
+    if not p["aggregate_to_topk"]:
+        return make.rule([operand], results)
+    return make.rule([operand], results, local=local, sends=sends)
+
+
+def _best(values: Any, places: Any, padding: Any, axis: int, k: int, most: bool) -> list[Any]:
+    """The k best of values with their places, padding after everything else; of equal values the first."""
+    key = -values if most else values
+    operands = (padding, ~jnp.isnan(values), key, values, places)
+    _, _, _, values, places = lax.sort(operands, dimension=axis, is_stable=True, num_keys=3)
+    return [lax.slice_in_dim(x, 0, k, axis=axis) for x in (values, places)]
