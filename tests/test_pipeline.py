@@ -207,3 +207,48 @@ def test_a_planned_mesh_explains_but_does_not_run() -> None:
     assert found.bytes_by_kind == {"all_reduce": 7}
     with pytest.raises(gshard.MeshError, match="abstract mesh"):
         gshard.jit(lambda x: x + 1, mesh=mesh)(jnp.ones(3))
+
+
+def test_uneven_results_may_stay_where_they_are(rng: np.random.Generator) -> None:
+    """A state of 11 rows over 8 devices goes from call to call without being gathered."""
+
+    def step(state: Any, x: Any) -> Any:
+        table = split(state["table"], 0, 8)
+        return {"table": table * 2 + x, "count": state["count"] + 1}
+
+    x = rng.standard_normal((11, 3), np.float32)
+    start = {"table": x, "count": np.int32(0)}
+    keep = gshard.jit(step, mesh=8, uneven="keep")
+    state = keep(start, 1.0)
+    assert isinstance(state["table"], gshard.UnevenArray)
+    assert isinstance(state["count"], jax.Array)
+    assert state["table"].shape == (11, 3)
+    assert str(state["table"]) == "UnevenArray(float32[11@devices,3] on devices=8)"
+    assert state["table"].padded.addressable_shards[0].data.shape == (2, 3)
+    for _ in range(3):
+        state = keep(state, 1.0)
+    lowered = keep.lower(state, 1.0)
+    assert lowered.spmd.collectives == ()
+    np.testing.assert_allclose(state["table"], 16 * x + 15, rtol=1e-6)
+    np.testing.assert_allclose(jnp.sin(jnp.asarray(state["table"].block_until_ready())), np.sin(16 * x + 15), atol=1e-5)
+    assert (state["table"].ndim, state["table"].size, state["table"].dtype) == (2, 33, np.float32)
+    # Elsewhere it is taken too: whole on other devices and under transformations, gathered where that is asked for.
+    gathered = gshard.jit(step, mesh=8)(state, 1.0)
+    assert isinstance(gathered["table"], jax.Array)
+    np.testing.assert_allclose(gathered["table"], 32 * x + 31, rtol=1e-6)
+    fewer = gshard.jit(lambda s: split(s["table"], 0, 4) + 0, mesh=4)(state)
+    np.testing.assert_allclose(fewer, 16 * x + 15, rtol=1e-6)
+    gradient = jax.grad(lambda v: keep({**state, "count": 1}, v)["table"].sum())(1.0)
+    assert gradient == 33
+    with pytest.raises(gshard.ShardingError, match="uneven='padded' is not known"):
+        gshard.jit(step, mesh=8, uneven="padded")
+
+
+def test_an_uneven_argument_may_be_needed_otherwise(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((11, 10), np.float32)
+    rows = gshard.jit(lambda x: split(x, 0, 8) + 0, mesh=8, uneven="keep")(x)
+    columns = gshard.jit(lambda x: split(x, 1, 8) + 0, mesh=8, uneven="keep")
+    np.testing.assert_array_equal(columns(rows), x)
+    given = gshard.jit(lambda x: x + 0, mesh=8, uneven="keep", in_shardings=P(None, "devices"))
+    assert given(rows).lies.dims == columns(rows).lies.dims
+    np.testing.assert_array_equal(given(rows), x)

@@ -4,7 +4,7 @@
     jit                         partition and run it on all devices, used like jax.jit
     manual, auto_to_manual ...  parts of a program that you partition yourself
     explain                     what each tensor got and why, and what the devices say to each other
-    Mesh, Sharding              the nouns they speak of
+    Mesh, Sharding, UnevenArray the nouns they speak of
     GShardError                 the base of all errors raised on purpose
 """
 
@@ -20,6 +20,7 @@ from gshard.core.plan import Plan as Plan
 from gshard.core.program import Program as Program
 from gshard.core.sharding import Sharding as Sharding
 from gshard.core.spmd import SpmdProgram as SpmdProgram
+from gshard.core.uneven import UnevenArray as UnevenArray
 from gshard.passes.annotate import replicate as replicate
 from gshard.passes.annotate import shard as shard
 from gshard.passes.annotate import split as split

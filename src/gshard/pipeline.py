@@ -11,17 +11,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from gshard.analysis.explain import Explanation, explain_program
-from gshard.core.errors import MeshError
+from gshard.core.errors import MeshError, ShardingError
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
+from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.core.uneven import UnevenArray
 from gshard.passes.compile import Executable, compile_spmd, named_sharding
 from gshard.passes.compose import Target, call, call_p, function_of
 from gshard.passes.partition import partition
@@ -43,12 +45,18 @@ class Lowered:
     Attributes:
         program: the traced function.
         mesh: the devices.
+        strict: whether operations without a rule are refused.
+        donated: arguments whose memory the results may take.
+        padded: inputs that come in padded parts, and how they lie.
+        keep_uneven: whether results leave so.
     """
 
     program: Program
     mesh: Mesh
     strict: bool
     donated: frozenset[int]
+    padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
+    keep_uneven: bool = False
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -58,7 +66,13 @@ class Lowered:
     @functools.cached_property
     def spmd(self) -> SpmdProgram:
         """The one program that all devices run."""
-        return partition(self.plan)
+        return partition(self.plan, self.padded, keep_uneven=self.keep_uneven)
+
+    def results(self, arrays: Sequence[Any]) -> Any:
+        """The executable's flat results as the user gets them: a pytree, what left in padded parts as what it is."""
+        found = zip(self.program.block.outputs, self.spmd.out_shardings, arrays, strict=True)
+        leaves = [x if s.is_even(self.mesh, v.shape) else UnevenArray(x, v.shape, s, self.mesh) for v, s, x in found]
+        return jax.tree.unflatten(self.program.out_tree, leaves)
 
     @functools.cached_property
     def executable(self) -> Executable:
@@ -80,9 +94,10 @@ class Jitted:
         donate: frozenset[int | str],
         shardings: tuple[Any, Any],
         strict: bool,
+        keep_uneven: bool = False,
     ):
         functools.update_wrapper(self, f)
-        self._f, self._mesh, self._strict = f, mesh, strict
+        self._f, self._mesh, self._strict, self._keep_uneven = f, mesh, strict, keep_uneven
         self._static, self._donate = static, donate
         self._in_shardings, self._out_shardings = shardings
         self._cache: dict[Any, dict[Any, tuple[Lowered, tuple[Any, ...]]]] = {}
@@ -93,18 +108,19 @@ class Jitted:
         arrays, statics = self._divide(args, kwargs)
         leaves, in_tree = jax.tree.flatten(arrays)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            leaves = [x.whole() if isinstance(x, UnevenArray) else x for x in leaves]
+            arrays = jax.tree.unflatten(in_tree, leaves)
             return self._inside_a_transformation(leaves, in_tree, arrays, statics)
         lowered, targets = self._find(leaves, in_tree, arrays, statics)
         # Everything is put in its place first: JAX would compile again for arguments that lie otherwise.
-        pairs = zip(leaves, targets, strict=True)
+        pairs = zip((x.padded if isinstance(x, UnevenArray) else x for x in leaves), targets, strict=True)
         moved = [x if getattr(x, "sharding", None) == t else jax.device_put(x, t) for x, t in pairs]
-        out = lowered.executable(*moved)
-        return jax.tree.unflatten(lowered.program.out_tree, out)
+        return lowered.results(lowered.executable(*moved))
 
     def on(self, mesh: Any) -> Jitted:
         """The same function for another mesh."""
         shardings = self._in_shardings, self._out_shardings
-        return Jitted(self._f, Mesh.of(mesh), self._static, self._donate, shardings, self._strict)
+        return Jitted(self._f, Mesh.of(mesh), self._static, self._donate, shardings, self._strict, self._keep_uneven)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
@@ -126,7 +142,13 @@ class Jitted:
         return jax.tree.unflatten(out_tree, call(jaxpr, Target(self._mesh, self._strict), leaves))
 
     def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        """Arguments that are arrays, and those that are static, as hashable pairs."""
+        """Arguments that are arrays, and those that are static, as hashable pairs.
+
+        What lies in padded parts on other devices is made whole here.
+        """
+        args, kwargs = jax.tree.map(
+            lambda x: x.whole() if isinstance(x, UnevenArray) and x.mesh != self._mesh else x, (args, kwargs)
+        )
         if not self._static:
             return (args, kwargs), ()
         statics: tuple[tuple[int | str, Any], ...] = tuple((i, args[i]) for i in range(len(args)) if i in self._static)
@@ -157,8 +179,13 @@ class Jitted:
             marks[: len(given)] = [mark_of_spec(s, x) or m for s, x, m in zip(given, leaves, marks, strict=False)]
         if self._out_shardings is not None:
             f = with_marked_results(f, self._out_shardings)
-        program = trace(f, *arrays[0], argument_marks=marks, **arrays[1])
-        lowered = Lowered(program, self._mesh, self._strict, self._donated_leaves(arrays, statics))
+        args, kwargs = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, UnevenArray) else x, arrays
+        )
+        program = trace(f, *args, argument_marks=marks, **kwargs)
+        padded = {len(program.captured) + i: x.lies for i, x in enumerate(leaves) if isinstance(x, UnevenArray)}
+        donated = self._donated_leaves(arrays, statics)
+        lowered = Lowered(program, self._mesh, self._strict, donated, padded, self._keep_uneven)
         if self._mesh.devices is None:
             return lowered, (None,) * len(leaves)
         entry = lowered.spmd.in_shardings[len(program.captured) :]
@@ -207,6 +234,7 @@ def jit(
     in_shardings: Any = None,
     out_shardings: Any = None,
     strict: bool = False,
+    uneven: str = "gather",
 ) -> Any:
     """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator.
 
@@ -219,6 +247,9 @@ def jit(
             ``NamedSharding`` or None (not said); counts as marks on them.
         out_shardings: the same for the results.
         strict: refuse operations without a rule instead of gathering their operands.
+        uneven: what becomes of results that lie split in a dimension which does not divide: ``"gather"`` makes it
+            whole, since JAX has no such arrays; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it
+            lies.
 
     Returns:
         a function with the same results; ``.lower(*args)`` gives the chain behind it.
@@ -243,10 +274,14 @@ def jit(
             in_shardings=in_shardings,
             out_shardings=out_shardings,
             strict=strict,
+            uneven=uneven,
         )
+    if uneven not in ("gather", "keep"):
+        raise ShardingError(f"uneven={uneven!r} is not known.", way_out='Write uneven="gather" or uneven="keep".')
     static = _positions_and_names(f, static_argnums, static_argnames)
     donate = _positions_and_names(f, donate_argnums, donate_argnames)
-    return Jitted(f, Mesh.of(mesh), static, donate, (in_shardings, out_shardings), strict)
+    shardings = in_shardings, out_shardings
+    return Jitted(f, Mesh.of(mesh), static, donate, shardings, strict, uneven == "keep")
 
 
 def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Explanation:
@@ -311,6 +346,8 @@ def _positions_and_names(
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
+    if isinstance(x, UnevenArray):
+        return (x.shape, x.dtype, x.lies)
     aval = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
     return (aval.shape, aval.dtype, getattr(aval, "weak_type", False))
 
@@ -318,7 +355,7 @@ def _kind(x: Any) -> tuple[Any, ...]:
 def _own_sharding(x: Any) -> Any:
     """Where a committed array lies; None if JAX may place it."""
     sharding = getattr(x, "sharding", None)
-    if sharding is None or not getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct)):
+    if sharding is None or not getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct | UnevenArray)):
         return None
     return sharding
 

@@ -46,7 +46,7 @@ class Executable:
     @functools.cached_property
     def compiled(self) -> Any:
         """JAX's compiled object: ``as_text()``, ``memory_analysis()``, ``cost_analysis()``."""
-        shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.spmd.program.block.inputs]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.spmd.jaxpr.in_avals]
         return self.function.lower(*shapes).compile()  # type: ignore[attr-defined]
 
     def __str__(self) -> str:

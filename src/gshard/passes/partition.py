@@ -8,7 +8,7 @@ wants them. Nothing is chosen here. Every collective is emitted by a step of ``c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,27 +26,29 @@ from gshard.core.rule import REDUCE
 from gshard.core.sharding import Sharding
 from gshard.core.split import place
 from gshard.core.spmd import Collective, SpmdProgram
+from gshard.core.uneven import padded_shape
 from gshard.passes.assign import produced
 from gshard.rules.region import REGIONS
 
 
-def partition(plan: Plan, out_shardings: Sequence[Sharding | None] | None = None) -> SpmdProgram:
+def partition(
+    plan: Plan, padded_arguments: Mapping[int, Sharding] | None = None, *, keep_uneven: bool = False
+) -> SpmdProgram:
     """Emits the per-device program of a plan.
 
     Args:
         plan: shardings and splits.
-        out_shardings: for each result the sharding it must leave in; None leaves it as the plan has it.
+        padded_arguments: the inputs of the program that come as padded parts, with how they lie.
+        keep_uneven: whether results leave as padded parts where they lie unevenly.
 
     Returns:
-        the program. Dimensions that do not divide evenly are whole at its border, since JAX has no arrays whose
+        the program. Other dimensions that do not divide evenly are whole at its border, since JAX has no arrays whose
         parts are unequal; inside they are split.
     """
     mesh, block = plan.mesh, plan.program.block
-    entry = tuple(_even(plan.sharding(v), v, plan) for v in block.inputs)
-    wanted = out_shardings or (None,) * len(block.outputs)
-    leave = tuple(
-        _even(w if w is not None else plan.sharding(v), v, plan) for v, w in zip(block.outputs, wanted, strict=True)
-    )
+    padded = padded_arguments or {}
+    entry = tuple(padded.get(i) or _even(plan.sharding(v), v, plan) for i, v in enumerate(block.inputs))
+    leave = tuple(plan.sharding(v) if keep_uneven else _even(plan.sharding(v), v, plan) for v in block.outputs)
     emitter = _Emitter(plan)
 
     def program(*arrays: Any) -> list[Any]:
@@ -70,7 +72,8 @@ def partition(plan: Plan, out_shardings: Sequence[Sharding | None] | None = None
     )
     # The atoms replace whatever mesh the caller has set: they are the same devices, named anew.
     with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
-        jaxpr = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in block.inputs))
+        shapes = (padded_shape(s, mesh, v.shape) for v, s in zip(block.inputs, entry, strict=True))
+        jaxpr = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(s, v.dtype) for v, s in zip(block.inputs, shapes)))
     return SpmdProgram(jaxpr, mesh, entry, leave, tuple(emitter.collectives), plan.program)
 
 
