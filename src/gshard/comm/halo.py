@@ -23,6 +23,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from gshard.comm.steps import apart
 from gshard.core.mesh import Atoms, Mesh
 
 
@@ -136,7 +137,7 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
     right = max(0, *(offset(i) + width - buffer.shape[dim] for i in used))
     buffer = jnp.pad(buffer, [(left, right) if d == dim else (0, 0) for d in range(x.ndim)])
     begin = jnp.clip(offset(lax.axis_index(atoms)) + left, 0, buffer.shape[dim] - width)
-    return lax.dynamic_slice_in_dim(buffer, begin, width, axis=dim)
+    return lax.dynamic_slice_in_dim(apart(buffer, dim, width), begin, width, axis=dim)
 
 
 def _pairs(hop: Hop, atoms: Atoms, mesh: Mesh) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from gshard.comm.shards import Shards, along
+from gshard.comm.steps import apart
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.rules.registry import Call, rule
 
@@ -49,7 +50,7 @@ def dynamic_slice(call: Call) -> Rule:
         for d in split:
             index = starts[d] - shards.offset(operand[d]) + jnp.arange(sizes[d], dtype=jnp.int32)
             held = (index >= 0) & (index < x.shape[d])
-            x = jnp.take(x, jnp.clip(index, 0, x.shape[d] - 1), axis=d)
+            x = jnp.take(apart(x, d, sizes[d]), jnp.clip(index, 0, x.shape[d] - 1), axis=d)
             x = jnp.where(along(held, d, x.ndim), x, jnp.zeros((), x.dtype))
         return [x]
 
@@ -79,7 +80,7 @@ def dynamic_update_slice(call: Call) -> Rule:
         written = jnp.ones((1,) * x.ndim, jnp.bool_)
         for d in covered:
             index = shards.offset(operand[d]) + jnp.arange(x.shape[d], dtype=jnp.int32) - starts[d]
-            values = jnp.take(values, jnp.clip(index, 0, sizes[d] - 1), axis=d)
+            values = jnp.take(apart(values, d, x.shape[d]), jnp.clip(index, 0, sizes[d] - 1), axis=d)
             written &= along((index >= 0) & (index < sizes[d]), d, x.ndim)
         return [jnp.where(written, values, x)]
 
