@@ -1,0 +1,210 @@
+"""One run of the sweep: a dimension is marked split, the program is partitioned, simulated and compared with the whole.
+
+The whole pipeline is used as a user's program would use it: trace, propagate, partition; the per-device program is then
+simulated for all devices of a mesh that need not exist, and every part on every device is compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import PartitionSpec
+
+import gshard
+from gshard.comm.simulate import simulate
+from gshard.core.mark import Mark
+from gshard.core.mesh import Mesh
+from gshard.core.sharding import Sharding
+from gshard.core.spmd import SpmdProgram
+from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
+from gshard.passes.trace import trace
+from sweep.comparison import difference
+from sweep.harnesses import Harness
+
+Place = tuple[int, int]
+"""An argument and one of its dimensions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to split dimensions.
+
+    Attributes:
+        name: unique.
+        mesh: the devices.
+        axes: the axes that each of the places gets, major to minor.
+        fits: whether a dimension of this size is split in this variant.
+        enters_split: whether arguments come split, as an even dimension can; otherwise they are marked inside.
+    """
+
+    name: str
+    mesh: Mesh
+    axes: tuple[tuple[str, ...], ...]
+    fits: Callable[[int], bool] = lambda n: True
+    enters_split: bool = False
+
+    def places(self, arguments: Sequence[np.ndarray]) -> Iterator[tuple[Place, ...]]:
+        """What is split, run by run: every dimension once, or each together with the next."""
+        ones = [(i, d) for i, x in enumerate(arguments) for d, n in enumerate(x.shape) if n > 1 and self.fits(n)]
+        if len(self.axes) == 1:
+            yield from ((place,) for place in ones)
+        elif len(ones) == 2:
+            yield from itertools.permutations(ones)
+        elif len(ones) > 2:
+            yield from zip(ones, ones[1:] + ones[:1])
+
+
+_TWO, _THREE, _GRID = Mesh.abstract(x=2), Mesh.abstract(x=3), Mesh.abstract(x=2, y=3)
+
+EVEN = Variant("even", _TWO, (("x",),), lambda n: n % 2 == 0, enters_split=True)
+VARIANTS = (
+    EVEN,
+    Variant("uneven", _TWO, (("x",),), lambda n: n % 2 == 1),
+    Variant("three parts", _THREE, (("x",),)),
+    Variant("two axes", _GRID, (("x", "y"),)),
+    Variant("axes reversed", _GRID, (("y", "x"),)),
+    Variant("two dimensions", _GRID, (("x",), ("y",))),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of one run.
+
+    Attributes:
+        group, harness, dtype: which program.
+        variant, places: what was split.
+        status: ``right``, ``wrong`` or ``error``.
+        detail: what differs, or the error.
+        gathers: whether the program makes an array as large as a whole split operand by one all_gather.
+        bytes: that each device sends.
+        seconds: it took.
+        without_rule: primitives of the program that have no rule.
+    """
+
+    group: str
+    harness: str
+    dtype: str
+    variant: str
+    places: tuple[Place, ...]
+    status: str
+    detail: str = ""
+    gathers: bool = False
+    bytes: int = 0
+    seconds: float = 0.0
+    without_rule: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = " and ".join(f"dimension {d} of argument {i}" for i, d in self.places)
+        return f"{self.harness}, {self.variant}, {where}: {self.status} {self.detail}"
+
+
+def outcomes(harness: Harness, variants: Sequence[Variant] = VARIANTS) -> Iterator[Outcome]:
+    """All runs of one harness."""
+    expected: list[np.ndarray] = []
+    for variant in variants:
+        for places in variant.places(harness.arguments):
+            if not expected:
+                whole = jax.jit(harness.function)(*harness.arguments)
+                expected = [np.asarray(x) for x in jax.tree.leaves(whole)]
+            yield _outcome(harness, variant, places, expected)
+
+
+def _outcome(harness: Harness, variant: Variant, places: tuple[Place, ...], expected: list[np.ndarray]) -> Outcome:
+    start = time.perf_counter()
+    status, detail, gathers, sent = "right", "", False, 0
+    unknown: tuple[str, ...] = ()
+    try:
+        spmd = partitioned(harness, variant, places)
+        gathers = gathers_whole(spmd, min(harness.arguments[i].nbytes for i, _ in places))
+        sent = sum(c.total_bytes for c in spmd.collectives)
+        names = {e.name for e in spmd.program.block.walk()}
+        unknown = tuple(sorted({e.name for e in spmd.program.block.walk() if e.rule is not None and not e.rule.known}))
+        for i, (parts, want) in enumerate(zip(on_every_device(spmd, harness.arguments), expected, strict=True)):
+            wanted = parts_of(want, spmd.out_shardings[i], variant.mesh)
+            differences = (difference(got, part, names) for got, part in zip(parts, wanted, strict=True))
+            for device, found in enumerate(differences):
+                if found:
+                    status, detail = "wrong", f"result {i} on device {device}: {found}"
+                    break
+    except Exception as error:
+        status, detail = "error", f"{type(error).__name__}: {str(error)[:400]}"
+    seconds, dtype = time.perf_counter() - start, str(harness.dtype)
+    return Outcome(
+        harness.group, harness.name, dtype, variant.name, places, status, detail, gathers, sent, seconds, unknown
+    )
+
+
+def partitioned(harness: Harness, variant: Variant, places: tuple[Place, ...]) -> SpmdProgram:
+    """The per-device program of a harness in which some dimensions are marked split."""
+    specs: dict[int, list[Any]] = {}
+    for (i, d), axes in zip(places, variant.axes, strict=True):
+        specs.setdefault(i, [None] * harness.arguments[i].ndim)[d] = axes
+    marks: list[Mark | None] = [None] * len(harness.arguments)
+    function = harness.function
+    if variant.enters_split:
+        for i, spec in specs.items():
+            marks[i] = Mark("spec", spec=tuple(spec))
+    else:
+
+        def function(*arguments: Any) -> Any:
+            return harness.function(
+                *(gshard.shard(x, PartitionSpec(*specs[i])) if i in specs else x for i, x in enumerate(arguments))
+            )
+
+    return partition(propagate(trace(function, *harness.arguments, argument_marks=marks), variant.mesh))
+
+
+def on_every_device(spmd: SpmdProgram, arguments: Sequence[np.ndarray]) -> list[Any]:
+    """The results, each stacked over the devices."""
+    (equation,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
+    known = {v: [c] * spmd.mesh.size for v, c in zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True)}
+    given = [*spmd.program.captured, *arguments]
+    for var, x, sharding in zip(spmd.jaxpr.jaxpr.invars, given, spmd.in_shardings, strict=True):
+        known[var] = parts_of(np.asarray(x, var.aval.dtype), sharding, spmd.mesh)
+    operands = [[v.val] * spmd.mesh.size if hasattr(v, "val") else known[v] for v in equation.invars]
+    return simulate(equation.params["jaxpr"], (), spmd.mesh.atom_sizes, operands)
+
+
+def parts_of(x: np.ndarray, sharding: Sharding, mesh: Mesh) -> list[np.ndarray]:
+    """Each device's part of a whole array that divides evenly; devices that hold the same part hold the same object."""
+    parts: dict[tuple[slice, ...], np.ndarray] = {}
+    found = []
+    for at in itertools.product(*(range(n) for n in mesh.atom_sizes.values())):
+        position = dict(zip(mesh.atoms, at, strict=True))
+        cut = []
+        for n, atoms in zip(x.shape, sharding.dims, strict=True):
+            number = 0
+            for a in atoms:
+                number = number * mesh.atom_sizes[a] + position[a]
+            size = n // mesh.count(atoms)
+            cut.append((number * size, (number + 1) * size))
+        key = tuple(cut)
+        if key not in parts:
+            parts[key] = x[tuple(slice(*c) for c in cut)] if cut else x
+        found.append(parts[key])
+    return found
+
+
+def gathers_whole(spmd: SpmdProgram, size: int) -> bool:
+    """Whether some all_gather of the program makes an array of ``size`` bytes or more on every device."""
+    return any(made >= size for made in _gathered(spmd.jaxpr))
+
+
+def _gathered(jaxpr: Any) -> Iterator[int]:
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "all_gather":
+            yield from (math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in eqn.outvars)
+        for value in eqn.params.values():
+            for body in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(body, (Jaxpr, ClosedJaxpr)):
+                    yield from _gathered(body)

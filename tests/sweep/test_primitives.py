@@ -1,0 +1,84 @@
+"""JAX's own primitive harnesses under the partitioner: whatever dimension is split, every device has the right numbers.
+
+Fast tests take some harnesses of every group and one way to split each; slow ones take every harness of the dtype that
+is used most, and a sample of the others. Everything there is, and how many operands are gathered whole:
+``python benchmarks/primitives.py``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pytest
+
+from sweep.comparison import difference
+from sweep.harnesses import UNDEFINED, Harness, excluded, groups, harnesses
+from sweep.runs import VARIANTS, Outcome, outcomes
+
+FEW = 2  # harnesses of a large group in the fast tests; one of a small group
+LARGE = 20
+COMPILE_SLOWLY = {"igamma", "igammac", "random_gamma", "regularized_incomplete_beta"}  # elementwise; slow tests only
+CHUNK = 30  # harnesses in one slow test
+ONE_IN = 8  # of the dtypes that are used less
+
+
+def some(group: str) -> list[Harness]:
+    """A few harnesses of a group, always the same ones."""
+    members = sorted((h for h in harnesses() if h.group == group), key=lambda h: zlib.crc32(h.name.encode()))
+    return [h for h in members[: 4 * FEW] if not excluded(h)][: FEW if len(members) >= LARGE else 1]
+
+
+def wrong(found: Iterable[Outcome]) -> list[str]:
+    return [str(outcome) for outcome in found if outcome.status != "right"]
+
+
+@pytest.mark.parametrize("group", [group for group in groups() if group not in COMPILE_SLOWLY])
+def test_some_harnesses_of_every_group(group: str) -> None:
+    failures: list[str] = []
+    for harness in some(group):
+        # One way of splitting each, another for each harness; the next one where a harness has none of that kind.
+        turn = zlib.crc32(harness.name.encode())
+        variants = [VARIANTS[(turn + k) % len(VARIANTS)] for k in range(len(VARIANTS))]
+        failures += wrong(outcome for outcome, _ in zip(outcomes(harness, variants), range(1)))
+    assert not failures
+
+
+def chunks() -> Iterator[tuple[str, tuple[Harness, ...]]]:
+    """The harnesses of the slow tests, a group in as many pieces as it needs."""
+    for group in groups():
+        members = [h for h in harnesses() if h.group == group]
+        members = [h for i, h in enumerate(members) if h.dtype == np.float32 or i % ONE_IN == 0]
+        for at in range(0, len(members), CHUNK):
+            yield f"{group} {at}", tuple(members[at : at + CHUNK])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("members", [pytest.param(members, id=name) for name, members in chunks()])
+def test_every_harness(members: tuple[Harness, ...]) -> None:
+    failures: list[str] = []
+    always, others = VARIANTS[:2], VARIANTS[2:]
+    for i, harness in enumerate(members):
+        if not excluded(harness):
+            failures += wrong(outcomes(harness, (*always, others[i % len(others)])))
+    assert not failures
+
+
+def test_broken_promises_are_seen() -> None:
+    """Harnesses whose result is undefined are the only ones left out that have something to split."""
+    left_out = [h for h in harnesses() if h.group in ("gather", "scatter") and excluded(h) == UNDEFINED]
+    assert left_out
+    assert all("promise_in_bounds" in str(h.jaxpr).lower() for h in left_out)
+
+
+def test_moved_elements_must_be_the_same_bits() -> None:
+    x = np.linspace(-1, 1, 8, dtype=np.float32)
+    off = np.nextafter(x, np.float32(9))
+    assert difference(off, x, {"gather"})
+    assert not difference(off, x, {"exp"})
+    assert difference(x * (1 + 1e-4), x, {"exp"})
+    assert difference(x.astype(np.float64), x, {"exp"})
+    assert difference(np.where(x > 0, np.nan, x), x, {"dot_general"})
+    assert difference(x + 1e-4, x, {"dot_general"})
+    assert not difference(x + np.float32(1e-6), x, {"dot_general"})
