@@ -264,3 +264,17 @@ def test_places_of_the_approximately_greatest_are_valid(n: int, rng: np.random.G
     assert places.max() < n
     assert all(len(set(row)) == k for row in places.tolist())
     same_bits(values, np.take_along_axis(x, places, 1))
+
+
+@pytest.mark.parametrize("n", [1000, 1003])
+def test_a_program_gathers_only_the_approximately_greatest(n: int, rng: np.random.Generator) -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = rng.standard_normal(n).astype(np.float32)
+
+    def program(x: Any) -> Any:
+        return lax.approx_max_k(split(x, 0, 8), 5)
+
+    lowered = gshard.jit(program, mesh=mesh).lower(x)
+    assert sum(c.total_bytes for c in lowered.spmd.collectives) == 7 * 5 * (4 + 4)
+    for got, want in zip(gshard.jit(program, mesh=mesh)(x), lax.top_k(x, 5), strict=True):
+        same_bits(got, want)
