@@ -157,6 +157,10 @@ def replicated_then_split(x: Any) -> Any:
     return split(jnp.sin(replicate(x)), 1, 8)
 
 
+def over_split_layers(x: Any, weights: Any) -> Any:
+    return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c[:, 0]), x, split(weights, 0, 8))
+
+
 @jax.custom_batching.custom_vmap
 def own_vmap(x: Any) -> Any:
     return jnp.sin(x)
@@ -220,6 +224,13 @@ CASES = [
         jax.grad(lambda x, k: (convolutions(x, k) ** 2).sum(), (0, 1)),
         (normal(4, 2, 11, 6), normal(3, 2, 3, 3)),
     ),
+    Case("scan over a split dimension", over_split_layers, (normal(3, 16), normal(8, 16, 16) / 4)),
+    Case("scan over a split dimension, uneven", over_split_layers, (normal(3, 5), normal(7, 5, 5) / 2)),
+    Case(
+        "scan over a split dimension, gradient",
+        jax.grad(lambda x, w: (over_split_layers(x, w)[1] ** 2).sum(), (0, 1)),
+        (normal(3, 16), normal(8, 16, 16) / 4),
+    ),
     Case("calls", calls, (normal(8, 3),), set()),
     Case("device ids", device_order, (normal(4, 8),), set()),
     Case("replicated, then split", replicated_then_split, (normal(3, 5),), {"all_gather"}),
@@ -243,6 +254,15 @@ def test_equals_the_program_on_one_device(case: Case, mesh_2x4: jax.sharding.Mes
     assert {e.name for e in lowered.plan.gathered} == set(case.gathered)
     if case.kinds is not None:
         assert {c.kind for c in lowered.spmd.collectives} == case.kinds
+
+
+def test_a_loop_over_split_layers_gathers_no_layers() -> None:
+    """The stack moves to another dimension once; no device ever holds more than one whole layer."""
+    x, weights = normal(3, 16), normal(8, 16, 16) / 4
+    for function in (over_split_layers, jax.grad(lambda x, w: over_split_layers(x, w)[0].sum(), (0, 1))):
+        sent = gshard.explain(function, x, weights, mesh=8).collectives
+        assert any(row.kind == "all_to_all" and row.why == "operand 1 of scan" for row in sent)
+        assert all(row.bytes // row.times <= weights[0].nbytes for row in sent if row.kind == "all_gather")
 
 
 def test_one_device_needs_no_collective(mesh_2x4: jax.sharding.Mesh) -> None:

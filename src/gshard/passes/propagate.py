@@ -10,8 +10,9 @@ Priorities, each run until nothing changes before the next begins; any news retu
     2. equations that reduce or talk to neighbours (contractions, sums, scatters, slices)
     3. equations whose arrays disagree: the cheapest split wins, counting the bytes that each device must send
 
-Then values that nobody marked are settled where they cost least (``passes.settle``). The user's marks, and
-shardings that arguments came with, are set before all this and never changed.
+Where a loop runs over a dimension that is split, its slices are split along another one. Then values that nobody
+marked are settled where they cost least (``passes.settle``). The user's marks, and shardings that arguments came with,
+are set before all this and never changed.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class _State:
                 self.nodes.append(node)
                 for value, _ in node.tensors:
                     self.users.setdefault(value, []).append(node)
+        self.stacks = [(edge, e) for e in program.block.walk() for edge in e.edges if edge.stacked]
         self.queues: tuple[deque[_Node], deque[_Node]] = (deque(), deque())
         self.waiting: set[_Node] = set()
         self.conflicts: dict[_Node, None] = {}
@@ -153,8 +155,30 @@ class _State:
                 if conflict:
                     self.conflicts[node] = None
                 self._apply(node, agreed, "propagated")
-            if not any(self._resolve(node) for node in self._in_order(self.conflicts)):
+            if any(self._resolve(node) for node in self._in_order(self.conflicts)):
+                continue
+            if not any(self._rehome(edge, equation) for edge, equation in self.stacks):
                 return
+
+    def _rehome(self, edge: Edge, equation: Equation) -> bool:
+        """Splits a loop's slices where the stack of them is split along the loop: an all-to-all instead of a gather.
+
+        Each device then has a part of every slice, and the body gathers one slice at a time if it needs it whole.
+        """
+        outer, inner = self.dims[edge.outer], self.dims[edge.inner]
+        atoms = outer[0]
+        if not atoms or {a for dim in (*outer[1:], *inner) for a in dim} & set(atoms):
+            return False
+        parts = self.mesh.count(atoms)
+        shape, is_open = edge.inner.shape, self.open[edge.inner]
+        fitting = [d for d, n in enumerate(shape) if is_open[d] and not inner[d] and n % parts == 0 < n]
+        if not fitting:
+            return False
+        d = max(fitting, key=lambda d: (shape[d], -d))
+        inner[d] = atoms
+        self.reasons[edge.inner, d] = Reason("cost", equation.line, equation.name, edge.outer)
+        self._wake(edge.inner)
+        return True
 
     def _in_order(self, nodes: Iterable[_Node]) -> list[_Node]:
         position = {node: i for i, node in enumerate(self.nodes)}

@@ -4,7 +4,8 @@ A region has no factors of its own. It says which values inside its bodies must 
 in which sharding its operands enter, in which its results leave, and how to run it on local arrays:
 
     scan     constants and carry keep their dimensions; stacked operands and results have the loop dimension in
-             front, which is never split. The carry has one sharding: that of the body's carry input.
+             front; where that is split outside, the slices inside are split along another dimension. The carry has
+             one sharding: that of the body's carry input.
     while    the same without stacks. Its predicate is replicated, so all devices agree when to stop.
     cond     operands enter as they lie; each branch moves what it needs otherwise.
 """
