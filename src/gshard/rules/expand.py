@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from gshard.core.jax_adapter import body_of_call, closed, expand_high_primitive, expand_random_bits
 from gshard.core.mark import Mark
 
+
 def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]] | None:
     """The jaxpr (and its constants) that stands for an equation, or None if it stands for itself."""
     if name == "random_bits":
