@@ -58,7 +58,7 @@ SUM = 1e-5
 def rows() -> Iterator[Row]:
     """All rows."""
     families = (elementwise, contractions, reductions, shapes, windows, look_ups, sliding, ordered, others)
-    for family in (*families, small, narrow):
+    for family in (*families, small, narrow, partial_windows):
         yield from family()
 
 
@@ -474,3 +474,33 @@ def narrow() -> Iterator[Row]:
     yield row("concatenate, keys", lambda k: jax.random.key_data(jnp.concatenate([k, k[:3]])), keys)
     yield row("gather, keys", lambda k, i: jax.random.key_data(k[i]), keys, np.array([5, 0, 3]))
     yield row("reshape, keys", lambda k: jax.random.key_data(k.reshape(2, 3)), keys)
+
+
+def partial_windows() -> Iterator[Row]:
+    """Windows that take or write a part of a dimension, over the borders of shards and out of range."""
+    numbers, scattering = lax.GatherDimensionNumbers, lax.ScatterDimensionNumbers
+    starts = np.array([[3, 1], [0, 4], [9, 2], [-1, 3], [5, 7], [6, 8], [2, 0]], np.int32)
+    both, one, none = ((0, 1), (4, 3)), ((0,), (4, 3)), ((), (4, 10))
+    for mode in ("clip", "fill"):
+        for name, (mapped, sizes) in {"both": both, "one": one, "none": none}.items():
+            how = numbers((1, 2), (), mapped)
+            call = lambda x, i, how=how, sizes=sizes, mode=mode: lax.gather(x, i, how, sizes, mode=mode)  # noqa: E731
+            yield row(f"gather, windows of {name}, {mode}", call, X, starts[:, : len(mapped)])
+            yield row(f"gather, integer windows of {name}, {mode}", call, N, starts[:, : len(mapped)])
+            lone = call(X, starts[:1, : len(mapped)])
+            spread = scattering((1, 2), (), mapped)
+            for verb in (lax.scatter, lax.scatter_add, lax.scatter_sub, lax.scatter_mul, lax.scatter_max):
+                write = lambda x, i, u, f=verb, how=spread, mode=mode: f(x, i, u, how, mode=mode)  # noqa: E731
+                # Only one window is set: in which order several are is not fixed.
+                at = (starts[4:5] if verb is lax.scatter else starts)[:, : len(mapped)]
+                title = f"{verb.__name__.replace('_', '-')}, windows of {name}, {mode}"
+                yield row(title, write, X, at, normal(len(at), *lone.shape[1:]), tolerance=SUM)
+    columns = numbers((1,), (0,), (0, 1))
+    yield row("gather, a row's window", lambda x, i: lax.gather(x, i, columns, (1, 4), mode="fill"), N, starts)
+    yield row("gather, unsigned windows", lambda x, i: lax.gather(x, i, columns, (1, 4), mode="clip"), N,
+              starts.astype(np.uint8))  # fmt: skip
+    row_of = scattering((1,), (0,), (0, 1))
+    put = lambda x, i, u: lax.scatter(x, i, u, row_of, mode="drop")  # noqa: E731
+    yield row("scatter, a row's window", put, N, starts[[0, 2, 4, 5]], whole(4, 4))
+    yield row("scatter, one row's window", put, N, starts[5:6], whole(1, 4))
+    yield row("scatter-sub, rows", lambda x, i, u: x.at[i].subtract(u), N, starts[:, 0], whole(7, 10))

@@ -6,16 +6,18 @@ What splits:
     window dimensions taken whole   parallel, shared by operand and result (or updates)
     dimensions of the indices       parallel for a gather; for a scatter that accumulates, a reduce factor: every
                                     device scatters its own updates and the results are combined
-    dimensions that are indexed     gather: a reduce factor, every device looks up what it holds and contributes zero
-                                    for the rest; scatter: parallel, every device writes what falls into its part
-    partial windows                 whole
+    dimensions of the operand       where one element or a part is taken. Gather: a reduce factor, every device looks up
+                                    what it holds and contributes zero for the rest; scatter: parallel, every device
+                                    writes what falls into its part
 
 Indices out of range keep JAX's meaning for the whole array (clip, drop or fill): that is decided before the part's
-offset is subtracted, and no index out of a part's range is ever emitted.
+offset is subtracted, and no index out of a part's range is ever emitted: a window that reaches over an end of a part
+finds, or writes to, some elements more there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,12 +26,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.comm.shards import Shards, identity
+from gshard.comm.shards import Shards, along, identity
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.rules.dynamic import adding
 from gshard.rules.registry import Call, rule
 
-_CLIP, _FILL = lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP
+_FILL = lax.GatherScatterMode.FILL_OR_DROP
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Partial:
+    """A dimension of the operand of which only a part, a window, is taken or written.
+
+    Attributes:
+        dim: the dimension, of ``n`` elements.
+        size: of the window.
+        column: the component of the indices that says where a window begins; None if all begin at 0.
+        axis: the window's dimension in the result or the updates; None where it is dropped, being of size 1.
+    """
+
+    dim: int
+    n: int
+    size: int
+    column: int | None
+    axis: int | None
 
 
 @rule("gather")
@@ -53,31 +73,53 @@ def gather(call: Call) -> Rule:
     shared = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     offsets = iter(numbers.offset_dims)
     operand: list[tuple[int, ...]] = []
-    looked_up: dict[int, int] = {}  # operand dimensions that are indexed one element at a time: their index column
+    partial: list[_Partial] = []
     for d, n in enumerate(operand_shape):
         if d in shared:
             operand.append(batch[shared[d]])
-        elif d in numbers.collapsed_slice_dims:
-            if d in numbers.start_index_map and not call.on_keys:
-                looked_up[d] = numbers.start_index_map.index(d)
-                operand.append(make.factor(n, REDUCE, adding(call.in_dtypes[0])))
-            else:
-                operand.append(make.whole(n))
-        elif slice_sizes[d] == n:
+            continue
+        axis = None if d in numbers.collapsed_slice_dims else next(offsets)
+        if axis is not None and slice_sizes[d] == n:
             operand.append(make.factor(n))
-            result[next(offsets)] = operand[-1]
-        else:
+            result[axis] = operand[-1]
+            continue
+        column = numbers.start_index_map.index(d) if d in numbers.start_index_map else None
+        if call.on_keys or not slice_sizes[d]:
             operand.append(make.whole(n))
-            result[next(offsets)] = make.whole(slice_sizes[d])
+        else:
+            operand.append(make.factor(n, REDUCE, adding(call.in_dtypes[0])))
+            partial.append(_Partial(d, n, slice_sizes[d], column, axis))
+        if axis is not None:
+            result[axis] = make.whole(slice_sizes[d])
 
     def local(shards: Shards, x: Any, indices: Any) -> list[Any]:
         sizes = tuple(x.shape[d] if size == n else size for d, (n, size) in enumerate(zip(operand_shape, slice_sizes)))
-        split = {d: column for d, column in looked_up.items() if shards.atoms(operand[d][0])}
+        split = [p for p in partial if shards.atoms(operand[p.dim][0])]
         if not split:
             return shards.bind(x, indices, slice_sizes=sizes)
-        indices, held, valid = _own_indices(shards, indices, split, operand, operand_shape, call.params["mode"], x)
-        (found,) = shards.bind(x, indices, slice_sizes=sizes)
-        held, valid = (_over_windows(flags, found.ndim, numbers.offset_dims) for flags in (held, valid))
+        ndim, indices = len(call.out_shapes[0]), _signed(indices)
+        valid: Any = jnp.ones(indices.shape[:-1], jnp.bool_)
+        held: Any = jnp.ones((1,) * ndim, jnp.bool_)
+        for p in split:
+            at, length = -shards.offset(operand[p.dim]), x.shape[p.dim]
+            if p.column is None:
+                # Every window is the first elements: those that are here, and others that count for nothing.
+                at = at + jnp.arange(p.size, dtype=jnp.int32)
+                x = jnp.take(x, jnp.clip(at, 0, length - 1), axis=p.dim)
+                at = at if p.axis is None else along(at, p.axis, ndim)
+            else:
+                start = jnp.clip(indices[..., p.column], 0, p.n - p.size)
+                if call.params["mode"] == _FILL:
+                    valid &= start == indices[..., p.column]
+                at = start + at
+                x = _extended(x, p.dim, p.size - 1, p.size - 1)
+                indices = _with_column(indices, p.column, jnp.clip(at + p.size - 1, 0, length + p.size - 2))
+                at = _over_windows(at, ndim, numbers.offset_dims)
+                if p.axis is not None:
+                    at = at + along(jnp.arange(p.size, dtype=jnp.int32), p.axis, ndim)
+            held = held & (at >= 0) & (at < length)
+        (found,) = shards.bind(x, indices, slice_sizes=sizes, indices_are_sorted=False)
+        valid = _over_windows(valid, ndim, numbers.offset_dims)
         found = jnp.where(held & valid, found, jnp.zeros((), found.dtype))
         if call.params["mode"] == _FILL:
             first = shards.is_first(shards.reduced_atoms())
@@ -89,31 +131,22 @@ def gather(call: Call) -> Rule:
     return make.rule([operand, indices], [result], local=local, flops=math.prod(call.out_shapes[0]), masks_itself=True)
 
 
-def _own_indices(
-    shards: Shards,
-    indices: Any,
-    split: dict[int, int],
-    operand: Sequence[tuple[int, ...]],
-    shape: tuple[int, ...],
-    mode: Any,
-    x: Any,
-) -> tuple[Any, Any, Any]:
-    """Indices into this device's part, which of them it holds, and which are within the whole array."""
-    if not jnp.issubdtype(indices.dtype, jnp.signedinteger) or indices.dtype.itemsize < 4:
-        # Unsigned indices beyond the array stay beyond it.
-        top = jnp.iinfo(jnp.int32).max
-        indices = jnp.minimum(indices.astype(jnp.uint32), top).astype(jnp.int32) if (
-            jnp.issubdtype(indices.dtype, jnp.unsignedinteger)
-        ) else indices.astype(jnp.int32)
-    held = valid = jnp.ones(indices.shape[:-1], jnp.bool_)
-    for d, column in split.items():
-        index = indices[..., column]
-        if mode == _FILL:
-            valid &= (index >= 0) & (index < shape[d])
-        index = jnp.clip(index, 0, shape[d] - 1) - shards.offset(operand[d])
-        held &= (index >= 0) & (index < x.shape[d])
-        indices = indices.at[..., column].set(jnp.clip(index, 0, x.shape[d] - 1).astype(indices.dtype))
-    return indices, held, valid
+def _signed(indices: Any) -> Any:
+    """Indices that an offset can be subtracted from; unsigned ones beyond the array stay beyond it."""
+    if jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
+        return jnp.minimum(indices.astype(jnp.uint32), jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+    return indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
+
+
+def _with_column(indices: Any, column: int, values: Any) -> Any:
+    return indices.at[..., column].set(values.astype(indices.dtype))
+
+
+def _extended(x: Any, dim: int, low: int, high: int) -> Any:
+    """An array with some elements more at the ends of a dimension."""
+    if not low and not high:
+        return x
+    return jnp.pad(x, [(low, high) if d == dim else (0, 0) for d in range(x.ndim)])
 
 
 def _over_windows(flags: Any, ndim: int, window_dims: Sequence[int]) -> Any:
@@ -133,7 +166,14 @@ def _fill_value(given: Any, dtype: Any) -> Any:
     return jnp.asarray(info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max, dtype)
 
 
-_MONOIDS = {"scatter-add": "add", "scatter-mul": "mul", "scatter-min": "min", "scatter-max": "max", "scatter": None}
+_MONOIDS = {
+    "scatter-add": "add",
+    "scatter-sub": "add",  # all but the first subtract from zero
+    "scatter-mul": "mul",
+    "scatter-min": "min",
+    "scatter-max": "max",
+    "scatter": None,
+}
 
 
 @rule(*_MONOIDS)
@@ -151,8 +191,8 @@ def scatter(call: Call) -> Rule:
     numbers, monoid = call.params["dimension_numbers"], _MONOIDS[call.name]
     operand_shape, indices_shape, updates_shape = call.in_shapes
     batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
-    dtype = call.in_dtypes[0]
-    accumulates = monoid is not None and not jax.dtypes.issubdtype(dtype, jnp.complexfloating)
+    is_complex = jax.dtypes.issubdtype(call.in_dtypes[0], jnp.complexfloating)
+    accumulates = monoid == "add" or (monoid is not None and not is_complex)
     if monoid == "mul" and call.params.get("update_jaxpr") is None:
         accumulates = False
     make = RuleMaker()
@@ -168,41 +208,69 @@ def scatter(call: Call) -> Rule:
         updates[d] = dim
     windows = iter(numbers.update_window_dims)
     operand: list[tuple[int, ...]] = []
-    written: dict[int, int] = {}  # operand dimensions that are indexed one element at a time: their index column
+    partial: list[_Partial] = []
     for d, n in enumerate(operand_shape):
         if d in batching:
             operand.append(batch[batching[d]])
-        elif d in numbers.inserted_window_dims:
-            indexed = d in numbers.scatter_dims_to_operand_dims and not call.on_keys
-            operand.append(make.factor(n) if indexed else make.whole(n))
-            if indexed:
-                written[d] = numbers.scatter_dims_to_operand_dims.index(d)
-        else:
-            at = next(windows)
-            same = updates_shape[at] == n
-            operand.append(make.factor(n) if same else make.whole(n))
-            updates[at] = operand[-1] if same else make.whole(updates_shape[at])
+            continue
+        axis = None if d in numbers.inserted_window_dims else next(windows)
+        size = 1 if axis is None else updates_shape[axis]
+        if axis is not None and size == n:
+            operand.append(make.factor(n))
+            updates[axis] = operand[-1]
+            continue
+        mapped = numbers.scatter_dims_to_operand_dims
+        operand.append(make.whole(n) if call.on_keys or not size else make.factor(n))
+        partial.append(_Partial(d, n, size, mapped.index(d) if d in mapped else None, axis))
+        if axis is not None:
+            updates[axis] = make.whole(size)
 
     def local(shards: Shards, x: Any, indices: Any, changes: Any) -> list[Any]:
         atoms = shards.reduced_atoms()
         if atoms:
             assert monoid is not None
             x = jnp.where(shards.is_first(atoms), x, jnp.asarray(identity(monoid, x.dtype), x.dtype))
-        split = {d: column for d, column in written.items() if shards.atoms(operand[d][0])}
+        split = [p for p in partial if shards.atoms(operand[p.dim][0])]
         if not split:
             return shards.bind(x, indices, changes)
-        indices, held, valid = _own_indices(shards, indices, split, operand, operand_shape, call.params["mode"], x)
-        mine = held & valid
-        if monoid is not None:
+        indices, before = _signed(indices), x
+        # Single elements that are not ours may as well be combined with one of ours, if that is not noticed.
+        unnoticed = monoid is not None and all(p.size == 1 and p.column is not None for p in split)
+        mine: Any = jnp.ones(indices.shape[:-1], jnp.bool_)
+        places: dict[int, tuple[int, Any]] = {}  # for each column the elsewhere of its dimension, and where to write
+        written: Any = jnp.ones((1,) * x.ndim, jnp.bool_)
+        for p in split:
+            offset, length = shards.offset(operand[p.dim]), x.shape[p.dim]
+            if p.column is None:
+                # Every window is the first elements: this part's share of it covers the part, and what is too much
+                # is taken back afterwards.
+                at = offset + jnp.arange(length, dtype=jnp.int32)
+                if p.axis is not None:
+                    changes = jnp.take(changes, jnp.clip(at, 0, p.size - 1), axis=p.axis)
+                    written &= along(at < p.size, p.dim, x.ndim)
+                else:
+                    written &= along(at == 0, p.dim, x.ndim)
+                continue
+            start = jnp.clip(indices[..., p.column], 0, p.n - p.size)
+            if call.params["mode"] == _FILL:
+                mine &= start == indices[..., p.column]
+            start = start - offset
+            mine &= (start > -p.size) & (start < length)
+            # Windows may begin up to ``size - 1`` elements before the part; those that do not touch it lie behind it.
+            x = x if unnoticed else _extended(x, p.dim, p.size - 1, p.size)
+            places[p.column] = (0 if unnoticed else length + p.size - 1, start + p.size - 1)
+        for column, (elsewhere, start) in places.items():
+            indices = _with_column(indices, column, jnp.where(mine, start, elsewhere))
+        if unnoticed:
             flags = _over_windows(mine, changes.ndim, numbers.update_window_dims)
-            changes = jnp.where(flags, changes, jnp.asarray(identity(monoid, changes.dtype), changes.dtype))
-            return shards.bind(x, indices, changes)
-        # What is not ours is written to one more row, which is dropped again.
-        d, column = next(iter(split.items()))
-        indices = indices.at[..., column].set(jnp.where(mine, indices[..., column], x.shape[d]).astype(indices.dtype))
-        longer = jnp.pad(x, [(0, int(k == d)) for k in range(x.ndim)])
-        (result,) = shards.bind(longer, indices, changes)
-        return [lax.slice_in_dim(result, 0, x.shape[d], axis=d)]
+            changes = jnp.where(flags, changes, jnp.asarray(identity(monoid or "", changes.dtype), changes.dtype))
+        (result,) = shards.bind(x, indices, changes, indices_are_sorted=False, unique_indices=False)
+        if unnoticed:
+            return [result]
+        for p in split:
+            if p.column is not None:
+                result = lax.slice_in_dim(result, p.size - 1, p.size - 1 + before.shape[p.dim], axis=p.dim)
+        return [jnp.where(written, result, before) if any(p.column is None for p in split) else result]
 
     indices = [*batch, make.whole(indices_shape[-1])]
     flops = math.prod(updates_shape)
