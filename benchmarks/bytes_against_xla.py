@@ -1,0 +1,248 @@
+"""Claim: never more bytes than XLA's own partitioner on any of these programs, and at most half in geometric mean.
+
+The programs are those of ``tests/families``: layers with data, tensor and sequence parallelism, training steps,
+mixtures of experts, split vocabularies, contractions, moves, windows, indexing, loops; forward and gradient, in small,
+on 8 virtual CPU devices. Each goes through ``gshard.jit`` and through ``jax.jit`` with the same marks as sharding
+constraints, and both results are compared with those of the unpartitioned program. XLA is given the better of two
+chances: its own choice for the arguments, or the shardings that gshard found for them; results lie as each wants.
+
+Bytes that each device sends are read from both compiled programs, rounds of loops included (``gshard.analysis.hlo``).
+
+    python benchmarks/bytes_against_xla.py                         all programs, about ten minutes on two cores
+    python benchmarks/bytes_against_xla.py --only layers --only moves/roll [--jobs 2] [--json out.json]
+
+Programs run in child processes, so that one that makes XLA abort or hang loses nothing but itself: XLA then 'fails',
+and the program has no ratio. Where neither sends anything the ratio is 1. Where only XLA sends it counts as 1/100, for
+a zero would make the whole mean zero; a second mean leaves those programs out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=120"
+    " --xla_cpu_collective_timeout_seconds=120"
+)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import jax
+import numpy as np
+
+import gshard
+from families import CASES, Case
+from gshard.analysis import hlo
+from gshard.analysis.peer import xla_function
+from gshard.passes.compile import named_sharding
+
+SECONDS = 400  # after which a child that says nothing is stopped
+LEAST = 0.01  # what a program in which only XLA sends counts in the mean
+NEAR = 1e-3  # results that are further off, relative to the largest number, are wrong
+CHANCES = "its own arguments", "our arguments"
+
+
+def measured(compiled: Any) -> dict[str, Any]:
+    kinds = hlo.summary(hlo.collectives(compiled.as_text()))
+    memory = compiled.memory_analysis().temp_size_in_bytes
+    return {"bytes": sum(n for _, n in kinds.values()), "kinds": kinds, "memory": memory}
+
+
+def difference(compiled: Any, arguments: Sequence[Any], expected: Sequence[Any]) -> float:
+    """How far the results are off: the largest difference, relative to the largest number of each."""
+    shardings = jax.tree.leaves(compiled.input_shardings[0])
+    found = compiled(*[jax.device_put(x, s) for x, s in zip(arguments, shardings, strict=True)])
+    worst = 0.0
+    for x, y in zip(jax.tree.leaves(found), expected, strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return math.inf
+        if x.size:
+            x, y = x.astype(np.complex128), y.astype(np.complex128)
+            off = np.max(np.abs(x - y)) / max(1e-6, float(np.max(np.abs(y))))
+            worst = max(worst, math.inf if np.isnan(off) else float(off))
+    return worst
+
+
+def run(case: Case) -> Iterable[dict[str, Any]]:
+    """Measures one program: our side first, then each chance of XLA's."""
+    arguments = case.arguments
+    expected = [np.asarray(x) for x in jax.tree.leaves(jax.jit(case.function)(*arguments))]
+    lowered = gshard.jit(case.function, mesh=case.jax_mesh).lower(*arguments)
+    program, spmd = lowered.program, lowered.spmd
+    flat = [*program.captured, *jax.tree.leaves(arguments)]
+    compiled = lowered.executable.compiled
+    predicted = sum(c.total_bytes for c in spmd.collectives)
+    yield {"side": "ours", "predicted": predicted, **measured(compiled), "off": difference(compiled, flat, expected)}
+    peer, shardings = xla_function(program, lowered.mesh), [named_sharding(lowered.mesh, s) for s in spmd.in_shardings]
+    for side, function in zip(CHANCES, (jax.jit(peer), jax.jit(peer, in_shardings=shardings)), strict=True):
+        try:
+            compiled = function.lower(*flat).compile()
+            yield {"side": side, **measured(compiled), "off": difference(compiled, flat, expected)}
+        except Exception as error:
+            yield {"side": side, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+
+
+def child(names: Sequence[str]) -> None:
+    for name in names:
+        try:
+            for result in run(CASES[name]):
+                print(json.dumps({"name": name, **result}), flush=True)
+        except Exception as error:  # ours: XLA's are caught where they happen
+            text = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            print(json.dumps({"name": name, "side": "ours", "error": text}), flush=True)
+        print(json.dumps({"name": name, "side": "end"}), flush=True)
+
+
+def parent(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The results of some programs by name and side; a child that dies is followed by another."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    waiting = list(names)
+    while waiting:
+        message = one_child(waiting, found)
+        if waiting:  # it died in the first of them; what it tried last is not tried again, nor what would have followed
+            name = waiting.pop(0)
+            side = next(s for s in ("ours", *CHANCES) if s not in found[name])
+            found[name][side] = {"name": name, "side": side, "error": message}
+            print(text_of(name, found[name]), flush=True)
+    return found
+
+
+def one_child(waiting: list[str], found: dict[str, dict[str, Any]]) -> str:
+    """Measures programs, taking them off the list, until all are done or the process dies; its last words."""
+    with tempfile.TemporaryFile("w+") as errors:
+        command = [sys.executable, __file__, "--child", *waiting]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            watch = threading.Timer(SECONDS, process.kill)
+            watch.start()
+            for line in process.stdout:
+                watch.cancel()
+                watch = threading.Timer(SECONDS, process.kill)
+                watch.start()
+                if line.startswith("{"):
+                    result = json.loads(line)
+                    name = result["name"]
+                    found[name][result["side"]] = result
+                    if result["side"] == "end":
+                        waiting.remove(name)
+                        print(text_of(name, found[name]), flush=True)
+            watch.cancel()
+        errors.seek(0)
+        fatal = [text for text in errors.read().splitlines() if text.startswith(("F0", "F1", "E0", "E1"))]
+    return fatal[-1][-200:] if fatal else f"ended with {process.returncode}"
+
+
+def xla_of(sides: dict[str, Any]) -> dict[str, Any] | None:
+    """The better of XLA's chances among those that are right; None if there is none."""
+    right = [sides[c] for c in CHANCES if c in sides and sides[c].get("off", math.inf) < NEAR]
+    return min(right, key=lambda r: r["bytes"]) if right else None
+
+
+def ratio_of(sides: dict[str, Any]) -> float | None:
+    """Our bytes over XLA's; None if XLA has no result, infinity if only we send."""
+    ours, xla = sides["ours"], xla_of(sides)
+    if "error" in ours:
+        return math.inf
+    if xla is None:
+        return None
+    if xla["bytes"] == 0:
+        return math.inf if ours["bytes"] else 1.0
+    return float(ours["bytes"] / xla["bytes"])
+
+
+def text_of(name: str, sides: dict[str, Any]) -> str:
+    """A row of the table."""
+    ours, xla, ratio = sides.get("ours", {}), xla_of(sides), ratio_of(sides)
+    failed = next((sides[c]["error"] for c in CHANCES if "error" in sides.get(c, {})), "wrong results")
+    off = " WRONG" if ours.get("off", 0) > NEAR else ""
+    unlike = "" if as_predicted(ours) else f" predicted {ours.get('predicted')}"
+    return (
+        f"{name:<42}{cell(ours, ours.get('error', '')):<36}{cell(xla, f'fails ({failed})'):<36}"
+        f"{'-' if ratio is None else f'{ratio:.2f}'}{off}{unlike}"
+    )
+
+
+SHORT = {
+    "all_gather": "AG", "all_reduce": "AR", "reduce_scatter": "RS", "all_to_all": "AA", "collective_permute": "CP"
+}  # fmt: skip
+
+
+def cell(side: dict[str, Any] | None, otherwise: str) -> str:
+    if side is None or "bytes" not in side:
+        return otherwise[:100] + " "
+    kinds = " ".join(f"{n}{SHORT.get(kind, kind)}" for kind, (n, _) in side["kinds"].items() if n)
+    return f"{side['bytes']:>9,}  {kinds}"
+
+
+def report(found: dict[str, dict[str, Any]]) -> None:
+    ratios = {name: ratio_of(sides) for name, sides in found.items()}
+    compared = [r for r in ratios.values() if r is not None and r < math.inf]
+    worse = {name: r for name, r in ratios.items() if r is not None and r > 1.0}
+    memory = [
+        max(1, sides["ours"]["memory"]) / max(1, xla["memory"])
+        for sides in found.values()
+        if (xla := xla_of(sides)) is not None and "memory" in sides["ours"]
+    ]
+    print(f"\n{len(found)} programs, {len(compared)} compared, jax {jax.__version__}")
+    print(f"geometric mean of bytes, ours / XLA's       {mean([max(LEAST, r) for r in compared]):.3f}   (target 0.50)")
+    print(f"  without those in which only XLA sends     {mean([r for r in compared if r]):.3f}")
+    print(f"programs above 1.0                          {len(worse)}   (target 0)")
+    print(f"geometric mean of temporary memory          {mean(memory):.3f}   (target 1.00)")
+    lists: list[tuple[str, list[str]]] = [
+        ("only XLA sends", [n for n, r in ratios.items() if r == 0.0]),
+        ("XLA fails or is wrong", [n for n, r in ratios.items() if r is None]),
+        ("our results are WRONG", [n for n, sides in found.items() if sides["ours"].get("off", 0) > NEAR]),
+        ("we FAIL", [n for n, sides in found.items() if "error" in sides["ours"]]),
+        ("bytes sent are not those predicted", [n for n, sides in found.items() if not as_predicted(sides["ours"])]),
+    ]
+    for title, names in lists:
+        print(f"{title}: {len(names)}{': ' if names else ''}{', '.join(names)}")
+    if worse:
+        print("\nWORSE THAN XLA")
+        for name in sorted(worse, key=lambda n: -worse[n]):
+            print(text_of(name, found[name]))
+
+
+def mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / max(1, len(ratios)))
+
+
+def as_predicted(ours: dict[str, Any]) -> bool:
+    return bool(ours.get("predicted") == ours.get("bytes"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], help="programs whose name contains this")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--json", type=Path, help="write all that was measured")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.child)
+        return
+    names = [name for name in CASES if not options.only or any(text in name for text in options.only)]
+    print(f"{'program':<42}{'gshard: bytes, collectives':<36}{'XLA':<36}ratio")
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        parts = list(pool.map(parent, [names[i :: options.jobs] for i in range(options.jobs)]))
+    found = {name: part[name] for name in names for part in parts if name in part}
+    report(found)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

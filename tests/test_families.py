@@ -1,0 +1,68 @@
+"""The programs that benchmarks measure: they trace, some keep what they send, and the reports tell of them."""
+
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import numpy as np
+import pytest
+
+import gshard
+from families import CASES
+
+BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "bytes_against_xla.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:  # it sets the environment of a process of its own
+        patch.setenv("XLA_FLAGS", "")
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        spec = importlib.util.spec_from_file_location("bytes_against_xla", BENCHMARK)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+def test_there_are_many_on_eight_devices() -> None:
+    assert len(CASES) >= 60
+    assert all(math.prod(case.mesh.values()) == 8 for case in CASES.values())
+
+
+def test_arguments_are_the_same_for_a_program_and_its_gradient() -> None:
+    one, other = (jax.tree.leaves(CASES[name].arguments) for name in ("layers/layer_tensor", "layers/layer_tensor'"))
+    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_planned_and_emitted(name: str) -> None:
+    """Every program is partitioned without a gather for want of a rule."""
+    case = CASES[name]
+    assert not gshard.explain(case.function, *case.arguments, mesh=case.jax_mesh).gathered
+
+
+def test_one_is_measured_from_both_sides(benchmark: ModuleType) -> None:
+    case = CASES["contractions/summed_to_rows"]
+    sides = {result["side"]: result for result in benchmark.run(case)}
+    assert set(sides) == {"ours", *benchmark.CHANCES}
+    assert sides["ours"]["bytes"] == sides["ours"]["predicted"] == 128 * 192 * 4 * 7 // 8
+    assert list(sides["ours"]["kinds"]) == ["reduce_scatter"]
+    assert all(result["off"] < benchmark.NEAR for result in sides.values())
+    assert benchmark.ratio_of(sides) <= 0.5
+
+
+def test_ratios(benchmark: ModuleType) -> None:
+    def ratio(ours: int, *xla: dict[str, object]) -> float | None:
+        chances = dict(zip(benchmark.CHANCES, xla, strict=False))
+        return benchmark.ratio_of({"ours": {"bytes": ours}, **chances})
+
+    assert ratio(0, {"bytes": 0, "off": 0.0}) == 1.0
+    assert ratio(6, {"bytes": 12, "off": 0.0}, {"bytes": 8, "off": 0.0}) == 0.75, "the better of both"
+    assert ratio(6, {"bytes": 12, "off": 0.0}, {"bytes": 8, "off": 1.0}) == 0.5, "the better of those that are right"
+    assert ratio(6, {"bytes": 0, "off": 0.0}) == math.inf
+    assert ratio(6, {"error": "aborted"}) is None
