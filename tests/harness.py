@@ -58,7 +58,7 @@ SUM = 1e-5
 def rows() -> Iterator[Row]:
     """All rows."""
     families = (elementwise, contractions, reductions, shapes, windows, look_ups, sliding, ordered, others)
-    for family in (*families, small, narrow, partial_windows):
+    for family in (*families, small, narrow, partial_windows, grouped):
         yield from family()
 
 
@@ -504,3 +504,28 @@ def partial_windows() -> Iterator[Row]:
     yield row("scatter, a row's window", put, N, starts[[0, 2, 4, 5]], whole(4, 4))
     yield row("scatter, one row's window", put, N, starts[5:6], whole(1, 4))
     yield row("scatter-sub, rows", lambda x, i, u: x.at[i].subtract(u), N, starts[:, 0], whole(7, 10))
+
+
+def grouped() -> Iterator[Row]:
+    """Rows that belong to groups, some of them empty, the last rows to none; and what is kept whole or taken apart."""
+    numbers = lax.RaggedDotDimensionNumbers
+    sizes = np.array([2, 0, 4, 3, 0], np.int32)
+    rows_, matrices, free = normal(10, 6), normal(5, 6, 4), normal(10, 3)
+    yield row("ragged_dot_general, rows", lax.ragged_dot, rows_, matrices, sizes, tolerance=SUM)
+    sums_of = lambda x, y, n: lax.ragged_dot_general(x, y, n, numbers((((0,), (0,)), ((), ())), (0,), ()))  # noqa: E731
+    yield row("ragged_dot_general, sums", sums_of, rows_, free, sizes, tolerance=SUM)
+    batches = numbers((((2,), (2,)), ((0,), (0,))), (1,), (1,))
+    of_batches = lambda x, y, n: lax.ragged_dot_general(x, y, n, batches)  # noqa: E731
+    x, y = normal(3, 10, 6), normal(3, 5, 6, 4)
+    yield row("ragged_dot_general, batches", of_batches, x, y, sizes, tolerance=SUM)
+    each = np.stack([sizes, sizes[::-1], sizes + 1][:3]).astype(np.int32)
+    yield row("ragged_dot_general, each batch its own", of_batches, x, y, each, tolerance=SUM)
+    batch_sizes = np.array([1, 0, 1, 1, 0], np.int32)
+    which = lambda x, y, n: lax.ragged_dot_general(x, y, n, numbers((((2,), (1,)), ((0,), (0,))), (0,), ()))  # noqa: E731
+    yield row("ragged_dot_general, ragged batch", which, x, normal(3, 6, 4), batch_sizes, tolerance=SUM)
+    key = np.arange(4, dtype=np.uint32)
+    yield row("rng_bit_generator", lambda k: lax.rng_bit_generator(k, (7, 10)), key)
+    lower, diagonal, upper = normal(3, 6), 4 + np.abs(normal(3, 6)), normal(3, 6, seed=1)
+    lower[:, 0] = upper[:, -1] = 0
+    solve = lax.linalg.tridiagonal_solve
+    yield row("tridiagonal_solve", solve, lower, diagonal, upper, normal(3, 6, 5), tolerance=1e-4)

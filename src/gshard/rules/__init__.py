@@ -8,6 +8,7 @@ from gshard.rules import indexing as indexing
 from gshard.rules import linalg as linalg
 from gshard.rules import manual as manual
 from gshard.rules import order as order
+from gshard.rules import ragged as ragged
 from gshard.rules import reduce as reduce
 from gshard.rules import shape as shape
 from gshard.rules import slicing as slicing

@@ -102,3 +102,14 @@ def random_split(call: Call) -> Rule:
     make = RuleMaker()
     dims = make.parallel(call.in_shapes[0])
     return make.rule([dims], [[*dims, *(make.whole(n) for n in call.params["shape"])]])
+
+
+@rule("rng_bit_generator")
+def rng_bit_generator(call: Call) -> Rule:
+    """Whole: which bits an element gets depends on the algorithm and on the shape of all of them.
+
+    Every device makes all bits from the whole state and keeps its part.
+    """
+    make = RuleMaker()
+    state = [make.whole(n) for n in call.in_shapes[0]]
+    return make.rule([state], [state, [make.whole(n) for n in call.out_shapes[1]]])

@@ -1,13 +1,16 @@
 """What is put in the place of an equation before rules are asked: calls are opened, random bits taken apart.
 
 A call (jit, a custom derivative, rematerialisation) is nothing but its body. Random bits are counters and integer
-arithmetic: taken apart, the counters split like any other array made from nothing.
+arithmetic: taken apart, the counters split like any other array made from nothing. A linear solve with derivatives of
+its own is its solver.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from gshard.core.jax_adapter import body_of_call, closed, expand_high_primitive, expand_random_bits
@@ -20,8 +23,21 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
         return closed(expand_random_bits(in_avals[0], params["bit_width"], params["shape"]))
     if name == "call_hi_primitive":
         return closed(expand_high_primitive(params, in_avals))
+    if name == "custom_linear_solve":
+        return _solve(params, in_avals)
     body = body_of_call(name, params)
     return None if body is None else closed(body)
+
+
+def _solve(params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """A linear solve is its solver, applied to the arrays that it has captured and the right-hand sides."""
+    counts = params["const_lengths"]
+    first, last = counts.matvec + counts.vecmat, sum(counts)
+
+    def solver(*arrays: Any) -> list[Any]:
+        return jaxpr_as_fun(params["jaxprs"].solve)(*arrays[first : first + counts.solve], *arrays[last:])
+
+    return closed(jax.make_jaxpr(solver)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in in_avals)))
 
 
 def needs_barrier(name: str, params: dict[str, Any]) -> bool:

@@ -17,7 +17,8 @@ symmetric_product tridiagonal tridiagonal_solve triangular_solve
 def of_matrices(call: Call) -> Rule:
     """As many leading dimensions are parallel as all operands and results share in front of a matrix or vector.
 
-    A triangular solve treats the columns (or, from the right, the rows) of its second operand apart: parallel too.
+    A triangular solve treats the columns (or, from the right, the rows) of its second operand apart, a tridiagonal one
+    the columns of its last: parallel too.
 
     >>> print(of_matrices(Call("qr", {}, ((3, 5, 4),), ((3, 5, 4), (3, 4, 4)), ("f4",))))
     a b c -> a d e, a f g; whole b c d e f g
@@ -29,14 +30,15 @@ def of_matrices(call: Call) -> Rule:
     shared = make.parallel(call.in_shapes[0][:leading])
 
     apart: dict[int, tuple[int, ...]] = {}
-    if call.name == "triangular_solve":
-        free = leading + (1 if call.params["left_side"] else 0)
-        apart = {free: make.factor(call.in_shapes[1][free])}
+    solved = {"triangular_solve": 1, "tridiagonal_solve": 3}.get(call.name)
+    if solved is not None:
+        free = leading + (1 if call.params.get("left_side", True) else 0)
+        apart = {free: make.factor(call.in_shapes[solved][free])}
 
     def tensor(shape: tuple[int, ...], own: dict[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
         return [shared[d] if d < leading else own[d] if d in own else make.whole(n) for d, n in enumerate(shape)]
 
-    operands = [tensor(s, apart if i == 1 else {}) for i, s in enumerate(call.in_shapes)]
+    operands = [tensor(s, apart if i == solved else {}) for i, s in enumerate(call.in_shapes)]
     results = [tensor(s, apart) for s in call.out_shapes]
     flops = max(math.prod(s) * s[-1] for s in call.in_shapes if s)
     return make.rule(operands, results, flops=flops)
