@@ -179,8 +179,14 @@ def shapes() -> Iterator[Row]:
     yield row("broadcast_in_dim, stretched", lambda x: lax.broadcast_in_dim(x, (7, 6), (0, 1)), X[:, :1])
     yield row("transpose", lambda x: jnp.transpose(x, (2, 0, 1)), normal(3, 5, 7))
     yield row("squeeze", lambda x: lax.squeeze(x, (1,)), normal(7, 1, 10))
-    for a, b in (((6, 4), (24,)), ((24,), (4, 6)), ((6, 4), (4, 6)), ((8, 1, 3), (2, 4, 3)), ((12, 5), (3, 4, 5, 1))):
+    for a, b in (((6, 4), (24,)), ((24,), (4, 6)), ((6, 4), (4, 6)), ((8, 1, 3), (2, 4, 3)), ((12, 5), (3, 4, 5, 1)),
+                 ((4, 9), (9, 4)), ((7, 10), (10, 7)), ((3, 4, 5), (4, 15)), ((2, 5, 6, 7), (2, 6, 5, 7)),
+                 ((5, 2, 3, 9, 4), (2, 5, 3, 4, 9)), ((11, 2), (2, 11)), ((2, 11), (11, 1, 2))):  # fmt: skip
         yield row(f"reshape, {a} to {b}", lambda x, b=b: x.reshape(b), normal(*a))
+    permuted = lambda x: lax.reshape_p.bind(x, new_sizes=(15, 4), dimensions=(2, 0, 1), sharding=None)  # noqa: E731
+    yield row("reshape, in another order", permuted, normal(3, 4, 5))
+    yield row("reshape, in another order and out of step", lambda x: lax.reshape(x, (9, 4), (1, 0)), normal(9, 4))
+    yield row("reshape, booleans", lambda x: x.reshape(10, 7), X > 0)
     yield row("split", lambda x: lax.split(x, (4, 6), 1), X)
     yield row("stack", lambda x, y: jnp.stack([x, y], 1), X, Y)
     yield row("unstack", lambda x: list(jnp.unstack(x, axis=0)), X)

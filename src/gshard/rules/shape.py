@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
+from jax import lax
+
+from gshard.comm.halo import Window
 from gshard.comm.shards import Shards
+from gshard.core.mesh import Mesh
+from gshard.core.program import itemsize
 from gshard.core.rule import Rule, RuleMaker
+from gshard.core.split import Split, place
 from gshard.rules.registry import Call, rule
 
 
@@ -52,7 +59,7 @@ def squeeze(call: Call) -> Rule:
 
 @rule("reshape")
 def reshape(call: Call) -> Rule:
-    """Dimensions that are regrouped share factors; pieces that do not line up are whole.
+    """Dimensions that are regrouped share factors; of pieces that do not line up the major dimensions exchange.
 
     >>> def show(*shapes): print(reshape(Call("reshape", {"dimensions": None}, shapes[:1], shapes[1:], ("f",))))
     >>> show((6, 4), (24,))
@@ -61,30 +68,82 @@ def reshape(call: Call) -> Rule:
     (a b) c -> (a d) e; whole b c d e
     >>> show((8, 1, 3), (2, 4, 3))
     (a b) 1 c -> a b c
+    >>> show((4, 9), (9, 4))
+    a b -> a c; exchange a; whole b c
     """
     make = RuleMaker()
-    source, target = call.in_shapes[0], call.out_shapes[0]
-    if call.params.get("dimensions") is not None or 0 in source:
+    order = call.params.get("dimensions") or range(len(call.in_shapes[0]))
+    source, target = tuple(call.in_shapes[0][d] for d in order), call.out_shapes[0]
+    if 0 in source:
         return make.rule([[make.whole(n) for n in source]], [[make.whole(n) for n in target]], local=_local_reshape)
-    operand, result = _line_up(make, source, target)
-    return make.rule([operand], [result], local=_local_reshape)
+    lined, result, pieces = _line_up(make, source, target, may_exchange=not call.on_keys)
+    operand = [lined[list(order).index(d)] for d in range(len(source))]
+
+    def local(shards: Shards, x: Any) -> list[Any]:
+        x = x if call.params.get("dimensions") is None else lax.transpose(x, tuple(order))
+        for piece in pieces:
+            if atoms := shards.atoms(piece.factor):
+                # Dimensions of size 1 keep the place of those laid end to end: later pieces count from them.
+                flat = (math.prod(x.shape[piece.begin : piece.end]), *[1] * (piece.end - piece.begin - 1))
+                x = x.reshape(*x.shape[: piece.begin], *flat, *x.shape[piece.end :])
+                x = shards.window(x, piece.begin, atoms, piece.window(shards.mesh.count(atoms)), 0)
+        return shards.bind(x, new_sizes=shards.out_shape(), dimensions=None)
+
+    def sends(mesh: Mesh, split: Split) -> int:
+        total = 0
+        sizes = [-(-n // mesh.count(a)) for n, a in zip(source, place(tuple(lined), split), strict=True)]
+        for piece in pieces:
+            parts = mesh.count(split.get(piece.factor, ()))
+            if parts > 1:
+                each = math.prod(sizes[: piece.begin]) * math.prod(sizes[piece.end :]) * itemsize(call.in_dtypes[0])
+                total += piece.window(parts).bytes(math.prod(sizes[piece.begin : piece.end]), each)
+        return total
+
+    return make.rule([operand], [result], local=local, sends=sends if pieces else None)
 
 
 def _local_reshape(shards: Shards, x: Any) -> list[Any]:
     return shards.bind(x, new_sizes=shards.out_shape())
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OutOfStep:
+    """Dimensions that hold the same elements and have no factor in common.
+
+    Part ``i`` of the major dimension of either side is a stretch of these elements, laid end to end.
+
+    Attributes:
+        factor: of the major dimension, on both sides.
+        begin, end: the dimensions of the operand.
+        n, m: sizes of the major dimension of operand and result.
+        total: elements.
+    """
+
+    factor: int
+    begin: int
+    end: int
+    n: int
+    m: int
+    total: int
+
+    def window(self, parts: int) -> Window:
+        """The stretch of the operand's elements that makes each part of the result."""
+        stretch = -(-self.m // parts) * (self.total // self.m)
+        return Window(self.total, 0, stretch, parts, stretch)
+
+
 def _line_up(
-    make: RuleMaker, source: tuple[int, ...], target: tuple[int, ...]
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    make: RuleMaker, source: tuple[int, ...], target: tuple[int, ...], *, may_exchange: bool
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[_OutOfStep]]:
     """Walks both shapes from the major side and gives what they have in common a shared factor.
 
     The part of each side not yet given out always has the same number of elements, so the greatest common divisor
     of the two current dimensions is a factor of both. When it is 1 the two sides are out of step: each takes a whole
-    factor of its own until their products agree again.
+    factor of its own until their products agree again, except for two entire dimensions that begin the piece.
     """
     operand: list[tuple[int, ...]] = [() for _ in source]
     result: list[tuple[int, ...]] = [() for _ in target]
+    pieces: list[_OutOfStep] = []
     i = j = 0
     left, right = 1, 1  # what remains of the current dimensions
     while True:
@@ -93,7 +152,7 @@ def _line_up(
         while right == 1 and j < len(target):
             right, j = target[j], j + 1
         if left == right == 1:
-            return operand, result
+            return operand, result, pieces
         common = math.gcd(left, right)
         if common > 1:
             shared = make.factor(common)
@@ -101,9 +160,14 @@ def _line_up(
             result[j - 1] += shared
             left, right = left // common, right // common
             continue
-        # Out of step: take whole factors on both sides until their products agree.
-        operand[i - 1] += make.whole(left)
-        result[j - 1] += make.whole(right)
+        # Out of step: take factors on both sides until their products agree.
+        begin, n, m = i - 1, left, right
+        entire = may_exchange and not operand[i - 1] and not result[j - 1]
+        if entire:
+            operand[i - 1] = result[j - 1] = make.exchange(max(left, right))
+        else:
+            operand[i - 1] += make.whole(left)
+            result[j - 1] += make.whole(right)
         a, b = left, right
         while a != b:
             if a < b:
@@ -114,6 +178,8 @@ def _line_up(
                 b *= target[j]
                 result[j] += make.whole(target[j]) if target[j] > 1 else ()
                 j += 1
+        if entire:
+            pieces.append(_OutOfStep(operand[begin][0], begin, i, n, m, a))
         left = right = 1
 
 

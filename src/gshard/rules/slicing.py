@@ -19,7 +19,8 @@ from jax import lax
 
 from gshard.comm.halo import Window
 from gshard.comm.shards import Shards, rest_bytes
-from gshard.core.mesh import Mesh
+from gshard.comm.steps import PERMUTE
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.rules.registry import Call, rule
@@ -90,7 +91,7 @@ def pad(call: Call) -> Rule:
 
 @rule("rev")
 def rev(call: Call) -> Rule:
-    """Result part ``i`` is the window that ends where the part begins, counted from the end; then reversed at home."""
+    """Parts are reversed at home and change places, first with last; the padding, now in front, is shifted out."""
     (shape,) = call.in_shapes
     make = RuleMaker()
     moved = [d in call.params["dimensions"] for d in range(len(shape))]
@@ -98,16 +99,37 @@ def rev(call: Call) -> Rule:
 
     def window(d: int, parts: int) -> Window:
         size = -(-shape[d] // parts)
-        return Window(shape[d], shape[d] - size, -size, parts, size)
+        return Window(size * parts, size * parts - shape[d], size, parts, size)
 
     def local(shards: Shards, x: Any) -> list[Any]:
+        (x,) = shards.bind(x)
         for d, dim in enumerate(dims):
             atoms = shards.atoms(dim[0])
-            if moved[d] and atoms:
-                x = shards.window(x, d, atoms, window(d, shards.mesh.count(atoms)), 0)
-        return shards.bind(x)
+            if moved[d] and atoms and x.size:
+                x = _mirrored(shards, x, atoms)
+                parts = shards.mesh.count(atoms)
+                x = shards.window(x, d, atoms, window(d, parts), 0) if shape[d] % parts else x
+        return [x]
 
-    return make.rule([dims], [dims], local=local, sends=sends_of(call, 0, dims, moved, window))
+    def sends(mesh: Mesh, split: Split) -> int:
+        total = 0
+        for d, dim in enumerate(dims):
+            parts = mesh.count(split.get(dim[0], ()))
+            if moved[d] and parts > 1:
+                size, rest = -(-shape[d] // parts), rest_bytes(shape, call.in_dtypes[0], d, dims, split, mesh)
+                total += size * rest + window(d, parts).bytes(size, rest)
+        return total
+
+    return make.rule([dims], [dims], local=local, sends=sends)
+
+
+def _mirrored(shards: Shards, x: Any, atoms: Atoms) -> Any:
+    """The part that lies as far from the end as this device's from the beginning."""
+    if shards.note is not None:
+        shards.note(PERMUTE, atoms, x.size * x.dtype.itemsize, x)
+    # From the other end every atom counts backwards, whatever their order; JAX wants that of the mesh.
+    last = shards.mesh.count(atoms) - 1
+    return lax.ppermute(x, tuple(a for a in shards.mesh.atoms if a in atoms), [(i, last - i) for i in range(last + 1)])
 
 
 @rule("concatenate")
