@@ -132,7 +132,9 @@ def check(name: str, seed: int) -> None:
         for v in e.outputs:
             atoms = [a for dim in plan.shardings[v].dims for a in dim]
             assert len(set(atoms)) == len(atoms)
-            assert not plan.shardings[v].unreduced
+            waiting = [a for a, _ in plan.shardings[v].unreduced]
+            assert not set(waiting) & set(atoms)
+            assert not waiting or (e.mark is None and v not in program.block.outputs)
         if e.mark is not None:
             demand = resolve(e.mark, MESH, e.outputs[0].shape, e.line)
             for wanted, is_open, got in zip(demand.dims, demand.open, plan.shardings[e.outputs[0]].dims, strict=True):

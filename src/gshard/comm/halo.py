@@ -53,6 +53,7 @@ class Window:
         parts: number of parts.
         extent: the window's length in positions.
         dilation: element ``j`` stands at position ``j * dilation``.
+        taking: parts from this one on hold no results and need nothing; None if all do.
     """
 
     n: int
@@ -61,6 +62,7 @@ class Window:
     parts: int
     extent: int
     dilation: int = 1
+    taking: int | None = None
 
     def position(self, part: Any) -> Any:
         """Where a part's window begins; the number of the part may be known only when the program runs."""
@@ -69,6 +71,11 @@ class Window:
     def start(self, part: Any) -> Any:
         """The first element that stands in a part's window, or after its beginning."""
         return -(-self.position(part) // self.dilation)
+
+    @property
+    def takers(self) -> range:
+        """The parts that hold results."""
+        return range(self.parts if self.taking is None else min(self.taking, self.parts))
 
     @property
     def width(self) -> int:
@@ -87,7 +94,7 @@ class Window:
 @functools.lru_cache(maxsize=4096)
 def _plan(window: Window, size: int) -> tuple[Hop, ...]:
     needed: dict[int, tuple[int, int, list[int]]] = {}
-    for i in range(window.parts):
+    for i in window.takers:
         first, last = max(window.start(i), 0), min(window.start(i) + window.width, window.n)
         if first >= last:
             continue
@@ -132,7 +139,7 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
         return window.start(part) - (part + hops[0].distance) * size - hops[0].low
 
     # The buffer is padded so that no window that holds anything begins or ends outside of it.
-    used = [i for i in range(window.parts) if window.start(i) < window.n and window.start(i) + width > 0]
+    used = [i for i in window.takers if window.start(i) < window.n and window.start(i) + width > 0]
     left = max(0, *(-offset(i) for i in used))
     right = max(0, *(offset(i) + width - buffer.shape[dim] for i in used))
     buffer = jnp.pad(buffer, [(left, right) if d == dim else (0, 0) for d in range(x.ndim)])

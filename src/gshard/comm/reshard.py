@@ -23,13 +23,14 @@ from gshard.comm.steps import (
     ALL_REDUCE,
     ALL_SLICE,
     ALL_TO_ALL,
+    ONE_OWNER,
     PERMUTE,
     REDUCE_SCATTER,
+    SILENT,
     Step,
     aligned,
     bytes_sent,
 )
-from gshard.core.errors import ShardingError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
 
@@ -44,13 +45,19 @@ def plan_reshard(
 ) -> tuple[Step, ...]:
     """The steps from ``source`` to ``target``, an array of this global shape.
 
-    Raises:
-        ShardingError: ``target`` is unreduced where ``source`` is not.
+    A finished value becomes unreduced at the end, for nothing: one device keeps it, the others hold the identity.
     """
     if source == target:
         return ()
-    if not set(target.unreduced) <= set(source.unreduced):
-        raise ShardingError("a finished value cannot be made unreduced.", got=f"{source} -> {target}")
+    if new := dict(set(target.unreduced) - set(source.unreduced)):
+        finished = target.with_unreduced({a: m for a, m in target.unreduced if a not in new})
+        chain, here = list(plan_reshard(source, finished, shape, itemsize, mesh)), finished
+        for monoid in sorted(set(new.values())):
+            atoms = tuple(a for a in mesh.atoms if new.get(a) == monoid)
+            after = here.with_unreduced({**dict(here.unreduced), **dict.fromkeys(atoms, monoid)})
+            chain.append(Step(ONE_OWNER, atoms, here, after, monoid=monoid))
+            here = after
+        return tuple(chain)
     start = (0, 0, source)
     queue: list[tuple[int, int, Sharding]] = [start]
     best: dict[Sharding, int] = {source: 0}
@@ -63,7 +70,7 @@ def plan_reshard(
         if cost > best[here]:
             continue
         for step in _moves(here, target, shape, mesh):
-            total = cost + bytes_sent(step, shape, itemsize, mesh) + _LATENCY * (1 if step.kind != ALL_SLICE else 0) + 1
+            total = cost + bytes_sent(step, shape, itemsize, mesh) + _LATENCY * (step.kind not in SILENT) + 1
             if total < best.get(step.after, total + 1):
                 best[step.after] = total
                 came[step.after] = step

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.halo import Window, fetch_window
+from gshard.comm.steps import identity as identity
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Equation, itemsize
 from gshard.core.rule import Rule
@@ -125,29 +126,6 @@ def mask(x: Any, dim: int, valid: int, atoms: Atoms, fill: Any) -> Any:
 def along(flags: Any, dim: int, ndim: int) -> Any:
     """A vector as an array of ``ndim`` dimensions, lying along ``dim``."""
     return flags.reshape([-1 if d == dim else 1 for d in range(ndim)])
-
-
-def identity(monoid: str, dtype: Any) -> Any:
-    """The value that a monoid does not notice: 0 for add, -inf for max, ...
-
-    >>> identity("max", jnp.int8)
-    -128
-    """
-    dtype = jnp.dtype(dtype)
-    if monoid in ("add", "or", "xor"):
-        return False if dtype == jnp.bool_ else 0
-    if monoid == "mul":
-        return 1
-    if monoid == "and":
-        return True if dtype == jnp.bool_ else -1 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.iinfo(dtype).max
-    if dtype == jnp.bool_:
-        return monoid == "min"
-    if jnp.issubdtype(dtype, jnp.inexact):
-        least = float("-inf") if monoid == "max" else float("inf")
-        # Complex numbers are ordered by their real parts, equal ones by their imaginary parts.
-        return complex(least, least) if jnp.issubdtype(dtype, jnp.complexfloating) else least
-    info = jnp.iinfo(dtype)
-    return int(info.min) if monoid == "max" else int(info.max)
 
 
 def rest_bytes(

@@ -10,6 +10,7 @@ therefore what is emitted.
     permute                   the same cut, other devices: one CollectivePermute
     reduce_scatter(d, atoms)  unreduced -> split
     all_reduce(atoms)         unreduced -> replicated
+    one_owner(atoms)          replicated -> unreduced: the first device keeps it, the others hold the monoid's identity
 
 Dimensions that do not divide are padded to equal parts before a move and trimmed after it. Two cuts of an uneven
 dimension line up only if their parts do (``aligned``); a step that would need a move between neighbours is not
@@ -33,6 +34,8 @@ from gshard.core.sharding import Sharding
 
 ALL_SLICE, ALL_GATHER, ALL_TO_ALL = "all_slice", "all_gather", "all_to_all"
 PERMUTE, REDUCE_SCATTER, ALL_REDUCE = "collective_permute", "reduce_scatter", "all_reduce"
+ONE_OWNER = "one_owner"
+SILENT = (ALL_SLICE, ONE_OWNER)  # steps in which nothing is sent
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) ->
     """Bytes that each device sends in this step, for an array of this global shape."""
     g = mesh.count(step.atoms)
     before = math.prod(step.before.local_shape(mesh, shape)) * itemsize
-    if step.kind == ALL_SLICE or g == 1:
+    if step.kind in SILENT or g == 1:
         return 0
     if step.kind == ALL_GATHER:
         return before * (g - 1)
@@ -113,6 +116,8 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
         case "reduce_scatter":
             padded = _pad(x, step.dim, g * local[step.dim])
             return lax.psum_scatter(padded, step.atoms, scatter_dimension=step.dim, tiled=True)
+        case "one_owner":
+            return jnp.where(lax.axis_index(step.atoms) == 0, x, jnp.asarray(identity(step.monoid, x.dtype), x.dtype))
         case _:
             return all_reduce(x, step.atoms, step.monoid)
 
@@ -124,6 +129,29 @@ def _run_on_key_data(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> 
     step = dataclasses.replace(step, before=longer[0], after=longer[1])
     moved = run(step, data, (*shape, data.shape[-1]), mesh)
     return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(x))
+
+
+def identity(monoid: str, dtype: Any) -> Any:
+    """The value that a monoid does not notice: 0 for add, -inf for max, ...
+
+    >>> identity("max", jnp.int8)
+    -128
+    """
+    dtype = jnp.dtype(dtype)
+    if monoid in ("add", "or", "xor"):
+        return False if dtype == jnp.bool_ else 0
+    if monoid == "mul":
+        return 1
+    if monoid == "and":
+        return True if dtype == jnp.bool_ else -1 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.iinfo(dtype).max
+    if dtype == jnp.bool_:
+        return monoid == "min"
+    if jnp.issubdtype(dtype, jnp.inexact):
+        least = float("-inf") if monoid == "max" else float("inf")
+        # Complex numbers are ordered by their real parts, equal ones by their imaginary parts.
+        return complex(least, least) if jnp.issubdtype(dtype, jnp.complexfloating) else least
+    info = jnp.iinfo(dtype)
+    return int(info.min) if monoid == "max" else int(info.max)
 
 
 _REDUCERS = {"add": lax.psum, "max": lax.pmax, "min": lax.pmin}

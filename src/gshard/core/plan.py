@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split
+from gshard.core.split import Split, passing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +112,9 @@ class Plan:
             split = self.splits.get(e)
             note = ""
             if split and e.rule is not None:
-                names = [f"{e.rule.names[f]}@{self.mesh.format_atoms(a)}" for f, a in sorted(split.items()) if a]
+                given = [(f, atoms) for f, atoms in sorted(split.items()) if atoms and f >= 0]
+                names = [f"{e.rule.names[f]}@{self.mesh.format_atoms(atoms)}" for f, atoms in given]
+                names += [f"{monoid} over {self.mesh.format_atoms(a)} waits" for monoid, _, a in passing(e.rule, split)]
                 note = f"   # {e.rule}; split {' '.join(names)}" if names else ""
             if e.rule is not None and not e.rule.known:
                 note = "   # no rule: gathered"

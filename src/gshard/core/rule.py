@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 PARALLEL = "parallel"
@@ -29,6 +29,18 @@ EXCHANGE = "exchange"
 WHOLE = "whole"
 
 Dims = tuple[tuple[int, ...], ...]
+
+MONOIDS = ("add", "max", "min", "mul", "or", "and", "xor")
+
+
+def moves(*positions: int) -> list[tuple[str, tuple[int, ...]]]:
+    """``linear`` of a rule that only moves elements of these operands: parts of any kind may pass."""
+    return [(monoid, positions) for monoid in MONOIDS]
+
+
+def sums(*positions: int) -> tuple[str, tuple[int, ...]]:
+    """One way in ``linear``: the results are additive in these operands together."""
+    return "add", positions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +72,8 @@ class Rule:
             the monoid's identity there first.
         known: False for the rule made up for a primitive that has none.
         fixed: ``fixed(mesh)``: the one split that the equation can run in, if it has no choice: a manual region.
+        linear: ways in which values still to be combined may pass: a monoid and the operands that must all be unreduced
+            alike, so that the parts of the results, combined, are the results. Way ``k`` of a split is key ``-1 - k``.
         component: for each factor a number; factors of arrays that have nothing to do with each other (the operands
             of a barrier) have different ones, and only those of one component compete for atoms.
     """
@@ -74,6 +88,7 @@ class Rule:
     sends: Callable[..., int] | None = None
     component: tuple[int, ...] = ()
     fixed: Callable[..., dict[int, tuple[str, ...]]] | None = None
+    linear: tuple[tuple[str, frozenset[int]], ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -145,6 +160,7 @@ class RuleMaker:
         known: bool = True,
         sends: Callable[..., int] | None = None,
         fixed: Callable[..., dict[int, tuple[str, ...]]] | None = None,
+        linear: Iterable[tuple[str, Iterable[int]]] = (),
     ) -> Rule:
         """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
         if flops is None:
@@ -161,6 +177,7 @@ class RuleMaker:
             sends,
             _components(self.factors, (*operands, *results)),
             fixed,
+            tuple((monoid, frozenset(positions)) for monoid, positions in linear),
         )
 
 

@@ -16,10 +16,11 @@ All arithmetic between dimensions and factors lives here. Two laws hold it toget
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.rule import WHOLE, Dims, Factor, Rule
+from gshard.core.rule import REDUCE, WHOLE, Dims, Factor, Rule
+from gshard.core.sharding import Sharding
 
 Split = dict[int, Atoms]
 
@@ -56,6 +57,28 @@ def place(dims: Dims, split: Mapping[int, Atoms]) -> tuple[Atoms, ...]:
     return tuple(tuple(a for f in dim for a in split.get(f, ())) for dim in dims)
 
 
+def operand_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding:
+    """How operand ``i`` enters when the equation is split this way: perhaps with parts still to be combined."""
+    unreduced = {a: monoid for monoid, operands, atoms in passing(rule, split) if i in operands for a in atoms}
+    return Sharding(place(rule.operands[i], split)).with_unreduced(unreduced)
+
+
+def result_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding:
+    """How result ``i`` lies when the equation, split like this, has run: perhaps with parts still to be combined."""
+    unreduced = {a: monoid for monoid, _, atoms in passing(rule, split) for a in atoms}
+    for f, factor in enumerate(rule.factors):
+        if factor.kind == REDUCE:
+            unreduced.update(dict.fromkeys(split.get(f, ()), factor.monoid or "add"))
+    return Sharding(place(rule.results[i], split)).with_unreduced(unreduced)
+
+
+def passing(rule: Rule, split: Mapping[int, Atoms]) -> Iterator[tuple[str, frozenset[int], Atoms]]:
+    """What passes an equation without being combined: monoid, operands and atoms."""
+    for k, (monoid, operands) in enumerate(rule.linear):
+        if atoms := split.get(-1 - k):
+            yield monoid, operands, atoms
+
+
 def fits(dims: Dims, split: Mapping[int, Atoms], factors: Sequence[Factor], mesh: Mesh) -> bool:
     """Whether the parts of every dimension of an array are contiguous and equal under this split."""
     for dim in dims:
@@ -72,8 +95,11 @@ def fits(dims: Dims, split: Mapping[int, Atoms], factors: Sequence[Factor], mesh
 
 def is_valid(rule: Rule, split: Mapping[int, Atoms], mesh: Mesh) -> bool:
     """Whether an equation may be split this way: atoms used once, whole factors unsplit, every array fits."""
-    atoms = [(rule.component[f], a) for f, own in split.items() for a in own]
-    if len(set(atoms)) != len(atoms) or any(split[f] and rule.factors[f].kind == WHOLE for f in split):
+    atoms = [(rule.component[f], a) for f, own in split.items() if f >= 0 for a in own]
+    combined = [a for f, own in split.items() if f < 0 for a in own]
+    if len(set(atoms)) != len(atoms) or any(split[f] and rule.factors[f].kind == WHOLE for f in split if f >= 0):
+        return False
+    if len(set(combined)) != len(combined) or set(combined) & {a for _, a in atoms}:
         return False
     return all(fits(dims, split, rule.factors, mesh) for dims in (*rule.operands, *rule.results))
 

@@ -11,11 +11,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from gshard.comm.reshard import plan_reshard, reshard_bytes
+from gshard.comm.steps import SILENT
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Constant, Equation, Value, itemsize
-from gshard.core.rule import PARALLEL, REDUCE, WHOLE
+from gshard.core.rule import PARALLEL, WHOLE
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, is_valid, place, project
+from gshard.core.split import Split, is_valid, operand_sharding, project, result_sharding
 
 # Floating-point operations that take as long as sending one byte; only ties between splits depend on it.
 FLOPS_PER_BYTE = 1000
@@ -38,36 +39,35 @@ class Available:
 
 def assign(block: Block, shardings: Mapping[Value, Sharding], mesh: Mesh) -> dict[Equation, Split]:
     """The cheapest candidate of every equation of a block and its bodies, in program order."""
+    return assign_and_cost(block, shardings, mesh, count=False)[0]
+
+
+def assign_and_cost(
+    block: Block, shardings: Mapping[Value, Sharding], mesh: Mesh, *, count: bool = True
+) -> tuple[dict[Equation, Split], float]:
+    """The same with what all equations cost together; bodies count as often as they run."""
     splits: dict[Equation, Split] = {}
+    total = 0.0
     available = Available()
     for e in block.equations:
         for body in e.blocks:
-            splits.update(assign(body, shardings, mesh))
+            inner, cost = assign_and_cost(body, shardings, mesh, count=count)
+            splits.update(inner)
+            total += e.trips * cost
         if e.rule is None:
             continue
         known = {v: shardings[v] for v in (*e.inputs, *e.outputs) if isinstance(v, Value)}
         choices = candidates(e, known, mesh)
         best = choices[0]
-        if len(choices) > 1:
-            best = min(choices, key=lambda s: cost_of_split(e, s, known, mesh, available))
+        if len(choices) > 1 or count:
+            costs = [cost_of_split(e, s, known, mesh, available) for s in choices]
+            best = choices[costs.index(min(costs))]
+            total += min(costs)
         splits[e] = best
-        for value, dims in zip(e.inputs, e.rule.operands, strict=True):
+        for i, value in enumerate(e.inputs):
             if isinstance(value, Value):
-                available.add(value, Sharding(place(dims, best)))
-    return splits
-
-
-def produced(equation: Equation, split: Split, i: int) -> Sharding:
-    """How result ``i`` lies when the equation, split like this, has run: perhaps with parts still to be combined."""
-    rule = equation.rule
-    assert rule is not None
-    unreduced = {
-        atom: factor.monoid or "add"
-        for f, factor in enumerate(rule.factors)
-        if factor.kind == REDUCE
-        for atom in split.get(f, ())
-    }
-    return Sharding(place(rule.results[i], split)).with_unreduced(unreduced)
+                available.add(value, operand_sharding(e.rule, i, best))
+    return splits, total
 
 
 def candidates(equation: Equation, shardings: Mapping[Value, Sharding], mesh: Mesh) -> list[Split]:
@@ -98,6 +98,9 @@ def candidates(equation: Equation, shardings: Mapping[Value, Sharding], mesh: Me
         for moved in _rehomed(equation, split, shardings, mesh):
             note(moved)
     note({})
+    for split in list(found.values()):
+        for passed in _passing(equation, split, shardings, mesh):
+            note(passed)
     return list(found.values())
 
 
@@ -114,6 +117,23 @@ def _extend(split: Split, claim: Split, equation: Equation, mesh: Mesh) -> Split
         if not used & set(atoms) and is_valid(rule, larger, mesh):
             split = larger
     return split
+
+
+def _passing(equation: Equation, split: Split, shardings: Mapping[Value, Sharding], mesh: Mesh) -> Iterator[Split]:
+    """The split with parts of unreduced operands passing through, where the equation is linear in them."""
+    rule = equation.rule
+    assert rule is not None
+    for k, (monoid, operands) in enumerate(rule.linear):
+        waiting = {
+            a: None
+            for i in sorted(operands)
+            if isinstance(v := equation.inputs[i], Value)
+            for a, m in shardings[v].unreduced
+            if m == monoid
+        }
+        atoms = tuple(a for a in mesh.atoms if a in waiting)
+        if atoms and is_valid(rule, passed := {**split, -1 - k: atoms}, mesh):
+            yield passed
 
 
 def _rehomed(equation: Equation, split: Split, shardings: Mapping[Value, Sharding], mesh: Mesh) -> Iterator[Split]:
@@ -143,17 +163,17 @@ def cost_of_split(
     rule = equation.rule
     assert rule is not None
     total = 0.0
-    for value, dims in zip(equation.inputs, rule.operands, strict=True):
+    for i, value in enumerate(equation.inputs):
         if isinstance(value, Constant):
             continue
-        target = Sharding(place(dims, split))
+        target = operand_sharding(rule, i, split)
         if not available.has(value, target):
             total += cost_of_move(value, shardings[value], target, mesh)
     for i, value in enumerate(equation.outputs):
-        total += cost_of_move(value, produced(equation, split, i), shardings[value], mesh)
+        total += cost_of_move(value, result_sharding(rule, i, split), shardings[value], mesh)
     if rule.sends is not None:
         total += rule.sends(mesh, split)
-    parts = mesh.count([a for atoms in split.values() for a in atoms])
+    parts = mesh.count([a for f, atoms in split.items() if f >= 0 for a in atoms])
     return total + rule.flops / parts / FLOPS_PER_BYTE
 
 
@@ -163,5 +183,5 @@ def cost_of_move(value: Value, source: Sharding, target: Sharding, mesh: Mesh) -
         return 0.0
     size = itemsize(value.dtype)
     steps = plan_reshard(source, target, value.shape, size, mesh)
-    messages = sum(step.kind != "all_slice" for step in steps)
+    messages = sum(step.kind not in SILENT for step in steps)
     return reshard_bytes(source, target, value.shape, size, mesh) + 16.0 * messages

@@ -18,16 +18,15 @@ from jax.sharding import PartitionSpec
 
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.shards import Shards, identity, mask
-from gshard.comm.steps import ALL_SLICE, run, spoken
+from gshard.comm.steps import SILENT, run, spoken
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
 from gshard.core.rule import REDUCE
 from gshard.core.sharding import Sharding
-from gshard.core.split import place
+from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import padded_shape
-from gshard.passes.assign import produced
 from gshard.rules.region import REGIONS
 
 
@@ -141,13 +140,13 @@ class _Emitter:
             split = self.plan.splits[e]
             shards = Shards(e, split, self.plan.mesh, self._noting(e))
             arrays = [
-                self._read(env, v, Sharding(place(dims, split)), e.line, f"operand {i} of {e.name}")
-                for i, (v, dims) in enumerate(zip(e.inputs, e.rule.operands, strict=True))
+                self._read(env, v, operand_sharding(e.rule, i, split), e.line, f"operand {i} of {e.name}")
+                for i, v in enumerate(e.inputs)
             ]
             if not e.rule.masks_itself:
                 arrays = [self._masked(shards, i, x) for i, x in enumerate(arrays)]
             results = self._local(e, shards, arrays)
-            leave = [produced(e, split, i) for i in range(len(e.outputs))]
+            leave = [result_sharding(e.rule, i, split) for i in range(len(e.outputs))]
         for i, (value, x, source) in enumerate(zip(e.outputs, results, leave, strict=True)):
             target = self.sharding(value)
             env[value] = {target: self.step_to(x, value, source, target, f"result {i} of {e.name}", e.line)}
@@ -198,8 +197,9 @@ class _Emitter:
         self, env: dict[Value, dict[Sharding, Any]], value: Value | Constant, target: Sharding, line: str, why: str
     ) -> Any:
         if isinstance(value, Constant):
-            x = value.value if value.shape == () and not target.dims else jnp.asarray(value.value)
-            return self.step_to(x, value, self.sharding(value), target, why, line) if target.dims else x
+            here = self.sharding(value)
+            x = value.value if value.shape == () and here == target else jnp.asarray(value.value)
+            return self.step_to(x, value, here, target, why, line)
         known = env[value]
         if target not in known:
             source = self.sharding(value)
@@ -219,7 +219,7 @@ class _Emitter:
             return x
         mesh, shape, size = self.plan.mesh, value.shape, itemsize(value.dtype)
         for step in plan_reshard(source, target, shape, size, mesh):
-            if step.kind != ALL_SLICE and x.size:
+            if step.kind not in SILENT and x.size:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
                 kind, sent = spoken(step, shape, value.dtype, size, mesh)
                 self.collectives.append(Collective(kind, step.atoms, sent, self.trips, local, line, why))

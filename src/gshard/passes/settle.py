@@ -3,21 +3,29 @@
 Propagation follows the marks; it may give two gradients that are about to be added the sharding of their sum, and
 so move each of them where moving the sum once would do. Here every value whose producer makes it otherwise, or
 whose readers want it otherwise, is tried in those shardings. It changes if the equations around it then send fewer
-bytes, or as many but later: a move that waits may meet others and become one.
+bytes, or as many but later: a move that waits may meet others and become one. So parts still to be combined travel on
+through linear operators to the place where combining them costs least.
 
 Marks, arguments, and the values at the borders of regions stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Reason
 from gshard.core.program import Block, Equation, Value
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, place
-from gshard.passes.assign import Available, candidates, cost_of_move, cost_of_split, produced
+from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.passes.assign import (
+    Available,
+    assign,
+    assign_and_cost,
+    candidates,
+    cost_of_move,
+    cost_of_split,
+)
 from gshard.rules.region import REGIONS
 
 _ROUNDS = 3
@@ -39,6 +47,7 @@ def settle(
     for e in block.equations:
         for body in e.blocks:
             changed |= settle(body, shardings, splits, reasons, mesh)
+        changed |= _combine_after_the_loop(e, shardings, reasons, mesh)
     fixed = _fixed(block)
     readers: dict[Value, list[Equation]] = {}
     for e in block.equations:
@@ -49,18 +58,19 @@ def settle(
     for _ in range(_ROUNDS):
         moved = False
         for v, maker in makers.items():
-            if v in fixed or not v.shape:
+            if v in fixed:
                 continue
-            others = _alternatives(v, maker, readers.get(v, ()), shardings, best)
+            others = _alternatives(v, maker, readers.get(v, ()), shardings, best, mesh)
             if not others:
                 continue
             around = [maker, *readers.get(v, ())]
-            made = Sharding(produced(maker, best[maker], maker.outputs.index(v)).dims)
+            made = _made(v, maker, best[maker])
             now = _cost(v, around, shardings, mesh)
             for other in others:
                 before, shardings[v] = shardings[v], other
                 trial = _cost(v, around, shardings, mesh)
-                if trial > now + 1e-6 or (trial > now - 1e-6 and other != made):
+                later = len(other.unreduced) > len(before.unreduced) or (other == made and not before.unreduced)
+                if trial > now + 1e-6 or (trial > now - 1e-6 and not later):
                     shardings[v] = before
                 else:
                     now, moved = trial, True
@@ -72,7 +82,100 @@ def settle(
                         best[e] = _best(e, shardings, mesh, Available())[0]
         if not moved:
             break
+    # Waiting that brought nothing is undone, from the end on: parts are combined where they are made.
+    for v, maker in reversed(makers.items()):
+        if v in changed and shardings[v].unreduced:
+            around = [maker, *readers.get(v, ())]
+            now, waiting = _cost(v, around, shardings, mesh), shardings[v]
+            shardings[v] = Sharding(waiting.dims)
+            if _cost(v, around, shardings, mesh) > now + 1e-6:
+                shardings[v] = waiting
     return changed
+
+
+def _combine_after_the_loop(
+    e: Equation, shardings: dict[Value, Sharding], reasons: dict[tuple[Value, int], Reason], mesh: Mesh
+) -> set[Value]:
+    """Lets what a loop only adds to (gradients of micro-batches) be combined once, after it, if that is cheaper."""
+    carries = _accumulators(e)
+    if not carries:
+        return set()
+    (body,) = e.blocks
+    splits, before = assign_and_cost(body, shardings, mesh)
+    waiting = {result_sharding(x.rule, i, split).unreduced for x, split in splits.items() if x.rule for i in (0,)}
+    for unreduced in sorted(waiting - {()}):
+        group = [c for c in carries if _may_wait(c, unreduced, shardings)]
+        while group:
+            trial, noted = dict(shardings), dict(reasons)
+            for inner, end, _, _ in group:
+                trial[inner] = trial[end] = Sharding(shardings[inner].dims, unreduced)
+            changed = settle(body, trial, assign(body, trial, mesh), noted, mesh)
+            helped = [c for c in group if set(unreduced) <= set(trial[c[3]].unreduced)]
+            if helped != group:
+                group = helped
+                continue
+            _, after = assign_and_cost(body, trial, mesh)
+            saved = e.trips * (before - after)
+            for inner, _, outer, _ in group:
+                saved += cost_of_move(outer, shardings[inner], shardings[outer], mesh)
+                saved -= cost_of_move(outer, trial[inner], shardings[outer], mesh)
+            if saved > 1e-6:
+                shardings.update(trial)
+                reasons.clear()
+                reasons.update(noted)
+                return changed | {v for inner, end, _, _ in group for v in (inner, end)}
+            break
+    return set()
+
+
+def _accumulators(e: Equation) -> list[tuple[Value, Value, Value, Value]]:
+    """Carried values of a loop to which its body only adds: carry in, carry out, result of the loop, what is added."""
+    if len(e.blocks) != 1 or e.trips < 2:
+        return []
+    (body,) = e.blocks
+    readers: dict[Value, list[Equation | None]] = {}
+    for q in body.equations:
+        for x in (x for x in q.inputs if isinstance(x, Value)):
+            readers.setdefault(x, []).append(q)
+    for x in (x for x in body.outputs if isinstance(x, Value)):
+        readers.setdefault(x, []).append(None)
+    makers = {v: q for q in body.equations for v in q.outputs}
+    found = []
+    inner_of = {edge.outer: edge.inner for edge in e.edges if edge.outer in body.inputs}
+    for edge in e.edges:
+        start = next((i for i, end in inner_of.items() if end is edge.inner), None)
+        if edge.outer not in e.outputs or edge.stacked or start is None:
+            continue
+        maker, at = makers.get(edge.inner), _carried_along(start, readers)
+        if maker is None or maker.rule is None or maker.mark is not None or at not in maker.inputs:
+            continue
+        others = [v for v in maker.inputs if v is not at]
+        adds = any(len(operands) == 2 for _, operands in maker.rule.linear)
+        once = len(readers[at]) == len(readers[edge.inner]) == 1
+        if adds and once and len(others) == 1 and isinstance(others[0], Value):
+            found.append((start, edge.inner, edge.outer, others[0]))
+    return found
+
+
+def _carried_along(v: Value, readers: Mapping[Value, Sequence[Equation | None]]) -> Value:
+    """Where a value is after operators that do nothing but pass it on (conversions, reshapes), each its only reader."""
+    while len(readers.get(v, ())) == 1:
+        e = readers[v][0]
+        if e is None or e.rule is None or len(e.inputs) != 1 or not e.rule.linear or e.mark is not None:
+            break
+        v = e.outputs[0]
+    return v
+
+
+def _may_wait(
+    carry: tuple[Value, Value, Value, Value],
+    unreduced: tuple[tuple[str, str], ...],
+    shardings: Mapping[Value, Sharding],
+) -> bool:
+    inner, end, _, _ = carry
+    lies = shardings[inner]
+    used = {a for dim in lies.dims for a in dim}
+    return not lies.unreduced and shardings[end] == lies and not used & {a for a, _ in unreduced}
 
 
 def _fixed(block: Block) -> set[Value]:
@@ -90,16 +193,21 @@ def _alternatives(
     readers: Iterable[Equation],
     shardings: Mapping[Value, Sharding],
     best: Mapping[Equation, Split],
+    mesh: Mesh,
 ) -> list[Sharding]:
     """Shardings other than the present one in which the value is made, or in which some reader wants it."""
-    found = [Sharding(produced(maker, best[maker], maker.outputs.index(v)).dims)]
+    made = _made(v, maker, best[maker])
+    found = [made, Sharding(made.dims)]
+    if maker.rule is not None and maker.rule.linear:
+        known = {x: shardings[x] for x in (*maker.inputs, *maker.outputs) if isinstance(x, Value)}
+        passed = (_made(v, maker, split) for split in candidates(maker, known, mesh))
+        found += [s for s in passed if s.unreduced]
     for e in readers:
         if e.rule is None:
             entry = REGIONS[e.name].entry(e, lambda x: shardings[x] if isinstance(x, Value) else Sharding(()))
             found += [s for x, s in zip(e.inputs, entry, strict=True) if x is v]
         else:
-            operands = zip(e.inputs, e.rule.operands, strict=True)
-            found += [Sharding(place(dims, best[e])) for x, dims in operands if x is v]
+            found += [operand_sharding(e.rule, i, best[e]) for i, x in enumerate(e.inputs) if x is v]
     return [s for s in dict.fromkeys(found) if s != shardings[v]]
 
 
@@ -124,10 +232,15 @@ def _cost(v: Value, around: Iterable[Equation], shardings: Mapping[Value, Shardi
             continue
         split, cost = _best(e, shardings, mesh, available)
         total += cost
-        for x, dims in zip(e.inputs, e.rule.operands, strict=True):
+        for i, x in enumerate(e.inputs):
             if x is v:
-                available.add(v, Sharding(place(dims, split)))
+                available.add(v, operand_sharding(e.rule, i, split))
     return total
+
+
+def _made(v: Value, maker: Equation, split: Split) -> Sharding:
+    assert maker.rule is not None
+    return result_sharding(maker.rule, maker.outputs.index(v), split)
 
 
 def _note(v: Value, sharding: Sharding, maker: Equation, reasons: dict[tuple[Value, int], Reason]) -> None:

@@ -179,8 +179,9 @@ class _Builder:
             tuple(x.shape for x in inputs),
             tuple(x.shape for x in outputs),
             tuple(x.dtype for x in inputs),
+            primitive,
         )
-        return Equation(primitive, params, inputs, outputs, rule_of(call), source, mark=mark)
+        return Equation(primitive, params, inputs, outputs, rule_of(call, source), source, mark=mark)
 
     def _barrier(self, inputs: tuple[Any, ...], out: list[Equation], source: Any) -> tuple[Any, ...]:
         at = [i for i, x in enumerate(inputs) if isinstance(x, Value)]

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import math
 
-from gshard.core.rule import REDUCE, Rule, RuleMaker
+import jax.numpy as jnp
+
+from gshard.core.rule import REDUCE, Rule, RuleMaker, sums
 from gshard.rules.registry import Call, rule
+
+
+def keeps_sums(call: Call) -> bool:
+    """Whether results are computed in the operands' dtype, or in a wider one of floats: then parts add up."""
+    wanted = call.params.get("preferred_element_type")
+    if wanted is None or all(dtype == wanted for dtype in call.in_dtypes):
+        return True
+    floats = all(jnp.issubdtype(dtype, jnp.inexact) for dtype in (*call.in_dtypes, wanted))
+    return floats and all(jnp.dtype(wanted).itemsize >= jnp.dtype(dtype).itemsize for dtype in call.in_dtypes)
 
 
 @rule("dot_general")
@@ -31,4 +42,5 @@ def dot_general(call: Call) -> Rule:
     free_lhs = [dim for d, dim in enumerate(lhs) if d not in lhs_sum and d not in lhs_batch]
     free_rhs = [dim for d, dim in enumerate(rhs) if d not in shared]
     flops = 2 * math.prod(f.size for f in make.factors)
-    return make.rule([lhs, rhs], [[*batch, *free_lhs, *free_rhs]], flops=flops)
+    linear = [sums(0), sums(1)] if keeps_sums(call) else []
+    return make.rule([lhs, rhs], [[*batch, *free_lhs, *free_rhs]], flops=flops, linear=linear)

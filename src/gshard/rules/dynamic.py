@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from gshard.comm.shards import Shards, along
 from gshard.comm.steps import apart
-from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
 from gshard.rules.registry import Call, rule
 
 
@@ -55,7 +55,7 @@ def dynamic_slice(call: Call) -> Rule:
         return [x]
 
     starts: list[list[tuple[int, ...]]] = [[] for _ in operand]
-    return make.rule([operand, *starts], [result], local=local, masks_itself=True)
+    return make.rule([operand, *starts], [result], local=local, masks_itself=True, linear=moves(0))
 
 
 @rule("dynamic_update_slice")
@@ -85,7 +85,7 @@ def dynamic_update_slice(call: Call) -> Rule:
         return [jnp.where(written, values, x)]
 
     starts: list[list[tuple[int, ...]]] = [[] for _ in operand]
-    return make.rule([operand, update, *starts], [operand], local=local)
+    return make.rule([operand, update, *starts], [operand], local=local, linear=moves(0, 1))
 
 
 def clamped(start: Any, n: int, size: int) -> Any:

@@ -10,7 +10,13 @@ and has no factor.
 
 from __future__ import annotations
 
-from gshard.core.rule import Rule, RuleMaker
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gshard.core.rule import Rule, RuleMaker, moves, sums
 from gshard.rules.registry import Call, rule
 
 UNARY = """
@@ -43,7 +49,39 @@ def elementwise(call: Call) -> Rule:
             return []
         return [dim if n == m else () for dim, n, m in zip(dims, own, shape, strict=True)]
 
-    return make.rule([operand(s) for s in call.in_shapes], [dims for _ in call.out_shapes])
+    operands = [operand(s) for s in call.in_shapes]
+    return make.rule(operands, [dims for _ in call.out_shapes], linear=_linear(call))
+
+
+_LINEAR: dict[str, list[tuple[str, tuple[int, ...]]]] = {
+    **{name: [sums(0)] for name in ("neg", "real", "imag", "conj")},
+    **{name: [sums(0, 1)] for name in ("add", "add_any", "sub", "complex")},
+    **{name: moves(0) for name in ("copy", "copy_p", "name", "stop_gradient")},
+    **{name: [(name, (0, 1))] for name in ("max", "min", "and", "or", "xor")},
+    "mul": [sums(0), sums(1), ("mul", (0, 1))],
+}
+
+
+def _linear(call: Call) -> list[tuple[str, tuple[int, ...]]]:
+    """The ways in which unreduced operands pass; those of a conversion or division depend on the dtype."""
+    dtypes = call.in_dtypes
+    if call.name == "select_n":
+        return moves(*range(1, len(dtypes)))
+    if call.name == "div":
+        return [sums(0)] if jnp.issubdtype(dtypes[0], jnp.inexact) else []
+    if call.name == "convert_element_type":
+        return _conversion(dtypes[0], call.params["new_dtype"])
+    return _LINEAR.get(call.name, [])
+
+
+def _conversion(before: Any, after: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Rounding keeps the order of numbers, so extremes pass; sums pass where nothing is rounded away."""
+    if before == after:
+        return moves(0)
+    if not all(jax.dtypes.issubdtype(dtype, np.floating) for dtype in (before, after)):
+        return []
+    wider = jnp.dtype(after).itemsize > jnp.dtype(before).itemsize
+    return [("max", (0,)), ("min", (0,)), *([sums(0)] if wider else [])]
 
 
 @rule("gshard_mark", "sharding_constraint")

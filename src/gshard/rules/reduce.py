@@ -41,7 +41,8 @@ def reduction(call: Call) -> Rule:
     monoid = _MONOIDS[call.name]
     kind = WHOLE if call.is_complex and monoid in ("max", "min") else REDUCE
     dims = [make.factor(n, kind, monoid) if d in axes else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
-    return make.rule([dims], [[dim for d, dim in enumerate(dims) if d not in axes]])
+    result = [dim for d, dim in enumerate(dims) if d not in axes]
+    return make.rule([dims], [result], linear=[(monoid, (0,))])
 
 
 @rule("reduce")
@@ -181,7 +182,7 @@ def cumulative(call: Call) -> Rule:
         parts = mesh.count(split.get(dims[axis][0], ()))
         return (parts - 1) * rest_bytes(shape, call.in_dtypes[0], axis, dims, split, mesh)
 
-    return make.rule([dims], [dims], local=local, sends=sends)
+    return make.rule([dims], [dims], local=local, sends=sends, linear=[] if monoid == "logaddexp" else [(monoid, (0,))])
 
 
 def _start(monoid: str, dtype: Any) -> Any:

@@ -12,7 +12,7 @@ from gshard.comm.halo import Window
 from gshard.comm.shards import Shards
 from gshard.core.mesh import Mesh
 from gshard.core.program import itemsize
-from gshard.core.rule import Rule, RuleMaker
+from gshard.core.rule import Rule, RuleMaker, moves
 from gshard.core.split import Split, place
 from gshard.rules.registry import Call, rule
 
@@ -34,7 +34,7 @@ def broadcast_in_dim(call: Call) -> Rule:
     def local(shards: Shards, x: Any) -> list[Any]:
         return shards.bind(x, shape=shards.out_shape())
 
-    return make.rule([operand], [result], local=local)
+    return make.rule([operand], [result], local=local, linear=moves(0))
 
 
 @rule("transpose")
@@ -45,7 +45,7 @@ def transpose(call: Call) -> Rule:
     """
     make = RuleMaker()
     dims = make.parallel(call.in_shapes[0])
-    return make.rule([dims], [[dims[d] for d in call.params["permutation"]]])
+    return make.rule([dims], [[dims[d] for d in call.params["permutation"]]], linear=moves(0))
 
 
 @rule("squeeze")
@@ -54,7 +54,7 @@ def squeeze(call: Call) -> Rule:
     dropped = {d % len(call.in_shapes[0]) for d in call.params["dimensions"]}
     make = RuleMaker()
     dims = [() if d in dropped else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
-    return make.rule([dims], [[dim for d, dim in enumerate(dims) if d not in dropped]])
+    return make.rule([dims], [[dim for d, dim in enumerate(dims) if d not in dropped]], linear=moves(0))
 
 
 @rule("reshape")
@@ -99,7 +99,7 @@ def reshape(call: Call) -> Rule:
                 total += piece.window(parts).bytes(math.prod(sizes[piece.begin : piece.end]), each)
         return total
 
-    return make.rule([operand], [result], local=local, sends=sends if pieces else None)
+    return make.rule([operand], [result], local=local, sends=sends if pieces else None, linear=moves(0))
 
 
 def _local_reshape(shards: Shards, x: Any) -> list[Any]:
@@ -193,7 +193,7 @@ def split(call: Call) -> Rule:
     def piece(n: int) -> list[tuple[int, ...]]:
         return [make.whole(n) if d == axis else dim for d, dim in enumerate(operand)]
 
-    return make.rule([operand], [piece(shape[axis]) for shape in call.out_shapes])
+    return make.rule([operand], [piece(shape[axis]) for shape in call.out_shapes], linear=moves(0))
 
 
 @rule("stack")
@@ -203,7 +203,7 @@ def stack(call: Call) -> Rule:
     dims = make.parallel(call.in_shapes[0])
     result = list(dims)
     result.insert(call.params["axis"], make.whole(len(call.in_shapes)))
-    return make.rule([dims for _ in call.in_shapes], [result])
+    return make.rule([dims for _ in call.in_shapes], [result], linear=moves(*range(len(call.in_shapes))))
 
 
 @rule("unstack")
@@ -213,7 +213,7 @@ def unstack(call: Call) -> Rule:
     axis = call.params["axis"]
     operand = [make.whole(n) if d == axis else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
     result = [dim for d, dim in enumerate(operand) if d != axis]
-    return make.rule([operand], [result for _ in call.out_shapes])
+    return make.rule([operand], [result for _ in call.out_shapes], linear=moves(0))
 
 
 @rule("tile")
@@ -230,7 +230,8 @@ def tile(call: Call) -> Rule:
     def local(shards: Shards, x: Any) -> list[Any]:
         return shards.bind(x, reps=tuple(shards.size(c[0]) if c else 1 for c in copies))
 
-    return make.rule([operand], [[c + d for c, d in zip(copies, operand, strict=True)]], local=local)
+    result = [c + d for c, d in zip(copies, operand, strict=True)]
+    return make.rule([operand], [result], local=local, linear=moves(0))
 
 
 @rule("bitcast_convert_type")

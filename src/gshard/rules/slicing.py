@@ -21,7 +21,7 @@ from gshard.comm.halo import Window
 from gshard.comm.shards import Shards, rest_bytes
 from gshard.comm.steps import PERMUTE
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.rule import Rule, RuleMaker
+from gshard.core.rule import Rule, RuleMaker, moves
 from gshard.core.split import Split
 from gshard.rules.registry import Call, rule
 
@@ -43,20 +43,38 @@ def slice_(call: Call) -> Rule:
 
     def window(d: int, parts: int) -> Window:
         size = -(-target[d] // parts)
-        return Window(source[d], starts[d], strides[d] * size, parts, (size - 1) * strides[d] + 1 if size else 0)
+        extent, taking = ((size - 1) * strides[d] + 1, -(-target[d] // size)) if size else (0, 0)
+        return Window(source[d], starts[d], strides[d] * size, parts, extent, taking=taking)
 
     def local(shards: Shards, x: Any) -> list[Any]:
-        bounds: list[tuple[int, int, int]] = []
-        for d, dim in enumerate(dims):
-            atoms = shards.atoms(dim[0])
-            if moved[d] and atoms:
-                x = shards.window(x, d, atoms, window(d, shards.mesh.count(atoms)), 0)
-                bounds.append((0, x.shape[d], strides[d]))
-            else:
-                bounds.append((starts[d], limits[d], strides[d]) if moved[d] else (0, x.shape[d], 1))
-        return [lax.slice(x, *(tuple(b[k] for b in bounds) for k in range(3)))]
+        # What is whole is cut first: less is left to be sent.
+        split = {d: shards.atoms(dim[0]) for d, dim in enumerate(dims) if moved[d] and shards.atoms(dim[0])}
+        whole = [d for d, m in enumerate(moved) if m and d not in split]
+        x = lax.slice(
+            x,
+            [starts[d] if d in whole else 0 for d in range(x.ndim)],
+            [limits[d] if d in whole else n for d, n in enumerate(x.shape)],
+            [strides[d] if d in whole else 1 for d in range(x.ndim)],
+        )
+        for d, atoms in split.items():
+            x = shards.window(x, d, atoms, window(d, shards.mesh.count(atoms)), 0)
+            x = lax.slice_in_dim(x, 0, x.shape[d], strides[d], d)
+        return [x]
 
-    return make.rule([dims], [dims], local=local, sends=sends_of(call, 0, dims, moved, window))
+    def sends(mesh: Mesh, split: Split) -> int:
+        shape, total = list(source), 0
+        cut = {d: mesh.count(split.get(dim[0], ())) for d, dim in enumerate(dims) if moved[d]}
+        for d, parts in cut.items():
+            if parts == 1:
+                shape[d] = target[d]
+        for d, parts in cut.items():
+            if parts > 1:
+                rest = rest_bytes(tuple(shape), call.in_dtypes[0], d, dims, split, mesh)
+                total += window(d, parts).bytes(-(-source[d] // parts), rest)
+                shape[d] = target[d]
+        return total
+
+    return make.rule([dims], [dims], local=local, sends=sends, linear=moves(0))
 
 
 @rule("pad")
@@ -86,7 +104,8 @@ def pad(call: Call) -> Rule:
                 remaining[d] = (0, 0, 0)
         return [lax.pad(x, value, remaining)]
 
-    return make.rule([dims, []], [dims], local=local, sends=sends_of(call, 0, dims, moved, window))
+    sends = sends_of(call, 0, dims, moved, window)
+    return make.rule([dims, []], [dims], local=local, sends=sends, linear=moves(0, 1))
 
 
 @rule("rev")
@@ -120,7 +139,7 @@ def rev(call: Call) -> Rule:
                 total += size * rest + window(d, parts).bytes(size, rest)
         return total
 
-    return make.rule([dims], [dims], local=local, sends=sends)
+    return make.rule([dims], [dims], local=local, sends=sends, linear=moves(0))
 
 
 def _mirrored(shards: Shards, x: Any, atoms: Atoms) -> Any:
@@ -174,7 +193,10 @@ def concatenate(call: Call) -> Rule:
             total += window(k, parts).bytes(-(-shape[axis] // parts), rest)
         return total
 
-    return make.rule([dims for _ in call.in_shapes], [dims], local=local, sends=sends if target[axis] else None)
+    linear = moves(*range(len(call.in_shapes)))
+    return make.rule(
+        [dims for _ in call.in_shapes], [dims], local=local, sends=sends if target[axis] else None, linear=linear
+    )
 
 
 def cut(call: Call, make: RuleMaker, n: int) -> tuple[int, ...]:

@@ -21,9 +21,10 @@ from gshard.comm.shards import Shards, along, identity
 from gshard.comm.steps import PERMUTE
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import itemsize
-from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.core.rule import REDUCE, Rule, RuleMaker, sums
 from gshard.core.split import Split, place
 from gshard.rules.computation import monoid_of, skipping
+from gshard.rules.contract import keeps_sums
 from gshard.rules.registry import Call, rule
 from gshard.rules.slicing import sends_of
 
@@ -102,7 +103,8 @@ def conv_general_dilated(call: Call) -> Rule:
     moved = [d in windows for d in range(len(lhs))]
     sends = sends_of(call, 0, lhs, moved, lambda d, parts: windows[d](parts))
     flops = 2 * math.prod(out_shape) * math.prod(rhs_shape[d] for d in rhs_spec[1:])
-    return make.rule([lhs, rhs], [out], local=local, flops=flops, sends=sends)
+    linear = [sums(0), sums(1)] if keeps_sums(call) else []
+    return make.rule([lhs, rhs], [out], local=local, flops=flops, sends=sends, linear=linear)
 
 
 _MONOIDS = {"reduce_window_sum": "add", "reduce_window_max": "max", "reduce_window_min": "min"}
@@ -175,7 +177,8 @@ def pooling(call: Call) -> Rule:
     if not one_order:
         return make.rule(operands, results, flops=flops)
     sends = sends_in_turn(call, [(i, window, True) for i in range(count)], dims, moved)
-    return make.rule(operands, results, local=local, flops=flops, sends=sends)
+    linear = [(_MONOIDS[call.name], (0,))] if call.name in _MONOIDS else []
+    return make.rule(operands, results, local=local, flops=flops, sends=sends, linear=linear)
 
 
 def _selecting(select: Any) -> Callable[..., tuple[Any, Any]]:

@@ -1,0 +1,151 @@
+"""The law: parts that pass an equation uncombined, as its rule allows, combine to what the equation makes of the whole.
+
+The operands of one way in ``Rule.linear`` come as parts, different on every device and of both signs; the results are
+combined afterwards. With and without a factor split as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gshard.comm.simulate import simulate
+from gshard.core.program import Equation, Value
+from gshard.core.sharding import Sharding
+from gshard.core.split import is_valid, operand_sharding
+from gshard.passes.partition import partition
+from gshard.passes.trace import trace
+from harness import Row, rows
+from laws.test_rules_sound import MESH, _array, parts_of, plan_of, splits_of, the_equation
+
+ATOM = "b"  # of 3 devices
+PARTS = MESH.atom_sizes[ATOM]
+
+
+def divided(x: np.ndarray, monoid: str) -> list[np.ndarray]:
+    """Parts whose combination is ``x``: no part is, and no two are alike."""
+    rng = np.random.default_rng([*x.shape, 11])
+    if monoid in ("add", "xor") and x.dtype != np.bool_:
+        combine = np.subtract if monoid == "add" else np.bitwise_xor
+        parts = [random_like(rng, x) for _ in range(PARTS - 1)]
+        rest = x
+        for part in parts:
+            rest = combine(rest, part).astype(x.dtype)
+        return [*parts, rest]
+    owner = rng.integers(0, PARTS, x.shape)
+    others = {
+        "xor": np.zeros_like,
+        "or": np.zeros_like,
+        "and": lambda v: v | ~v,
+        "mul": np.ones_like,
+        "max": less,
+        "min": more,
+    }
+    return [np.where(owner == i, x, others[monoid](x)).astype(x.dtype) for i in range(PARTS)]
+
+
+def less(x: np.ndarray) -> np.ndarray:
+    """Smaller numbers, or the same where there are none."""
+    return x - 1 if x.dtype.kind == "f" else np.where(x == np.iinfo(x.dtype).min, x, x - 1)
+
+
+def more(x: np.ndarray) -> np.ndarray:
+    """Larger numbers, or the same where there are none."""
+    return x + 1 if x.dtype.kind == "f" else np.where(x == np.iinfo(x.dtype).max, x, x + 1)
+
+
+def random_like(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    if np.issubdtype(x.dtype, np.integer):
+        return rng.integers(-5 if x.dtype.kind == "i" else 0, 5, x.shape).astype(x.dtype)
+    part = rng.standard_normal(x.shape)
+    return (part + 1j * rng.standard_normal(x.shape) if np.iscomplexobj(x) else part).astype(x.dtype)
+
+
+def fits(monoid: str, x: np.ndarray) -> bool:
+    """Whether numbers of this dtype can be combined so at all."""
+    if x.dtype.kind not in "biufc":  # narrow floats and keys
+        return False
+    if monoid in ("and", "or", "xor"):
+        return x.dtype.kind in "biu"
+    if monoid in ("max", "min"):
+        return x.dtype.kind in "iuf" and bool(np.isfinite(x).all() if x.dtype.kind == "f" else True)
+    return x.dtype.kind in "iufc" and (x.dtype.kind in "iu" or bool(np.isfinite(x).all()))
+
+
+LINEAR = [
+    (r, e)
+    for r in rows()
+    if (e := the_equation(trace(r.function, *r.arguments), r.primitive)) is not None
+    and e.rule is not None
+    and e.rule.linear
+    and not any(jax.dtypes.issubdtype(v.dtype, jax.dtypes.prng_key) for v in e.inputs if isinstance(v, Value))
+]
+
+
+@pytest.mark.parametrize("row", [pytest.param(r, id=r.name) for r, _ in LINEAR])
+def test_parts_pass(row: Row) -> None:
+    program = trace(row.function, *row.arguments)
+    equation = the_equation(program, row.primitive)
+    assert equation is not None
+    assert equation.rule is not None
+    given = [*program.captured, *(np.asarray(_array(x)) for x in jax.tree.leaves(row.arguments))]
+    whole = dict(zip(program.block.inputs, given, strict=True))
+    want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(row.function)(*row.arguments))]
+    for k, (monoid, operands) in enumerate(equation.rule.linear):
+        values = [equation.inputs[i] for i in sorted(operands)]
+        elsewhere = [v for j, v in enumerate(equation.inputs) if j not in operands]
+        cut = {v for v in values if isinstance(v, Value) and v in whole and v not in elsewhere}
+        if (
+            not cut
+            or not all(fits(monoid, whole[v]) for v in cut)
+            or any(isinstance(v, Value) and v not in whole for v in values)
+        ):
+            continue
+        base = next((s for s in splits_of(equation, 99) if all(a == ("a",) for a in s.values())), {})
+        for split in ({-1 - k: (ATOM,)}, {**base, -1 - k: (ATOM,)}):
+            if is_valid(equation.rule, split, MESH):
+                check(program, equation, split, whole, {v: monoid for v in cut}, want, row.tolerance)
+
+
+def check(program: Any, equation: Equation, split: Any, whole: Any, cut: Any, want: Any, tolerance: float) -> None:
+    plan = plan_of(program, equation, split)
+    lies = {}
+    for i, v in enumerate(equation.inputs):
+        if v in cut:
+            lies[v] = operand_sharding(equation.rule, i, split)
+    at = {program.block.inputs.index(v): Sharding(((),) * len(s.dims), s.unreduced) for v, s in lies.items()}
+    plan = dataclasses.replace(
+        plan, shardings={**plan.shardings, **{program.block.inputs[i]: s for i, s in at.items()}}
+    )
+    spmd = partition(plan, at)
+    (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
+    places = {var: i for i, var in enumerate(spmd.jaxpr.jaxpr.invars)}
+    consts = dict(zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True))
+    stacked = []
+    for var in mapped.invars:
+        v = program.block.inputs[places[var]] if var in places else None
+        if v is None:
+            stacked.append([consts[var]] * MESH.size)
+        elif v in cut:
+            parts = divided(whole[v], cut[v])
+            stacked.append([parts[device % PARTS] for device in range(MESH.size)])
+        else:
+            stacked.append(parts_of(whole[v], spmd.in_shardings[places[var]]))
+    results = simulate(mapped.params["jaxpr"], (), MESH.atom_sizes, stacked)
+    close = max(tolerance, 3e-5) if any(jnp.issubdtype(w.dtype, jnp.inexact) for w in want) else 0.0
+    for result, expected in zip(results, want, strict=True):
+        for got in result:
+            assert np.asarray(got).dtype == expected.dtype
+            np.testing.assert_allclose(got, expected, rtol=close, atol=close, err_msg=f"{equation.rule}; split {split}")
+
+
+def test_most_ways_are_tried() -> None:
+    """Rows whose operands cannot be cut are few: the law is not empty."""
+    primitives = {r.primitive for r, _ in LINEAR}
+    assert {"add", "mul", "sub", "dot_general", "reduce_sum", "reduce_max", "reshape", "select_n", "pad"} <= primitives
+    assert len(LINEAR) > 60

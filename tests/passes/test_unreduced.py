@@ -1,0 +1,132 @@
+"""Unreduced values travel: parts are combined where that sends the fewest bytes, and no sooner."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import gshard
+from gshard import replicate, split
+from gshard.core.mesh import Mesh
+from gshard.core.sharding import Sharding
+from gshard.core.split import is_valid, operand_sharding, result_sharding
+from gshard.passes.trace import trace
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng([*shape, 9]).standard_normal(shape).astype(np.float32)
+
+
+def sum_of_products(x: Any, v: Any, w: Any) -> Any:
+    return replicate(x @ split(v, 0, 8) + x @ split(w, 0, 8))
+
+
+def difference_of_choices(x: Any, v: Any, w: Any) -> Any:
+    a, b = (x @ split(m, 0, 8) for m in (v, w))
+    return replicate(a.T.reshape(4, -1) - jnp.where(v[:1, :1] > 0, b, -b).T.reshape(4, -1) * 0.5)
+
+
+def with_bias(x: Any, v: Any, bias: Any) -> Any:
+    return replicate(x @ split(v, 0, 8) + bias)
+
+
+def chain(u: Any, v: Any, w: Any) -> Any:
+    return replicate((split(u, 1, 8) @ v) @ w[:, :3])
+
+
+def total(x: Any, v: Any, w: Any) -> Any:
+    return jnp.sum(x @ split(v, 0, 8)) * 3.0 + jnp.max(w)
+
+
+def into_a_split(x: Any, v: Any, w: Any) -> Any:
+    return split(x @ split(v, 0, 8) + x @ split(w, 0, 8), 0, 8)
+
+
+def accumulated(w: Any, xs: Any, targets: Any) -> Any:
+    """Gradients of micro-batches, added up in a loop; the batch is split."""
+
+    def loss(w: Any, x: Any, y: Any) -> Any:
+        return jnp.sum((jnp.tanh(split(x, 0, 8) @ w["in"]) @ w["out"] - y) ** 2)
+
+    def step(so_far: Any, batch: Any) -> tuple[Any, Any]:
+        value, gradient = jax.value_and_grad(loss)(w, *batch)
+        return (so_far[0] + value, jax.tree.map(jnp.add, so_far[1], gradient)), None
+
+    (value, gradient), _ = lax.scan(step, (0.0, jax.tree.map(jnp.zeros_like, w)), (xs, targets))
+    return value, jax.tree.map(lambda p, g: p - 0.01 * g, w, gradient)
+
+
+def largest(xs: Any, v: Any, w: Any) -> Any:
+    def step(so_far: Any, x: Any) -> tuple[Any, Any]:
+        return jnp.maximum(so_far, jnp.max(split(x, 0, 8), 0)), None
+
+    return lax.scan(step, jnp.full(v.shape[:1], -jnp.inf), xs)[0] + w[0, 0]
+
+
+X, V, W = normal(16, 64), normal(64, 24), normal(64, 24)
+WEIGHTS = {"in": normal(8, 16), "out": normal(16, 4)}
+BATCHES = (normal(5, 512, 8), normal(5, 512, 4))
+
+# What may be sent: kind, how often, bytes.
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[tuple[str, int, int]]]] = {
+    "one reduction for two products": (sum_of_products, (X, V, W), [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8)]),
+    "through transposes, reshapes, choices": (
+        difference_of_choices, (X, V, W),
+        [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8), ("all_gather", 1, 7)],  # the flag, of an element that is split
+    ),
+    "a bias changes nothing": (with_bias, (X, V, normal(24)), [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8)]),
+    "U V W without a reduction between": (chain, (X, V, normal(24, 6)), [("all_reduce", 1, 2 * 16 * 3 * 4 * 7 // 8)]),
+    "after the sum, not before": (total, (X, V, W), [("all_reduce", 1, 2 * 4 * 7 // 8)]),
+    "into a split": (into_a_split, (X, V, W), [("reduce_scatter", 1, 16 * 24 * 4 * 7 // 8)]),
+    "once after a loop": (
+        accumulated, (WEIGHTS, *BATCHES),
+        [
+            ("all_reduce", 1, 2 * 8 * 16 * 4 * 7 // 8), ("all_reduce", 1, 2 * 16 * 4 * 4 * 7 // 8),
+            ("all_reduce", 1, 2 * 4 * 7 // 8),
+        ],
+    ),
+    "a maximum once after a loop": (
+        largest, (normal(5, 64, 24), normal(24, 2), W), [("all_reduce", 1, 2 * 24 * 4 * 7 // 8)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_are_combined_where_it_costs_least(name: str) -> None:
+    function, arguments, expected = CASES[name]
+    partitioned = gshard.jit(function, mesh=8)
+    got, want = partitioned(*arguments), jax.jit(function)(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-3), got, want)
+    found = gshard.explain(partitioned, *arguments)
+    assert sorted((row.kind, row.times, row.bytes) for row in found.collectives) == sorted(expected)
+
+
+def test_the_signatures_of_a_matrix_product() -> None:
+    """OneFlow's table for one axis: S(0) B, B S(1), S(1) S(0) -> P, P B -> P, B P -> P, B B; nothing else."""
+    program = trace(lambda x, w: x @ w, X, V)
+    rule = program.block.equations[0].rule
+    assert rule is not None
+    mesh = Mesh.abstract(a=2)
+
+    def sbp(sharding: Sharding) -> str:
+        cut = next((f"S({d})" for d, atoms in enumerate(sharding.dims) if atoms), "B")
+        return "P" if sharding.unreduced else cut
+
+    keys = [*range(len(rule.factors)), *(-1 - k for k in range(len(rule.linear)))]
+    splits = [{key: ("a",) for key in chosen} for n in (0, 1, 2) for chosen in itertools.combinations(keys, n)]
+    found = {
+        (sbp(operand_sharding(rule, 0, s)), sbp(operand_sharding(rule, 1, s)), sbp(result_sharding(rule, 0, s)))
+        for s in splits
+        if is_valid(rule, s, mesh)
+    }
+    assert found == {
+        ("S(0)", "B", "S(0)"), ("B", "S(1)", "S(1)"), ("S(1)", "S(0)", "P"),
+        ("P", "B", "P"), ("B", "P", "P"), ("B", "B", "B"),
+    }  # fmt: skip
