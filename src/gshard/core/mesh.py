@@ -103,6 +103,14 @@ class Mesh:
             raise MeshError(f"device {twice} stands twice in the mesh.", way_out="Name each device once.")
         return Mesh(axes, devices)
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.axes, self.devices))
+
+    def __hash__(self) -> int:
+        # Asked for at every step of planning, and the same for ever.
+        return self._hash
+
     @property
     def size(self) -> int:
         """Number of devices."""

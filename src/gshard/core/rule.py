@@ -56,9 +56,9 @@ class Factor:
     monoid: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """The factors of one equation and how to run it on shards.
+    """The factors of one equation and how to run it on shards. Compared by identity.
 
     Attributes:
         factors: all factors; dimensions refer to them by position.

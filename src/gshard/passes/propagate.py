@@ -29,7 +29,8 @@ from gshard.core.program import Edge, Equation, Program, Value
 from gshard.core.rule import EXCHANGE, REDUCE, Dims, Factor
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, place, project
-from gshard.passes.assign import Available, assign, candidates, cost_of_split
+from gshard.passes.assign import Available, assign, price
+from gshard.passes.candidates import arrays_of, candidates
 from gshard.passes.settle import settle
 
 
@@ -249,17 +250,19 @@ class _State:
     def _resolve(self, node: _Node) -> bool:
         """Settles a disagreement: the cheapest split refines what is still open."""
         equation = node.equation
-        if equation is None:
+        if equation is None or equation.rule is None:
             return False
+        rule = equation.rule
         if not any(self._could_refine(value) for value, _ in node.tensors):
             return False
         arrays = [v for v in (*equation.inputs, *equation.outputs) if isinstance(v, Value)]
         shardings = {v: Sharding(tuple(self.dims[v])) for v in arrays}
 
         def cost(split: Split) -> float:
-            return cost_of_split(equation, split, self._bent(node, split, shardings), self.mesh, Available())
+            bent = self._bent(node, split, shardings)
+            return price(rule, split, arrays_of(equation, bent), self.mesh).cost(equation.inputs, Available())
 
-        best = min(candidates(equation, shardings, self.mesh), key=cost)
+        best = min(candidates(rule, arrays_of(equation, shardings), self.mesh), key=cost)
         return self._apply(node, best, "cost")
 
     def _could_refine(self, value: Value) -> bool:

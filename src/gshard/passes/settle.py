@@ -18,14 +18,8 @@ from gshard.core.plan import Reason
 from gshard.core.program import Block, Equation, Value
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
-from gshard.passes.assign import (
-    Available,
-    assign,
-    assign_and_cost,
-    candidates,
-    cost_of_move,
-    cost_of_split,
-)
+from gshard.passes.assign import Available, assign, assign_and_cost, best_split, cost_of_moving
+from gshard.passes.candidates import arrays_of, candidates
 from gshard.rules.region import REGIONS
 
 _ROUNDS = 3
@@ -54,7 +48,7 @@ def settle(
         for v in dict.fromkeys(v for v in e.inputs if isinstance(v, Value)):
             readers.setdefault(v, []).append(e)
     makers = {v: e for e in block.equations if e.rule is not None for v in e.outputs}
-    best = {e: splits[e] for e in makers.values()}
+    best = {e: splits[e] for e in block.equations if e.rule is not None}
     for _ in range(_ROUNDS):
         moved = False
         for v, maker in makers.items():
@@ -79,7 +73,7 @@ def settle(
             if v in changed:
                 for e in around:
                     if e.rule is not None:
-                        best[e] = _best(e, shardings, mesh, Available())[0]
+                        best[e] = best_split(e, shardings, mesh, Available())[0]
         if not moved:
             break
     # Waiting that brought nothing is undone, from the end on: parts are combined where they are made.
@@ -102,7 +96,7 @@ def _combine_after_the_loop(
         return set()
     (body,) = e.blocks
     splits, before = assign_and_cost(body, shardings, mesh)
-    waiting = {result_sharding(x.rule, i, split).unreduced for x, split in splits.items() if x.rule for i in (0,)}
+    waiting = {result_sharding(x.rule, 0, split).unreduced for x, split in splits.items() if x.rule and x.outputs}
     for unreduced in sorted(waiting - {()}):
         group = [c for c in carries if _may_wait(c, unreduced, shardings)]
         while group:
@@ -117,8 +111,8 @@ def _combine_after_the_loop(
             _, after = assign_and_cost(body, trial, mesh)
             saved = e.trips * (before - after)
             for inner, _, outer, _ in group:
-                saved += cost_of_move(outer, shardings[inner], shardings[outer], mesh)
-                saved -= cost_of_move(outer, trial[inner], shardings[outer], mesh)
+                saved += cost_of_moving(outer, shardings[inner], shardings[outer], mesh)
+                saved -= cost_of_moving(outer, trial[inner], shardings[outer], mesh)
             if saved > 1e-6:
                 shardings.update(trial)
                 reasons.clear()
@@ -198,9 +192,8 @@ def _alternatives(
     """Shardings other than the present one in which the value is made, or in which some reader wants it."""
     made = _made(v, maker, best[maker])
     found = [made, Sharding(made.dims)]
-    if maker.rule is not None and maker.rule.linear:
-        known = {x: shardings[x] for x in (*maker.inputs, *maker.outputs) if isinstance(x, Value)}
-        passed = (_made(v, maker, split) for split in candidates(maker, known, mesh))
+    if maker.rule is not None and any(shardings[x].unreduced for x in maker.inputs if isinstance(x, Value)):
+        passed = (_made(v, maker, s) for s in candidates(maker.rule, arrays_of(maker, shardings), mesh))
         found += [s for s in passed if s.unreduced]
     for e in readers:
         if e.rule is None:
@@ -211,14 +204,6 @@ def _alternatives(
     return [s for s in dict.fromkeys(found) if s != shardings[v]]
 
 
-def _best(
-    e: Equation, shardings: Mapping[Value, Sharding], mesh: Mesh, available: Available
-) -> tuple[Split, float]:
-    known = {x: shardings[x] for x in (*e.inputs, *e.outputs) if isinstance(x, Value)}
-    costs = [(split, cost_of_split(e, split, known, mesh, available)) for split in candidates(e, known, mesh)]
-    return min(costs, key=lambda pair: pair[1])
-
-
 def _cost(v: Value, around: Iterable[Equation], shardings: Mapping[Value, Sharding], mesh: Mesh) -> float:
     """What the equations around a value send; a sharding that two readers want is made once."""
     total, available = 0.0, Available()
@@ -227,10 +212,10 @@ def _cost(v: Value, around: Iterable[Equation], shardings: Mapping[Value, Shardi
             entry = REGIONS[e.name].entry(e, lambda x: shardings[x] if isinstance(x, Value) else Sharding(()))
             for x, wanted in zip(e.inputs, entry, strict=True):
                 if x is v and not available.has(v, wanted):
-                    total += cost_of_move(v, shardings[v], wanted, mesh)
+                    total += cost_of_moving(v, shardings[v], wanted, mesh)
                     available.add(v, wanted)
             continue
-        split, cost = _best(e, shardings, mesh, available)
+        split, cost = best_split(e, shardings, mesh, available)
         total += cost
         for i, x in enumerate(e.inputs):
             if x is v:

@@ -27,6 +27,7 @@ from gshard.core.jax_adapter import (
 )
 from gshard.core.mark import Mark
 from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.core.rule import Rule
 from gshard.rules.expand import expansion, mark_of_equation, needs_barrier
 from gshard.rules.region import REGIONS
 from gshard.rules.registry import Call, rule_of
@@ -127,6 +128,7 @@ class _Builder:
     """Turns jaxprs into blocks; one numbering for all values."""
 
     counter: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    rules: dict[Any, Rule] = dataclasses.field(default_factory=dict)
 
     def block(self, jaxpr: Any, consts: Sequence[Any] | None = None) -> Block:
         """A block of a jaxpr; its constants are inputs in front, or written in where ``consts`` are given."""
@@ -181,7 +183,18 @@ class _Builder:
             tuple(x.dtype for x in inputs),
             primitive,
         )
-        return Equation(primitive, params, inputs, outputs, rule_of(call, source), source, mark=mark)
+        return Equation(primitive, params, inputs, outputs, self._rule(call, source), source, mark=mark)
+
+    def _rule(self, call: Call, source: Any) -> Rule:
+        """The rule of a call; equal calls (those of equal layers) share one."""
+        key = (call.name, tuple(call.params.items()), call.in_shapes, call.out_shapes, call.in_dtypes)
+        try:
+            known = self.rules.get(key)
+        except TypeError:  # a parameter that cannot be compared
+            return rule_of(call, source)
+        if known is None:
+            self.rules[key] = known = rule_of(call, source)
+        return known
 
     def _barrier(self, inputs: tuple[Any, ...], out: list[Equation], source: Any) -> tuple[Any, ...]:
         at = [i for i, x in enumerate(inputs) if isinstance(x, Value)]

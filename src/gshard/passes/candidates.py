@@ -1,0 +1,124 @@
+"""Candidates: the splits of an equation that are worth considering.
+
+They are what the arrays themselves suggest: each array in turn leads, the others add what does not contradict it,
+largest first. Atoms that stand on a dimension which cannot be split may move to one that can; parts of an unreduced
+operand may pass through an equation that is linear in it.
+
+Equations of one rule whose arrays lie alike have the same candidates: those of the layers of a model are found once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from gshard.core.mesh import Mesh
+from gshard.core.program import Equation, Value, itemsize
+from gshard.core.rule import PARALLEL, WHOLE, Rule
+from gshard.core.sharding import Sharding
+from gshard.core.split import Split, is_valid, project
+
+
+class Lying(NamedTuple):
+    """An operand or result: how it lies, its shape and the bytes of an element."""
+
+    sharding: Sharding
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.itemsize
+
+
+# Operands, then results; None for constants.
+Arrays = tuple[Lying | None, ...]
+
+
+def arrays_of(equation: Equation, shardings: Mapping[Value, Sharding]) -> Arrays:
+    """The operands and results of an equation as they lie."""
+    return tuple(
+        Lying(shardings[v], v.shape, itemsize(v.dtype)) if isinstance(v, Value) else None
+        for v in (*equation.inputs, *equation.outputs)
+    )
+
+
+@functools.lru_cache(maxsize=16384)
+def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
+    """Splits worth considering, without duplicates; one of them splits nothing (unless there is no choice)."""
+    if rule.fixed is not None:
+        return (rule.fixed(mesh),)
+    tensors = [
+        (x.bytes, project(dims, x.sharding.dims, rule.factors, mesh))
+        for x, dims in zip(arrays, (*rule.operands, *rule.results), strict=True)
+        if x is not None
+    ]
+    claims = [claim for _, claim in sorted(tensors, key=lambda t: -t[0]) if claim]
+    found: dict[tuple[tuple[int, tuple[str, ...]], ...], Split] = {}
+
+    def note(split: Split) -> None:
+        found.setdefault(tuple(sorted((f, a) for f, a in split.items() if a)), split)
+
+    leaders = [*claims, *({f: atoms} for claim in claims if len(claim) > 1 for f, atoms in claim.items())]
+    for leader in leaders:
+        split = _extend({}, leader, rule, mesh)
+        for claim in claims:
+            split = _extend(split, claim, rule, mesh)
+        note(split)
+    for split in list(found.values()) or [{}]:
+        for moved in _rehomed(rule, split, arrays, mesh):
+            note(moved)
+    note({})
+    for split in list(found.values()):
+        for passed in _passing(rule, split, arrays, mesh):
+            note(passed)
+    return tuple(found.values())
+
+
+def _extend(split: Split, claim: Split, rule: Rule, mesh: Mesh) -> Split:
+    """Adds the factors of a claim that do not contradict the split."""
+    for f, atoms in claim.items():
+        have = split.get(f, ())
+        if atoms[: len(have)] != have or len(atoms) == len(have):
+            continue
+        used = {a for g, own in split.items() if g != f and rule.component[g] == rule.component[f] for a in own}
+        larger = {**split, f: atoms}
+        if not used & set(atoms) and is_valid(rule, larger, mesh):
+            split = larger
+    return split
+
+
+def _passing(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:
+    """The split with parts of unreduced operands passing through, where the equation is linear in them."""
+    for k, (monoid, operands) in enumerate(rule.linear):
+        waiting = {
+            a: None
+            for i in sorted(operands)
+            if (x := arrays[i]) is not None
+            for a, m in x.sharding.unreduced
+            if m == monoid
+        }
+        atoms = tuple(a for a in mesh.atoms if a in waiting)
+        if atoms and is_valid(rule, passed := {**split, -1 - k: atoms}, mesh):
+            yield passed
+
+
+def _rehomed(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:
+    """Splits in which atoms that stand on a whole factor move to a parallel one: an all-to-all, not a gather."""
+    used = {a for atoms in split.values() for a in atoms}
+    for x, dims in zip(arrays, rule.operands, strict=False):
+        if x is None:
+            continue
+        for factors, atoms in zip(dims, x.sharding.dims, strict=True):
+            if not atoms or used & set(atoms) or not any(rule.factors[f].kind == WHOLE for f in factors):
+                continue
+            for other in dims:
+                for f in other:
+                    factor, have = rule.factors[f], split.get(f, ())
+                    if factor.kind == PARALLEL and factor.size % mesh.count((*have, *atoms)) == 0:
+                        moved = {**split, f: (*have, *atoms)}
+                        if is_valid(rule, moved, mesh):
+                            yield moved
