@@ -1,12 +1,14 @@
-"""A primitive that gshard has never heard of: rows are reversed and added up from the left."""
+"""Primitives that gshard has never heard of: one that reverses rows and adds them up from the left, and any other."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 
 def _meaning(x: Any) -> Any:
@@ -22,3 +24,19 @@ mlir.register_lowering(invented_p, mlir.lower_fun(_meaning, multiple_results=Fal
 def invented(x: Any) -> Any:
     """Applies the primitive."""
     return invented_p.bind(x)
+
+
+def primitive_of(name: str, meaning: Callable[..., Any], batched: Callable[..., Any] | None = None) -> Primitive:
+    """A new primitive that means a function, with a batching rule if there is one to give."""
+    made = Primitive(name)
+    made.def_impl(jax.jit(meaning))
+
+    def shaped(*avals: Any, **params: Any) -> Any:
+        found = jax.eval_shape(lambda *xs: meaning(*xs, **params), *avals)
+        return jax.core.ShapedArray(found.shape, found.dtype)
+
+    made.def_abstract_eval(shaped)
+    mlir.register_lowering(made, mlir.lower_fun(meaning, multiple_results=False))
+    if batched is not None:
+        batching.primitive_batchers[made] = batched
+    return made

@@ -4,11 +4,14 @@
     jit                         partition and run it on all devices, used like jax.jit
     manual, auto_to_manual ...  parts of a program that you partition yourself
     explain                     what each tensor got and why, and what the devices say to each other
+    rule, testing               teach it a new operator, and check what you taught
     Mesh, Sharding, UnevenArray the nouns they speak of
     GShardError                 the base of all errors raised on purpose
 """
 
+from gshard import testing as testing
 from gshard.analysis.explain import Explanation as Explanation
+from gshard.comm.shards import Shards as Shards
 from gshard.core.errors import GShardError as GShardError
 from gshard.core.errors import MeshError as MeshError
 from gshard.core.errors import PlanError as PlanError
@@ -18,6 +21,8 @@ from gshard.core.errors import TraceError as TraceError
 from gshard.core.mesh import Mesh as Mesh
 from gshard.core.plan import Plan as Plan
 from gshard.core.program import Program as Program
+from gshard.core.rule import Rule as Rule
+from gshard.core.rule import RuleMaker as RuleMaker
 from gshard.core.sharding import Sharding as Sharding
 from gshard.core.spmd import SpmdProgram as SpmdProgram
 from gshard.core.uneven import UnevenArray as UnevenArray
@@ -31,3 +36,5 @@ from gshard.passes.manual import manual_to_auto as manual_to_auto
 from gshard.passes.manual import part_index as part_index
 from gshard.pipeline import explain as explain
 from gshard.pipeline import jit as jit
+from gshard.rules.registry import Call as Call
+from gshard.rules.teach import rule as rule

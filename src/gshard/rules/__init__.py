@@ -1,5 +1,6 @@
 """rules: what is known of each primitive; importing this package fills the registry."""
 
+from gshard.rules import callback as callback
 from gshard.rules import contract as contract
 from gshard.rules import create as create
 from gshard.rules import dynamic as dynamic

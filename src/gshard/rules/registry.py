@@ -13,6 +13,7 @@ of it. That is correct, listed in the plan and refused under ``strict=True``.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,25 +21,40 @@ import jax
 import numpy as np
 
 from gshard.core.errors import RuleError
-from gshard.core.rule import Rule, RuleMaker
+from gshard.core.jax_adapter import user_line
+from gshard.core.program import short_dtype
+from gshard.core.rule import EXCHANGE, MONOIDS, REDUCE, WHOLE, Rule, RuleMaker
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """What a rule is computed from: one application of a primitive, shapes known, values not."""
+    """What a rule is computed from: one application of a primitive, shapes known, values not.
+
+    Attributes:
+        name: of the primitive.
+        params: its parameters, as its equation has them.
+        in_shapes, out_shapes: of operands and results.
+        in_dtypes: of the operands.
+        primitive: itself, where there is one.
+    """
 
     name: str
     params: dict[str, Any]
     in_shapes: tuple[tuple[int, ...], ...]
     out_shapes: tuple[tuple[int, ...], ...]
     in_dtypes: tuple[Any, ...]
+    primitive: Any = None
 
+    def __str__(self) -> str:
+        shapes = [f"[{','.join(map(str, s))}]" for s in (*self.in_shapes, *self.out_shapes)]
+        at = len(self.in_shapes)
+        operands = ", ".join(f"{_dtype_name(t)}{s}" for t, s in zip(self.in_dtypes, shapes))
+        return f"equation: {self.name} {operands} -> {', '.join(shapes[at:])}"
 
     @property
     def on_keys(self) -> bool:
         """Whether the first operand holds PRNG keys, which can be moved but not computed with."""
         return bool(self.in_dtypes) and jax.dtypes.issubdtype(self.in_dtypes[0], jax.dtypes.prng_key)
-
 
     @property
     def is_complex(self) -> bool:
@@ -48,6 +64,8 @@ class Call:
 
 RuleFunction = Callable[[Call], Rule]
 _RULES: dict[str, RuleFunction] = {}
+# Those that users taught (``rules.teach``), by primitive and by what it calls, if that matters. They come first.
+_TAUGHT: dict[str, dict[Any, RuleFunction]] = {}
 
 
 def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -63,15 +81,92 @@ def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
     return enter
 
 
-def rule_of(call: Call) -> Rule:
-    """The rule of one application of a primitive; ``known`` is False if it is the made-up one."""
-    function = _RULES.get(call.name)
-    return _all_whole(call) if function is None else function(call)
+def rule_of(call: Call, source: Any = None) -> Rule:
+    """The rule of one application of a primitive; ``known`` is False if it is the made-up one.
+
+    Args:
+        call: the application.
+        source: the equation's ``source_info``, to blame the user's line for a rule that does not fit.
+    """
+    function = _taught(call) or _RULES.get(call.name, _all_whole)
+    try:
+        return function(call)
+    except RuleError as error:
+        if error.where or source is None:
+            raise
+        raise RuleError(error.what, user_line(source), error.got, error.way_out) from error
+
+
+def enter_taught(name: str, target: Any, function: RuleFunction) -> None:
+    """Enters a user's rule, for all equations of a primitive or for those that call ``target``."""
+    _TAUGHT.setdefault(name, {})[target] = function
+
+
+def forget_taught(name: str) -> None:
+    """Takes back what users taught of a primitive."""
+    _TAUGHT.pop(name, None)
+
+
+def is_our_own(name: str) -> bool:
+    """Whether the library itself has a rule for a primitive."""
+    return name in _RULES
 
 
 def known_primitives() -> tuple[str, ...]:
-    """Names of all primitives that have a rule."""
+    """Names of all primitives that the library has a rule for."""
     return tuple(sorted(_RULES))
+
+
+def contradiction(rule: Rule, call: Call) -> str | None:
+    """What in a rule's factors does not add up to the equation's shapes, as text; None if they do."""
+    for what, tensors, shapes in (
+        ("operand", rule.operands, call.in_shapes),
+        ("result", rule.results, call.out_shapes),
+    ):
+        if len(tensors) != len(shapes):
+            return f"it is for {len(tensors)} {what}s, and there are {len(shapes)}"
+        for i, (dims, shape) in enumerate(zip(tensors, shapes, strict=True)):
+            wrong = _of_one_array(rule, dims, shape)
+            if wrong:
+                return f"{what} {i}: {wrong}"
+    for factor in rule.factors:
+        if (factor.monoid in MONOIDS) != (factor.kind == REDUCE):
+            return f"a factor that is {factor.kind} has the monoid {factor.monoid}, of {MONOIDS}"
+    reduced = {f for f, factor in enumerate(rule.factors) if factor.kind == REDUCE}
+    if kept := reduced & {f for dims in rule.results for dim in dims for f in dim}:
+        return f"{rule.names[min(kept)]} is reduced and stands in a result"
+    if any(f.kind == EXCHANGE for f in rule.factors) and rule.local is None:
+        return "a factor is exchanged, and no local says how"
+    return None
+
+
+def _of_one_array(rule: Rule, dims: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> str | None:
+    used = [f for dim in dims for f in dim]
+    if any(not 0 <= f < len(rule.factors) for f in used):
+        return f"it names a factor that does not exist: {max(used)}"
+    if len(set(used)) != len(used):
+        return "a factor stands in it twice"
+    if len(dims) != len(shape):
+        return f"the rule gives it {len(dims)} dimensions, and it has {len(shape)}"
+    for d, (dim, n) in enumerate(zip(dims, shape, strict=True)):
+        size = math.prod(rule.factors[f].size for f in dim)
+        kinds = {rule.factors[f].kind for f in dim}
+        if len(dim) == 1 and kinds <= {EXCHANGE, WHOLE} and n <= size:
+            continue  # what slides or is never split may stand for dimensions of several sizes
+        if dim and size != n:
+            product = " * ".join(f"{rule.names[f]}={rule.factors[f].size}" for f in dim)
+            return f"dimension {d} is {n}, and its factors make {product}"
+    return None
+
+
+def _taught(call: Call) -> RuleFunction | None:
+    """A user's rule, best for exactly what an FFI call or a callback calls."""
+    taught = _TAUGHT.get(call.name)
+    if not taught:
+        return None
+    callback = call.params.get("callback")
+    target = call.params.get("target_name", getattr(callback, "callback_func", callback))
+    return next((f for t, f in taught.items() if t is not None and t == target), taught.get(None))
 
 
 def _all_whole(call: Call) -> Rule:
@@ -79,3 +174,7 @@ def _all_whole(call: Call) -> Rule:
     operands = [[make.whole(n) for n in shape] for shape in call.in_shapes]
     results = [[make.whole(n) for n in shape] for shape in call.out_shapes]
     return make.rule(operands, results, known=False)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return dtype if isinstance(dtype, str) else short_dtype(dtype)

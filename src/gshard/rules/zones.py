@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from gshard.core.errors import ShardingError
 from gshard.core.program import Block, Equation, Value
+from gshard.rules.callback import ONCE
 
 _ENTER, _LEAVE, _INSIDE = "auto_to_manual", "manual_to_auto", "part_index"
 _WAY_OUT = "Bring it in by gshard.auto_to_manual(x, None, {n}), or parts out by gshard.manual_to_auto."
@@ -53,6 +54,12 @@ def _run(block: Block, zones: dict[Value, Zone]) -> list[Zone]:
         if e.mark is not None and zone:
             raise ShardingError(
                 "one device's part cannot be marked.", e.line, f"one of {zone} parts", "Mark it before or afterwards."
+            )
+        if zone and e.name in ONCE and not e.params.get("partitioned"):
+            raise ShardingError(
+                f"'{e.name}' is called once, and this is one of {zone} parts that differ.",
+                e.line,
+                way_out="Say partitioned=True where the callback has it, or call it with whole arrays.",
             )
         result = parts if e.name in (_ENTER, _INSIDE) else 0 if e.name == _LEAVE else zone
         zones.update(dict.fromkeys(e.outputs, result))

@@ -1,0 +1,349 @@
+"""Testing: whether a rule tells the truth about its equation.
+
+    gshard.testing.check_rule(f, *args, primitive="my_primitive")
+
+An equation is taken out of a program with the values of its operands. It runs split, in every way that its rule allows,
+simulated for all devices of a small mesh; what comes out is compared with what the primitive computes whole. Parts of
+a dimension that does not divide are padded with values that spoil whatever they are mixed into. Where a rule lets parts
+of a sum pass uncombined (``linear``), operands come as such parts too, of both signs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gshard.comm.simulate import simulate
+from gshard.comm.steps import identity
+from gshard.core.errors import RuleError
+from gshard.core.jax_adapter import bind
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.core.rule import EXCHANGE, REDUCE, WHOLE, Rule
+from gshard.core.sharding import Sharding
+from gshard.core.split import Split, is_valid, operand_sharding, passing
+from gshard.core.spmd import SpmdProgram
+from gshard.passes.partition import partition
+from gshard.passes.trace import trace
+
+SMALL = Mesh.abstract(a=2, b=3)
+
+
+def check_rule(
+    f: Callable[..., Any],
+    *args: Any,
+    primitive: Any = None,
+    mesh: Any = None,
+    most: int | None = None,
+    tolerance: float = 1e-5,
+) -> tuple[str, ...]:
+    """Checks that an equation run on shards, in every way its rule allows, computes what it computes whole.
+
+    Args:
+        f: a function around the equation; results of the equation that it does not use are not looked at.
+        args: its arguments. What they hold is for you to choose: numbers that vary in sign and are never all equal,
+            dimensions that do not divide by the mesh, and one that is smaller than it.
+        primitive: the equations to check, by name or as the primitive itself; None for all that ``f`` has.
+        mesh: devices to simulate, as ``gshard.jit`` takes them or an abstract mesh; by default 2 x 3 of them. None need
+            exist.
+        most: check no more than so many splits of an equation, drawn with a fixed seed, those of one factor first.
+        tolerance: relative and absolute, for sums that are made in another order; 0 demands the same bits.
+
+    Returns:
+        the splits that were checked, as text.
+
+    Raises:
+        RuleError: a split computes something else; it names the split, its factors and the first element that differs.
+            Or ``f`` has no such equation outside of loops, or one without a rule.
+
+    >>> check_rule(lambda x: jnp.sort(x, 0), np.float32([[1, -2, 4], [3, 0, 5], [2, 1, -7]]), mesh=2)
+    ('a@devices', 'b@devices')
+    """
+    name = getattr(primitive, "name", primitive)
+    devices = SMALL if mesh is None else Mesh.of(mesh)
+    program = trace(f, *args)
+    found = [e for e in program.block.equations if e.rule is not None and e.mark is None and name in (None, e.name)]
+    if not found:
+        inside = any(name in (None, e.name) for e in program.block.walk())
+        raise RuleError(
+            f"{program.name} has no equation of primitive {name!r}{' outside of its loops' if inside else ''}.",
+            got=f"it has: {', '.join(dict.fromkeys(e.name for e in program.block.walk()))}",
+            way_out="Give a function that applies the primitive directly.",
+        )
+    checked: list[str] = []
+    for equation in found:
+        assert equation.rule is not None
+        if not equation.rule.known:
+            raise RuleError(
+                f"primitive '{equation.name}' has no rule.", equation.line, way_out="Teach it: gshard.rule(...)."
+            )
+        alone = Alone.of(program, equation, jax.tree.leaves(args))
+        for split in (*splits_of(equation.rule, devices, most), *alone.passing(devices)):
+            spmd = emit(plan_of(alone.program, equation, split, devices))
+            alone.compare(run_on_all(spmd, alone.arguments), split, devices, tolerance)
+            checked.append(split_text(equation.rule, split, devices))
+    return tuple(checked)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Alone:
+    """One equation as a program of its own.
+
+    Attributes:
+        program: it.
+        equation: its only equation.
+        arguments: the values of the operands that are not constants.
+        expected: what the primitive computes from them; None for results that the program does not read.
+    """
+
+    program: Program
+    equation: Equation
+    arguments: tuple[Any, ...]
+    expected: tuple[Any, ...]
+
+    @staticmethod
+    def of(program: Program, equation: Equation, leaves: Sequence[Any]) -> Alone:
+        """Takes an equation out of a program, outside of loops, that is called with these arrays."""
+        values = dict(zip(program.block.inputs, (*program.captured, *map(jnp.asarray, leaves)), strict=True))
+        needed = {v for v in equation.inputs if isinstance(v, Value)}
+        before = itertools.takewhile(lambda e: e is not equation, program.block.equations)
+        steps = []
+        for e in reversed(list(before)):
+            if needed & set(e.outputs):
+                needed |= {v for v in e.inputs if isinstance(v, Value)}
+                steps.append(e)
+        for e in reversed(steps):
+            given = [_read(values, v) for v in e.inputs]
+            values.update(zip(e.outputs, given if e.mark else bind(e.primitive, e.params, given), strict=True))
+        inputs = tuple(dict.fromkeys(v for v in equation.inputs if isinstance(v, Value)))
+        made = bind(equation.primitive, equation.params, [_read(values, v) for v in equation.inputs])
+        read = {v for e in program.block.walk() for v in e.inputs} | set(program.block.outputs)
+        expected = tuple(x if v in read else None for v, x in zip(equation.outputs, made, strict=True))
+        block = Block(inputs, (equation,), equation.outputs)
+        names = tuple(f"operand {equation.inputs.index(v)}" for v in inputs)
+        tree = jax.tree.structure(made)
+        own = Program(block, (), (None,) * len(inputs), names, tree, equation.name)
+        return Alone(own, equation, tuple(values[v] for v in inputs), expected)
+
+    def passing(self, mesh: Mesh) -> list[Split]:
+        """Every way in which the rule lets values pass that are still to be combined, over one atom."""
+        rule = self.equation.rule
+        assert rule is not None
+        return [
+            {-1 - k: mesh.atoms[-1:]}
+            for k, (monoid, operands) in enumerate(rule.linear)
+            if mesh.atoms
+            and all(isinstance(self.equation.inputs[i], Value) for i in operands)
+            and all(_divides(x, monoid) for x in self._values(operands))
+        ]
+
+    def _values(self, operands: Iterable[int]) -> Iterator[Any]:
+        by_value = dict(zip(self.program.block.inputs, self.arguments, strict=True))
+        for i in operands:
+            value = self.equation.inputs[i]
+            if isinstance(value, Value):
+                yield by_value[value]
+
+    def compare(self, results: Sequence[Sequence[Any]], split: Split, mesh: Mesh, tolerance: float) -> None:
+        """Compares the results on every device with the expected ones.
+
+        Raises:
+            RuleError: an element differs.
+        """
+        for i, (per_device, whole) in enumerate(zip(results, self.expected, strict=True)):
+            if whole is None:
+                continue
+            want = _numbers(whole)
+            for device, got in enumerate(map(_numbers, per_device)):
+                right = _close(got, want, tolerance)
+                if not right.all():
+                    at = tuple(map(int, np.argwhere(~right)[0]))
+                    one = f"element {list(at)} is {got[at]} on device {device}, and {want[at]} unsplit"
+                    raise self._lie(split, mesh, f"result {i}: {one} ({(~right).sum()} of {right.size} differ)")
+
+    def _lie(self, split: Split, mesh: Mesh, difference: str) -> RuleError:
+        rule, name = self.equation.rule, self.equation.name
+        assert rule is not None
+        factors = [f for f, atoms in split.items() if atoms and f >= 0]
+        ways = [f"{monoid} in operands {sorted(i)}" for monoid, i, _ in passing(rule, split)]
+        words = " and ".join([*(f"factor '{rule.names[f]}'" for f in factors), *ways])
+        padded = [rule.names[f] for f in factors if rule.factors[f].size % mesh.count(split[f])]
+        notes = f"\n  parts along {' '.join(padded)} are padded: their sizes do not divide" if padded else ""
+        return RuleError(
+            f"the rule of '{name}' is not true of {words}: split, it computes something else.",
+            self.equation.line,
+            f"rule: {rule}; split {split_text(rule, split, mesh)}\n  {difference}{notes}",
+            " ".join(dict.fromkeys(_advice(rule, f) for f in factors)) or "Leave it out of linear.",
+        )
+
+
+def _advice(rule: Rule, f: int) -> str:
+    factor, name = rule.factors[f], rule.names[f]
+    if factor.kind == REDUCE:
+        return f"Are parts along '{name}' combined by '{factor.monoid}'? If by nothing, it is whole."
+    if factor.kind == EXCHANGE:
+        return f"Does local fetch all that a part along '{name}' needs?"
+    return f"Do elements along '{name}' meet? Then it is reduced, exchanged in a local, or whole."
+
+
+def splits_of(rule: Rule, mesh: Mesh, most: int | None = None) -> list[Split]:
+    """Ways to split an equation, those of a single factor first; all of them, or a sample."""
+    ways = [split for split in _splits(rule, mesh, 0, {}) if split and is_valid(rule, split, mesh)]
+    if most is not None and len(ways) > most:
+        ways = random.Random(0).sample(ways, most)
+    return sorted(ways, key=lambda split: (len(split), *split))
+
+
+def _splits(rule: Rule, mesh: Mesh, f: int, so_far: Split) -> Iterator[Split]:
+    """All splits of the factors from ``f`` on, beside those of the ones before."""
+    if rule.fixed is not None:
+        return
+    if f == len(rule.factors):
+        yield so_far
+        return
+    yield from _splits(rule, mesh, f + 1, so_far)
+    if rule.factors[f].kind != WHOLE:
+        used = {a for g, atoms in so_far.items() if rule.component[g] == rule.component[f] for a in atoms}
+        free = [a for a in mesh.atoms if a not in used]
+        for count in range(1, len(free) + 1):
+            for atoms in itertools.permutations(free, count):
+                yield from _splits(rule, mesh, f + 1, {**so_far, f: atoms})
+
+
+def split_text(rule: Rule, split: Split, mesh: Mesh) -> str:
+    """A split in the words of its rule: ``a@data c@model``."""
+    words = [f"{rule.names[f]}@{mesh.format_atoms(atoms)}" for f, atoms in split.items() if atoms and f >= 0]
+    words += [f"{monoid} over {mesh.format_atoms(atoms)} waits" for monoid, _, atoms in passing(rule, split)]
+    return " ".join(words)
+
+
+def plan_of(program: Program, equation: Equation, split: Split, mesh: Mesh) -> Plan:
+    """A plan in which one equation is split, and everything else is whole on every device."""
+    assert equation.rule is not None
+    shardings = {v: Sharding.replicated(len(v.shape)) for v in program.block.inputs}
+    for e in program.block.walk():
+        shardings |= {v: Sharding.replicated(len(v.shape)) for v in e.outputs}
+    for i, value in enumerate(equation.inputs):
+        if isinstance(value, Value) and value in program.block.inputs:
+            shardings[value] = operand_sharding(equation.rule, i, split)
+    splits = {e: split if e is equation else {} for e in program.block.walk()}
+    return Plan(program, mesh, shardings, splits, {})
+
+
+def emit(plan: Plan) -> SpmdProgram:
+    """The per-device program of a plan, which takes its arguments in padded parts as they are planned."""
+    inputs = plan.program.block.inputs
+    return partition(plan, {i: plan.sharding(v) for i, v in enumerate(inputs)}, keep_uneven=True)
+
+
+def run_on_all(spmd: SpmdProgram, arguments: Sequence[Any]) -> list[list[Any]]:
+    """Simulates a per-device program that ``emit`` made; each result as a list over the devices."""
+    mesh = spmd.mesh
+    (equation,) = (e for e in spmd.jaxpr.jaxpr.eqns if "in_specs" in e.params)
+    values: dict[Any, list[Any]] = {
+        var: [x] * mesh.size for var, x in zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True)
+    }
+    for var, x, sharding in zip(spmd.jaxpr.jaxpr.invars, arguments, spmd.in_shardings, strict=True):
+        values[var] = parts_of(x, sharding, mesh)
+    stacked = [values[v] for v in equation.invars]
+    return [list(result) for result in simulate(equation.params["jaxpr"], (), mesh.atom_sizes, stacked)]
+
+
+def parts_of(x: Any, sharding: Sharding, mesh: Mesh) -> list[Any]:
+    """Each device's part of a whole array; where a dimension does not divide, padded with what spoils results.
+
+    If it is unreduced, the parts are to be combined: no device has the array itself.
+    """
+    if sharding.unreduced:
+        waiting = tuple(a for a, _ in sharding.unreduced)
+        cut = Sharding(sharding.dims)
+        split = [parts_of(part, cut, mesh) for part in _divided(x, sharding.unreduced[0][1], mesh.count(waiting))]
+        return [split[_ordinal(waiting, at, mesh)][device] for device, at in enumerate(_positions(mesh))]
+    if _is_key(x):
+        data = parts_of(jax.random.key_data(x), Sharding((*sharding.dims, ())), mesh)
+        return [jax.random.wrap_key_data(jnp.asarray(part), impl=jax.random.key_impl(x)) for part in data]
+    x = np.asarray(x)
+    local = sharding.local_shape(mesh, x.shape)
+    missing = [size * mesh.count(atoms) - n for n, size, atoms in zip(x.shape, local, sharding.dims, strict=True)]
+    if any(missing):
+        x = np.pad(x, [(0, n) for n in missing], constant_values=_poison(x.dtype))
+    parts = []
+    for at in _positions(mesh):
+        starts = [_ordinal(atoms, at, mesh) * size for size, atoms in zip(local, sharding.dims, strict=True)]
+        parts.append(x[tuple(slice(start, start + size) for start, size in zip(starts, local, strict=True))])
+    return parts
+
+
+def _divided(x: Any, monoid: str, count: int) -> list[np.ndarray]:
+    """Parts whose combination is ``x``: each element is with one device, and noise of both signs is spread."""
+    x, rng = np.asarray(x), np.random.default_rng(count)
+    owner = rng.integers(0, count, x.shape)
+    parts = [np.where(owner == i, x, np.asarray(identity(monoid, x.dtype), x.dtype)) for i in range(count)]
+    if monoid in ("add", "xor") and x.dtype != np.bool_:
+        # What one device has too much, the next one lacks.
+        for i in range(count):
+            extra = rng.integers(-3, 4, x.shape).astype(x.dtype)
+            j = (i + 1) % count
+            parts[i] = parts[i] + extra if monoid == "add" else parts[i] ^ extra
+            parts[j] = parts[j] - extra if monoid == "add" else parts[j] ^ extra
+    return parts
+
+
+def _divides(x: Any, monoid: str) -> bool:
+    """Whether numbers of this dtype can be parts under a monoid."""
+    if _is_key(x):
+        return False
+    kind = np.asarray(x).dtype.kind
+    finite = kind not in "fc" or bool(np.isfinite(x).all())
+    return finite and kind in {"add": "iufc", "mul": "iufc", "max": "iuf", "min": "iuf"}.get(monoid, "biu")
+
+
+def _positions(mesh: Mesh) -> Iterator[dict[str, int]]:
+    """Where each device stands along every atom."""
+    for position in itertools.product(*(range(n) for n in mesh.atom_sizes.values())):
+        yield dict(zip(mesh.atoms, position, strict=True))
+
+
+def _ordinal(atoms: Atoms, at: Mapping[str, int], mesh: Mesh) -> int:
+    ordinal = 0
+    for a in atoms:
+        ordinal = ordinal * mesh.atom_sizes[a] + at[a]
+    return ordinal
+
+
+def _poison(dtype: Any) -> Any:
+    if dtype == np.bool_:
+        return True
+    value = np.nan if jnp.issubdtype(dtype, jnp.inexact) else int(jnp.iinfo(dtype).max) // 3
+    return np.asarray(value).astype(dtype)
+
+
+def _read(values: Mapping[Value, Any], operand: Value | Constant) -> Any:
+    return operand.value if isinstance(operand, Constant) else values[operand]
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _numbers(x: Any) -> np.ndarray:
+    """An array as numbers; random keys as the words they are made of."""
+    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+
+
+def _close(got: np.ndarray, want: np.ndarray, tolerance: float) -> np.ndarray:
+    """For each element whether it is equal, or near where a tolerance is given and sums may be made otherwise."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        raise RuleError(f"a result is {got.dtype}{list(got.shape)} where {want.dtype}{list(want.shape)} belongs.")
+    if not jnp.issubdtype(want.dtype, jnp.inexact):
+        return np.asarray(got == want)
+    wide = np.complex128 if jnp.issubdtype(want.dtype, jnp.complexfloating) else np.float64
+    return np.isclose(got.astype(wide), want.astype(wide), rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -1,0 +1,181 @@
+"""Callbacks: what the host sees, how often, in which order, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+import gshard
+
+X = np.random.default_rng(6).standard_normal((7, 4)).astype(np.float32)
+
+
+class Host:
+    """Notes what it is called with, and doubles it."""
+
+    def __init__(self) -> None:
+        self.calls: list[np.ndarray] = []
+
+    def __call__(self, x: Any) -> np.ndarray:
+        self.calls.append(np.array(x))
+        return np.asarray(x) * 2
+
+    def tell(self, x: Any) -> None:
+        self(x)
+
+
+def like(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def run(f: Callable[..., Any], *args: Any) -> Any:
+    found = jax.block_until_ready(gshard.jit(f, mesh=8)(*args))
+    jax.effects_barrier()
+    return found
+
+
+def test_a_pure_callback_sees_the_whole_array_on_every_device() -> None:
+    host = Host()
+    result = run(lambda x: jax.pure_callback(host, like(x), gshard.split(x, 0, 8)) + 1, X)
+    np.testing.assert_array_equal(result, X * 2 + 1)
+    assert all((call == X).all() for call in host.calls)
+    assert len(host.calls) == 8
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_an_io_callback_is_called_once_and_everybody_gets_what_it_returns(ordered: bool) -> None:
+    host = Host()
+
+    def f(x: Any) -> Any:
+        doubled = io_callback(host, like(x), gshard.split(x, 0, 8), ordered=ordered)
+        return gshard.split(doubled, 1, 4) + 1
+
+    np.testing.assert_array_equal(run(f, X), X * 2 + 1)
+    assert len(host.calls) == 1
+    np.testing.assert_array_equal(host.calls[0], X)
+
+
+@pytest.mark.parametrize("x", [
+    np.array([-0.0, np.nan, np.inf, 1e-45], np.float32), np.array([1 - 0j, complex(-0.0, np.nan)], np.complex64),
+    np.array([True, False]), np.array([-128, 127], np.int8), np.array([2**32 - 1], np.uint32),
+    jnp.array([-0.0, 3, np.nan], jnp.bfloat16), np.zeros((0, 3), np.float32), np.int32(-5),
+])  # fmt: skip
+def test_what_is_handed_to_the_others_keeps_its_bits(x: Any) -> None:
+    got = run(lambda x: io_callback(lambda x: x, like(x), x), x)
+    assert got.dtype == x.dtype
+    assert np.asarray(got).tobytes() == np.asarray(x).tobytes()
+
+
+def test_results_of_an_io_callback_are_what_explain_says_is_sent() -> None:
+    found = gshard.explain(lambda x: io_callback(lambda x: x, like(x), x), X, mesh=8)
+    assert found.bytes_by_kind == {"all_reduce": 2 * X.nbytes * 7 // 8}
+    assert found.gathered == ()
+
+
+def test_io_callbacks_keep_their_order() -> None:
+    seen: list[int] = []
+
+    def f(x: Any) -> Any:
+        x = gshard.split(x, 0, 8)
+        for i in range(6):
+            io_callback(lambda _, i=i: seen.append(i), None, x[i], ordered=True)
+        return x
+
+    run(f, X)
+    assert seen == [0, 1, 2, 3, 4, 5]
+
+
+def test_prints_come_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def f(x: Any) -> Any:
+        jax.debug.print("sum of {n} numbers", n=(gshard.split(x, 0, 8) > -99).sum())
+        return x * 2
+
+    run(f, X)
+    assert capfd.readouterr().out.count("sum of 28 numbers") == 1
+
+
+def test_debug_callbacks_are_called_once_with_whole_arrays() -> None:
+    host = Host()
+
+    def f(x: Any) -> Any:
+        jax.debug.callback(host.tell, gshard.split(x, 0, 8))
+        return x
+
+    run(f, X)
+    assert len(host.calls) == 1
+    np.testing.assert_array_equal(host.calls[0], X)
+
+
+def test_partitioned_ones_see_every_part() -> None:
+    host = Host()
+
+    def f(x: Any) -> Any:
+        x = gshard.split(x * 1, 0, 8)
+        jax.debug.callback(host.tell, x, partitioned=True)
+        return x
+
+    run(f, X[:, :2])
+    assert len(host.calls) == 8
+    rows = sorted(tuple(call.ravel().tolist()) for call in host.calls)
+    assert rows == sorted([*(tuple(row) for row in X[:, :2].tolist()), (0.0, 0.0)])  # the eighth part is padding
+
+
+@pytest.mark.parametrize("trips", [0, 3])
+def test_in_loops_and_branches(trips: int) -> None:
+    host, counted = Host(), []
+
+    def f(x: Any) -> Any:
+        def step(carry: Any, i: Any) -> tuple[Any, Any]:
+            more = io_callback(host, like(carry), carry, ordered=True)
+            more = jax.lax.cond(i % 2 == 0, lambda y: y, lambda y: io_callback(host, like(y), y, ordered=True), more)
+            return more, None
+
+        def again(state: Any) -> Any:
+            jax.debug.callback(lambda n: counted.append(int(n)), state[0])
+            return state[0] + 1, state[1]
+
+        x, _ = jax.lax.scan(step, gshard.split(x, 0, 8), jnp.arange(trips))
+        return jax.lax.while_loop(lambda s: s[0] < trips, again, (0, x))[1]
+
+    result = run(f, X)
+    doubled = trips + trips // 2
+    np.testing.assert_array_equal(result, X * 2**doubled)
+    assert len(host.calls) == doubled
+    for i, call in enumerate(host.calls):
+        np.testing.assert_array_equal(call, X * 2**i)
+    assert sorted(counted) == list(range(trips))
+
+
+def test_an_order_that_jax_does_not_keep_is_refused() -> None:
+    for tell in (
+        lambda x: jax.debug.print("{x}", x=x, ordered=True),
+        lambda x: jax.debug.callback(lambda x: None, x, ordered=True),
+    ):
+
+        def f(x: Any, tell: Any = tell) -> Any:
+            tell(x)
+            return x
+
+        with pytest.raises(gshard.PlanError, match=r"ordered=True[^$]*at test_callback.py[^$]*io_callback"):
+            run(f, X)
+        gshard.jit(f, mesh=1)(X)
+    jax.effects_barrier()
+
+
+def test_parts_that_differ_are_not_told_of_once() -> None:
+    def f(x: Any, **how: bool) -> Any:
+        part = gshard.auto_to_manual(gshard.split(x, 0, 8), 0, 8)
+        jax.debug.callback(host.tell, part, **how)
+        return gshard.manual_to_auto(part, 0, 8)
+
+    host = Host()
+    with pytest.raises(gshard.ShardingError, match="is called once, and this is one of 8 parts that differ"):
+        run(f, np.concatenate([X, X[:1]]))
+    run(lambda x: f(x, partitioned=True), np.concatenate([X, X[:1]]))
+    assert sorted(call[0, 0] for call in host.calls) == sorted([*X[:, 0], X[0, 0]])
