@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -82,3 +83,6 @@ def test_moved_elements_must_be_the_same_bits() -> None:
     assert difference(np.where(x > 0, np.nan, x), x, {"dot_general"})
     assert difference(x + 1e-4, x, {"dot_general"})
     assert not difference(x + np.float32(1e-6), x, {"dot_general"})
+    brain = x.astype(jnp.bfloat16)
+    assert not difference(np.nextafter(brain, jnp.bfloat16(9)), brain, {"dot_general"})
+    assert difference(np.nextafter(brain, jnp.bfloat16(9)), brain, {"gather"})
