@@ -252,3 +252,24 @@ def test_an_uneven_argument_may_be_needed_otherwise(rng: np.random.Generator) ->
     given = gshard.jit(lambda x: x + 0, mesh=8, uneven="keep", in_shardings=P(None, "devices"))
     assert given(rows).lies.dims == columns(rows).lies.dims
     np.testing.assert_array_equal(given(rows), x)
+
+
+def test_what_is_donated_is_given_once(mesh_2x4: jax.sharding.Mesh) -> None:
+    """XLA would crash, or read what is no longer there."""
+    step = gshard.jit(lambda x, y: (split(x, 0, 8) + 1, y * 2), mesh=mesh_2x4, donate_argnums=(0, 1))
+    start = step(jnp.arange(8.0), jnp.arange(8.0) + 1)[0]
+    with pytest.raises(gshard.ShardingError, match="given twice, as arguments 0 and 1"):
+        step(start, start)
+    step(start, jnp.arange(8.0))
+    with pytest.raises(gshard.ShardingError, match="an earlier call has overwritten, as argument 0"):
+        step(start, jnp.arange(8.0))
+
+
+def test_values_where_only_shapes_are_known() -> None:
+    for bad in (lambda n: jnp.zeros(gshard.replicate(n)), lambda n: jnp.zeros(4) if n > 3 else n):
+        with pytest.raises(gshard.TraceError, match="only shapes are known"):
+            gshard.jit(bad, mesh=8)(4)
+    with pytest.raises(gshard.TraceError, match=r"static argument 1 of .* cannot be hashed"):
+        gshard.jit(lambda x, sizes: x, mesh=8, static_argnums=1)(jnp.ones(3), [1, 2])
+    with pytest.raises(TypeError, match="unsupported operand"):
+        gshard.jit(lambda x: x + "a", mesh=8)(jnp.ones(3))

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from gshard.analysis.explain import Explanation, explain_program
-from gshard.core.errors import MeshError, ShardingError
+from gshard.core.errors import MeshError, ShardingError, TraceError
+from gshard.core.jax_adapter import user_line
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
@@ -115,7 +116,27 @@ class Jitted:
         # Everything is put in its place first: JAX would compile again for arguments that lie otherwise.
         pairs = zip((x.padded if isinstance(x, UnevenArray) else x for x in leaves), targets, strict=True)
         moved = [x if getattr(x, "sharding", None) == t else jax.device_put(x, t) for x, t in pairs]
+        self._check_donations(lowered.donated, moved)
         return lowered.results(lowered.executable(*moved))
+
+    def _check_donations(self, donated: frozenset[int], arrays: Sequence[Any]) -> None:
+        """An array that is given twice must not be donated: XLA may crash."""
+        at: dict[int, int] = {}
+        for i, x in enumerate(arrays if donated else ()):
+            first = at.setdefault(id(x), i)
+            if first != i and {first, i} & donated:
+                raise ShardingError(
+                    f"{self._f.__name__} may overwrite an array that it was given twice, as arguments {first} and {i}.",
+                    user_line(),
+                    f"donated: arguments {', '.join(map(str, sorted(donated)))}, counted as flat arrays",
+                    "Give a copy (jnp.copy), or do not donate it.",
+                )
+            if i in donated and getattr(x, "is_deleted", bool)():
+                raise ShardingError(
+                    f"{self._f.__name__} was given an array that an earlier call has overwritten, as argument {i}.",
+                    user_line(),
+                    way_out="Use the earlier call's result, or do not donate it.",
+                )
 
     def on(self, mesh: Any) -> Jitted:
         """The same function for another mesh."""
@@ -153,6 +174,16 @@ class Jitted:
             return (args, kwargs), ()
         statics: tuple[tuple[int | str, Any], ...] = tuple((i, args[i]) for i in range(len(args)) if i in self._static)
         statics += tuple((k, kwargs[k]) for k in sorted(kwargs) if k in self._static)
+        for name, value in statics:
+            try:
+                hash(value)
+            except TypeError as error:
+                raise TraceError(
+                    f"static argument {name!r} of {self._f.__name__} cannot be hashed.",
+                    user_line(),
+                    f"a {type(value).__name__}",
+                    "Give a tuple or another value that is hashable and does not change.",
+                ) from error
         positional = tuple(a for i, a in enumerate(args) if i not in self._static)
         named = {k: v for k, v in kwargs.items() if k not in self._static}
         return (positional, named), (len(args), *statics)

@@ -97,7 +97,10 @@ def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, An
 
     try:
         return jax.make_jaxpr(flat)(*leaves), out_trees[0]
-    except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
+    except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError, TypeError) as error:
+        is_shape = str(error).startswith("Shapes must be 1D sequences of concrete values")
+        if not is_shape and not isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+            raise  # a mistake of another kind
         raise TraceError(
             f"{getattr(f, '__name__', type(f).__name__)} cannot be traced: it needs the value of an array, "
             "and only shapes are known.",
