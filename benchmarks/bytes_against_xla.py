@@ -216,7 +216,10 @@ def ratio_of(sides: dict[str, Any], what: str = "bytes") -> float | None:
 def text_of(name: str, sides: dict[str, Any]) -> str:
     """A row of the table."""
     ours, xla, ratio = sides.get("ours", {}), xla_of(sides), ratio_of(sides)
-    failed = next((sides[c]["error"] for c in CHANCES if "error" in sides.get(c, {})), "wrong results")
+    failed = next(
+        (sides[c]["error"] for c in CHANCES if "error" in sides.get(c, {})),
+        "wrong" if CHANCES[0] in sides else "not tried",
+    )
     off = " WRONG" if ours.get("off", 0) > NEAR else ""
     unlike = "" if as_predicted(ours) else f" predicted {ours.get('predicted')}"
     return (
