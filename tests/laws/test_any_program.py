@@ -148,6 +148,8 @@ def window(x: Any, n: Chosen) -> Any:
 
 
 def looped(x: Any, n: Chosen) -> Any:
+    if not x.shape[0]:
+        return x
     carry = jnp.zeros(x.shape[1:], jnp.int32) + 1
 
     def body(c: Any, row: Any) -> tuple[Any, Any]:
@@ -209,7 +211,9 @@ all_shapes = st.lists(
 def check(steps: Sequence[Step], shapes: Sequence[tuple[int, ...]]) -> None:
     """Compares the partitioned program with the plain one, bit for bit."""
     arrays = [np.random.default_rng([i, *s]).integers(-9, 9, s).astype(np.int32) for i, s in enumerate(shapes)]
-    want = jax.jit(program_of(steps, shapes, False))(*arrays)
+    # Operator by operator: compiled as one, XLA on CPU gets some wrong (integers times a constant, sliced twice).
+    with jax.disable_jit():
+        want = program_of(steps, shapes, False)(*arrays)
     program = trace(program_of(steps, shapes, True), *arrays)
     spmd = partition(propagate(program, MESH))
     assert emitted(spmd.jaxpr, MESH.atom_sizes) == reported(spmd.collectives)
