@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ def invented(x: Any) -> Any:
 def primitive_of(name: str, meaning: Callable[..., Any], batched: Callable[..., Any] | None = None) -> Primitive:
     """A new primitive that means a function, with a batching rule if there is one to give."""
     made = Primitive(name)
-    made.def_impl(jax.jit(meaning))
+    made.def_impl(lambda *xs, **params: jax.jit(functools.partial(meaning, **params))(*xs))
 
     def shaped(*avals: Any, **params: Any) -> Any:
         found = jax.eval_shape(lambda *xs: meaning(*xs, **params), *avals)

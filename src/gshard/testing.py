@@ -81,7 +81,7 @@ def check_rule(
     checked: list[str] = []
     for equation in found:
         assert equation.rule is not None
-        if not equation.rule.known:
+        if not equation.rule.known and all(factor.kind == WHOLE for factor in equation.rule.factors):
             raise RuleError(
                 f"primitive '{equation.name}' has no rule.", equation.line, way_out="Teach it: gshard.rule(...)."
             )

@@ -6,12 +6,14 @@ A plan is plain data. ``propagate`` (or a search) writes it, ``partition`` obeys
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from gshard.core.mesh import Mesh
-from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize
+from gshard.core.rule import WHOLE
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, passing
+from gshard.core.split import Split, operand_sharding, passing, place
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,10 +70,23 @@ class Plan:
 
     @property
     def gathered(self) -> tuple[Equation, ...]:
-        """Equations whose primitive has no rule: their operands are gathered and all devices compute the same."""
-        return tuple(
-            e for e in self.program.block.walk() if e.rule is not None and not e.rule.known and self.mesh.size > 1
-        )
+        """Equations whose primitive has no rule, so that operands are gathered and all devices compute the same.
+
+        Those that nothing is known of; where batch dimensions were found, those that have others which are split.
+        """
+        return tuple(e for e in self.program.block.walk() if self.mesh.size > 1 and self._gathers(e))
+
+    def _gathers(self, e: Equation) -> bool:
+        if e.rule is None or e.rule.known:
+            return False
+        if all(factor.kind == WHOLE for factor in e.rule.factors):
+            return True
+        split = self.splits.get(e, {})
+        for v, dims in zip(e.inputs, e.rule.operands, strict=True):
+            kept = {a for atoms in place(dims, split) for a in atoms}
+            if not {a for atoms in self.sharding(v).dims for a in atoms} <= kept:
+                return True
+        return False
 
     def chain(self, value: Value, dim: int) -> list[str]:
         """The reasons for one dimension's atoms, from the value back to a mark."""
@@ -101,8 +116,15 @@ class Plan:
         for e in self.gathered:
             operands = [v for v in e.inputs if isinstance(v, Value)]
             text = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in operands)
-            found.append(f"{e.name} at {e.line}: {text} ({sum(v.bytes for v in operands)} B on every device)")
+            found.append(f"{e.name} at {e.line}: {text} ({self._gathered_bytes(e)} B on every device)")
         return found
+
+    def _gathered_bytes(self, e: Equation) -> int:
+        """Bytes of the operands as every device gets them: whole but for batch dimensions."""
+        assert e.rule is not None
+        shardings = [operand_sharding(e.rule, i, self.splits.get(e, {})) for i in range(len(e.inputs))]
+        pairs = [(v, s) for v, s in zip(e.inputs, shardings, strict=True) if isinstance(v, Value)]
+        return sum(math.prod(s.local_shape(self.mesh, v.shape)) * itemsize(v.dtype) for v, s in pairs)
 
     def _block(self, block: Block, indent: str) -> list[str]:
         lines = [f"{indent}({', '.join(f'%{v.index}:{self.format(v)}' for v in block.inputs)}) ->"]
@@ -117,7 +139,7 @@ class Plan:
                 names += [f"{monoid} over {self.mesh.format_atoms(a)} waits" for monoid, _, a in passing(e.rule, split)]
                 note = f"   # {e.rule}; split {' '.join(names)}" if names else ""
             if e.rule is not None and not e.rule.known:
-                note = "   # no rule: gathered"
+                note = "   # no rule: gathered" if self._gathers(e) else note and f"{note}; proven by its vmap rule"
             what = f"{e.name}[{e.mark}]" if e.mark else e.name
             lines.append(f"{indent}{results} = {what} {operands}{note}")
             for body in e.blocks:

@@ -6,61 +6,22 @@
         dims = make.parallel(call.in_shapes[0])
         return make.rule([dims], [[dims[d] for d in call.params["permutation"]]])
 
-A primitive without an entry is ``whole`` in every factor: its operands are gathered and every device computes all
-of it. That is correct, listed in the plan and refused under ``strict=True``.
+A primitive without an entry is ``whole`` in every factor, except for batch dimensions that its vmap rule proves
+(``rules.batch``): its operands are gathered and every device computes all of it. That is correct, listed in the plan
+and refused under ``strict=True``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import numpy as np
-
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import user_line
-from gshard.core.program import short_dtype
-from gshard.core.rule import EXCHANGE, MONOIDS, REDUCE, WHOLE, Rule, RuleMaker
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """What a rule is computed from: one application of a primitive, shapes known, values not.
-
-    Attributes:
-        name: of the primitive.
-        params: its parameters, as its equation has them.
-        in_shapes, out_shapes: of operands and results.
-        in_dtypes: of the operands.
-        primitive: itself, where there is one.
-    """
-
-    name: str
-    params: dict[str, Any]
-    in_shapes: tuple[tuple[int, ...], ...]
-    out_shapes: tuple[tuple[int, ...], ...]
-    in_dtypes: tuple[Any, ...]
-    primitive: Any = None
-
-    def __str__(self) -> str:
-        shapes = [f"[{','.join(map(str, s))}]" for s in (*self.in_shapes, *self.out_shapes)]
-        at = len(self.in_shapes)
-        operands = ", ".join(f"{_dtype_name(t)}{s}" for t, s in zip(self.in_dtypes, shapes))
-        return f"equation: {self.name} {operands} -> {', '.join(shapes[at:])}"
-
-    @property
-    def on_keys(self) -> bool:
-        """Whether the first operand holds PRNG keys, which can be moved but not computed with."""
-        return bool(self.in_dtypes) and jax.dtypes.issubdtype(self.in_dtypes[0], jax.dtypes.prng_key)
-
-    @property
-    def is_complex(self) -> bool:
-        """Whether the first operand is complex: such numbers have no least and no greatest to fill padding with."""
-        return bool(self.in_dtypes) and jax.dtypes.issubdtype(self.in_dtypes[0], np.complexfloating)
-
+from gshard.core.rule import EXCHANGE, MONOIDS, REDUCE, WHOLE, Rule
+from gshard.rules.batch import batch_rule
+from gshard.rules.call import Call as Call
 
 RuleFunction = Callable[[Call], Rule]
 _RULES: dict[str, RuleFunction] = {}
@@ -88,7 +49,7 @@ def rule_of(call: Call, source: Any = None) -> Rule:
         call: the application.
         source: the equation's ``source_info``, to blame the user's line for a rule that does not fit.
     """
-    function = _taught(call) or _RULES.get(call.name, _all_whole)
+    function = _taught(call) or _RULES.get(call.name, batch_rule)
     try:
         return function(call)
     except RuleError as error:
@@ -167,14 +128,3 @@ def _taught(call: Call) -> RuleFunction | None:
     callback = call.params.get("callback")
     target = call.params.get("target_name", getattr(callback, "callback_func", callback))
     return next((f for t, f in taught.items() if t is not None and t == target), taught.get(None))
-
-
-def _all_whole(call: Call) -> Rule:
-    make = RuleMaker()
-    operands = [[make.whole(n) for n in shape] for shape in call.in_shapes]
-    results = [[make.whole(n) for n in shape] for shape in call.out_shapes]
-    return make.rule(operands, results, known=False)
-
-
-def _dtype_name(dtype: Any) -> str:
-    return dtype if isinstance(dtype, str) else short_dtype(dtype)
