@@ -121,6 +121,10 @@ def contractions() -> Iterator[Row]:
         arguments = tuple(normal(*s) for s in shapes_)
         yield row(name, lambda x, y, spec=spec: jnp.einsum(spec, x, y), *arguments, tolerance=SUM)
     yield row("dot_general, integers", lambda x, y: x @ y, N, N.T.copy())
+    logical = lambda x, y: lax.dot_general(x, y, (((1,), (1,)), ((), ())))  # noqa: E731
+    yield row("dot_general, booleans", logical, X > 1, Y > 1)
+    counted = lambda x, y: lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=np.int32)  # noqa: E731
+    yield row("dot_general, booleans counted", counted, X > 0, Y > 0)
 
 
 def reductions() -> Iterator[Row]:
@@ -535,3 +539,9 @@ def grouped() -> Iterator[Row]:
     lower[:, 0] = upper[:, -1] = 0
     solve = lax.linalg.tridiagonal_solve
     yield row("tridiagonal_solve", solve, lower, diagonal, upper, normal(3, 6, 5), tolerance=1e-4)
+    gammas = lambda k, a: jax.vmap(lambda k, a: jax.random.gamma(k, a, (4,)))(k, a)  # noqa: E731
+    yield row("random_gamma", gammas, jax.random.split(jax.random.key(3), 6), np.arange(1, 7, dtype=np.float32),
+              tolerance=1e-5)  # fmt: skip
+    least = np.array([np.inf, 3, -np.nan, np.nan, -np.inf, -2, -np.nan], np.float32)
+    yield row("top_k, negative nan", lambda x: lax.top_k(x, 7), least)
+    yield row("top_k, negative nan, bfloat16", lambda x: lax.top_k(x, 6), least.astype(jnp.bfloat16))

@@ -32,9 +32,13 @@ def dot_general(call: Call) -> Rule:
     """
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = call.params["dimension_numbers"]
     lhs_shape, rhs_shape = call.in_shapes
+    wanted = call.params.get("preferred_element_type")
+    # Booleans are multiplied by "and" and added by "or".
+    logical = bool(call.in_dtypes) and jnp.bool_ == (call.in_dtypes[0] if wanted is None else wanted)
     make = RuleMaker()
     lhs = [
-        make.factor(n, REDUCE, "add") if d in lhs_sum else make.factor(n) for d, n in enumerate(lhs_shape)
+        make.factor(n, REDUCE, "or" if logical else "add") if d in lhs_sum else make.factor(n)
+        for d, n in enumerate(lhs_shape)
     ]
     shared = dict(zip((*rhs_batch, *rhs_sum), (*lhs_batch, *lhs_sum), strict=True))
     rhs = [lhs[shared[d]] if d in shared else make.factor(n) for d, n in enumerate(rhs_shape)]
@@ -42,5 +46,5 @@ def dot_general(call: Call) -> Rule:
     free_lhs = [dim for d, dim in enumerate(lhs) if d not in lhs_sum and d not in lhs_batch]
     free_rhs = [dim for d, dim in enumerate(rhs) if d not in shared]
     flops = 2 * math.prod(f.size for f in make.factors)
-    linear = [sums(0), sums(1)] if keeps_sums(call) else []
+    linear = [sums(0), sums(1)] if keeps_sums(call) and not logical else []
     return make.rule([lhs, rhs], [[*batch, *free_lhs, *free_rhs]], flops=flops, linear=linear)

@@ -113,3 +113,13 @@ def rng_bit_generator(call: Call) -> Rule:
     make = RuleMaker()
     state = [make.whole(n) for n in call.in_shapes[0]]
     return make.rule([state], [state, [make.whole(n) for n in call.out_shapes[1]]])
+
+
+@rule("random_gamma")
+def random_gamma(call: Call) -> Rule:
+    """Keys are parallel; the samples drawn with keys split from each of them are whole."""
+    keys, shape = call.in_shapes
+    make = RuleMaker()
+    dims = make.parallel(keys)
+    dims += [make.whole(n) for n in shape[len(keys) :]]
+    return make.rule([dims[: len(keys)], dims], [dims])

@@ -74,7 +74,9 @@ def top_k(call: Call) -> Rule:
         if not atoms or not k:
             return shards.bind(x)
         if shape[axis] % shards.mesh.count(atoms):
-            x = mask(x, axis, shape[axis], atoms, identity("max", x.dtype))
+            # Last of all stand the NaN that are negative, and equals in the order of their places: padding after them.
+            inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+            x = mask(x, axis, shape[axis], atoms, -np.nan if inexact else identity("max", x.dtype))
         values, places = shards.bind(x, k=min(k, x.shape[axis]))
         places = places + jnp.asarray(shards.offset(operand[axis]), places.dtype)
         values, places = shards.all_gather(values, axis, atoms), shards.all_gather(places, axis, atoms)
