@@ -52,6 +52,7 @@ from gshard.passes.compile import named_sharding
 
 SECONDS = 400  # after which a child that says nothing is stopped
 LEAST = 0.01  # what a program in which only XLA sends counts in the mean
+PAGE = 4096  # less temporary memory counts as much as this
 NEAR = 1e-3  # results that are further off, relative to the largest number, are wrong
 CHANCES = "its own arguments", "our arguments"
 
@@ -247,7 +248,7 @@ def report(found: dict[str, dict[str, Any]]) -> None:
     given = [r for r in at_best if r is not None and r < math.inf]
     worse = {name: r for name, r in ratios.items() if r is not None and r > 1.0}
     memory = [
-        max(1, sides["ours"]["memory"]) / max(1, xla["memory"])
+        max(PAGE, sides["ours"]["memory"]) / max(PAGE, xla["memory"])
         for sides in found.values()
         if (xla := xla_of(sides)) is not None and "memory" in sides["ours"]
     ]
