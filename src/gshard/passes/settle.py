@@ -184,7 +184,7 @@ def _fixed(block: Block) -> set[Value]:
 def _alternatives(
     v: Value,
     maker: Equation,
-    readers: Iterable[Equation],
+    readers: Sequence[Equation],
     shardings: Mapping[Value, Sharding],
     best: Mapping[Equation, Split],
     mesh: Mesh,
@@ -201,7 +201,15 @@ def _alternatives(
             found += [s for x, s in zip(e.inputs, entry, strict=True) if x is v]
         else:
             found += [operand_sharding(e.rule, i, best[e]) for i, x in enumerate(e.inputs) if x is v]
-    return [s for s in dict.fromkeys(found) if s != shardings[v]]
+    passable = dict.fromkeys(monoid for s in found for _, monoid in s.unreduced)
+    passable = {monoid: all(_passes(v, monoid, e) for e in readers) for monoid in passable}
+    return [s for s in dict.fromkeys(found) if s != shardings[v] and all(passable[m] for _, m in s.unreduced)]
+
+
+def _passes(v: Value, monoid: str, reader: Equation) -> bool:
+    """Whether a reader can take a value uncombined. If one cannot, all others may as well use what it is given."""
+    at = {i for i, x in enumerate(reader.inputs) if x is v}
+    return reader.rule is not None and any(m == monoid and at <= operands for m, operands in reader.rule.linear)
 
 
 def _cost(v: Value, around: Iterable[Equation], shardings: Mapping[Value, Sharding], mesh: Mesh) -> float:
