@@ -73,6 +73,11 @@ def is_our_own(name: str) -> bool:
     return name in _RULES
 
 
+def own_rule(name: str) -> RuleFunction:
+    """The library's own rule of a primitive."""
+    return _RULES[name]
+
+
 def known_primitives() -> tuple[str, ...]:
     """Names of all primitives that the library has a rule for."""
     return tuple(sorted(_RULES))
