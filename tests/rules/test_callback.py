@@ -12,6 +12,7 @@ import pytest
 from jax.experimental import io_callback
 
 import gshard
+from emitted import emitted, reported
 
 X = np.random.default_rng(6).standard_normal((7, 4)).astype(np.float32)
 
@@ -73,9 +74,12 @@ def test_what_is_handed_to_the_others_keeps_its_bits(x: Any) -> None:
 
 
 def test_results_of_an_io_callback_are_what_explain_says_is_sent() -> None:
-    found = gshard.explain(lambda x: io_callback(lambda x: x, like(x), x), X, mesh=8)
+    f = lambda x: io_callback(lambda x: x, like(x), x)  # noqa: E731
+    found = gshard.explain(f, X, mesh=8)
     assert found.bytes_by_kind == {"all_reduce": 2 * X.nbytes * 7 // 8}
     assert found.gathered == ()
+    spmd = gshard.jit(f, mesh=8).lower(X).spmd
+    assert emitted(spmd.jaxpr, spmd.mesh.atom_sizes) == reported(spmd.collectives)
 
 
 def test_io_callbacks_keep_their_order() -> None:

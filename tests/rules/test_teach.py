@@ -130,6 +130,9 @@ def test_what_is_no_rule_is_refused_at_once() -> None:
         gshard.rule("taught_outer")(3)  # type: ignore[arg-type]
     with pytest.raises(RuleError, match="is no primitive"):
         gshard.rule(3)
+    for name in ("scan", "cond", "jit", "custom_jvp_call", "remat2"):
+        with pytest.raises(RuleError, match="what is inside it is split by itself"):
+            gshard.rule(name, replace=True)
     with pytest.raises(RuleError, match="needs one arrow"):
         gshard.rule("taught_outer")("a b")
     with pytest.raises(RuleError, match="'b' is exchanged, and nothing says how"):

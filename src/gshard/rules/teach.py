@@ -25,8 +25,10 @@ from typing import Any
 
 from gshard.comm.shards import Shards
 from gshard.core.errors import RuleError
+from gshard.core.jax_adapter import body_of_call
 from gshard.core.rule import Rule
 from gshard.rules.notation import check_without_local, parse
+from gshard.rules.region import REGIONS
 from gshard.rules.registry import Call, RuleFunction, contradiction, enter_taught, is_our_own
 
 
@@ -55,6 +57,11 @@ def rule(primitive: Any, *, target: Any = None, replace: bool = False) -> Callab
     name = getattr(primitive, "name", primitive)
     if not isinstance(name, str):
         raise RuleError(f"{primitive!r} is no primitive.", way_out="Give its name or the primitive itself.")
+    if name in REGIONS or body_of_call(name, {"jaxpr": name}) is not None:
+        raise RuleError(
+            f"{name!r} has no rule to be taught: what is inside it is split by itself.",
+            way_out="Teach the primitives inside, or wrap a function in a primitive of your own.",
+        )
     if is_our_own(name) and target is None and not replace:
         raise RuleError(
             f"gshard has a rule for primitive {name!r}.",
