@@ -94,7 +94,9 @@ def page() -> str:
     lines = [HEAD]
     for family in sorted(names, key=lambda f: (FIRST.index(f) if f in FIRST else len(FIRST), f)):
         module = importlib.import_module(f"gshard.rules.{family}")
-        lines += [f"## {family.capitalize()}", "", _sentence(module), "", *_table(names[family], found), ""]
+        shown = found.keys() & names[family]
+        lines += [f"## {family.capitalize()}", "", *(_first_paragraph(module) if shown else _words(module)), ""]
+        lines += [*_table(names[family], found), ""]
     lines += ["## Regions", "", "Loops and branches: what is inside is split by itself.", ""]
     lines += [", ".join(f"`{name}`" for name in sorted(REGIONS)), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -119,9 +121,14 @@ def _table(names: list[str], found: dict[str, Seen]) -> Iterator[str]:
         yield f"{'By the same rules: ' if alike else ''}{', '.join(f'`{name}`' for name in rest)}"
 
 
-def _sentence(module: object) -> str:
-    """The first paragraph of a module's docstring."""
-    return " ".join((inspect.getdoc(module) or "").split("\n\n")[0].split()).replace("``", "`")
+def _first_paragraph(module: object) -> list[str]:
+    """What a module's docstring begins with."""
+    return [" ".join((inspect.getdoc(module) or "").split("\n\n")[0].split()).replace("``", "`")]
+
+
+def _words(module: object) -> list[str]:
+    """A module's docstring as it is written, for operators that no example shows."""
+    return ["```text", *(inspect.getdoc(module) or "").splitlines(), "```"]
 
 
 if __name__ == "__main__":

@@ -217,6 +217,9 @@ def windows() -> Iterator[Row]:
         yield row(name, lambda x, config=config: lax.pad(x, 2.5, config), X)
     yield row("rev", lambda x: lax.rev(x, (0, 1)), X)
     yield row("concatenate", lambda x, y: lax.concatenate([x, y, x], 0), X, normal(2, 10))
+    yield row("concatenate_slices, rotated", lambda x: jnp.roll(x, 3, 0), X)
+    yield row("concatenate_slices, wrapped", lambda x: jnp.concatenate([x[:, -2:], x, x[:, :1]][0:3:2], 1), X)
+    yield row("concatenate_slices, of two", lambda x, y: jnp.concatenate([y[1:3], x[2:6], x[6:]]), X, normal(4, 10))
     yield row("concatenate, with nothing", lambda x, y: lax.concatenate([x, y], 1), X, normal(7, 0))
     for start in (-3, 0, 4, 20):
         at = np.int32(start)

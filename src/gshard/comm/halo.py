@@ -10,6 +10,9 @@ several parts takes several hops, each one CollectivePermute of just the element
     >>> [(hop.distance, hop.low, hop.high) for hop in window.hops(3)]
     [(-1, 2, 3), (0, 0, 3), (1, 0, 1)]
 
+Each hop carries only what one of its takers needs. Where it is laid down, between its neighbours' pieces, it is
+padded to a whole part.
+
 Elements before 0 or from ``n`` on are whatever happens to be there: the caller masks them.
 """
 
@@ -34,12 +37,15 @@ class Hop:
     Attributes:
         distance: how many parts away they come from; 0 stays at home.
         low, high: the elements of a part that somebody needs.
+        begin, end: the elements for which there is room where they are laid down.
         takers: the parts that need some of them.
     """
 
     distance: int
     low: int
     high: int
+    begin: int
+    end: int
     takers: tuple[int, ...]
 
 
@@ -112,8 +118,8 @@ def _plan(window: Window, size: int) -> tuple[Hop, ...]:
     for distance in range(nearest, farthest + 1):
         low, high, takers = needed.get(distance, (0, size, []))
         # Pieces are laid side by side, so only the outer ends may be cut off.
-        low, high = low if distance == nearest else 0, high if distance == farthest else size
-        hops.append(Hop(distance, low, high, tuple(takers)))
+        begin, end = low if distance == nearest else 0, high if distance == farthest else size
+        hops.append(Hop(distance, low, high, begin, end, tuple(takers)))
     return tuple(hops)
 
 
@@ -129,14 +135,17 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
         return jnp.zeros((*x.shape[:dim], width, *x.shape[dim + 1 :]), x.dtype)
     pieces = []
     for hop in hops:
+        if not hop.distance:
+            pieces.append(lax.slice_in_dim(x, hop.begin, hop.end, axis=dim))
+            continue
         piece = lax.slice_in_dim(x, hop.low, hop.high, axis=dim)
-        if hop.distance:
-            piece = lax.ppermute(piece, mesh.atoms, _pairs(hop, atoms, mesh)) if hop.takers else jnp.zeros_like(piece)
-        pieces.append(piece)
+        piece = lax.ppermute(piece, mesh.atoms, _pairs(hop, atoms, mesh)) if hop.takers else jnp.zeros_like(piece)
+        room = (hop.low - hop.begin, hop.end - hop.high)
+        pieces.append(jnp.pad(piece, [room if d == dim else (0, 0) for d in range(x.ndim)]) if any(room) else piece)
     buffer = lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
 
     def offset(part: Any) -> Any:
-        return window.start(part) - (part + hops[0].distance) * size - hops[0].low
+        return window.start(part) - (part + hops[0].distance) * size - hops[0].begin
 
     # The buffer is padded so that no window that holds anything begins or ends outside of it.
     used = [i for i in window.takers if window.start(i) < window.n and window.start(i) + width > 0]

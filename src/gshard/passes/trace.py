@@ -29,6 +29,7 @@ from gshard.core.mark import Mark
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
 from gshard.rules.expand import expansion, mark_of_equation, needs_barrier
+from gshard.rules.pieces import join_slices
 from gshard.rules.region import REGIONS
 from gshard.rules.registry import Call, rule_of
 from gshard.rules.zones import check_zones
@@ -145,7 +146,8 @@ class _Builder:
         inputs += [self._new(env, var) for var in jaxpr.invars]
         equations: list[Equation] = []
         self._equations(jaxpr, env, equations, None)
-        return Block(tuple(inputs), tuple(equations), tuple(_read(env, v) for v in jaxpr.outvars))
+        outputs = tuple(_read(env, v) for v in jaxpr.outvars)
+        return Block(tuple(inputs), tuple(join_slices(equations, outputs)), outputs)
 
     def _equations(self, jaxpr: Any, env: dict[Any, Any], out: list[Equation], line: Any) -> None:
         for eqn in jaxpr.eqns:
@@ -190,7 +192,7 @@ class _Builder:
 
     def _rule(self, call: Call, source: Any) -> Rule:
         """The rule of a call; equal calls (those of equal layers) share one."""
-        key = (call.name, tuple(call.params.items()), call.in_shapes, call.out_shapes, call.in_dtypes)
+        key = (call.primitive, tuple(call.params.items()), call.in_shapes, call.out_shapes, call.in_dtypes)
         try:
             known = self.rules.get(key)
         except TypeError:  # a parameter that cannot be compared

@@ -9,6 +9,7 @@ from gshard.rules import indexing as indexing
 from gshard.rules import linalg as linalg
 from gshard.rules import manual as manual
 from gshard.rules import order as order
+from gshard.rules import pieces as pieces
 from gshard.rules import ragged as ragged
 from gshard.rules import reduce as reduce
 from gshard.rules import shape as shape
