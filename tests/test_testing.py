@@ -120,13 +120,19 @@ def test_a_local_that_forgets_its_neighbour() -> None:
         if not atoms:
             return shards.bind(x)
         parts = shards.mesh.count(atoms)
+        if shards.note is not None:
+            shards.note("collective_permute", atoms, x[-1:].nbytes if told else 0, x[-1:])
         last = lax.ppermute(x[-1:], atoms, [(i, (i + 1) % parts) for i in range(parts)])
         return [jnp.concatenate([last, x[:-1]])]
 
+    told = True
     rule("a b -> a b; exchange a", local=local)
     assert check_rule(lambda x: shifted_p.bind(x), X[:6], primitive="told_shifted", mesh=2)
     with pytest.raises(RuleError, match="parts along a are padded"):
         check_rule(lambda x: shifted_p.bind(x), X, primitive="told_shifted", mesh=2)
+    told = False
+    with pytest.raises(RuleError, match=r"what it does not report[^$]*'collective_permute': 40, 'all_gather': 120\}"):
+        check_rule(lambda x: shifted_p.bind(x), X[:6], primitive="told_shifted", mesh=2)
 
 
 def test_a_local_of_the_wrong_shape_or_that_fails() -> None:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gshard.analysis.emitted import emitted, reported
 from gshard.comm.simulate import simulate
 from gshard.comm.steps import identity
 from gshard.core.errors import RuleError
@@ -62,7 +63,7 @@ def check_rule(
 
     Raises:
         RuleError: a split computes something else; it names the split, its factors and the first element that differs.
-            Or ``f`` has no such equation outside of loops, or one without a rule.
+            Or it sends what it does not report; or ``f`` has no such equation outside of loops, or one without a rule.
 
     >>> check_rule(lambda x: jnp.sort(x, 0), np.float32([[1, -2, 4], [3, 0, 5], [2, 1, -7]]), mesh=2)
     ('a@devices', 'b@devices')
@@ -88,6 +89,7 @@ def check_rule(
         alone = Alone.of(program, equation, jax.tree.leaves(args))
         for split in (*splits_of(equation.rule, devices, most), *alone.passing(devices)):
             spmd = emit(plan_of(alone.program, equation, split, devices))
+            alone.compare_sent(spmd, split)
             alone.compare(run_on_all(spmd, alone.arguments), split, devices, tolerance)
             checked.append(split_text(equation.rule, split, devices))
     return tuple(checked)
@@ -168,6 +170,23 @@ class Alone:
                     at = tuple(map(int, np.argwhere(~right)[0]))
                     one = f"element {list(at)} is {got[at]} on device {device}, and {want[at]} unsplit"
                     raise self._lie(split, mesh, f"result {i}: {one} ({(~right).sum()} of {right.size} differ)")
+
+    def compare_sent(self, spmd: SpmdProgram, split: Split) -> None:
+        """Compares what the devices send with what the rule's ``local`` reports of it.
+
+        Raises:
+            RuleError: it sends something else, so explanations would not be true.
+        """
+        sent, said = emitted(spmd.jaxpr, spmd.mesh.atom_sizes), reported(spmd.collectives)
+        if sent != said:
+            assert self.equation.rule is not None
+            raise RuleError(
+                f"the rule of '{self.equation.name}' sends what it does not report.",
+                self.equation.line,
+                f"rule: {self.equation.rule}; split {split_text(self.equation.rule, split, spmd.mesh)}\n"
+                f"  bytes sent by each device: {dict(sent)}, reported: {dict(said)}",
+                "Tell shards.note, or move data by shards.all_gather and shards.window, which do.",
+            )
 
     def _lie(self, split: Split, mesh: Mesh, difference: str) -> RuleError:
         rule, name = self.equation.rule, self.equation.name
