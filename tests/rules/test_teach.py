@@ -92,6 +92,7 @@ def test_a_rule_of_ones_own_is_replaced_and_one_of_ours_only_if_asked() -> None:
         ("a b, b c -> a; add over b; whole c", "gives result 0 1 dimension, and it has 2"),
         ("a b, c b -> a c; add over b", "has 'b' be 5 in dimension 1 of operand 0 and 6 in dimension 1 of operand 1"),
         (lambda call: None, "gave NoneType"),
+        (lambda call: call.params["axis"], "failed: KeyError: 'axis'"),
         (lambda call: gshard.RuleMaker().rule([[], []], [[]]), "operand 0: the rule gives it 0 dimensions"),
         (lambda call: gshard.RuleMaker().rule([], []), "it is for 0 operands, and there are 2"),
     ],

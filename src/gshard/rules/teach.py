@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gshard.comm.shards import Shards
-from gshard.core.errors import RuleError
+from gshard.core.errors import GShardError, RuleError
 from gshard.core.jax_adapter import body_of_call
 from gshard.core.rule import Rule
 from gshard.rules.notation import check_without_local, parse
@@ -34,6 +34,16 @@ from gshard.rules.registry import Call, RuleFunction, contradiction, enter_taugh
 
 def rule(primitive: Any, *, target: Any = None, replace: bool = False) -> Callable[..., Any]:
     """Teaches gshard how a primitive may be split.
+
+    A rule as text names the loops of the computation by words, writes each dimension of operands and results as a
+    product of them, and says after semicolons what is not simply independent::
+
+        a b, b c -> a c; add over b     parts are combined by add, max, min, mul, or, and, xor
+        a b -> a c; whole b c           never split
+        (a b) c -> a b c; a=4           a dimension made of two; a size that the shapes leave open
+        ... a -> ... a                  further dimensions in front, however many
+        a 1, () -> a                    a dimension of size 1, an array without dimensions
+        a b -> a b; exchange b          ``local`` talks to the other devices
 
     Args:
         primitive: its name, or the ``jax.extend.core.Primitive``.
@@ -90,7 +100,13 @@ def _checked(function: RuleFunction) -> RuleFunction:
     """A user's rule, believed only where it fits its equation."""
 
     def checked(call: Call) -> Rule:
-        found = function(call)
+        try:
+            found = function(call)
+        except GShardError:
+            raise
+        except Exception as error:
+            what = f"the rule of '{call.name}' failed: {type(error).__name__}: {error}"
+            raise RuleError(what, got=str(call)) from error
         if not isinstance(found, Rule):
             raise RuleError(
                 f"the rule of '{call.name}' gave {type(found).__name__}.",
