@@ -7,6 +7,7 @@ They are written for the whole arrays, so their operands are gathered. How often
     debug_callback, debug_print   exactly once a call
     the last two, partitioned     once on every device, with its own part, padding filled with zeros
 
+While the first device calls, the others wait for what it returns; on CPU no longer than XLA lets a collective wait.
 Order (``ordered=True``) is kept by ``io_callback``; JAX does not keep it for the other two on several devices, and that
 is an error here.
 """
