@@ -504,8 +504,9 @@ def partial_windows() -> Iterator[Row]:
             spread = scattering((1, 2), (), mapped)
             for verb in (lax.scatter, lax.scatter_add, lax.scatter_sub, lax.scatter_mul, lax.scatter_max):
                 write = lambda x, i, u, f=verb, how=spread, mode=mode: f(x, i, u, how, mode=mode)  # noqa: E731
-                # Only one window is set: in which order several are is not fixed.
-                at = (starts[4:5] if verb is lax.scatter else starts)[:, : len(mapped)]
+                # Only one window is set, for the order of several is not fixed; it fits, or all would be dropped.
+                lone_at = starts[4:5] if mode == "clip" else starts[:1]
+                at = (lone_at if verb is lax.scatter else starts)[:, : len(mapped)]
                 title = f"{verb.__name__.replace('_', '-')}, windows of {name}, {mode}"
                 yield row(title, write, X, at, normal(len(at), *lone.shape[1:]), tolerance=SUM)
     columns = numbers((1,), (0,), (0, 1))
