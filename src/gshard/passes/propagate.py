@@ -31,6 +31,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import Split, place, project
 from gshard.passes.assign import Available, assign, price
 from gshard.passes.candidates import arrays_of, candidates
+from gshard.passes.flip import flip
 from gshard.passes.settle import settle
 
 
@@ -67,8 +68,13 @@ def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
     state.run()
     shardings = {v: Sharding(tuple(dims)) for v, dims in state.dims.items()}
     splits = assign(program.block, shardings, mesh)
-    if settle(program.block, shardings, splits, state.reasons, mesh):
-        splits = assign(program.block, shardings, mesh)
+    for _ in range(2):  # chains that flip may let single values settle elsewhere, and once more the other way round
+        changed = bool(settle(program.block, shardings, splits, state.reasons, mesh))
+        flipped = flip(program.block, shardings, state.reasons, mesh)
+        if changed or flipped:
+            splits = assign(program.block, shardings, mesh)
+        if not flipped:
+            break
     plan = Plan(program, mesh, shardings, splits, state.reasons)
     if strict and plan.gathered:
         e = plan.gathered[0]

@@ -42,7 +42,7 @@ def settle(
         for body in e.blocks:
             changed |= settle(body, shardings, splits, reasons, mesh)
         changed |= _combine_after_the_loop(e, shardings, reasons, mesh)
-    fixed = _fixed(block)
+    fixed = fixed_values(block)
     readers: dict[Value, list[Equation]] = {}
     for e in block.equations:
         for v in dict.fromkeys(v for v in e.inputs if isinstance(v, Value)):
@@ -69,7 +69,7 @@ def settle(
                 else:
                     now, moved = trial, True
                     changed.add(v)
-                    _note(v, other, maker, reasons)
+                    note_cost(v, other, maker, reasons)
             if v in changed:
                 for e in around:
                     if e.rule is not None:
@@ -172,7 +172,7 @@ def _may_wait(
     return not lies.unreduced and shardings[end] == lies and not used & {a for a, _ in unreduced}
 
 
-def _fixed(block: Block) -> set[Value]:
+def fixed_values(block: Block) -> set[Value]:
     """Values whose sharding is not ours to choose: marked ones, and those that cross a region's border."""
     fixed = {v for v in (*block.inputs, *block.outputs) if isinstance(v, Value)}
     for e in block.equations:
@@ -236,7 +236,8 @@ def _made(v: Value, maker: Equation, split: Split) -> Sharding:
     return result_sharding(maker.rule, maker.outputs.index(v), split)
 
 
-def _note(v: Value, sharding: Sharding, maker: Equation, reasons: dict[tuple[Value, int], Reason]) -> None:
+def note_cost(v: Value, sharding: Sharding, maker: Equation, reasons: dict[tuple[Value, int], Reason]) -> None:
+    """Notes that a value lies as it does because that is cheapest."""
     source = next((x for x in maker.inputs if isinstance(x, Value)), None)
     for d, atoms in enumerate(sharding.dims):
         reasons.pop((v, d), None)
