@@ -10,8 +10,8 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from gshard.comm.reshard import plan_reshard
-from gshard.comm.steps import SILENT, bytes_sent
+from gshard.comm.reshard import plan_reshard, reshard_bytes
+from gshard.comm.steps import SILENT
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Constant, Equation, Value, itemsize
 from gshard.core.rule import Rule
@@ -133,7 +133,7 @@ def cost_of_move(source: Sharding, target: Sharding, shape: tuple[int, ...], siz
         return 0.0
     steps = plan_reshard(source, target, shape, size, mesh)
     messages = sum(step.kind not in SILENT for step in steps)
-    return sum(bytes_sent(step, shape, size, mesh) for step in steps) + 16.0 * messages
+    return reshard_bytes(source, target, shape, size, mesh) + 16.0 * messages
 
 
 def cost_of_moving(value: Value, source: Sharding, target: Sharding, mesh: Mesh) -> float:

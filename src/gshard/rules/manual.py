@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from gshard.comm.shards import Shards, mask
 from gshard.core.errors import ShardingError
@@ -103,12 +104,11 @@ def shard_map(call: Call) -> Rule:
         return split
 
     def local(shards: Shards, *arrays: Any) -> list[Any]:
-        run = renamed(body, _atoms_of_axes(axes, shards.mesh))
-        closed = jax.make_jaxpr(run)(*arrays)
+        closed = jax.make_jaxpr(renamed(body, _atoms_of_axes(axes, shards.mesh)))(*arrays)
         if shards.note is not None:
             for kind, atoms, sent, operand in collectives_of(closed, shards.mesh):
                 shards.note(kind, atoms, sent, operand)
-        return list(run(*arrays))
+        return list(jaxpr_as_fun(closed)(*arrays))
 
     return make.rule(operands, results, local=local, fixed=fixed)
 

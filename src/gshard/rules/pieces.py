@@ -9,24 +9,18 @@ part ``i`` of the result takes from each operand the window where its piece and 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from gshard.comm.halo import Window
-from gshard.comm.shards import Shards, rest_bytes
-from gshard.core.mesh import Mesh
 from gshard.core.program import Constant, Equation, Value
-from gshard.core.rule import Rule, RuleMaker, moves
-from gshard.core.split import Split
+from gshard.core.rule import Rule
 from gshard.rules.registry import Call, rule, rule_of
-from gshard.rules.slicing import cut
+from gshard.rules.slicing import joined
 
 pieces_p = Primitive("concatenate_slices")
 
@@ -54,45 +48,7 @@ def concatenate_slices(call: Call) -> Rule:
     >>> print(concatenate_slices(Call("concatenate_slices", params, ((8, 2), (8, 2)), ((8, 2),), ("f", "f"))))
     a b, a b -> a b; exchange a
     """
-    axis, pieces, (target,) = call.params["dimension"], call.params["pieces"], call.out_shapes
-    make = RuleMaker()
-    largest = max(target[axis], *(shape[axis] for shape in call.in_shapes))
-    dims = [cut(call, make, largest) if d == axis else make.factor(n) for d, n in enumerate(target)]
-    offsets = list(itertools.accumulate((limit - start for start, limit in pieces), initial=0))
-
-    def window(k: int, parts: int) -> Window:
-        """Result position ``r`` of piece ``k`` is element ``start + r - offset``; what follows it is not needed."""
-        size = -(-target[axis] // parts)
-        taking = -(-offsets[k + 1] // size) if size else 0
-        return Window(pieces[k][1], pieces[k][0] - offsets[k], size, parts, size, taking=taking)
-
-    def local(shards: Shards, *xs: Any) -> list[Any]:
-        atoms = shards.atoms(dims[axis][0])
-        if not atoms:
-            return shards.bind(*xs)
-        parts = shards.mesh.count(atoms)
-        size = -(-target[axis] // parts)
-        at = lax.axis_index(atoms) * size + lax.broadcasted_iota(jnp.int32, shards.out_shape(), axis)
-        result = None
-        for k, x in enumerate(xs):
-            if offsets[k] == offsets[k + 1]:
-                continue
-            piece = shards.window(x, axis, atoms, window(k, parts), 0)
-            result = piece if result is None else jnp.where(at >= offsets[k], piece, result)
-        return [jnp.zeros(shards.out_shape(), xs[0].dtype) if result is None else result]
-
-    def sends(mesh: Mesh, split: Split) -> int:
-        parts = mesh.count(split.get(dims[axis][0], ()))
-        if parts == 1:
-            return 0
-        total = 0
-        for k, shape in enumerate(call.in_shapes):
-            rest = rest_bytes(shape, call.in_dtypes[k], axis, dims, split, mesh)
-            total += window(k, parts).bytes(-(-shape[axis] // parts), rest)
-        return total
-
-    linear = moves(*range(len(call.in_shapes)))
-    return make.rule([dims for _ in call.in_shapes], [dims], local=local, sends=sends, linear=linear)
+    return joined(call, call.params["dimension"], call.params["pieces"])
 
 
 def join_slices(equations: Iterable[Equation], outputs: Sequence[Value | Constant]) -> list[Equation]:

@@ -158,15 +158,23 @@ def concatenate(call: Call) -> Rule:
     >>> print(concatenate(Call("concatenate", {"dimension": 0}, ((3, 2), (5, 2)), ((8, 2),), ("f", "f"))))
     a b, a b -> a b; exchange a
     """
-    axis, (target,) = call.params["dimension"], call.out_shapes
+    axis = call.params["dimension"]
+    return joined(call, axis, [(0, shape[axis]) for shape in call.in_shapes])
+
+
+def joined(call: Call, axis: int, pieces: Sequence[tuple[int, int]]) -> Rule:
+    """The rule of operands, cut from one element to another along ``axis`` and laid side by side."""
+    (target,) = call.out_shapes
     make = RuleMaker()
-    dims = [cut(call, make, n) if d == axis else make.factor(n) for d, n in enumerate(target)]
-    lengths = [shape[axis] for shape in call.in_shapes]
-    offsets = list(itertools.accumulate(lengths, initial=0))
+    largest = max(target[axis], *(shape[axis] for shape in call.in_shapes))
+    dims = [cut(call, make, largest) if d == axis else make.factor(n) for d, n in enumerate(target)]
+    offsets = list(itertools.accumulate((end - start for start, end in pieces), initial=0))
 
     def window(k: int, parts: int) -> Window:
+        """Result position ``r`` of piece ``k`` is element ``start + r - offset``; what follows it is not needed."""
         size = -(-target[axis] // parts)
-        return Window(lengths[k], -offsets[k], size, parts, size)
+        taking = -(-offsets[k + 1] // size) if size else 0
+        return Window(pieces[k][1], pieces[k][0] - offsets[k], size, parts, size, taking=taking)
 
     def local(shards: Shards, *xs: Any) -> list[Any]:
         atoms = shards.atoms(dims[axis][0])
@@ -177,7 +185,7 @@ def concatenate(call: Call) -> Rule:
         at = lax.axis_index(atoms) * size + lax.broadcasted_iota(jnp.int32, shards.out_shape(), axis)
         result = None
         for k, x in enumerate(xs):
-            if not lengths[k]:
+            if offsets[k] == offsets[k + 1]:
                 continue
             piece = shards.window(x, axis, atoms, window(k, parts), 0)
             result = piece if result is None else jnp.where(at >= offsets[k], piece, result)
@@ -194,9 +202,7 @@ def concatenate(call: Call) -> Rule:
         return total
 
     linear = moves(*range(len(call.in_shapes)))
-    return make.rule(
-        [dims for _ in call.in_shapes], [dims], local=local, sends=sends if target[axis] else None, linear=linear
-    )
+    return make.rule([dims for _ in call.in_shapes], [dims], local=local, sends=sends, linear=linear)
 
 
 def cut(call: Call, make: RuleMaker, n: int) -> tuple[int, ...]:
