@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from gshard.comm.reshard import plan_reshard, reshard_bytes
 from gshard.comm.steps import SILENT
@@ -18,6 +18,7 @@ from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.passes.candidates import Arrays, arrays_of, candidates
+from gshard.rules.region import REGIONS
 
 # Floating-point operations that take as long as sending one byte; only ties between splits depend on it.
 FLOPS_PER_BYTE = 1000
@@ -124,6 +125,41 @@ def best_split(
     costs = [choice.cost(equation.inputs, available) for choice in choices]
     least = min(costs)
     return choices[costs.index(least)].split, least
+
+
+def cost_around(
+    equations: Iterable[Equation],
+    shardings: Mapping[Value, Sharding],
+    mesh: Mesh,
+    only: Container[Value] | None = None,
+) -> float:
+    """What some equations of a block send together; a sharding of a value that two of them want is made once.
+
+    Args:
+        equations: in program order; of regions only the moves of their operands count.
+        shardings: how all values lie.
+        mesh: the devices.
+        only: the values whose moves into regions, and made shardings, are of interest; None for all.
+    """
+    total, available = 0.0, Available()
+    for e in equations:
+        if e.rule is None:
+            for x, wanted in zip(e.inputs, entering(e, shardings), strict=True):
+                if isinstance(x, Value) and (only is None or x in only) and not available.has(x, wanted):
+                    total += cost_of_moving(x, shardings[x], wanted, mesh)
+                    available.add(x, wanted)
+            continue
+        split, cost = best_split(e, shardings, mesh, available)
+        total += cost
+        for i, x in enumerate(e.inputs):
+            if isinstance(x, Value) and (only is None or x in only):
+                available.add(x, operand_sharding(e.rule, i, split))
+    return total
+
+
+def entering(region: Equation, shardings: Mapping[Value, Sharding]) -> list[Sharding]:
+    """The shardings in which a region takes its operands."""
+    return REGIONS[region.name].entry(region, lambda x: shardings[x] if isinstance(x, Value) else Sharding(()))
 
 
 @functools.lru_cache(maxsize=65536)

@@ -15,10 +15,9 @@ from gshard.core.program import Block, Equation, Value
 from gshard.core.rule import PARALLEL
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
-from gshard.passes.assign import Available, best_split, cost_of_moving
+from gshard.passes.assign import cost_around
 from gshard.passes.candidates import arrays_of, candidates
-from gshard.passes.settle import fixed_values, note_cost
-from gshard.rules.region import REGIONS
+from gshard.passes.settle import fixed_values, makers_and_readers, note_cost
 
 
 def flip(
@@ -29,11 +28,7 @@ def flip(
     for e in block.equations:
         for body in e.blocks:
             changed |= flip(body, shardings, reasons, mesh)
-    makers = {v: e for e in block.equations if e.rule is not None for v in e.outputs}
-    readers: dict[Value, list[Equation]] = {}
-    for e in block.equations:
-        for v in dict.fromkeys(v for v in e.inputs if isinstance(v, Value)):
-            readers.setdefault(v, []).append(e)
+    makers, readers = makers_and_readers(block)
     position = {e: i for i, e in enumerate(block.equations)}
     for group in _groups(block, makers):
         around = dict.fromkeys(e for v in group for e in (makers[v], *readers.get(v, ())))
@@ -42,10 +37,10 @@ def flip(
         if not others:
             continue
         before = {v: shardings[v] for v in group}
-        best, least = before, _total(equations, shardings, mesh) - 1.0
+        best, least = before, cost_around(equations, shardings, mesh) - 1.0
         for other in others:
             shardings.update(dict.fromkeys(group, other))
-            if (trial := _total(equations, shardings, mesh)) < least:
+            if (trial := cost_around(equations, shardings, mesh)) < least:
                 best, least = dict.fromkeys(group, other), trial
         shardings.update(best)
         if best is not before:
@@ -102,21 +97,3 @@ def _alternatives(
             made = [result_sharding(e.rule, i, split) for i, v in enumerate(e.outputs) if v in members]
             found.update(dict.fromkeys(Sharding(s.dims) for s in (*taken, *made)))
     return [s for s in found if any(shardings[v] != s for v in members)]
-
-
-def _total(equations: Iterable[Equation], shardings: Mapping[Value, Sharding], mesh: Mesh) -> float:
-    total, available = 0.0, Available()
-    for e in equations:
-        if e.rule is None:
-            entry = REGIONS[e.name].entry(e, lambda x: shardings[x] if isinstance(x, Value) else Sharding(()))
-            for x, wanted in zip(e.inputs, entry, strict=True):
-                if isinstance(x, Value) and not available.has(x, wanted):
-                    total += cost_of_moving(x, shardings[x], wanted, mesh)
-                    available.add(x, wanted)
-            continue
-        split, cost = best_split(e, shardings, mesh, available)
-        total += cost
-        for i, x in enumerate(e.inputs):
-            if isinstance(x, Value):
-                available.add(x, operand_sharding(e.rule, i, split))
-    return total

@@ -11,16 +11,23 @@ Marks, arguments, and the values at the borders of regions stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Reason
 from gshard.core.program import Block, Equation, Value
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
-from gshard.passes.assign import Available, assign, assign_and_cost, best_split, cost_of_moving
+from gshard.passes.assign import (
+    Available,
+    assign,
+    assign_and_cost,
+    best_split,
+    cost_around,
+    cost_of_moving,
+    entering,
+)
 from gshard.passes.candidates import arrays_of, candidates
-from gshard.rules.region import REGIONS
 
 _ROUNDS = 3
 
@@ -43,11 +50,7 @@ def settle(
             changed |= settle(body, shardings, splits, reasons, mesh)
         changed |= _combine_after_the_loop(e, shardings, reasons, mesh)
     fixed = fixed_values(block)
-    readers: dict[Value, list[Equation]] = {}
-    for e in block.equations:
-        for v in dict.fromkeys(v for v in e.inputs if isinstance(v, Value)):
-            readers.setdefault(v, []).append(e)
-    makers = {v: e for e in block.equations if e.rule is not None for v in e.outputs}
+    makers, readers = makers_and_readers(block)
     best = {e: splits[e] for e in block.equations if e.rule is not None}
     for _ in range(_ROUNDS):
         moved = False
@@ -59,10 +62,10 @@ def settle(
                 continue
             around = [maker, *readers.get(v, ())]
             made = _made(v, maker, best[maker])
-            now = _cost(v, around, shardings, mesh)
+            now = cost_around(around, shardings, mesh, {v})
             for other in others:
                 before, shardings[v] = shardings[v], other
-                trial = _cost(v, around, shardings, mesh)
+                trial = cost_around(around, shardings, mesh, {v})
                 later = len(other.unreduced) > len(before.unreduced) or (other == made and not before.unreduced)
                 if trial > now + 1e-6 or (trial > now - 1e-6 and not later):
                     shardings[v] = before
@@ -80,9 +83,9 @@ def settle(
     for v, maker in reversed(makers.items()):
         if v in changed and shardings[v].unreduced:
             around = [maker, *readers.get(v, ())]
-            now, waiting = _cost(v, around, shardings, mesh), shardings[v]
+            now, waiting = cost_around(around, shardings, mesh, {v}), shardings[v]
             shardings[v] = Sharding(waiting.dims)
-            if _cost(v, around, shardings, mesh) > now + 1e-6:
+            if cost_around(around, shardings, mesh, {v}) > now + 1e-6:
                 shardings[v] = waiting
     return changed
 
@@ -172,6 +175,15 @@ def _may_wait(
     return not lies.unreduced and shardings[end] == lies and not used & {a for a, _ in unreduced}
 
 
+def makers_and_readers(block: Block) -> tuple[dict[Value, Equation], dict[Value, list[Equation]]]:
+    """Who makes each value of a block (regions left out) and who reads it, in program order."""
+    readers: dict[Value, list[Equation]] = {}
+    for e in block.equations:
+        for v in dict.fromkeys(v for v in e.inputs if isinstance(v, Value)):
+            readers.setdefault(v, []).append(e)
+    return {v: e for e in block.equations if e.rule is not None for v in e.outputs}, readers
+
+
 def fixed_values(block: Block) -> set[Value]:
     """Values whose sharding is not ours to choose: marked ones, and those that cross a region's border."""
     fixed = {v for v in (*block.inputs, *block.outputs) if isinstance(v, Value)}
@@ -197,8 +209,7 @@ def _alternatives(
         found += [s for s in passed if s.unreduced]
     for e in readers:
         if e.rule is None:
-            entry = REGIONS[e.name].entry(e, lambda x: shardings[x] if isinstance(x, Value) else Sharding(()))
-            found += [s for x, s in zip(e.inputs, entry, strict=True) if x is v]
+            found += [s for x, s in zip(e.inputs, entering(e, shardings), strict=True) if x is v]
         else:
             found += [operand_sharding(e.rule, i, best[e]) for i, x in enumerate(e.inputs) if x is v]
     passable = dict.fromkeys(monoid for s in found for _, monoid in s.unreduced)
@@ -210,25 +221,6 @@ def _passes(v: Value, monoid: str, reader: Equation) -> bool:
     """Whether a reader can take a value uncombined. If one cannot, all others may as well use what it is given."""
     at = {i for i, x in enumerate(reader.inputs) if x is v}
     return reader.rule is not None and any(m == monoid and at <= operands for m, operands in reader.rule.linear)
-
-
-def _cost(v: Value, around: Iterable[Equation], shardings: Mapping[Value, Sharding], mesh: Mesh) -> float:
-    """What the equations around a value send; a sharding that two readers want is made once."""
-    total, available = 0.0, Available()
-    for e in around:
-        if e.rule is None:
-            entry = REGIONS[e.name].entry(e, lambda x: shardings[x] if isinstance(x, Value) else Sharding(()))
-            for x, wanted in zip(e.inputs, entry, strict=True):
-                if x is v and not available.has(v, wanted):
-                    total += cost_of_moving(v, shardings[v], wanted, mesh)
-                    available.add(v, wanted)
-            continue
-        split, cost = best_split(e, shardings, mesh, available)
-        total += cost
-        for i, x in enumerate(e.inputs):
-            if x is v:
-                available.add(v, operand_sharding(e.rule, i, split))
-    return total
 
 
 def _made(v: Value, maker: Equation, split: Split) -> Sharding:
