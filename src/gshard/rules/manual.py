@@ -19,13 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from gshard.comm.collectives import collectives_of
 from gshard.comm.shards import Shards, mask
 from gshard.core.errors import ShardingError
 from gshard.core.mark import Mark, atoms_of_partitions, resolve
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.core.split import Split
-from gshard.rules.per_device import collectives_of, renamed
+from gshard.rules.per_device import renamed
 from gshard.rules.registry import Call, rule
 
 
@@ -106,7 +107,7 @@ def shard_map(call: Call) -> Rule:
     def local(shards: Shards, *arrays: Any) -> list[Any]:
         closed = jax.make_jaxpr(renamed(body, _atoms_of_axes(axes, shards.mesh)))(*arrays)
         if shards.note is not None:
-            for kind, atoms, sent, operand in collectives_of(closed, shards.mesh):
+            for kind, atoms, sent, operand in collectives_of(closed, shards.mesh.atom_sizes):
                 shards.note(kind, atoms, sent, operand)
         return list(jaxpr_as_fun(closed)(*arrays))
 

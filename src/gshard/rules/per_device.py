@@ -6,7 +6,6 @@ devices in the same order. Everything else of the body stays as it is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,24 +15,14 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from gshard.comm.collectives import KINDS
 from gshard.comm.steps import slice_part
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import bind, called_jaxpr, closed, user_line
-from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import itemsize
+from gshard.core.mesh import Atoms
 
 AtomsOf = Mapping[str, Atoms]
 
-_KINDS = {
-    "psum": "all_reduce",
-    "pmax": "all_reduce",
-    "pmin": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "psum_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "ppermute": "collective_permute",
-}
 # What JAX writes where it keeps track of which values vary over which axes; we do not.
 _INVARIANT = {"psum_invariant": "psum", "all_gather_invariant": "all_gather", "all_gather_reduced": "all_gather"}
 _NOTHING = ("pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast")
@@ -86,7 +75,7 @@ def _equation(eqn: Any, operands: list[Any], atoms_of: AtomsOf) -> Sequence[Any]
     if _INVARIANT.get(name) == "all_gather":
         (x,) = operands
         return [lax.all_gather(x, atoms, axis=params["all_gather_dimension"], tiled=params["tiled"])]
-    if name not in _KINDS:
+    if name not in KINDS:
         raise RuleError(f"'{name}' inside a shard_map is not known.", user_line(eqn.source_info), f"over {axes}")
     return bind(eqn.primitive, {**params, key: atoms}, operands)
 
@@ -111,7 +100,7 @@ def _renamed_body(value: Any, atoms_of: AtomsOf) -> Any:
 def _alone(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     """A collective over axes of size 1: a device talks to itself."""
     (x,), params = operands, eqn.params
-    kind = _KINDS.get(_INVARIANT.get(eqn.primitive.name, eqn.primitive.name))
+    kind = KINDS.get(_INVARIANT.get(eqn.primitive.name, eqn.primitive.name))
     if kind == "all_gather":
         return [x if params["tiled"] else jnp.expand_dims(x, params["all_gather_dimension"])]
     if kind == "reduce_scatter":
@@ -143,31 +132,3 @@ def _inner(eqn: Any, operands: list[Any], atoms_of: AtomsOf) -> Sequence[Any]:
         for d, atoms in along(spec):
             results[i] = lax.all_gather(results[i], atoms, axis=d, tiled=True)
     return results
-
-
-def collectives_of(jaxpr: Any, mesh: Mesh, times: int = 1) -> Iterator[tuple[str, Atoms, int, Any]]:
-    """Every collective of a per-device jaxpr: kind, atoms, bytes that each device sends in all its runs, operand.
-
-    The body of a loop whose end is not known counts once.
-    """
-    for eqn in closed(jaxpr)[0].eqns:
-        kind = _KINDS.get(eqn.primitive.name)
-        if kind is not None:
-            atoms = _names(eqn.params.get("axes", eqn.params.get("axis_name")))
-            group = mesh.count(atoms)
-            for var in eqn.invars:
-                each = math.prod(var.aval.shape) * itemsize(var.aval.dtype)
-                yield kind, atoms, times * _sent(kind, each, group), var.aval
-        again = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for value in eqn.params.values():
-            for body in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(body, (Jaxpr, ClosedJaxpr)):
-                    yield from collectives_of(body, mesh, again)
-
-
-def _sent(kind: str, operand: int, group: int) -> int:
-    if kind == "all_reduce":
-        return 2 * operand * (group - 1) // group
-    if kind == "all_gather":
-        return operand * (group - 1)
-    return operand if kind == "collective_permute" else operand * (group - 1) // group
