@@ -4,7 +4,8 @@ Everything that shifts, cuts or slides along a split dimension (slice, pad, conc
 asks for the same thing: part ``i`` of the result needs what stands from position ``first + step * i`` on in an operand
 whose elements stand ``dilation`` apart: elements from ``ceil((first + step * i) / dilation)`` on. From these numbers
 follow, statically, the distances over which parts must travel and how much of each; a window that reaches over
-several parts takes several hops, each one CollectivePermute of just the elements that somebody needs.
+several parts takes several hops, each one CollectivePermute of just the elements that somebody needs. Where parts need
+such different things that hops would carry much for nobody, every piece gets a route of its own (``comm.route``).
 
     >>> window = Window(n=12, first=-1, step=3, parts=4, extent=5)      # one neighbour's element on each side
     >>> [(hop.distance, hop.low, hop.high) for hop in window.hops(3)]
@@ -20,12 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
+from gshard.comm.route import Piece, Route, carry, pairs, routed
 from gshard.comm.steps import apart
 from gshard.core.mesh import Atoms, Mesh
 
@@ -86,15 +87,51 @@ class Window:
     @property
     def width(self) -> int:
         """How many elements a window holds at most."""
+        if self.step % self.dilation == 0 and self.extent:  # every window begins alike between two elements
+            return max(0, (self.first + self.extent - 1) // self.dilation - self.start(0) + 1)
         return -(-self.extent // self.dilation)
 
     def hops(self, size: int) -> tuple[Hop, ...]:
         """The hops that bring each part its window if parts have ``size`` elements, nearest to the left first."""
         return _plan(self, size)
 
+    def route(self, size: int) -> Route | None:
+        """Another way, if hops would carry more: every piece on its own route."""
+        return _route(self, size)
+
+    def messages(self, size: int) -> tuple[int, ...]:
+        """How many elements each device sends in each CollectivePermute if parts have ``size`` elements."""
+        route = self.route(size) if size else None
+        if route is not None:
+            return route.messages
+        return tuple(hop.high - hop.low for hop in self.hops(size) if hop.distance and hop.takers) if size else ()
+
     def bytes(self, size: int, each: int) -> int:
         """What each device sends if parts have ``size`` elements of ``each`` bytes."""
-        return sum(each * (hop.high - hop.low) for hop in self.hops(size) if hop.distance and hop.takers)
+        return each * sum(self.messages(size))
+
+
+@functools.lru_cache(maxsize=4096)
+def _route(window: Window, size: int) -> Route | None:
+    by_hops = sum(hop.high - hop.low for hop in window.hops(size) if hop.distance and hop.takers)
+    pieces = []
+    for i in window.takers:
+        start = window.start(i)
+        first, last = max(start, 0), min(start + window.width, window.n)
+        while first < last:
+            source = first // size
+            end = min(last, (source + 1) * size)
+            pieces.append(Piece(source, first - source * size, i, first - start, end - first))
+            first = end
+    sent, taken = [0] * window.parts, [0] * window.parts
+    for p in pieces:
+        if p.source != p.taker:
+            sent[p.source] += p.length
+            taken[p.taker] += p.length
+    if max(*sent, *taken, 0) >= by_hops:
+        return None
+    route = routed(tuple(pieces))
+    return route if sum(route.messages) < by_hops else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -133,13 +170,16 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
     hops = window.hops(size) if size else ()
     if not hops or not x.size:
         return jnp.zeros((*x.shape[:dim], width, *x.shape[dim + 1 :]), x.dtype)
+    if (route := window.route(size)) is not None:
+        return carry(x, dim, atoms, mesh, route, width)
     pieces = []
     for hop in hops:
         if not hop.distance:
             pieces.append(lax.slice_in_dim(x, hop.begin, hop.end, axis=dim))
             continue
         piece = lax.slice_in_dim(x, hop.low, hop.high, axis=dim)
-        piece = lax.ppermute(piece, mesh.atoms, _pairs(hop, atoms, mesh)) if hop.takers else jnp.zeros_like(piece)
+        ends = pairs([(i + hop.distance, i) for i in hop.takers], atoms, mesh)
+        piece = lax.ppermute(piece, mesh.atoms, ends) if ends else jnp.zeros_like(piece)
         room = (hop.low - hop.begin, hop.end - hop.high)
         pieces.append(jnp.pad(piece, [room if d == dim else (0, 0) for d in range(x.ndim)]) if any(room) else piece)
     buffer = lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
@@ -154,24 +194,3 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
     buffer = jnp.pad(buffer, [(left, right) if d == dim else (0, 0) for d in range(x.ndim)])
     begin = jnp.clip(offset(lax.axis_index(atoms)) + left, 0, buffer.shape[dim] - width)
     return lax.dynamic_slice_in_dim(apart(buffer, dim, width), begin, width, axis=dim)
-
-
-def _pairs(hop: Hop, atoms: Atoms, mesh: Mesh) -> list[tuple[int, int]]:
-    """Sender and receiver of every device for one hop: parts are counted over ``atoms``, all else stays."""
-    sizes = mesh.atom_sizes
-    places = [dict(zip(mesh.atoms, at, strict=True)) for at in itertools.product(*(range(s) for s in sizes.values()))]
-    number = {tuple(at.values()): device for device, at in enumerate(places)}
-    parts = mesh.count(atoms)
-    pairs = []
-    for device, at in enumerate(places):
-        part = 0
-        for a in atoms:
-            part = part * sizes[a] + at[a]
-        source = part + hop.distance
-        if part not in hop.takers or not 0 <= source < parts:
-            continue
-        there = dict(at)
-        for a in reversed(atoms):
-            source, there[a] = divmod(source, sizes[a])
-        pairs.append((number[tuple(there.values())], device))
-    return pairs

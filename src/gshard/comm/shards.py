@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.halo import Window, fetch_window
+from gshard.comm.route import Route, carry
+from gshard.comm.steps import PERMUTE
 from gshard.comm.steps import identity as identity
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Equation, itemsize
-from gshard.core.rule import Rule
+from gshard.core.rule import REDUCE, Rule
 from gshard.core.split import Split, place
 
 
@@ -82,14 +84,26 @@ class Shards:
         size = math.prod(self.size(f) for f in dim)
         return lax.axis_index(atoms) * size
 
-    def window(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
-        """This device's window of a split dimension, with ``fill`` outside the array and between dilated elements."""
+    def fetch(self, x: Any, dim: int, atoms: Atoms, window: Window) -> Any:
+        """The elements that stand in this device's window, side by side; those outside of the array are undefined."""
+        self.permutes(x, dim, atoms, window.messages(x.shape[dim]))
+        return fetch_window(x, dim, atoms, self.mesh, window)
+
+    def route(self, x: Any, dim: int, atoms: Atoms, route: Route, room: int) -> Any:
+        """``room`` elements along ``dim``: the pieces that come to this device."""
+        self.permutes(x, dim, atoms, route.messages)
+        return carry(x, dim, atoms, self.mesh, route, room)
+
+    def permutes(self, x: Any, dim: int, atoms: Atoms, messages: Iterable[int]) -> None:
+        """Notes one CollectivePermute of so many elements along ``dim`` each."""
         if self.note is not None and x.size:
             each = x.size // x.shape[dim] * x.dtype.itemsize
-            for hop in window.hops(x.shape[dim]):
-                if hop.distance and hop.takers:
-                    self.note("collective_permute", atoms, (hop.high - hop.low) * each, x)
-        got = fetch_window(x, dim, atoms, self.mesh, window)
+            for length in messages:
+                self.note(PERMUTE, atoms, length * each, x)
+
+    def window(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
+        """This device's window of a split dimension, with ``fill`` outside the array and between dilated elements."""
+        got = self.fetch(x, dim, atoms, window)
         position = window.position(lax.axis_index(atoms))
         at = position + jnp.arange(window.extent, dtype=jnp.int32)
         inside = (at >= 0) & (at < (window.n - 1) * window.dilation + 1)
@@ -107,13 +121,28 @@ class Shards:
             (*x.shape[:dim], x.shape[dim] * self.mesh.count(atoms), *x.shape[dim + 1 :]), x.dtype
         )
 
+    def masked(self, x: Any, i: int, dims: Container[int] | None = None) -> Any:
+        """Operand ``i``, its padding along split reduce factors filled with what their monoid does not notice.
+
+        Args:
+            x: this device's part.
+            i: which operand.
+            dims: only along these dimensions.
+        """
+        for d, factors in enumerate(self.rule.operands[i]):
+            for f in factors:
+                factor, atoms = self.rule.factors[f], self.atoms(f)
+                if factor.kind == REDUCE and factor.size % self.mesh.count(atoms) and (dims is None or d in dims):
+                    x = mask(x, d, factor.size, atoms, identity(factor.monoid or "add", x.dtype))
+        return x
+
     def is_first(self, atoms: Atoms) -> Any:
         """Whether this device holds the first part over these atoms: the one that counts what counts once."""
         return lax.axis_index(atoms) == 0
 
     def reduced_atoms(self) -> Atoms:
         """All atoms over which reduce factors are split."""
-        return tuple(a for f, factor in enumerate(self.rule.factors) if factor.kind == "reduce" for a in self.atoms(f))
+        return tuple(a for f, factor in enumerate(self.rule.factors) if factor.kind == REDUCE for a in self.atoms(f))
 
 
 def mask(x: Any, dim: int, valid: int, atoms: Atoms, fill: Any) -> Any:

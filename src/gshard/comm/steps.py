@@ -138,6 +138,8 @@ def identity(monoid: str, dtype: Any) -> Any:
     -128
     """
     dtype = jnp.dtype(dtype)
+    if monoid == "add" and jnp.issubdtype(dtype, jnp.floating):
+        return -0.0  # 0 + -0.0 is 0: the sign of a zero would be lost
     if monoid in ("add", "or", "xor"):
         return False if dtype == jnp.bool_ else 0
     if monoid == "mul":

@@ -17,12 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gshard.comm.reshard import plan_reshard
-from gshard.comm.shards import Shards, identity, mask
+from gshard.comm.shards import Shards
 from gshard.comm.steps import SILENT, run, spoken
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
-from gshard.core.rule import REDUCE
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
@@ -144,7 +143,7 @@ class _Emitter:
                 for i, v in enumerate(e.inputs)
             ]
             if not e.rule.masks_itself:
-                arrays = [self._masked(shards, i, x) for i, x in enumerate(arrays)]
+                arrays = [shards.masked(x, i) for i, x in enumerate(arrays)]
             results = self._local(e, shards, arrays)
             leave = [result_sharding(e.rule, i, split) for i in range(len(e.outputs))]
         for i, (value, x, source) in enumerate(zip(e.outputs, results, leave, strict=True)):
@@ -181,17 +180,6 @@ class _Emitter:
             self.collectives.append(Collective(kind, atoms, sent, self.trips, shape, e.line, f"inside {e.name}"))
 
         return note
-
-    def _masked(self, shards: Shards, i: int, x: Any) -> Any:
-        """Fills an operand's padding along split reduce factors with what their monoid does not notice."""
-        for d, factors in enumerate(shards.rule.operands[i]):
-            for f in factors:
-                factor, atoms = shards.rule.factors[f], shards.atoms(f)
-                if factor.kind != REDUCE or not atoms or factor.size % self.plan.mesh.count(atoms) == 0:
-                    continue
-                assert factor.monoid is not None
-                x = mask(x, d, factor.size, atoms, identity(factor.monoid, x.dtype))
-        return x
 
     def _read(
         self, env: dict[Value, dict[Sharding, Any]], value: Value | Constant, target: Sharding, line: str, why: str

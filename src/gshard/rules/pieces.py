@@ -9,6 +9,7 @@ part ``i`` of the result takes from each operand the window where its piece and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -54,34 +55,42 @@ def concatenate_slices(call: Call) -> Rule:
 def join_slices(equations: Iterable[Equation], outputs: Sequence[Value | Constant]) -> list[Equation]:
     """The equations with concatenations of slices as one equation each; slices that nobody else reads are gone."""
     equations = list(equations)
-    makers = {v: e for e in equations for v in e.outputs}
+    makers: dict[Any, Equation] = {v: e for e in equations for v in e.outputs}
     joined = {e: new for e in equations if (new := _joined(e, makers)) is not None}
     if not joined:
         return equations
-    freed = {makers[v] for e in joined for v in e.inputs if isinstance(v, Value)}
+    freed = {makers[v] for e in joined for v in e.inputs if v in makers}
     kept = [joined.get(e, e) for e in equations]
     read = {v for e in kept for v in e.inputs if isinstance(v, Value)} | {v for v in outputs if isinstance(v, Value)}
     return [e for e in kept if e not in freed or any(v in read for v in e.outputs)]
 
 
-def _joined(e: Equation, makers: dict[Value, Equation]) -> Equation | None:
+def _joined(e: Equation, makers: dict[Any, Equation]) -> Equation | None:
     if e.name != "concatenate":
         return None
     axis = e.params["dimension"]
-    sources, pieces = [], []
-    for v in e.inputs:
-        maker = makers.get(v) if isinstance(v, Value) else None
-        if maker is None or maker.name != "slice" or not isinstance(maker.inputs[0], Value):
-            return None
-        (source,), p = maker.inputs, maker.params
-        if any(n != 1 for n in p["strides"] or ()):
-            return None
-        bounds = list(zip(p["start_indices"], p["limit_indices"], strict=True))
-        if any(b != (0, n) for d, (b, n) in enumerate(zip(bounds, source.shape, strict=True)) if d != axis):
-            return None
-        sources.append(source)
-        pieces.append((int(bounds[axis][0]), int(bounds[axis][1])))
+    cuts = [_cut_from(v, axis, makers) for v in e.inputs]
+    if all(source is v for (source, _), v in zip(cuts, e.inputs, strict=True)):
+        return None
+    sources, pieces = zip(*cuts, strict=True)
     params = {"dimension": axis, "pieces": tuple(pieces)}
     shapes, dtypes = tuple(x.shape for x in sources), tuple(x.dtype for x in sources)
     call = Call(pieces_p.name, params, shapes, tuple(v.shape for v in e.outputs), dtypes)
-    return Equation(pieces_p, params, tuple(sources), e.outputs, rule_of(call), e.source_info)
+    return Equation(pieces_p, params, sources, e.outputs, rule_of(call), e.source_info)
+
+
+def _cut_from(
+    v: Value | Constant, axis: int, makers: dict[Any, Equation]
+) -> tuple[Value | Constant, tuple[int, int]]:
+    """What a value is cut out of along ``axis``, from where to where; or itself, from end to end."""
+    maker = makers.get(v) if isinstance(v, Value) else None
+    if maker is not None and maker.name == "split" and maker.params["axis"] == axis:
+        starts = list(itertools.accumulate(maker.params["sizes"], initial=0))
+        i = maker.outputs.index(v)
+        return maker.inputs[0], (starts[i], starts[i + 1])
+    if maker is not None and maker.name == "slice" and all(n == 1 for n in maker.params["strides"] or ()):
+        source, p = maker.inputs[0], maker.params
+        bounds = [(int(a), int(b)) for a, b in zip(p["start_indices"], p["limit_indices"], strict=True)]
+        if all(b == (0, n) for d, (b, n) in enumerate(zip(bounds, source.shape, strict=True)) if d != axis):
+            return source, bounds[axis]
+    return v, (0, v.shape[axis])

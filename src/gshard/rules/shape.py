@@ -183,19 +183,6 @@ def _line_up(
         left = right = 1
 
 
-@rule("split")
-def split(call: Call) -> Rule:
-    """The dimension that is cut apart is whole, the others are parallel."""
-    make = RuleMaker()
-    axis = call.params["axis"]
-    operand = [make.whole(n) if d == axis else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
-
-    def piece(n: int) -> list[tuple[int, ...]]:
-        return [make.whole(n) if d == axis else dim for d, dim in enumerate(operand)]
-
-    return make.rule([operand], [piece(shape[axis]) for shape in call.out_shapes], linear=moves(0))
-
-
 @rule("stack")
 def stack(call: Call) -> Rule:
     """The new dimension is whole, the others are parallel."""

@@ -1,4 +1,4 @@
-"""Static windows along dimensions: slice, pad, concatenate and reverse.
+"""Static windows along dimensions: slice, pad, concatenate, split and reverse.
 
 A dimension that stays as it is is parallel. One that is cut, padded, joined or reversed is an ``exchange`` factor:
 its operand and result are cut in parts of their own sizes, and each device fetches from its neighbours the elements
@@ -11,18 +11,20 @@ that its part of the result needs (a halo exchange; ``comm.halo``).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.halo import Window
-from gshard.comm.shards import Shards, rest_bytes
+from gshard.comm.route import Piece, Route, routed
+from gshard.comm.shards import Shards, identity, rest_bytes
 from gshard.comm.steps import PERMUTE
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.rule import Rule, RuleMaker, moves
+from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
 from gshard.core.split import Split
+from gshard.rules.dynamic import adding
 from gshard.rules.registry import Call, rule
 
 
@@ -33,13 +35,28 @@ def slice_(call: Call) -> Rule:
     >>> params = {"start_indices": (0, 2), "limit_indices": (4, 5), "strides": None}
     >>> print(slice_(Call("slice", params, ((4, 6),), ((4, 3),), ("f",))))
     a b -> a b; exchange b
+
+    A single element has no parts: the device that holds it contributes it, all others nothing.
+
+    >>> params = {"start_indices": (0, 2), "limit_indices": (4, 3), "strides": None}
+    >>> print(slice_(Call("slice", params, ((4, 6),), ((4, 1),), ("f",))))
+    a b -> a c; add over b=6; whole c
     """
     (source,), (target,) = call.in_shapes, call.out_shapes
     starts, limits = call.params["start_indices"], call.params["limit_indices"]
     strides = call.params["strides"] or (1,) * len(source)
     make = RuleMaker()
     moved = [not (n == m and stride == 1) for n, m, stride in zip(source, target, strides, strict=True)]
-    dims = [cut(call, make, n) if m else make.factor(n) for n, m in zip(source, moved, strict=True)]
+    single = [d for d, m in enumerate(target) if m == 1 < source[d] and not call.on_keys]
+    dims, result = [], []
+    for d, n in enumerate(source):
+        if d in single:
+            moved[d] = False
+            dims.append(make.factor(n, REDUCE, adding(call.in_dtypes[0])))
+            result.append(make.whole(1))
+        else:
+            dims.append(cut(call, make, n) if moved[d] else make.factor(n))
+            result.append(dims[-1])
 
     def window(d: int, parts: int) -> Window:
         size = -(-target[d] // parts)
@@ -50,6 +67,8 @@ def slice_(call: Call) -> Rule:
         # What is whole is cut first: less is left to be sent.
         split = {d: shards.atoms(dim[0]) for d, dim in enumerate(dims) if moved[d] and shards.atoms(dim[0])}
         whole = [d for d, m in enumerate(moved) if m and d not in split]
+        for d in single:
+            x = _element(shards, x, d, starts[d], dims[d][0])
         x = lax.slice(
             x,
             [starts[d] if d in whole else 0 for d in range(x.ndim)],
@@ -62,7 +81,7 @@ def slice_(call: Call) -> Rule:
         return [x]
 
     def sends(mesh: Mesh, split: Split) -> int:
-        shape, total = list(source), 0
+        shape, total = [1 if d in single else n for d, n in enumerate(source)], 0
         cut = {d: mesh.count(split.get(dim[0], ())) for d, dim in enumerate(dims) if moved[d]}
         for d, parts in cut.items():
             if parts == 1:
@@ -74,7 +93,16 @@ def slice_(call: Call) -> Rule:
                 shape[d] = target[d]
         return total
 
-    return make.rule([dims], [dims], local=local, sends=sends, linear=moves(0))
+    return make.rule([dims], [result], local=local, masks_itself=True, sends=sends, linear=moves(0))
+
+
+def _element(shards: Shards, x: Any, dim: int, index: int, factor: int) -> Any:
+    """One element along a dimension, on devices that do not hold it what a sum does not notice."""
+    if not (atoms := shards.atoms(factor)):
+        return lax.slice_in_dim(x, index, index + 1, axis=dim)
+    holder, at = divmod(index, x.shape[dim])
+    nothing = jnp.asarray(identity(shards.rule.factors[factor].monoid or "add", x.dtype), x.dtype)
+    return jnp.where(lax.axis_index(atoms) == holder, lax.slice_in_dim(x, at, at + 1, axis=dim), nothing)
 
 
 @rule("pad")
@@ -168,41 +196,90 @@ def joined(call: Call, axis: int, pieces: Sequence[tuple[int, int]]) -> Rule:
     make = RuleMaker()
     largest = max(target[axis], *(shape[axis] for shape in call.in_shapes))
     dims = [cut(call, make, largest) if d == axis else make.factor(n) for d, n in enumerate(target)]
-    offsets = list(itertools.accumulate((end - start for start, end in pieces), initial=0))
+    lengths = [shape[axis] for shape in call.in_shapes]
 
-    def window(k: int, parts: int) -> Window:
-        """Result position ``r`` of piece ``k`` is element ``start + r - offset``; what follows it is not needed."""
-        size = -(-target[axis] // parts)
-        taking = -(-offsets[k + 1] // size) if size else 0
-        return Window(pieces[k][1], pieces[k][0] - offsets[k], size, parts, size, taking=taking)
+    def route(parts: int, begins: Sequence[int]) -> Route:
+        """From the parts of all operands to that of the result; operand ``k``'s begins at ``begins[k]``."""
+        wanted: list[Piece] = []
+        at = 0
+        for (start, end), begin, n in zip(pieces, begins, lengths, strict=True):
+            wanted += _moved(start, end, at, n, target[axis], parts, begin, 0)
+            at += end - start
+        return routed(tuple(wanted))
 
     def local(shards: Shards, *xs: Any) -> list[Any]:
         atoms = shards.atoms(dims[axis][0])
         if not atoms:
             return shards.bind(*xs)
-        parts = shards.mesh.count(atoms)
-        size = -(-target[axis] // parts)
-        at = lax.axis_index(atoms) * size + lax.broadcasted_iota(jnp.int32, shards.out_shape(), axis)
-        result = None
-        for k, x in enumerate(xs):
-            if offsets[k] == offsets[k + 1]:
-                continue
-            piece = shards.window(x, axis, atoms, window(k, parts), 0)
-            result = piece if result is None else jnp.where(at >= offsets[k], piece, result)
-        return [jnp.zeros(shards.out_shape(), xs[0].dtype) if result is None else result]
+        # Parts of all operands lie side by side; one that is used twice lies there once.
+        distinct = list({id(x): x for x in xs}.values())
+        begin = dict(zip(map(id, distinct), itertools.accumulate((x.shape[axis] for x in distinct), initial=0)))
+        x = lax.concatenate(distinct, axis) if len(distinct) > 1 else distinct[0]
+        way = route(shards.mesh.count(atoms), [begin[id(x)] for x in xs])
+        return [shards.route(x, axis, atoms, way, shards.out_shape()[axis])]
 
     def sends(mesh: Mesh, split: Split) -> int:
         parts = mesh.count(split.get(dims[axis][0], ()))
-        if parts == 1:
-            return 0
-        total = 0
-        for k, shape in enumerate(call.in_shapes):
-            rest = rest_bytes(shape, call.in_dtypes[k], axis, dims, split, mesh)
-            total += window(k, parts).bytes(-(-shape[axis] // parts), rest)
-        return total
+        rest = rest_bytes(target, call.in_dtypes[0], axis, dims, split, mesh)
+        return rest * sum(route(parts, [0] * len(pieces)).messages) if parts > 1 else 0
 
     linear = moves(*range(len(call.in_shapes)))
     return make.rule([dims for _ in call.in_shapes], [dims], local=local, sends=sends, linear=linear)
+
+
+@rule("split")
+def split(call: Call) -> Rule:
+    """Part ``i`` of each result takes from the operand the window where it and the result overlap.
+
+    >>> print(split(Call("split", {"axis": 0, "sizes": (3, 5)}, ((8, 2),), ((3, 2), (5, 2)), ("f",))))
+    a b -> a b, a b; exchange a
+    """
+    axis, sizes, (source,) = call.params["axis"], call.params["sizes"], call.in_shapes
+    make = RuleMaker()
+    dims = [cut(call, make, n) if d == axis else make.factor(n) for d, n in enumerate(source)]
+
+    def route(parts: int) -> Route:
+        """From the parts of the operand to those of all results, which lie side by side."""
+        wanted: list[Piece] = []
+        start = begin = 0
+        for n in sizes:
+            wanted += _moved(start, start + n, 0, source[axis], n, parts, 0, begin)
+            start, begin = start + n, begin - (-n // parts)
+        return routed(tuple(wanted))
+
+    def local(shards: Shards, x: Any) -> list[Any]:
+        if not (atoms := shards.atoms(dims[axis][0])):
+            return shards.bind(x)
+        rooms = [shards.out_shape(i)[axis] for i in range(len(sizes))]
+        x = shards.route(x, axis, atoms, route(shards.mesh.count(atoms)), sum(rooms))
+        return list(lax.split(x, rooms, axis))
+
+    def sends(mesh: Mesh, split: Split) -> int:
+        parts = mesh.count(split.get(dims[axis][0], ()))
+        rest = rest_bytes(source, call.in_dtypes[0], axis, dims, split, mesh)
+        return rest * sum(route(parts).messages) if parts > 1 else 0
+
+    return make.rule([dims], [dims for _ in sizes], local=local, sends=sends, linear=moves(0))
+
+
+def _moved(
+    start: int, end: int, at: int, source: int, target: int, parts: int, begin: int, lies: int
+) -> Iterator[Piece]:
+    """The pieces in which elements move that two cuts of a dimension hold.
+
+    Args:
+        start, end: the elements of the source.
+        at: the position of the first of them in the target.
+        source, target: how many elements there are in either.
+        parts: in how many both are cut.
+        begin, lies: where parts begin in the arrays that hold them.
+    """
+    have, want = -(-source // parts), -(-target // parts)
+    while start < end:
+        (giver, low), (taker, to) = divmod(start, have), divmod(at, want)
+        length = min(end - start, have - low, want - to)
+        yield Piece(giver, begin + low, taker, lies + to, length)
+        start, at = start + length, at + length
 
 
 def cut(call: Call, make: RuleMaker, n: int) -> tuple[int, ...]:

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.comm.halo import Window, fetch_window
+from gshard.comm.halo import Window
 from gshard.comm.shards import Shards, along, identity
-from gshard.comm.steps import PERMUTE
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import itemsize
 from gshard.core.rule import REDUCE, Rule, RuleMaker, sums
@@ -29,9 +28,7 @@ from gshard.rules.registry import Call, rule
 from gshard.rules.slicing import sends_of
 
 
-def sliding(
-    n: int, m: int, size: int, stride: int, low: int, base: int, dilation: int
-) -> Callable[[int], Window]:
+def sliding(n: int, m: int, size: int, stride: int, low: int, base: int, dilation: int) -> Callable[[int], Window]:
     """The window of an operand of ``n`` elements that each part of ``m`` results reaches into.
 
     Result ``o`` reads positions ``o * stride - low`` to that plus ``(size - 1) * dilation``; operand elements stand
@@ -46,9 +43,25 @@ def sliding(
     return window
 
 
+def sliding_with_kernel(
+    n: int, m: int, size: int, stride: int, low: int, base: int, dilation: int
+) -> Callable[[int], Window]:
+    """The window of an operand that each part of a kernel reaches into, for all results."""
+
+    def window(parts: int) -> Window:
+        local = -(-size // parts)
+        extent = (local - 1) * dilation + (m - 1) * stride + 1 if local and m else 0
+        return Window(n, -low, local * dilation, parts, max(extent, 0), base)
+
+    return window
+
+
 @rule("conv_general_dilated")
 def conv_general_dilated(call: Call) -> Rule:
     """Batch and output features are parallel, input features reduce, spatial dimensions exchange halos, groups split.
+
+    A kernel longer than the result, as in the gradient of a kernel, is summed over: it is split together with what it
+    slides over.
 
     >>> import jax
     >>> numbers = jax.lax.conv_dimension_numbers((2, 3, 8), (5, 3, 3), ("NCW", "OIW", "NCW"))
@@ -75,15 +88,23 @@ def conv_general_dilated(call: Call) -> Rule:
     rhs[rhs_spec[0]], rhs[rhs_spec[1]] = group + features, inputs
     out[out_spec[0]], out[out_spec[1]] = batch, group + features
     windows: dict[int, Callable[[int], Window]] = {}
+    summed: list[tuple[int, int, int]] = []  # dimensions of long kernels, what they slide over, with which dilation
     for i, (ld, rd, od) in enumerate(zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)):
         n, k, m = lhs_shape[ld], rhs_shape[rd], out_shape[od]
-        rhs[rd] = make.whole(k)
-        lhs[ld] = out[od] = make.exchange(max(n, m))
-        windows[ld] = sliding(
+        slide = sliding if k <= m else sliding_with_kernel
+        if k <= m:
+            rhs[rd] = make.whole(k)
+            lhs[ld] = out[od] = make.exchange(max(n, m))
+        else:
+            lhs[ld] = rhs[rd] = make.factor(k, REDUCE, "add")
+            out[od] = make.whole(m)
+            summed.append((rd, ld, p["rhs_dilation"][i]))
+        windows[ld] = slide(
             n, m, k, p["window_strides"][i], p["padding"][i][0], p["lhs_dilation"][i], p["rhs_dilation"][i]
         )
 
     def local(shards: Shards, x: Any, kernel: Any) -> list[Any]:
+        x, kernel = shards.masked(x, 0, {lhs_spec[1]}), shards.masked(kernel, 1, {rhs_spec[1]})
         padding, base = list(p["padding"]), list(p["lhs_dilation"])
         for i, d in enumerate(lhs_spec[2:]):
             atoms = shards.atoms(lhs[d][0])
@@ -91,20 +112,51 @@ def conv_general_dilated(call: Call) -> Rule:
                 x = shards.window(x, d, atoms, windows[d](shards.mesh.count(atoms)), 0)
                 padding[i], base[i] = (0, 0), 1
         groups = shards.size(group[0]) if group else 1
-        return shards.bind(
-            x,
-            kernel,
-            padding=tuple(padding),
-            lhs_dilation=tuple(base),
-            feature_group_count=groups if feature_groups > 1 else 1,
-            batch_group_count=groups if batch_groups > 1 else 1,
-        )
+
+        def convolve(x: Any, kernel: Any) -> list[Any]:
+            return shards.bind(
+                x,
+                kernel,
+                padding=tuple(padding),
+                lhs_dilation=tuple(base),
+                feature_group_count=groups if feature_groups > 1 else 1,
+                batch_group_count=groups if batch_groups > 1 else 1,
+            )
+
+        for d, over, dilation in summed:
+            convolve = _with_kernels_of(shards, convolve, d, over, rhs_shape[d], dilation)
+        return convolve(x, kernel)
 
     moved = [d in windows for d in range(len(lhs))]
     sends = sends_of(call, 0, lhs, moved, lambda d, parts: windows[d](parts))
     flops = 2 * math.prod(out_shape) * math.prod(rhs_shape[d] for d in rhs_spec[1:])
     linear = [sums(0), sums(1)] if keeps_sums(call) else []
-    return make.rule([lhs, rhs], [out], local=local, flops=flops, sends=sends, linear=linear)
+    return make.rule([lhs, rhs], [out], local=local, flops=flops, masks_itself=True, sends=sends, linear=linear)
+
+
+def _with_kernels_of(
+    shards: Shards, convolve: Callable[..., list[Any]], dim: int, over: int, size: int, dilation: int
+) -> Callable[..., list[Any]]:
+    """A convolution for each length of a split kernel's parts: zeros at their end would make NaN of infinities."""
+    atoms = shards.atoms(shards.rule.operands[1][dim][0])
+    parts = shards.mesh.count(atoms)
+    local = -(-size // parts)
+    lengths = [max(0, min(local, size - i * local)) for i in range(parts)]
+    if len(set(lengths)) == 1:
+        return convolve
+
+    def of_length(n: int) -> Callable[..., list[Any]]:
+        def run(x: Any, kernel: Any) -> list[Any]:
+            if not n:
+                return [jnp.zeros(shards.out_shape(), shards.equation.outputs[0].dtype)]
+            x = lax.slice_in_dim(x, 0, x.shape[over] - (local - n) * dilation, axis=over)
+            return convolve(x, lax.slice_in_dim(kernel, 0, n, axis=dim))
+
+        return run
+
+    kinds = sorted(set(lengths))
+    which = jnp.asarray(np.array([kinds.index(n) for n in lengths], np.int32))[lax.axis_index(atoms)]
+    return lambda x, kernel: lax.switch(which, [of_length(n) for n in kinds], x, kernel)
 
 
 _MONOIDS = {"reduce_window_sum": "add", "reduce_window_max": "max", "reduce_window_min": "min"}
@@ -278,8 +330,11 @@ def select_and_scatter_add(call: Call) -> Rule:
 
     def operand(d: int, parts: int) -> Window:
         """All elements of these windows, the first of which may begin up to a stride later on some devices."""
-        local, extent = -(-shape[d] // parts), source(d, parts).width * strides[d] + sizes[d] - 1
-        return Window(shape[d], 1 - sizes[d], local, parts, extent)
+        w = source(d, parts)
+        if w.step % strides[d] == 0:
+            first = w.start(0) * strides[d] - p["padding"][d][0]
+            return Window(shape[d], first, w.step, parts, (w.width - 1) * strides[d] + sizes[d])
+        return Window(shape[d], 1 - sizes[d], w.step, parts, w.width * strides[d] + sizes[d] - 1)
 
     def local(shards: Shards, values: Any, x: Any) -> list[Any]:
         windows = _windows(shards.split, shards.mesh, dims, moved, source)
@@ -312,14 +367,9 @@ def select_and_scatter_add(call: Call) -> Rule:
 
 def _elements(shards: Shards, x: Any, dim: int, atoms: Atoms, window: Window) -> Any:
     """The elements that stand in this device's window, side by side; those outside of the array are zeros."""
-    if shards.note is not None and x.size:
-        each = x.size // x.shape[dim] * x.dtype.itemsize
-        for hop in window.hops(x.shape[dim]):
-            if hop.distance and hop.takers:
-                shards.note(PERMUTE, atoms, (hop.high - hop.low) * each, x)
     at = window.start(lax.axis_index(atoms)) + jnp.arange(window.width, dtype=jnp.int32)
     inside = along((at >= 0) & (at < window.n), dim, x.ndim)
-    return jnp.where(inside, fetch_window(x, dim, atoms, shards.mesh, window), jnp.zeros((), x.dtype))
+    return jnp.where(inside, shards.fetch(x, dim, atoms, window), jnp.zeros((), x.dtype))
 
 
 @rule("select_and_scatter")
