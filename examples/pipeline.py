@@ -54,7 +54,8 @@ print(told)
 
 rounds = MICRO_BATCHES + STAGES - 1
 in_the_loop = [row for row in told.collectives if row.times == rounds]
-assert [(row.kind, row.shape) for row in in_the_loop] == [("collective_permute", f"f32[1,{B},{M}]")]
+handed_on = ("collective_permute", rounds * 4 * B * M)
+assert [(row.kind, row.bytes) for row in in_the_loop] == [handed_on], "one micro-batch a round"
 assert sum(row.times for row in told.collectives) - rounds <= 2, "after the loop, the last stage's part is handed out"
 idle = rounds * STAGES - MICRO_BATCHES * STAGES
 assert idle / (rounds * STAGES) == (STAGES - 1) / (MICRO_BATCHES + STAGES - 1)

@@ -219,6 +219,12 @@ def windows() -> Iterator[Row]:
     yield row("concatenate", lambda x, y: lax.concatenate([x, y, x], 0), X, normal(2, 10))
     yield row("concatenate_slices, rotated", lambda x: jnp.roll(x, 3, 0), X)
     yield row("concatenate_slices, wrapped", lambda x: jnp.concatenate([x[:, -2:], x, x[:, :1]][0:3:2], 1), X)
+    # What is left over when a rotation is differentiated.
+    edges = lambda low, high: ((low, high, 0), (0, 0, 0))  # noqa: E731
+    filled = lambda x: lax.pad(x[3:], 0.0, edges(0, 3)) + lax.pad(x[:3], 0.0, edges(4, 0))  # noqa: E731
+    yield row("concatenate_slices, filled up", filled, normal(7, 10))
+    yield row("slice, one element", lambda x: x[4:5, 7:8], normal(7, 10))
+    yield row("slice, far away", lambda x: x[:, 7:], normal(7, 10))
     yield row("concatenate_slices, of two", lambda x, y: jnp.concatenate([y[1:3], x[2:6], x[6:]]), X, normal(4, 10))
     yield row("concatenate, with nothing", lambda x, y: lax.concatenate([x, y], 1), X, normal(7, 0))
     for start in (-3, 0, 4, 20):
@@ -279,6 +285,13 @@ def sliding() -> Iterator[Row]:
         ("batch groups", normal(4, 3, 5, 5), normal(6, 3, 3, 3), {"batch_group_count": 2}),
     ):
         yield row(f"conv_general_dilated, {name}", conv(**same, **groups), image, kernel, tolerance=1e-4)
+    for n, (stride, padding, base, dilation) in enumerate((
+        ((1, 1), [(1, 1), (1, 1)], (1, 1), (1, 1)), ((1, 2), [(1, 2), (0, 3)], (2, 1), (1, 1)),
+        ((2, 1), [(3, 2), (6, 5)], (1, 2), (2, 1)),
+    )):  # fmt: skip
+        settings = {"window_strides": stride, "padding": padding, "lhs_dilation": base, "rhs_dilation": dilation}
+        yield row(f"conv_general_dilated, kernel longer than the result {n}", conv(**settings), normal(3, 4, 7, 10),
+                  normal(6, 4, 5, 9), tolerance=1e-4)  # fmt: skip
     for name, start, monoid in (("sum", 0.0, lax.add), ("max", -np.inf, lax.max), ("min", np.inf, lax.min)):
         pool = lambda x, start=start, monoid=monoid: lax.reduce_window(  # noqa: E731
             x, np.float32(start), monoid, (1, 1, 3, 2), (1, 1, 2, 1), "SAME")  # fmt: skip

@@ -26,8 +26,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from gshard.comm.local import apart
 from gshard.comm.route import Piece, Route, carry, pairs, routed
-from gshard.comm.steps import apart
 from gshard.core.mesh import Atoms, Mesh
 
 

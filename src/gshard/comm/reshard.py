@@ -1,7 +1,7 @@
 """Reshard: the cheapest chain of steps from one sharding to another.
 
 A shortest path (Dijkstra) over shardings; the edges are the steps of ``comm.steps``, their length is the bytes that
-each device sends plus a little for each message. Atoms that travel together are moved as one, so that the search
+each device sends plus a little for each message. Atoms that travel together are moved as one block, so that the search
 sees a handful of moves however many devices there are. There is no step that gathers everything at once: a
 gather appears only where a dimension really has to be made whole.
 
@@ -16,7 +16,8 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 from gshard.comm.steps import (
     ALL_GATHER,
@@ -36,10 +37,11 @@ from gshard.core.sharding import Sharding
 
 # What one message costs beside its bytes, in bytes: keeps chains short where bytes are equal.
 _LATENCY = 64
+# Two or three blocks of atoms are moved in every way; more of them, or a single one, only straight to the target.
+_FEW = 3
 _MONOIDS_WITH_REDUCE_SCATTER = frozenset({"add"})
 
 
-@functools.lru_cache(maxsize=65536)
 def plan_reshard(
     source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh
 ) -> tuple[Step, ...]:
@@ -49,6 +51,18 @@ def plan_reshard(
     """
     if source == target:
         return ()
+    size = math.prod(shape)
+    if size and all(n % mesh.size == 0 for n in shape):
+        # All parts of all cuts are equal, so that only the size of the whole matters, and of that only the order.
+        shape, size = (mesh.size,) * len(shape), size * itemsize // mesh.size ** len(shape)
+        itemsize = 1 << (size - 1).bit_length()
+    return _planned(source, target, shape, itemsize, mesh)
+
+
+@functools.lru_cache(maxsize=65536)
+def _planned(
+    source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh
+) -> tuple[Step, ...]:
     if new := dict(set(target.unreduced) - set(source.unreduced)):
         finished = target.with_unreduced({a: m for a, m in target.unreduced if a not in new})
         chain, here = list(plan_reshard(source, finished, shape, itemsize, mesh)), finished
@@ -58,8 +72,8 @@ def plan_reshard(
             chain.append(Step(ONE_OWNER, atoms, here, after, monoid=monoid))
             here = after
         return tuple(chain)
-    start = (0, 0, source)
-    queue: list[tuple[int, int, Sharding]] = [start]
+    blocks = _blocks(source, target, mesh)
+    queue: list[tuple[int, int, Sharding]] = [(0, 0, source)]
     best: dict[Sharding, int] = {source: 0}
     came: dict[Sharding, Step] = {}
     order = itertools.count(1)
@@ -69,9 +83,9 @@ def plan_reshard(
             break
         if cost > best[here]:
             continue
-        for step in _moves(here, target, shape, mesh):
-            total = cost + bytes_sent(step, shape, itemsize, mesh) + _LATENCY * (step.kind not in SILENT) + 1
-            if total < best.get(step.after, total + 1):
+        for step, sent in _moves(here, target, blocks, shape, itemsize, mesh):
+            total = cost + sent + _LATENCY * (step.kind not in SILENT) + 1
+            if total < best.get(step.after, total + 1) and total < best.get(target, total + 1):
                 best[step.after] = total
                 came[step.after] = step
                 heapq.heappush(queue, (total, next(order), step.after))
@@ -88,73 +102,161 @@ def reshard_bytes(source: Sharding, target: Sharding, shape: tuple[int, ...], it
     return sum(bytes_sent(s, shape, itemsize, mesh) for s in plan_reshard(source, target, shape, itemsize, mesh))
 
 
-def _moves(here: Sharding, target: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Step]:
-    used = set(here.atoms)
+def _moves(
+    here: Sharding, target: Sharding, blocks: tuple[Atoms, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh
+) -> Iterator[tuple[Step, int]]:
+    """The steps from here that may lead to the target, and what each device sends in them."""
+    keep = frozenset(a for a, _ in target.unreduced)
+    steps = _steps(here, keep, blocks, shape, itemsize, mesh)
+    yield from steps if 1 < len(blocks) <= _FEW else (s for s in steps if _is_straight(s[0], target))
+    others = list(_at_once(here, target, keep, shape, mesh))
+    arranged = _arranged(here, target, mesh)
+    if arranged is not None and arranged != here:
+        others.append(Step(PERMUTE, mesh.atoms, here, arranged))
+    for step in others:
+        yield step, bytes_sent(step, shape, itemsize, mesh)
+
+
+def _at_once(
+    here: Sharding, target: Sharding, keep: frozenset[str], shape: tuple[int, ...], mesh: Mesh
+) -> Iterator[Step]:
+    """Cuts of a dimension as the target cuts it: parts that do not line up one by one may line up together."""
+    for d, (have, wanted) in enumerate(zip(here.dims, target.dims, strict=True)):
+        atoms = wanted[len(have) :]
+        if wanted[: len(have)] != have or not atoms or not aligned(shape[d], mesh.count(have), mesh.count(atoms)):
+            continue
+        cut = _with(here, {d: wanted})
+        waiting = dict(here.unreduced)
+        if not set(atoms) & set(here.atoms):
+            yield Step(ALL_SLICE, atoms, here, cut, d)
+        elif {waiting.get(a) for a in atoms} <= _MONOIDS_WITH_REDUCE_SCATTER and keep.isdisjoint(atoms):
+            yield Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d)
+
+
+def _is_straight(step: Step, target: Sharding) -> bool:
+    """Whether a step does what the target asks for, and nothing else."""
+    if step.kind in (ALL_SLICE, REDUCE_SCATTER):
+        return target.dims[step.dim][: len(step.after.dims[step.dim])] == step.after.dims[step.dim]
+    return step.kind != ALL_TO_ALL or not set(step.atoms).isdisjoint(target.dims[step.to])
+
+
+@functools.lru_cache(maxsize=65536)
+def _steps(
+    here: Sharding,
+    keep: frozenset[str],
+    blocks: tuple[Atoms, ...],
+    shape: tuple[int, ...],
+    itemsize: int,
+    mesh: Mesh,
+) -> tuple[tuple[Step, int], ...]:
+    """All steps from here that move whole blocks, but for permutations."""
+    found = []
     waiting = dict(here.unreduced)
-    keep = dict(target.unreduced)
-    groups = _groups(here, target)
-    for d, wanted in enumerate(target.dims):
-        have = here.dims[d]
-        # What the target cuts further: slice it if the atoms are free, scatter it if they are unreduced.
-        if wanted[: len(have)] == have:
-            for atoms in _prefixes(wanted[len(have) :], groups):
-                if not aligned(shape[d], mesh.count(have), mesh.count(atoms)):
-                    continue
-                cut = _with(here, {d: (*have, *atoms)})
-                if not used & set(atoms):
-                    yield Step(ALL_SLICE, atoms, here, cut, d)
-                monoids = {waiting.get(a) for a in atoms}
-                if len(monoids) == 1 and monoids <= _MONOIDS_WITH_REDUCE_SCATTER and not set(atoms) & set(keep):
-                    after = cut.with_unreduced({a: m for a, m in waiting.items() if a not in atoms})
-                    yield Step(REDUCE_SCATTER, atoms, here, after, d)
+    ready = {a for a, monoid in waiting.items() if a not in keep and monoid in _MONOIDS_WITH_REDUCE_SCATTER}
+    used = set(here.atoms)
+    for d, have in enumerate(here.dims):
+        for atoms in blocks:
+            if not aligned(shape[d], mesh.count(have), mesh.count(atoms)):
+                continue
+            cut = _with(here, {d: (*have, *atoms)})
+            if used.isdisjoint(atoms):
+                found.append(Step(ALL_SLICE, atoms, here, cut, d))
+            elif ready.issuperset(atoms):
+                found.append(Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d))
         # Atoms that leave this dimension, innermost first: to another dimension, or gathered.
-        for atoms in _suffixes(have, groups):
+        for atoms in _suffixes(have, blocks):
             rest = have[: len(have) - len(atoms)]
+            found.append(Step(ALL_GATHER, atoms, here, _with(here, {d: rest}), d))
             if not aligned(shape[d], mesh.count(rest), mesh.count(atoms)):
                 continue
-            yield Step(ALL_GATHER, atoms, here, _with(here, {d: rest}), d)
             for e, other in enumerate(here.dims):
-                wanted_there = e != d and bool(set(atoms) & set(target.dims[e]))
-                if wanted_there and aligned(shape[e], mesh.count(other), mesh.count(atoms)):
-                    yield Step(ALL_TO_ALL, atoms, here, _with(here, {d: rest, e: (*other, *atoms)}), d, e)
-    for monoid in sorted({m for a, m in waiting.items() if a not in keep}):
-        atoms = tuple(a for a, m in here.unreduced if m == monoid and a not in keep)
-        free = tuple(a for a in atoms if not any(a in dim for dim in target.dims))
-        for some in {atoms, free} - {()}:
-            after = here.with_unreduced({a: m for a, m in waiting.items() if a not in some})
-            yield Step(ALL_REDUCE, tuple(a for a in mesh.atoms if a in some), here, after, monoid=monoid)
-    if here.unreduced == target.unreduced and here.dims != target.dims:
-        if all(mesh.count(a) == mesh.count(b) for a, b in zip(here.dims, target.dims, strict=True)):
-            yield Step(PERMUTE, mesh.atoms, here, target)
+                if e != d and aligned(shape[e], mesh.count(other), mesh.count(atoms)):
+                    after = _with(here, {d: rest, e: (*other, *atoms)})
+                    found.append(Step(ALL_TO_ALL, atoms, here, after, d, e))
+    for monoid in sorted(set(waiting.values())):
+        one_by_one = [b for b in blocks if all(waiting.get(a) == monoid and a not in keep for a in b)]
+        for k in range(1, len(one_by_one) + 1) if len(blocks) <= _FEW else {1, len(one_by_one)} - {0}:
+            for some in itertools.combinations(one_by_one, k):
+                atoms = tuple(a for a in mesh.atoms if any(a in b for b in some))
+                found.append(Step(ALL_REDUCE, atoms, here, _without(here, atoms), monoid=monoid))
+    return tuple((step, bytes_sent(step, shape, itemsize, mesh)) for step in found)
 
 
-def _groups(here: Sharding, target: Sharding) -> frozenset[tuple[str, str]]:
-    """Pairs of neighbouring atoms that stand together both here and in the target, and so travel as one."""
-
-    def neighbours(sharding: Sharding) -> set[tuple[str, str]]:
-        return {pair for dim in sharding.dims for pair in itertools.pairwise(dim)}
-
-    def absent(sharding: Sharding, pair: tuple[str, str]) -> bool:
-        in_dims = {a for dim in sharding.dims for a in dim}
-        return not in_dims & set(pair)
-
-    ours, theirs = neighbours(here), neighbours(target)
-    return frozenset(
-        p for p in ours | theirs if (p in ours or absent(here, p)) and (p in theirs or absent(target, p))
-    )
-
-
-def _prefixes(atoms: Atoms, groups: frozenset[tuple[str, str]]) -> Iterator[Atoms]:
-    for k in range(1, len(atoms) + 1):
-        if k == len(atoms) or (atoms[k - 1], atoms[k]) not in groups:
-            yield atoms[:k]
+def _arranged(here: Sharding, target: Sharding, mesh: Mesh) -> Sharding | None:
+    """The same cuts, over the target's atoms as far as they go and then over any others."""
+    waiting = set(dict(here.unreduced))
+    spare = [a for a in dict.fromkeys((*here.atoms, *mesh.atoms)) if not any(a in dim for dim in target.dims)]
+    dims = []
+    for have, wanted in zip(here.dims, target.dims, strict=True):
+        atoms: list[str] = []
+        for a in (*wanted, *spare):
+            if mesh.count(have) % mesh.count((*atoms, a)) == 0:
+                atoms.append(a)
+        if mesh.count(atoms) != mesh.count(have) or not waiting.isdisjoint(atoms):
+            return None
+        spare = [a for a in spare if a not in atoms]
+        dims.append(tuple(atoms))
+    return Sharding(tuple(dims), here.unreduced)
 
 
-def _suffixes(atoms: Atoms, groups: frozenset[tuple[str, str]]) -> Iterator[Atoms]:
-    for k in range(len(atoms)):
-        if k == 0 or (atoms[k - 1], atoms[k]) not in groups:
+@functools.lru_cache(maxsize=4096)
+def _blocks(source: Sharding, target: Sharding, mesh: Mesh) -> tuple[Atoms, ...]:
+    """Atoms that may travel as one: neighbours both in the source and in the target, or alike in not being there."""
+
+    def follow(a: str, b: str, sharding: Sharding) -> bool:
+        if any((a, b) in itertools.pairwise(dim) for dim in sharding.dims):
+            return True
+        waiting = dict(sharding.unreduced)
+        return not any(x in dim for x in (a, b) for dim in sharding.dims) and waiting.get(a) == waiting.get(b)
+
+    # Those that are in neither may help to combine parts: copies need not all combine the same. To cut over them for
+    # any other purpose saves nothing, since it would have to be gathered again.
+    combines = source.unreduced != target.unreduced
+    atoms = tuple(a for a in mesh.atoms if combines or a in source.atoms or a in target.atoms)
+    if len(mesh.atoms) <= _FEW:
+        return tuple((a,) for a in atoms)
+    blocks: list[list[str]] = []
+    for sharding in (source, target, Sharding((atoms,))):
+        for dim in sharding.dims:
+            for a in dim:
+                if any(a in block for block in blocks):
+                    continue
+                last = blocks[-1][-1] if blocks else ""
+                if last and follow(last, a, source) and follow(last, a, target):
+                    blocks[-1].append(a)
+                else:
+                    blocks.append([a])
+    if len(blocks) > 1:
+        # What already is where it belongs stays there.
+        placed = {a for have, wanted in zip(source.dims, target.dims, strict=True) for a in _common(have, wanted)}
+        blocks = [block for block in blocks if not placed.issuperset(block)]
+    # Few of them may be cut where a part of one is as large as another: the two can change places.
+    cut = True
+    while cut and len(blocks) < _FEW:
+        sizes, cut = {mesh.count(block) for block in blocks}, False
+        for i, block in enumerate(blocks):
+            at = next((k for k in range(1, len(block)) if {mesh.count(block[:k]), mesh.count(block[k:])} & sizes), None)
+            if at is not None:
+                blocks[i : i + 1], cut = [block[:at], block[at:]], True
+                break
+    return tuple(map(tuple, blocks))
+
+
+def _common(a: Atoms, b: Atoms) -> Atoms:
+    """The atoms with which both begin."""
+    return tuple(x for x, y in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def _suffixes(atoms: Atoms, blocks: Sequence[Atoms]) -> Iterator[Atoms]:
+    firsts = {block[0] for block in blocks}
+    for k, a in enumerate(atoms):
+        if a in firsts:
             yield atoms[k:]
 
 
 def _with(sharding: Sharding, changes: dict[int, Atoms]) -> Sharding:
     return Sharding(tuple(changes.get(i, dim) for i, dim in enumerate(sharding.dims)), sharding.unreduced)
+
+
+def _without(sharding: Sharding, atoms: Atoms) -> Sharding:
+    return sharding.with_unreduced({a: m for a, m in sharding.unreduced if a not in atoms})

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.comm.steps import apart
+from gshard.comm.local import apart
 from gshard.core.mesh import Atoms, Mesh
 
 

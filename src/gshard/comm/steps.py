@@ -13,22 +13,25 @@ therefore what is emitted.
     one_owner(atoms)          replicated -> unreduced: the first device keeps it, the others hold the monoid's identity
 
 Dimensions that do not divide are padded to equal parts before a move and trimmed after it. Two cuts of an uneven
-dimension line up only if their parts do (``aligned``); a step that would need a move between neighbours is not
-offered and the planner goes through the whole dimension instead.
+dimension line up only if their parts do (``aligned``). A gather of parts that do not is preceded by an exchange with
+neighbours; other steps are not offered then, and the planner goes through the whole dimension instead.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gshard.comm.local import slice_part
+from gshard.comm.route import Piece, Route, carry, routed
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
 
@@ -72,7 +75,9 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) ->
     if step.kind in SILENT or g == 1:
         return 0
     if step.kind == ALL_GATHER:
-        return before * (g - 1)
+        n, local = shape[step.dim], step.before.local_shape(mesh, shape)[step.dim]
+        way, room = _lined_up(step, n, mesh)
+        return (before // local if local else 0) * (room * (g - 1) + sum(way.messages if way else ()))
     if step.kind == ALL_TO_ALL:
         n, local = shape[step.to], step.before.local_shape(mesh, shape)[step.to]
         padded = g * -(-n // (mesh.count(step.before.dims[step.to]) * g))
@@ -86,12 +91,21 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) ->
     return 2 * before * (g - 1) // g if step.monoid in (*_REDUCERS, *_LOGICAL) else before * (g - 1)
 
 
-def spoken(step: Step, shape: tuple[int, ...], dtype: Any, itemsize: int, mesh: Mesh) -> tuple[str, int]:
-    """The collective that a step turns out to be for this dtype, and the bytes that each device sends in it."""
+def spoken(
+    step: Step, shape: tuple[int, ...], dtype: Any, itemsize: int, mesh: Mesh
+) -> Iterator[tuple[str, int]]:
+    """The collectives that a step turns out to be for this dtype, and the bytes that each device sends in each."""
+    sent, local = bytes_sent(step, shape, itemsize, mesh), step.before.local_shape(mesh, shape)
     if step.kind == ALL_REDUCE and _folds(step.monoid, dtype):
-        local = math.prod(step.before.local_shape(mesh, shape)) * itemsize
-        return ALL_GATHER, local * (mesh.count(step.atoms) - 1)
-    return step.kind, bytes_sent(step, shape, itemsize, mesh)
+        yield ALL_GATHER, math.prod(local) * itemsize * (mesh.count(step.atoms) - 1)
+        return
+    if step.kind == ALL_GATHER and local[step.dim]:
+        way, _ = _lined_up(step, shape[step.dim], mesh)
+        for length in way.messages if way else ():
+            permuted = math.prod(local) // local[step.dim] * length * itemsize
+            sent -= permuted
+            yield PERMUTE, permuted
+    yield step.kind, sent
 
 
 def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
@@ -105,6 +119,9 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
         case "all_slice":
             return slice_part(_pad(x, step.dim, g * local[step.dim]), step.dim, local[step.dim], step.atoms)
         case "all_gather":
+            way, room = _lined_up(step, shape[step.dim], mesh)
+            if way is not None:
+                x = carry(x, step.dim, step.before.dims[step.dim], mesh, way, room)
             whole = lax.all_gather(x, step.atoms, axis=step.dim, tiled=True)
             return _trim(whole, step.dim, local[step.dim])
         case "all_to_all":
@@ -120,6 +137,28 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
             return jnp.where(lax.axis_index(step.atoms) == 0, x, jnp.asarray(identity(step.monoid, x.dtype), x.dtype))
         case _:
             return all_reduce(x, step.atoms, step.monoid)
+
+
+@functools.lru_cache(maxsize=4096)
+def _lined_up(step: Step, n: int, mesh: Mesh) -> tuple[Route | None, int]:
+    """What parts exchange before they are gathered, and how many elements each then has."""
+    parts, group = mesh.count(step.before.dims[step.dim]), mesh.count(step.atoms)
+    have = -(-n // parts)
+    if aligned(n, parts // group, group):
+        return None, have
+    joined = -(-n * group // parts)
+    room = -(-joined // group)
+    pieces = []
+    for taker in range(parts):
+        first = taker // group * joined + taker % group * room
+        last = min(first + room, (taker // group + 1) * joined, n)
+        start = first
+        while start < last:
+            source = start // have
+            end = min(last, (source + 1) * have)
+            pieces.append(Piece(source, start - source * have, taker, start - first, end - start))
+            start = end
+    return routed(tuple(pieces)), room
 
 
 def _run_on_key_data(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
@@ -182,20 +221,6 @@ FOLDS = {
     "and": lambda parts: jnp.bitwise_and.reduce(parts, axis=0),
     "xor": lambda parts: jnp.bitwise_xor.reduce(parts, axis=0),
 }
-
-
-def slice_part(x: Any, dim: int, size: int, atoms: Atoms) -> Any:
-    """This device's part of ``size`` elements of dimension ``dim``, counted over ``atoms``."""
-    return lax.dynamic_slice_in_dim(apart(x, dim, size), lax.axis_index(atoms) * size, size, axis=dim)
-
-
-def apart(x: Any, dim: int, size: int) -> Any:
-    """An array of which ``size`` elements along ``dim`` are about to be taken, hidden from XLA where it would err.
-
-    XLA on CPU loses the factor of ``dynamic_slice(dynamic_slice(x) * 3)`` if the result is one integer.
-    """
-    count = x.size // x.shape[dim] * size if x.size else 0
-    return lax.optimization_barrier(x) if count == 1 and jnp.issubdtype(x.dtype, jnp.integer) else x
 
 
 def _pad(x: Any, dim: int, size: int) -> Any:

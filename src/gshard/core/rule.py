@@ -48,7 +48,8 @@ class Factor:
     """One loop: its global size, kind, and for a ``reduce`` factor the monoid that combines parts.
 
     An ``exchange`` factor may stand for dimensions of several sizes (a slice's operand and result); each is cut in
-    parts of its own size, and ``size`` is the largest.
+    parts of its own size, and ``size`` is the largest. So may a ``reduce`` factor of a rule that masks itself (a long
+    kernel and what it slides over); ``size`` is that of what is summed over.
     """
 
     size: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from gshard.comm.reshard import plan_reshard, reshard_bytes
 from gshard.comm.steps import SILENT
@@ -34,9 +34,26 @@ class Available:
         """Whether an earlier equation needed the value so."""
         return sharding in self.made.get(value, ())
 
+    def note(self, equation: Equation, split: Split) -> None:
+        """Notes how an equation takes its operands."""
+        for value, sharding in taken(equation, split):
+            self.add(value, sharding)
+
+    def copy(self) -> Available:
+        """The same, to be added to."""
+        return Available({value: set(made) for value, made in self.made.items()})
+
     def add(self, value: Value, sharding: Sharding) -> None:
         """Notes that the value has been brought into this sharding."""
         self.made.setdefault(value, set()).add(sharding)
+
+
+def taken(equation: Equation, split: Split) -> Iterator[tuple[Value, Sharding]]:
+    """The operands of an equation that are values, and how it takes each."""
+    assert equation.rule is not None
+    for i, value in enumerate(equation.inputs):
+        if isinstance(value, Value):
+            yield value, operand_sharding(equation.rule, i, split)
 
 
 def assign(block: Block, shardings: Mapping[Value, Sharding], mesh: Mesh) -> dict[Equation, Split]:
@@ -56,15 +73,43 @@ def assign_and_cost(
             inner, cost = assign_and_cost(body, shardings, mesh)
             splits.update(inner)
             total += e.trips * cost
+        if e.rule is not None:
+            splits[e], cost = best_split(e, shardings, mesh, available)
+            total += cost
+            available.note(e, splits[e])
+    return splits, total - _shared(block, splits, shardings, mesh)
+
+
+def _shared(
+    block: Block, splits: dict[Equation, Split], shardings: Mapping[Value, Sharding], mesh: Mesh
+) -> float:
+    """Takes operands as a later equation takes them, where that spares something, and tells how much.
+
+    Equations choose in program order, and each knows what those before it have brought into place. Some would choose
+    otherwise if they knew what is brought into place after them.
+    """
+    last: dict[Value, dict[Sharding, int]] = {}
+    for position, e in enumerate(block.equations):
+        if e.rule is not None:
+            for x, wanted in taken(e, splits[e]):
+                if shardings[x] != wanted:
+                    last.setdefault(x, {})[wanted] = position
+    spared, earlier = 0.0, Available()
+    for position, e in enumerate(block.equations if last else ()):
         if e.rule is None:
             continue
-        best, cost = best_split(e, shardings, mesh, available)
-        total += cost
-        splits[e] = best
-        for i, value in enumerate(e.inputs):
-            if isinstance(value, Value):
-                available.add(value, operand_sharding(e.rule, i, best))
-    return splits, total
+        values = [x for x in e.inputs if isinstance(x, Value)]
+        later = [(x, s) for x in values for s, at in last.get(x, {}).items() if at > position]
+        if later:
+            _, now = best_split(e, shardings, mesh, earlier)
+            known = earlier.copy()
+            for x, sharding in later:
+                known.add(x, sharding)
+            split, cost = best_split(e, shardings, mesh, known)
+            if cost < now - 1.0:
+                splits[e], spared = split, spared + now - cost
+        earlier.note(e, splits[e])
+    return spared
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,6 +177,7 @@ def cost_around(
     shardings: Mapping[Value, Sharding],
     mesh: Mesh,
     only: Container[Value] | None = None,
+    elsewhere: Available | None = None,
 ) -> float:
     """What some equations of a block send together; a sharding of a value that two of them want is made once.
 
@@ -140,8 +186,9 @@ def cost_around(
         shardings: how all values lie.
         mesh: the devices.
         only: the values whose moves into regions, and made shardings, are of interest; None for all.
+        elsewhere: what other equations make anyway.
     """
-    total, available = 0.0, Available()
+    total, available = 0.0, elsewhere.copy() if elsewhere else Available()
     for e in equations:
         if e.rule is None:
             for x, wanted in zip(e.inputs, entering(e, shardings), strict=True):
@@ -151,9 +198,9 @@ def cost_around(
             continue
         split, cost = best_split(e, shardings, mesh, available)
         total += cost
-        for i, x in enumerate(e.inputs):
-            if isinstance(x, Value) and (only is None or x in only):
-                available.add(x, operand_sharding(e.rule, i, split))
+        for x, sharding in taken(e, split):
+            if only is None or x in only:
+                available.add(x, sharding)
     return total
 
 

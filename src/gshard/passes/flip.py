@@ -2,52 +2,108 @@
 
 Values tied by elementwise operators (an activation and all that is computed from it on the way) must move as one: each
 by itself would only add a move. ``settle`` changes one value at a time; here every such group is tried in the
-shardings in which the equations at its border (contractions, sums) could make or take it.
+shardings in which the equations at its border (contractions, sums) could make or take it. What is made of them may
+follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Reason
 from gshard.core.program import Block, Equation, Value
 from gshard.core.rule import PARALLEL
 from gshard.core.sharding import Sharding
-from gshard.core.split import operand_sharding, result_sharding
-from gshard.passes.assign import cost_around
+from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.passes.assign import cost_around, priced
 from gshard.passes.candidates import arrays_of, candidates
 from gshard.passes.settle import fixed_values, makers_and_readers, note_cost
 
+# How far the readers of a flipped group follow it.
+_STEPS = 6
+
 
 def flip(
-    block: Block, shardings: dict[Value, Sharding], reasons: dict[tuple[Value, int], Reason], mesh: Mesh
+    block: Block,
+    shardings: dict[Value, Sharding],
+    reasons: dict[tuple[Value, int], Reason],
+    mesh: Mesh,
+    leaving: frozenset[Value] = frozenset(),
 ) -> bool:
-    """Improves the shardings of groups of a block's inner values in place, bodies included; whether any changed."""
+    """Improves the shardings of groups of a block's inner values in place, bodies included; whether any changed.
+
+    Args:
+        block: the program's, or a body.
+        shardings, reasons: what is known so far.
+        mesh: the devices.
+        leaving: results that may leave as they like.
+    """
     changed = False
     for e in block.equations:
         for body in e.blocks:
             changed |= flip(body, shardings, reasons, mesh)
     makers, readers = makers_and_readers(block)
+    free = makers.keys() - (fixed_values(block) - leaving)
     position = {e: i for i, e in enumerate(block.equations)}
+
+    def around(values: Iterable[Value]) -> list[Equation]:
+        found = dict.fromkeys(e for v in values for e in (makers[v], *readers.get(v, ())))
+        return sorted(found, key=position.__getitem__)
+
     for group in _groups(block, makers):
-        around = dict.fromkeys(e for v in group for e in (makers[v], *readers.get(v, ())))
-        equations = sorted(around, key=position.__getitem__)
-        others = _alternatives(group, equations, shardings, mesh)
-        if not others:
-            continue
-        before = {v: shardings[v] for v in group}
-        best, least = before, cost_around(equations, shardings, mesh) - 1.0
-        for other in others:
-            shardings.update(dict.fromkeys(group, other))
-            if (trial := cost_around(equations, shardings, mesh)) < least:
-                best, least = dict.fromkeys(group, other), trial
-        shardings.update(best)
-        if best is not before:
-            changed = True
-            for v in group:
-                note_cost(v, shardings[v], makers[v], reasons)
+        equations = around(group)
+        for other in _alternatives(group, equations, shardings, mesh):
+            trial = _followed(dict.fromkeys(group, other), shardings, readers, free, mesh)
+            touched = around(trial)
+            before = {v: shardings[v] for v in trial}
+            now = cost_around(touched, shardings, mesh)
+            shardings.update(trial)
+            if cost_around(touched, shardings, mesh) < now - 1.0:
+                changed = True
+                for v, sharding in trial.items():
+                    if sharding != before[v]:
+                        note_cost(v, sharding, makers[v], reasons)
+            else:
+                shardings.update(before)
     return changed
+
+
+def _followed(
+    flipped: dict[Value, Sharding],
+    shardings: Mapping[Value, Sharding],
+    readers: Mapping[Value, Sequence[Equation]],
+    free: Container[Value],
+    mesh: Mesh,
+) -> dict[Value, Sharding]:
+    """What is flipped, and after it what its readers then make without moving anything, and so on for some steps."""
+    trial = dict(flipped)
+    frontier = list(dict.fromkeys(e for v in flipped for e in readers.get(v, ())))
+    for _ in range(_STEPS):
+        following = {}
+        for e in frontier:
+            if e.rule is None or e.mark is not None or e.rule.fixed is not None:
+                continue
+            lying = {v: trial.get(v, shardings[v]) for v in (*e.inputs, *e.outputs) if isinstance(v, Value)}
+            kept = [v for v in e.outputs if v not in trial and v in free]
+            if len(kept) != len(e.outputs):
+                continue
+            choices = priced(e.rule, arrays_of(e, lying), mesh)
+            split = min(choices, key=lambda choice: (sum(choice.moves), -_parts(choice.split, mesh))).split
+            for i, v in enumerate(kept):
+                made, now = result_sharding(e.rule, i, split), shardings[v]
+                waiting = now.unreduced if set(now.unreduced) <= set(made.unreduced) else ()
+                if made.dims != now.dims and made.is_even(mesh, v.shape):
+                    following[v] = Sharding(made.dims, waiting)
+        if not following:
+            break
+        trial.update(following)
+        frontier = list(dict.fromkeys(e for v in following for e in readers.get(v, ())))
+    return trial
+
+
+def _parts(split: Split, mesh: Mesh) -> int:
+    return mesh.count([a for f, atoms in split.items() if f >= 0 for a in atoms])
 
 
 def _groups(block: Block, makers: Mapping[Value, Equation]) -> list[list[Value]]:

@@ -40,13 +40,15 @@ def partition(
         keep_uneven: whether results leave as padded parts where they lie unevenly.
 
     Returns:
-        the program. Other dimensions that do not divide evenly are whole at its border, since JAX has no arrays whose
-        parts are unequal; inside they are split.
+        the program. JAX has no arrays with unequal parts: other arguments with dimensions that do not divide evenly
+        come whole along these, results leave cut as far as parts are equal; inside both are cut further.
     """
     mesh, block = plan.mesh, plan.program.block
     padded = padded_arguments or {}
-    entry = tuple(padded.get(i) or _even(plan.sharding(v), v, plan) for i, v in enumerate(block.inputs))
-    leave = tuple(plan.sharding(v) if keep_uneven else _even(plan.sharding(v), v, plan) for v in block.outputs)
+    entry = tuple(padded.get(i) or _even(plan.sharding(v), v, plan, partly=False) for i, v in enumerate(block.inputs))
+    leave = tuple(
+        plan.sharding(v) if keep_uneven else _even(plan.sharding(v), v, plan, partly=True) for v in block.outputs
+    )
     emitter = _Emitter(plan)
 
     def program(*arrays: Any) -> list[Any]:
@@ -80,12 +82,14 @@ def spec(sharding: Sharding) -> PartitionSpec:
     return PartitionSpec(*(None if not atoms else atoms[0] if len(atoms) == 1 else atoms for atoms in sharding.dims))
 
 
-def _even(sharding: Sharding, value: Value | Constant, plan: Plan) -> Sharding:
-    dims = tuple(
-        atoms if n % plan.mesh.count(atoms) == 0 else ()
-        for n, atoms in zip(value.shape, sharding.dims, strict=True)
-    )
-    return Sharding(dims)
+def _even(sharding: Sharding, value: Value | Constant, plan: Plan, *, partly: bool) -> Sharding:
+    """The same without cuts into unequal parts; ``partly`` keeps of them what makes equal ones."""
+    dims = []
+    for n, atoms in zip(value.shape, sharding.dims, strict=True):
+        while n % plan.mesh.count(atoms):
+            atoms = atoms[:-1] if partly else ()
+        dims.append(atoms)
+    return Sharding(tuple(dims))
 
 
 @dataclasses.dataclass
@@ -209,7 +213,7 @@ class _Emitter:
         for step in plan_reshard(source, target, shape, size, mesh):
             if step.kind not in SILENT and x.size:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
-                kind, sent = spoken(step, shape, value.dtype, size, mesh)
-                self.collectives.append(Collective(kind, step.atoms, sent, self.trips, local, line, why))
+                for kind, sent in spoken(step, shape, value.dtype, size, mesh):
+                    self.collectives.append(Collective(kind, step.atoms, sent, self.trips, local, line, why))
             x = run(step, x, shape, mesh)
         return x

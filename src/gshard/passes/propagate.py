@@ -32,7 +32,7 @@ from gshard.core.split import Split, place, project
 from gshard.passes.assign import Available, assign, price
 from gshard.passes.candidates import arrays_of, candidates
 from gshard.passes.flip import flip
-from gshard.passes.settle import settle
+from gshard.passes.settle import free_results, settle
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -69,8 +69,9 @@ def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
     shardings = {v: Sharding(tuple(dims)) for v, dims in state.dims.items()}
     splits = assign(program.block, shardings, mesh)
     for _ in range(2):  # chains that flip may let single values settle elsewhere, and once more the other way round
-        changed = bool(settle(program.block, shardings, splits, state.reasons, mesh))
-        flipped = flip(program.block, shardings, state.reasons, mesh)
+        leaving = free_results(program, shardings)
+        changed = bool(settle(program.block, shardings, splits, state.reasons, mesh, leaving))
+        flipped = flip(program.block, shardings, state.reasons, mesh, leaving)
         if changed or flipped:
             splits = assign(program.block, shardings, mesh)
         if not flipped:

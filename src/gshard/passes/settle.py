@@ -6,7 +6,9 @@ whose readers want it otherwise, is tried in those shardings. It changes if the 
 bytes, or as many but later: a move that waits may meet others and become one. So parts still to be combined travel on
 through linear operators to the place where combining them costs least.
 
-Marks, arguments, and the values at the borders of regions stay as they are.
+Marks, arguments, and the values at the borders of regions stay as they are. Results that nobody marked leave as they
+are made, if that spares moving them; but a result that lies as an argument of its shape does (a state, to be given to
+the next call) stays like that.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Reason
-from gshard.core.program import Block, Equation, Value
+from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.passes.assign import (
@@ -26,10 +28,13 @@ from gshard.passes.assign import (
     cost_around,
     cost_of_moving,
     entering,
+    taken,
 )
 from gshard.passes.candidates import arrays_of, candidates
 
 _ROUNDS = 3
+# A value with more readers than this is not asked how they take it.
+_MANY = 32
 
 
 def settle(
@@ -38,8 +43,15 @@ def settle(
     splits: Mapping[Equation, Split],
     reasons: dict[tuple[Value, int], Reason],
     mesh: Mesh,
+    leaving: frozenset[Value] = frozenset(),
 ) -> set[Value]:
     """Improves the shardings of a block's inner values in place, bodies included.
+
+    Args:
+        block: the program's, or a body.
+        shardings, splits, reasons: what is known so far.
+        mesh: the devices.
+        leaving: results that may leave as they like.
 
     Returns:
         the values that changed.
@@ -49,7 +61,7 @@ def settle(
         for body in e.blocks:
             changed |= settle(body, shardings, splits, reasons, mesh)
         changed |= _combine_after_the_loop(e, shardings, reasons, mesh)
-    fixed = fixed_values(block)
+    fixed = fixed_values(block) - leaving
     makers, readers = makers_and_readers(block)
     best = {e: splits[e] for e in block.equations if e.rule is not None}
     for _ in range(_ROUNDS):
@@ -62,10 +74,13 @@ def settle(
                 continue
             around = [maker, *readers.get(v, ())]
             made = _made(v, maker, best[maker])
-            now = cost_around(around, shardings, mesh, {v})
+            if v in leaving:
+                others = [s for s in others if s == made and s.is_even(mesh, v.shape) and not s.unreduced]
+            elsewhere = _elsewhere(maker, around, readers, best)
+            now = cost_around(around, shardings, mesh, {v}, elsewhere)
             for other in others:
                 before, shardings[v] = shardings[v], other
-                trial = cost_around(around, shardings, mesh, {v})
+                trial = cost_around(around, shardings, mesh, {v}, elsewhere)
                 later = len(other.unreduced) > len(before.unreduced) or (other == made and not before.unreduced)
                 if trial > now + 1e-6 or (trial > now - 1e-6 and not later):
                     shardings[v] = before
@@ -88,6 +103,38 @@ def settle(
             if cost_around(around, shardings, mesh, {v}) > now + 1e-6:
                 shardings[v] = waiting
     return changed
+
+
+def _elsewhere(
+    maker: Equation,
+    around: Sequence[Equation],
+    readers: Mapping[Value, Sequence[Equation]],
+    best: Mapping[Equation, Split],
+) -> Available:
+    """The shardings in which others take the operands of an equation: to take them so too costs nothing."""
+    found = Available()
+    for x in maker.inputs:
+        others = readers.get(x, ()) if isinstance(x, Value) else ()
+        for e in others if len(others) <= _MANY else ():
+            if e.rule is not None and e not in around:
+                for value, sharding in taken(e, best[e]):
+                    if value is x:
+                        found.add(value, sharding)
+    return found
+
+
+def free_results(program: Program, shardings: Mapping[Value, Sharding]) -> frozenset[Value]:
+    """The results of a program that may leave as they like."""
+    block = program.block
+    kept = {(v.shape, v.dtype, shardings[v]) for v in block.inputs}
+    rules = [e for e in block.equations if e.rule is not None and e.mark is None and e.rule.fixed is None]
+    made = {v for e in rules for v in e.outputs}
+    crossing = {v for e in block.equations if e.rule is None for v in (*e.inputs, *e.outputs) if isinstance(v, Value)}
+    return frozenset(
+        v
+        for v in block.outputs
+        if v in made and v not in crossing and (v.shape, v.dtype, shardings[v]) not in kept
+    )
 
 
 def _combine_after_the_loop(

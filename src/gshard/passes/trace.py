@@ -1,8 +1,8 @@
 """Trace: a function and its arguments become a Program.
 
-JAX traces the function to a jaxpr; here calls are opened (jit, custom derivatives, remat), dead code is dropped,
-random bits are expanded into counters and arithmetic, every variable becomes a value of its own, and each equation
-gets its rule or its region.
+JAX traces the function to a jaxpr; here calls are opened (jit, custom derivatives, remat), dead code is dropped, what
+is computed twice is computed once, random bits are expanded into counters and arithmetic, every variable becomes a
+value of its own, and each equation gets its rule or its region.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from gshard.rules.expand import expansion, mark_of_equation, needs_barrier
 from gshard.rules.pieces import join_slices
 from gshard.rules.region import REGIONS
 from gshard.rules.registry import Call, rule_of
+from gshard.rules.subexpression import common_key
 from gshard.rules.zones import check_zones
 
 assert _rules  # imported for the rules it registers
@@ -128,6 +129,14 @@ def _argument_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
 
 
 @dataclasses.dataclass
+class _Body:
+    """The equations of a block, and which of them have been met before."""
+
+    equations: list[Equation] = dataclasses.field(default_factory=list)
+    known: dict[Any, Equation] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
 class _Builder:
     """Turns jaxprs into blocks; one numbering for all values."""
 
@@ -144,12 +153,12 @@ class _Builder:
             else:
                 inputs.append(self._new(env, var))
         inputs += [self._new(env, var) for var in jaxpr.invars]
-        equations: list[Equation] = []
-        self._equations(jaxpr, env, equations, None)
+        body = _Body()
+        self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
-        return Block(tuple(inputs), tuple(join_slices(equations, outputs)), outputs)
+        return Block(tuple(inputs), tuple(join_slices(body.equations, outputs)), outputs)
 
-    def _equations(self, jaxpr: Any, env: dict[Any, Any], out: list[Equation], line: Any) -> None:
+    def _equations(self, jaxpr: Any, env: dict[Any, Any], out: _Body, line: Any) -> None:
         for eqn in jaxpr.eqns:
             name, params = eqn.primitive.name, eqn.params
             # An equation that JAX's own library made inside a call is blamed on the line that called it.
@@ -165,8 +174,14 @@ class _Builder:
                 self._equations(inner, env_inner, out, source)
                 env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
                 continue
+            key = None if eqn.effects else common_key(eqn.primitive, params, inputs)
+            if key is not None and key in out.known:
+                env.update(zip(eqn.outvars, out.known[key].outputs, strict=True))
+                continue
             outputs = tuple(self._new(env, v) for v in eqn.outvars)
-            out.append(self._equation(eqn.primitive, params, inputs, outputs, source))
+            out.equations.append(self._equation(eqn.primitive, params, inputs, outputs, source))
+            if key is not None:
+                out.known[key] = out.equations[-1]
 
     def _equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
         region = REGIONS.get(primitive.name)
@@ -201,11 +216,11 @@ class _Builder:
             self.rules[key] = known = rule_of(call, source)
         return known
 
-    def _barrier(self, inputs: tuple[Any, ...], out: list[Equation], source: Any) -> tuple[Any, ...]:
+    def _barrier(self, inputs: tuple[Any, ...], out: _Body, source: Any) -> tuple[Any, ...]:
         at = [i for i, x in enumerate(inputs) if isinstance(x, Value)]
         given = tuple(inputs[i] for i in at)
         fresh = tuple(Value(x.shape, x.dtype, next(self.counter)) for x in given)
-        out.append(self._equation(optimization_barrier_p, {}, given, fresh, source))
+        out.equations.append(self._equation(optimization_barrier_p, {}, given, fresh, source))
         hidden = dict(zip(at, fresh, strict=True))
         return tuple(hidden.get(i, x) for i, x in enumerate(inputs))
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from gshard.comm.local import apart
 from gshard.comm.shards import Shards, along
-from gshard.comm.steps import apart
 from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
 from gshard.rules.registry import Call, rule
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from gshard.comm.collectives import KINDS
-from gshard.comm.steps import slice_part
+from gshard.comm.local import slice_part
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import bind, called_jaxpr, closed, user_line
 from gshard.core.mesh import Atoms

@@ -2,7 +2,8 @@
 
 Rotations (``jnp.roll``), shifts and borders that wrap around are written as slices that are joined again. Taken one by
 one, the slices would be spread evenly over the devices and then spread evenly once more. Together they are an exchange:
-part ``i`` of the result takes from each operand the window where its piece and the part overlap.
+part ``i`` of the result takes from each operand the window where its piece and the part overlap. In derivatives a
+concatenation is a sum: each piece with zeros in the place of the others.
 
     concatenate(x[7:], x[:7]) of 8 elements over 4 parts      each part sends one element to its neighbour
 """
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -59,24 +61,50 @@ def join_slices(equations: Iterable[Equation], outputs: Sequence[Value | Constan
     joined = {e: new for e in equations if (new := _joined(e, makers)) is not None}
     if not joined:
         return equations
-    freed = {makers[v] for e in joined for v in e.inputs if v in makers}
-    kept = [joined.get(e, e) for e in equations]
-    read = {v for e in kept for v in e.inputs if isinstance(v, Value)} | {v for v in outputs if isinstance(v, Value)}
-    return [e for e in kept if e not in freed or any(v in read for v in e.outputs)]
+    kept = []
+    read: set[Any] = set(outputs)
+    for e in reversed([joined.get(e, e) for e in equations]):
+        if e.name not in ("slice", "split", "pad") or not read.isdisjoint(e.outputs):
+            kept.append(e)
+            read.update(e.inputs)
+    return kept[::-1]
 
 
 def _joined(e: Equation, makers: dict[Any, Equation]) -> Equation | None:
-    if e.name != "concatenate":
+    laid = _laid_side_by_side(e, makers)
+    if laid is None:
         return None
-    axis = e.params["dimension"]
-    cuts = [_cut_from(v, axis, makers) for v in e.inputs]
-    if all(source is v for (source, _), v in zip(cuts, e.inputs, strict=True)):
+    axis, values = laid
+    cuts = [_cut_from(v, axis, makers) for v in values]
+    if e.name == "concatenate" and all(source is v for (source, _), v in zip(cuts, values, strict=True)):
         return None
     sources, pieces = zip(*cuts, strict=True)
     params = {"dimension": axis, "pieces": tuple(pieces)}
     shapes, dtypes = tuple(x.shape for x in sources), tuple(x.dtype for x in sources)
     call = Call(pieces_p.name, params, shapes, tuple(v.shape for v in e.outputs), dtypes)
     return Equation(pieces_p, params, sources, e.outputs, rule_of(call), e.source_info)
+
+
+def _laid_side_by_side(e: Equation, makers: dict[Any, Equation]) -> tuple[int, Sequence[Value | Constant]] | None:
+    """Along which axis an equation joins which values: a concatenation, or a sum of two that zeros fill up."""
+    if e.name == "concatenate":
+        return e.params["dimension"], e.inputs
+    if e.name not in ("add", "add_any"):
+        return None
+    filled = []
+    for v in e.inputs:
+        maker = makers.get(v)
+        if maker is None or maker.name != "pad" or not isinstance(maker.inputs[1], Constant):
+            return None
+        config = [tuple(map(int, c)) for c in maker.params["padding_config"]]
+        axes = [d for d, c in enumerate(config) if c != (0, 0, 0)]
+        low, high, interior = config[axes[0]] if len(axes) == 1 else (-1, -1, -1)
+        if np.any(maker.inputs[1].value) or interior or min(low, high) < 0:
+            return None
+        filled.append((axes[0], low, high, maker.inputs[0]))
+    (axis, low, _, first), (other, high, _, second) = sorted(filled, key=lambda f: f[1])
+    entire = low == 0 and high == first.shape[axis] and high + second.shape[axis] == e.outputs[0].shape[axis]
+    return (axis, (first, second)) if axis == other and entire else None
 
 
 def _cut_from(

@@ -1,0 +1,32 @@
+"""Common subexpressions: equations that compute the same are computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gshard.core.program import Constant, Value
+
+# Each use of them may lie as it likes: made once for all they would tie together what is far apart.
+_MADE_ANEW = ("broadcast_in_dim", "optimization_barrier", "rng_uniform")
+
+
+def common_key(primitive: Any, params: dict[str, Any], inputs: Sequence[Value | Constant]) -> Any:
+    """What two equations have in common that compute the same; None for those that are left apart."""
+    if primitive.name in _MADE_ANEW or not any(isinstance(x, Value) for x in inputs):
+        return None
+    operands = tuple(x if isinstance(x, Value) else _literal(x) for x in inputs)
+    key = primitive, tuple(params.items()), operands
+    try:
+        hash(key)
+    except TypeError:  # a parameter that cannot be compared
+        return None
+    return key
+
+
+def _literal(x: Constant) -> Any:
+    """A constant as part of a key: a number by its bits, an array by identity."""
+    plain = isinstance(x.value, (np.ndarray, np.generic, bool, int, float, complex)) and not x.shape
+    return (str(x.dtype), np.asarray(x.value).tobytes()) if plain else id(x.value)
