@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from m4.corpus import component, gettext, hold_out, parallel
+from m4.corpus import gettext, hold_out, keyed, parallel
 from m4.corpus.clean import RULES, clean, tidy
 from m4.corpus.language import language
 from m4.corpus.pair import Pair
-from m4.corpus.source import SOURCES, chosen
+from m4.corpus.readers import READERS
+from m4.corpus.source import PERMISSIVE, SOURCES, chosen, of_tier
 from m4.errors import CorpusError
 
 CATALOGUE = """
@@ -56,7 +57,7 @@ def test_gettext_reads_translated_entries_only(tmp_path: Path) -> None:
             "pkg/locale/de/LC_MESSAGES/django.mo": b"binary",
         },
     )
-    assert [item for item in gettext.read(archive) if isinstance(item, Pair)] == [
+    assert [item for item in gettext.read([archive]) if isinstance(item, Pair)] == [
         Pair("de", "Ausgewählte Dateien löschen", "Delete the selected files"),
         Pair("de", "%(count)s Datei gelöscht", "%(count)s file deleted"),
         Pair("de", "%(count)s Dateien gelöscht", "%(count)s files deleted"),
@@ -79,7 +80,7 @@ def test_component_pairs_by_key(tmp_path: Path) -> None:
             "homeassistant/components/door/translations/de.json": text(a="Ohne Englisch"),
         },
     )
-    found = [item for item in component.read(archive) if isinstance(item, Pair)]
+    found = [item for item in keyed.read_component([archive]) if isinstance(item, Pair)]
     assert found == [Pair("pt", "Ligar", "Turn on"), Pair("de", "Warm", "Warm")]
 
 
@@ -123,7 +124,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
     [
         (Pair("de", "", "some text here"), "empty"),
         (Pair("de", "Home Assistant", "home assistant"), "identical"),
-        (Pair("de", "w" * 500, "a long word in German"), "too long"),
+        (Pair("de", "w" * 1300, "a long word in German"), "too long"),
         (Pair("de", "Datei öffnen", "Open"), "fewer than two words"),
         (Pair("de", "1 2 3 4 5 x y", "12:34:56 -- 99 am pm now"), "mostly symbols"),
         (Pair("de", "falsche Seite hier", "неверная сторона тут"), "not English"),
@@ -143,7 +144,9 @@ def test_every_rule_is_tried_above() -> None:
 def test_tidy_keeps_placeholders() -> None:
     assert tidy("_Open <a href='x'>%(name)s</a> &now {entity_name}") == "Open %(name)s now {entity_name}"
     assert tidy("ファイル(_F)") == "ファイル"
-    assert clean(Pair("zh-x", "打开 %s 文件", "Open the %s file")) == Pair("zh-x", "打开 %s 文件", "Open the %s file")
+    assert clean(Pair("zh_Hans", "打开 %s 文件", "Open the %s file")) == Pair(
+        "zh_Hans", "打开 %s 文件", "Open the %s file"
+    )
 
 
 def test_languages_have_one_name() -> None:
@@ -166,4 +169,22 @@ def test_the_split_is_by_english_sentence_and_never_changes() -> None:
 def test_unknown_sources_are_refused() -> None:
     with pytest.raises(CorpusError, match=r"no source 'nothing'(.|\n)*django"):
         chosen(("django", "nothing"))
-    assert {s.licence for s in SOURCES.values()} <= {"BSD-3-Clause", "Apache-2.0", "MIT"}
+    with pytest.raises(CorpusError, match=r"licence of mediawiki is not a permissive(.|\n)*GPL-2(.|\n)*--licences all"):
+        chosen(("django", "mediawiki"), "permissive")
+
+
+def test_the_table_of_sources_is_sound() -> None:
+    assert {s.reader for s in SOURCES.values()} == set(READERS)
+    assert {s.registry for s in SOURCES.values()} == {"pip", "npm", "apt", "apt-source", "apt-descriptions"}
+    for source in SOURCES.values():
+        assert source.licence
+        assert bool(source.version) == (source.registry in ("pip", "npm")), (
+            "Debian's release fixes versions, we the others"
+        )
+        assert bool(source.packages) == (source.registry != "apt-descriptions")
+        assert set(source.accelerators) <= set("_&~")
+    assert {s.licence for s in of_tier("tiny")} <= PERMISSIVE
+    assert {s.name for s in of_tier("base")} < {s.name for s in of_tier("standard")}
+    permissive = of_tier("standard", "permissive")
+    assert {s.licence for s in permissive} <= PERMISSIVE
+    assert {s.name for s in of_tier("tiny")} < {s.name for s in permissive}

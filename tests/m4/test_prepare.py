@@ -10,7 +10,7 @@ import pytest
 
 from m4.batches import EOS, Batches, Encoded, in_order, shapes
 from m4.corpus import fetch, hold_out
-from m4.corpus.source import Source
+from m4.corpus.source import SOURCES
 from m4.errors import CorpusError, VocabularyError
 from m4.prepare import PrepareConfig, open_text, prepare
 from m4.text import PreparedText
@@ -49,9 +49,9 @@ def text(config: PrepareConfig) -> PreparedText:
 
 
 def test_nothing_is_done_twice(config: PrepareConfig, text: PreparedText) -> None:
-    stamp = (config.output / "train.npz").stat().st_mtime_ns
+    stamp = (config.output / "train" / "source.npy").stat().st_mtime_ns
     assert prepare(config).was_there
-    assert (config.output / "train.npz").stat().st_mtime_ns == stamp
+    assert (config.output / "train" / "source.npy").stat().st_mtime_ns == stamp
     assert "mine.tsv:" in (config.output / "rejected.tsv").read_text()
     assert not config.output.with_name("ready.unfinished").exists()
 
@@ -106,11 +106,13 @@ def test_short_sentences_make_short_rows() -> None:
 
 def test_temperature_brings_up_rare_languages(config: PrepareConfig, text: PreparedText) -> None:
     natural = sum(text.batches.data.language == text.batches.data.languages.index("fr")) / len(text.batches.data)
-    order = {tuple(text.batches.data.source[a:b]): n for a, b, n in zip(
-        text.batches.data.source_at, text.batches.data.source_at[1:], text.batches.data.language, strict=False)}
-    drawn = [
-        order[tuple(int(i) for i in row if i > EOS)] for step in range(32) for row in text.batch(step)["source"]
-    ]
+    order = {
+        tuple(text.batches.data.source[a:b]): n
+        for a, b, n in zip(
+            text.batches.data.source_at, text.batches.data.source_at[1:], text.batches.data.language, strict=False
+        )
+    }
+    drawn = [order[tuple(int(i) for i in row if i > EOS)] for step in range(32) for row in text.batch(step)["source"]]
     share = np.mean(np.array(drawn) == text.batches.data.languages.index("fr"))
     expected = natural**0.5 / (natural**0.5 + (1 - natural) ** 0.5)
     assert abs(share - expected) < 0.06
@@ -174,17 +176,30 @@ def test_a_missing_source_is_said_and_left_out(
         prepare(PrepareConfig(output=tmp_path / "none", cache=tmp_path / "cache", sources=("django",)))
 
 
-def test_an_archive_is_fetched_once_and_checked(tmp_path: Path) -> None:
-    django = Source("django", "5.2.19", "BSD-3-Clause", lambda path: iter(()))
+def test_an_archive_is_fetched_once_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
     folder = tmp_path / "packages" / "django-5.2.19"
     folder.mkdir(parents=True)
-    (folder / "django-5.2.19.whl").write_bytes(b"content")
-    (folder / "django-5.2.19.whl.sha256").write_text(fetch.checksum(folder / "django-5.2.19.whl") + "\n")
-    assert fetch.fetch(django, tmp_path).was_there
+    (folder / "django.whl").write_bytes(b"content")
+    (folder / fetch.SUMS).write_text(f"{fetch.checksum(folder / 'django.whl')}  django.whl\n")
+    got = fetch.Fetcher(tmp_path).fetch(SOURCES["django"])
+    assert (got.was_there, got.files) == (True, [folder / "django.whl"])
+    (folder / "django.whl").write_bytes(b"Content")
+    assert fetch.Fetcher(tmp_path).fetch(SOURCES["django"]).problem, "what has changed is not taken"
 
 
 def test_settings_that_make_no_sense() -> None:
-    for wrong in ({"dev": 0.0}, {"test": 0.6}, {"length": 2}, {"temperature": 0.5}, {"sources": ()}):
+    nothing = {"sources": ()}
+    for wrong in (
+        {"dev": 0.0},
+        {"test": 0.6},
+        {"length": 2},
+        {"temperature": 0.5},
+        nothing,
+        {"jobs": 0},
+        {"quota": -1},
+    ):
         with pytest.raises(CorpusError):
             PrepareConfig(**wrong)  # type: ignore[arg-type]
 
