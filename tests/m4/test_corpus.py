@@ -103,6 +103,51 @@ def test_users_files_in_three_forms(tmp_path: Path) -> None:
     assert list(parallel.read(tmp_path / "talk.it")) == [Pair("it", "uno", "one"), Pair("it", "due", "two")]
 
 
+def test_a_line_of_ten_megabytes_is_rejected_and_the_rest_is_read(tmp_path: Path) -> None:
+    huge = "x" * 10_000_000
+    (tmp_path / "p.tsv").write_text(f"de\teins\tone\nde\t{huge}\ttwo\nde\tdrei\tthree\n")
+    (tmp_path / "t.de").write_text(f"eins\n{huge}\ndrei")
+    (tmp_path / "t.en").write_text("one\ntwo\nthree\n")
+    for name in ("p.tsv", "t.de"):
+        one, bad, three = parallel.read(tmp_path / name)
+        assert (one, three) == (Pair("de", "eins", "one"), Pair("de", "drei", "three"))
+        assert isinstance(bad, parallel.BadLine)
+        assert (bad.number, bad.reason, len(bad.text)) == (2, "more than 100,000 bytes", 200)
+
+
+def test_a_catalogue_of_ones_own(tmp_path: Path) -> None:
+    header = 'msgid ""\nmsgstr ""\n"Language: {}\\n"\n"Content-Type: text/plain; charset=UTF-8\\n"\n'
+    entries = CATALOGUE.split('charset=UTF-8\\n"', 1)[1]
+    (tmp_path / "mine.po").write_text(header.format("pt_BR") + entries, encoding="utf-8")
+    found = list(parallel.read(tmp_path / "mine.po"))
+    assert [item for item in found if isinstance(item, Pair)] == [
+        Pair("pt", "Ausgewählte Dateien löschen", "Delete the selected files"),
+        Pair("pt", "%(count)s Datei gelöscht", "%(count)s file deleted"),
+        Pair("pt", "%(count)s Dateien gelöscht", "%(count)s files deleted"),
+    ]
+    bad = [item for item in found if isinstance(item, parallel.BadLine)]
+    assert [(b.reason, b.text) for b in bad] == [
+        ("fuzzy translation", "Rename the file"), ("no translation", "Not translated yet"),
+    ]  # fmt: skip
+    lines = (tmp_path / "mine.po").read_text().split("\n")
+    assert [lines[b.number - 1] for b in bad] == ["#, fuzzy", 'msgid "Not translated yet"']
+    (tmp_path / "de.po").write_text(entries, encoding="utf-8")
+    assert next(iter(parallel.read(tmp_path / "de.po"))) == Pair("de", *found[0][1:])
+    (tmp_path / "german.po").write_text(entries, encoding="utf-8")
+    with pytest.raises(CorpusError, match=r"does not say of which language(.|\n)*german.po(.|\n)*Language: de"):
+        parallel.read(tmp_path / "german.po")
+    (tmp_path / "de.po").write_text('msgid "x"\nnonsense "y"\n')
+    with pytest.raises(CorpusError, match=r"catalogue cannot be read(.|\n)*de.po(.|\n)*msgfmt"):
+        parallel.read(tmp_path / "de.po")
+
+
+def test_fields_that_are_not_text(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"language": "fr", "foreign": 3, "english": null}\n' + "[" * 5000 + "\n")
+    assert [item.reason for item in parallel.read(tmp_path / "p.jsonl") if isinstance(item, parallel.BadLine)] == [
+        "a field that is not text", "not a JSON object",
+    ]  # fmt: skip
+
+
 def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
     latin = tmp_path / "l.tsv"
     latin.write_bytes(b"de\teins\tone\nde\tgr\xfcn\tgreen\n")

@@ -13,7 +13,7 @@ from m4.corpus.archive import members
 from m4.corpus.language import language
 from m4.corpus.pair import Pair, Unreadable
 
-_CHARSET = re.compile(rb'^"Content-Type:[^"\n]*charset=([A-Za-z0-9][\w.-]*)', re.M)
+_CHARSET = re.compile(rb'"Content-Type:[^"\n]*charset=([A-Za-z0-9][\w.-]*)')
 _IN_WHEEL = re.compile(r"(?:^|/)locale/([^/]+)/LC_MESSAGES/[^/]+\.po$")
 _NAMED = re.compile(r"/([a-z]{2,3}(?:_[A-Z]{2})?(?:@[a-z]+)?)\.po$")
 _FOLDERS = re.compile(r"/po/([A-Za-z_@]+)/[^/]+\.po$")

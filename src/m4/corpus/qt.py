@@ -29,6 +29,8 @@ def _section(data: bytes) -> bytes:
     at = 16
     while at + 5 <= len(data):
         tag, size = data[at], struct.unpack_from(">I", data, at + 1)[0]
+        if at + 5 + size > len(data):
+            raise IndexError(f"a section ends at {at + 5 + size} of {len(data)} bytes")
         if tag == _MESSAGES:
             return data[at + 5 : at + 5 + size]
         at += 5 + size
