@@ -374,8 +374,8 @@ def _write_text(
     parts = write_parts(
         merged.files, work, split, tested[0] if tested else None, left_out_folder / f"{OUT_OF_DOMAIN}.tsv.gz"
     )
-    if parts["tested"]:
-        left_out[TESTED] += parts.pop("tested")
+    if tested_too := parts.pop("tested"):
+        left_out[TESTED] += tested_too
     _write_rejected(work / "rejected.tsv", own.bad_lines, extracted)
     own.pairs.unlink()
     own.bad_lines.unlink()
