@@ -215,6 +215,9 @@ def test_source_packages_and_libreoffice(tmp_path: Path) -> None:
     assert list(gettext.read_named([path])) == [Pair("de", "Öffne es", "Open it"), Pair("nn", "Öffne es", "Open it")]
     assert list(gettext.read_folders([path])) == [Pair("pt", "Öffne es", "Open it")]
 
+    odd = tarball(tmp_path / "odd.tar.gz", {"dpkg/po/de.po": po.replace("Öffne", "Öffne\x85\u2028")})
+    assert list(gettext.read_named([odd])) == [Pair("de", "Öffne   es", "Open it")], "they end no line"
+
     help_text = [
         ("<bookmark_value>an entry</bookmark_value>", "<bookmark_value>ein Eintrag</bookmark_value>"),
         (

@@ -14,9 +14,20 @@ from m4.corpus.language import language
 from m4.corpus.pair import Pair, Unreadable
 
 _CHARSET = re.compile(rb'"Content-Type:[^"\n]*charset=([A-Za-z0-9][\w.-]*)')
+_SEPARATORS = re.compile("[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 _IN_WHEEL = re.compile(r"(?:^|/)locale/([^/]+)/LC_MESSAGES/[^/]+\.po$")
 _NAMED = re.compile(r"/([a-z]{2,3}(?:_[A-Z]{2})?(?:@[a-z]+)?)\.po$")
 _FOLDERS = re.compile(r"/po/([A-Za-z_@]+)/[^/]+\.po$")
+
+
+def parse(text: str) -> polib.POFile:
+    """A catalogue in text form.
+
+    Raises:
+        OSError: it is broken.
+    """
+    # polib takes all of these for ends of lines; one of them would cost the whole catalogue.
+    return polib.pofile(_SEPARATORS.sub(" ", text), wrapwidth=0)
 
 
 def catalogue(name: str, data: bytes) -> list[polib.POEntry] | Unreadable:
@@ -26,7 +37,7 @@ def catalogue(name: str, data: bytes) -> list[polib.POEntry] | Unreadable:
             found = polib.mofile(data)
         else:
             charset = _CHARSET.search(data)
-            found = polib.pofile(data.decode(charset.group(1).decode() if charset else "utf-8"), wrapwidth=0)
+            found = parse(data.decode(charset.group(1).decode() if charset else "utf-8"))
         return list(found.translated_entries())
     # One broken catalogue of hundreds is its package's fault; polib has no error of its own and raises many.
     except Exception as error:

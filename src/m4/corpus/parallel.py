@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import polib
 
+from m4.corpus.gettext import parse
 from m4.corpus.language import language
 from m4.corpus.pair import Pair
 from m4.errors import CorpusError
@@ -136,7 +137,7 @@ def _from_json(number: int, line: str | _TooLong) -> Pair | BadLine:
 def _catalogue(path: Path) -> Iterator[Pair | BadLine]:
     text = "\n".join(line.beginning if isinstance(line, _TooLong) else line for line in _lines(path))
     try:
-        found = polib.pofile(text + "\n", wrapwidth=0)
+        found = parse(text + "\n")
     except (OSError, ValueError) as error:
         raise CorpusError(
             "the catalogue cannot be read.", str(path), str(error), f"See what msgfmt --check {path.name} says."
