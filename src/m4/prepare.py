@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import hashlib
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,140 +30,23 @@ from typing import Any, TextIO
 from gshard import GShardError
 from m4.corpus import hold_out, parallel, report
 from m4.corpus.extract import Extracted, Tally, extract_all
-from m4.corpus.fetch import Fetched, Fetcher, checksum
+from m4.corpus.fetch import Fetched, Fetcher
 from m4.corpus.merge import merge
 from m4.corpus.pair import Pair
 from m4.corpus.part import OUT_OF_DOMAIN, PARTS, TESTED, Split, write_parts
-from m4.corpus.source import Licences, Source, Tier, chosen, of_tier
 from m4.encode import encode, learn_source, learn_target
 from m4.encoded import Encoded
 from m4.errors import CorpusError
+from m4.prepare_config import FORMAT, TIERS, PrepareConfig
+from m4.stages import Stages
 from m4.text import MANIFEST, PreparedText, read_manifest
 from m4.tokens import Vocabulary
 
-FORMAT = 3
-"""Raised when the same settings give another corpus than before."""
+__all__ = ["PrepareConfig", "Prepared", "open_text", "prepare"]
 
 _OWN = "your own files"
 _LEFT_OUT = "left-out"
 _SAID = 12  # sources that are told one by one
-
-
-@dataclasses.dataclass(frozen=True)
-class _Defaults:
-    """What a tier has where nothing is asked for; see `PrepareConfig`."""
-
-    folder: str
-    source_vocabulary: int
-    target_vocabulary: int
-    vocabulary_sentences: int
-    temperature: float
-    tokens: int
-    length: int
-    quota: int
-    least: int
-    languages: int | None
-
-
-_TIERS: Mapping[Tier, _Defaults] = {
-    "tiny": _Defaults("quick-start", 8_000, 4_000, 200_000, 2.0, 3072, 24, 0, 1, None),
-    "base": _Defaults("base", 64_000, 32_000, 1_000_000, 5.0, 8192, 128, 300, 1000, 100),
-    "standard": _Defaults("standard", 64_000, 32_000, 1_000_000, 5.0, 8192, 128, 300, 1000, 100),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class PrepareConfig:
-    """What to prepare.
-
-    Attributes:
-        tier: which corpus: tiny (three packages, a minute), base (61 sources), standard (113 sources). The larger ones
-            need Debian's apt and npm; what cannot be had is left out and told.
-        output: the folder to make; by default data/quick-start, data/base or data/standard.
-        cache: where downloaded packages are kept, and what was read from them.
-        sources: take translations from these sources instead of those of the tier.
-        files: parallel text of your own: .tsv (language, foreign, English), .jsonl, .po, or talk.de beside talk.en.
-        licences: ``permissive`` takes only sources whose licence asks for nothing but to be named.
-        languages: keep so many languages, the largest; by default 100 of the larger tiers, and all of tiny. Languages
-            of your own files are always kept.
-        source_vocabulary: ids of the vocabulary of all source languages; by default 64000 (tiny: 8000), or what the
-            text supports.
-        target_vocabulary: ids of the English vocabulary; by default 32000 (tiny: 4000), or what the text supports.
-        temperature: 1 trains on languages as often as they occur, larger values on rare ones more often; by default
-            5 (tiny: 2).
-        tokens: tokens of a training batch on each side; by default 8192 (tiny: 3072).
-        length: the longest sentence, in tokens, end included; by default 128 (tiny: 24).
-        quota: full sentences of each language that are held out for dev and for test, at most 8 % of what it has; by
-            default 300. With 0, shares of all English sentences are held out instead (tiny).
-        dev: share of English sentences held out to watch training, if there is no quota.
-        test: share of English sentences held out to score translations, if there is no quota.
-        sampling_seed: of the order of training.
-        jobs: processes that read packages; by default as many as there are processors.
-    """
-
-    tier: Tier = "tiny"
-    output: Path | None = None
-    cache: Path = Path.home() / ".cache" / "m4"
-    sources: tuple[str, ...] | None = None
-    files: tuple[Path, ...] = ()
-    licences: Licences = "all"
-    languages: int | None = None
-    source_vocabulary: int | None = None
-    target_vocabulary: int | None = None
-    temperature: float | None = None
-    tokens: int | None = None
-    length: int | None = None
-    quota: int | None = None
-    dev: float = 0.015
-    test: float = 0.03
-    sampling_seed: int = 0
-    jobs: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
-
-    def __post_init__(self) -> None:
-        settings = self.settings
-        if not (self.dev > 0 and self.test > 0 and self.dev + self.test <= 0.5):
-            raise CorpusError(
-                f"cannot hold out shares of {self.dev} and {self.test}.", way_out="Both above 0, together at most 0.5."
-            )
-        if settings["length"] < 4 or settings["tokens"] < settings["length"]:
-            raise CorpusError(f"batches of {settings['tokens']} tokens cannot hold sentences of {settings['length']}.")
-        if settings["temperature"] < 1:
-            raise CorpusError(f"a temperature of {self.temperature} makes no sense.", way_out="Use 1 or more.")
-        if settings["quota"] < 0 or (self.languages is not None and self.languages < 1) or self.jobs < 1:
-            raise CorpusError("a quota below 0, or fewer than one language or process, makes no sense.")
-        if not self.chosen_sources and not self.files:
-            raise CorpusError("there is nothing to prepare.", way_out="Name a source or a file.")
-
-    @property
-    def folder(self) -> Path:
-        """The folder to make."""
-        return self.output or Path("data") / _TIERS[self.tier].folder
-
-    @property
-    def chosen_sources(self) -> list[Source]:
-        """Sources to take translations from."""
-        if self.sources is None:
-            return of_tier(self.tier, self.licences)
-        return chosen(self.sources, self.licences)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the result depends on, with the defaults of the tier filled in; without sources and files."""
-        asked = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        defaults = _TIERS[self.tier]
-        filled = ("languages", "temperature", "tokens", "length", "quota")
-        asked |= {name: getattr(defaults, name) for name in filled if asked[name] is None}
-        for name in ("output", "cache", "sources", "files", "jobs"):
-            del asked[name]
-        return asked
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of everything that the result depends on."""
-        said: dict[str, Any] = {**self.settings, "format": FORMAT}
-        said["sources"] = [(s.title, s.packages) for s in self.chosen_sources]
-        said["files"] = [[(f.name, checksum(f)) for f in parallel.files_of(file) if f.is_file()] for file in self.files]
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +132,7 @@ def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepar
         return Prepared({**same, "folder": str(output)}, was_there=True)
     _refuse_to_lose(output, known, fetched)
     work = output.with_name(output.name + ".unfinished")
-    stages = _Stages(work, [fingerprint, *(sorted(got.sha256.items()) for got in fetched)])
+    stages = Stages(work, [fingerprint, *(sorted(got.sha256.items()) for got in fetched)])
     try:
         manifest = _build(config, fingerprint, fetched, stages, say)
     except GShardError:
@@ -261,48 +142,15 @@ def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepar
     return Prepared({**manifest, "folder": str(output)}, was_there=False)
 
 
-class _Stages:
-    """What is done in an unfinished folder, so that it is not done again after a stop.
-
-    Args:
-        folder: the folder; emptied unless it was begun for the same purpose.
-        purpose: what the result depends on.
-    """
-
-    def __init__(self, folder: Path, purpose: Any):
-        self.folder = folder
-        said = json.dumps(purpose)
-        begun = folder / "begun.json"
-        if not begun.exists() or begun.read_text() != said:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            begun.write_text(said)
-
-    def __call__(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What a stage gave, from its file if it was done before."""
-        done = self.folder / f"{name}.done.json"
-        if not done.exists():
-            found = make()
-            writing = done.with_suffix(".unfinished")
-            writing.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
-            writing.replace(done)
-        return dict(json.loads(done.read_text(encoding="utf-8")))
-
-    def forget(self) -> None:
-        """Takes away what only resuming needs."""
-        for path in (self.folder / "begun.json", *self.folder.glob("*.done.json")):
-            path.unlink()
-
-
 def _build(
-    config: PrepareConfig, fingerprint: str, fetched: Sequence[Fetched], stages: _Stages, say: Callable[[str], None]
+    config: PrepareConfig, fingerprint: str, fetched: Sequence[Fetched], stages: Stages, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Makes all files in the folder of the stages."""
     work = stages.folder
     text = stages("text", lambda: _write_text(config, fetched, work, say))
     settings = config.settings
     counts = {row["language"]: row[hold_out.TRAIN] for row in text["distribution"]}
-    defaults = _TIERS[config.tier]
+    defaults = TIERS[config.tier]
     train = work / "train.tsv"
 
     def source_vocabulary() -> dict[str, Any]:
@@ -356,7 +204,7 @@ def _write_text(
         {_OWN: own.pairs, **training},
         work / "merging",
         left_out_folder / "merging.tsv.gz",
-        least=_TIERS[config.tier].least,
+        least=TIERS[config.tier].least,
         most=settings["languages"],
         always=sorted(own.tally.languages),
     )
@@ -470,7 +318,7 @@ def _save(vocabulary: Vocabulary, path: Path) -> dict[str, Any]:
     return {"size": vocabulary.size, "sha256": vocabulary.sha256}
 
 
-def _encode(part: str, config: PrepareConfig, pairs: int, stages: _Stages, say: Callable[[str], None]) -> int:
+def _encode(part: str, config: PrepareConfig, pairs: int, stages: Stages, say: Callable[[str], None]) -> int:
     """Writes the ids of a part; how many pairs are too long."""
     folder = stages.folder / part
     length = config.settings["length"]
