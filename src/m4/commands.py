@@ -196,7 +196,7 @@ class Demo:
         began = time.perf_counter()
         _check_devices(self.devices)
         print(prepare(self.corpus))
-        text = open_text(self.corpus.output)
+        text = open_text(self.corpus.folder)
         model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
         demo(text, model, self.train, _unused(self.run), self.search, sentences=self.sentences, began=began)
         return 0

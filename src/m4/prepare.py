@@ -2,96 +2,51 @@
 
     manifest.json                   what was asked for and what came of it: sources, licences, hashes, counts
     train.tsv  dev.tsv  test.tsv    language, foreign sentence, English sentence
+    out_of_domain.tsv               the same, from sources that stay out of training (larger corpora)
     rejected.tsv                    lines of the user's own files that are no pairs, and files of packages that
                                     cannot be read, each with the reason
+    left-out/                       pairs that are not worth training on, each with the reason
+    distribution.csv  .svg          languages by size
     source.model  target.model      vocabularies
-    train.npz  dev.npz              the pairs as ids
+    train/  dev/                    the pairs as ids, see `m4.encoded`
 
 The folder appears at once, complete, or not at all: what was there before stays until then, and a corpus is never
 replaced by one that lacks a package it had. Preparing the same again does nothing, except that packages that were not
-to be had are asked for again.
+to be had are asked for again. What is stopped goes on where it was: archives and what was read from them are in the
+cache, and each later stage is done once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import gzip
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
-from m4.batches import Encoded
-from m4.corpus import hold_out, parallel
-from m4.corpus.clean import clean
-from m4.corpus.fetch import Fetched, checksum, fetch
-from m4.corpus.pair import Pair, Unreadable
-from m4.corpus.source import chosen
+from gshard import GShardError
+from m4.corpus import hold_out, parallel, report
+from m4.corpus.extract import Extracted, Tally, extract_all
+from m4.corpus.fetch import Fetched, Fetcher
+from m4.corpus.merge import merge
+from m4.corpus.pair import Pair
+from m4.corpus.part import OUT_OF_DOMAIN, PARTS, TESTED, Split, write_parts
+from m4.encode import encode, learn_source, learn_target
+from m4.encoded import Encoded
 from m4.errors import CorpusError
+from m4.prepare_config import FORMAT, TIERS, PrepareConfig
+from m4.stages import Stages
 from m4.text import MANIFEST, PreparedText, read_manifest
-from m4.tokens import Vocabulary, learn
+from m4.tokens import Vocabulary
 
-FORMAT = 2
-"""Raised when the same settings give another corpus than before."""
+__all__ = ["PrepareConfig", "Prepared", "open_text", "prepare"]
 
-_SENTENCES_FOR_VOCABULARY = 200_000
-
-
-@dataclasses.dataclass(frozen=True)
-class PrepareConfig:
-    """What to prepare.
-
-    Attributes:
-        output: the folder to make.
-        cache: where downloaded packages are kept.
-        sources: packages to take translations from: django, wagtail, homeassistant.
-        files: parallel text of your own: .tsv (language, foreign, English), .jsonl, or talk.de beside talk.en.
-        source_vocabulary: ids of the vocabulary of all source languages; by default 8000, or what the text supports.
-        target_vocabulary: ids of the English vocabulary; by default 4000, or what the text supports.
-        temperature: 1 trains on languages as often as they occur, larger values on rare ones more often.
-        tokens: tokens of a training batch on each side.
-        length: the longest sentence, in tokens, end included.
-        dev: share of English sentences held out to watch training.
-        test: share of English sentences held out to score translations.
-        sampling_seed: of the order of training.
-    """
-
-    output: Path = Path("data/quick-start")
-    cache: Path = Path.home() / ".cache" / "m4"
-    sources: tuple[str, ...] = ("django", "wagtail", "homeassistant")
-    files: tuple[Path, ...] = ()
-    source_vocabulary: int | None = None
-    target_vocabulary: int | None = None
-    temperature: float = 2.0
-    tokens: int = 3072
-    length: int = 24
-    dev: float = 0.015
-    test: float = 0.03
-    sampling_seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (self.dev > 0 and self.test > 0 and self.dev + self.test <= 0.5):
-            raise CorpusError(
-                f"cannot hold out shares of {self.dev} and {self.test}.", way_out="Both above 0, together at most 0.5."
-            )
-        if self.length < 4 or self.tokens < self.length:
-            raise CorpusError(f"batches of {self.tokens} tokens cannot hold sentences of {self.length}.")
-        if self.temperature < 1:
-            raise CorpusError(f"a temperature of {self.temperature} makes no sense.", way_out="Use 1 or more.")
-        if not self.sources and not self.files:
-            raise CorpusError("there is nothing to prepare.", way_out="Name a source or a file.")
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of everything that the result depends on."""
-        said = {**dataclasses.asdict(self), "format": FORMAT, "output": "", "cache": ""}
-        said["sources"] = [(s.name, s.version) for s in chosen(self.sources)]
-        said["files"] = [[(f.name, checksum(f)) for f in parallel.files_of(file) if f.is_file()] for file in self.files]
-        return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+_OWN = "your own files"
+_LEFT_OUT = "left-out"
+_SAID = 12  # sources that are told one by one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,22 +64,19 @@ class Prepared:
     def __str__(self) -> str:
         m = self.manifest
         lines = [f"corpus in {m['folder']}{' (prepared before)' if self.was_there else ''}"]
-        for s in m["sources"]:
-            if s["problem"]:
-                lines.append(f"  {s['name']} {s['version']}: not to be had, going on without it ({s['problem']})")
-            else:
-                counts = f"{s['pairs']:,} pairs in {s['languages']} languages"
-                broken = f", {s['unreadable']:,} files cannot be read (rejected.tsv)" if s["unreadable"] else ""
-                lines.append(f"  {s['name']} {s['version']} ({s['licence']}): {counts}{broken}")
+        lines += _about_sources(m["sources"])
         for f in m["files"]:
             lines.append(f"  {f['path']}: {f['pairs']:,} pairs, {f['rejected']:,} lines rejected (rejected.tsv)")
         lines += [f"    {n:,} lines with {reason}" for reason, n in list(m["rejected"].items())[:10]]
-        left_out = ", ".join(_counts(Counter(m["left_out"])))
+        left_out = ", ".join(f"{n:,} {reason}" for reason, n in m["left_out"].items())
         lines.append(f"  left out: {left_out}")
         largest = ", ".join(f"{name} {n:,}" for name, n in list(m["languages"].items())[:8])
-        lines.append(f"  {len(m['languages'])} languages; the largest: {largest}")
-        parts = ", ".join(f"{p} {m['pairs'][p]:,}" for p in (hold_out.TRAIN, hold_out.DEV, hold_out.TEST))
+        found = f" of {m['found']['languages']} found" if m["found"]["languages"] > len(m["languages"]) else ""
+        lines.append(f"  {len(m['languages'])} languages{found}; the largest: {largest}")
+        parts = ", ".join(f"{p} {m['pairs'][p]:,}" for p in PARTS)
         lines.append(f"  pairs: {parts}; {m['english']:,} different English sentences, no one in two parts")
+        if m["out_of_domain"]:
+            lines.append(f"  out-of-domain test: {m['out_of_domain']:,} pairs")
         lines.append(f"  vocabularies: {m['source_vocabulary']:,} and {m['target_vocabulary']:,} pieces")
         if m["too_long"]:
             length = m["settings"]["length"]
@@ -132,65 +84,266 @@ class Prepared:
         return "\n".join(lines)
 
 
+def _about_sources(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    missing = [s for s in sources if s["problem"]]
+    there = sorted((s for s in sources if not s["problem"]), key=lambda s: -s["pairs"])
+    for s in missing:
+        yield f"  {_title(s)}: not to be had, going on without it ({s['problem']})"
+    for s in there[:_SAID]:
+        counts = f"{s['pairs']:,} pairs in {s['languages']} languages"
+        broken = f", {s['unreadable']:,} files cannot be read (rejected.tsv)" if s["unreadable"] else ""
+        yield f"  {_title(s)} ({s['licence']}): {counts}{broken}"
+    rest = there[_SAID:]
+    if rest:
+        yield f"  {len(rest)} more sources: {sum(s['pairs'] for s in rest):,} pairs (manifest.json)"
+
+
+def _title(source: Mapping[str, Any]) -> str:
+    return f"{source['name']} {source['version']}".strip()
+
+
 def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepared:
     """Downloads, cleans, splits, learns vocabularies, and writes it all down.
 
     Args:
         config: what to prepare.
-        say: takes a line for each thing that is begun.
+        say: takes a line for each thing that is begun or done.
 
     Raises:
         CorpusError: there is no text, a file of the user's cannot be read, or something else is in the folder.
         VocabularyError: the text does not support vocabularies of the size that was asked for.
     """
-    known = read_manifest(config.output)
-    if known is None and config.output.exists() and (not config.output.is_dir() or any(config.output.iterdir())):
+    output = config.folder
+    known = read_manifest(output)
+    if known is None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CorpusError(
             "there is something here that is not a prepared corpus.",
-            str(config.output),
+            str(output),
             way_out="Name another folder with --output, or empty this one.",
         )
     for file in config.files:
         parallel.read(file)  # what cannot be read is said before anything is downloaded
-    same = known if known is not None and known.get("fingerprint") == config.fingerprint else None
+    fingerprint = config.fingerprint
+    same = known if known is not None and known.get("fingerprint") == fingerprint else None
     if same and not any(source["problem"] for source in same["sources"]):
-        return Prepared({**same, "folder": str(config.output)}, was_there=True)
+        return Prepared({**same, "folder": str(output)}, was_there=True)
     fetched = list(_fetch(config, say))
     if same and all(bool(new.problem) == bool(old["problem"]) for new, old in zip(fetched, same["sources"])):
-        return Prepared({**same, "folder": str(config.output)}, was_there=True)
-    _refuse_to_lose(config.output, known, fetched)
-    work = config.output.with_name(config.output.name + ".unfinished")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+        return Prepared({**same, "folder": str(output)}, was_there=True)
+    _refuse_to_lose(output, known, fetched)
+    work = output.with_name(output.name + ".unfinished")
+    stages = Stages(work, [fingerprint, *(sorted(got.sha256.items()) for got in fetched)])
     try:
-        manifest = _build(config, fetched, work, say)
-        _replace(config.output, work)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return Prepared({**manifest, "folder": str(config.output)}, was_there=False)
+        manifest = _build(config, fingerprint, fetched, stages, say)
+    except GShardError:
+        shutil.rmtree(work, ignore_errors=True)  # doing the same again would not help
+        raise
+    _replace(output, work)
+    return Prepared({**manifest, "folder": str(output)}, was_there=False)
 
 
-def _build(config: PrepareConfig, fetched: Sequence[Fetched], work: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Writes all files into ``work``."""
-    left_out, rejected = Counter[str](), Counter[str]()
-    pairs: dict[Pair, None] = {}
-    with (work / "rejected.tsv").open("w", encoding="utf-8") as aside:
-        sources = list(_from_sources(fetched, pairs, left_out, aside, say))
-        files = list(_from_files(config, pairs, left_out, rejected, aside))
-    if not pairs:
-        raise CorpusError(
-            "there is not one pair of sentences to train on.",
-            got="; ".join([*(s["problem"] for s in sources if s["problem"]), *_counts(left_out)]) or None,
-            way_out="Check the connection to the package index, or give text of your own with --files.",
-        )
+def _build(
+    config: PrepareConfig, fingerprint: str, fetched: Sequence[Fetched], stages: Stages, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Makes all files in the folder of the stages."""
+    work = stages.folder
+    text = stages("text", lambda: _write_text(config, fetched, work, say))
+    settings = config.settings
+    counts = {row["language"]: row[hold_out.TRAIN] for row in text["distribution"]}
+    defaults = TIERS[config.tier]
+    train = work / "train.tsv"
+
+    def source_vocabulary() -> dict[str, Any]:
+        say(f"learning vocabularies from {sum(counts.values()):,} pairs")
+        return _save(
+            learn_source(
+                train, counts, settings["temperature"], config.sampling_seed, config.source_vocabulary,
+                defaults.source_vocabulary, defaults.vocabulary_sentences,
+            ),
+            work / "source.model",
+        )  # fmt: skip
+
+    def target_vocabulary() -> dict[str, Any]:
+        return _save(learn_target(train, config.target_vocabulary, defaults.target_vocabulary), work / "target.model")
+
+    source, target = stages("source", source_vocabulary), stages("target", target_vocabulary)
+    too_long = {
+        part: _encode(part, config, text["pairs"][part], stages, say) for part in (hold_out.TRAIN, hold_out.DEV)
+    }
     manifest = {
-        "fingerprint": config.fingerprint, "format": FORMAT, "sources": sources, "files": files,
-        "left_out": dict(left_out.most_common()), "rejected": dict(rejected.most_common()),
-        "settings": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
-        **_write_parts(list(pairs), config, work, say),
+        "fingerprint": fingerprint, "format": FORMAT,
+        "settings": {**settings, "sources": config.sources, "files": [str(file) for file in config.files]},
+        **text, "source_vocabulary": source["size"], "target_vocabulary": target["size"],
+        "too_long": too_long[hold_out.TRAIN], "models": {"source": source["sha256"], "target": target["sha256"]},
     }  # fmt: skip
     (work / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    stages.forget()
     return manifest
+
+
+def _write_text(
+    config: PrepareConfig, fetched: Sequence[Fetched], work: Path, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Extracts, merges and splits; what the manifest says about the text."""
+    left_out_folder = work / _LEFT_OUT
+    for folder in (left_out_folder, work / "merging"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    settings = config.settings
+    extracted = [found for _, found in extract_all(fetched, config.cache / "extracted", config.jobs, say)]
+    by_name = {found.name: found for found in extracted}
+    for found in extracted:
+        shutil.copyfile(found.left_out, left_out_folder / f"{found.name}.tsv.gz")
+    own = _extract_own(config, work)
+    left_out, rejected = Counter[str](own.tally.left_out), own.rejected
+    for found in extracted:
+        left_out.update(found.counts["left_out"])
+    training = {got.source.name: by_name[got.source.name].pairs for got in fetched if _is_trained_on(got)}
+    say(f"merging {sum(by_name[name].counts['pairs'] for name in training) + own.tally.languages.total():,} pairs")
+    merged = merge(
+        {_OWN: own.pairs, **training},
+        work / "merging",
+        left_out_folder / "merging.tsv.gz",
+        least=TIERS[config.tier].least,
+        most=settings["languages"],
+        always=sorted(own.tally.languages),
+    )
+    left_out.update(merged.left_out)
+    if not merged.files:
+        problems = [got.problem for got in fetched if got.problem]
+        raise CorpusError(
+            "there is not one pair of sentences to train on.",
+            got="; ".join([*problems, *(f"{n:,} {reason}" for reason, n in left_out.most_common())]) or None,
+            way_out="Check the connection to the package index, or give text of your own with --files.",
+        )
+    tested = [by_name[got.source.name].pairs for got in fetched if got.folder and got.source.only_tests]
+    split = Split(config.dev, config.test, settings["quota"])
+    say(f"splitting {sum(merged.languages[name] for name in merged.files):,} pairs by English sentence")
+    parts = write_parts(
+        merged.files, work, split, tested[0] if tested else None, left_out_folder / f"{OUT_OF_DOMAIN}.tsv.gz"
+    )
+    if tested_too := parts.pop("tested"):
+        left_out[TESTED] += tested_too
+    _write_rejected(work / "rejected.tsv", own.bad_lines, extracted)
+    own.pairs.unlink()
+    own.bad_lines.unlink()
+    shutil.rmtree(work / "merging")
+    report.write_table(parts["distribution"], work / "distribution.csv")
+    if not report.write_plot(parts["distribution"], work / "distribution.svg"):
+        say("no plot of the languages: matplotlib is not installed")
+    sizes = list(merged.languages.values())
+    return {
+        "sources": [_about(got, by_name.get(got.source.name), merged.sources) for got in fetched],
+        "files": own.files,
+        "left_out": dict(left_out.most_common()),
+        "rejected": dict(rejected.most_common()),
+        "languages": {row["language"]: sum(row[part] for part in PARTS) for row in parts["distribution"]},
+        "found": {
+            "pairs": sum(sizes),
+            "languages": len(sizes),
+            "with 1,000 pairs": sum(n >= 1000 for n in sizes),
+            "with 10,000 pairs": sum(n >= 10_000 for n in sizes),
+        },
+        **parts,
+    }
+
+
+def _is_trained_on(got: Fetched) -> bool:
+    return got.folder is not None and not got.source.only_tests
+
+
+def _about(got: Fetched, found: Extracted | None, left: Mapping[str, int]) -> dict[str, Any]:
+    """What the manifest says about a source."""
+    counts: Mapping[str, Any] = found.counts if found else {"read": 0, "pairs": 0, "languages": {}, "unreadable": []}
+    source = got.source
+    return {
+        "name": source.name, "version": source.version, "licence": source.licence, "registry": source.registry,
+        "sha256": dict(got.sha256), "problem": got.problem, "read": counts["read"], "clean": counts["pairs"],
+        "pairs": counts["pairs"] if source.only_tests else left.get(source.name, 0),
+        "languages": len(counts["languages"]), "unreadable": len(counts["unreadable"]),
+    }  # fmt: skip
+
+
+@dataclasses.dataclass
+class _Own:
+    """What the user's files gave."""
+
+    pairs: Path
+    bad_lines: Path
+    tally: Tally
+    rejected: Counter[str]
+    files: list[dict[str, Any]]
+
+
+def _extract_own(config: PrepareConfig, work: Path) -> _Own:
+    own_pairs, bad_lines = work / "own.pairs.tsv", work / "own.bad.tsv"
+    rejected, files = Counter[str](), []
+    with (
+        own_pairs.open("w", encoding="utf-8", newline="\n") as out,
+        bad_lines.open("w", encoding="utf-8", newline="\n") as bad,
+        gzip.open(work / _LEFT_OUT / "files.tsv.gz", "wt", compresslevel=1, encoding="utf-8", newline="\n") as aside,
+    ):
+        tally = Tally(out.write, aside.write)
+        for path in config.files:
+            before, rejected_before = tally.languages.total(), rejected.total()
+            tally.take(_good(path, rejected, bad))
+            files.append(
+                {
+                    "path": str(path),
+                    "pairs": tally.languages.total() - before,
+                    "rejected": rejected.total() - rejected_before,
+                }
+            )
+    return _Own(own_pairs, bad_lines, tally, rejected, files)
+
+
+def _good(path: Path, rejected: Counter[str], bad: TextIO) -> Iterator[Pair]:
+    for item in parallel.read(path):
+        if isinstance(item, parallel.BadLine):
+            rejected[item.reason] += 1
+            bad.write(f"{path}:{item.number}\t{item.reason}\t{' '.join(item.text.splitlines())}\n")
+        else:
+            yield item
+
+
+def _write_rejected(path: Path, bad_lines: Path, extracted: Sequence[Extracted]) -> None:
+    with path.open("w", encoding="utf-8", newline="\n") as out, bad_lines.open(encoding="utf-8", newline="\n") as own:
+        shutil.copyfileobj(own, out)
+        for found in extracted:
+            out.writelines(f"{found.name}:{name}\t{problem}\n" for name, problem in found.counts["unreadable"])
+
+
+def _save(vocabulary: Vocabulary, path: Path) -> dict[str, Any]:
+    path.write_bytes(vocabulary.model)
+    return {"size": vocabulary.size, "sha256": vocabulary.sha256}
+
+
+def _encode(part: str, config: PrepareConfig, pairs: int, stages: Stages, say: Callable[[str], None]) -> int:
+    """Writes the ids of a part; how many pairs are too long."""
+    folder = stages.folder / part
+    length = config.settings["length"]
+
+    def write() -> dict[str, Any]:
+        shutil.rmtree(folder, ignore_errors=True)
+        source, target = (Vocabulary.load(stages.folder / f"{side}.model") for side in ("source", "target"))
+        told = [0]
+
+        def progress(done: int) -> None:
+            if pairs > 1_000_000 and done // 1_000_000 > told[0]:
+                told[0] = done // 1_000_000
+                say(f"encoded {done:,} of {pairs:,} pairs")
+
+        encode(stages.folder / f"{part}.tsv", folder, source, target, progress)
+        return {"too_long": int((Encoded.load(folder).lengths > length).sum())}
+
+    too_long = int(stages(part, write)["too_long"])
+    if too_long == pairs:
+        raise CorpusError(
+            f"no pair of the {part} part fits into {length} tokens.",
+            got=f"{pairs:,} pairs",
+            way_out="Allow longer ones with --length, or give shorter sentences.",
+        )
+    return too_long
 
 
 def _refuse_to_lose(output: Path, known: dict[str, Any] | None, fetched: Sequence[Fetched]) -> None:
@@ -198,7 +351,7 @@ def _refuse_to_lose(output: Path, known: dict[str, Any] | None, fetched: Sequenc
     lost = [got for got in fetched if got.problem and got.source.name in had]
     if lost:
         raise CorpusError(
-            f"{lost[0].source.name} {lost[0].source.version} is not to be had, and the corpus here has it.",
+            f"{lost[0].source.title} is not to be had, and the corpus here has it.",
             str(output),
             lost[0].problem,
             "Try again with a connection to the package index, or prepare into another folder with --output.",
@@ -225,148 +378,12 @@ def open_text(folder: Path) -> PreparedText:
 
 
 def _fetch(config: PrepareConfig, say: Callable[[str], None]) -> Iterator[Fetched]:
-    config.cache.mkdir(parents=True, exist_ok=True)
-    for source in chosen(config.sources):
-        got = fetch(source, config.cache)
+    fetcher = Fetcher(config.cache)
+    sources = config.chosen_sources
+    for number, source in enumerate(sources, 1):
+        got = fetcher.fetch(source)
         if not got.was_there:
-            told = f"not to be had, going on without it ({got.problem})" if got.problem else "downloaded"
-            say(f"{source.name} {source.version}: {told}")
+            mb = f"downloaded, {got.size / 1e6:.1f} MB"
+            told = f"not to be had, going on without it ({got.problem})" if got.problem else mb
+            say(f"[{number}/{len(sources)}] {source.title}: {told}")
         yield got
-
-
-def _from_sources(
-    fetched: Sequence[Fetched], pairs: dict[Pair, None], left_out: Counter[str], aside: TextIO,
-    say: Callable[[str], None],
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    for got in fetched:
-        source = got.source
-        found: dict[str, Any] = {
-            "name": source.name, "version": source.version, "licence": source.licence, "sha256": got.sha256,
-            "archive": got.archive.name if got.archive else None, "problem": got.problem, "pairs": 0, "languages": 0,
-            "unreadable": 0,
-        }  # fmt: skip
-        if got.archive is not None:
-            say(f"reading {source.name}")
-            before = len(pairs)
-            good: list[Pair] = []
-            for item in source.read(got.archive):
-                if isinstance(item, Unreadable):
-                    found["unreadable"] += 1
-                    aside.write(f"{got.archive.name}:{item.name}\t{item.problem}\n")
-                else:
-                    good.append(item)
-            languages = _keep(good, pairs, left_out)
-            found |= {"pairs": len(pairs) - before, "languages": len(languages)}
-        yield found
-
-
-def _from_files(
-    config: PrepareConfig, pairs: dict[Pair, None], left_out: Counter[str], rejected: Counter[str], aside: TextIO
-) -> Iterator[dict[str, Any]]:
-    for path in config.files:
-        before, good, bad = len(pairs), [], 0
-        for item in parallel.read(path):
-            if isinstance(item, parallel.BadLine):
-                bad += 1
-                rejected[item.reason] += 1
-                aside.write(f"{path}:{item.number}\t{item.reason}\t{item.text}\n")
-            else:
-                good.append(item)
-        _keep(good, pairs, left_out)
-        yield {"path": str(path), "pairs": len(pairs) - before, "rejected": bad}
-
-
-def _keep(found: Iterable[Pair], pairs: dict[Pair, None], left_out: Counter[str]) -> set[str]:
-    """Adds the pairs worth training on, each once; counts why others are left out."""
-    languages = set()
-    for pair in found:
-        cleaned = clean(pair)
-        if isinstance(cleaned, str):
-            left_out[cleaned] += 1
-        elif cleaned in pairs:
-            left_out["the same again"] += 1
-        else:
-            pairs[cleaned] = None
-            languages.add(cleaned.language)
-    return languages
-
-
-def _counts(left_out: Counter[str]) -> list[str]:
-    return [f"{n:,} {reason}" for reason, n in left_out.most_common()]
-
-
-def _write_parts(pairs: list[Pair], config: PrepareConfig, work: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    key_of = {english: hold_out.key(english) for english in dict.fromkeys(p.english for p in pairs)}
-    by_language: dict[str, set[str]] = {}
-    for pair in pairs:
-        by_language.setdefault(pair.language, set()).add(key_of[pair.english])
-    part_of = hold_out.parts(key_of.values(), config.dev, config.test, by_language)
-    parts: dict[str, list[Pair]] = {hold_out.TRAIN: [], hold_out.DEV: [], hold_out.TEST: []}
-    for pair in pairs:
-        parts[part_of[key_of[pair.english]]].append(pair)
-    for name, members in parts.items():
-        if not members:
-            raise CorpusError(
-                f"too little text: not one sentence for the {name} part.",
-                got=f"{len(pairs):,} pairs with {len(part_of):,} different English sentences",
-                way_out="Give more text, or hold out a larger share with --dev and --test.",
-            )
-        with (work / f"{name}.tsv").open("w", encoding="utf-8") as out:
-            out.writelines("\t".join(p) + "\n" for p in members)
-    train = parts[hold_out.TRAIN]
-    rng = np.random.default_rng(config.sampling_seed)
-    say(f"learning vocabularies from {len(train):,} pairs")
-    source = learn(_sample(train, config.temperature, rng), config.source_vocabulary, 8000, "source")
-    target = learn(dict.fromkeys(p.english for p in train), config.target_vocabulary, 4000, "target")
-    (work / "source.model").write_bytes(source.model)
-    (work / "target.model").write_bytes(target.model)
-    languages = Counter(p.language for p in pairs)
-    encoded = {
-        name: _encode(parts[name], source, target, work / f"{name}.npz") for name in (hold_out.TRAIN, hold_out.DEV)
-    }
-    too_long = {name: int((data.lengths > config.length).sum()) for name, data in encoded.items()}
-    for name, count in too_long.items():
-        if count == len(parts[name]):
-            raise CorpusError(
-                f"no pair of the {name} part fits into {config.length} tokens.",
-                got=f"{count:,} pairs",
-                way_out="Allow longer ones with --length, or give shorter sentences.",
-            )
-    return {
-        "pairs": {name: len(members) for name, members in parts.items()},
-        "languages": dict(languages.most_common()),
-        "english": len(part_of),
-        "source_vocabulary": source.size,
-        "target_vocabulary": target.size,
-        "too_long": too_long[hold_out.TRAIN],
-        "models": {"source": source.sha256, "target": target.sha256},
-    }
-
-
-def _sample(pairs: Sequence[Pair], temperature: float, rng: np.random.Generator) -> list[str]:
-    """Foreign sentences for the vocabulary, rare languages more often than they occur."""
-    counts = Counter(p.language for p in pairs)
-    if len(pairs) <= 1000:
-        return [p.foreign for p in pairs]
-    weight = {name: n ** (1 / temperature) / n for name, n in counts.items()}
-    chance = np.array([weight[p.language] for p in pairs])
-    size = min(len(pairs), _SENTENCES_FOR_VOCABULARY)
-    picked = rng.choice(len(pairs), size, replace=True, p=chance / chance.sum())
-    return [pairs[i].foreign for i in np.sort(picked)]
-
-
-def _encode(pairs: Sequence[Pair], source: Vocabulary, target: Vocabulary, path: Path) -> Encoded:
-    languages = tuple(sorted({p.language for p in pairs}))
-    number = {name: i for i, name in enumerate(languages)}
-    foreign, english = source.encode([p.foreign for p in pairs]), target.encode([p.english for p in pairs])
-    encoded = Encoded(
-        languages,
-        np.array([number[p.language] for p in pairs], np.int32),
-        np.array([i for ids in foreign for i in ids], np.int32),
-        np.array([i for ids in english for i in ids], np.int32),
-        np.concatenate([[0], np.cumsum([len(ids) for ids in foreign])]).astype(np.int64),
-        np.concatenate([[0], np.cumsum([len(ids) for ids in english])]).astype(np.int64),
-    )
-    fields: dict[str, Any] = {f.name: np.asarray(getattr(encoded, f.name)) for f in dataclasses.fields(encoded)}
-    np.savez(path, **fields)
-    return encoded

@@ -6,21 +6,21 @@ import dataclasses
 import functools
 import hashlib
 import json
-import zipfile
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from m4.batches import Batches, Encoded, in_order
+from m4.batches import Batches, in_order
 from m4.corpus.pair import Pair
+from m4.encoded import Encoded
 from m4.errors import CorpusError
 from m4.tokens import Vocabulary
 from m4.translate import Example
 
 MANIFEST = "manifest.json"
+_BLOCK = 1 << 24
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -90,9 +90,18 @@ class PreparedText:
         seed, temperature = int(s["sampling_seed"]), float(s["temperature"])
         return Batches(self._encoded("train"), int(s["tokens"]), self.length, temperature, seed)
 
-    def batch(self, step: int) -> dict[str, np.ndarray]:
-        """The training batch of a step: ``source`` and ``target``, int32 [B, L]."""
-        return self.batches.batch(step)
+    def batch(self, step: int, process: int = 0, processes: int = 1) -> dict[str, np.ndarray]:
+        """The training batch of a step, or a process's part of it: ``source`` and ``target``, int32 [B, L]."""
+        return self.batches.batch(step, process, processes)
+
+    def rebatched(
+        self, *, tokens: int | None = None, length: int | None = None, temperature: float | None = None,
+        seed: int | None = None,
+    ) -> PreparedText:  # fmt: skip
+        """The same text in other batches than it was prepared for; see `m4.prepare.PrepareConfig`."""
+        asked = {"tokens": tokens, "length": length, "temperature": temperature, "sampling_seed": seed}
+        settings = {**self.manifest["settings"], **{name: value for name, value in asked.items() if value is not None}}
+        return dataclasses.replace(self, manifest={**self.manifest, "settings": settings})
 
     @functools.cached_property
     def _held_out(self) -> tuple[dict[str, np.ndarray], ...]:
@@ -100,15 +109,20 @@ class PreparedText:
         dev = self._encoded("dev")
         # A sample that is quickly evaluated: every n-th pair, all languages in it.
         picked = np.random.default_rng(0).permutation(len(dev))[: 8 * rows]
-        return tuple(in_order(_only(dev, np.sort(picked)), rows, self.length))
+        return tuple(in_order(dev.only(np.sort(picked)), rows, self.length))
 
     def held_out(self) -> Sequence[dict[str, np.ndarray]]:
         """Batches that are not trained on, all of one shape."""
         return self._held_out
 
-    def examples(self, count: int) -> Sequence[Example]:
-        """Held-out sentences that fit the model, always the same ones, of as many languages as there are."""
-        pairs = self._pairs("test")
+    def examples(self, count: int, part: str = "test") -> Sequence[Example]:
+        """Held-out sentences that fit the model, always the same ones, of as many languages as there are.
+
+        Args:
+            count: how many at most.
+            part: ``test``, ``dev``, or ``out_of_domain`` (empty unless the corpus has such a source).
+        """
+        pairs = self._pairs(part)
         sides = self.source.encode([p.foreign for p in pairs]), self.target.encode([p.english for p in pairs])
         by_language: dict[str, list[Pair]] = {}
         for pair, source, target in zip(pairs, *sides, strict=True):
@@ -127,13 +141,15 @@ class PreparedText:
     def target_counts(self) -> np.ndarray:
         """How often each target id occurs in the training data, end included, int64 [target_vocabulary]."""
         train = self._encoded("train")
-        counts = np.bincount(train.target, minlength=self.target_vocabulary).astype(np.int64)
+        counts = np.zeros(self.target_vocabulary, np.int64)
+        for start in range(0, len(train.target), _BLOCK):
+            counts += np.bincount(train.target[start : start + _BLOCK], minlength=self.target_vocabulary)
         counts[1] += len(train)
         return counts
 
     def frequent_sentence(self) -> str:
         """The most frequent English sentence of the training data."""
-        return Counter(pair.english for pair in self._pairs("train")).most_common(1)[0][0]
+        return str(self.manifest["frequent_sentence"])
 
     def source_ids(self, sentence: str) -> list[int]:
         """The ids of a source sentence, without an end token."""
@@ -144,15 +160,7 @@ class PreparedText:
         return self.target.decode(ids)
 
     def _encoded(self, part: str) -> Encoded:
-        path = self.folder / f"{part}.npz"
-        try:
-            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-                fields = {name: file[name] for name in file.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            way_out = "Delete the folder and run m4 prepare again."
-            raise CorpusError("a file of the corpus is missing or damaged.", str(path), str(error), way_out) from error
-        languages = tuple(str(name) for name in fields.pop("languages"))
-        return Encoded(languages, **fields)
+        return Encoded.load(self.folder / part)
 
     def _pairs(self, part: str) -> list[Pair]:
         path = self.folder / f"{part}.tsv"
@@ -161,17 +169,3 @@ class PreparedText:
         except (OSError, ValueError, TypeError) as error:
             way_out = "Delete the folder and run m4 prepare again."
             raise CorpusError("a file of the corpus is missing or damaged.", str(path), str(error), way_out) from error
-
-
-def _only(data: Encoded, rows: np.ndarray) -> Encoded:
-    """Some of the pairs."""
-    source = [data.source[data.source_at[r] : data.source_at[r + 1]] for r in rows]
-    target = [data.target[data.target_at[r] : data.target_at[r + 1]] for r in rows]
-    return Encoded(
-        data.languages,
-        data.language[rows],
-        np.concatenate(source),
-        np.concatenate(target),
-        np.concatenate([[0], np.cumsum([len(s) for s in source])]),
-        np.concatenate([[0], np.cumsum([len(t) for t in target])]),
-    )

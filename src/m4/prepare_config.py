@@ -1,0 +1,136 @@
+"""What to prepare, and what each tier has where nothing is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from m4.corpus import parallel
+from m4.corpus.fetch import checksum
+from m4.corpus.source import Licences, Source, Tier, chosen, of_tier
+from m4.errors import CorpusError
+
+FORMAT = 3
+"""Raised when the same settings give another corpus than before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What a tier has where nothing is asked for; see `PrepareConfig`."""
+
+    folder: str
+    source_vocabulary: int
+    target_vocabulary: int
+    vocabulary_sentences: int
+    temperature: float
+    tokens: int
+    length: int
+    quota: int
+    least: int
+    languages: int | None
+
+
+TIERS: Mapping[Tier, Defaults] = {
+    "tiny": Defaults("quick-start", 8_000, 4_000, 200_000, 2.0, 3072, 24, 0, 1, None),
+    "base": Defaults("base", 64_000, 32_000, 1_000_000, 5.0, 8192, 128, 300, 1000, 100),
+    "standard": Defaults("standard", 64_000, 32_000, 1_000_000, 5.0, 8192, 128, 300, 1000, 100),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareConfig:
+    """What to prepare.
+
+    Attributes:
+        tier: which corpus: tiny (three packages, a minute), base (61 sources), standard (113 sources). The larger ones
+            need Debian's apt and npm; what cannot be had is left out and told.
+        output: the folder to make; by default data/quick-start, data/base or data/standard.
+        cache: where downloaded packages are kept, and what was read from them.
+        sources: take translations from these sources instead of those of the tier.
+        files: parallel text of your own: .tsv (language, foreign, English), .jsonl, .po, or talk.de beside talk.en.
+        licences: ``permissive`` takes only sources whose licence asks for nothing but to be named.
+        languages: keep so many languages, the largest; by default 100 of the larger tiers, and all of tiny. Languages
+            of your own files are always kept.
+        source_vocabulary: ids of the vocabulary of all source languages; by default 64000 (tiny: 8000), or what the
+            text supports.
+        target_vocabulary: ids of the English vocabulary; by default 32000 (tiny: 4000), or what the text supports.
+        temperature: 1 trains on languages as often as they occur, larger values on rare ones more often; by default
+            5 (tiny: 2).
+        tokens: tokens of a training batch on each side; by default 8192 (tiny: 3072).
+        length: the longest sentence, in tokens, end included; by default 128 (tiny: 24).
+        quota: full sentences of each language that are held out for dev and for test, at most 8 % of what it has; by
+            default 300. With 0, shares of all English sentences are held out instead (tiny).
+        dev: share of English sentences held out to watch training, if there is no quota.
+        test: share of English sentences held out to score translations, if there is no quota.
+        sampling_seed: of the order of training.
+        jobs: processes that read packages; by default as many as there are processors.
+    """
+
+    tier: Tier = "tiny"
+    output: Path | None = None
+    cache: Path = Path.home() / ".cache" / "m4"
+    sources: tuple[str, ...] | None = None
+    files: tuple[Path, ...] = ()
+    licences: Licences = "all"
+    languages: int | None = None
+    source_vocabulary: int | None = None
+    target_vocabulary: int | None = None
+    temperature: float | None = None
+    tokens: int | None = None
+    length: int | None = None
+    quota: int | None = None
+    dev: float = 0.015
+    test: float = 0.03
+    sampling_seed: int = 0
+    jobs: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        if not (self.dev > 0 and self.test > 0 and self.dev + self.test <= 0.5):
+            raise CorpusError(
+                f"cannot hold out shares of {self.dev} and {self.test}.", way_out="Both above 0, together at most 0.5."
+            )
+        if settings["length"] < 4 or settings["tokens"] < settings["length"]:
+            raise CorpusError(f"batches of {settings['tokens']} tokens cannot hold sentences of {settings['length']}.")
+        if settings["temperature"] < 1:
+            raise CorpusError(f"a temperature of {self.temperature} makes no sense.", way_out="Use 1 or more.")
+        if settings["quota"] < 0 or (self.languages is not None and self.languages < 1) or self.jobs < 1:
+            raise CorpusError("a quota below 0, or fewer than one language or process, makes no sense.")
+        if not self.chosen_sources and not self.files:
+            raise CorpusError("there is nothing to prepare.", way_out="Name a source or a file.")
+
+    @property
+    def folder(self) -> Path:
+        """The folder to make."""
+        return self.output or Path("data") / TIERS[self.tier].folder
+
+    @property
+    def chosen_sources(self) -> list[Source]:
+        """Sources to take translations from."""
+        if self.sources is None:
+            return of_tier(self.tier, self.licences)
+        return chosen(self.sources, self.licences)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the result depends on, with the defaults of the tier filled in; without sources and files."""
+        asked = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        defaults = TIERS[self.tier]
+        filled = ("languages", "temperature", "tokens", "length", "quota")
+        asked |= {name: getattr(defaults, name) for name in filled if asked[name] is None}
+        for name in ("output", "cache", "sources", "files", "jobs"):
+            del asked[name]
+        return asked
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that the result depends on."""
+        said: dict[str, Any] = {**self.settings, "format": FORMAT}
+        said["sources"] = [(s.title, s.packages) for s in self.chosen_sources]
+        said["files"] = [[(f.name, checksum(f)) for f in parallel.files_of(file) if f.is_file()] for file in self.files]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

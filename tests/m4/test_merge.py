@@ -1,0 +1,211 @@
+"""Merging, the split by quota, and what is left of a stop at any point."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import gzip
+import hashlib
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from m4 import prepare as preparing
+from m4.corpus import hold_out
+from m4.corpus.extract import SAME_AGAIN
+from m4.corpus.merge import COPY, FEW, MORE, Merged, merge
+from m4.corpus.part import OUT_OF_DOMAIN, Split, write_parts
+from m4.prepare import PrepareConfig, open_text, prepare
+
+NOUNS = "house river stone bridge window garden letter doctor market winter summer candle forest island".split()
+VERBS = "opens closes finds loses paints burns carries follows hides breaks mends washes sells counts".split()
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def merged(folder: Path, sources: dict[str, str], **options: object) -> Merged:
+    files = {}
+    for name, text in sources.items():
+        files[name] = folder / f"{name}.pairs"
+        files[name].write_text(text, encoding="utf-8")
+    work = folder / "work"
+    work.mkdir()
+    settings = {"least": 1, "most": None, "always": [], **options}
+    return merge(files, work, folder / "aside.gz", **settings)  # type: ignore[arg-type]
+
+
+def test_each_pair_once_and_what_is_left_out_is_written_aside(tmp_path: Path) -> None:
+    first = (
+        "de\tGut so\tGood then\nde\tgut so.\tgood then\nde\tGut\tgood then\nde\tToll\tGood then\nde\tPrima\tGood Then\n"
+    )
+    second = (
+        "es\testo es una frase\tthis is a sentence\ngn\testo es una frase\tthis is a sentence\n"
+        "gl\testo es una frase\tthis is a sentence\nde\tGUT SO!\tGood then:\n"
+        "es\tcorto\tshort one\ngn\tcorto\tshort one\n"
+    )
+    found = merged(tmp_path, {"first": first, "second": second})
+    assert found.left_out == {SAME_AGAIN: 2, MORE: 1, COPY: 1}
+    assert found.languages == {"de": 3, "es": 2, "gl": 1, "gn": 1}
+    assert found.sources == {"first": 3, "second": 4}
+    assert list(found.files) == ["de", "es", "gl", "gn"], "the largest first"
+    assert found.files["gn"].read_text() == "corto\tshort one\n"
+    aside = gzip.decompress((tmp_path / "aside.gz").read_bytes()).decode().splitlines()
+    assert Counter(line.split("\t")[0] for line in aside) == found.left_out
+    assert f"{COPY}\tgn\testo es una frase\tthis is a sentence" in aside
+
+
+def test_the_largest_languages_and_the_users_own_are_kept(tmp_path: Path) -> None:
+    sizes = {"de": 9, "fr": 7, "it": 5, "cy": 1}
+    text = "".join(f"{code}\twort {i} {code}\tword number {i}\n" for code, n in sizes.items() for i in range(n))
+    found = merged(tmp_path, {"a": text}, least=2, most=2, always=["cy", "xh"])
+    assert list(found.files) == ["de", "fr", "cy"]
+    assert found.left_out == {FEW: 5}
+    aside = gzip.decompress((tmp_path / "aside.gz").read_bytes()).decode().splitlines()
+    assert {line.split("\t")[1] for line in aside} == {"it"}
+
+
+def sentences(count: int) -> list[str]:
+    rng = np.random.default_rng(0)
+    words = [f"{a}{b}" for a in NOUNS for b in VERBS]
+    made = [" ".join(words[i] for i in rng.integers(0, len(words), 8)) for _ in range(count)]
+    return [f"The {text}." for text in made]
+
+
+def test_quotas_of_full_sentences_without_near_twins() -> None:
+    english = sentences(3000)
+    keys = {text: hold_out.key(text) for text in english}
+    twin = f"{english[0][:-1]} twice."
+    prose = {
+        "de": [keys[t] for t in english],
+        "cy": [keys[t] for t in english[:200]],
+        "xh": [keys[t] for t in english[:5]],
+    }
+    found = hold_out.parts_by_quota([*keys.values(), "some menu"], prose, 100, 0.08)
+    count = {p: {name: sum(found.get(k) == p for k in own) for name, own in prose.items()} for p in ("dev", "test")}
+    for part in ("dev", "test"):
+        assert 100 <= count[part]["de"] < 130
+        assert count[part]["cy"] >= 16
+    assert found == hold_out.parts_by_quota([*reversed(keys.values()), "some menu"], prose, 100, 0.08)
+    assert "some menu" not in found
+    # The first sentence is held out if the quota is large enough, but not if there is a twin of it.
+    generous = hold_out.parts_by_quota(keys.values(), {"de": prose["de"]}, 3000, 1.0)
+    assert keys[english[0]] in generous
+    with_twin = hold_out.parts_by_quota([*keys.values(), hold_out.key(twin)], {"de": prose["de"]}, 3000, 1.0)
+    assert keys[english[0]] not in with_twin
+    assert set(generous) - set(with_twin) == {keys[english[0]]}
+
+
+def test_what_the_out_of_domain_test_has_is_not_trained_on(tmp_path: Path) -> None:
+    english = sentences(400)
+    (tmp_path / "de.tsv").write_text(
+        "".join(f"Satz {i} {t[:40]}\t{t}\n" for i, t in enumerate(english)), encoding="utf-8"
+    )
+    tested = tmp_path / "udhr.tsv"
+    tested.write_text(f"de\tMenschen sind frei\t{english[7].upper()}\nfr\tlibres\tAll are free.\n", encoding="utf-8")
+    out = tmp_path / "out"
+    out.mkdir()
+    found = write_parts({"de": tmp_path / "de.tsv"}, out, Split(0.1, 0.1, 0), tested, tmp_path / "aside.gz")
+    assert (out / f"{OUT_OF_DOMAIN}.tsv").read_text() == f"de\tMenschen sind frei\t{english[7].upper()}\n"
+    assert found["out_of_domain"] == found["tested"] == 1
+    written = [
+        line.split("\t")[2] for part in found["pairs"] for line in (out / f"{part}.tsv").read_text().splitlines()
+    ]
+    assert sorted(written) == sorted(set(english) - {english[7]})
+    assert found["frequent_sentence"] in english
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PrepareConfig:
+    english = sentences(2000)
+    text = "".join(f"{code}\t{t[::-1]} {code}\t{t}\n" for code in ("de", "fr", "cy") for t in english)
+    (tmp_path / "mine.tsv").write_text(text + "bad\n", encoding="utf-8")
+    return PrepareConfig(
+        output=tmp_path / "out", cache=tmp_path / "cache", sources=(), files=(tmp_path / "mine.tsv",), quota=50,
+        source_vocabulary=400, target_vocabulary=400, length=64,
+    )  # fmt: skip
+
+
+def digest(folder: Path) -> dict[str, str]:
+    def contents(path: Path) -> bytes:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+    files = {path for path in folder.rglob("*") if path.is_file() and path.suffix != ".svg"}  # it has a date in it
+    return {str(path.relative_to(folder)): hashlib.sha256(contents(path)).hexdigest() for path in sorted(files)}
+
+
+def test_a_stop_at_any_stage_costs_that_stage_only(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(config, quiet)
+    whole = digest(config.folder)
+    assert {"manifest.json", "train/source.npy", "distribution.csv", "left-out/files.tsv.gz"} < set(whole)
+    assert not [name for name in whole if "done" in name or "begun" in name]
+    other = dataclasses.replace(config, output=config.folder.with_name("other"))
+    steps = ["merge", "write_parts", "learn_source", "learn_target", "encode"]
+    ran: list[str] = []
+    for stopped in steps:
+        with monkeypatch.context() as patch:
+            for name in steps:
+                real = getattr(preparing, name)
+
+                def run(
+                    *args: object, real: object = real, name: str = name, stopped: str = stopped, **more: object
+                ) -> object:
+                    if name == stopped:
+                        raise KeyboardInterrupt
+                    ran.append(name)
+                    return real(*args, **more)  # type: ignore[operator]
+
+                patch.setattr(preparing, name, run)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(other, quiet)
+        assert not other.folder.exists()
+    assert ran == ["merge", "merge", "write_parts", "learn_source", "learn_target"], "nothing but a stopped stage twice"
+    assert not prepare(other, quiet).was_there
+    assert digest(other.folder) == whole
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_and_the_same_in_the_end(config: PrepareConfig) -> None:
+    prepare(config, quiet)
+    whole = digest(config.folder)
+    other = config.folder.with_name("other")
+    command = [
+        sys.executable, "-m", "m4", "prepare", "--output", str(other), "--cache", str(config.cache), "--sources",
+        "--files", str(config.files[0]), "--quota", "50", "--source-vocabulary", "400", "--target-vocabulary", "400",
+        "--length", "64",
+    ]  # fmt: skip
+    began = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    takes = time.perf_counter() - began
+    assert digest(other) == whole
+    killed = 0
+    for moment in np.random.default_rng(0).uniform(0.3, 1.0, 10):
+        for path in (other, other.with_name("other.unfinished")):
+            if path.exists():
+                subprocess.run(["rm", "-r", str(path)], check=True)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(moment * takes)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        subprocess.run(command, check=True, capture_output=True)
+        assert digest(other) == whole
+    assert killed > 5
+
+
+def test_the_table_and_the_plot_show_languages_by_size(config: PrepareConfig) -> None:
+    done = prepare(config, quiet)
+    rows = list(csv.DictReader((config.folder / "distribution.csv").read_text(encoding="utf-8").splitlines()))
+    assert [row["rank"] for row in rows] == ["1", "2", "3"]
+    assert {row["language"] for row in rows} == {"de", "fr", "cy"}
+    assert sum(int(row["train"]) for row in rows) == done.manifest["pairs"]["train"]
+    assert all(int(row["english_words"]) == 9 * sum(int(row[p]) for p in ("train", "dev", "test")) for row in rows)
+    pytest.importorskip("matplotlib")
+    assert "<svg" in (config.folder / "distribution.svg").read_text()
+    assert open_text(config.folder).frequent_sentence() in set(sentences(2000))

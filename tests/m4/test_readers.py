@@ -1,0 +1,307 @@
+"""Readers of packages, on archives of the true layout made here."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import shutil
+import struct
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import polib
+import pytest
+
+from m4.corpus import descriptions, gettext, josm, keyed, libreoffice, qt, udhr
+from m4.corpus.archive import members
+from m4.corpus.pair import Pair, Unreadable
+from m4.corpus.readers import READERS
+
+debian_only = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="reads packages of Debian with dpkg-deb")
+
+
+def tarball(path: Path, files: dict[str, str | bytes]) -> Path:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in files.items():
+            data = text.encode() if isinstance(text, str) else text
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+def package(path: Path, files: dict[str, str | bytes]) -> Path:
+    root = path.with_suffix(".root")
+    files = {
+        "DEBIAN/control": "Package: a\nVersion: 1\nArchitecture: all\nMaintainer: a <a@b>\nDescription: a\n",
+        **files,
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    subprocess.run(["dpkg-deb", "--build", "--root-owner-group", str(root), str(path)], check=True, capture_output=True)
+    return path
+
+
+def catalogue(*entries: tuple[str, str], **plural: str) -> polib.POFile:
+    made = polib.POFile()
+    made.metadata = {"Content-Type": "text/plain; charset=UTF-8"}
+    made.extend(polib.POEntry(msgid=english, msgstr=foreign) for english, foreign in entries)
+    if plural:
+        forms = {0: plural["one"], 1: plural["many"]}
+        made.append(polib.POEntry(msgid="a page", msgid_plural="%d pages", msgstr_plural=forms, msgctxt="noun"))
+    return made
+
+
+def qm(*records: tuple[int, bytes]) -> bytes:
+    body = b"".join(
+        bytes([tag]) + (data if tag in (1, 5) else struct.pack(">I", len(data)) + data) for tag, data in records
+    )
+    other = b"\x42" + struct.pack(">I", 3) + b"xyz"
+    return b"\x3c\xb8\x64\x18" + b"\0" * 12 + other + b"\x69" + struct.pack(">I", len(body)) + body
+
+
+@debian_only
+def test_a_debian_package_is_read_in_one_pass(tmp_path: Path) -> None:
+    mo = catalogue(("Open it", "Öffne es"), one="eine Seite", many="%d Seiten").to_binary()
+    german = qm((3, "Beenden".encode("utf-16-be")), (5, b"\0\0\0\1"), (6, b"Quit now"), (7, b"Context"), (1, b""))
+    page = "<page xmlns='x'><title>{}</title><p>{} <em>{}</em>.</p><code>ls</code></page>"
+    path = package(
+        tmp_path / "a.deb",
+        {
+            "usr/share/locale/de/LC_MESSAGES/a.mo": mo,
+            "usr/share/locale/en_GB/LC_MESSAGES/a.mo": mo,
+            "usr/share/locale/fr/LC_MESSAGES/a.mo": mo[:-30],
+            "usr/share/a/a_de.qm": german,
+            "usr/share/help/C/a/index.page": page.format("The river", "It flows", "fast"),
+            "usr/share/help/de/a/index.page": page.format("Der Fluss", "Er fließt", "schnell"),
+            "usr/share/help/fr/a/index.page": "<page><title>La rivière</title></page>",
+            "usr/share/doc/readme.xml": "<page><title>not a help page</title></page>",
+        },
+    )
+    found = list(READERS["debian"]([path]))
+    assert sorted(item for item in found if isinstance(item, Pair)) == sorted(
+        [
+            Pair("de", "Öffne es", "Open it"),
+            Pair("de", "eine Seite", "a page"),
+            Pair("de", "%d Seiten", "%d pages"),
+            Pair("de", "Beenden", "Quit now"),
+            Pair("de", "Der Fluss", "The river"),
+            Pair("de", "Er fließt schnell.", "It flows fast."),
+        ]
+    )
+    assert [item.name for item in found if isinstance(item, Unreadable)] == ["./usr/share/locale/fr/LC_MESSAGES/a.mo"]
+
+
+@debian_only
+def test_a_damaged_package_is_an_error(tmp_path: Path) -> None:
+    path = package(tmp_path / "a.deb", {"usr/share/a.txt": "some text" * 1000})
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(OSError, match=r"a.deb is damaged"):
+        list(members(path, lambda name: True))
+
+
+@pytest.mark.parametrize("name", ["a.whl", "a.tar.gz"])
+def test_damaged_archives_are_errors(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"this is none")
+    with pytest.raises(OSError, match=f"{name} is damaged"):
+        list(members(tmp_path / name, lambda name: True))
+
+
+def test_qt_catalogues_that_are_cut_or_something_else() -> None:
+    whole = qm((3, "Ja".encode("utf-16-be")), (6, b"Yes"), (1, b""))
+    assert list(qt.messages(whole)) == [("Yes", "Ja")]
+    with pytest.raises(ValueError, match="not a Qt catalogue"):
+        list(qt.messages(b"GIF89a"))
+    with pytest.raises(ValueError, match="is cut"):
+        list(qt.messages(whole[:44]))
+
+
+@debian_only
+def test_mozilla_takes_english_from_its_language_packs(tmp_path: Path) -> None:
+    def pack(code: str, **files: str) -> dict[str, str | bytes]:
+        data = io.BytesIO()
+        with zipfile.ZipFile(data, "w") as archive:
+            for name, text in files.items():
+                stem, _, ending = name.rpartition("_")
+                archive.writestr(f"browser/{code}/{stem}.{ending}", text)
+        return {f"usr/lib/firefox/langpack-{code}@firefox.mozilla.org.xpi": data.getvalue()}
+
+    british = pack("en-GB", a_ftl="save = Save the colour\nonly = Only British words\n")
+    canadian = pack(
+        "en-CA", a_ftl="save = Save in { -brand-short-name }\n    .accesskey = S\n", b_dtd='<!ENTITY x "An entity">'
+    )
+    german = pack(
+        "de", a_ftl="save = In { -brand-short-name } speichern\n    .accesskey = I\nonly = Nur britisch\n",
+        b_dtd="<!ENTITY x 'Eine Entität'>", c_properties="other=Nicht auf Englisch\n",
+    )  # fmt: skip
+    files = [
+        package(tmp_path / f"firefox-esr-l10n-{code}_1_all.deb", contents)
+        for code, contents in (("en-gb", british), ("en-ca", canadian), ("de", german))
+    ]
+    assert sorted(READERS["mozilla"](files)) == [
+        Pair("de", "Eine Entität", "An entity"),
+        Pair("de", "In Firefox speichern", "Save in Firefox"),
+        Pair("de", "Nur britisch", "Only British words"),
+    ]
+
+
+@debian_only
+def test_manual_pages_keep_their_structure(tmp_path: Path) -> None:
+    rest = ".nf\ncode\n.fi\n"
+    english = (
+        ".TH LS 1\n.SH NAME\nls \\- list files\n.SH SYNOPSIS\n.B ls\n[file]\n.SH OPTIONS\n.TP\n\\fB\\-a\\fR\n"
+        f"Show\n.BR all (1)\nfiles. Do not hide.\n{rest}.SH BUGS\nNone known.\n"
+    )
+    german = (
+        ".TH LS 1\n.SH BEZEICHNUNG\nls \\- Dateien auflisten\n.SH ÜBERSICHT\n.B ls\n[Datei]\n.SH OPTIONEN\n.TP\n"
+        f"\\fB\\-a\\fR\nAlle Dateien\nzeigen. Nichts verstecken.\n{rest}.SH FEHLER\n.PP\nKeine.\n.PP\nWirklich.\n"
+    )
+    files = [
+        package(tmp_path / "en.deb", {"usr/share/man/man1/ls.1.gz": gzip.compress(english.encode())}),
+        package(
+            tmp_path / "de.deb",
+            {
+                "usr/share/man/de/man1/ls.1.gz": gzip.compress(german.encode()),
+                "usr/share/man/de/man1/cat.1.gz": gzip.compress(german.encode()),
+                "usr/share/man/de/man1/cut.1.gz": gzip.compress(german.encode())[:-9],
+            },
+        ),
+    ]
+    found = list(READERS["manual"](files))
+    assert [item for item in found if isinstance(item, Pair)] == [
+        Pair("de", "Dateien auflisten", "list files"),
+        Pair("de", "Alle Dateien zeigen.", "Show all(1) files."),
+        Pair("de", "Nichts verstecken.", "Do not hide."),
+    ]
+    assert [item.name for item in found if isinstance(item, Unreadable)] == ["de.deb:./usr/share/man/de/man1/cut.1.gz"]
+
+
+@debian_only
+def test_josm_and_mediawiki_packages(tmp_path: Path) -> None:
+    def lang(*singles: bytes, plurals: bytes = b"") -> bytes:
+        return b"".join(struct.pack(">H", len(s)) + s for s in singles) + b"\xff\xff" + plurals
+
+    forms = b"\2\0\6a node\0\5nodes"
+    path = package(
+        tmp_path / "j.deb",
+        {
+            "usr/share/josm/en.lang": lang(b"___menu___Open it", b"Same", plurals=forms),
+            "usr/share/josm/de.lang": b"\0\7Mach es\xff\xfe\xff\xff\2\0\7ein Kno\0\6Knoten",
+            "usr/share/josm/fr.lang": b"\0\7Mach es\0",
+            "usr/share/mediawiki/i18n/en.json": json.dumps({"a": "'''Read''' [[Help|the help]]", "@metadata": {}}),
+            "usr/share/mediawiki/i18n/nds-nl.json": json.dumps({"a": "Lees [[Help|de hulp]]", "b": "neet"}),
+            "usr/share/mediawiki/i18n/qqq.json": json.dumps({"a": "a note for translators"}),
+            "usr/share/mediawiki/i18n/fr.json": "{",
+        },
+    )
+    found = list(josm.read([path]))
+    assert found == [
+        Pair("de", "Mach es", "Open it"), Pair("de", "ein Kno", "a node"), Pair("de", "Knoten", "nodes"),
+        Unreadable("fr.lang", "the catalogue is cut"),
+    ]  # fmt: skip
+    broken, pair = keyed.read_mediawiki([path])
+    assert isinstance(broken, Unreadable)
+    assert pair == Pair("nds_nl", "Lees de hulp", "Read the help")
+
+
+def test_source_packages_and_libreoffice(tmp_path: Path) -> None:
+    po = str(catalogue(("Open it", "Öffne es")))
+    latin = po.replace("UTF-8", "ISO-8859-1").encode("latin-1")
+    path = tarball(tmp_path / "dpkg.tar.gz", {"dpkg/po/de.po": po, "dpkg/po/nn.po": latin, "g/po/pt_BR/b.po": po})
+    assert list(gettext.read_named([path])) == [Pair("de", "Öffne es", "Open it"), Pair("nn", "Öffne es", "Open it")]
+    assert list(gettext.read_folders([path])) == [Pair("pt", "Öffne es", "Open it")]
+
+    odd = tarball(tmp_path / "odd.tar.gz", {"dpkg/po/de.po": po.replace("Öffne", "Öffne\x85\u2028")})
+    assert list(gettext.read_named([odd])) == [Pair("de", "Öffne   es", "Open it")], "they end no line"
+
+    help_text = [
+        ("<bookmark_value>an entry</bookmark_value>", "<bookmark_value>ein Eintrag</bookmark_value>"),
+        (
+            "Press <caseinline select='MAC'>Command</caseinline> it",
+            "Drücke <caseinline select='MAC'>Befehl</caseinline> es",
+        ),
+    ]
+    office = tarball(
+        tmp_path / "lo.tar.gz",
+        {
+            "libreoffice/translations/source/de/sw/ui.po": po,
+            "libreoffice/translations/source/de/helpcontent2/text.po": str(catalogue(*help_text)),
+            "libreoffice/translations/source/en-GB/sw/ui.po": po,
+        },
+    )
+    assert list(libreoffice.read([office])) == [
+        Pair("de", "Öffne es", "Open it"),
+        Pair("de", "Drücke  es", "Press  it"),
+    ]
+
+
+def test_npm_packages(tmp_path: Path) -> None:
+    scratch = tarball(
+        tmp_path / "s.tgz",
+        {
+            "package/editor/a/en.json": '{"x": "Move it"}',
+            "package/editor/a/de.json": '{"x": "Bewege es", "y": "nur hier"}',
+        },
+    )
+    assert list(keyed.read_scratch([scratch])) == [Pair("de", "Bewege es", "Move it")]
+
+    def annotations(name: str) -> str:
+        return json.dumps({"annotations": {"annotations": {"x": {"default": ["a"], "tts": [name]}, "y": {}}}})
+
+    cldr = tarball(
+        tmp_path / "c.tgz",
+        {
+            "package/annotations/en/annotations.json": annotations("happy face"),
+            "package/annotations/de/annotations.json": annotations("frohes Gesicht"),
+            "package/annotations/fr/annotations.json": "[]",
+        },
+    )
+    found = list(keyed.read_cldr([cldr]))
+    assert Pair("de", "frohes Gesicht", "happy face") in found
+    assert [item.name for item in found if isinstance(item, Unreadable)] == ["package/annotations/fr/annotations.json"]
+    strings = {
+        "package/src/i18n/strings/en_EN.json": '{"a": "Go on"}',
+        "package/src/i18n/strings/de_DE.json": '{"a": "Weiter"}',
+    }
+    assert list(keyed.read_matrix([tarball(tmp_path / "m.tgz", dict(strings))])) == [Pair("de", "Weiter", "Go on")]
+
+
+def test_the_declaration_of_human_rights(tmp_path: Path) -> None:
+    def text(code: str, preamble: str, *paragraphs: str) -> str:
+        body = "".join(f"<p>{p}</p>" for p in paragraphs)
+        return (
+            f'<html lang="{code}"><header><p>{preamble}</p></header><article data-number="1"><h2>1</h2>{body}</article>'
+        )
+
+    files = {
+        "package/declaration/eng.html": text("en", "We <b>say</b> this.", "All are free."),
+        "package/declaration/deu.html": text("de", "Wir sagen dies.", "Alle sind frei."),
+        "package/declaration/fra.html": text("fr", "Nous le disons.", "Tous sont libres.", "Et égaux."),
+    }
+    path = tarball(tmp_path / "u.tgz", dict(files))
+    assert list(udhr.read([path])) == [
+        Pair("de", "Alle sind frei.", "All are free."),
+        Pair("de", "Wir sagen dies.", "We say this."),
+        Pair("fr", "Nous le disons.", "We say this."),
+    ]
+
+
+def test_descriptions_belong_together_by_hash(tmp_path: Path) -> None:
+    def file(code: str, *entries: tuple[str, str, str]) -> None:
+        lines = [
+            f"Package: p{h}\nDescription-md5: {h}\nDescription-{code}: {short}\n{long}\n" for h, short, long in entries
+        ]
+        (tmp_path / f"i18n_Translation-{code}").write_text("\n".join(lines), encoding="utf-8")
+
+    file("en", ("1", "a tool", " It is good. You\n can use it.\n .\n * an item"), ("2", "another", " Text."))
+    file("de", ("1", "ein Werkzeug", " Es ist gut. Du kannst es nutzen.\n .\n * ein Punkt"), ("3", "fremd", " Text."))
+    assert list(descriptions.read(sorted(tmp_path.iterdir()))) == [
+        Pair("de", "ein Werkzeug", "a tool"),
+        Pair("de", "Es ist gut.", "It is good."),
+        Pair("de", "Du kannst es nutzen.", "You can use it."),
+        Pair("de", "ein Punkt", "an item"),
+    ]
