@@ -118,7 +118,7 @@ class Translator:
                 kept = [*ids[i][:room], EOS]
                 source_BL[place, : len(kept)] = kept
             source_BL[len(rows) :] = source_BL[0]  # rows that are thrown away, and take no longer than a real one
-            tokens_BT = np.asarray(decode(self.model, self.params, source_BL, self.options).tokens_BT)
+            tokens_BT = np.asarray(decode(self.model, self.params, source_BL, self.options).tokens_BNT)[:, 0]
             for place, i in enumerate(rows):
                 out[i] = dataclasses.replace(out[i], text=self.text.english(ids_of(tokens_BT[place])))
         return out
