@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import signal
 import sys
 import time
@@ -16,7 +18,7 @@ import jax
 import tyro
 
 from gshard import GShardError
-from m4 import score
+from m4 import lines, score
 from m4.config import ModelChoice, Run, TrainConfig
 from m4.decode import DecodeConfig
 from m4.demo import demo
@@ -94,35 +96,51 @@ class Translate:
     """Translates lines of text into English, one line of output for each line of input.
 
     Attributes:
-        input: a text file in UTF-8; standard input if not given.
+        input: a text file in UTF-8; if not given, standard input, which may be a pipe or a person.
         output: where to write; standard output if not given.
+        language: the language of the input, which must be one the model knows. The model itself tells languages apart.
         data: folder of the corpus the model was trained on, for its vocabularies.
         run: folder of the run.
         step: which checkpoint; the newest if not given.
+        replace_invalid: read bytes that are not UTF-8 as a replacement character, instead of stopping there.
+        quiet: do not tell how fast it goes.
+        batch: sentences that are translated together.
+        devices: devices to partition the search over.
         search: how to search.
     """
 
     input: Annotated[Path | None, tyro.conf.Positional] = None
     output: Path | None = None
+    language: Annotated[str | None, tyro.conf.arg(name="from")] = None
     data: Path = DATA
     run: Path = RUN
     step: int | None = None
+    replace_invalid: bool = False
+    quiet: bool = False
+    batch: int = 32
+    devices: int = 1
     search: tyro.conf.OmitArgPrefixes[DecodeConfig] = dataclasses.field(default_factory=DecodeConfig)
-    devices: tyro.conf.Suppress[int] = 1
 
     def __call__(self) -> int:
         """Translates in blocks, so that neither a long input nor a slow reader fills the memory."""
-        translator = load(Run(self.run), open_text(self.data), self.search, self.step)
-        cut = 0
-        with _reading(self.input) as source, _writing(self.output) as target:
-            for block in _blocks(source, 16 * translator.batch):
-                for translated in translator.translate(block):
-                    cut += translated.cut
-                    target.write(translated.text + "\n")
-                target.flush()
-        if cut:
-            limit = translator.text.length - 1
-            print(f"m4: {cut} lines were longer than {limit} tokens; only their beginning was read", file=sys.stderr)
+        _check_devices(self.devices)
+        _check_files(self.input, self.output)
+        text = open_text(self.data)
+        translator = load(Run(self.run), text, self.search, self.step, batch=self.batch, devices=self.devices)
+        if self.language is not None:
+            translator.check_language(self.language)
+        by_hand = self.input is None and sys.stdin.isatty()
+        speed = lines.Speed(live=False if by_hand or (self.output is None and sys.stdout.isatty()) else None)
+        with _reading(self.input, self.replace_invalid, by_hand) as source, _writing(self.output) as target:
+            groups = ([line] for line in source) if by_hand else lines.blocks(source, 16 * self.batch)
+            try:
+                for group in groups:
+                    translated = translator.translate(group)
+                    lines.write(translated, speed.lines, self.search.n_best, target)
+                    speed.add(translated)
+            finally:
+                if not self.quiet and speed.lines:
+                    speed.end(translator.text.length - 1)
         return 0
 
 
@@ -243,18 +261,26 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _check_files(source: Path | None, target: Path | None) -> None:
+    if source is not None and target is not None and target.exists() and target.samefile(source):
+        raise CommandError("the output would overwrite the input.", where=str(target), way_out="Name another file.")
+
+
 @contextmanager
-def _reading(path: Path | None) -> Iterator[TextIO]:
-    if path is None:
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
-        yield sys.stdin
-        return
-    try:
-        file = path.open(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise CommandError(f"the input cannot be read: {error.strerror}.", where=str(path)) from error
-    with file:
-        yield file
+def _reading(path: Path | None, replace: bool, by_hand: bool) -> Iterator[Iterator[str]]:
+    if by_hand:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # arrows and history for input()
+        yield lines.typed()
+    elif path is None:
+        yield lines.decoded(sys.stdin.buffer, "standard input", replace=replace)
+    else:
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise CommandError(f"the input cannot be read: {error.strerror}.", where=str(path)) from error
+        with file:
+            yield lines.decoded(file, str(path), replace=replace)
 
 
 @contextmanager
@@ -269,14 +295,3 @@ def _writing(path: Path | None) -> Iterator[TextIO]:
         raise CommandError(f"the output cannot be written: {error.strerror}.", where=str(path)) from error
     with file:
         yield file
-
-
-def _blocks(lines: TextIO, size: int) -> Iterator[list[str]]:
-    block: list[str] = []
-    for line in lines:
-        block.append(line.rstrip("\r\n"))
-        if len(block) == size:
-            yield block
-            block = []
-    if block:
-        yield block

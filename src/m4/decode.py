@@ -227,7 +227,7 @@ def length_normaliser(length: np.ndarray, alpha: float) -> np.ndarray:
     >>> length_normaliser(np.array([1, 7]), 1.0).tolist()
     [1.0, 2.0]
     """
-    return np.float32(((5.0 + length) / 6.0) ** alpha)
+    return np.asarray(((5.0 + length) / 6.0) ** alpha, np.float32)
 
 
 def ids_of(tokens_T: np.ndarray) -> list[int]:
