@@ -1,4 +1,4 @@
-"""Scores: BLEU and chrF++ of translations, for each language and all together, beside two translators that know nothing.
+"""Scores: BLEU and chrF++ of translations, of each language and of all, beside two translators that know nothing.
 
 Scores are sacrebleu's, with its signatures, so that they can be compared with those of others. A score alone says
 little on short texts that resemble each other; so two baselines are scored with it: the source itself, which names

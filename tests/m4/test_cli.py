@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import logging
@@ -191,12 +192,33 @@ def test_long_lines_are_cut_and_counted(trained: Path, tmp_path: Path, capsys: p
     assert "1 line was longer than 7 tokens" in told.err
 
 
-def test_evaluation_shows_languages_and_baselines(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", "--run", str(trained), "--sentences", "10", "--max-length", "8"]) == 0
+def test_evaluation_writes_scores_that_can_be_compared(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["evaluate", "--run", str(trained), "--sentences", "10", "--max-length", "8", "--beam", "1"]
+    assert main([*given, "--output", "first"]) == 0
     told = capsys.readouterr().out
     assert "held-out cross entropy" in told
-    assert [line.split()[0] for line in told.splitlines() if line[:3] in ("aa ", "bb ", "all")] == ["aa", "bb", "all"]
+    assert [line.split()[0] for line in told.splitlines() if line[:3] in ("aa ", "bb ", "all")][:3] == [
+        "aa",
+        "bb",
+        "all",
+    ]
     assert "the most frequent sentence" in told
+    assert "nw:2" in told
+    assert {p.name for p in Path("first").iterdir()} >= {"results.json", "scores.csv", "translations.tsv"}
+    assert len(Path("first/translations.tsv").read_text().splitlines()) == 10
+
+    assert main([*given, "--output", "second", "--baselines", "first"]) == 0
+    again = list(csv.DictReader(Path("second/scores.csv").read_text().splitlines()))
+    assert [row["language"] for row in again] == ["aa", "bb"]
+    assert [row["pairs"] for row in again] == ["900", "90"]
+    assert {row["delta_bleu"] for row in again} == {"0.0"}
+    assert main([*given, "--output", "third", "--baselines", f"{trained}@3"]) == 0
+    assert Path("third/scores.csv").read_text() == Path("second/scores.csv").read_text()
+
+    assert main([*given[:3], "--sentences", "8", "--max-length", "8", "--baselines", "first"]) == 2
+    assert "not of the same sentences" in capsys.readouterr().err
 
 
 def test_training_resumes_from_the_command_line(trained: Path, tmp_path: Path) -> None:
@@ -234,6 +256,9 @@ def test_sigterm_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["translate", "--run", "{trained}", "--batch", "0"], "cannot translate 0 sentences"),
         (["translate", "file", "--output", "file"], "would overwrite the input"),
         (["evaluate", "--run", "{trained}", "--sentences", "0"], "cannot score 0 sentences"),
+        (["evaluate", "--run", "{trained}", "--baselines", "{trained}@x"], "'x' is no step"),
+        (["evaluate", "--run", "{trained}", "--baselines", "nowhere"], "there is no checkpoint"),
+        (["evaluate", "--run", "{trained}", "--baselines", "file"], "no file of results"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_few_lines(
