@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,16 +27,16 @@ class Chromium:
         to_read, self._to = os.pipe()
         self._from, to_write = os.pipe()
 
-        def place() -> None:  # Chromium reads from 3 and writes to 4
-            a, b = os.dup(to_read), os.dup(to_write)
-            os.dup2(a, 3)
-            os.dup2(b, 4)
-
         flags = "--headless=new --no-sandbox --disable-gpu --no-first-run --disable-dev-shm-usage --disable-extensions"
         flags += " --disable-background-networking --disable-component-update --disable-sync --mute-audio"
+        # Chromium reads from 3 and writes to 4.
+        place = "import os, sys, fcntl; a, b = (fcntl.fcntl(int(n), fcntl.F_DUPFD, 10) for n in sys.argv[1:3]); "
+        place += "os.dup2(a, 3); os.dup2(b, 4); os.execv(sys.argv[3], sys.argv[3:])"
+        placed = [sys.executable, "-c", place, str(to_read), str(to_write)]
+        chromium = [FOUND, *flags.split(), "--remote-debugging-pipe", f"--user-data-dir={self._home.name}"]
         self._process = subprocess.Popen(
-            [FOUND, *flags.split(), "--remote-debugging-pipe", f"--user-data-dir={self._home.name}", "about:blank"],
-            preexec_fn=place, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [*placed, *chromium, "about:blank"],
+            pass_fds=(to_read, to_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(to_read)
         os.close(to_write)

@@ -188,6 +188,7 @@ def make_app(translator: Translator, options: ServeConfig, stopping: Callable[[]
         lifespan=lifespan,
         exception_handlers={HTTPException: _refused},
     )
+    app.router.redirect_slashes = False
     paths = {route.path for route in routes}
     app.add_middleware(_Around, metrics=metrics, paths=paths)  # type: ignore[arg-type]
     return app
