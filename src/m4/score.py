@@ -98,9 +98,9 @@ def table(systems: Mapping[str, Mapping[str, Score]]) -> str:
 
     >>> print(table({"copy": score(["a b c d", "e"], ["a b c d", "f"], ["de", "fr"])}))
     language  sentences  copy: BLEU  chrF++
-    de                1         100.0   100.0
-    fr                1           0.0     0.0
-    all               2          94.6    95.0
+    de                1       100.0   100.0
+    fr                1         0.0     0.0
+    all               2        94.6    93.3
     """
     names = list(systems)
     columns = [f"{name}: BLEU  chrF++" for name in names]
