@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def random_source(rng: np.random.Generator, sentences: int = 5, length: int = 7)
     return source
 
 
-@jax.jit
+@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling costs more than running
 def forward(params: dict, source_BL: jax.Array, inputs_BL: jax.Array) -> jax.Array:
     return moe.forward(dataclasses.replace(CONFIG, partitions=1).dropless(), params, source_BL, inputs_BL)[0]
 

@@ -229,6 +229,25 @@ def test_limits_of_rate_and_time_and_a_graceful_end() -> None:
     server.process.communicate()
 
 
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait() -> None:
+    server = Served(rate=0, wait=20_000)
+
+    async def twice() -> None:
+        waiting = asyncio.create_task(ask(server.port, "POST", "/translate", {"text": "now"}))
+        await asyncio.sleep(0.5)
+        server.process.send_signal(signal.SIGINT)
+        await asyncio.sleep(0.5)
+        assert server.process.poll() is None, "the request is waited for"
+        server.process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(server.process.wait, 5) == 130
+        with contextlib.suppress(ConnectionError, IndexError):  # no answer
+            await waiting
+
+    asyncio.run(twice())
+    assert server.process.communicate()[1] == ""
+
+
 def test_too_many_requests_of_one_address() -> None:
     rate = Rate(rate=2.0, burst=3)
     assert [rate.ask("a", now=0.0) for _ in range(4)] == [0, 0, 0, 0.5]

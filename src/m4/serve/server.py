@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -59,10 +60,11 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A first signal lets requests end; a second one does not wait for them."""
+        """A first signal lets requests end; a second one ends the process as it is."""
 
         def stop(number: int, frame: FrameType | None) -> None:
-            self.force_exit = self.should_exit
+            if self.should_exit:
+                os._exit(128 + number)
             self.should_exit = True
             self.signal = number
 
