@@ -294,7 +294,7 @@ def test_usage(arguments: list[str], told: str, capsys: pytest.CaptureFixture[st
     assert told in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("command", ["", "prepare", "train", "translate", "evaluate", "demo"])
+@pytest.mark.parametrize("command", ["", "prepare", "train", "translate", "evaluate", "serve", "demo"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([*filter(None, [command]), "--help"])
