@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import signal
 import sys
 import time
@@ -16,13 +18,14 @@ import jax
 import tyro
 
 from gshard import GShardError
-from m4 import score
+from m4 import evaluate, lines, score
 from m4.config import ModelChoice, Run, TrainConfig
 from m4.decode import DecodeConfig
 from m4.demo import demo
 from m4.prepare import PrepareConfig, open_text, prepare
+from m4.serve.config import ServeConfig
 from m4.train import compile_step, held_out_cross_entropy, make_evaluation, train
-from m4.translate import load
+from m4.translate import Translator, load
 
 STOPPED = 143
 """Exit code after a request to stop (SIGTERM) that was followed by saving: 128 + 15."""
@@ -94,47 +97,69 @@ class Translate:
     """Translates lines of text into English, one line of output for each line of input.
 
     Attributes:
-        input: a text file in UTF-8; standard input if not given.
+        input: a text file in UTF-8; if not given, standard input, which may be a pipe or a person.
         output: where to write; standard output if not given.
+        language: the language of the input, which must be one the model knows. The model itself tells languages apart.
         data: folder of the corpus the model was trained on, for its vocabularies.
         run: folder of the run.
         step: which checkpoint; the newest if not given.
+        replace_invalid: read bytes that are not UTF-8 as a replacement character, instead of stopping there.
+        quiet: do not tell how fast it goes.
+        batch: sentences that are translated together.
+        devices: devices to partition the search over.
         search: how to search.
     """
 
     input: Annotated[Path | None, tyro.conf.Positional] = None
     output: Path | None = None
+    language: Annotated[str | None, tyro.conf.arg(name="from")] = None
     data: Path = DATA
     run: Path = RUN
     step: int | None = None
+    replace_invalid: bool = False
+    quiet: bool = False
+    batch: int = 32
+    devices: int = 1
     search: tyro.conf.OmitArgPrefixes[DecodeConfig] = dataclasses.field(default_factory=DecodeConfig)
-    devices: tyro.conf.Suppress[int] = 1
 
     def __call__(self) -> int:
         """Translates in blocks, so that neither a long input nor a slow reader fills the memory."""
-        translator = load(Run(self.run), open_text(self.data), self.search, self.step)
-        cut = 0
-        with _reading(self.input) as source, _writing(self.output) as target:
-            for block in _blocks(source, 16 * translator.batch):
-                for translated in translator.translate(block):
-                    cut += translated.cut
-                    target.write(translated.text + "\n")
-                target.flush()
-        if cut:
-            limit = translator.text.length - 1
-            print(f"m4: {cut} lines were longer than {limit} tokens; only their beginning was read", file=sys.stderr)
+        _check_devices(self.devices)
+        _check_files(self.input, self.output)
+        text = open_text(self.data)
+        translator = load(Run(self.run), text, self.search, self.step, batch=self.batch, devices=self.devices)
+        if self.language is not None:
+            translator.check_language(self.language)
+        by_hand = self.input is None and sys.stdin.isatty()
+        speed = lines.Speed(live=False if by_hand or (self.output is None and sys.stdout.isatty()) else None)
+        with _reading(self.input, self.replace_invalid, by_hand) as source, _writing(self.output) as target:
+            groups = ([line] for line in source) if by_hand else lines.blocks(source, 16 * self.batch)
+            try:
+                for group in groups:
+                    translated = translator.translate(group)
+                    lines.write(translated, speed.lines, self.search.n_best, target)
+                    speed.add(translated)
+            finally:
+                if not self.quiet and speed.lines:
+                    speed.end(translator.text.length - 1)
         return 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
-    """Measures a model on held-out sentences: cross entropy, BLEU and chrF for each language, beside two baselines.
+    """Measures a model on held-out sentences: cross entropy, BLEU and chrF++ for each language, beside baselines.
 
     Attributes:
         data: folder of the corpus the model was trained on.
         run: folder of the run.
         step: which checkpoint; the newest if not given.
-        sentences: held-out sentences to translate.
+        sentences: held-out sentences to translate, as many of each language as there are.
+        output: where to write results.json, scores.csv, translations.tsv and languages.svg; if not given, the folder
+            "evaluation" of the run.
+        baselines: what to form differences to: folders with results.json, or runs of the same corpus, which are then
+            translated with, too; RUN@STEP is one checkpoint. Several that share no language count as one.
+        batch: sentences that are translated together.
+        devices: devices to partition the search over.
         search: how to search.
     """
 
@@ -142,27 +167,113 @@ class Evaluate:
     run: Path = RUN
     step: int | None = None
     sentences: int = 1000
+    output: Path | None = None
+    baselines: tuple[str, ...] = ()
+    batch: int = 32
+    devices: int = 1
     search: tyro.conf.OmitArgPrefixes[DecodeConfig] = dataclasses.field(default_factory=DecodeConfig)
-    devices: tyro.conf.Suppress[int] = 1
 
     def __call__(self) -> int:
-        """Evaluates on one device."""
+        """Evaluates; what can be wrong with the baselines is told before anything is translated."""
         if self.sentences < 1:
             raise CommandError(f"cannot score {self.sentences} sentences.", way_out="Ask for at least one.")
+        _check_devices(self.devices)
         text = open_text(self.data)
-        translator = load(Run(self.run), text, self.search, self.step)
+        translator = self._load(text, self.run, self.step)
+        others = [self._baseline(text, name) for name in self.baselines]
         model = dataclasses.replace(translator.model, partitions=1)
         held_out = compile_step(make_evaluation(model), 1, donate=False)
         value = held_out_cross_entropy(held_out, translator.params, text.held_out())
         print(f"held-out cross entropy: {value:.3f} nats a token\n")
+
         examples = text.examples(self.sentences)
         sources, references, languages = ([e[i] for e in examples] for i in (1, 2, 0))
-        written = [t.text for t in translator.translate(sources)]
+
+        def translate(by: Translator) -> list[str]:
+            return [t.text for t in by.translate(sources)]
+
+        written = translate(translator)
         systems = {"model": score.score(written, references, languages)}
         systems |= score.baselines(sources, references, languages, text.frequent_sentence())
         print(score.table(systems))
-        print(f"\n{systems['model'][score.ALL].signature}")
+
+        pairs = translator.languages
+        results = evaluate.measure(self.run.name, examples, written, pairs, self.step)
+        compared = [
+            evaluate.measure(name, examples, translate(other), pairs) if isinstance(other, Translator) else other
+            for name, other in zip(self.baselines, others, strict=True)
+        ]
+        deltas = evaluate.differences(results, compared)
+        print(f"\n{evaluate.summary(results, deltas)}")
+        folder = self.output or self.run / "evaluation"
+        evaluate.save(folder, results, deltas, examples, written)
+        try:
+            figure = importlib.import_module("m4.figure")
+        except ModuleNotFoundError as error:
+            print(f"m4: no figure was drawn: {error}; install matplotlib (the extra gshard[plot])", file=sys.stderr)
+        else:
+            names = " and ".join(Path(name).name for name in self.baselines)
+            figure.figure(folder / "languages.svg", results, deltas, names)
+        print(f"written: {folder}")
         return 0
+
+    def _load(self, text: Any, run: Path, step: int | None) -> Translator:
+        return load(Run(run), text, self.search, step, batch=self.batch, devices=self.devices)
+
+    def _baseline(self, text: Any, name: str) -> evaluate.Results | Translator:
+        folder, _, step = name.partition("@")
+        if step:
+            if not step.isdecimal():
+                raise CommandError(f"{step!r} is no step of a run.", where=name, way_out="Write RUN@STEP.")
+            return self._load(text, Path(folder), int(step))
+        path = Path(name)
+        for place in (path, path / "evaluation"):
+            if place.is_file() or (place / evaluate.RESULTS).is_file():
+                return evaluate.Results.load(place)
+        return self._load(text, path, None)
+
+
+def _serving() -> DecodeConfig:
+    return DecodeConfig(n_best=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Serve:
+    """Serves a web page and an HTTP interface for translation, until SIGTERM or Ctrl-C.
+
+    Attributes:
+        data: folder of the corpus the model was trained on, for its vocabularies.
+        run: folder of the run.
+        step: which checkpoint; the newest if not given.
+        batch: sentences that are translated together.
+        devices: devices to partition the search over.
+        listen: where to listen, and how much to accept.
+        search: how to search; n_best is the most alternatives that can be asked for.
+    """
+
+    data: Path = DATA
+    run: Path = RUN
+    step: int | None = None
+    batch: int = 16
+    devices: int = 1
+    listen: tyro.conf.OmitArgPrefixes[ServeConfig] = dataclasses.field(default_factory=ServeConfig)
+    search: tyro.conf.OmitArgPrefixes[DecodeConfig] = dataclasses.field(default_factory=_serving)
+
+    def __call__(self) -> int:
+        """Serves; a port that is in use is told before the model is read."""
+        try:
+            server = importlib.import_module("m4.serve.server")
+        except ModuleNotFoundError as error:
+            way_out = "pip install starlette uvicorn prometheus-client"
+            raise CommandError(
+                "serving needs a package that is not installed.", got=str(error), way_out=way_out
+            ) from error
+        with server.listen(self.listen) as bound:
+            _check_devices(self.devices)
+            text = open_text(self.data)
+            translator = load(Run(self.run), text, self.search, self.step, batch=self.batch, devices=self.devices)
+            ended_by: int = server.serve(translator, self.listen, bound)
+        return 128 + ended_by if ended_by else 1
 
 
 def _demo_training() -> TrainConfig:
@@ -207,6 +318,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "train": Train,
     "translate": Translate,
     "evaluate": Evaluate,
+    "serve": Serve,
     "demo": Demo,
 }
 
@@ -243,18 +355,26 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _check_files(source: Path | None, target: Path | None) -> None:
+    if source is not None and target is not None and target.exists() and target.samefile(source):
+        raise CommandError("the output would overwrite the input.", where=str(target), way_out="Name another file.")
+
+
 @contextmanager
-def _reading(path: Path | None) -> Iterator[TextIO]:
-    if path is None:
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
-        yield sys.stdin
-        return
-    try:
-        file = path.open(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise CommandError(f"the input cannot be read: {error.strerror}.", where=str(path)) from error
-    with file:
-        yield file
+def _reading(path: Path | None, replace: bool, by_hand: bool) -> Iterator[Iterator[str]]:
+    if by_hand:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # arrows and history for input()
+        yield lines.typed()
+    elif path is None:
+        yield lines.decoded(sys.stdin.buffer, "standard input", replace=replace)
+    else:
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise CommandError(f"the input cannot be read: {error.strerror}.", where=str(path)) from error
+        with file:
+            yield lines.decoded(file, str(path), replace=replace)
 
 
 @contextmanager
@@ -269,14 +389,3 @@ def _writing(path: Path | None) -> Iterator[TextIO]:
         raise CommandError(f"the output cannot be written: {error.strerror}.", where=str(path)) from error
     with file:
         yield file
-
-
-def _blocks(lines: TextIO, size: int) -> Iterator[list[str]]:
-    block: list[str] = []
-    for line in lines:
-        block.append(line.rstrip("\r\n"))
-        if len(block) == size:
-            yield block
-            block = []
-    if block:
-        yield block

@@ -1,11 +1,14 @@
-"""Decoding: the most likely translation, token after token.
+"""Decoding: the most likely translations, token after token.
 
-`greedy` takes the best token each time. `beam_search` keeps the `beam` best unfinished hypotheses and compares the
-finished ones by ``log P(Y) / ((5 + |Y|) / 6)**alpha``, where |Y| counts the end token (Wu et al., 2016, equation 14).
+Hypotheses are compared by ``log P(Y) / ((5 + |Y|) / 6)**alpha``, where |Y| counts the end token (Wu et al., 2016,
+equation 14). The search is flat (GShard, appendix A.1): the K hypotheses of a sentence share one sequence in which
+their tokens lie interleaved, token k of step t in slot t*K + k. Keys and values stay in the slot where they were
+written. A hypothesis is a row of a mask that says which slots it sees, so going on with some hypotheses twice and with
+others not at all moves a few bits, and not the cache; and the source is never repeated K times.
 
 Ending costs no place in the beam: at every step each live hypothesis is also scored as if it ended here, the best
-such ending of a sentence is remembered, and the beam goes on with the best continuations. A sentence is finished
-when no continuation can beat its best ending any more: log-probabilities only fall, so a live hypothesis of score s
+such endings of a sentence are remembered, and the beam goes on with the best continuations. A sentence is finished
+when no continuation can displace a remembered ending: log-probabilities only fall, so a live hypothesis of score s
 ends with at most ``s / ((5 + T) / 6)**alpha`` for the longest length T. Stopping early therefore never changes the
 result, and all of it is one compiled loop that ends when every sentence of the batch has.
 
@@ -16,34 +19,36 @@ neighbours in the batch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import gshard
 from gshard import moe
 
 PAD, EOS, UNK = 0, 1, 2
 FORBIDDEN = (PAD, UNK)
 """Ids that are never written: they stand for no text."""
 
-Step = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""(cache, tokens_N, position) -> (logits_NV, cache)"""
+Step = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""(cache, tokens_BK, position, seen_BKP) -> (logits_BKV, cache); P = T*K slots, see `moe.decode_flat_step`."""
 
 
 class Decoded(NamedTuple):
-    """The best translation of each sentence.
+    """The best translations of each sentence, N of them, best first.
 
     Attributes:
-        tokens_BT: ids without the end token, followed by zeros.
-        score_B: the normalised log-probability that it was chosen by; for `greedy` that of ``alpha = 0``.
+        tokens_BNT: ids without the end token, followed by zeros.
+        score_BN: the normalised log-probability that they are ordered by, minus infinity where a sentence has fewer
+            than N; for `greedy` that of ``alpha = 0``.
     """
 
-    tokens_BT: jax.Array
-    score_B: jax.Array
+    tokens_BNT: jax.Array
+    score_BN: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,59 +59,91 @@ class DecodeConfig:
         beam: hypotheses that are kept for each sentence; 1 decodes greedily.
         alpha: exponent of the length normalisation; 0 compares plain log-probabilities.
         max_length: longest translation in tokens, end token included.
+        n_best: translations that are wanted for each sentence, at most as many as the beam holds.
     """
 
     beam: int = 4
     alpha: float = 0.6
     max_length: int = 48
+    n_best: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("beam", "max_length"):
+        for name in ("beam", "max_length", "n_best"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.alpha < 0:
+        if not self.alpha >= 0:
             raise ValueError(f"alpha must not be negative, got {self.alpha}")
+        if self.n_best > self.beam:
+            raise ValueError(f"n_best must be at most the beam, {self.beam}, got {self.n_best}")
 
 
-@partial(jax.jit, static_argnames=("config", "options"))
-def decode(config: moe.TransformerConfig, params: Any, source_BL: jax.Array, options: DecodeConfig) -> Decoded:
+@functools.lru_cache(maxsize=64)
+def make_decode(
+    config: moe.TransformerConfig, options: DecodeConfig, devices: int = 1
+) -> Callable[[Any, jax.Array | np.ndarray], Decoded]:
+    """A function of parameters and a batch of padded sources ``source_BL`` that translates it.
+
+    Args:
+        config: the model; its routing is replaced by one that drops nothing.
+        options: beam size, normalisation, number of translations and longest length.
+        devices: more than one partitions the search over them, as the marks of the MoE layers ask.
+    """
+    config = dataclasses.replace(config, partitions=devices)
+
+    def run(params: Any, source_BL: jax.Array) -> Decoded:
+        return search(config, params, source_BL, options)
+
+    return jax.jit(run) if devices == 1 else gshard.jit(run, mesh=devices)  # type: ignore[no-any-return]
+
+
+def decode(
+    config: moe.TransformerConfig, params: Any, source_BL: jax.Array | np.ndarray, options: DecodeConfig
+) -> Decoded:
     """Translates a batch of padded source sentences on one device.
 
     Args:
         config: the model; its routing is replaced by one that drops nothing.
         params: its parameters.
         source_BL: source ids, 0 where padded.
-        options: beam size, normalisation and longest length T.
-
-    Returns:
-        The translations, ``tokens_BT`` and ``score_B``.
+        options: beam size, normalisation, number of translations and longest length.
     """
-    config = dataclasses.replace(config, partitions=1).dropless()
-    sentences = source_BL.shape[0]
+    return make_decode(config, options)(params, source_BL)
+
+
+def search(config: moe.TransformerConfig, params: Any, source_BL: jax.Array, options: DecodeConfig) -> Decoded:
+    """What `decode` compiles: encodes, and searches with `greedy` or `beam_search`.
+
+    Args:
+        config: the model, with as many partitions as there are devices.
+        params: its parameters.
+        source_BL: source ids, 0 where padded.
+        options: beam size, normalisation, number of translations and longest length.
+    """
+    config = config.dropless()
+    source_valid_BL = source_BL != PAD
     memory = moe.project_memory(config, params, moe.encode(config, params, source_BL))
-    memory = jax.tree.map(lambda x: jnp.repeat(x, options.beam, axis=1), memory)
-    valid_NL = jnp.repeat(source_BL != PAD, options.beam, axis=0)
 
-    def step(cache: Any, tokens_N: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
-        return moe.decode_step(config, params, cache, tokens_N, position, memory, valid_NL)
+    def step(cache: Any, tokens_BK: jax.Array, position: jax.Array, seen_BKP: jax.Array) -> tuple[jax.Array, Any]:
+        return moe.decode_flat_step(config, params, cache, tokens_BK, position, memory, source_valid_BL, seen_BKP)
 
-    cache = moe.init_cache(config, sentences * options.beam, options.max_length)
-    if options.beam == 1:
-        return greedy(step, cache, sentences, options.max_length)
-    return beam_search(step, cache, sentences, options)
+    cache = moe.init_cache(config, source_BL.shape[0], options.max_length * options.beam)
+    decoder = greedy if options.beam == 1 else beam_search
+    return decoder(step, cache, source_BL.shape[0], options)
 
 
-def greedy(step: Step, cache: Any, sentences: int, max_length: int) -> Decoded:
-    """The most likely token each time, until every sentence has ended or `max_length` is reached."""
+def greedy(step: Step, cache: Any, sentences: int, options: DecodeConfig) -> Decoded:
+    """The most likely token each time, until every sentence has ended or the longest length is reached."""
+    B, T = sentences, options.max_length
 
     def unfinished(carry: tuple[Any, ...]) -> jax.Array:
         position, ended_B = carry[0], carry[2]
-        return (position < max_length) & ~jnp.all(ended_B)
+        return (position < T) & ~jnp.all(ended_B)
 
     def extend(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, last_B, ended_B, score_B, tokens_BT, cache = carry
-        logits_BV, cache = step(cache, last_B, position)
-        logp_BV = _log_probabilities(logits_BV)
+        seen_BKP = jnp.broadcast_to(jnp.arange(T) <= position, (B, 1, T))
+        logits_BKV, cache = step(cache, last_B[:, None], position, seen_BKP)
+        logp_BV = _log_probabilities(logits_BKV[:, 0])
         next_B = jnp.argmax(logp_BV, axis=-1).astype(jnp.int32)
         gained_B = jnp.take_along_axis(logp_BV, next_B[:, None], axis=-1)[:, 0]
         score_B = score_B + jnp.where(ended_B, 0.0, gained_B)
@@ -117,51 +154,47 @@ def greedy(step: Step, cache: Any, sentences: int, max_length: int) -> Decoded:
 
     start = (
         jnp.int32(0),
-        jnp.zeros(sentences, jnp.int32),
-        jnp.zeros(sentences, bool),
-        jnp.zeros(sentences, jnp.float32),
-        jnp.zeros((sentences, max_length), jnp.int32),
+        jnp.zeros(B, jnp.int32),
+        jnp.zeros(B, bool),
+        jnp.zeros(B, jnp.float32),
+        jnp.zeros((B, T), jnp.int32),
         cache,
     )
     _, _, _, score_B, tokens_BT, _ = jax.lax.while_loop(unfinished, extend, start)
-    return Decoded(tokens_BT, score_B)
+    return Decoded(tokens_BT[:, None], score_B[:, None])
 
 
 def beam_search(step: Step, cache: Any, sentences: int, options: DecodeConfig) -> Decoded:
-    """The best finished hypothesis of each sentence.
+    """The best finished hypotheses of each sentence. Of equals, the one found first, and in the better place, wins.
 
     Args:
-        step: scores the next token of N = sentences * beam hypotheses, beams of one sentence side by side.
-        cache: what `step` starts from, a tree of arrays of [layers, N, ...].
+        step: scores the next token of K hypotheses of each of B sentences.
+        cache: what `step` starts from.
         sentences: B.
-        options: beam size K, normalisation and longest length T.
+        options: beam size K, normalisation, number of translations N and longest length T.
     """
-    B, K, T = sentences, options.beam, options.max_length
+    B, K, T, N = sentences, options.beam, options.max_length, options.n_best
+    own_KP = jnp.arange(K)[:, None] == jnp.arange(T * K) % K  # slots that hypothesis k writes, over all steps
 
-    def normal(length: jax.Array | int) -> jax.Array:
-        return ((5.0 + jnp.asarray(length, jnp.float32)) / 6.0) ** options.alpha
+    normal_T = jnp.asarray(length_normaliser(np.arange(1, T + 1), options.alpha))
 
     def unfinished(carry: tuple[Any, ...]) -> jax.Array:
-        position, live_BK, _, best_B, _, _ = carry
-        can_improve_B = jnp.max(live_BK, axis=1) / normal(T) > best_B
+        position, live_BK, _, _, best_BN, _, _ = carry
+        can_improve_B = jnp.max(live_BK, axis=1) / normal_T[-1] > best_BN[:, -1]
         return (position < T) & jnp.any(can_improve_B)
 
     def extend(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        position, live_BK, live_BKT, best_B, best_BT, cache = carry
-        last_BK = jnp.where(
-            position == 0, PAD, jax.lax.dynamic_index_in_dim(live_BKT, jnp.maximum(position - 1, 0), 2, keepdims=False)
-        )
-        logits_NV, cache = step(cache, last_BK.reshape(B * K), position)
-        total_BKV = live_BK[:, :, None] + _log_probabilities(logits_NV).reshape(B, K, -1)
+        position, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, cache = carry
+        last_BK = jax.lax.dynamic_index_in_dim(live_BKT, jnp.maximum(position - 1, 0), 2, keepdims=False)
+        seen_BKP = seen_BKP | (own_KP & (jnp.arange(T * K) // K == position))
+        logits_BKV, cache = step(cache, last_BK, position, seen_BKP)
+        total_BKV = live_BK[:, :, None] + _log_probabilities(logits_BKV)
 
         # Every live hypothesis could end here, with |Y| = position + 1.
-        ending_BK = total_BKV[:, :, EOS] / normal(position + 1)
-        winner_B = jnp.argmax(ending_BK, axis=1)
-        ending_B = jnp.take_along_axis(ending_BK, winner_B[:, None], axis=1)[:, 0]
-        ending_BT = jnp.take_along_axis(live_BKT, winner_B[:, None, None], axis=1)[:, 0]
-        better_B = ending_B > best_B
-        best_B = jnp.where(better_B, ending_B, best_B)
-        best_BT = jnp.where(better_B[:, None], ending_BT, best_BT)
+        endings_BX = jnp.concatenate([best_BN, total_BKV[:, :, EOS] / normal_T[position]], axis=1)
+        endings_BXT = jnp.concatenate([best_BNT, live_BKT], axis=1)
+        best_BN, winner_BN = jax.lax.top_k(endings_BX, N)
+        best_BNT = jnp.take_along_axis(endings_BXT, winner_BN[:, :, None], axis=1)
 
         # Or go on: the K best of all continuations.
         V = total_BKV.shape[-1]
@@ -170,9 +203,8 @@ def beam_search(step: Step, cache: Any, sentences: int, options: DecodeConfig) -
         parent_BK, token_BK = chosen_BK // V, (chosen_BK % V).astype(jnp.int32)
         live_BKT = jnp.take_along_axis(live_BKT, parent_BK[:, :, None], axis=1)
         live_BKT = jax.lax.dynamic_update_slice(live_BKT, token_BK[:, :, None], (0, 0, position))
-        parent_N = (jnp.arange(B)[:, None] * K + parent_BK).reshape(B * K)
-        cache = jax.tree.map(lambda x: jnp.take(x, parent_N, axis=1), cache)
-        return position + 1, live_BK, live_BKT, best_B, best_BT, cache
+        seen_BKP = jnp.take_along_axis(seen_BKP, parent_BK[:, :, None], axis=1)
+        return position + 1, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, cache
 
     # All beams start equal; only the first may be continued, or the beam would hold K copies of one hypothesis.
     first_BK = jnp.where(jnp.arange(K) == 0, 0.0, -jnp.inf) + jnp.zeros((B, 1))
@@ -180,16 +212,26 @@ def beam_search(step: Step, cache: Any, sentences: int, options: DecodeConfig) -
         jnp.int32(0),
         first_BK,
         jnp.zeros((B, K, T), jnp.int32),
-        jnp.full(B, -jnp.inf),
-        jnp.zeros((B, T), jnp.int32),
+        jnp.zeros((B, K, T * K), bool),
+        jnp.full((B, N), -jnp.inf),
+        jnp.zeros((B, N, T), jnp.int32),
         cache,
     )
-    _, _, _, best_B, best_BT, _ = jax.lax.while_loop(unfinished, extend, start)
-    return Decoded(best_BT, best_B)
+    _, _, _, _, best_BN, best_BNT, _ = jax.lax.while_loop(unfinished, extend, start)
+    return Decoded(best_BNT, best_BN)
+
+
+def length_normaliser(length: np.ndarray, alpha: float) -> np.ndarray:
+    """What log-probabilities of hypotheses of so many tokens, end included, are divided by; float32.
+
+    >>> length_normaliser(np.array([1, 7]), 1.0).tolist()
+    [1.0, 2.0]
+    """
+    return np.asarray(((5.0 + length) / 6.0) ** alpha, np.float32)
 
 
 def ids_of(tokens_T: np.ndarray) -> list[int]:
-    """The ids of one row of `Decoded.tokens_BT`, without its padding."""
+    """The ids of one row of `Decoded.tokens_BNT`, without its padding."""
     return [int(token) for token in tokens_T if token != PAD]
 
 

@@ -1,4 +1,4 @@
-"""Scores: BLEU and chrF of translations, for each language and all together, beside two translators that know nothing.
+"""Scores: BLEU and chrF++ of translations, of each language and of all, beside two translators that know nothing.
 
 Scores are sacrebleu's, with its signatures, so that they can be compared with those of others. A score alone says
 little on short texts that resemble each other; so two baselines are scored with it: the source itself, which names
@@ -6,7 +6,7 @@ and numbers pass through, and the most frequent English sentence of the training
 
 >>> scores = score(["the cat sat on it"], ["the cat sat on it"], ["de"])
 >>> print(scores["all"])
-BLEU 100.0, chrF 100.0 on 1 sentence
+BLEU 100.0, chrF++ 100.0 on 1 sentence
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Score:
 
     Attributes:
         bleu: corpus BLEU, 0 to 100.
-        chrf: corpus chrF, 0 to 100.
+        chrf: corpus chrF++ (chrF with pairs of words), 0 to 100.
         sentences: how many were scored.
         signature: how sacrebleu computed both.
     """
@@ -39,7 +39,7 @@ class Score:
 
     def __str__(self) -> str:
         count = f"{self.sentences} sentence{'s' if self.sentences != 1 else ''}"
-        return f"BLEU {self.bleu:.1f}, chrF {self.chrf:.1f} on {count}"
+        return f"BLEU {self.bleu:.1f}, chrF++ {self.chrf:.1f} on {count}"
 
 
 def score(translations: Sequence[str], references: Sequence[str], languages: Sequence[str]) -> dict[str, Score]:
@@ -97,18 +97,18 @@ def table(systems: Mapping[str, Mapping[str, Score]]) -> str:
     """Systems side by side, a row for each language and the last for all of them.
 
     >>> print(table({"copy": score(["a b c d", "e"], ["a b c d", "f"], ["de", "fr"])}))
-    language  sentences  copy: BLEU  chrF
-    de                1       100.0 100.0
-    fr                1         0.0   0.0
-    all               2        94.6  95.0
+    language  sentences  copy: BLEU  chrF++
+    de                1       100.0   100.0
+    fr                1         0.0     0.0
+    all               2        94.6    93.3
     """
     names = list(systems)
-    columns = [f"{name}: BLEU  chrF" for name in names]
+    columns = [f"{name}: BLEU  chrF++" for name in names]
     languages = list(systems[names[0]])
     wide = max(len("language"), *map(len, languages))
     lines = ["  ".join([f"{'language':<{wide}}", "sentences", *columns])]
     for language in languages:
-        cells = [f"{s[language].bleu:.1f} {s[language].chrf:>5.1f}" for s in systems.values()]
+        cells = [f"{s[language].bleu:.1f} {s[language].chrf:>7.1f}" for s in systems.values()]
         padded = [f"{cell:>{len(column)}}" for cell, column in zip(cells, columns, strict=True)]
         count = systems[names[0]][language].sentences
         lines.append("  ".join([f"{language:<{wide}}", f"{count:>9}", *padded]))
@@ -116,8 +116,8 @@ def table(systems: Mapping[str, Mapping[str, Score]]) -> str:
 
 
 def _score(translations: list[str], references: list[str]) -> Score:
-    bleu, chrf = BLEU(), CHRF()
+    bleu, chrf = BLEU(), CHRF(word_order=2)
     b = bleu.corpus_score(translations, [references])
     c = chrf.corpus_score(translations, [references])
-    signature = f"BLEU|{bleu.get_signature()} chrF|{chrf.get_signature()}"
+    signature = f"BLEU|{bleu.get_signature()} chrF++|{chrf.get_signature()}"
     return Score(float(b.score), float(c.score), len(translations), signature)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import logging
@@ -12,12 +13,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import numpy as np
 import pytest
 
-from m4 import commands
+from m4 import commands, lines
 from m4.__main__ import main
 from m4.config import Run
 from m4.decode import DecodeConfig
@@ -33,6 +35,7 @@ class Toy:
     fingerprint = "toy"
     source_vocabulary = target_vocabulary = 3 + len(ENGLISH)
     length = 8
+    manifest: ClassVar = {"languages": {"aa": 900, "bb": 90, "pt_BR": 9}}
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(step)
@@ -116,19 +119,69 @@ def test_the_demo_tells_its_story(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_lines_in_are_lines_out(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = ["evas eht elif", "", "a a a a a a a a a a", "unknown words\t\u202e", "won"] * 9
-    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n", "utf-8")
+    given_lines = ["evas eht elif", "", "a a a a a a a a a a", "unknown words\t\u202e", "won"] * 9
+    (tmp_path / "in.txt").write_text("\n".join(given_lines) + "\n", "utf-8")
     given = ["translate", "in.txt", "--run", str(trained), "--output", "out.txt", "--max-length", "6"]
     assert main(given) == 0
     written = (tmp_path / "out.txt").read_text("utf-8").split("\n")
-    assert len(written) == len(lines) + 1
+    assert len(written) == len(given_lines) + 1
     assert written[1] == ""
     assert written[:5] * 9 == written[:-1], "what a line becomes does not depend on its neighbours"
 
-    piped = io.TextIOWrapper(io.BytesIO(b"evas eht elif\n\xff\xfe broken\n"))
-    monkeypatch.setattr(sys, "stdin", piped)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(given_lines).encode())))
     assert main([*given[:1], *given[2:]]) == 0
-    assert (tmp_path / "out.txt").read_text("utf-8").split("\n")[0] == written[0]
+    assert (tmp_path / "out.txt").read_text("utf-8").split("\n") == written, "a pipe, without an end of its last line"
+
+
+def test_what_is_not_utf8_is_told_with_its_line_and_nothing_before_is_lost(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.txt").write_bytes(b"\xef\xbb\xbfevas eht elif\n\nwon \xff\xfe\nwon\n")
+    given = ["translate", "in.txt", "--run", str(trained), "--max-length", "6", "--beam", "1"]
+    assert main(given) == 2
+    told = capsys.readouterr()
+    assert told.out.count("\n") == 2
+    assert "line 3 is not UTF-8" in told.err
+    assert "in.txt, line 3, byte 5" in told.err
+    assert "Traceback" not in told.err
+    assert main([*given, "--replace-invalid"]) == 0
+    replaced = capsys.readouterr().out.split("\n")
+    assert len(replaced) == 5
+    assert replaced[:2] == told.out.split("\n")[:2]
+
+
+def test_n_best_and_throughput(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.txt").write_text("evas eht elif\n\nwon\n")
+    given = ["translate", "in.txt", "--run", str(trained), "--max-length", "6", "--from", "pt-br"]
+    assert main([*given, "--n-best", "3", "--quiet"]) == 0
+    told = capsys.readouterr()
+    rows = [line.split(" ||| ") for line in told.out.splitlines()]
+    assert [row[0] for row in rows] == ["0", "0", "0", "1", "2", "2", "2"]
+    scores = [float(row[2]) for row in rows]
+    assert scores[:3] == sorted(scores[:3], reverse=True)
+    assert len({row[1] for row in rows[:3]}) == 3
+    assert told.err == ""
+    assert main(given) == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines() == [rows[0][1], "", rows[4][1]]
+    assert "3 lines, 6 source tokens" in told.err
+    assert "lines/s" in told.err
+
+
+def test_a_slow_pipe_is_answered_line_by_line() -> None:
+    def slowly() -> Iterator[str]:
+        for n in range(3):
+            yield str(n)
+            assert answered.wait(10)
+            answered.clear()
+
+    answered = threading.Event()
+    got = []
+    for block in lines.blocks(slowly(), 100):
+        got.append(block)
+        answered.set()
+    assert got == [["0"], ["1"], ["2"]]
+    assert [len(b) for b in lines.blocks(iter(["x"] * 250), 100)] == [100, 100, 50]
 
 
 def test_long_lines_are_cut_and_counted(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,15 +189,36 @@ def test_long_lines_are_cut_and_counted(trained: Path, tmp_path: Path, capsys: p
     assert main(["translate", "in.txt", "--run", str(trained), "--beam", "1", "--max-length", "4"]) == 0
     told = capsys.readouterr()
     assert told.out.count("\n") == 2
-    assert "1 lines were longer than 7 tokens" in told.err
+    assert "1 line was longer than 7 tokens" in told.err
 
 
-def test_evaluation_shows_languages_and_baselines(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", "--run", str(trained), "--sentences", "10", "--max-length", "8"]) == 0
+def test_evaluation_writes_scores_that_can_be_compared(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["evaluate", "--run", str(trained), "--sentences", "10", "--max-length", "8", "--beam", "1"]
+    assert main([*given, "--output", "first"]) == 0
     told = capsys.readouterr().out
     assert "held-out cross entropy" in told
-    assert [line.split()[0] for line in told.splitlines() if line[:3] in ("aa ", "bb ", "all")] == ["aa", "bb", "all"]
+    assert [line.split()[0] for line in told.splitlines() if line[:3] in ("aa ", "bb ", "all")][:3] == [
+        "aa",
+        "bb",
+        "all",
+    ]
     assert "the most frequent sentence" in told
+    assert "nw:2" in told
+    assert {p.name for p in Path("first").iterdir()} >= {"results.json", "scores.csv", "translations.tsv"}
+    assert len(Path("first/translations.tsv").read_text().splitlines()) == 10
+
+    assert main([*given, "--output", "second", "--baselines", "first"]) == 0
+    again = list(csv.DictReader(Path("second/scores.csv").read_text().splitlines()))
+    assert [row["language"] for row in again] == ["aa", "bb"]
+    assert [row["pairs"] for row in again] == ["900", "90"]
+    assert {row["delta_bleu"] for row in again} == {"0.0"}
+    assert main([*given, "--output", "third", "--baselines", f"{trained}@3"]) == 0
+    assert Path("third/scores.csv").read_text() == Path("second/scores.csv").read_text()
+
+    assert main([*given[:3], "--sentences", "8", "--max-length", "8", "--baselines", "first"]) == 2
+    assert "not of the same sentences" in capsys.readouterr().err
 
 
 def test_training_resumes_from_the_command_line(trained: Path, tmp_path: Path) -> None:
@@ -178,7 +252,13 @@ def test_sigterm_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["translate", "--run", "nowhere"], "there is no checkpoint"),
         (["translate", "--run", "{trained}", "missing.txt"], "the input cannot be read"),
         (["translate", "--run", "{trained}", "--step", "9"], "there is no step 9"),
+        (["translate", "--run", "{trained}", "--from", "b"], "knows no language 'b'"),
+        (["translate", "--run", "{trained}", "--batch", "0"], "cannot translate 0 sentences"),
+        (["translate", "file", "--output", "file"], "would overwrite the input"),
         (["evaluate", "--run", "{trained}", "--sentences", "0"], "cannot score 0 sentences"),
+        (["evaluate", "--run", "{trained}", "--baselines", "{trained}@x"], "'x' is no step"),
+        (["evaluate", "--run", "{trained}", "--baselines", "nowhere"], "there is no checkpoint"),
+        (["evaluate", "--run", "{trained}", "--baselines", "file"], "no file of results"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_few_lines(
@@ -214,7 +294,7 @@ def test_usage(arguments: list[str], told: str, capsys: pytest.CaptureFixture[st
     assert told in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("command", ["", "prepare", "train", "translate", "evaluate", "demo"])
+@pytest.mark.parametrize("command", ["", "prepare", "train", "translate", "evaluate", "serve", "demo"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([*filter(None, [command]), "--help"])

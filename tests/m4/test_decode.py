@@ -1,17 +1,20 @@
-"""Greedy and beam search against plain Python that re-reads the whole prefix at every step."""
+"""Flat beam search against one that reorders its cache, and against plain Python that re-reads every prefix."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import gshard
 from gshard import moe
-from m4.decode import EOS, PAD, UNK, DecodeConfig, beam_search, decode, ids_of
+from m4.decode import EOS, PAD, UNK, DecodeConfig, Decoded, beam_search, decode, ids_of, make_decode
+from reordering import reordering_beam_search
 
 CONFIG = moe.TransformerConfig(
     source_vocabulary=23,
@@ -43,7 +46,7 @@ def random_source(rng: np.random.Generator, sentences: int = 5, length: int = 7)
     return source
 
 
-@jax.jit
+@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling costs more than running
 def forward(params: dict, source_BL: jax.Array, inputs_BL: jax.Array) -> jax.Array:
     return moe.forward(dataclasses.replace(CONFIG, partitions=1).dropless(), params, source_BL, inputs_BL)[0]
 
@@ -83,47 +86,117 @@ def test_beam_search_equals_the_reference(beam: int, alpha: float, seed: int, rn
     found = decode(CONFIG, params, source, options)
     for i in range(len(source)):
         want, want_score = reference_beam(next_log_probabilities(params, source[i], 6), beam, alpha, 6)
-        assert ids_of(np.asarray(found.tokens_BT[i])) == want
-        np.testing.assert_allclose(found.score_B[i], want_score, rtol=1e-4)
+        assert ids_of(np.asarray(found.tokens_BNT[i, 0])) == want
+        np.testing.assert_allclose(found.score_BN[i, 0], want_score, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("beam", "alpha"), [(1, 0.0), (2, 0.0), (4, 0.6), (9, 1.3)])
-def test_beam_search_follows_hypotheses_that_differ_in_length(
-    beam: int, alpha: float, rng: np.random.Generator
+def listed(found: Decoded) -> list[list[tuple[list[int], float]]]:
+    """(ids, score) of each translation of each sentence."""
+    tokens, scores = np.asarray(found.tokens_BNT), np.asarray(found.score_BN)
+    return [[(ids_of(t), s) for t, s in zip(*of, strict=True) if s > -np.inf] for of in zip(tokens, scores)]
+
+
+@pytest.mark.parametrize(("beam", "n_best", "alpha", "seed"), [(2, 2, 0.6, 10), (4, 4, 0.6, 11), (8, 5, 1.4, 13)])
+def test_flat_equals_reordering_on_random_models(
+    beam: int, n_best: int, alpha: float, seed: int, rng: np.random.Generator
 ) -> None:
-    """A recurrent model, whose state must move with its hypothesis, that ends more readily the longer it goes on."""
-    B, V, D, T = 12, 9, 6, 10
-    mix_DD, words_VD, out_DV = rng.normal(0, 0.9, (D, D)), rng.normal(0, 1, (V, D)), rng.normal(0, 1.5, (D, V))
-    first_BD = rng.normal(0, 2, (B, D))
+    """All n best translations, of sentences that end at different steps."""
+    config = dataclasses.replace(CONFIG, partitions=1).dropless()
+    params, source = random_model(seed), random_source(rng)
+    options = DecodeConfig(beam=beam, n_best=n_best, alpha=alpha, max_length=10)
+    memory = moe.project_memory(config, params, moe.encode(config, params, source))
+    memory = jax.tree.map(lambda x: jnp.repeat(x, beam, axis=1), memory)
+    valid_NL = jnp.repeat(source != PAD, beam, axis=0)
 
-    def bias(position: int) -> np.ndarray:
-        return jnp.zeros(V).at[EOS].set(position - 4.0)
+    def step(cache, tokens_N, position):
+        return moe.decode_step(config, params, cache, tokens_N, position, memory, valid_NL)
 
-    def step(state, tokens_N, position):
-        state = jnp.tanh(state @ mix_DD + jnp.asarray(words_VD)[tokens_N])
-        return (state[0] @ out_DV + bias(position)), state
+    cache = moe.init_cache(config, len(source) * beam, 10)
+    want = listed(jax.jit(lambda cache: reordering_beam_search(step, cache, len(source), options))(cache))
+    got = listed(decode(config, params, source, options))
+    assert [[ids for ids, _ in of] for of in got] == [[ids for ids, _ in of] for of in want]
+    for of_got, of_want in zip(got, want, strict=True):
+        np.testing.assert_allclose([s for _, s in of_got], [s for _, s in of_want], rtol=1e-4)
+    assert len({len(ids) for of in want for ids, _ in of}) > 1, "hypotheses of one length prove little"
 
-    def score_of(first_D: np.ndarray):
-        def score(prefix: list[int]) -> np.ndarray:
-            state = first_D
-            for token in [PAD, *prefix]:
-                state = np.tanh(state @ mix_DD + words_VD[token])
-            logp = np.array(jax.nn.log_softmax(state @ out_DV + np.asarray(bias(len(prefix)))))
-            logp[[PAD, UNK]] = -np.inf
-            return logp
 
-        return score
+class ExactModel:
+    """Attention whose every sum is exact, so that flat and reordering search can be compared bit for bit.
 
-    options = DecodeConfig(beam=beam, alpha=alpha, max_length=T)
-    cache = jnp.repeat(jnp.asarray(first_BD, jnp.float32), beam, axis=0)[None]
-    found = jax.jit(lambda cache: beam_search(step, cache, B, options))(cache)
-    lengths = set()
-    for i in range(B):
-        want, want_score = reference_beam(score_of(first_BD[i]), beam, alpha, T)
-        assert ids_of(np.asarray(found.tokens_BT[i])) == want
-        np.testing.assert_allclose(found.score_B[i], want_score, rtol=1e-4)
-        lengths.add(len(want))
-    assert len(lengths) > 2, "the test should see hypotheses of several lengths"
+    A hypothesis adds up the integer vectors of its tokens, each times its position; the sum, modulo 3, picks one
+    of three rows of logits that are 0 or 1/2: ties everywhere. ``slope`` makes the end likelier with
+    every step.
+    """
+
+    def __init__(self, rng: np.random.Generator, sentences: int, vocabulary: int, slope: float):
+        self.words_VD = jnp.asarray(rng.integers(-8, 9, (vocabulary, 3)), jnp.float32)
+        self.first_BD = jnp.asarray(rng.integers(-8, 9, (sentences, 3)), jnp.float32)
+        self.table_XV = jnp.asarray(rng.integers(0, 2, (3, vocabulary)) / 2, jnp.float32)
+        self.table_XV = self.table_XV.at[:, EOS].set(-4.0)
+        self.slope = slope
+
+    def logits(self, sum_XD: jax.Array, position: jax.Array) -> jax.Array:
+        row = (sum_XD @ jnp.array([1.0, 2.0, 4.0])).astype(jnp.int32) % 3
+        return self.table_XV[row].at[..., EOS].add(self.slope * position)
+
+    def flat(self, cache_BPD: jax.Array, tokens_BK: jax.Array, position: jax.Array, seen_BKP: jax.Array):
+        K = tokens_BK.shape[1]
+        new_BKD = self.words_VD[tokens_BK] * (position + 1)
+        cache_BPD = jax.lax.dynamic_update_slice(cache_BPD, new_BKD, (0, position * K, 0))
+        sum_BKD = jnp.einsum("BKP,BPD->BKD", seen_BKP.astype(jnp.float32), cache_BPD) + self.first_BD[:, None]
+        return self.logits(sum_BKD, position), cache_BPD
+
+    def reordering(self, cache: jax.Array, tokens_N: jax.Array, position: jax.Array):
+        sum_ND = cache[0] + self.words_VD[tokens_N] * (position + 1)
+        return self.logits(sum_ND, position), sum_ND[None]
+
+
+@pytest.mark.parametrize("beam", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize(("alpha", "slope"), [(0.0, 0.0), (0.6, 0.5)])
+def test_flat_equals_reordering_to_the_bit_with_ties(
+    beam: int, alpha: float, slope: float, rng: np.random.Generator
+) -> None:
+    B, V, T = 9, 7, 8
+    model = ExactModel(rng, B, V, slope)
+    options = DecodeConfig(beam=beam, alpha=alpha, max_length=T, n_best=max(1, beam // 2))
+    state = jnp.repeat(model.first_BD, beam, axis=0)[None]
+
+    def reference(stop_early: bool) -> list[list[tuple[list[int], float]]]:
+        run = jax.jit(lambda s: reordering_beam_search(model.reordering, s, B, options, stop_early))
+        return listed(run(state))
+
+    want = reference(stop_early=False)
+    found = jax.jit(lambda cache: beam_search(model.flat, cache, B, options))(jnp.zeros((B, T * beam, 3)))
+    assert listed(found) == want
+    assert reference(stop_early=True) == want, "stopping early changes nothing"
+
+
+def test_the_exact_model_ties(rng: np.random.Generator) -> None:
+    """Without ties, and hypotheses of several lengths, the test above would prove little."""
+    model = ExactModel(rng, 9, 7, 0.5)
+    options = DecodeConfig(beam=4, n_best=4, alpha=0.6, max_length=8)
+    found = listed(beam_search(model.flat, jnp.zeros((9, 32, 3)), 9, options))
+    assert sum(len({s for _, s in of}) < len(of) for of in found) >= 3
+    assert len({len(ids) for of in found for ids, _ in of}) >= 3
+
+
+@pytest.mark.parametrize("devices", [8])
+def test_partitioned_equals_one_device(devices: int, rng: np.random.Generator) -> None:
+    """The whole search, loop and all, as one partitioned program; experts are split over the devices."""
+    config = dataclasses.replace(CONFIG, experts=8, model_dim=24)
+    params = moe.init(config, jax.random.key(20))
+    params["target_embedding"] = 6.0 * params["target_embedding"]
+    source = random_source(rng, sentences=8)
+    options = DecodeConfig(beam=4, n_best=3, max_length=8)
+    one = decode(config, params, source, options)
+    partitioned = make_decode(config, options, devices)
+    many = partitioned(params, source)
+    np.testing.assert_array_equal(many.tokens_BNT, one.tokens_BNT)
+    np.testing.assert_allclose(many.score_BN, one.score_BN, rtol=1e-4)
+    lowered = partitioned.lower(params, source)
+    assert "all_to_all" in {c.kind for c in lowered.spmd.collectives}
+    split = [row for row in gshard.explain(partitioned, params, source).tensors if "8@devices" in str(row.sharding)]
+    assert sum("experts" in row.name for row in split if row.is_argument) == 4, "both products of both stacks"
 
 
 def test_greedy_equals_the_reference(rng: np.random.Generator) -> None:
@@ -138,33 +211,49 @@ def test_greedy_equals_the_reference(rng: np.random.Generator) -> None:
             if token == EOS:
                 break
             prefix.append(token)
-        assert ids_of(np.asarray(found.tokens_BT[i])) == prefix
-        np.testing.assert_allclose(found.score_B[i], total, rtol=1e-4)
+        assert ids_of(np.asarray(found.tokens_BNT[i, 0])) == prefix
+        np.testing.assert_allclose(found.score_BN[i, 0], total, rtol=1e-4)
 
 
-def test_the_neighbours_of_a_sentence_do_not_matter(rng: np.random.Generator) -> None:
-    params, source = random_model(5), random_source(rng)
-    options = DecodeConfig(beam=3, max_length=6)
+@pytest.mark.parametrize("beam", [1, 3])
+def test_the_neighbours_of_a_sentence_do_not_matter(beam: int, rng: np.random.Generator) -> None:
+    """In a batch of one shape, not even the last bit of a score depends on who else is in it, or where."""
+    params, source = random_model(5), random_source(rng, sentences=8)
+    options = DecodeConfig(beam=beam, n_best=beam, max_length=6)
     together = decode(CONFIG, params, source, options)
-    alone = [decode(CONFIG, params, source[i : i + 1], options).tokens_BT[0] for i in range(len(source))]
-    np.testing.assert_array_equal(together.tokens_BT, jnp.stack(alone))
+    order = rng.permutation(8)
+    shuffled = decode(CONFIG, params, source[order], options)
+    np.testing.assert_array_equal(shuffled.tokens_BNT, together.tokens_BNT[order])
+    np.testing.assert_array_equal(shuffled.score_BN, together.score_BN[order])
+    for i in range(8):
+        others = random_source(rng, sentences=8)
+        others[(i + 3) % 8] = source[i]
+        found = decode(CONFIG, params, others, options)
+        np.testing.assert_array_equal(found.tokens_BNT[(i + 3) % 8], together.tokens_BNT[i])
+        np.testing.assert_array_equal(found.score_BN[(i + 3) % 8], together.score_BN[i])
+    # Alone, the products have other shapes and round otherwise.
+    alone = [decode(CONFIG, params, source[i : i + 1], options) for i in range(8)]
+    np.testing.assert_array_equal(together.tokens_BNT, jnp.concatenate([a.tokens_BNT for a in alone]))
+    np.testing.assert_allclose(together.score_BN, jnp.concatenate([a.score_BN for a in alone]), rtol=1e-4)
 
 
 def test_the_loop_stops_when_every_sentence_has_ended() -> None:
     """A model that would end at once: a continuation falls behind for good long before the 1000 steps are over."""
     steps = []
 
-    def step(cache: jax.Array, tokens_N: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(cache: jax.Array, tokens_BK: jax.Array, position: jax.Array, seen_BKP: jax.Array):
         jax.debug.callback(lambda t: steps.append(int(t)), position)
-        return jnp.zeros((tokens_N.shape[0], 5)).at[:, EOS].set(8.0), cache
+        return jnp.zeros((*tokens_BK.shape, 5)).at[:, :, EOS].set(8.0), cache
 
-    result = beam_search(step, jnp.zeros((1, 6, 2)), 3, DecodeConfig(beam=2, alpha=1.0, max_length=1000))
+    result = beam_search(step, jnp.zeros((3, 6, 2)), 3, DecodeConfig(beam=2, alpha=1.0, max_length=1000))
     jax.effects_barrier()
-    assert not np.asarray(result.tokens_BT).any()
+    assert not np.asarray(result.tokens_BNT).any()
     assert len(set(steps)) < 250  # ((5 + 1000) / 6) * log P(end) is what a continuation must fall below
 
 
-@pytest.mark.parametrize("wrong", [{"beam": 0}, {"max_length": 0}, {"alpha": -0.1}])
+@pytest.mark.parametrize(
+    "wrong", [{"beam": 0}, {"max_length": 0}, {"alpha": -0.1}, {"alpha": float("nan")}, {"n_best": 0}, {"n_best": 5}]
+)
 def test_impossible_options_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         DecodeConfig(**wrong)

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gshard.moe import TransformerConfig, decode_step, encode, forward, init, init_cache, project_memory
+from gshard.moe import (
+    TransformerConfig,
+    decode_flat_step,
+    decode_step,
+    encode,
+    forward,
+    init,
+    init_cache,
+    project_memory,
+)
 
 DENSE = TransformerConfig(20, 18, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2, decoder_layers=4)
 # Training capacities of this model drop tokens; decoding must not.
@@ -103,3 +112,28 @@ def test_under_scan_and_reordered():
     moved_cache, moved_memory = jax.tree.map(lambda x: x[:, order], (cache, memory))
     moved, _ = step(MOE, params, moved_cache, tokens_B[order], 3, moved_memory, source_BL[order] != 0)
     np.testing.assert_allclose(moved, expected[order], rtol=1e-5, atol=1e-5)
+
+
+def test_hypotheses_of_a_sentence_share_one_cache():
+    """Each sees its own ancestors only, wherever they lie: the same as each alone in a cache of its own."""
+    params, source_BL, _ = case(MOE)
+    memory = project_memory(MOE, params, run_encoder(MOE, params, source_BL))
+    B, Q, T = 4, 3, 3
+    tokens_TBQ = jax.random.randint(jax.random.key(3), (T, B, Q), 2, 18, jnp.int32).at[0].set(0)
+    flat = jax.jit(decode_flat_step, static_argnums=0, compiler_options=FAST)
+    parents = [[0, 1, 2], [0, 2, 0], [1, 1, 0]]  # of the hypotheses of steps 0, 1, 2
+    seen_QP = np.zeros((Q, T * Q), bool)
+    cache = init_cache(MOE, B, T * Q)
+    paths = [[] for _ in range(Q)]
+    for t in range(T):
+        seen_QP, paths = seen_QP[parents[t]], [list(paths[p]) if t else [] for p in parents[t]]
+        for q in range(Q):
+            seen_QP[q, t * Q + q] = True
+            paths[q].append((t, q))
+        seen_BQP = jnp.broadcast_to(jnp.asarray(seen_QP), (B, Q, T * Q))
+        logits_BQV, cache = flat(MOE, params, cache, tokens_TBQ[t], t, memory, source_BL != 0, seen_BQP)
+    for q in range(Q):  # now each alone
+        own = init_cache(MOE, B, T)
+        for t, column in paths[q]:
+            logits_BV, own = step(MOE, params, own, tokens_TBQ[t, :, column], t, memory, source_BL != 0)
+        np.testing.assert_allclose(logits_BQV[:, q], logits_BV, rtol=1e-4, atol=1e-4)

@@ -20,6 +20,7 @@ from gshard.moe.attention import KeysValues as KeysValues
 from gshard.moe.config import TABLE_1 as TABLE_1
 from gshard.moe.config import ModelError as ModelError
 from gshard.moe.config import TransformerConfig as TransformerConfig
+from gshard.moe.decoding import decode_flat_step as decode_flat_step
 from gshard.moe.decoding import decode_step as decode_step
 from gshard.moe.decoding import encode as encode
 from gshard.moe.decoding import init_cache as init_cache

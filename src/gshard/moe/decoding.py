@@ -4,6 +4,9 @@
     cache = init_cache(config, batch=B, length=64)
     logits_BV, cache = decode_step(config, params, cache, tokens_B, position, memory, source_BL != 0)
 
+`decode_flat_step` does the same for several hypotheses of each sentence, which share one cache: appendix A.1 of the
+paper. What a hypothesis is, is only written in the mask that says which slots of the cache it sees.
+
 Routing drops nothing here unless asked to. With the capacities of training a small batch would lose
 experts for a large share of its tokens, and what a sentence gets would depend on its batch mates.
 """
@@ -97,13 +100,53 @@ def decode_step(
     Returns:
         logits_BV in float32, and the cache with this position filled in.
     """
+    length = cache["dense"].keys_BKND.shape[2]
+    seen_BQK = jnp.broadcast_to(jnp.arange(length) <= position, (tokens_B.shape[0], 1, length))
+    logits_BQV, cache = decode_flat_step(
+        config, params, cache, tokens_B[:, None], position, memory, source_valid_BL, seen_BQK, dropless=dropless
+    )
+    return logits_BQV[:, 0, :], cache
+
+
+def decode_flat_step(
+    config: TransformerConfig,
+    params: dict[str, Any],
+    cache: Cache,
+    tokens_BQ: jax.Array,
+    position: jax.Array | int,
+    memory: jax.Array | Cache,
+    source_valid_BL: jax.Array,
+    seen_BQK: jax.Array,
+    *,
+    dropless: bool = True,
+) -> tuple[jax.Array, Cache]:
+    """Logits of the token after each of Q hypotheses of each sentence, in one flat sequence (appendix A.1).
+
+    The tokens of position t fill the slots t*Q to t*Q + Q - 1 of the cache, side by side, and are never moved: a beam
+    search that continues some hypotheses twice and others not at all changes ``seen_BQK`` and nothing else. The
+    memory is not repeated for each hypothesis.
+
+    Args:
+        config: the model.
+        params: see ``transformer.param_specs``.
+        cache: keys and values of the positions before; see ``init_cache``, with a length of T*Q.
+        tokens_BQ: int32, the decoder's input at ``position`` for each hypothesis.
+        position: int scalar, below T.
+        memory: the result of ``encode``, or, faster, of ``project_memory``.
+        source_valid_BL: bool, False where the source is padding.
+        seen_BQK: bool, the slots each hypothesis attends to: those of its ancestors and its own, t*Q + q.
+        dropless: False keeps the groups and the capacity of ``config``, as in training.
+
+    Returns:
+        logits_BQV in float32, and the cache with this position filled in.
+    """
     if dropless:
         config = config.dropless()
     if isinstance(memory, jax.Array):
         memory = project_memory(config, params, memory)
-    length = cache["dense"].keys_BKND.shape[2]
-    past_BLK = (jnp.arange(length) <= position)[None, None, :]
-    seen_BLK = source_valid_BL[:, None, :]
+    hypotheses = tokens_BQ.shape[1]
+    slot = position * hypotheses
+    memory_BQK = source_valid_BL[:, None, :]
 
     def block(x_BLM: jax.Array, of_block: tuple[Any, Cache, Cache]) -> tuple[jax.Array, Cache]:
         layers, cache, memory = of_block
@@ -113,15 +156,15 @@ def decode_step(
             inputs_BLM = norm(layer["attention_norm"], x_BLM)
             new = keys_values(layer["attention"], inputs_BLM)
             filled[kind] = jax.tree.map(
-                lambda old, now: jax.lax.dynamic_update_slice_in_dim(old, now, position, axis=1), cache[kind], new
+                lambda old, now: jax.lax.dynamic_update_slice_in_dim(old, now, slot, axis=1), cache[kind], new
             )
-            x_BLM = x_BLM + attend(layer["attention"], inputs_BLM, filled[kind], past_BLK)
+            x_BLM = x_BLM + attend(layer["attention"], inputs_BLM, filled[kind], seen_BQK)
             inputs_BLM = norm(layer["memory_attention_norm"], x_BLM)
-            x_BLM = x_BLM + attend(layer["memory_attention"], inputs_BLM, memory[kind], seen_BLK)
+            x_BLM = x_BLM + attend(layer["memory_attention"], inputs_BLM, memory[kind], memory_BQK)
             x_BLM, _ = feed_forward_branch(config, layer, x_BLM, None, None)
         return x_BLM, filled
 
-    position_L = jnp.asarray(position, jnp.int32)[None]
-    x_BLM = embed(config, params["target_embedding"], tokens_B[:, None], position_L)
+    position_L = jnp.full((hypotheses,), position, jnp.int32)
+    x_BLM = embed(config, params["target_embedding"], tokens_BQ, position_L)
     x_BLM, cache = jax.lax.scan(block, x_BLM, (params["decoder"]["blocks"], cache, memory))
-    return logits(config, params, x_BLM)[:, 0, :], cache
+    return logits(config, params, x_BLM), cache

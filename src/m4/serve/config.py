@@ -1,0 +1,52 @@
+"""Where to listen and how much to accept."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Where to listen and how much to accept.
+
+    Attributes:
+        host: address to listen on; 127.0.0.1 is reached from this machine only.
+        port: 0 takes one that is free, and tells which.
+        characters: longest text of a request.
+        lines: lines of a request.
+        body: bytes of the body of a request.
+        queue: sentences that may wait; requests beyond are refused with 503.
+        connections: open connections; further ones are refused with 503.
+        rate: requests a second that one address may make, on average; 0 does not limit.
+        burst: requests that one address may make at once.
+        wait: milliseconds to wait for more sentences before a batch that is not full is translated.
+        timeout: seconds after which a request is given up.
+        grace: seconds that requests may still take after SIGTERM.
+        proxies: addresses, with commas between, of proxies whose X-Forwarded-For is believed.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    characters: int = 5_000
+    lines: int = 200
+    body: int = 64 * 1024
+    queue: int = 1_000
+    connections: int = 2_000
+    rate: float = 10.0
+    burst: int = 30
+    wait: float = 5.0
+    timeout: float = 60.0
+    grace: float = 10.0
+    proxies: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("characters", "lines", "body", "queue", "connections", "burst"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("rate", "wait", "grace"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be positive, got {self.timeout}")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be from 0 to 65535, got {self.port}")

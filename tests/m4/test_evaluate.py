@@ -1,0 +1,98 @@
+"""Evaluations: what is compared is of the same sentences, and tables and figures say what was measured."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import sacrebleu
+
+from m4 import evaluate
+from m4.evaluate import EvaluateError, Results
+from m4.translate import Example
+
+EXAMPLES = [
+    Example(language, f"{language} {n}", f"open the file number {n} of the new window {language}")
+    for language in ("de", "fr", "gd", "yo")
+    for n in range(3)
+]
+PAIRS = {"yo": 10, "de": 5000, "gd": 10, "fr": 900}
+
+
+def written(spoilt: int) -> list[str]:
+    """Translations of which the first ``spoilt`` of each language are wrong."""
+    return [e.english if n % 3 >= spoilt else e.english.replace("file number", "door") for n, e in enumerate(EXAMPLES)]
+
+
+def test_languages_are_ordered_by_their_training_pairs() -> None:
+    found = evaluate.measure("run", EXAMPLES, written(1), PAIRS)
+    assert list(found.languages) == ["de", "fr", "gd", "yo"]
+    assert evaluate.resource_classes(found) == {"de": "high", "fr": "medium", "gd": "medium", "yo": "low"}
+    of_fr = [i for i, e in enumerate(EXAMPLES) if e.language == "fr"]
+    want = sacrebleu.corpus_bleu([written(1)[i] for i in of_fr], [[EXAMPLES[i].english for i in of_fr]]).score
+    assert found.languages["fr"].bleu == pytest.approx(want)
+
+
+def test_differences_are_of_the_same_sentences_only(tmp_path: Path) -> None:
+    better, worse = (evaluate.measure(str(n), EXAMPLES, written(n), PAIRS) for n in (1, 2))
+    worse.save(tmp_path)
+    read = Results.load(tmp_path)
+    assert read == worse
+    deltas = evaluate.differences(better, [read])
+    for code, (bleu, chrf) in deltas.items():
+        assert bleu == better.languages[code].bleu - worse.languages[code].bleu > 0
+        assert chrf == better.languages[code].chrf - worse.languages[code].chrf > 0
+    only_de, only_fr = (dataclasses.replace(worse, name=c, languages={c: worse.languages[c]}) for c in ("de", "fr"))
+    assert evaluate.differences(better, [only_fr, only_de]) == {c: deltas[c] for c in ("fr", "de")}
+    with pytest.raises(EvaluateError, match="two baselines have the language de"):
+        evaluate.differences(better, [worse, only_de])
+    other = [e._replace(source=e.source + "!") for e in EXAMPLES]
+    with pytest.raises(EvaluateError, match="scores of de are not of the same sentences"):
+        evaluate.differences(better, [evaluate.measure("other", other, written(2), PAIRS)])
+    with pytest.raises(EvaluateError, match="computed differently"):
+        evaluate.differences(better, [dataclasses.replace(worse, signature="BLEU|tok:char")])
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", "nonsense", '{"format": 2}', '{"format": 1, "languages": {"de": {"bleu": 1}}}']
+)
+def test_what_is_no_file_of_results_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(EvaluateError, match="no file of results"):
+        Results.load(tmp_path)
+
+
+def test_table_and_summary(tmp_path: Path) -> None:
+    better, worse = (evaluate.measure(str(n), EXAMPLES, written(n), PAIRS) for n in (1, 2))
+    worse = dataclasses.replace(worse, languages={c: worse.languages[c] for c in ("de", "gd")})
+    deltas = evaluate.differences(better, [worse])
+    evaluate.save(tmp_path, better, deltas, EXAMPLES, written(1))
+    with (tmp_path / "scores.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [row["class"] for row in table] == ["high", "medium", "medium", "low"]
+    assert [bool(row["delta_bleu"]) for row in table] == [True, False, True, False]
+    assert float(table[0]["delta_bleu"]) == pytest.approx(deltas["de"][0], abs=0.005)
+    text = evaluate.summary(better, deltas)
+    mean = sum(of.bleu for of in better.languages.values()) / 4
+    assert f"{mean:.1f}" in next(line for line in text.splitlines() if line.startswith("all"))
+    assert f"{(deltas['de'][0] + deltas['gd'][0]) / 2:+.1f}" in text.splitlines()[-2]
+    assert json.loads((tmp_path / "results.json").read_text())["signature"] == better.signature
+
+
+def test_figure(tmp_path: Path) -> None:
+    figure = pytest.importorskip("m4.figure", reason="matplotlib (the extra plot) is not installed")
+    many = [Example(f"l{n:02}", "x", f"open the new file {n}") for n in range(40)]
+    right = [e.english for e in many]
+    pairs = {e.language: 10_000 // (n + 1) for n, e in enumerate(many)}
+    results = evaluate.measure("model", many, right, pairs)
+    zero = evaluate.measure("bilingual", many, ["nothing"] * 40, pairs)
+    for name, deltas in (("with", evaluate.differences(results, [zero])), ("without", {})):
+        figure.figure(tmp_path / f"{name}.svg", results, deltas, "bilingual")
+        drawn = (tmp_path / f"{name}.svg").read_text()
+        figure.figure(tmp_path / "again.svg", results, deltas, "bilingual")
+        assert drawn == (tmp_path / "again.svg").read_text(), "the same results give the same file"
+        assert ("BLEU above bilingual" in drawn) == bool(deltas)
+        assert drawn.index("l00") < drawn.index("l20") < drawn.index("l39")

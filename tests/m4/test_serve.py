@@ -1,0 +1,376 @@
+"""The server as a process of its own, asked over sockets; and its page in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn (the extra serve) is not installed")
+pytest.importorskip("starlette", reason="starlette (the extra serve) is not installed")
+
+import chromium
+import serving
+from m4.__main__ import main
+from m4.serve.batcher import Batcher, QueueFullError
+from m4.serve.config import ServeConfig
+from m4.serve.limits import Rate
+from m4.translate import Hypothesis, Translated
+
+TESTS = Path(__file__).parents[1]
+JSON = {"Content-Type": "application/json"}
+
+
+class Served:
+    """A running server."""
+
+    def __init__(self, **options: Any):
+        path = os.pathsep.join(filter(None, [str(TESTS.parent / "src"), os.environ.get("PYTHONPATH")]))
+        self.process = subprocess.Popen(
+            [sys.executable, str(TESTS / "serving.py"), json.dumps(options)],
+            env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"serving on http://127\.0\.0\.1:(\d+)/", line)
+        assert found, (line, self.process.communicate(timeout=10))
+        self.port = int(found.group(1))
+
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] = JSON) -> tuple[int, dict, Any]:
+        return asyncio.run(ask(self.port, method, path, body, headers))
+
+    def memory(self) -> int:
+        """Most bytes that were ever resident."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status).group(1))  # type: ignore[union-attr]
+
+    def end(self) -> tuple[int, str]:
+        """Ends it with SIGTERM: exit code and what it wrote."""
+        self.process.send_signal(signal.SIGTERM)
+        _, told = self.process.communicate(timeout=30)
+        return self.process.returncode, told
+
+
+async def ask(
+    port: int, method: str, path: str, body: Any = None, headers: dict[str, str] = JSON
+) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and body of an answer."""
+    raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1", "Host: test", "Connection: close"]
+    lines += [f"{k}: {v}" for k, v in ({"Content-Length": str(len(raw))} | headers).items()]
+    return await speak(port, "\r\n".join([*lines, "", ""]).encode() + raw)
+
+
+async def speak(port: int, sent: bytes) -> tuple[int, dict[str, str], Any]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        with contextlib.suppress(ConnectionError):  # a refused body is not read to its end
+            writer.write(sent)
+            await writer.drain()
+        came = b""
+        with contextlib.suppress(ConnectionResetError):  # the server closes with something left to read
+            while more := await asyncio.wait_for(reader.read(1 << 16), 60):
+                came += more
+    finally:
+        writer.close()
+    head, _, body = came.partition(b"\r\n\r\n")
+    first, *rest = head.decode("latin-1").split("\r\n")
+    headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in rest)}
+    if "application/json" in headers.get("content-type", ""):
+        return int(first.split()[1]), headers, json.loads(body)
+    return int(first.split()[1]), headers, body.decode()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    server = Served(rate=0, queue=400, characters=2000, lines=40)
+    yield server
+    code, told = server.end()
+    assert code == 143
+    assert "Traceback" not in told
+
+
+def test_translations_are_those_of_the_model_whoever_asks_at_the_same_time(served: Served) -> None:
+    lines = ["save the file", "", "open a new window please", "unknown words here", "now"]
+    want = serving.translator().translate(lines)
+    assert len({of.text for of in want}) >= 4, "a model that always says the same proves little"
+
+    async def together() -> list[Any]:
+        asked = [{"text": "\n".join(lines), "alternatives": 3, "from": "de"}, *({"text": line} for line in lines)]
+        return await asyncio.gather(*(ask(served.port, "POST", "/translate", a) for a in asked))
+
+    (status, headers, found), *single = asyncio.run(together())
+    assert status == 200
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert [line["source"] for line in found["lines"]] == lines
+    assert [line["text"] for line in found["lines"]] == [of.text for of in want]
+    assert found["text"] == "\n".join(of.text for of in want)
+    for line, of in zip(found["lines"], want, strict=True):
+        assert [(a["text"], a["score"]) for a in line["alternatives"]] == [
+            (h.text, round(h.score, 6)) for h in of.hypotheses
+        ]
+    assert [answer["text"] for _, _, answer in single] == [of.text for of in want]
+    assert served.ask("POST", "/translate", {"text": ""})[2] == {"text": "", "lines": []}
+    assert served.ask("POST", "/translate", {"text": "now " * 30})[2]["lines"][0]["cut"] is True
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "headers", "told"),
+    [
+        (400, b"{", JSON, "not JSON"),
+        (400, b"\xff\xfe", JSON, "not JSON"),
+        (400, b"[" * 30_000, JSON, "not JSON"),
+        (422, [], JSON, 'string "text"'),
+        (422, {"text": 3}, JSON, 'string "text"'),
+        (422, {"text": "now", "form": "de"}, JSON, "form"),
+        (422, {"text": "now", "from": "xx"}, JSON, "no language 'xx'"),
+        (422, {"text": "now", "from": ["de"]}, JSON, "code of a language"),
+        (422, {"text": "now", "alternatives": 4}, JSON, "from 1 to 3"),
+        (422, {"text": "now", "alternatives": True}, JSON, "from 1 to 3"),
+        (422, b'{"text": "\\ud800"}', JSON, "surrogate"),
+        (413, {"text": "a" * 2001}, JSON, "2000 is the most"),
+        (413, {"text": "\n" * 41}, JSON, "40 is the most"),
+        (413, b"a" * 65_537, JSON, "longer than 65536 bytes"),
+        (413, b"", JSON | {"Content-Length": "99999999999"}, "longer than"),
+        (415, {"text": "now"}, {}, "application/json"),
+        (415, {"text": "now"}, {"Content-Type": "text/plain"}, "application/json"),
+    ],
+)
+def test_what_is_wrong_is_refused(served: Served, status: int, body: Any, headers: dict, told: str) -> None:
+    got, _, answer = served.ask("POST", "/translate", body, headers)
+    assert got == status
+    assert told in answer["error"]
+
+
+def test_what_is_no_request_is_refused(served: Served) -> None:
+    assert served.ask("GET", "/translate")[0] == 405
+    for path in ("/nothing", "/../../etc/passwd", "/style.css/", "/%00"):
+        assert served.ask("GET", path)[0] == 404
+
+    async def odd() -> list[int]:
+        chunk = b"10000\r\n" + b"a" * 0x10000 + b"\r\n"
+        head = b"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        sent = [
+            head + b"Transfer-Encoding: chunked\r\n\r\n" + 40 * chunk + b"0\r\n\r\n",
+            head + b"Content-Length: -1\r\n\r\n",
+            b"\x16\x03\x01\x02\x00 this is not HTTP\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: t\r\nX: " + b"a" * 20_000,
+        ]
+        return [(await speak(served.port, of))[0] for of in sent]
+
+    assert asyncio.run(odd()) == [413, 400, 400, 400]
+    assert served.ask("GET", "/health")[0] == 200
+
+
+def test_a_thousand_at_once(served: Served) -> None:
+    """Those for which there is room are answered, the others refused at once, and nothing piles up."""
+    lines = ["save the file", "open a new window", "close now please"]
+    want = {line: of.text for line, of in zip(lines, serving.translator().translate(lines), strict=True)}
+
+    async def all_at_once(count: int) -> list[tuple[int, dict, Any]]:
+        asked = [ask(served.port, "POST", "/translate", {"text": lines[n % 3]}) for n in range(count)]
+        return await asyncio.gather(*asked)
+
+    before = served.memory()
+    answers = asyncio.run(all_at_once(1000))
+    grown = served.memory() - before
+    again = asyncio.run(all_at_once(1000))
+    statuses = [status for status, _, _ in (*answers, *again)]
+    assert set(statuses) <= {200, 503}
+    assert statuses.count(200) >= 400
+    for n, (status, headers, answer) in enumerate(answers):
+        if status == 200:
+            assert answer["text"] == want[lines[n % 3]]
+        else:
+            assert headers["retry-after"] == "5"
+    assert grown < 150e6, "bytes for a thousand requests"
+    assert served.memory() - before < 1.5 * grown + 20e6, "a second thousand needs no more"
+    status, _, text = served.ask("GET", "/metrics")
+    assert status == 200
+    counted = float(re.search(r'm4_requests_total\{route="/translate",status="200"\} (\S+)', text).group(1))  # type: ignore[union-attr]
+    assert counted >= statuses.count(200)
+    assert "m4_waiting_sentences 0.0" in text
+    assert served.ask("POST", "/translate", {"text": "now"})[0] == 200
+
+
+def test_limits_of_rate_and_time_and_a_graceful_end() -> None:
+    server = Served(rate=0.001, burst=5, wait=1500, timeout=3)
+    assert server.ask("GET", "/health")[2] == {"status": "ok"}
+
+    async def slow_and_last() -> tuple[int, int]:
+        head = b"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+        slow = await speak(server.port, head + b"{")
+        last = asyncio.create_task(ask(server.port, "POST", "/translate", {"text": "now"}))
+        await asyncio.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        return slow[0], (await last)[0]
+
+    for _ in range(3):
+        assert server.ask("POST", "/translate", {"text": ""})[0] == 200
+    slow, last = asyncio.run(slow_and_last())
+    assert slow == 408
+    assert last == 200, "a request that was taken before SIGTERM is answered after it"
+    assert server.process.wait(20) == 143
+    with pytest.raises(ConnectionRefusedError):
+        server.ask("GET", "/health")
+    server.process.communicate()
+
+
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait() -> None:
+    server = Served(rate=0, wait=20_000)
+
+    async def twice() -> None:
+        waiting = asyncio.create_task(ask(server.port, "POST", "/translate", {"text": "now"}))
+        await asyncio.sleep(0.5)
+        server.process.send_signal(signal.SIGINT)
+        await asyncio.sleep(0.5)
+        assert server.process.poll() is None, "the request is waited for"
+        server.process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(server.process.wait, 5) == 130
+        with contextlib.suppress(ConnectionError, IndexError):  # no answer
+            await waiting
+
+    asyncio.run(twice())
+    assert server.process.communicate()[1] == ""
+
+
+def test_too_many_requests_of_one_address() -> None:
+    rate = Rate(rate=2.0, burst=3)
+    assert [rate.ask("a", now=0.0) for _ in range(4)] == [0, 0, 0, 0.5]
+    assert rate.ask("b", now=0.0) == 0
+    assert rate.ask("a", now=0.5) == 0
+    assert rate.ask("a", now=0.5) > 0
+    for n in range(20_000):
+        rate.ask(str(n), now=1.0)
+    assert len(rate._buckets) <= 10_000
+    assert Rate(rate=0, burst=1).ask("a") == 0
+
+
+def test_a_port_in_use_is_told_before_the_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port), "--run", "nowhere", "--data", "nowhere"]) == 2
+    told = capsys.readouterr().err
+    assert f"port {port} is in use" in told
+    assert "--port" in told
+    assert main(["serve", "--host", "no.such.host.invalid"]) == 2
+    assert "no address" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"queue": 0}, {"rate": -1}, {"port": 70_000}, {"timeout": 0}, {"rate": float("nan")}]
+)
+def test_impossible_options_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ServeConfig(**wrong)
+
+
+def shout(sentences: list[str]) -> list[Translated]:
+    time.sleep(0.02)
+    if "fail" in sentences:
+        raise RuntimeError("as asked")
+    return [Translated((Hypothesis(sentence.upper(), 0.0),)) for sentence in sentences]
+
+
+def test_batches_fill_up_and_a_failure_stays_in_its_batch() -> None:
+    async def story() -> list[int]:
+        sizes: list[int] = []
+        batcher = Batcher(shout, 4, 20, 0.02, lambda size, seconds: sizes.append(size))
+        many = [batcher.translate([f"s{n}"]) for n in range(8)]
+        assert [of[0].text for of in await asyncio.gather(*many)] == [f"S{n}" for n in range(8)]
+        with pytest.raises(RuntimeError, match="as asked"):
+            await batcher.translate(["fail"])
+        assert [of.text for of in await batcher.translate(list("abcdef"))] == list("ABCDEF")
+        with pytest.raises(QueueFullError):
+            await batcher.translate(["x"] * 21)
+        waiting = asyncio.create_task(batcher.translate(["y"] * 20))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        assert (await batcher.translate(["z"] * 20))[0].text == "Z", "what is given up makes room"
+        await batcher.close()
+        with pytest.raises(QueueFullError):
+            await batcher.translate(["late"])
+        return sizes
+
+    sizes = asyncio.run(story())
+    assert sizes[:2] == [4, 4]
+    assert sizes[2:4] == [4, 2]
+
+
+def luminance(colour: str) -> float:
+    parts = [int(n) / 255 for n in re.findall(r"\d+", colour)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.skipif(chromium.FOUND is None, reason="no Chromium on this machine")
+def test_the_page_in_a_browser(served: Served, tmp_path: Path) -> None:
+    address = f"http://127.0.0.1:{served.port}/"
+    lines = ["save the file", "open a new window please"]
+    want = [of.text for of in serving.translator().translate(lines)]
+    with chromium.Chromium() as page:
+        page.open(address)
+        page.wait("document.querySelectorAll('#from option').length === 6")
+        assert "Serbian" in page.run("document.getElementById('from').textContent")
+        assert page.run("document.getElementById('count').textContent") == "5"
+
+        page.run("document.getElementById('source').focus()")
+        page.type("\n".join(lines))
+        assert page.run("document.getElementById('left').textContent") == "38 of 2,000 characters"
+        page.press("Enter", 13, control=True)
+        page.wait("document.querySelectorAll('#result > p').length === 2")
+        assert page.run("[...document.querySelectorAll('#result > p')].map(p => p.textContent)") == want
+        page.run("document.getElementById('alternatives').click()")
+        page.run("document.getElementById('go').click()")
+        page.wait("document.querySelectorAll('#result ol li').length === 4")
+
+        # What is typed is text, never markup; a refusal is told.
+        page.run("document.getElementById('source').value = '<img src=x onerror=alert(1)>' + 'a'.repeat(2000)")
+        page.run("document.getElementById('go').click()")
+        page.wait("document.getElementById('status').textContent.includes('2000 is the most')")
+        assert page.run("document.images.length") == 0
+
+        # Everything that can be used has a name, and everything that can be read has contrast.
+        tree = page.send("Accessibility.getFullAXTree")["nodes"]
+        usable = {"textbox", "button", "combobox", "checkbox", "link", "region"}
+        roles = [n for n in tree if n.get("role", {}).get("value") in usable and not n["ignored"]]
+        assert len(roles) >= 5
+        assert all(n["name"]["value"].strip() for n in roles), roles
+        for scheme in ("light", "dark"):
+            page.look(scheme, 1200, 760)
+            colours = page.run(
+                "['body', 'textarea', '#left', '#go', 'h1', '.problem', 'select'].map(s => {"
+                " let e = document.querySelector(s); const ink = getComputedStyle(e).color;"
+                " let ground = 'rgba(0, 0, 0, 0)';"
+                " for (; e && ground === 'rgba(0, 0, 0, 0)'; e = e.parentElement)"
+                " ground = getComputedStyle(e).backgroundColor; return [s, ink, ground]; })"
+            )
+            for name, ink, ground in colours:
+                light, dark = sorted((luminance(ink), luminance(ground)), reverse=True)
+                assert (light + 0.05) / (dark + 0.05) >= 4.5, (scheme, name, ink, ground)
+        page.look("light", 360, 740)
+        assert page.run("document.documentElement.scrollWidth") <= 360, "nothing sticks out of a small screen"
+
+        folder = Path(os.environ.get("M4_PICTURES", tmp_path))
+        page.run(f"document.getElementById('source').value = {json.dumps(chr(10).join(lines))}")
+        page.run("document.getElementById('go').click()")
+        page.wait("document.querySelectorAll('#result ol li').length === 4 && !document.getElementById('go').disabled")
+        for scheme, width in (("light", 1200), ("dark", 1200), ("light", 390)):
+            page.look(scheme, width, 760)
+            page.picture(folder / f"{scheme}-{width}.png")
+        assert {url.split("/")[2] for url in page.requested if url.startswith("http")} == {f"127.0.0.1:{served.port}"}

@@ -1,0 +1,52 @@
+"""A real server with a small random model: ``python tests/serving.py '{"rate": 0}'``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import MappingProxyType
+
+import jax
+
+from gshard import moe
+from m4.decode import DecodeConfig
+from m4.serve import server
+from m4.serve.config import ServeConfig
+from m4.translate import Translator
+
+WORDS = "save the file open a new window close now please help".split()
+
+
+class Words:
+    """The vocabulary: ids 3 and up are words; others are unknown."""
+
+    fingerprint = "words"
+    source_vocabulary = target_vocabulary = 3 + len(WORDS)
+    length = 16
+    manifest = MappingProxyType({"languages": {"de": 900, "fr": 800, "zh_Hant": 300, "sr_Latn": 20, "yo": 3}})
+
+    def source_ids(self, sentence: str) -> list[int]:
+        return [WORDS.index(word) + 3 if word in WORDS else 2 for word in sentence.split()]
+
+    def english(self, ids: list[int]) -> str:
+        return " ".join(WORDS[i - 3] for i in ids)
+
+
+def translator() -> Translator:
+    text = Words()
+    model = moe.TransformerConfig(
+        text.source_vocabulary, text.target_vocabulary, model_dim=16, hidden_dim=32, heads=2, head_dim=8,
+        encoder_layers=2, decoder_layers=2, experts=4, group_size=None,
+    )  # fmt: skip
+    params = moe.init(model, jax.random.key(3))
+    params["target_embedding"] = 5.0 * params["target_embedding"]
+    for kind in ("sparse", "dense"):  # what is written depends on what is read
+        attention = params["decoder"]["blocks"][kind]["memory_attention"]
+        attention["output"] = 8.0 * attention["output"]
+    return Translator(model, params, text, DecodeConfig(beam=3, alpha=1.0, n_best=3, max_length=8), batch=8)
+
+
+if __name__ == "__main__":
+    options = ServeConfig(port=0, **json.loads(sys.argv[1]))
+    with server.listen(options) as bound:
+        sys.exit(128 + server.serve(translator(), options, bound))
