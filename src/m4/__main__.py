@@ -4,8 +4,9 @@ What belongs to the process is here and nowhere else: virtual devices and time l
 JAX starts, the quieting of libraries, and the way errors are told. A mistake of the user's is told in a few lines,
 with exit code 2; ``--debug`` shows where it came from.
 
-    0 done    2 usage, configuration, data or checkpoint    4 loss not finite    130 interrupted
-    141 the reader of the output went away                  143 stopped by SIGTERM after saving
+    0 done    2 usage, configuration or data    4 loss not finite    5 checkpoint damaged, and no sound one
+    130 interrupted    141 the reader of the output went away    143 stopped by SIGTERM after saving
+    201 another process of the run is gone    202 a process of the run was stuck
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import tyro
 
 from gshard import GShardError
 from m4.commands import COMMANDS
-from m4.train import NotFiniteError
+from m4.errors import DamagedError, NotFiniteError
+
+EXIT_CODES = {NotFiniteError: 4, DamagedError: 5}
 
 DESCRIPTION = """Massively multilingual translation into English with a Mixture-of-Experts Transformer that gshard
 partitions. Start with: m4 demo. Add --debug to any command to see where an error comes from."""
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"m4: {type(error).__name__}: {error}", file=sys.stderr)
-        return 4 if isinstance(error, NotFiniteError) else 2
+        return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 2)
 
 
 def prepare_process(devices: int, debug: bool) -> None:

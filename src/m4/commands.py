@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ import tyro
 
 from gshard import GShardError
 from m4 import score
+from m4.checkpoint_command import Checkpoint
 from m4.config import ModelChoice, Run, TrainConfig
 from m4.decode import DecodeConfig
 from m4.demo import demo
@@ -86,7 +88,11 @@ class Train:
             )
         speed = f"{result.tokens_per_second:,.0f} target tokens/s, {result.seconds_per_step:.3f} s a step"
         print(f"{speed}; saved: {self.run}")
-        return STOPPED if result.stopped else 0
+        if result.stopped:
+            again = [word for word in sys.argv[1:] if word != "--resume"]
+            print(f"stopped as asked after step {result.steps}; go on with: {shlex.join(['m4', *again, '--resume'])}")
+            return STOPPED
+        return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +213,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "train": Train,
     "translate": Translate,
     "evaluate": Evaluate,
+    "checkpoint": Checkpoint,
     "demo": Demo,
 }
 

@@ -95,7 +95,10 @@ class TrainConfig:
         log_every: steps between lines of progress where there is no terminal to draw a bar on.
         evaluate_every: steps between measurements on held-out text; 0 measures before and after only.
         save_every: steps between checkpoints; 0 saves at the end only.
-        keep: number of checkpoints that are kept.
+        keep: number of newest checkpoints that are kept, beside the one with the best held-out cross entropy.
+        accumulate: micro-batches that each batch is computed in, one after the other, to save memory.
+        skip_limit: steps whose loss or gradient is not finite are skipped; the run stops after this many.
+        tensorboard: whether metrics are also written for TensorBoard.
     """
 
     steps: int = 1000
@@ -108,12 +111,15 @@ class TrainConfig:
     evaluate_every: int = 0
     save_every: int = 0
     keep: int = 2
+    accumulate: int = 1
+    skip_limit: int = 10
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "peak_step", "log_every", "keep"):
+        for name in ("steps", "peak_step", "log_every", "keep", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "evaluate_every", "save_every"):
+        for name in ("warmup_steps", "evaluate_every", "save_every", "skip_limit"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0.0 <= self.label_smoothing < 1.0:
@@ -142,3 +148,18 @@ class Run:
     def metrics(self) -> Path:
         """One line of JSON for each step."""
         return self.directory / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """TensorBoard's files."""
+        return self.directory / "tensorboard"
+
+    @property
+    def skipped(self) -> Path:
+        """The batches of steps that were skipped."""
+        return self.directory / "skipped"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process that trains here."""
+        return self.directory / "lock"
