@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, TextIO
 
 import jax
@@ -23,11 +21,9 @@ from m4.config import ModelChoice, Run, TrainConfig
 from m4.decode import DecodeConfig
 from m4.demo import demo
 from m4.prepare import PrepareConfig, open_text, prepare
+from m4.stopping import STOPPED, asked_to_stop
 from m4.train import compile_step, held_out_cross_entropy, make_evaluation, train
 from m4.translate import load
-
-STOPPED = 143
-"""Exit code after a request to stop (SIGTERM) that was followed by saving: 128 + 15."""
 
 DATA = Path("data/quick-start")
 RUN = Path("runs/first")
@@ -75,7 +71,7 @@ class Train:
         _check_devices(self.devices)
         text = open_text(self.data)
         model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
-        with _asked_to_stop() as asked:
+        with asked_to_stop() as asked:
             result = train(
                 model,
                 self.train,
@@ -232,22 +228,6 @@ def _unused(folder: Path) -> Run:
     """The run of this name, or of the first numbered name that has no checkpoint."""
     names = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in range(1, 10_000))
     return next(run for run in map(Run, names) if not run.checkpoints.exists())
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM came: the first one is only noted, a second one ends the process as usual."""
-    came: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    before = signal.signal(signal.SIGTERM, note)
-    try:
-        yield lambda: bool(came)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
