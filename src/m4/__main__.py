@@ -14,9 +14,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import tyro
 
 from gshard import GShardError
@@ -43,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Any = tyro.extras.subcommand_cli_from_dict(
         COMMANDS, args=[word for word in given if word != "--debug"], prog="m4", description=DESCRIPTION
     )
-    prepare_process(command.devices, debug)
     try:
+        prepare_process(getattr(command, "virtual_devices", command.devices), debug)
         return int(command())
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to be flushed into the pipe
@@ -85,7 +87,19 @@ def prepare_process(devices: int, debug: bool) -> None:
 
 def run() -> None:
     """The entry point of the ``m4`` script."""
-    sys.exit(main())
+    try:
+        code = main()
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        code = 1
+    if jax.distributed.is_initialized():
+        # It failed among others. The usual way out would wait for them at a barrier, for minutes.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

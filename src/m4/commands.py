@@ -21,7 +21,9 @@ from m4.config import ModelChoice, Run, TrainConfig
 from m4.decode import DecodeConfig
 from m4.demo import demo
 from m4.prepare import PrepareConfig, open_text, prepare
+from m4.processes import Alone, Group
 from m4.stopping import STOPPED, asked_to_stop
+from m4.together import Processes, Together
 from m4.train import compile_step, held_out_cross_entropy, make_evaluation, train
 from m4.translate import load
 
@@ -57,6 +59,7 @@ class Train:
         resume: go on from the newest sound checkpoint of the run.
         model: which model.
         train: how to train it.
+        together: the processes that train together, one or several for each machine.
     """
 
     data: Path = DATA
@@ -65,13 +68,31 @@ class Train:
     resume: bool = False
     model: tyro.conf.OmitArgPrefixes[ModelChoice] = dataclasses.field(default_factory=ModelChoice)
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = dataclasses.field(default_factory=TrainConfig)
+    together: tyro.conf.OmitArgPrefixes[Processes] = dataclasses.field(default_factory=Processes)
+
+    @property
+    def virtual_devices(self) -> int:
+        """Of this process, where devices are virtual."""
+        if self.devices % self.together.processes:
+            raise CommandError(
+                f"{self.devices} devices cannot be dealt out to {self.together.processes} processes.",
+                way_out="Give --devices, the devices of all processes together, as a multiple of --processes.",
+            )
+        return self.devices // self.together.processes
 
     def __call__(self) -> int:
         """Trains; SIGTERM saves and ends with exit code 143."""
-        _check_devices(self.devices)
-        text = open_text(self.data)
-        model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
-        with asked_to_stop() as asked:
+        if self.together.several:
+            self.together.initialize()
+            return self._train(Together(self.together, Run(self.run).checkpoints))
+        return self._train(Alone())
+
+    def _train(self, group: Group) -> int:
+        # SIGTERM after jax.distributed, whose handler would swallow it.
+        with group, asked_to_stop() as asked:
+            _check_devices(self.devices)
+            text = open_text(self.data)
+            model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
             result = train(
                 model,
                 self.train,
@@ -81,7 +102,10 @@ class Train:
                 meta={"vocabularies": text.fingerprint},
                 resume=self.resume,
                 stop=asked,
+                group=group,
             )
+        if not group.first:
+            return STOPPED if result.stopped else 0
         speed = f"{result.tokens_per_second:,.0f} target tokens/s, {result.seconds_per_step:.3f} s a step"
         print(f"{speed}; saved: {self.run}")
         if result.stopped:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any, Protocol
 
 
 class Group(Protocol):
-    """The processes of one run, seen from one of them.
+    """The processes of one run, seen from one of them. Enter it before training: its end is told to the others.
 
     Attributes:
         first: whether this is the one that writes metrics and talks to the user.
@@ -27,6 +28,12 @@ class Group(Protocol):
 
     def nothing(self) -> AbstractContextManager[None]:
         """In place of what only the first process has."""
+
+    def __enter__(self) -> Any:
+        """Training begins."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Training ends, or failed."""
 
 
 class Alone:
@@ -48,3 +55,9 @@ class Alone:
     def nothing(self) -> AbstractContextManager[None]:
         """Nothing."""
         return nullcontext()
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        pass

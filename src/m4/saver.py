@@ -70,6 +70,8 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None and jax.process_count() > 1:
+            return  # the others are about to end, and their parts may never come
         try:
             self.wait()
         except BaseException:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
+import os
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -17,8 +19,10 @@ import numpy as np
 from gshard import GShardError, moe
 from m4 import train
 from m4.config import Run, TrainConfig
+from m4.processes import Alone, Group
 from m4.progress import Progress
 from m4.stopping import STOPPED, asked_to_stop
+from m4.together import Processes, Together
 
 B, L, V = 8, 6, 12
 MODEL = moe.TransformerConfig(
@@ -44,22 +48,41 @@ class Telling(Progress):
 
 def main() -> int:
     folder, steps, *changes = sys.argv[1:]
-    settings = {name: type(getattr(TrainConfig(), name))(value) for name, value in (c.split("=") for c in changes)}
-    options = TrainConfig(**({"steps": int(steps), "save_every": 2, "evaluate_every": 5} | settings))
+    given = dict(change.split("=") for change in changes)
+    defaults = dataclasses.asdict(TrainConfig()) | dataclasses.asdict(Processes()) | {"coordinator": ""}
+    settings = {name: type(defaults[name])(value) for name, value in given.items() if name in defaults}
+    processes = Processes(**{n: v for n, v in settings.items() if hasattr(Processes(), n)})
+    chosen = {n: v for n, v in settings.items() if hasattr(TrainConfig(), n)}
+    options = TrainConfig(**({"steps": int(steps), "save_every": 2, "evaluate_every": 5} | chosen))
     logging.getLogger("absl").setLevel(logging.CRITICAL + 1)
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).parent / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    group: Group = Alone()
+    if processes.several:
+        processes.initialize()
+        group = Together(processes, Run(Path(folder)).checkpoints)
     model = dataclasses.replace(MODEL, partitions=len(jax.devices()))
+
+    def failing_batch(step: int) -> dict[str, np.ndarray]:
+        if step == int(given.get("raise_at", -1)):
+            raise ValueError("the corpus is on fire")
+        if step == int(given.get("hang_at", -1)):
+            print("hanging", flush=True)
+            time.sleep(1000)
+        return batch(step)
+
     print("begun", flush=True)
-    with asked_to_stop() as asked:
-        try:
+    try:
+        with group, asked_to_stop() as asked:
             found = train.train(
-                model, options, Run(Path(folder)), batch, [batch(10**6)], resume=True, stop=asked,
-                show=Telling(int(steps), 1, io.StringIO()),
+                model, options, Run(Path(folder)), failing_batch, [batch(10**6)], resume=True, stop=asked,
+                show=Telling(int(steps), 1, io.StringIO()), group=group,
             )  # fmt: skip
-        except GShardError as error:
-            print(error)
-            return 2
+    except (GShardError, ValueError) as error:
+        print(error, flush=True)
+        if processes.several:
+            os._exit(2)
+        return 2
     return STOPPED if found.stopped else 0
 
 
