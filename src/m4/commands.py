@@ -19,7 +19,7 @@ from m4 import score
 from m4.checkpoint_command import Checkpoint
 from m4.config import ModelChoice, Run, TrainConfig
 from m4.decode import DecodeConfig
-from m4.demo import demo
+from m4.demo import demo, describe_model, plan_summary
 from m4.prepare import PrepareConfig, open_text, prepare
 from m4.processes import Alone, Group
 from m4.stopping import STOPPED, asked_to_stop
@@ -57,6 +57,7 @@ class Train:
         run: folder of the run: checkpoints and metrics.jsonl.
         devices: devices to partition the model over; on a machine without accelerators they are virtual ones.
         resume: go on from the newest sound checkpoint of the run.
+        plan: only say how the step would be partitioned over so many devices, which need not exist.
         model: which model.
         train: how to train it.
         together: the processes that train together, one or several for each machine.
@@ -66,6 +67,7 @@ class Train:
     run: Path = RUN
     devices: int = 8
     resume: bool = False
+    plan: bool = False
     model: tyro.conf.OmitArgPrefixes[ModelChoice] = dataclasses.field(default_factory=ModelChoice)
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = dataclasses.field(default_factory=TrainConfig)
     together: tyro.conf.OmitArgPrefixes[Processes] = dataclasses.field(default_factory=Processes)
@@ -78,14 +80,23 @@ class Train:
                 f"{self.devices} devices cannot be dealt out to {self.together.processes} processes.",
                 way_out="Give --devices, the devices of all processes together, as a multiple of --processes.",
             )
-        return self.devices // self.together.processes
+        return 1 if self.plan else self.devices // self.together.processes
 
     def __call__(self) -> int:
         """Trains; SIGTERM saves and ends with exit code 143."""
+        if self.plan:
+            return self._plan()
         if self.together.several:
             self.together.initialize()
             return self._train(Together(self.together, Run(self.run).checkpoints))
         return self._train(Alone())
+
+    def _plan(self) -> int:
+        text = open_text(self.data)
+        model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
+        print(describe_model(model))
+        print(plan_summary(model, self.train, text.batch(0)))
+        return 0
 
     def _train(self, group: Group) -> int:
         # SIGTERM after jax.distributed, whose handler would swallow it.

@@ -58,7 +58,8 @@ class MetricsLog:
             raise self._cannot(error) from error
         if self._events is not None:
             for name, value in values.items():
-                self._events.add_scalar(name, value, step)
+                if math.isfinite(value):
+                    self._events.add_scalar(name, value, step)
 
     def _cannot(self, error: OSError) -> TrainError:
         return TrainError(
@@ -83,4 +84,5 @@ def _events(folder: Path, first: int) -> Any:
         raise TrainError(
             "TensorBoard files need the package tensorboardX.", way_out="Install it, or leave --tensorboard out."
         ) from error
-    return SummaryWriter(str(folder), purge_step=first)
+    # The name is otherwise that of the second: a run that goes on at once would overwrite what it goes on from.
+    return SummaryWriter(str(folder), purge_step=first, filename_suffix=f".{first}-{os.getpid()}")

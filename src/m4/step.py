@@ -52,8 +52,9 @@ def make_step(model: moe.TransformerConfig, options: TrainConfig) -> Callable[[S
 
     With ``options.accumulate`` A above 1 the rows of a batch are dealt out to A micro-batches, one after the other.
     Their gradients are added up, weighted by their target tokens, so that the cross entropy is that of the whole
-    batch; groups of tokens, and with them what is dropped and the auxiliary loss, are those of a micro-batch. The
-    gradients of the devices are combined once, after the last one: `gshard` carries them through the loop unreduced.
+    batch; groups of tokens, and with them what is dropped and the auxiliary loss, are those of a micro-batch. What the
+    loop adds to directly, the gradients of embeddings and final norms, is combined among the devices once, after the
+    last micro-batch; those of the stacked layers, which come out of a loop of their own, in every micro-batch.
     """
     specs = moe.param_specs(model)
 
