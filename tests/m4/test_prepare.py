@@ -106,13 +106,11 @@ def test_short_sentences_make_short_rows() -> None:
 
 def test_temperature_brings_up_rare_languages(config: PrepareConfig, text: PreparedText) -> None:
     natural = sum(text.batches.data.language == text.batches.data.languages.index("fr")) / len(text.batches.data)
-    order = {
-        tuple(text.batches.data.source[a:b]): n
-        for a, b, n in zip(
-            text.batches.data.source_at, text.batches.data.source_at[1:], text.batches.data.language, strict=False
-        )
-    }
-    drawn = [order[tuple(int(i) for i in row if i > EOS)] for step in range(32) for row in text.batch(step)["source"]]
+    order = {tuple(text.batches.data.source[a:b]): n for a, b, n in zip(
+        text.batches.data.source_at, text.batches.data.source_at[1:], text.batches.data.language, strict=False)}
+    drawn = [
+        order[tuple(int(i) for i in row if i > EOS)] for step in range(32) for row in text.batch(step)["source"]
+    ]
     share = np.mean(np.array(drawn) == text.batches.data.languages.index("fr"))
     expected = natural**0.5 / (natural**0.5 + (1 - natural) ** 0.5)
     assert abs(share - expected) < 0.06
