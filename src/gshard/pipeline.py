@@ -69,6 +69,11 @@ class Lowered:
         """The one program that all devices run."""
         return partition(self.plan, self.padded, keep_uneven=self.keep_uneven)
 
+    @property
+    def argument_shardings(self) -> tuple[Any, ...]:
+        """Where each flat argument is expected, as JAX's ``NamedSharding``: what lies so is not moved by a call."""
+        return tuple(named_sharding(self.mesh, s) for s in self.spmd.in_shardings[len(self.program.captured) :])
+
     def results(self, arrays: Sequence[Any]) -> Any:
         """The executable's flat results as the user gets them: a pytree, what left in padded parts as what it is."""
         found = zip(self.program.block.outputs, self.spmd.out_shardings, arrays, strict=True)
@@ -219,8 +224,7 @@ class Jitted:
         lowered = Lowered(program, self._mesh, self._strict, donated, padded, self._keep_uneven)
         if self._mesh.devices is None:
             return lowered, (None,) * len(leaves)
-        entry = lowered.spmd.in_shardings[len(program.captured) :]
-        return lowered, tuple(named_sharding(self._mesh, s) for s in entry)
+        return lowered, lowered.argument_shardings
 
     def _with_statics(self, statics: tuple[Any, ...]) -> Callable[..., Any]:
         if not statics:

@@ -4,8 +4,9 @@ What belongs to the process is here and nowhere else: virtual devices and time l
 JAX starts, the quieting of libraries, and the way errors are told. A mistake of the user's is told in a few lines,
 with exit code 2; ``--debug`` shows where it came from.
 
-    0 done    2 usage, configuration, data or checkpoint    4 loss not finite    130 interrupted
-    141 the reader of the output went away                  143 stopped by SIGTERM after saving
+    0 done    2 usage, configuration or data    4 loss not finite    5 checkpoint damaged, and no sound one
+    130 interrupted    141 the reader of the output went away    143 stopped by SIGTERM after saving
+    201 another process of the run is gone    202 a process of the run was stuck
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import tyro
 
 from gshard import GShardError
 from m4.commands import COMMANDS
-from m4.train import NotFiniteError
+from m4.errors import DamagedError, NotFiniteError
+
+EXIT_CODES = {NotFiniteError: 4, DamagedError: 5}
 
 DESCRIPTION = """Massively multilingual translation into English with a Mixture-of-Experts Transformer that gshard
 partitions. Start with: m4 demo. Add --debug to any command to see where an error comes from."""
@@ -40,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Any = tyro.extras.subcommand_cli_from_dict(
         COMMANDS, args=[word for word in given if word != "--debug"], prog="m4", description=DESCRIPTION
     )
-    prepare_process(command.devices, debug)
     try:
+        prepare_process(getattr(command, "virtual_devices", command.devices), debug)
         return int(command())
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to be flushed into the pipe
@@ -53,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"m4: {type(error).__name__}: {error}", file=sys.stderr)
-        return 4 if isinstance(error, NotFiniteError) else 2
+        return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 2)
 
 
 def prepare_process(devices: int, debug: bool) -> None:
@@ -82,7 +87,19 @@ def prepare_process(devices: int, debug: bool) -> None:
 
 def run() -> None:
     """The entry point of the ``m4`` script."""
-    sys.exit(main())
+    try:
+        code = main()
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        code = 1
+    if jax.distributed.is_initialized():
+        # It failed among others. The usual way out would wait for them at a barrier, for minutes.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

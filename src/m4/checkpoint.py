@@ -4,25 +4,28 @@ A checkpoint directory holds one folder per saved step:
 
     run/checkpoints/00000300/
       state/           the arrays, one folder each, written by Orbax
-      meta.json        step, configuration, and the shape and dtype of every array
+      meta.json        step, configuration, score, and the shape and dtype of every array
       MANIFEST.json    size and SHA-256 of every other file
 
 A step is written under a hidden name, hashed, flushed to the disk, and renamed last, so a crash or a full
-disk leaves the earlier steps as they were and nothing that looks like a step. `restore` reads every file
-against the manifest before it believes a byte of it: a flipped bit or a missing end is an error that names
-the file, and arrays are one folder each, so the name says which array it is. Nothing is pickled.
+disk leaves the earlier steps as they were and nothing that looks like a step. A step is removed by renaming it
+first, so no half of one is ever listed. `restore` reads every file against the manifest before it believes a byte of
+it: a flipped bit or a missing end is an error that names the file, and arrays are one folder each, so the name says
+which array it is. Nothing is pickled.
 
-Shardings are not saved: a state that eight devices wrote is read by one, or by four, as the caller asks.
+Shardings are not saved: a state that eight devices wrote is read by one, or by four, as the caller asks. Where several
+processes train together, all of them call `begin`, `finish` and `restore`, on one shared directory: each writes and
+reads its own parts, and the first one hashes, renames and verifies.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
+import dataclasses
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +33,83 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from gshard import GShardError
+from m4 import manifest
+from m4.disk import cannot_write, check_room, says_full
+from m4.errors import CheckpointError as CheckpointError
+from m4.manifest import MANIFEST as MANIFEST
 
-FORMAT = 1
-MANIFEST = "MANIFEST.json"
 META = "meta.json"
 STATE = "state"
-_HIDDEN = ".saving-"
-_LARGEST_MANIFEST = 64 * 2**20  # bytes; more than a million files
-_SPARE = 2**20  # bytes that must stay free beside the arrays: names, manifests, the file system's own
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FULL_TEXTS = ("no space left", "disk quota exceeded", "file too large", "resource_exhausted")
+_SAVING, _REMOVING = ".saving-", ".removing-"
+_WAIT = 1200  # seconds that processes wait for each other's parts
 
 
-class CheckpointError(GShardError):
-    """A checkpoint cannot be written, is not there, is damaged, or belongs to another model."""
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """A step that is being written; `finish` makes it a step.
+
+    Attributes:
+        target: the folder it will be.
+        hidden: where it is being written.
+        described: what goes to meta.json.
+        bytes: size of the arrays.
+    """
+
+    target: Path
+    hidden: Path
+    described: Mapping[str, Any]
+    bytes: int
+    _writer: Any = dataclasses.field(repr=False)
+
+    def finish(self) -> Path:
+        """Waits until all arrays are written, then hashes and renames. May run in another thread than `begin`.
+
+        Raises:
+            CheckpointError: the disk is full, or the directory cannot be written. Nothing of the step is left.
+        """
+        try:
+            self._writer.wait_until_finished()
+            if jax.process_index() == 0:
+                manifest.write_json(self.hidden / META, self.described)
+                manifest.write(self.hidden)
+                if self.target.exists():
+                    remove(self.target)
+                os.rename(self.hidden, self.target)
+                manifest.flush(self.target.parent)
+            _wait_for_all(f"saved {self.target.name}")
+        except Exception as error:
+            raise self._failed(error) from error
+        finally:
+            self._writer.close()
+        return self.target
+
+    def _failed(self, error: Exception) -> Exception:
+        shutil.rmtree(self.hidden, ignore_errors=True)
+        if isinstance(error, OSError) or says_full(error):
+            return cannot_write(error, self.target.parent, int(self.target.name), self.bytes, steps(self.target.parent))
+        return error
 
 
-def save(directory: str | Path, step: int, state: Any, meta: Mapping[str, Any]) -> Path:
-    """Writes `state` as step `step` of `directory`, all of it or nothing.
+def save(directory: str | Path, step: int, state: Any, meta: Mapping[str, Any], *, score: float | None = None) -> Path:
+    """Writes `state` as step `step` of `directory`, all of it or nothing; see `begin`.
+
+    Returns:
+        The folder of the step.
+    """
+    return begin(directory, step, state, meta, score=score).finish()
+
+
+def begin(
+    directory: str | Path, step: int, state: Any, meta: Mapping[str, Any], *, score: float | None = None
+) -> Saving:
+    """Starts to write `state` as step `step`. Once it returns, the memory of `state` may be used for other things.
 
     Args:
         directory: where the steps lie; created if missing.
         step: the number of the step; one that is there already is not overwritten, unless it is damaged.
         state: a tree of arrays of at least one element; arrays spread over devices are written from there.
         meta: what `restore` gives back beside the arrays; anything JSON can say.
-
-    Returns:
-        The folder of the step.
+        score: how good it is, such as a held-out loss; lower is better. The best step is kept; see `prune`.
 
     Raises:
         CheckpointError: the step exists, the directory cannot be written, or the disk is full. The earlier
@@ -65,41 +117,34 @@ def save(directory: str | Path, step: int, state: Any, meta: Mapping[str, Any]) 
     """
     directory = Path(directory)
     target = directory / f"{step:08d}"
-    bytes_needed = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
+    needed = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
+    owner = os.getpid()
+    if jax.process_count() > 1:
+        owner = int(ocp.multihost.broadcast_one_to_all(np.int32(owner)))
+    if jax.process_index() == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            sweep(directory)
+        except OSError as error:
+            raise cannot_write(error, directory, step, needed, steps(directory)) from error
+        if target.exists() and manifest.is_sound(target):
+            raise CheckpointError(
+                f"step {step} is saved already.",
+                where=str(target),
+                way_out="Save under another step, or remove that folder first.",
+            )
+        check_room(directory, step, needed, steps(directory))
+    _wait_for_all(f"may save {step}")
+    described = {"step": step, "meta": dict(meta), "score": score, "arrays": _describe(state)}
+    saving = Saving(
+        target, directory / f"{_SAVING}{step:08d}-{owner}", described, needed, ocp.AsyncCheckpointer(_handler())
+    )
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(directory)
-    except OSError as error:
-        raise _cannot_write(error, directory, step, bytes_needed) from error
-    if target.exists() and _is_sound(target):
-        raise CheckpointError(
-            f"step {step} is saved already.",
-            where=str(target),
-            way_out="Save under another step, or remove that folder first.",
-        )
-    free = shutil.disk_usage(directory).free
-    if bytes_needed + _SPARE > free:
-        raise _full(directory, step, bytes_needed, free)
-
-    hidden = directory / f"{_HIDDEN}{step:08d}-{os.getpid()}"
-    try:
-        with ocp.Checkpointer(_handler()) as orbax:
-            orbax.save(hidden.absolute() / STATE, state)
-        described = {"step": step, "meta": dict(meta), "arrays": _describe(state)}
-        _write_json(hidden / META, described)
-        _write_json(hidden / MANIFEST, {"format": FORMAT, "files": _digests(hidden)})
-        for path in (*_files(hidden), *(p for p in hidden.rglob("*") if p.is_dir()), hidden):
-            _flush(path)
-        if target.exists():
-            shutil.rmtree(target)
-        os.rename(hidden, target)
-        _flush(directory)
+        saving._writer.save(saving.hidden.absolute() / STATE, state)
     except Exception as error:
-        shutil.rmtree(hidden, ignore_errors=True)
-        if isinstance(error, OSError) or _says_full(error):
-            raise _cannot_write(error, directory, step, bytes_needed) from error
-        raise
-    return target
+        saving._writer.close()
+        raise saving._failed(error) from error
+    return saving
 
 
 def restore(
@@ -139,9 +184,14 @@ def restore(
             got=f"steps: {', '.join(map(str, found)) or 'none'}",
             way_out="Name one of these.",
         )
-    folder = directory / f"{step:08d}"
-    verify(folder)
+    return _read(directory / f"{step:08d}", step, like, check)
 
+
+def _read(
+    folder: Path, step: int, like: Any, check: Callable[[Mapping[str, Any]], None], *, verified: bool = False
+) -> tuple[int, Any, dict[str, Any]]:
+    if not verified:
+        verify(folder)
     described = json.loads((folder / META).read_text("utf-8"))
     check(described["meta"])
     if like is not None:
@@ -174,13 +224,20 @@ def restore_newest_sound(
         CheckpointError: no step is sound; the error is that of the newest.
     """
     damaged: list[CheckpointError] = []
-    for step in reversed(steps(directory)):
-        try:
-            verify(Path(directory) / f"{step:08d}")
-        except CheckpointError as error:
-            damaged.append(error)
-            continue
-        return (*restore(directory, step, like, check), damaged)
+    found = -1
+    if jax.process_index() == 0:
+        for step in reversed(steps(directory)):
+            try:
+                verify(Path(directory) / f"{step:08d}")
+            except CheckpointError as error:
+                damaged.append(error)
+                continue
+            found = step
+            break
+    if jax.process_count() > 1:
+        found = int(ocp.multihost.broadcast_one_to_all(np.int32(found)))
+    if found >= 0:
+        return (*_read(Path(directory) / f"{found:08d}", found, like, check, verified=True), damaged)
     if damaged:
         raise damaged[0]
     return (*restore(directory, None, like, check), damaged)
@@ -194,10 +251,44 @@ def steps(directory: str | Path) -> list[int]:
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and p.is_dir())
 
 
+def score(directory: str | Path, step: int) -> float:
+    """The score that a step was saved with; NaN if there is none. Nothing is verified."""
+    try:
+        found = json.loads((Path(directory) / f"{step:08d}" / META).read_text("utf-8"))["score"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return math.nan
+    return float(found) if isinstance(found, int | float) else math.nan
+
+
+def best(directory: str | Path) -> int | None:
+    """The saved step with the lowest score; None if no step has one. Nothing is verified."""
+    scores = {step: score(directory, step) for step in steps(directory)}
+    known = {step: value for step, value in scores.items() if not math.isnan(value)}
+    return min(known, key=lambda step: known[step], default=None)
+
+
 def prune(directory: str | Path, keep: int) -> None:
-    """Removes all but the newest `keep` steps."""
+    """Removes all but the newest `keep` steps and the best one."""
+    kept = best(directory)
     for step in steps(directory)[: -max(keep, 1)]:
-        shutil.rmtree(Path(directory) / f"{step:08d}")
+        if step != kept:
+            remove(Path(directory) / f"{step:08d}")
+
+
+def remove(folder: Path) -> None:
+    """Removes a step; whatever happens meanwhile, it is listed whole or not at all."""
+    gone = folder.with_name(f"{_REMOVING}{folder.name}-{os.getpid()}")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def sweep(directory: Path) -> None:
+    """Removes what processes that have died were writing or removing."""
+    for path in (*directory.glob(f"{_SAVING}*"), *directory.glob(f"{_REMOVING}*")):
+        owner = path.name.rpartition("-")[2]
+        if not (owner.isdecimal() and int(owner) != os.getpid() and _alive(int(owner))):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def verify(folder: str | Path) -> None:
@@ -206,28 +297,21 @@ def verify(folder: str | Path) -> None:
     Raises:
         CheckpointError: the first thing that is wrong, by name.
     """
-    folder = Path(folder)
-    manifest = _read_manifest(folder)
-    present = {p.relative_to(folder).as_posix(): p for p in _files(folder)}
-    present.pop(MANIFEST, None)
-    for name in sorted(manifest.keys() - present.keys()):
-        raise _damaged(folder, f"the file {name!r} is missing")
-    for name in sorted(present.keys() - manifest.keys()):
-        raise _damaged(folder, f"the file {name!r} does not belong to it")
-    for name, path in sorted(present.items()):
-        entry = manifest[name]
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            raise _damaged(folder, f"the file {name!r} has {size} bytes instead of {entry['bytes']}")
-        if _digest(path) != entry["sha256"]:
-            raise _damaged(folder, f"the contents of {name!r} have changed")
+    manifest.verify(Path(folder))
 
 
-def _is_sound(folder: Path) -> bool:
+def _wait_for_all(what: str) -> None:
+    if jax.process_count() > 1:
+        ocp.multihost.get_barrier_sync_fn()(key=what, timeout_ms=1000 * _WAIT)
+
+
+def _alive(pid: int) -> bool:
     try:
-        verify(folder)
-    except CheckpointError:
+        os.kill(pid, 0)
+    except ProcessLookupError:
         return False
+    except PermissionError:
+        return True
     return True
 
 
@@ -270,116 +354,3 @@ def _text(described: list[Any] | None) -> str:
 
 def _bytes(leaf: Any) -> int:
     return int(np.prod(np.shape(leaf), dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """Every file below `folder`; links are not followed but listed, so that they do not verify."""
-    return (p for p in folder.rglob("*") if p.is_symlink() or not p.is_dir())
-
-
-def _digests(folder: Path) -> dict[str, dict[str, Any]]:
-    return {
-        p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "sha256": _digest(p)}
-        for p in sorted(_files(folder))
-    }
-
-
-def _digest(path: Path) -> str:
-    if path.is_symlink():
-        return "a link"
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    path = folder / MANIFEST
-    try:
-        if path.stat().st_size > _LARGEST_MANIFEST:
-            raise ValueError("too large")
-        manifest = json.loads(path.read_text("utf-8"))
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"format {manifest['format']!r}")
-        files = manifest["files"]
-        for entry in files.values():
-            if not isinstance(entry["bytes"], int) or not isinstance(entry["sha256"], str):
-                raise TypeError("no size or no hash")
-    except FileNotFoundError as error:
-        raise _damaged(folder, f"the file {MANIFEST!r} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(folder, f"{MANIFEST!r} cannot be read ({error})") from error
-    return dict(files)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False), "utf-8")
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Removes what a process that has died was writing."""
-    for path in directory.glob(f"{_HIDDEN}*"):
-        owner = path.name.rpartition("-")[2]
-        if not (owner.isdecimal() and int(owner) != os.getpid() and _alive(int(owner))):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _says_full(error: BaseException | None) -> bool:
-    """Whether the disk is the cause; the array writer reports it as text and not as an `OSError`."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return True
-        if any(text in str(error).lower() for text in _FULL_TEXTS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _cannot_write(error: BaseException, directory: Path, step: int, bytes_needed: int) -> CheckpointError:
-    if _says_full(error):
-        return _full(directory, step, bytes_needed, shutil.disk_usage(directory).free)
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return CheckpointError(
-        f"step {step} could not be saved: {reason}.",
-        where=str(directory),
-        way_out="Name a directory that can be written to.",
-    )
-
-
-def _full(directory: Path, step: int, bytes_needed: int, free: int) -> CheckpointError:
-    found = steps(directory)
-    kept = f"step {found[-1]} is intact" if found else "there was no earlier step"
-    return CheckpointError(
-        f"step {step} could not be saved: no space left to write it (disk full, or a limit on file sizes).",
-        where=str(directory),
-        got=f"needed: about {_mib(bytes_needed + _SPARE)}; free: {_mib(free)}; {kept}, nothing half-written is left",
-        way_out="Free some space or name another directory, then resume.",
-    )
-
-
-def _damaged(folder: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint is damaged: {what}.",
-        where=str(folder),
-        way_out="Remove that folder to go on from an earlier step, or train again.",
-    )
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"

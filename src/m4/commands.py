@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import signal
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, TextIO
 
 import jax
@@ -19,16 +18,17 @@ import tyro
 
 from gshard import GShardError
 from m4 import evaluate, lines, score
+from m4.checkpoint_command import Checkpoint
 from m4.config import ModelChoice, Run, TrainConfig
 from m4.decode import DecodeConfig
-from m4.demo import demo
+from m4.demo import demo, describe_model, plan_summary
 from m4.prepare import PrepareConfig, open_text, prepare
+from m4.processes import Alone, Group
 from m4.serve.config import ServeConfig
+from m4.stopping import STOPPED, asked_to_stop
+from m4.together import Processes, Together
 from m4.train import compile_step, held_out_cross_entropy, make_evaluation, train
 from m4.translate import Translator, load
-
-STOPPED = 143
-"""Exit code after a request to stop (SIGTERM) that was followed by saving: 128 + 15."""
 
 DATA = Path("data/quick-start")
 RUN = Path("runs/first")
@@ -60,23 +60,53 @@ class Train:
         run: folder of the run: checkpoints and metrics.jsonl.
         devices: devices to partition the model over; on a machine without accelerators they are virtual ones.
         resume: go on from the newest sound checkpoint of the run.
+        plan: only say how the step would be partitioned over so many devices, which need not exist.
         model: which model.
         train: how to train it.
+        together: the processes that train together, one or several for each machine.
     """
 
     data: Path = DATA
     run: Path = RUN
     devices: int = 8
     resume: bool = False
+    plan: bool = False
     model: tyro.conf.OmitArgPrefixes[ModelChoice] = dataclasses.field(default_factory=ModelChoice)
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = dataclasses.field(default_factory=TrainConfig)
+    together: tyro.conf.OmitArgPrefixes[Processes] = dataclasses.field(default_factory=Processes)
+
+    @property
+    def virtual_devices(self) -> int:
+        """Of this process, where devices are virtual."""
+        if self.devices % self.together.processes:
+            raise CommandError(
+                f"{self.devices} devices cannot be dealt out to {self.together.processes} processes.",
+                way_out="Give --devices, the devices of all processes together, as a multiple of --processes.",
+            )
+        return 1 if self.plan else self.devices // self.together.processes
 
     def __call__(self) -> int:
         """Trains; SIGTERM saves and ends with exit code 143."""
-        _check_devices(self.devices)
+        if self.plan:
+            return self._plan()
+        if self.together.several:
+            self.together.initialize()
+            return self._train(Together(self.together, Run(self.run).checkpoints))
+        return self._train(Alone())
+
+    def _plan(self) -> int:
         text = open_text(self.data)
         model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
-        with _asked_to_stop() as asked:
+        print(describe_model(model))
+        print(plan_summary(model, self.train, text.batch(0)))
+        return 0
+
+    def _train(self, group: Group) -> int:
+        # SIGTERM after jax.distributed, whose handler would swallow it.
+        with group, asked_to_stop() as asked:
+            _check_devices(self.devices)
+            text = open_text(self.data)
+            model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
             result = train(
                 model,
                 self.train,
@@ -86,10 +116,17 @@ class Train:
                 meta={"vocabularies": text.fingerprint},
                 resume=self.resume,
                 stop=asked,
+                group=group,
             )
+        if not group.first:
+            return STOPPED if result.stopped else 0
         speed = f"{result.tokens_per_second:,.0f} target tokens/s, {result.seconds_per_step:.3f} s a step"
         print(f"{speed}; saved: {self.run}")
-        return STOPPED if result.stopped else 0
+        if result.stopped:
+            again = [word for word in sys.argv[1:] if word != "--resume"]
+            print(f"stopped as asked after step {result.steps}; go on with: {shlex.join(['m4', *again, '--resume'])}")
+            return STOPPED
+        return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,6 +356,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "translate": Translate,
     "evaluate": Evaluate,
     "serve": Serve,
+    "checkpoint": Checkpoint,
     "demo": Demo,
 }
 
@@ -337,22 +375,6 @@ def _unused(folder: Path) -> Run:
     """The run of this name, or of the first numbered name that has no checkpoint."""
     names = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in range(1, 10_000))
     return next(run for run in map(Run, names) if not run.checkpoints.exists())
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM came: the first one is only noted, a second one ends the process as usual."""
-    came: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    before = signal.signal(signal.SIGTERM, note)
-    try:
-        yield lambda: bool(came)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _check_files(source: Path | None, target: Path | None) -> None:

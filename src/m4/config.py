@@ -19,23 +19,68 @@ from typing import Any, Literal
 from gshard import moe
 from m4.optimizer import Adafactor
 
-PresetName = Literal["demo", "moe-8e-4l", "dense-4l", "moe-8e-12l", "moe-32e-12l", "moe-128e-12l", "dense-12l"]
+PresetName = Literal[
+    "demo", "dense-4l", "dense-4l-wide", "moe-8e-4l", "moe-32e-4l", "bilingual-4l",
+    "dense-12l", "dense-12l-wide", "dense-24l",
+    "moe-8e-12l", "moe-32e-12l", "moe-128e-12l", "moe-8e-24l", "moe-32e-24l",
+    "paper-t-96l", "paper-moe-128e-12l", "paper-moe-128e-36l", "paper-moe-512e-12l", "paper-moe-512e-36l",
+    "paper-moe-2048e-12l", "paper-moe-2048e-36l", "paper-moe-2048e-60l",
+]  # fmt: skip
 
-_SMALL = {"model_dim": 256, "hidden_dim": 1024, "heads": 4, "head_dim": 64, "encoder_layers": 2, "decoder_layers": 2}
-_BASE = {"model_dim": 512, "hidden_dim": 2048, "heads": 8, "head_dim": 64, "encoder_layers": 6, "decoder_layers": 6}
+_SMALL: dict[str, Any] = {
+    "model_dim": 256,
+    "hidden_dim": 1024,
+    "heads": 4,
+    "head_dim": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+}
+_BASE: dict[str, Any] = {
+    "model_dim": 512,
+    "hidden_dim": 2048,
+    "heads": 8,
+    "head_dim": 64,
+    "encoder_layers": 6,
+    "decoder_layers": 6,
+}
+
+_DEEP: dict[str, Any] = {"encoder_layers": 12, "decoder_layers": 12}
+
+
+def _paper_name(name: str) -> str:
+    """``MoE(2048E, 36L)`` -> ``paper-moe-2048e-36l``."""
+    return "paper-" + name.lower().replace("(", "-").replace(", ", "-").rstrip(")")
+
+
+def _differences(model: moe.TransformerConfig) -> dict[str, Any]:
+    """Everything of a model that is not its vocabularies or its place."""
+    left_out = {"source_vocabulary", "target_vocabulary", "partitions", "group_size"}
+    return {name: value for name, value in dataclasses.asdict(model).items() if name not in left_out}
+
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "demo": _SMALL
         | {"model_dim": 128, "hidden_dim": 256, "heads": 4, "head_dim": 32, "experts": 8, "dropout": 0.0},
         "moe-8e-4l": _SMALL | {"experts": 8},
+        "moe-32e-4l": _SMALL | {"experts": 32},
         "dense-4l": _SMALL,
+        # Two experts for a token in every other layer take the FLOPs of half as much again in every layer.
+        "dense-4l-wide": _SMALL | {"hidden_dim": 1536},
+        # For one language: less to fit, and less to fit it with.
+        "bilingual-4l": _SMALL | {"model_dim": 128, "hidden_dim": 512, "head_dim": 32, "dropout": 0.2},
+        "dense-12l": _BASE,
+        "dense-12l-wide": _BASE | {"hidden_dim": 3072},
+        "dense-24l": _BASE | _DEEP,
         "moe-8e-12l": _BASE | {"experts": 8},
         "moe-32e-12l": _BASE | {"experts": 32},
         "moe-128e-12l": _BASE | {"experts": 128},
-        "dense-12l": _BASE,
+        "moe-8e-24l": _BASE | _DEEP | {"experts": 8},
+        "moe-32e-24l": _BASE | _DEEP | {"experts": 32},
     }
+    | {_paper_name(name): _differences(model) for name, model in moe.TABLE_1.items()}
 )
+"""What each model is made of, beside its vocabularies. The paper's own are there to be planned: ``m4 train --plan``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +140,10 @@ class TrainConfig:
         log_every: steps between lines of progress where there is no terminal to draw a bar on.
         evaluate_every: steps between measurements on held-out text; 0 measures before and after only.
         save_every: steps between checkpoints; 0 saves at the end only.
-        keep: number of checkpoints that are kept.
+        keep: number of newest checkpoints that are kept, beside the one with the best held-out cross entropy.
+        accumulate: micro-batches that each batch is computed in, one after the other, to save memory.
+        skip_limit: steps whose loss or gradient is not finite are skipped; the run stops after this many.
+        tensorboard: whether metrics are also written for TensorBoard.
     """
 
     steps: int = 1000
@@ -108,12 +156,15 @@ class TrainConfig:
     evaluate_every: int = 0
     save_every: int = 0
     keep: int = 2
+    accumulate: int = 1
+    skip_limit: int = 10
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "peak_step", "log_every", "keep"):
+        for name in ("steps", "peak_step", "log_every", "keep", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "evaluate_every", "save_every"):
+        for name in ("warmup_steps", "evaluate_every", "save_every", "skip_limit"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0.0 <= self.label_smoothing < 1.0:
@@ -142,3 +193,18 @@ class Run:
     def metrics(self) -> Path:
         """One line of JSON for each step."""
         return self.directory / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """TensorBoard's files."""
+        return self.directory / "tensorboard"
+
+    @property
+    def skipped(self) -> Path:
+        """The batches of steps that were skipped."""
+        return self.directory / "skipped"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process that trains here."""
+        return self.directory / "lock"

@@ -119,7 +119,8 @@ def describe_model(model: moe.TransformerConfig) -> str:
 def plan_summary(model: moe.TransformerConfig, options: TrainConfig, batch: Mapping[str, np.ndarray]) -> str:
     """How the training step is partitioned: what is split, what the devices send, what each one holds."""
     state = jax.eval_shape(lambda: initial_state(model, options.seed))
-    found = gshard.explain(make_step(model, options), state, dict(batch), mesh=model.partitions)
+    mesh = gshard.Mesh.abstract(devices=model.partitions)  # it needs no devices to be planned
+    found = gshard.explain(make_step(model, options), state, dict(batch), mesh=mesh)
     split = [row for row in found.tensors if row.is_argument and row.why]
     weights = [row for row in split if "params" in row.name]
     whole, local = found.argument_bytes

@@ -1,4 +1,4 @@
-"""Errors of the data side, in the layout of ``gshard.GShardError``: what, where, what was given, the way out."""
+"""Errors of data, checkpoints and training, in the layout of ``gshard.GShardError``."""
 
 from __future__ import annotations
 
@@ -11,3 +11,19 @@ class CorpusError(GShardError):
 
 class VocabularyError(GShardError):
     """A vocabulary cannot be learnt from this text, or is not the one that was learnt."""
+
+
+class CheckpointError(GShardError):
+    """A checkpoint cannot be written, is not there, is damaged, or belongs to another model."""
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is missing, truncated, changed, or does not belong to it."""
+
+
+class TrainError(GShardError):
+    """Training cannot start, or cannot go on."""
+
+
+class NotFiniteError(TrainError):
+    """The loss or the gradient was infinite or not a number, too often."""

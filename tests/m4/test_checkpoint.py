@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 
-from m4 import checkpoint
+from gshard import moe
+from m4 import checkpoint, disk, manifest
+from m4.__main__ import main
 from m4.checkpoint import CheckpointError
+from m4.config import Run
+from m4.errors import DamagedError
+from m4.export import export
+from m4.saver import Saver
 
 META = {"config": {"experts": 8, "name": "ünïcode"}, "tokens": 12}
+
+
+@pytest.fixture(autouse=True)
+def levels() -> Iterator[None]:
+    """The command line quietens libraries; other tests must not notice."""
+    before = {name: logging.getLogger(name).level for name in ("absl", "asyncio")}
+    yield
+    for name, level in before.items():
+        logging.getLogger(name).setLevel(level)
 
 
 def random_state(rng: np.random.Generator) -> dict:
@@ -157,7 +177,7 @@ def test_a_disk_without_room_is_noticed_before_writing(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint.save(tmp_path, 1, random_state(rng), {})
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 100))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 100))
     with pytest.raises(
         CheckpointError, match=r"step 2 could not be saved: no space left(.|\n)*needed(.|\n)*step 1 is intact"
     ):
@@ -167,7 +187,7 @@ def test_a_disk_without_room_is_noticed_before_writing(
 WRITER = """
 import resource, sys
 import numpy as np
-from m4 import checkpoint
+from m4 import checkpoint, disk
 
 directory = sys.argv[1]
 state = {"w": np.random.default_rng(0).standard_normal((256, 1024)).astype(np.float32)}
@@ -209,3 +229,156 @@ def test_only_the_newest_are_kept(tmp_path: Path, rng: np.random.Generator) -> N
         checkpoint.save(tmp_path, step, random_state(rng), {})
     checkpoint.prune(tmp_path, 2)
     assert checkpoint.steps(tmp_path) == [2, 3]
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path, rng: np.random.Generator) -> None:
+    for step, score in enumerate([3.0, 1.5, 2.0, None, 1.7]):
+        checkpoint.save(tmp_path, step, random_state(rng), {}, score=score)
+        checkpoint.prune(tmp_path, 2)
+    assert checkpoint.best(tmp_path) == 1
+    assert checkpoint.steps(tmp_path) == [1, 3, 4]
+    (tmp_path / "00000001" / checkpoint.META).write_text("{")
+    assert checkpoint.best(tmp_path) == 4, "what cannot be read has no score"
+
+
+def test_a_step_that_is_being_removed_is_no_longer_listed(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(2):
+        checkpoint.save(tmp_path, step, random_state(rng), {})
+    seen = []
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda path, **_: seen.append(checkpoint.steps(tmp_path)))
+    checkpoint.prune(tmp_path, 1)
+    assert seen[-1] == [1], "renamed before the first file goes"
+    monkeypatch.undo()
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    next(tmp_path.glob(".removing-*")).rename(tmp_path / f".removing-00000000-{dead.pid}")
+    checkpoint.save(tmp_path, 2, random_state(rng), {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["00000001", "00000002"]
+
+
+def test_what_changes_while_a_step_is_written_is_not_in_it(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Training goes on with the memory of the state as soon as `begin` is back."""
+    state = {"w": jnp.asarray(rng.standard_normal((512, 512)), jnp.float32), "n": rng.standard_normal(1000)}
+    want = jax.tree.map(lambda x: np.array(x, copy=True), state)
+    saving = checkpoint.begin(tmp_path, 1, state, {})
+    state["n"][:] = 0
+    over = jax.jit(lambda x: x * 0, donate_argnums=0)(state["w"])
+    over.block_until_ready()
+    saving.finish()
+    assert_same(checkpoint.restore(tmp_path)[1], want)
+
+
+def test_an_error_in_the_background_is_told(tmp_path: Path, rng: np.random.Generator) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, Saver(tmp_path, 2) as saver:
+        saver.save(1, random_state(rng), {})
+        saver.wait()
+        patch.setattr(manifest, "write", full)
+        saver.save(2, random_state(rng), {})
+        with pytest.raises(CheckpointError, match=r"step 2 could not be saved: no space left(.|\n)*step 1 is intact"):
+            saver.wait()
+        patch.setattr(manifest, "write", full)
+        saver.save(3, random_state(rng), {})
+        with pytest.raises(CheckpointError, match="step 3"):
+            saver.__exit__(None, None, None)
+        saver.save(4, random_state(rng), {})
+        saver.__exit__(ValueError, ValueError(), None)
+    assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+
+
+@pytest.mark.parametrize("flips", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_no_flipped_bit_goes_unnoticed(flips: int, tmp_path: Path, rng: np.random.Generator) -> None:
+    folder = checkpoint.save(tmp_path, 3, random_state(rng), META)
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != checkpoint.MANIFEST)
+    for _ in range(flips):
+        file = files[int(rng.integers(len(files)))]
+        content = bytearray(sound := file.read_bytes())
+        content[int(rng.integers(len(content)))] ^= 1 << int(rng.integers(8))
+        file.write_bytes(content)
+        with pytest.raises(DamagedError, match=re.escape(file.name)):
+            checkpoint.restore(tmp_path)
+        file.write_bytes(sound)
+    checkpoint.verify(folder)
+
+
+SAVING = """
+import sys
+import numpy as np
+from m4.saver import Saver
+from m4 import checkpoint
+
+first = max(checkpoint.steps(sys.argv[1]), default=0) + 1
+print("begun", flush=True)
+with Saver(sys.argv[1], 3) as saver:
+    for step in range(first, first + 10_000):
+        saver.save(step, {"w": np.full((64, 1024), step, np.float32), "v": np.full((7, 5), -step, np.float32)}, {})
+        if step > first:
+            print(step - 1, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_killed_writer_leaves_whole_steps(kills: int, tmp_path: Path, rng: np.random.Generator) -> None:
+    """Killed at random moments while it writes and removes steps: each one listed is whole, none goes back."""
+    newest = 0
+    for _ in range(kills):
+        command = [sys.executable, "-c", SAVING, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "begun\n"
+            time.sleep(float(rng.uniform(0.0, 0.6)))
+            writer.kill()
+            promised = writer.stdout.read().split()
+        found = checkpoint.steps(tmp_path)
+        assert max(found, default=0) >= max([newest, *map(int, promised)])
+        for step in found:
+            _, state, _ = checkpoint.restore(tmp_path, step)
+            assert (state["w"] == step).all()
+            assert (state["v"] == -step).all()
+        newest = max(found, default=0)
+
+
+def test_parameters_go_to_other_frameworks(tmp_path: Path, rng: np.random.Generator) -> None:
+    model = moe.TransformerConfig(9, 7, model_dim=8, hidden_dim=12, heads=2, head_dim=4, experts=2, group_size=None)
+    specs = moe.param_specs(model)
+    state = {"params": jax.tree.map(lambda spec: rng.standard_normal(spec.shape, np.float32), specs)}
+    checkpoint.save(Run(tmp_path).checkpoints, 5, state, {"model": {"experts": 2}})
+    assert export(Run(tmp_path), tmp_path / "out" / "model.safetensors") == 5
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    with safe_open(tmp_path / "out" / "model.safetensors", "numpy") as file:
+        assert file.metadata() == {"step": "5", "model": '{"experts": 2}'}
+        names = list(file.keys())
+        stacked = state["params"]["decoder"]["blocks"]["sparse"]["experts"]["wi"]
+        for layer in range(3):
+            found = file.get_tensor(f"decoder.blocks.{layer}.sparse.experts.wi")
+            assert np.array_equal(found, stacked[layer])
+        total = sum(file.get_tensor(name).size for name in names)
+    assert total == moe.parameter_count(specs)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        export(Run(tmp_path), tmp_path / "file" / "model.safetensors")
+
+
+def test_the_command_lists_verifies_and_exports(
+    tmp_path: Path, rng: np.random.Generator, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    run = ["--run", str(tmp_path)]
+    assert main(["checkpoint", "list", *run]) == 2
+    assert "there is no checkpoint" in capsys.readouterr().err
+    for step in (1, 2):
+        checkpoint.save(Run(tmp_path).checkpoints, step, random_state(rng), {}, score=step)
+    assert main(["checkpoint", "verify", *run]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["1", "2"]
+    assert lines[0].endswith("sound  best")
+    (Run(tmp_path).checkpoints / "00000002" / checkpoint.META).write_text("{}")
+    assert main(["checkpoint", "verify", *run]) == 5
+    assert "the file 'meta.json' has 2 bytes" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", *run, "--step", "1"]) == 0
+    assert main(["checkpoint", "export", *run, "--step", "2"]) == 5
+    assert "is damaged" in capsys.readouterr().err

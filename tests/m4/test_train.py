@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from gshard import moe
 from m4 import checkpoint, train
@@ -84,11 +84,22 @@ def test_two_devices_compute_what_one_does(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Most of the time here would go into optimising programs that run for milliseconds."""
+def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Most of the time here would go into optimising programs that run for milliseconds, and into doing it again."""
     jax.config.update("jax_disable_most_optimizations", True)
+    changed = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+    }
+    before = {name: getattr(jax.config, name) for name in changed}
+    for name, value in changed.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -126,14 +137,20 @@ def test_another_model_is_refused_by_the_name_of_the_setting(tmp_path: Path) -> 
         run_of(tmp_path, OPTIONS, dataclasses.replace(MODEL, experts=8), resume=True)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    options = TrainConfig(steps=200, save_every=2, learning_rate=1e30, peak_step=1, warmup_steps=0)
-    with pytest.raises(TrainError, match=r"is (nan|inf) at step \d") as error:
+def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path: Path) -> None:
+    """They change nothing but the count; one too many ends the run, with its batch on the disk."""
+    options = TrainConfig(steps=200, save_every=2, learning_rate=1e30, peak_step=1, warmup_steps=0, skip_limit=2)
+    with pytest.raises(train.NotFiniteError, match=r"is (nan|inf) at step \d+\. That makes 3 steps") as error:
         run_of(tmp_path, options)
-    step = int(str(error.value).split("at step ")[1].split(".")[0])
-    records = Run(tmp_path).metrics.read_text().splitlines()
-    assert len(records) == step, "every step before it is in the log"
-    assert all(math.isfinite(json.loads(line)["loss"]) for line in records)
+    last = int(str(error.value).split("at step ")[1].split(".")[0])
+    records = [json.loads(line) for line in Run(tmp_path).metrics.read_text().splitlines()]
+    assert [record["skipped"] for record in records[-3:]] == [0, 1, 2]
+    assert records[-1]["loss"] is None
+    assert [int(p.stem) for p in sorted(Run(tmp_path).skipped.iterdir())] == [last - 2, last - 1, last]
+    with np.load(Run(tmp_path).skipped / f"{last:08d}.npz", allow_pickle=False) as kept:
+        assert np.array_equal(kept["target"], batch(last)["target"])
+    _, state, _, _ = checkpoint.restore_newest_sound(Run(tmp_path).checkpoints)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     assert "learning_rate" in str(error.value)
 
 

@@ -1,0 +1,121 @@
+"""A run that is killed, again and again, and resumed computes the same bits as one that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from m4 import checkpoint
+from m4.config import Run
+
+SMALL_RUN = Path(__file__).with_name("small_run.py")
+STEPS = 16
+
+
+def start(folder: Path, steps: int = STEPS, devices: int = 1, *changes: str) -> subprocess.Popen[str]:
+    flags = os.environ["XLA_FLAGS"].split()
+    flags = [word for word in flags if "device_count" not in word]
+    environment = os.environ | {
+        "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"]),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    command = [sys.executable, str(SMALL_RUN), str(folder), str(steps), *changes]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, bufsize=1)
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> list[int]:
+    """The steps that it told of."""
+    with process:
+        assert process.stdout is not None
+        told = process.stdout.read().split()
+    assert process.returncode == code
+    return [int(word) for word in told if word != "begun"]
+
+
+def wait_for(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    for found in process.stdout:
+        if found.strip() == line:
+            return
+    raise AssertionError(f"it ended without saying {line!r}")
+
+
+def losses(folder: Path) -> list[str]:
+    return [float(json.loads(line)["loss"]).hex() for line in Run(folder).metrics.read_text().splitlines()]
+
+
+def parameters(folder: Path) -> list[bytes]:
+    _, state, _ = checkpoint.restore(Run(folder).checkpoints)
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    assert finish(start(folder)) == list(range(1, STEPS + 1))
+    return folder
+
+
+@pytest.mark.parametrize("kills, devices", [(2, 1), pytest.param(20, 4, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(kills: int, devices: int, whole: Path, rng: np.random.Generator) -> None:
+    """Also while a checkpoint is written: every second step begins one."""
+    folder = whole.with_name(f"killed-{kills}")
+    if devices > 1:
+        whole = whole.with_name(f"whole-{devices}")
+        finish(start(whole, devices=devices))
+    done = 0
+    for _ in range(kills):
+        with start(folder, devices=devices) as process:
+            assert process.stdout is not None
+            if done < STEPS - 8:  # let it get somewhere
+                for line in process.stdout:
+                    if line.strip().isdecimal() and int(line) >= done + int(rng.integers(1, 4)):
+                        break
+            else:
+                wait_for(process, "begun")
+            time.sleep(float(rng.uniform(0.0, 0.08)))
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        found = checkpoint.steps(Run(folder).checkpoints)
+        for step in found:
+            checkpoint.verify(Run(folder).checkpoints / f"{step:08d}")
+        assert max(found, default=0) >= done
+        done = max(found, default=0)
+    finish(start(folder, devices=devices))
+    assert losses(folder) == losses(whole)
+    assert parameters(folder) == parameters(whole)
+
+
+def test_sigterm_finishes_the_step_and_saves(whole: Path) -> None:
+    folder = whole.with_name("terminated")
+    process = start(folder)
+    wait_for(process, "3")
+    process.send_signal(signal.SIGTERM)
+    finish(process, 143)
+    (stopped,) = checkpoint.steps(Run(folder).checkpoints)[-1:]
+    assert stopped < STEPS
+    assert len(losses(folder)) == stopped
+    assert finish(start(folder))[0] == stopped + 1
+    assert losses(folder) == losses(whole)
+    assert parameters(folder) == parameters(whole)
+
+
+def test_two_runs_in_one_folder(whole: Path) -> None:
+    folder = whole.with_name("shared")
+    first = start(folder, 10_000)
+    wait_for(first, "1")
+    told = start(folder).communicate()[0]
+    first.kill()
+    first.communicate()
+    assert "another process trains in this folder" in told
+    assert f"process {first.pid} on " in told

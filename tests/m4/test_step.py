@@ -1,0 +1,157 @@
+"""The step: micro-batches add up to the batch, half precision stays out of the router, plans need no devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+import gshard
+from gshard import moe
+from m4 import checkpoint
+from m4.config import PRESETS, ModelChoice, TrainConfig
+from m4.demo import describe_model, plan_summary
+from m4.errors import TrainError
+from m4.metrics import MetricsLog
+from m4.step import compile_step, initial_state, make_evaluation, make_step
+
+V = 14
+DENSE = moe.TransformerConfig(
+    V, V, model_dim=16, hidden_dim=32, heads=2, head_dim=8, encoder_layers=2, decoder_layers=2, dropout=0.0
+)
+SPARSE = dataclasses.replace(DENSE, experts=8, group_size=None, dropout=0.1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Most of the time here would go into optimising programs that run for milliseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def batch(rng: np.random.Generator, rows: int = 16, length: int = 8) -> dict[str, np.ndarray]:
+    ids = np.where(np.arange(length) < rng.integers(1, length, (rows, 1)), rng.integers(3, V, (rows, length)), 0)
+    ids[np.arange(rows), (ids != 0).sum(1)] = 1
+    return {"source": ids.astype(np.int32), "target": ids[:, ::-1].astype(np.int32)}
+
+
+def test_micro_batches_add_up_to_the_batch(rng: np.random.Generator) -> None:
+    """Sentences are of all lengths, so the mean of the micro-batches' means would be another number."""
+    state, given = initial_state(DENSE, 0), batch(rng)
+    whole, want = jax.jit(make_step(DENSE, TrainConfig()))(state, given)
+    parts, got = jax.jit(make_step(DENSE, TrainConfig(accumulate=4)))(state, given)
+    for name in ("loss", "cross_entropy", "gradient_norm", "tokens"):
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5)
+
+
+def test_devices_combine_what_micro_batches_add_to_once(rng: np.random.Generator) -> None:
+    model = dataclasses.replace(SPARSE, partitions=4)
+    state = jax.eval_shape(lambda: initial_state(model, 0))
+    mesh = gshard.Mesh.abstract(devices=4)
+    found = gshard.explain(make_step(model, TrainConfig(accumulate=4)), state, batch(rng, 32), mesh=mesh)
+    sums = [row for row in found.collectives if row.kind == "all_reduce"]
+    embeddings = [row for row in sums if f"[{V},16]" in row.shape]
+    assert [row.times for row in embeddings] == [1, 1], "source and target"
+    assert {row.kind for row in found.collectives} == {"all_reduce", "all_to_all"}
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_counts(rng: np.random.Generator) -> None:
+    state, given = initial_state(DENSE, 0), batch(rng)
+    state["params"]["decoder"]["norm"] = state["params"]["decoder"]["norm"].at[3].set(jnp.inf)
+    after, metrics = jax.jit(make_step(DENSE, TrainConfig()))(state, given)
+    assert not np.isfinite(metrics["loss"])
+    assert (int(after["step"]), int(after["skipped"]), float(metrics["skipped"])) == (1, 1, 1.0)
+    for name in ("params", "moments"):
+        same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), after[name], state[name])
+        assert all(jax.tree.leaves(same))
+
+
+def test_activations_may_be_bfloat16_and_the_router_is_not(rng: np.random.Generator) -> None:
+    model = dataclasses.replace(SPARSE, dtype="bfloat16", dropout=0.0)
+    state, given = initial_state(model, 0), batch(rng)
+    assert {str(x.dtype) for x in jax.tree.leaves((state["params"], state["moments"]))} == {"float32"}
+    program = jax.make_jaxpr(make_step(model, TrainConfig()))(state, given)
+    products = [line.split("=")[0] for line in str(program).splitlines() if "dot_general" in line]
+    gates = [line for line in products if ",128,8]" in line]  # logits_GSE: 128 tokens, 8 experts
+    assert gates
+    assert all(":f32[" in line for line in gates)
+    assert any(":bf16[" in line for line in products), "the rest is bfloat16"
+    half, _ = jax.jit(make_evaluation(model))(state["params"], given)
+    full, _ = jax.jit(make_evaluation(dataclasses.replace(model, dtype="float32")))(state["params"], given)
+    np.testing.assert_allclose(half, full, rtol=0.02)
+
+
+def test_what_eight_devices_saved_computes_the_same_on_fewer(tmp_path: Path, rng: np.random.Generator) -> None:
+    on_8 = dataclasses.replace(SPARSE, partitions=8, group_size=16)
+    given = batch(rng)
+    step = compile_step(make_step(on_8, TrainConfig()), 8)
+    state, _ = step(initial_state(on_8, 0), given)
+    checkpoint.save(tmp_path, 1, state, {})
+    like = jax.eval_shape(lambda: initial_state(on_8, 0))
+    values = {}
+    for devices in (8, 4, 1):
+        model = dataclasses.replace(on_8, partitions=devices)
+        evaluate = compile_step(make_evaluation(model), devices, donate=False)
+        wanted = like["params"]
+        if devices > 1:
+            leaves, tree = jax.tree.flatten(like["params"])
+            lies = evaluate.lower(like["params"], given).argument_shardings
+            wanted = jax.tree.unflatten(
+                tree, [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, lies, strict=False)]
+            )
+        _, found, _ = checkpoint.restore(tmp_path, like={**like, "params": wanted})
+        same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), found, state)
+        assert all(jax.tree.leaves(same))
+        if devices > 1:
+            experts = found["params"]["encoder"]["blocks"]["sparse"]["experts"]["wi"]
+            assert experts.addressable_shards[0].data.shape[1] == 8 // devices, "each device read its own experts"
+        values[devices] = float(evaluate(found["params"], given)[0])
+    np.testing.assert_allclose([values[4], values[1]], values[8], rtol=1e-6)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_makes_a_model(preset: str) -> None:
+    model = ModelChoice(preset).transformer(64_000, 32_000, partitions=8)  # type: ignore[arg-type]
+    weights = moe.parameter_count(moe.param_specs(model))
+    assert f"{weights / 1e6:.1f} million weights" in describe_model(model)
+    if preset == "paper-moe-2048e-36l":
+        assert weights == moe.parameter_count(moe.param_specs(moe.TABLE_1["MoE(2048E, 36L)"]))
+
+
+def test_a_plan_needs_no_devices(rng: np.random.Generator) -> None:
+    model = ModelChoice("paper-moe-512e-12l").transformer(900, 800, partitions=512)
+    told = plan_summary(model, TrainConfig(), batch(rng, 512, 256))
+    assert "on 512 devices" in told
+    assert "['experts']['wi']" in told
+    assert "512@devices" in told
+
+
+def test_metrics_go_to_tensorboard_and_begin_where_the_run_does(tmp_path: Path) -> None:
+    for first in (0, 2):
+        with MetricsLog(tmp_path / "metrics.jsonl", first, tmp_path / "events") as log:
+            for step in range(first, first + 3):
+                log.write(step, {"loss": 5.0 - step, "nothing": float("nan")})
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 5
+    assert '{"step": 4, "loss": 1.0, "nothing": null}' in (tmp_path / "metrics.jsonl").read_text()
+    found: dict[int, float] = {}
+    for path in (tmp_path / "events").iterdir():
+        content = path.read_bytes()
+        while content:  # length, its checksum, an event, its checksum
+            (size,) = struct.unpack("<Q", content[:8])
+            event = Event.FromString(content[12 : 12 + size])
+            found.update((event.step, value.simple_value) for value in event.summary.value if value.tag == "loss")
+            content = content[16 + size :]
+    assert found == {step: 5.0 - step for step in range(5)}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainError, match="cannot be written"):
+        MetricsLog(tmp_path / "file" / "metrics.jsonl", 0)

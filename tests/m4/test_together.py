@@ -1,0 +1,249 @@
+"""Two processes that train one model over sockets; and what the one hears when the other dies, raises or is stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from m4 import checkpoint
+from m4.config import Run
+from m4.watchdog import LOST, STUCK, Hub, Watch
+
+SMALL_RUN = Path(__file__).with_name("small_run.py")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start(folder: Path, steps: int, count: int, changes: dict[int, list[str]] | None = None) -> list[subprocess.Popen]:
+    """A run of two devices in `count` processes."""
+    flags = [word for word in os.environ["XLA_FLAGS"].split() if "device_count" not in word]
+    environment = os.environ | {
+        "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={2 // count}"]),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    together = [f"coordinator=127.0.0.1:{free_port()}", f"processes={count}", "init_timeout=120"]
+    return [
+        subprocess.Popen(
+            [sys.executable, str(SMALL_RUN), str(folder), str(steps), *(together if count > 1 else []),
+             *([f"process_index={rank}"] if count > 1 else []), *(changes or {}).get(rank, [])],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+
+
+def wait_for(process: subprocess.Popen, line: str) -> None:
+    assert process.stdout is not None
+    for found in process.stdout:
+        if found.strip() == line:
+            return
+    raise AssertionError(f"it ended without saying {line!r}:\n{process.stderr and process.stderr.read()}")
+
+
+def wait_for_checkpoint(folder: Path, pair: list[subprocess.Popen]) -> int:
+    """The next step that is saved."""
+    before = max(checkpoint.steps(Run(folder).checkpoints), default=0)
+    while all(process.poll() is None for process in pair):
+        if (found := max(checkpoint.steps(Run(folder).checkpoints), default=0)) > before:
+            return found
+        time.sleep(0.05)
+    raise AssertionError([end(process) for process in pair])
+
+
+def end(process: subprocess.Popen) -> tuple[int, str]:
+    """Exit code and what it said on standard error."""
+    with process:
+        _, told = process.communicate(timeout=200)
+    return process.returncode, told
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in Run(folder).metrics.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_two_processes_compute_what_one_does_and_resume_after_a_death(tmp_path: Path) -> None:
+    """SIGKILL of either; SIGTERM of either stops both at the same step; then one process goes on with the same bits."""
+    (one,) = start(tmp_path / "one", 12, 1)
+    assert end(one)[0] == 0
+
+    folder = tmp_path / "two"
+    for victim in (1, 0):
+        pair = start(folder, 1000, 2)
+        saved = wait_for_checkpoint(folder, pair)
+        killed = time.monotonic()
+        pair[victim].kill()
+        code, told = end(pair[1 - victim])
+        assert time.monotonic() - killed < 2.0
+        assert code == LOST, told
+        assert f"process {victim} is gone" in told
+        named = re.search(r"go on from step (\d+)", told)
+        assert named is not None
+        assert int(named[1]) >= saved
+        end(pair[victim])
+    for victim in (0, 1):
+        pair = start(folder, 1000, 2)
+        wait_for_checkpoint(folder, pair)
+        pair[victim].send_signal(signal.SIGTERM)
+        assert [end(process)[0] for process in pair] == [143, 143]
+    saved = checkpoint.steps(Run(folder).checkpoints)[-1]
+    checkpoint.verify(Run(folder).checkpoints / f"{saved:08d}")
+    common = min(12, saved)
+    np.testing.assert_allclose(losses(folder)[:common], losses(tmp_path / "one")[:common], rtol=1e-5)
+
+    (alone,) = start(folder, saved + 2, 1)
+    assert end(alone)[0] == 0
+    assert len(losses(folder)) == saved + 2
+
+
+@pytest.mark.slow
+def test_an_exception_and_a_hang_are_told(tmp_path: Path) -> None:
+    pair = start(tmp_path / "raising", 1000, 2, {1: ["raise_at=5"]})
+    wait_for(pair[1], "the corpus is on fire")
+    raised = time.monotonic()
+    code, told = end(pair[0])
+    assert time.monotonic() - raised < 2.0
+    assert code == LOST
+    assert "process 1 is gone: ValueError: the corpus is on fire" in told
+    assert end(pair[1])[0] == 2
+
+    pair = start(tmp_path / "hanging", 1000, 2, {0: ["hang_timeout=6"], 1: ["hang_at=5"]})
+    wait_for(pair[1], "hanging")
+    stuck = time.monotonic()
+    codes, tolds = zip(*map(end, pair), strict=True)
+    assert time.monotonic() - stuck < 12.0
+    assert codes == (STUCK, STUCK)
+    assert "process 1 is in 'batch' of step 5, and the others have waited for it for 1." in tolds[0]
+    assert "process 1 is stuck" in tolds[0]
+    assert "failing_batch" in tolds[1], "its stacks are shown"
+
+    pair = start(tmp_path / "stopped", 1000, 2, {0: ["hang_timeout=6"]})
+    wait_for(pair[0], "3")
+    pair[1].send_signal(signal.SIGSTOP)
+    code, told = end(pair[0])
+    pair[1].kill()
+    end(pair[1])
+    assert code == STUCK
+    assert "process 1 has said nothing for 1." in told
+
+
+def test_those_who_do_not_come_and_ports_that_are_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        command = [sys.executable, str(SMALL_RUN), str(tmp_path / "r"), "3", f"coordinator=127.0.0.1:{port}"]
+        taken = subprocess.run([*command, "processes=2"], capture_output=True, text=True, timeout=100)
+    assert taken.returncode != 0
+    assert "the coordinator cannot listen: Address already in use" in taken.stdout + taken.stderr
+
+
+class Ends:
+    """Notes when and with which code a process would have ended."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self.event = threading.Event()
+
+    def __call__(self, code: int) -> None:
+        self.codes.append(code)
+        self.event.set()
+
+
+LIMITS = {"": 4.0, "checkpoint": 60.0}
+
+
+def three(limits: dict[str, float] = LIMITS) -> tuple[Hub, list[Watch], list[Ends]]:
+    hub = Hub("127.0.0.1", 3, limits)
+    ends = [Ends() for _ in range(3)]
+    watches = [Watch(("127.0.0.1", hub.port), hub.token, rank, str, ends[rank]) for rank in range(3)]
+    for watch in watches:
+        watch.at(0, "step")
+    return hub, watches, ends
+
+
+@pytest.mark.parametrize(
+    "harm, code, reason",
+    [
+        (lambda watch: watch.failed("ValueError: so it goes"), LOST, "process 2 is gone: ValueError: so it goes"),
+        (lambda watch: watch._line.shutdown(socket.SHUT_RDWR), LOST, "process 2 is gone: its connection ended"),
+    ],
+)
+def test_a_death_is_told_within_two_seconds(
+    harm: Callable[[Watch], None], code: int, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub, watches, ends = three()
+    time.sleep(0.5)
+    began = time.monotonic()
+    harm(watches[2])
+    for rank in (0, 1):
+        assert ends[rank].event.wait(2.0)
+        assert ends[rank].codes == [code]
+    assert time.monotonic() - began < 2.0
+    assert capfd.readouterr().err.count(reason) >= 2
+    hub.close()
+
+
+def test_who_keeps_the_others_waiting_is_named_at_once_and_ended_later(capfd: pytest.CaptureFixture[str]) -> None:
+    hub, watches, ends = three()
+    for step in range(1, 4):
+        for watch in watches[: 2 if step == 3 else 3]:
+            watch.at(step, "step")
+        time.sleep(0.3)
+    time.sleep(2.2)
+    told = capfd.readouterr().err
+    assert told.count("process 2 is in 'step' of step 2, and the others have waited for it for") == 2
+    assert not any(end.codes for end in ends)
+    for end in ends:
+        assert end.event.wait(4.0)
+        assert end.codes == [STUCK]
+    assert "process 2 is stuck: it has been in 'step' of step 2 for" in capfd.readouterr().err
+    hub.close()
+
+
+def test_who_comes_back_in_time_or_may_take_long_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    hub, watches, ends = three({"": 3.0, "checkpoint": 60.0})
+    watches[1].at(1, "checkpoint")
+    for watch in watches[::2]:
+        watch.at(1, "checkpoint")
+        watch.at(2, "step")
+    time.sleep(2.2)
+    assert "process 1 is in 'checkpoint' of step 1" in capfd.readouterr().err
+    time.sleep(1.5)
+    watches[1].at(2, "step")
+    for watch in watches:
+        watch.bye()
+    time.sleep(1.0)
+    assert not any(end.codes for end in ends)
+    assert "process" not in capfd.readouterr().err
+    hub.close()
+
+
+def test_strangers_are_not_listened_to() -> None:
+    hub, end = Hub("127.0.0.1", 2, LIMITS), Ends()
+    watches = [Watch(("127.0.0.1", hub.port), hub.token, 0, str, end)]
+    for greeting in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 0, "token": "wrong"}\n', b"[" * 100_000, b"\xff\xfe\n"):
+        with socket.create_connection(("127.0.0.1", hub.port)) as line, contextlib.suppress(ConnectionError):
+            line.settimeout(5)
+            line.sendall(greeting)
+            assert line.recv(1) == b""
+    watches.append(Watch(("127.0.0.1", hub.port), hub.token, 1, str, end))
+    time.sleep(0.5)
+    assert not end.codes
+    for watch in watches:
+        watch.bye()
+    hub.close()
