@@ -54,14 +54,14 @@ def _collectives(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iterator[t
             group = math.prod(sizes[a] for a in axes)
             for var in eqn.invars:
                 each = math.prod(var.aval.shape) * itemsize(var.aval.dtype)
-                yield KINDS[name], times * _sent(KINDS[name], each, group)
+                yield KINDS[name], times * sent_bytes(KINDS[name], each, group)
         for value in params.values():
             for body in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(body, (Jaxpr, ClosedJaxpr)):
                     yield from _collectives(body, sizes, times * params["length"] if name == "scan" else times)
 
 
-def _sent(kind: str, operand: int, group: int) -> int:
+def sent_bytes(kind: str, operand: int, group: int) -> int:
     """Bytes that each device of a group sends, by the best known algorithms."""
     if kind == "all_reduce":
         return 2 * operand * (group - 1) // group

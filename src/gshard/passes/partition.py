@@ -20,6 +20,7 @@ from gshard.comm.reshard import plan_reshard
 from gshard.comm.shards import Shards, identity, mask
 from gshard.comm.steps import SILENT, run, spoken
 from gshard.core.errors import GShardError, RuleError
+from gshard.core.jax_adapter import as_if_at
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
 from gshard.core.rule import REDUCE
@@ -113,7 +114,7 @@ class _Emitter:
                 v: {self.sharding(v): x} for v, x in zip(block.inputs, arrays, strict=True)
             }
             for equation in block.equations:
-                with jax.named_scope(equation.name):
+                with as_if_at(equation.source_info), jax.named_scope(equation.name):
                     self._equation(equation, env)
             return [self._read(env, v, self.sharding(v), "", "result") for v in block.outputs]
 
