@@ -65,7 +65,7 @@ def vocabulary(x: Any, w: Any, y: Any) -> Any:
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1))
 
 
-def experts(grad: bool, **changes: Any) -> Model:
+def experts(**changes: Any) -> Model:
     config = moe.TransformerConfig(
         source_vocabulary=512, target_vocabulary=512, model_dim=64, hidden_dim=256, heads=4, head_dim=16,
         encoder_layers=4, decoder_layers=4, experts=8, group_size=128, partitions=8, **changes,
@@ -76,7 +76,7 @@ def experts(grad: bool, **changes: Any) -> Model:
     def loss(params: Any, batch: Any) -> Any:
         return moe.loss(config, params, batch, key=jax.random.key(0))[0]
 
-    return jax.grad(loss) if grad else loss, (params, batch), LINE, ()
+    return jax.grad(loss), (params, batch), LINE, ()
 
 
 _MLP = [(f32(256, 1024), f32(1024, 256))] * 4
@@ -102,15 +102,13 @@ def model(name: str) -> Model:
     if name in MODELS:
         return MODELS[name]
     match name:
-        case "experts":
-            return experts(False)
         case "experts gradient":
-            return experts(True)
+            return experts()
         case "experts recomputed":
-            return experts(True, remat=True)
+            return experts(remat=True)
         case "experts einsum":
-            return experts(True, dispatch="einsum")
+            return experts(dispatch="einsum")
     raise KeyError(name)
 
 
-WITH_EXPERTS = ("experts", "experts gradient", "experts recomputed", "experts einsum")
+WITH_EXPERTS = ("experts gradient", "experts recomputed", "experts einsum")

@@ -21,7 +21,7 @@ from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.analysis.network import permutation_seconds, seconds
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import Value, short_dtype
+from gshard.core.program import Equation, Value, short_dtype
 from gshard.core.spmd import SpmdProgram
 
 
@@ -41,6 +41,7 @@ class KernelCost:
         axes: the atoms a collective runs over.
         seconds: of one run.
         bound: what that is spent on: ``compute``, ``memory`` or ``network``.
+        equation: the last of its equations, as emitted.
     """
 
     name: str
@@ -54,6 +55,7 @@ class KernelCost:
     axes: Atoms
     seconds: float
     bound: str
+    equation: Equation
 
     @property
     def total_seconds(self) -> float:
@@ -161,7 +163,7 @@ def _cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> KernelCos
     result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
     if kernel.kind == COLLECTIVE:
         name, atoms, sent, taken = _collective(kernel, mesh, machine)
-        return KernelCost(name, COLLECTIVE, e.line, result, times, 0, kernel.moved, sent, atoms, taken, "network")
+        return KernelCost(name, COLLECTIVE, e.line, result, times, 0, kernel.moved, sent, atoms, taken, "network", e)
     products = flops(e) if kernel.kind == PRODUCT else 0
     dtype = short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
     needs = {
@@ -171,7 +173,7 @@ def _cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> KernelCos
     bound = max(needs, key=lambda what: needs[what])
     return KernelCost(
         e.name, kernel.kind, e.line, result, times, products + kernel.vector_flops, kernel.moved, 0, (),
-        needs[bound] + machine.launch, bound,
+        needs[bound] + machine.launch, bound, e,
     )  # fmt: skip
 
 

@@ -115,40 +115,64 @@ def _kind_of_rule(rule: Rule) -> str:
 def kernels_of(block: Block) -> Kernels:
     """Groups a block's equations."""
     kinds = {e: kind_of(e) for e in block.equations}
-    maker: dict[Value, Equation] = {v: e for e in block.equations for v in e.outputs}
-    readers: dict[Value, list[Equation]] = {}
-    for e in block.equations:
-        for v in dict.fromkeys(x for x in e.inputs if isinstance(x, Value)):
-            readers.setdefault(v, []).append(e)
-    results = {v for v in block.outputs if isinstance(v, Value)}
-
+    maker = {v: e for e in block.equations for v in e.outputs}
     home: dict[Value, Value] = {}
     for e in block.equations:
         if kinds[e] == PASSING or (kinds[e] == FUSED and _is_view(e)):
-            for v, x in zip(e.outputs, e.inputs, strict=False):
-                if isinstance(x, Value):
-                    home[v] = home.get(x, x)
+            home.update({v: home.get(x, x) for v, x in zip(e.outputs, e.inputs) if isinstance(x, Value)})
+    roots = _roots(block, kinds, home)
 
-    @functools.cache
     def is_buffer(v: Value) -> bool:
-        """Whether a value reaches memory."""
-        if v not in maker:
-            return True
-        if kinds[maker[v]] != FUSED:
-            return True
-        return v in results or _is_needed_whole(v, readers.get(v, []), kinds)
+        return v not in maker or maker[v] in roots
 
     made: list[Kernel] = []
     for e in block.equations:
-        if kinds[e] == PASSING or (kinds[e] == FUSED and (e.outputs[0] in home or not is_buffer(e.outputs[0]))):
-            continue
-        fused: dict[Equation, None] = {}
-        reads: dict[Value, None] = {}
-        _collect(e, maker, is_buffer, home, fused, reads)
-        bodies = tuple(map(kernels_of, e.blocks))
-        ordered = tuple(reversed(fused))
-        made.append(Kernel(e, kinds[e], ordered, tuple(reads), e.outputs, bodies))
+        if e in roots:
+            fused: dict[Equation, None] = {}
+            reads: dict[Value, None] = {}
+            _collect(e, maker, is_buffer, home, fused, reads)
+            bodies = tuple(map(kernels_of, e.blocks))
+            made.append(Kernel(e, kinds[e], tuple(reversed(fused)), tuple(reads), e.outputs, bodies))
     return Kernels(block, tuple(made), home)
+
+
+def _roots(block: Block, kinds: Mapping[Equation, str], home: Mapping[Value, Value]) -> set[Equation]:
+    """The equations whose results reach memory.
+
+    An elementwise one becomes part of the kernel that reads it if that is one kernel and reads it in any order. What is
+    made from nothing (counters, constants) is made again wherever it is read.
+    """
+    from_nothing: set[Value] = set()
+    for e in block.equations:
+        if kinds[e] == FUSED and all(map(_is_small, e.inputs)):
+            from_nothing.update(e.outputs)
+    roots: set[Equation] = set()
+    uses: dict[Value, set[Equation]] = {}
+    whole = {v for v in block.outputs if isinstance(v, Value)}
+    for e in reversed(block.equations):
+        operands = [x for x in e.inputs if isinstance(x, Value)]
+        if e.outputs and all(v in home for v in e.outputs):
+            for v, x in zip(e.outputs, e.inputs):
+                if isinstance(x, Value):
+                    uses.setdefault(x, set()).update(uses.get(v, ()))
+                    whole.update({x} if v in whole else ())
+            continue
+        if kinds[e] == FUSED:
+            readers = {root for v in e.outputs for root in uses.get(v, ())}
+            if not whole & set(e.outputs) and (len(readers) <= 1 or from_nothing >= set(e.outputs)):
+                for x in operands:
+                    uses.setdefault(x, set()).update(readers)
+                continue
+        roots.add(e)
+        for x in operands:
+            uses.setdefault(x, set()).add(e)
+        if kinds[e] not in (FUSED, REDUCTION):
+            whole.update(operands)
+    return roots
+
+
+def _is_small(x: Value | Constant) -> bool:
+    return isinstance(x, Constant) or math.prod(x.shape) == 1
 
 
 def _is_view(e: Equation) -> bool:
@@ -158,13 +182,6 @@ def _is_view(e: Equation) -> bool:
     before = [f for dim in e.rule.operands[0] for f in dim if e.rule.factors[f].size > 1]
     after = [f for dim in e.rule.results[0] for f in dim if e.rule.factors[f].size > 1]
     return before == after and e.inputs[0].shape != e.outputs[0].shape and e.inputs[0].dtype == e.outputs[0].dtype
-
-
-def _is_needed_whole(v: Value, readers: list[Equation], kinds: dict[Equation, str]) -> bool:
-    """Whether somebody reads a value in another order than it is made, or several do and it is not cheap to remake."""
-    if any(kinds[e] not in (FUSED, REDUCTION) for e in readers):
-        return True
-    return len(readers) > 1
 
 
 def _collect(

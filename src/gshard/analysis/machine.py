@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.core.errors import GShardError
+from gshard.core.mesh import Mesh
 
 RING, LINE, SWITCH = "ring", "line", "switch"
 
@@ -120,7 +121,7 @@ class Machine:
             )
         kind = _KINDS[match[1]]
         shape = tuple(int(n) for n in match[2].split("x")) if match[2] else _shape_for(kind, text, devices)
-        return _fitted(_build(text, kind, shape), devices)
+        return _fitted(_build(f"{match[1]}:{'x'.join(map(str, shape))}", kind, shape), devices)
 
     def dump(self, path: Path) -> None:
         """Writes the machine as JSON, to be read by ``Machine.of``."""
@@ -185,6 +186,16 @@ _KINDS = {
         launch=1e-6,
     ),
 }  # fmt: skip
+
+
+# What JAX calls the devices of a kind; the first that fits.
+_CALLED = {"v5 lite": "v5e", "v6 lite": "v6e", "v5": "v5p", "v4": "v4", "v3": "v3", "h100": "h100", "h200": "h200"}
+
+
+def kind_of_devices(mesh: Mesh) -> str:
+    """The name of the kind of machine that a mesh's devices are; ``cpu`` for those that are not known."""
+    called = "" if mesh.devices is None else str(mesh.devices[0].device_kind).lower()
+    return next((name for part, name in _CALLED.items() if part in called), "cpu")
 
 
 def _shape_for(kind: _Kind, text: str, devices: int | None) -> tuple[int, ...]:

@@ -42,6 +42,12 @@ def user_line(source_info: Any = None) -> str:
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"
 
 
+def user_place(source_info: Any) -> tuple[str, int] | None:
+    """The user's file and line of an equation, None if JAX kept none."""
+    frame = None if source_info is None else _source_info_util.user_frame(source_info.traceback)
+    return None if frame is None else (frame.file_name, frame.start_line)
+
+
 @contextlib.contextmanager
 def as_if_at(source_info: Any) -> Iterator[None]:
     """What is traced inside gets the source line of another equation."""

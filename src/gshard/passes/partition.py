@@ -223,6 +223,9 @@ class _Emitter:
             if step.kind not in SILENT and x.size:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
                 kind, sent = spoken(step, shape, value.dtype, size, mesh)
-                self.collectives.append(Collective(kind, step.atoms, sent, self.trips, local, line, why))
+                of = value if isinstance(value, Value) else None
+                self.collectives.append(
+                    Collective(kind, step.atoms, sent, self.trips, local, line, why, of, step.before, step.after)
+                )
             x = run(step, x, shape, mesh)
         return x
