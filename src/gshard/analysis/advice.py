@@ -32,7 +32,9 @@ def advice(c: Collective, plan: Plan, makers: Mapping[Value, Equation]) -> str:
             "it would go, and every device would compute the whole sum."
         )
     here = _root(c.value, moved, plan)
-    held = f"It is split over {axes}" + (f": {here}. " if here else ". ")
+    at = [d for d, dim in enumerate(c.before.dims) if moved & set(dim)]
+    along = f" along dimension {at[0]}" if at else ""
+    held = f"It is split over {axes}{along}" + (f" ({here}). " if here else ". ")
     if moved & {a for dim in c.after.dims for a in dim}:
         to = next(d for d, dim in enumerate(c.after.dims) if moved & set(dim))
         return f"{held}What reads it wants dimension {to} split there. With one mark for both sides it would go."

@@ -62,8 +62,8 @@ def report_data(explanation: Explanation, plan: Plan, spmd: SpmdProgram, found: 
         "memory": _memory(found, places),
         "time": _time(found),
         "gathered": list(explanation.gathered),
-        "lines": _line_costs(found, places),
-        "files": places.files(),
+        "lines": (lines := _line_costs(found, places)),
+        "files": sorted(places.files(), key=lambda f: -_sent_in(f["name"], lines)),
         "groups": {",".join(a): _groups(mesh, a) for a in {c.atoms for c in spmd.collectives}},
     }
 
@@ -233,6 +233,11 @@ def _time(found: Cost) -> list[dict[str, Any]]:
         for what in ("flops", "moved", "sent"):
             row[what] += getattr(k, what) * k.times
     return sorted(rows.values(), key=lambda r: -(r["compute"] + r["memory"] + r["network"]))
+
+
+def _sent_in(file: str, lines: dict[str, list[float]]) -> float:
+    """Bytes that the lines of a file send."""
+    return sum(row[1] for at, row in lines.items() if at.rpartition(":")[0] == file)
 
 
 def _line_costs(found: Cost, places: _Places) -> dict[str, list[float]]:
