@@ -75,7 +75,7 @@ class Planned:
     replicated: int
     distributed: int
     collectives: dict[str, tuple[int, int]]
-    compiled: dict[str, float] = dataclasses.field(default_factory=dict)
+    compiled: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def activations(self) -> int:
@@ -116,7 +116,7 @@ class Planned:
         lines += [f"  {kind:<20} x{n:<5} {size / gib:8.3f} GiB" for kind, (n, size) in self.collectives.items()]
         if self.compiled:
             lines += ["", "compiled by libtpu"]
-            lines += [f"  {name:<32} {value:,.4g}" for name, value in self.compiled.items()]
+            lines += [f"  {name:<20} {value}" for name, value in self.compiled.items()]
         return "\n".join(lines)
 
 
@@ -249,14 +249,22 @@ def topology_mesh(machine: Machine) -> Mesh:
     return Mesh.of(jax.sharding.Mesh(np.array(devices, dtype=object), ("devices",)))
 
 
-def _compiled(lowered: Lowered, machine: Machine) -> dict[str, float]:
-    """What libtpu's compiler says of the program."""
-    made = lowered.executable.compiled
+def _compiled(lowered: Lowered, machine: Machine) -> dict[str, str]:
+    """What libtpu's compiler says of the program, which may be that it does not fit."""
+    try:
+        made = lowered.executable.compiled
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"does not fit": str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]}
     memory = made.memory_analysis()
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     cycles = estimated_cycles(made.as_text())
-    found = {"peak memory, GiB": (peak - memory.alias_size_in_bytes) / 2**30, "estimated cycles": cycles}
+    found = {
+        "peak memory": f"{(peak - memory.alias_size_in_bytes) / 2**30:.2f} GiB",
+        "estimated cycles": f"{cycles:,}",
+    }
     kind = machine.name.partition(":")[0]
     if kind in CYCLES_A_SECOND and cycles:
-        found["estimated step, ms"] = 1e3 * cycles / CYCLES_A_SECOND[kind]
+        found["estimated step"] = f"{1e3 * cycles / CYCLES_A_SECOND[kind]:.1f} ms"
     return found
