@@ -329,7 +329,7 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
             needed for a function from ``gshard.jit``.
 
     Returns:
-        the explanation; print it.
+        the explanation; print it, or write it as a page by ``.html(path)``.
 
     >>> import jax.numpy as jnp
     >>> from gshard.passes.annotate import split
@@ -344,7 +344,7 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
     else:
         jitted = jit(f, mesh=mesh)
     lowered = jitted.lower(*args, **kwargs)
-    return explain_program(lowered.plan, lowered.spmd)
+    return explain_program(lowered.plan, lowered.spmd, lowered.donated)
 
 
 @call_p.def_impl

@@ -1,21 +1,28 @@
 """Explain: what each large tensor got and why, and what the devices say to each other.
 
-    print(gshard.explain(loss, params, batch, mesh=8))
+print(gshard.explain(loss, params, batch, mesh=8))
 
-    tensors     the largest ones: sharding, bytes of one device's part, the reasons back to a mark
-    collectives kind, how often, bytes that each device sends, axes, the user's line, what needed it
-    gathered    operations without a rule, if there are any
+tensors     the largest ones: sharding, bytes of one device's part, the reasons back to a mark
+collectives kind, how often, bytes that each device sends, axes, the user's line, what needed it
+gathered    operations without a rule, if there are any
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
+from typing import Any
 
+from gshard.analysis.cost import Cost, cost
+from gshard.analysis.machine import Machine, kind_of_devices
+from gshard.analysis.report.data import report_data
+from gshard.analysis.report.page import page
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Value, itemsize
+from gshard.core.program import Block, Value, itemsize
 from gshard.core.spmd import Collective, SpmdProgram
+from gshard.rules.zones import parts_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +36,7 @@ class TensorRow:
         local_bytes: of one device's part.
         is_argument: whether the caller hands it in.
         why: for each dimension that is split, the reasons from here back to a mark.
+        note: what to know of a value that no mark can split: one device's part, or what becomes of parts.
     """
 
     name: str
@@ -37,6 +45,7 @@ class TensorRow:
     local_bytes: int
     is_argument: bool
     why: tuple[tuple[str, ...], ...]
+    note: str = ""
 
     @property
     def reason(self) -> str:
@@ -45,7 +54,7 @@ class TensorRow:
         for nearest, *further in self.why:
             root = further[-1].partition(": ")[2] if further else ""
             texts.append(nearest if not root or root in nearest else f"{nearest} <- {root}")
-        return "; ".join(texts) or "nothing asks to split it"
+        return "; ".join(texts) or self.note or "nothing asks to split it"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +92,8 @@ class Explanation:
         collectives: all collectives, most bytes first.
         gathered: operations without a rule: line, operation, operands, bytes gathered on every device.
         argument_bytes: bytes of all arguments, whole and on one device.
+        plan, spmd: what it was read from.
+        donated: arguments whose memory results may take.
     """
 
     name: str
@@ -92,6 +103,41 @@ class Explanation:
     collectives: tuple[CollectiveRow, ...]
     gathered: tuple[str, ...]
     argument_bytes: tuple[int, int]
+    plan: Plan = dataclasses.field(repr=False)
+    spmd: SpmdProgram = dataclasses.field(repr=False)
+    donated: frozenset[int] = frozenset()
+
+    def cost(self, machine: Machine | str | None = None) -> Cost:
+        """Time, FLOPs, bytes and memory of one call.
+
+        Args:
+            machine: what it would run on, or the text of one (``v3:32x32``); None takes the devices of the mesh, and
+                CPUs for an abstract one.
+
+        Raises:
+            MachineError: no such machine, or not as many devices as the mesh.
+        """
+        if not isinstance(machine, Machine):
+            machine = Machine.of(machine or kind_of_devices(self.mesh), self.mesh.size)
+        return cost(self.spmd, machine, self.donated)
+
+    def data(self, machine: Machine | str | None = None) -> dict[str, Any]:
+        """Everything the HTML report shows, as lists and dictionaries that JSON can hold."""
+        return report_data(self, self.plan, self.spmd, self.cost(machine))
+
+    def html(self, path: str | Path, machine: Machine | str | None = None) -> Path:
+        """Writes the report as one HTML file that needs no network.
+
+        Args:
+            path: where to.
+            machine: as for ``cost``.
+
+        Returns:
+            the path.
+        """
+        path = Path(path)
+        path.write_text(page(self.data(machine)), "utf-8")
+        return path
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -150,8 +196,13 @@ class Explanation:
         return self.format()
 
 
-def explain_program(plan: Plan, spmd: SpmdProgram) -> Explanation:
-    """Reads a plan and its per-device program."""
+def explain_program(plan: Plan, spmd: SpmdProgram, donated: frozenset[int] = frozenset()) -> Explanation:
+    """Reads a plan and its per-device program.
+
+    Args:
+        plan, spmd: what ``propagate`` and ``partition`` made.
+        donated: arguments (counted without captured arrays) whose memory results may take.
+    """
     program, mesh = plan.program, plan.mesh
     names: dict[Value, str] = dict(zip(program.block.inputs, program.names, strict=True))
     for e in program.block.walk():
@@ -163,6 +214,7 @@ def explain_program(plan: Plan, spmd: SpmdProgram) -> Explanation:
                 names.setdefault(v, f"%{v.index} in {e.name}")
 
     arguments = frozenset(program.block.inputs)
+    notes = _notes(program.block)
 
     def local_bytes(v: Value) -> int:
         return math.prod(plan.shardings[v].local_shape(mesh, v.shape)) * itemsize(v.dtype)
@@ -170,7 +222,7 @@ def explain_program(plan: Plan, spmd: SpmdProgram) -> Explanation:
     def row(v: Value) -> TensorRow:
         chains = [(d, plan.chain(v, d)) for d, atoms in enumerate(plan.shardings[v].dims) if atoms]
         why = tuple((_reason(plan, v, d), *chain[1:]) for d, chain in chains if chain)
-        return TensorRow(names[v], plan.format(v), v.bytes, local_bytes(v), v in arguments, why)
+        return TensorRow(names[v], plan.format(v), v.bytes, local_bytes(v), v in arguments, why, notes.get(v, ""))
 
     tensors = sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))
     return Explanation(
@@ -181,7 +233,24 @@ def explain_program(plan: Plan, spmd: SpmdProgram) -> Explanation:
         _rows(spmd.collectives, mesh),
         tuple(plan.gathered_text()),
         (sum(v.bytes for v in arguments), sum(map(local_bytes, arguments))),
+        plan,
+        spmd,
+        donated,
     )
+
+
+def _notes(block: Block) -> dict[Value, str]:
+    """What to know of values that are one device's part, or that an equation without a choice reads or makes."""
+    notes = {}
+    for e in block.walk():
+        if e.rule is not None and e.rule.fixed is not None:
+            at = f" at {e.line}" if e.line else ""
+            notes.update(
+                {v: f"{e.name}{at} says how it lies there" for v in (*e.inputs, *e.outputs) if isinstance(v, Value)}
+            )
+    for v, parts in parts_of(block).items():
+        notes[v] = f"one of {parts} parts: each device holds its own until manual_to_auto"
+    return notes
 
 
 def _reason(plan: Plan, value: Value, dim: int) -> str:

@@ -39,7 +39,7 @@ def collectives_of(jaxpr: Any, sizes: Mapping[str, int], times: int = 1) -> Iter
             group = math.prod(sizes[a] for a in axes)
             for var in eqn.invars:
                 each = math.prod(var.aval.shape) * itemsize(var.aval.dtype)
-                yield KINDS[name], axes, times * _sent(KINDS[name], each, group), var.aval
+                yield KINDS[name], axes, times * sent_bytes(KINDS[name], each, group), var.aval
         again = times * params["length"] if name == "scan" else times
         for value in params.values():
             for body in value if isinstance(value, (tuple, list)) else (value,):
@@ -47,7 +47,7 @@ def collectives_of(jaxpr: Any, sizes: Mapping[str, int], times: int = 1) -> Iter
                     yield from collectives_of(body, sizes, again)
 
 
-def _sent(kind: str, operand: int, group: int) -> int:
+def sent_bytes(kind: str, operand: int, group: int) -> int:
     """Bytes that each device of a group sends, by the best known algorithms."""
     if kind == "all_reduce":
         return 2 * operand * (group - 1) // group

@@ -6,9 +6,10 @@ something JAX offers no public door to (the user's source line).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +40,24 @@ def user_line(source_info: Any = None) -> str:
     if frame is None:
         return ""
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"
+
+
+def user_place(source_info: Any) -> tuple[str, int] | None:
+    """The user's file and line of an equation, None if JAX kept none."""
+    frame = None if source_info is None else _source_info_util.user_frame(source_info.traceback)
+    return None if frame is None else (frame.file_name, frame.start_line)
+
+
+@contextlib.contextmanager
+def as_if_at(source_info: Any) -> Iterator[None]:
+    """What is traced inside gets the source line of another equation."""
+    traceback_, names = getattr(source_info, "traceback", None), _source_info_util.current_name_stack()
+    context = _source_info_util.user_context(traceback_, name_stack=names)
+    context.__enter__()
+    try:
+        yield
+    finally:
+        context.__exit__(None, None, None)  # told of an error, it would rewrite where the error comes from
 
 
 def line_of_exception(error: BaseException) -> str | None:

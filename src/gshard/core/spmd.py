@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from gshard.core.mesh import Mesh
-from gshard.core.program import Program
+from gshard.core.program import Program, Value
 from gshard.core.sharding import Sharding
 
 
@@ -22,6 +22,8 @@ class Collective:
         shape: the local operand, as text.
         line: the user's source line.
         why: what needed it.
+        value: the array that is moved, None inside an equation's own way to run on shards.
+        before, after: how it lay and lies.
     """
 
     kind: str
@@ -31,6 +33,9 @@ class Collective:
     shape: str
     line: str
     why: str
+    value: Value | None = None
+    before: Sharding | None = None
+    after: Sharding | None = None
 
     @property
     def total_bytes(self) -> int:

@@ -20,6 +20,7 @@ from gshard.comm.reshard import plan_reshard
 from gshard.comm.shards import Shards
 from gshard.comm.steps import SILENT, run, spoken
 from gshard.core.errors import GShardError, RuleError
+from gshard.core.jax_adapter import as_if_at
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
 from gshard.core.sharding import Sharding
@@ -116,7 +117,7 @@ class _Emitter:
                 v: {self.sharding(v): x} for v, x in zip(block.inputs, arrays, strict=True)
             }
             for equation in block.equations:
-                with jax.named_scope(equation.name):
+                with as_if_at(equation.source_info), jax.named_scope(equation.name):
                     self._equation(equation, env)
             return [self._read(env, v, self.sharding(v), "", "result") for v in block.outputs]
 
@@ -213,7 +214,10 @@ class _Emitter:
         for step in plan_reshard(source, target, shape, size, mesh):
             if step.kind not in SILENT and x.size:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
+                of = value if isinstance(value, Value) else None
                 for kind, sent in spoken(step, shape, value.dtype, size, mesh):
-                    self.collectives.append(Collective(kind, step.atoms, sent, self.trips, local, line, why))
+                    self.collectives.append(
+                        Collective(kind, step.atoms, sent, self.trips, local, line, why, of, step.before, step.after)
+                    )
             x = run(step, x, shape, mesh)
         return x

@@ -112,6 +112,11 @@ def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, An
         ) from error
 
 
+def block_of(jaxpr: Any) -> Block:
+    """The equations of a jaxpr that is there already, such as that of a per-device program."""
+    return _Builder().block(without_dead_code(jaxpr))
+
+
 def _parameters(f: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the positional parameters, where Python knows them."""
     try:

@@ -38,6 +38,14 @@ def check_zones(block: Block) -> None:
             )
 
 
+def parts_of(block: Block) -> dict[Value, int]:
+    """The values that stand for one device's part, each with the number of parts."""
+    zones: dict[Value, Zone] = dict.fromkeys(block.inputs, 0)
+    if any(e.name in (_ENTER, _INSIDE) for e in block.walk()):
+        _run(block, zones)
+    return {v: zone for v, zone in zones.items() if zone}
+
+
 def _run(block: Block, zones: dict[Value, Zone]) -> list[Zone]:
     for e in block.equations:
         inputs = [zones[x] if isinstance(x, Value) else None for x in e.inputs]

@@ -1,0 +1,243 @@
+"""Claim: the paper's scaling follows from the paper's marks alone: memory and program constant, step time sublinear.
+
+Tables of what our planner says beside what the paper says in numbers. Times are those of the cost model on TPU v3, not
+measurements; where the paper gives a curve without numbers, the column is empty.
+
+    python benchmarks/paper.py [--plot FOLDER] [table1 figure2 figure7 figure8 figure9 table4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import gshard
+from gshard.analysis.network import seconds
+from gshard.moe.config import TABLE_1
+from gshard.moe.param import parameter_count
+from gshard.moe.transformer import param_specs
+from gshard.planning import Planned, configured, lower, plan
+
+# Table 1, billions of parameters; table 3, steps per second. Sections 5.2 and 5.3: ratios that the text names.
+PARAMETERS = {
+    "MoE(2048E, 36L)": 600, "MoE(2048E, 12L)": 200, "MoE(512E, 36L)": 150, "MoE(512E, 12L)": 50,
+    "MoE(128E, 36L)": 37, "MoE(128E, 12L)": 12.5, "MoE(2048E, 60L)": 1000, "T(96L)": 2.3,
+}  # fmt: skip
+STEPS_A_SECOND = {
+    "MoE(2048E, 36L)": 0.72, "MoE(2048E, 12L)": 2.15, "MoE(512E, 36L)": 1.05, "MoE(512E, 12L)": 3.28,
+    "MoE(128E, 36L)": 0.67, "MoE(128E, 12L)": 2.16,
+}  # fmt: skip
+SIZES = (128, 512, 2048)
+TOKENS = 2048  # of a device and side, the same for every size: what figures 7 and 8 compare
+Rows = list[tuple[Any, ...]]
+
+
+@functools.cache
+def planned(name: str) -> Planned:
+    return plan(name, "v3", remat=True, tokens_of_device=TOKENS)
+
+
+def table1() -> tuple[tuple[str, ...], Rows]:
+    rows: Rows = []
+    for name, config in TABLE_1.items():
+        ours = parameter_count(param_specs(config)) / 1e9
+        rows.append((name, config.experts, config.moe_layers * config.experts, f"{ours:.1f}", PARAMETERS[name]))
+    return ("model", "experts a layer", "experts", "ours, 1e9 weights", "paper, 1e9 weights"), rows
+
+
+def figure2() -> tuple[tuple[str, ...], Rows]:
+    """One program for all devices, so its size does not grow; one program for each device would be that many."""
+    rows: Rows = []
+    for devices in (8, 128, 512, 2048):
+        config, _ = configured("MoE(2048E, 12L)", f"v3:{max(devices // 64, 2)}x{min(devices // 4, 32)}", remat=True)
+        lowered, _ = lower(config, gshard.Mesh.abstract(devices=devices), tokens_of_device=TOKENS * 2048 // devices)
+        start = time.process_time()
+        spmd = lowered.spmd
+        taken = time.process_time() - start
+        equations = sum(1 for _ in _equations(spmd.jaxpr.jaxpr))
+        rows.append((devices, equations, equations * devices, f"{taken:.2f}"))
+    return ("devices", "equations", "with a program for each device", "CPU seconds to plan and partition"), rows
+
+
+def _equations(jaxpr: Any) -> Any:
+    for e in jaxpr.eqns:
+        yield e
+        for value in e.params.values():
+            for body in value if isinstance(value, tuple | list) else (value,):
+                body = getattr(body, "jaxpr", body)
+                if hasattr(body, "eqns"):
+                    yield from _equations(body)
+
+
+def figure7() -> tuple[tuple[str, ...], Rows]:
+    rows: Rows = []
+    for layers in (12, 36):
+        for experts in SIZES:
+            found = planned(f"MoE({experts}E, {layers}L)")
+            parts = (found.replicated, found.distributed, found.activations, found.cost.peak)
+            rows.append((found.name, *(f"{n / 2**30:.2f}" for n in parts)))
+    return ("model", "replicated weights, GiB", "distributed weights", "activations", "all"), rows
+
+
+def figure8() -> tuple[tuple[str, ...], Rows]:
+    found = [planned(f"MoE({experts}E, 12L)") for experts in SIZES]
+    classes = found[-1].seconds_by_class
+    rows: Rows = [(c, *(f"{1e3 * f.seconds_by_class.get(c, 0.0):.1f}" for f in found)) for c in classes]
+    rows.append(("a step", *(f"{1e3 * f.cost.seconds:.1f}" for f in found)))
+    rows.append(("... by that of 128E", *(f"{f.cost.seconds / found[0].cost.seconds:.2f}" for f in found)))
+    rows.append(("paper, layer by that of 128E", "1.00", "", "1.7"))
+    return ("class, modelled ms of a step", *(f"{n}E" for n in SIZES)), rows
+
+
+def figure9() -> tuple[tuple[str, ...], Rows]:
+    rows: Rows = []
+    for devices in (16, 32, 64, 128, 256, 512, 1024, 2048):
+        mesh, machine = gshard.Mesh.abstract(devices=devices), gshard.Machine.of("v3", devices)
+        times = [
+            1e3 * seconds(kind, size << 20, mesh, machine, mesh.atoms)
+            for kind in ("all_reduce", "all_to_all")
+            for size in (8, 32)
+        ]
+        rows.append((devices, *(f"{t:.3f}" for t in times)))
+    first, last = rows[0], rows[-1]
+    rows.append(("2048 by 16", *(f"{float(b) / float(a):.1f}" for a, b in zip(first[1:], last[1:], strict=True))))
+    rows.append(("paper", "about 1", "about 1", "9", "9"))
+    return ("devices", "AllReduce 8 MB, ms", "32 MB", "AllToAll 8 MB, ms", "32 MB"), rows
+
+
+def _matmul_contracted(n: int) -> Any:
+    return lambda a, b: gshard.split(a, 1, n) @ b, ((64, 16 * n), (16 * n, 64))
+
+
+def _matmul_rows(n: int) -> Any:
+    return lambda a, b: gshard.split(a, 0, n) @ b, ((16 * n, 64), (64, 64))
+
+
+def _add(n: int) -> Any:
+    return lambda a, b: gshard.split(a, 0, n) + b, ((16 * n,), (16 * n,))
+
+
+def _reduce_kept(n: int) -> Any:
+    return lambda a: jnp.sum(gshard.split(a, 0, n), 1), ((16 * n, 64),)
+
+
+def _reduce_split(n: int) -> Any:
+    return lambda a: jnp.sum(gshard.split(a, 0, n), 0), ((16 * n, 64),)
+
+
+def _dispatch(n: int) -> Any:
+    def f(a: Any, b: Any) -> Any:
+        return gshard.split(jnp.einsum("GSEC,GSM->EGCM", gshard.split(a, 0, n), gshard.split(b, 0, n)), 0, n)
+
+    # C is 2S/E: slots of all experts together stay the same.
+    return f, ((n, 256, n, 512 // n), (n, 256, 64))
+
+
+def _convolution(n: int) -> Any:
+    def f(x: Any, w: Any) -> Any:
+        numbers = ("NCHW", "HWIO", "NCHW")
+        return gshard.split(
+            jax.lax.conv_general_dilated(gshard.split(x, 2, n), w, (1, 1), "SAME", dimension_numbers=numbers), 2, n
+        )
+
+    return f, ((1, 8, 16 * n, 32), (3, 3, 8, 8))
+
+
+# Table 4: operator, dimensions that grow with the devices, and the paper's order of communication.
+OPERATORS: dict[str, tuple[Callable[[int], Any], str]] = {
+    "Add(A, A -> A), A": (_add, "0"),
+    "Matmul(AB, BC -> AC), B": (_matmul_contracted, "O(1) AR"),
+    "Matmul(AB, BC -> AC), A": (_matmul_rows, "0"),
+    "Reduce(AB -> A), A": (_reduce_kept, "0"),
+    "Reduce(AB -> B), A": (_reduce_split, "O(1) AR"),
+    "Einsum(GSEC, GSM -> EGCM), G E": (_dispatch, "O(sqrt D) AA"),
+    "Convolution(BIXY, xyIO -> BOXY), X": (_convolution, "O(1) CP"),
+}
+
+
+def table4() -> tuple[tuple[str, ...], Rows]:
+    rows: Rows = []
+    for name, (make, paper) in OPERATORS.items():
+        costs = []
+        for n in (32, 128, 512):
+            f, dims = make(n)
+            shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in dims]
+            found = gshard.explain(f, *shapes, mesh=gshard.Mesh.abstract(devices=n))
+            costs.append((found, found.cost("v3")))
+        kinds = ", ".join(sorted(costs[-1][0].bytes_by_kind)) or "0"
+        sent = " ".join(f"{c.sent}" for _, c in costs)
+        work = " ".join(f"{c.flops}" for _, c in costs)
+        rows.append((name, work, kinds, sent, paper))
+    return (
+        "operator, O(D) dimensions",
+        "FLOP of a device: 32, 128, 512",
+        "ours",
+        "bytes a device sends",
+        "paper",
+    ), rows
+
+
+PARTS = {f.__name__: f for f in (table1, figure2, figure7, figure8, figure9, table4)}
+
+
+def show(name: str, heads: tuple[str, ...], rows: Rows) -> None:
+    texts = [tuple(map(str, row)) for row in (heads, *rows)]
+    wide = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    print(f"\n{name}")
+    for row in texts:
+        print("  " + "  ".join(text.ljust(n) for text, n in zip(row, wide, strict=True)))
+
+
+def draw(name: str, heads: tuple[str, ...], rows: Rows, folder: Path) -> None:
+    """Every column of numbers as a line over the first; what is no number is left out."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for i, head in enumerate(heads[1:], 1):
+        points = [(str(row[0]), _number(row[i])) for row in rows]
+        kept = [(x, y) for x, y in points if y is not None]
+        if kept:
+            axes.plot([x for x, _ in kept], [y for _, y in kept], marker="o", label=head)
+    axes.set_title(name)
+    axes.set_yscale("log" if name in ("figure2", "figure9", "table1") else "linear")
+    axes.tick_params(axis="x", rotation=30)
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(folder / f"{name}.png", dpi=120)
+    plt.close(figure)
+
+
+def _number(text: Any) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[], help="all by default")
+    parser.add_argument("--plot", type=Path, help="folder for plots (needs matplotlib)")
+    options = parser.parse_args()
+    print(f"model on TPU v3; jax {jax.__version__}")
+    if options.plot:
+        options.plot.mkdir(parents=True, exist_ok=True)
+    for name in options.parts or PARTS:
+        heads, rows = PARTS[name]()
+        show(name, heads, rows)
+        if options.plot and name != "table4":
+            draw(name, heads, rows[:-2] if name in ("figure8", "figure9") else rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The command line: ``gshard explain``, ``gshard plan`` and ``gshard calibrate``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gshard.analysis.calibrate import calibrate
+from gshard.core.errors import GShardError
+from gshard.pipeline import Jitted, explain
+from gshard.planning import plan
+from gshard.target import load, mesh_of
+
+
+def _explain(options: argparse.Namespace) -> None:
+    f, arguments = load(options.target, options.arg)
+    mesh = mesh_of(options.mesh) if options.mesh else None
+    if mesh is None and not isinstance(f, Jitted):
+        mesh = mesh_of("8")
+    found = explain(f, *arguments, mesh=mesh)
+    if options.html:
+        print(f"wrote {found.html(options.html, options.machine)}")
+    if options.json:
+        options.json.write_text(json.dumps(found.data(options.machine)), "utf-8")
+        print(f"wrote {options.json}")
+    if not options.html and not options.json:
+        print(found)
+        print(f"\n{found.cost(options.machine)}")
+
+
+def _plan(options: argparse.Namespace) -> None:
+    print(plan(options.config, options.topology, remat=options.remat, compiled=options.compile))
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    machine = calibrate()
+    print(machine)
+    if options.out:
+        machine.dump(options.out)
+        print(f"wrote {options.out}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gshard", description="See how a JAX program is partitioned, and what it costs."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    command = commands.add_parser("explain", help="how a function is partitioned, why, and what it costs")
+    command.add_argument("target", help="module:function or file.py:function")
+    command.add_argument(
+        "--arg", action="append", default=[], metavar="f32[64,512]", help="an argument; repeat for each"
+    )
+    command.add_argument("--mesh", help="8 or data=4,model=2; the devices need not exist (default: 8)")
+    command.add_argument("--machine", help="v3:32x32, h100:4x8, cpu:8 or a file of gshard calibrate")
+    command.add_argument("--html", type=Path, help="write the report as one page")
+    command.add_argument("--json", type=Path, help="write everything the page shows")
+    command.set_defaults(run=_explain)
+
+    command = commands.add_parser("plan", help="whether a model of the paper fits a machine, and what a step takes")
+    command.add_argument("config", help='a model of Table 1, such as "MoE(128E, 12L)"')
+    command.add_argument(
+        "--topology", required=True, help="v3:32x32 names chips; v3 takes as many as there are experts"
+    )
+    command.add_argument(
+        "--remat", action=argparse.BooleanOptionalAction, default=None, help="recompute pairs of layers"
+    )
+    command.add_argument("--compile", action="store_true", help="compile with libtpu (pip install libtpu) and compare")
+    command.set_defaults(run=_plan)
+
+    command = commands.add_parser("calibrate", help="measure the machine at hand")
+    command.add_argument("--out", type=Path, help="where to write it, for --machine")
+    command.set_defaults(run=_calibrate)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: without the program's name; those of the process by default.
+
+    Returns:
+        the exit status: 0, or 1 after an error that is the user's to mend.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except GShardError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Advice: why a collective is there, from the marks on both of its sides, and what would remove it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gshard.core.plan import Plan
+from gshard.core.program import Equation, Value
+from gshard.core.rule import REDUCE
+from gshard.core.spmd import Collective
+
+
+def advice(c: Collective, plan: Plan, makers: Mapping[Value, Equation]) -> str:
+    """One or two sentences: which mark leads here and what to write instead.
+
+    Args:
+        c: the collective.
+        plan: the plan it was made from.
+        makers: the equation that makes each value.
+    """
+    if c.value is None or c.before is None or c.after is None:
+        return (
+            f"The operator itself talks to other devices ({c.why}). Splitting another dimension of it would remove it."
+        )
+    axes = plan.mesh.format_atoms(c.atoms)
+    moved = set(c.atoms)
+    if moved & {a for a, _ in c.before.unreduced}:
+        root = _root_of_sum(c.value, moved, plan, makers)
+        because = f" ({root})" if root else ""
+        return (
+            f"A sum over a dimension that is split over {axes}{because} leaves each device a part. Without that split "
+            "it would go, and every device would compute the whole sum."
+        )
+    here = _root(c.value, moved, plan)
+    at = [d for d, dim in enumerate(c.before.dims) if moved & set(dim)]
+    along = f" along dimension {at[0]}" if at else ""
+    held = f"It is split over {axes}{along}" + (f" ({here}). " if here else ". ")
+    if moved & {a for dim in c.after.dims for a in dim}:
+        to = next(d for d, dim in enumerate(c.after.dims) if moved & set(dim))
+        return f"{held}What reads it wants dimension {to} split there. With one mark for both sides it would go."
+    return f"{held}What reads it needs it whole there. Marked gshard.replicate where it is made, it would not be sent."
+
+
+def _root(value: Value, atoms: set[str], plan: Plan) -> str:
+    """The mark or argument at the end of the chain of a dimension that is split over some of the atoms."""
+    for d, dim in enumerate(plan.shardings[value].dims):
+        if atoms & set(dim) and (chain := plan.chain(value, d)):
+            return chain[-1].partition(": ")[2]
+    return ""
+
+
+def _root_of_sum(value: Value, atoms: set[str], plan: Plan, makers: Mapping[Value, Equation]) -> str:
+    """The mark that splits the dimension over which the nearest equation before ``value`` adds up."""
+    seen: set[Equation] = set()
+    at = [value]
+    while at:
+        e = makers.get(at.pop())
+        if e is None or e.rule is None or e in seen:
+            continue
+        seen.add(e)
+        split = plan.splits.get(e, {})
+        for v, dims in zip(e.inputs, e.rule.operands, strict=True):
+            for dim in dims:
+                summed = [f for f in dim if e.rule.factors[f].kind == REDUCE and atoms & set(split.get(f, ()))]
+                if summed and isinstance(v, Value) and (root := _root(v, atoms, plan)):
+                    return root
+        at += [v for v in e.inputs if isinstance(v, Value)]
+    return ""

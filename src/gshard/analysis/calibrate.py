@@ -1,0 +1,100 @@
+"""Calibrate: the machine at hand, measured: products, memory, and collectives over all devices.
+
+Each figure is the best of some runs, so that what else the machine does counts least. All devices become one switch:
+latency and bandwidth are those for which the model gives the two measured times of an all-to-all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from gshard.analysis.machine import SWITCH, Dimension, Machine
+from gshard.core.mesh import Mesh
+
+_RUNS = 5
+
+
+def calibrate(devices: Sequence[Any] | None = None, *, side: int = 1024, elements: int = 1 << 24) -> Machine:
+    """Measures the devices; takes some seconds.
+
+    Args:
+        devices: all of ``jax.devices()`` by default.
+        side: rows and columns of the matrices that are multiplied.
+        elements: float32 elements of the arrays that are copied and sent, on each device.
+
+    Returns:
+        a machine to give to ``cost`` and ``explain``; ``Machine.dump`` writes it.
+    """
+    devices = tuple(jax.devices() if devices is None else devices)
+    mesh = Mesh.of(devices)
+    x = jnp.zeros((elements,), jnp.float32)
+    rates = {name: 2 * side**3 / _best(_product(side, dtype)) for name, dtype in _DTYPES.items()}
+    copied = _best(_ready(jax.jit(lambda x: x + 1.0), x))
+    # Small enough for a cache, with many operations an element: arithmetic, not memory.
+    few = jnp.zeros((1 << 16,), jnp.float32)
+    vector = 16 * few.size / _best(_ready(jax.jit(lambda x: _polynomial(x, 8)), few))
+    launch = _best(_ready(jax.jit(lambda x: x + 1.0), jnp.zeros(()))) if devices[0].platform != "cpu" else 1e-6
+    stats = devices[0].memory_stats() or {}
+    network = _network(mesh, elements)
+    name = f"{devices[0].device_kind} x {len(devices)}"
+    limit = int(stats.get("bytes_limit", 4 << 30))
+    return Machine(name, rates, vector, 2 * x.nbytes / copied, limit, (network,), launch, measured=True)
+
+
+_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+def _product(side: int, dtype: Any) -> Callable[[], Any]:
+    a = jnp.ones((side, side), dtype)
+    return _ready(jax.jit(lambda a: a @ a), a)
+
+
+def _polynomial(x: Any, terms: int) -> Any:
+    for _ in range(terms):
+        x = x * x + 0.5
+    return x
+
+
+def _network(mesh: Mesh, elements: int) -> Dimension:
+    """Two sizes of an all-to-all give latency and bandwidth."""
+    n = mesh.size
+    if n == 1:
+        return Dimension(1, SWITCH, 1e12, 0.0)
+    axes = mesh.atoms
+    times = []
+    sizes = [max(count // n, 1) * n for count in (n, elements // 16)]
+    for count in sizes:
+        exchange = jax.jit(
+            jax.shard_map(
+                lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True),
+                mesh=mesh.jax_mesh,
+                in_specs=PartitionSpec(axes),
+                out_specs=PartitionSpec(axes),
+                check_vma=False,
+            )
+        )
+        sharding = jax.sharding.NamedSharding(mesh.jax_mesh, PartitionSpec(axes))
+        times.append(_best(_ready(exchange, jax.device_put(jnp.zeros((count * n,), jnp.float32), sharding))))
+    sent = 4 * sizes[1] * (n - 1) / n
+    return Dimension(n, SWITCH, sent / max(times[1] - times[0], 1e-9), times[0])
+
+
+def _ready(f: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    return lambda: jax.block_until_ready(f(*args))
+
+
+def _best(run: Callable[[], Any]) -> float:
+    """Seconds of the fastest of some runs, the first left out."""
+    run()
+    times = []
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)

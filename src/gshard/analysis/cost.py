@@ -1,0 +1,207 @@
+"""Cost: what each equation of a per-device program takes on a machine: time, FLOPs, bytes, and the peak of memory.
+
+    found = cost(lowered.spmd, Machine.of("v3:8x8"))
+    found.seconds, found.peak, found.by_kind
+
+The program that is costed is the one that runs: the emitted equations, read back with their rules (``device_program``).
+A kernel takes the longest of what its products need, what its other arithmetic needs and what its reads and writes
+need; a collective what the links of its axes need (``network``). Nothing overlaps: the sum is an upper
+bound on the roofline and no promise about a clock. Bodies of loops count as often as they run where that is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gshard.analysis.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, device_program, flops, size
+from gshard.analysis.machine import Machine
+from gshard.analysis.memory import Memory, memory_of
+from gshard.analysis.network import permutation_seconds, seconds
+from gshard.comm.collectives import KINDS, sent_bytes
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.program import Equation, Value, short_dtype
+from gshard.core.spmd import SpmdProgram
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelCost:
+    """What one kernel takes.
+
+    Attributes:
+        name: the operation, or the kind of collective.
+        kind: collective, product, reduction, operator or fused.
+        line: the user's source line.
+        result: the local result, as text.
+        times: how often it runs in one call.
+        flops: operations of one run, all equations that are part of it.
+        moved: bytes it reads and writes in one run.
+        sent: bytes that the device sends in one run.
+        axes: the atoms a collective runs over.
+        seconds: of one run.
+        bound: what that is spent on: ``compute``, ``memory`` or ``network``.
+        equation: the last of its equations, as emitted.
+    """
+
+    name: str
+    kind: str
+    line: str
+    result: str
+    times: int
+    flops: int
+    moved: int
+    sent: int
+    axes: Atoms
+    seconds: float
+    bound: str
+    equation: Equation
+
+    @property
+    def total_seconds(self) -> float:
+        """In one call of the program."""
+        return self.seconds * self.times
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one call of a program takes on each device.
+
+    Attributes:
+        machine: what was assumed.
+        kernels: in the order in which they run.
+        memory: what a device holds, moment by moment.
+    """
+
+    machine: Machine
+    kernels: tuple[KernelCost, ...]
+    memory: Memory
+
+    @property
+    def seconds(self) -> float:
+        """Of one call, if nothing overlaps."""
+        return sum(k.total_seconds for k in self.kernels)
+
+    @property
+    def flops(self) -> int:
+        """Operations of one call."""
+        return sum(k.flops * k.times for k in self.kernels)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends in one call."""
+        return sum(k.sent * k.times for k in self.kernels)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that a device holds."""
+        return self.memory.peak
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within a device's memory."""
+        return self.peak <= self.machine.memory
+
+    @property
+    def by_bound(self) -> dict[str, float]:
+        """Seconds by what they are spent on."""
+        return self._seconds_by(lambda k: k.bound)
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """Seconds by kind of kernel, collectives by their own kinds."""
+        return self._seconds_by(lambda k: k.name if k.kind == COLLECTIVE else k.kind)
+
+    @property
+    def by_line(self) -> dict[str, float]:
+        """Seconds by source line."""
+        return self._seconds_by(lambda k: k.line)
+
+    def _seconds_by(self, key: Any) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for k in self.kernels:
+            found[key(k)] = found.get(key(k), 0.0) + k.total_seconds
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+    def __str__(self) -> str:
+        bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
+        return (
+            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}); {self.flops / 1e9:.4g} GFLOP, "
+            f"{self.sent / 2**20:.4g} MiB sent, peak {self.peak / 2**30:.4g} of {self.machine.memory / 2**30:.4g} GiB"
+        )
+
+
+def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Cost:
+    """Costs a per-device program.
+
+    Args:
+        spmd: what ``partition`` made.
+        machine: as many devices as the program's mesh.
+        donated: arguments (counted without captured arrays) whose memory results may take.
+
+    Raises:
+        MachineError: the machine has another number of devices.
+
+    >>> import jax.numpy as jnp
+    >>> from gshard.passes.annotate import split
+    >>> from gshard.passes.partition import partition
+    >>> from gshard.passes.propagate import propagate
+    >>> from gshard.passes.trace import trace
+    >>> program = trace(lambda x, y: split(x, 1, 8) @ y, jnp.ones((64, 512)), jnp.ones((512, 32)))
+    >>> found = cost(partition(propagate(program, Mesh.abstract(devices=8))), Machine.of("v3:2x2"))
+    >>> [(k.name, k.flops, k.sent) for k in found.kernels]
+    [('dot_general', 262144, 0), ('all_reduce', 0, 14336)]
+    """
+    program = device_program(spmd)
+    captured = len(spmd.program.captured)
+    rows = [_cost(kernel, times, spmd.mesh, machine) for kernel, times in program.walk() if kernel.kind != REGION]
+    return Cost(machine, tuple(rows), memory_of(program, [captured + i for i in donated]))
+
+
+def _cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> KernelCost:
+    e = kernel.equation
+    result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
+    if kernel.kind == COLLECTIVE:
+        name, atoms, sent, taken = _collective(kernel, mesh, machine)
+        return KernelCost(name, COLLECTIVE, e.line, result, times, 0, kernel.moved, sent, atoms, taken, "network", e)
+    products = flops(e) if kernel.kind == PRODUCT else 0
+    dtype = short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
+    needs = {
+        "compute": products / machine.rate(dtype) + kernel.vector_flops / machine.vector_flops,
+        "memory": kernel.moved / machine.memory_bandwidth,
+    }
+    bound = max(needs, key=lambda what: needs[what])
+    return KernelCost(
+        e.name, kernel.kind, e.line, result, times, products + kernel.vector_flops, kernel.moved, 0, (),
+        needs[bound] + machine.launch, bound, e,
+    )  # fmt: skip
+
+
+def _collective(kernel: Kernel, mesh: Mesh, machine: Machine) -> tuple[str, Atoms, int, float]:
+    """Kind, atoms, bytes sent and seconds of one run."""
+    e = kernel.equation
+    axes: Any = e.params.get("axes", e.params.get("axis_name"))
+    atoms: Atoms = tuple(axes) if isinstance(axes, tuple) else (axes,)
+    name = KINDS[e.name]
+    operands: Sequence[int] = [size(v) for v in e.inputs if isinstance(v, Value)]
+    sent = sum(sent_bytes(name, operand, mesh.count(atoms)) for operand in operands)
+    if "perm" in e.params:
+        return name, atoms, sent, permutation_seconds(sent, _pairs(e.params["perm"], atoms, mesh), machine)
+    return name, atoms, sent, seconds(name, sum(operands), mesh, machine, atoms)
+
+
+def _pairs(perm: Sequence[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tuple[int, int]]:
+    """The pairs of a permutation over some atoms as pairs of devices; those of the first group stand for all."""
+    strides, stride = {}, mesh.size
+    for atom, n in mesh.atom_sizes.items():
+        stride //= n
+        strides[atom] = stride
+
+    def device(position: int) -> int:
+        found = 0
+        for atom in reversed(atoms):
+            position, digit = divmod(position, mesh.atom_sizes[atom])
+            found += digit * strides[atom]
+        return found
+
+    return [(device(a), device(b)) for a, b in perm]

@@ -1,0 +1,204 @@
+"""Device program: what one device runs, as XLA will run it: fused equations and the buffers between them.
+
+The emitted program is read back as a block of equations with rules, on local shapes. An equation whose factors are all
+parallel only moves or combines elements where they are; XLA makes it part of the equation that reads it and its result
+never reaches memory. What remains are *kernels*: contractions, reductions, look-ups, collectives, and what several
+others read.
+
+    exp(x @ w + b).sum()     two kernels: the product, and one that adds, takes exponentials and sums up
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+from gshard.comm.collectives import KINDS
+from gshard.core.program import Block, Constant, Equation, Value, itemsize
+from gshard.core.rule import EXCHANGE, PARALLEL, REDUCE, Rule
+from gshard.core.spmd import SpmdProgram
+from gshard.passes.trace import block_of
+
+COLLECTIVE, REGION, FUSED, REDUCTION, PRODUCT, OPERATOR, PASSING = (
+    "collective", "region", "fused", "reduction", "product", "operator", "passing",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """An equation that writes to memory, with those that became part of it.
+
+    Attributes:
+        equation: the last one.
+        kind: collective, region, reduction, product, operator, or fused (element by element).
+        fused: the others, in order.
+        reads: the buffers that it needs; ``writes``: those it makes.
+        bodies: kernels of the bodies of a region.
+    """
+
+    equation: Equation
+    kind: str
+    fused: tuple[Equation, ...]
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    bodies: tuple[Kernels, ...] = ()
+
+    @property
+    def vector_flops(self) -> int:
+        """Operations outside of products, in one run."""
+        own = 0 if self.kind in (PRODUCT, REGION, COLLECTIVE) else flops(self.equation)
+        return own + sum(map(flops, self.fused))
+
+    @property
+    def moved(self) -> int:
+        """Bytes read from memory and written to it in one run."""
+        return 0 if self.kind == REGION else sum(size(v) for v in (*self.reads, *self.writes))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Kernels:
+    """A block as kernels, in order."""
+
+    block: Block
+    kernels: tuple[Kernel, ...]
+    home: dict[Value, Value]  # the buffer that holds a value which another one is a view of
+
+    def walk(self, times: int = 1) -> Iterator[tuple[Kernel, int]]:
+        """All kernels and how often each runs; of branches all, of a loop whose end is not known one round."""
+        for kernel in self.kernels:
+            yield kernel, times
+            for body in kernel.bodies:
+                yield from body.walk(times * kernel.equation.trips)
+
+
+def size(value: Value) -> int:
+    """Bytes of one device's part."""
+    return math.prod(value.shape) * itemsize(value.dtype)
+
+
+def flops(e: Equation) -> int:
+    """Operations of one run of an equation."""
+    return e.rule.flops if e.rule is not None else 0
+
+
+def device_program(spmd: SpmdProgram) -> Kernels:
+    """Reads the per-device program."""
+    (body,) = (e.params["jaxpr"] for e in spmd.jaxpr.jaxpr.eqns if "mesh" in e.params and "jaxpr" in e.params)
+    return kernels_of(block_of(body))
+
+
+def kind_of(e: Equation) -> str:
+    """What XLA makes of an equation, told by its rule."""
+    if e.name in KINDS:
+        return COLLECTIVE
+    if e.rule is None:
+        return REGION
+    return _kind_of_rule(e.rule)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of_rule(rule: Rule) -> str:
+    if len(rule.operands) == len(rule.results) > 1 and rule.operands == rule.results:
+        return PASSING
+    kinds = {f.kind for f in rule.factors}
+    reduced = {f for f, factor in enumerate(rule.factors) if factor.kind == REDUCE}
+    if kinds <= {PARALLEL} and rule.known:
+        return FUSED
+    holders = [dims for dims in rule.operands if reduced & {f for dim in dims for f in dim}]
+    if reduced and kinds <= {PARALLEL, REDUCE, EXCHANGE}:
+        return PRODUCT if len(holders) > 1 else REDUCTION
+    return OPERATOR
+
+
+def kernels_of(block: Block) -> Kernels:
+    """Groups a block's equations."""
+    kinds = {e: kind_of(e) for e in block.equations}
+    maker = {v: e for e in block.equations for v in e.outputs}
+    home: dict[Value, Value] = {}
+    for e in block.equations:
+        if kinds[e] == PASSING or (kinds[e] == FUSED and _is_view(e)):
+            home.update({v: home.get(x, x) for v, x in zip(e.outputs, e.inputs) if isinstance(x, Value)})
+    roots = _roots(block, kinds, home)
+
+    def is_buffer(v: Value) -> bool:
+        return v not in maker or maker[v] in roots
+
+    made: list[Kernel] = []
+    for e in block.equations:
+        if e in roots:
+            fused: dict[Equation, None] = {}
+            reads: dict[Value, None] = {}
+            _collect(e, maker, is_buffer, home, fused, reads)
+            bodies = tuple(map(kernels_of, e.blocks))
+            made.append(Kernel(e, kinds[e], tuple(reversed(fused)), tuple(reads), e.outputs, bodies))
+    return Kernels(block, tuple(made), home)
+
+
+def _roots(block: Block, kinds: Mapping[Equation, str], home: Mapping[Value, Value]) -> set[Equation]:
+    """The equations whose results reach memory.
+
+    An elementwise one becomes part of the kernel that reads it if that is one kernel and reads it in any order. What is
+    made from nothing (counters, constants) is made again wherever it is read.
+    """
+    from_nothing: set[Value] = set()
+    for e in block.equations:
+        if kinds[e] == FUSED and all(map(_is_small, e.inputs)):
+            from_nothing.update(e.outputs)
+    roots: set[Equation] = set()
+    uses: dict[Value, set[Equation]] = {}
+    whole = {v for v in block.outputs if isinstance(v, Value)}
+    for e in reversed(block.equations):
+        operands = [x for x in e.inputs if isinstance(x, Value)]
+        if e.outputs and all(v in home for v in e.outputs):
+            for v, x in zip(e.outputs, e.inputs):
+                if isinstance(x, Value):
+                    uses.setdefault(x, set()).update(uses.get(v, ()))
+                    whole.update({x} if v in whole else ())
+            continue
+        if kinds[e] == FUSED:
+            readers = {root for v in e.outputs for root in uses.get(v, ())}
+            if not whole & set(e.outputs) and (len(readers) <= 1 or from_nothing >= set(e.outputs)):
+                for x in operands:
+                    uses.setdefault(x, set()).update(readers)
+                continue
+        roots.add(e)
+        for x in operands:
+            uses.setdefault(x, set()).add(e)
+        if kinds[e] not in (FUSED, REDUCTION):
+            whole.update(operands)
+    return roots
+
+
+def _is_small(x: Value | Constant) -> bool:
+    return isinstance(x, Constant) or math.prod(x.shape) == 1
+
+
+def _is_view(e: Equation) -> bool:
+    """Whether a result is its operand's bytes: a reshape, a squeeze, a conversion to the same dtype."""
+    if len(e.inputs) != 1 or not isinstance(e.inputs[0], Value) or e.rule is None:
+        return False
+    before = [f for dim in e.rule.operands[0] for f in dim if e.rule.factors[f].size > 1]
+    after = [f for dim in e.rule.results[0] for f in dim if e.rule.factors[f].size > 1]
+    return before == after and e.inputs[0].shape != e.outputs[0].shape and e.inputs[0].dtype == e.outputs[0].dtype
+
+
+def _collect(
+    e: Equation,
+    maker: Mapping[Value, Equation],
+    is_buffer: Callable[[Value], bool],
+    home: Mapping[Value, Value],
+    fused: dict[Equation, None],
+    reads: dict[Value, None],
+) -> None:
+    """Finds the equations that become part of ``e`` and the buffers that they read."""
+    for x in e.inputs:
+        if isinstance(x, Constant):
+            continue
+        v = home.get(x, x)
+        if is_buffer(v):
+            reads[v] = None
+        elif v in maker and maker[v] not in fused:
+            fused[maker[v]] = None
+            _collect(maker[v], maker, is_buffer, home, fused, reads)

@@ -1,0 +1,140 @@
+"""Memory: what a device holds at each moment of the program, and what makes the peak.
+
+XLA's way of counting: arguments and results take their place for the whole call (a donated argument lends its place to
+a result of the same size), everything else from the kernel that makes it to the last one that reads it. A loop's body
+runs on top of what is alive around the loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from gshard.analysis.device_program import COLLECTIVE, FUSED, OPERATOR, Kernel, Kernels, size
+from gshard.comm.collectives import KINDS
+from gshard.core.program import Equation, Value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moment:
+    """A kernel and the bytes of temporaries while it runs; in loops those around the loop included."""
+
+    equation: Equation
+    depth: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What one device holds.
+
+    Attributes:
+        arguments, results: bytes; ``shared`` of the results lie where donated arguments were.
+        temporaries: the most bytes of everything else at one moment.
+        moments: all kernels in the order in which they run.
+        alive: the temporaries at the peak, largest first, with the equation that made each.
+    """
+
+    arguments: int
+    results: int
+    shared: int
+    temporaries: int
+    moments: tuple[Moment, ...]
+    alive: tuple[tuple[Value, Equation], ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that a device holds."""
+        return self.arguments + self.results - self.shared + self.temporaries
+
+
+def memory_of(program: Kernels, donated: Iterable[int] = ()) -> Memory:
+    """Follows a per-device program.
+
+    Args:
+        program: its kernels.
+        donated: positions of inputs whose place results may take.
+    """
+    block = program.block
+    results = [v for v in dict.fromkeys(block.outputs) if isinstance(v, Value)]
+    free = [size(block.inputs[i]) for i in donated]
+    shared = 0
+    for v in results:
+        if v not in block.inputs and size(v) in free:
+            free.remove(size(v))
+            shared += size(v)
+    moments: list[Moment] = []
+    peak, alive = _follow(program, frozenset(results), 0, 0, moments)
+    return Memory(
+        sum(map(size, block.inputs)), sum(map(size, results)), shared, peak, tuple(moments),
+        tuple(sorted(alive, key=lambda pair: -size(pair[0]))),
+    )  # fmt: skip
+
+
+def _follow(
+    program: Kernels, elsewhere: frozenset[Value], below: int, depth: int, moments: list[Moment]
+) -> tuple[int, list[tuple[Value, Equation]]]:
+    """The most bytes of temporaries on top of ``below``, and what they are.
+
+    Args:
+        program: a block's kernels.
+        elsewhere: values that are counted elsewhere, such as the program's results.
+        below: bytes alive around it.
+        depth: how many loops are around it.
+        moments: what has been seen; more is added.
+    """
+    last: dict[Value, int] = {}
+    for i, kernel in enumerate(program.kernels):
+        for v in kernel.reads:
+            last[v] = i
+    for out in program.block.outputs:
+        if isinstance(out, Value):
+            last[program.home.get(out, out)] = len(program.kernels)
+    made: dict[Value, Equation] = {}
+    now = peak = 0
+    alive: list[tuple[Value, Equation]] = []
+    for i, kernel in enumerate(program.kernels):
+        new = [v for v in kernel.writes if v not in elsewhere]
+        dying = [v for v in kernel.reads if last[v] == i and v in made]
+        grown = sum(map(size, new))
+        if _may_overwrite(kernel):
+            grown -= max((size(v) for v in dying if size(v) <= grown), default=0)  # in place
+        inner, inner_alive = _bodies(kernel, below + now + grown, depth, moments)
+        total = now + grown + inner
+        moments.append(Moment(kernel.equation, depth, below + total))
+        for v in new:
+            made[v] = kernel.equation
+        if total > peak:
+            peak = total
+            alive = [*made.items(), *inner_alive]
+        for v in dying:
+            del made[v]
+        for v in new:
+            if v not in last:
+                del made[v]
+        now = sum(map(size, made))
+    return peak, alive
+
+
+def _may_overwrite(kernel: Kernel) -> bool:
+    """Whether a result may take the place of an operand that nobody needs any more.
+
+    So it is with what runs element by element, with reductions over devices, and with updates, whose result lies as the
+    first operand does.
+    """
+    e = kernel.equation
+    if kernel.kind == OPERATOR and e.rule is not None:
+        return len(e.inputs) > 1 and e.rule.operands[0] == e.rule.results[0]
+    return kernel.kind == FUSED or (kernel.kind == COLLECTIVE and KINDS[e.name] == "all_reduce")
+
+
+def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment]) -> tuple[int, list[tuple[Value, Equation]]]:
+    """The temporaries of a region's bodies: of branches the larger, of a loop those of one round.
+
+    Of stacked operands a round takes a slice.
+    """
+    found: tuple[int, list[tuple[Value, Equation]]] = (0, [])
+    for body in kernel.bodies:
+        inner = _follow(body, frozenset(), below, depth + 1, moments)
+        found = max(found, inner, key=lambda pair: pair[0])
+    return found

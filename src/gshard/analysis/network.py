@@ -1,0 +1,165 @@
+"""Network: how long a collective takes on a machine, from which of its links it uses.
+
+The devices of a group lie along some dimensions of the network, every ``step``-th of a dimension. All groups of one
+collective run at the same time, so a link carries the messages of ``step`` groups, and of all cores that share it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+from gshard.analysis.machine import LINE, RING, SWITCH, Dimension, Machine, MachineError
+from gshard.core.mesh import Atoms, Mesh
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a group lies along one dimension of the network.
+
+    Attributes:
+        of: the dimension.
+        members: how many different places the group has there.
+        step: the distance from one to the next.
+        kind: ``ring`` only if the group goes all the way around.
+    """
+
+    of: Dimension
+    members: int
+    step: int
+    kind: str
+
+
+def extents(mesh: Mesh, machine: Machine, atoms: Atoms) -> tuple[Extent, ...]:
+    """The dimensions of the network that the groups over these atoms spread over, major to minor.
+
+    Raises:
+        MachineError: the machine has another number of devices than the mesh.
+    """
+    if machine.size != mesh.size:
+        raise MachineError(
+            f"{machine.name} has {machine.size} devices, and the mesh has {mesh.size}.", got=f"mesh: {mesh}"
+        )
+    return _extents(mesh, machine.network, atoms)
+
+
+@functools.lru_cache(maxsize=1024)
+def _extents(mesh: Mesh, network: tuple[Dimension, ...], atoms: Atoms) -> tuple[Extent, ...]:
+    group = members(mesh, atoms)
+    found = []
+    stride = mesh.size
+    for dimension in network:
+        stride //= dimension.size
+        places = sorted({device // stride % dimension.size for device in group})
+        if len(places) < 2:
+            continue
+        step = min(b - a for a, b in itertools.pairwise(places))
+        closes = step * len(places) == dimension.size and dimension.size > 2
+        kind = LINE if dimension.kind == RING and not closes else dimension.kind
+        found.append(Extent(dimension, len(places), step, kind))
+    return tuple(found)
+
+
+def members(mesh: Mesh, atoms: Atoms, of: int = 0) -> tuple[int, ...]:
+    """The devices that device ``of`` forms a group with over these atoms, itself included."""
+    group = [of]
+    stride = mesh.size
+    for atom, size in mesh.atom_sizes.items():
+        stride //= size
+        if atom in atoms:
+            base = [d - (d // stride % size) * stride for d in group]
+            group = [d + k * stride for d in base for k in range(size)]
+    return tuple(sorted(set(group)))
+
+
+def groups(mesh: Mesh, atoms: Atoms) -> tuple[tuple[int, ...], ...]:
+    """All groups of devices over these atoms."""
+    seen: dict[tuple[int, ...], None] = {}
+    taken: set[int] = set()
+    for device in range(mesh.size):
+        if device not in taken:
+            group = members(mesh, atoms, device)
+            seen[group] = None
+            taken |= set(group)
+    return tuple(seen)
+
+
+def seconds(kind: str, operand: int, mesh: Mesh, machine: Machine, atoms: Atoms) -> float:
+    """How long one collective takes.
+
+    Args:
+        kind: all_reduce, all_gather, reduce_scatter or all_to_all.
+        operand: bytes of each device's operand.
+        mesh: the mesh of the atoms.
+        machine: the devices.
+        atoms: the atoms the collective runs over.
+
+    >>> from gshard.core.mesh import Mesh
+    >>> times = []
+    >>> for n in (8, 32):
+    ...     mesh, torus = Mesh.abstract(d=2 * n * n), Machine.of(f"v3:{n}x{n}")
+    ...     times += [seconds("all_to_all", 8 << 20, mesh, torus, mesh.atoms) * 1e3]
+    >>> [f"{t:.2f} ms" for t in times]
+    ['0.43 ms', '0.85 ms']
+    """
+    where = extents(mesh, machine, atoms)
+    if not where or not operand:
+        return 0.0
+    hops = sum(
+        e.of.latency * (1 if e.of.kind == SWITCH else e.members * e.step / (2 if e.kind == RING else 1)) for e in where
+    )
+    if kind == "all_to_all":
+        return hops + max(_all_to_all(operand, e) for e in where)
+    size = math.prod(e.members for e in where)
+    whole = operand * size if kind == "all_gather" else operand
+    rounds = 2 if kind == "all_reduce" else 1
+    return rounds * hops + _in_rings(whole, rounds, where)
+
+
+def _all_to_all(operand: int, e: Extent) -> float:
+    """The busiest link of a dimension: an eighth of n n messages cross it on a ring, a quarter on a line."""
+    if e.of.kind == SWITCH:
+        return operand * (e.members - 1) / e.members / e.of.bandwidth
+    share = e.members / (8 if e.kind == RING else 4)
+    return operand * share * e.step * e.of.shared_by / e.of.bandwidth
+
+
+def _in_rings(whole: int, rounds: int, where: tuple[Extent, ...]) -> float:
+    """Reduce-scatters and all-gathers of ``whole`` bytes, dimension by dimension from the nearest.
+
+    What has been scattered over a switch is that much smaller beyond it. The dimensions of a torus are used together,
+    each with a share of the data.
+    """
+    total, left = 0.0, float(whole)
+    torus = [e for e in where if e.of.kind != SWITCH]
+    for e in reversed([e for e in where if e.of.kind == SWITCH]):
+        total += rounds * left * (e.members - 1) / e.members / e.of.bandwidth
+        left /= e.members
+    if torus:
+        size = math.prod(e.members for e in torus)
+        # Both directions of a ring carry half each. On a line the last device has one link; only an all-reduce, which
+        # sends sums both ways at once, loses nothing.
+        injected = sum(
+            e.of.bandwidth * (1 if e.kind == LINE and rounds == 1 else 2) / (e.step * e.of.shared_by) for e in torus
+        )
+        total += rounds * left * (size - 1) / size / injected
+    return total
+
+
+def permutation_seconds(sent: int, pairs: Sequence[tuple[int, int]], machine: Machine) -> float:
+    """How long it takes when each source sends ``sent`` bytes to its target: O(1) between neighbours."""
+    worst = latency = 0.0
+    stride = machine.size
+    for d in machine.network:
+        stride //= d.size
+        away = [abs(a // stride % d.size - b // stride % d.size) for a, b in pairs]
+        if d.kind == SWITCH:
+            distance = sum(map(bool, away)) / max(len(pairs), 1)
+        else:
+            distance = sum(min(x, d.size - x) if d.kind == RING else x for x in away) / max(len(pairs), 1)
+        worst = max(worst, sent * distance * d.shared_by / d.bandwidth)
+        latency += d.latency * distance
+    return worst + latency

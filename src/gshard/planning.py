@@ -1,0 +1,270 @@
+"""Planning: whether a model of the paper fits a machine, and what a training step takes, before there is one.
+
+    print(plan("MoE(128E, 12L)", "v3:8x8"))
+
+The step is loss, gradients and a plain update of donated parameters (Adafactor's factored state is a thousandth of the
+experts' weights), with the marks of section 3.2 only and the batch of Table 3. With libtpu installed (``pip install
+libtpu``) it can also be compiled for the real topology, without a TPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+
+from gshard.analysis.cost import Cost, KernelCost
+from gshard.analysis.cost import cost as cost_of
+from gshard.analysis.cycles import estimated_cycles
+from gshard.analysis.explain import explain_program
+from gshard.analysis.machine import Machine
+from gshard.core.errors import GShardError
+from gshard.core.mesh import Mesh
+from gshard.moe.config import TABLE_1, TransformerConfig
+from gshard.moe.param import shapes
+from gshard.moe.transformer import loss, param_specs
+from gshard.pipeline import Lowered, jit
+
+# Table 3: "Batch sz. (Tokens)", per side of the translation, by number of experts. The paper does not say how long
+# sentences are; ``LENGTH`` tokens is an assumption that only attention notices.
+BATCH_TOKENS = {128: 1 << 20, 512: 1 << 20, 2048: 4 << 20, 0: 4 << 20}
+LENGTH = 128
+CYCLES_A_SECOND = {"v3": 940e6}
+
+# Figure 8's classes by the function that a kernel comes from; collectives have their own.
+_CLASSES = {
+    r"attention\.py": "attention",
+    r"\(_run_experts": "MoE feed-forward",
+    r"block\.py:\d+ \(feed_forward\)": "feed-forward",
+    r"(gating|dispatch|experts)\.py": "gating, dispatch tables",
+    r"transformer\.py": "embedding, softmax, loss",
+    r"\(update\)": "update",
+}
+
+
+class PlanningError(GShardError):
+    """There is no such model, or it cannot be split over such a machine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """One model on one machine.
+
+    Attributes:
+        name: of the model.
+        config: the model.
+        parameters: number of weights.
+        batch: sentences of a step and their length.
+        cost: time, bytes and memory of a step.
+        replicated, distributed: bytes of a device's weights that all hold, and that are split.
+        collectives: for each kind how often and how many bytes a device sends.
+        compiled: what libtpu makes of it, by name, if asked for.
+    """
+
+    name: str
+    config: TransformerConfig
+    parameters: int
+    batch: tuple[int, int]
+    cost: Cost
+    replicated: int
+    distributed: int
+    collectives: dict[str, tuple[int, int]]
+    compiled: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def activations(self) -> int:
+        """Bytes of everything that is no weight, at the peak."""
+        return self.cost.peak - self.replicated - self.distributed
+
+    @property
+    def seconds_by_class(self) -> dict[str, float]:
+        """Seconds of a step by the classes of figure 8."""
+        found: dict[str, float] = {}
+        for k in self.cost.kernels:
+            name = _class_of(k)
+            found[name] = found.get(name, 0.0) + k.total_seconds
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+    def __str__(self) -> str:
+        gib = 2**30
+        found = self.cost
+        verdict = "fits" if found.fits else "does not fit"
+        lines = [
+            f"{self.name}: {self.parameters / 1e9:.4g}B parameters, batch {self.batch[0]:,} x {self.batch[1]} a side, "
+            f"{self.config.dtype} activations, {'with' if self.config.remat else 'without'} recomputed layers",
+            f"on {found.machine}",
+            "",
+            f"memory of a device   {found.peak / gib:.2f} GiB of {found.machine.memory / gib:.0f}: {verdict}",
+            f"  replicated weights {self.replicated / gib:8.2f} GiB",
+            f"  distributed weights{self.distributed / gib:8.2f} GiB",
+            f"  activations        {self.activations / gib:8.2f} GiB (and gradients, batch)",
+            "",
+            f"step                 {found.seconds * 1e3:.1f} ms (roofline, nothing overlaps), "
+            f"{found.flops / 1e12:.2f} TFLOP a device",
+        ]
+        lines += [
+            f"  {name:<26} {s * 1e3:8.1f} ms {100 * s / found.seconds:5.1f} %"
+            for name, s in self.seconds_by_class.items()
+        ]
+        lines += ["", "collectives of a step, bytes that each device sends"]
+        lines += [f"  {kind:<20} x{n:<5} {size / gib:8.3f} GiB" for kind, (n, size) in self.collectives.items()]
+        if self.compiled:
+            lines += ["", "compiled by libtpu"]
+            lines += [f"  {name:<20} {value}" for name, value in self.compiled.items()]
+        return "\n".join(lines)
+
+
+def _class_of(k: KernelCost) -> str:
+    if k.name == "all_to_all":
+        return "MoE dispatch and combine"
+    if k.kind == "collective":
+        return "AllReduce of gradients" if k.name == "all_reduce" else k.name
+    return next((name for pattern, name in _CLASSES.items() if re.search(pattern, k.line)), "other")
+
+
+def training_step(config: TransformerConfig) -> Callable[..., Any]:
+    """Loss, gradients and the update of float32 parameters."""
+
+    def update(params: Any, grads: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+
+    def step(params: Any, batch: Any, number: Any) -> tuple[Any, Any]:
+        key = jax.random.fold_in(jax.random.key(0), number)
+        (value, _), grads = jax.value_and_grad(lambda p: loss(config, p, batch, key=key), has_aux=True)(params)
+        return update(params, grads), value
+
+    return step
+
+
+def arguments(config: TransformerConfig, sentences: int, length: int) -> tuple[Any, ...]:
+    """Shapes of parameters, batch and step number."""
+    batch = {name: jax.ShapeDtypeStruct((sentences, length), jnp.int32) for name in ("source", "target")}
+    return shapes(param_specs(config)), batch, jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def configured(name: str, topology: str, remat: bool | None = None) -> tuple[TransformerConfig, Machine]:
+    """A model of Table 1 for all devices of a machine.
+
+    Args:
+        name: of the model.
+        topology: of the machine; without a shape it gets as many devices as the model has experts.
+        remat: whether pairs of layers are recomputed; None does so from 36 layers on, as the paper's models needed it.
+
+    Raises:
+        PlanningError: no such model.
+        MachineError: no such machine.
+    """
+    if name not in TABLE_1:
+        raise PlanningError(f"no model is called {name!r}.", got=f"models: {', '.join(TABLE_1)}")
+    config = TABLE_1[name]
+    machine = Machine.of(topology, None if ":" in topology else config.experts or 2048)
+    deep = config.encoder_layers + config.decoder_layers >= 36
+    # Table 1's model of a trillion weights keeps them in float32 and computes in bfloat16.
+    return dataclasses.replace(config, partitions=machine.size, remat=deep if remat is None else remat), machine
+
+
+def lower(
+    config: TransformerConfig, mesh: Mesh, tokens_of_device: int | None = None
+) -> tuple[Lowered, tuple[int, int]]:
+    """The training step for a mesh, and its batch: that of Table 3, or so many tokens a side for each device."""
+    tokens = tokens_of_device * mesh.size if tokens_of_device else BATCH_TOKENS[config.experts]
+    batch = (tokens // LENGTH, LENGTH)
+    return jit(training_step(config), mesh=mesh, donate_argnums=0).lower(*arguments(config, *batch)), batch
+
+
+def plan(
+    name: str,
+    topology: str,
+    *,
+    remat: bool | None = None,
+    tokens_of_device: int | None = None,
+    compiled: bool = False,
+) -> Planned:
+    """Plans one of the paper's models for a machine.
+
+    Args:
+        name: a row of Table 1, such as ``MoE(2048E, 36L)``.
+        topology: ``v3:32x32``, or ``v3`` for as many devices as the model has experts.
+        remat: whether pairs of layers are recomputed; None does so from 36 layers on.
+        tokens_of_device: tokens of a batch a side for each device; None takes the batch of Table 3.
+        compiled: compile with libtpu too.
+
+    Raises:
+        PlanningError: no such model, or libtpu is missing or refuses.
+        MachineError: no such machine.
+    """
+    config, machine = configured(name, topology, remat)
+    mesh = topology_mesh(machine) if compiled else Mesh.abstract(devices=machine.size)
+    lowered, batch = lower(config, mesh, tokens_of_device)
+    weights = [
+        (v.bytes, local)
+        for v, local in zip(lowered.program.block.inputs, _local_bytes(lowered), strict=True)
+        if v.shape and str(v.dtype).startswith("float")
+    ]
+    collectives: dict[str, tuple[int, int]] = {}
+    for c in lowered.spmd.collectives:
+        n, size = collectives.get(c.kind, (0, 0))
+        collectives[c.kind] = (n + c.times, size + c.total_bytes)
+    found = cost_of(lowered.spmd, machine, lowered.donated)
+    return Planned(
+        name,
+        config,
+        sum(whole for whole, _ in weights) // 4,
+        batch,
+        found,
+        sum(local for whole, local in weights if local == whole),
+        sum(local for whole, local in weights if local < whole),
+        dict(sorted(collectives.items(), key=lambda pair: -pair[1][1])),
+        _compiled(lowered, machine) if compiled else {},
+    )
+
+
+def _local_bytes(lowered: Lowered) -> list[int]:
+    explained = explain_program(lowered.plan, lowered.spmd)
+    local = {row.name: row.local_bytes for row in explained.tensors if row.is_argument}
+    return [local[name] for name in lowered.program.names]
+
+
+def topology_mesh(machine: Machine) -> Mesh:
+    """The devices of a TPU topology that need not exist, in row-major order, from libtpu.
+
+    Raises:
+        PlanningError: libtpu is missing or does not know the topology.
+    """
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=machine.name)
+    except Exception as error:
+        raise PlanningError(
+            f"libtpu cannot describe {machine.name!r}: {str(error).splitlines()[0]}",
+            way_out="pip install libtpu (the version that belongs to jaxlib), and name the shape: v3:8x8.",
+        ) from error
+    every: list[Any] = list(found.devices)
+    devices = sorted(every, key=lambda d: (*reversed(d.coords), d.core_on_chip))
+    return Mesh.of(jax.sharding.Mesh(np.array(devices, dtype=object), ("devices",)))
+
+
+def _compiled(lowered: Lowered, machine: Machine) -> dict[str, str]:
+    """What libtpu's compiler says of the program, which may be that it does not fit."""
+    try:
+        made = lowered.executable.compiled
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"does not fit": str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]}
+    memory = made.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    cycles = estimated_cycles(made.as_text())
+    found = {
+        "peak memory": f"{(peak - memory.alias_size_in_bytes) / 2**30:.2f} GiB",
+        "estimated cycles": f"{cycles:,}",
+    }
+    kind = machine.name.partition(":")[0]
+    if kind in CYCLES_A_SECOND and cycles:
+        found["estimated step"] = f"{1e3 * cycles / CYCLES_A_SECOND[kind]:.1f} ms"
+    return found

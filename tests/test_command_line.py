@@ -1,0 +1,140 @@
+"""``gshard explain``, ``plan`` and ``calibrate``: what they print and write, and errors in the user's terms."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gshard.__main__ import main
+from gshard.analysis.calibrate import calibrate
+from gshard.analysis.machine import Machine
+from gshard.core.mesh import Mesh
+from gshard.moe.config import TABLE_1
+from gshard.planning import configured, lower, plan
+from gshard.target import mesh_of, shape_of
+
+MODEL = """
+import gshard, jax, jax.numpy as jnp
+def loss(x, w):
+    return jnp.sum(gshard.split(x, 0, "data") @ w)
+def example():
+    return jax.grad(loss), jnp.ones((8, 4)), jnp.ones((4, 2))
+def wrong():
+    return 3
+value = 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "small_model.py"
+    path.write_text(MODEL)
+    return path
+
+
+def test_explain_prints_a_table(model, capsys):
+    assert main(["explain", f"{model}:loss", "--arg", "f32[8,4]", "--arg", "f32[4,2]", "--mesh", "data=4"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("loss on 4 devices (data=4)")
+    assert "all_reduce" in printed
+    assert "ms a call on cpu" in printed
+
+
+def test_explain_writes_a_page_and_its_data(model, tmp_path, capsys):
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
+    command = ["explain", f"{model}:example", "--mesh", "data=8", "--machine", "v3:2x2"]
+    assert main([*command, "--html", str(page), "--json", str(data)]) == 0
+    read = json.loads(data.read_text())
+    assert read["mesh"]["size"] == 8
+    assert read["machine"]["name"] == "v3:2x2"
+    assert "<title>gshard explain" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    "target, extra, message",
+    [
+        ("{}:absent", [], "has no 'absent'"),
+        ("{}:value", [], "is a int and no function"),
+        ("{}:wrong", [], "returned a int"),
+        ("{}:loss", [], "needs arguments, and none are given"),
+        ("{}:loss", ["--arg", "f32[8,"], "is no array"),
+        ("{}:example", ["--mesh", "a=b"], "is no mesh"),
+        ("{}:example", ["--mesh", "data=8", "--machine", "v3:4x4"], "32 devices, and the mesh has 8"),
+        ("{}", [], "names no function"),
+        ("no_such_module:f", [], "cannot be imported"),
+    ],
+)
+def test_mistakes_are_one_clear_error(model, target, extra, message, capsys):
+    assert main(["explain", target.format(model), *extra]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_texts_of_shapes_and_meshes():
+    assert shape_of("pred[]").dtype == jnp.bool_
+    assert shape_of("s32[4, 2]").shape == (4, 2)
+    assert mesh_of("16").size == 16
+
+
+def test_calibrate_measures_this_machine(tmp_path, capsys):
+    machine = calibrate(jax.devices()[:4], side=256, elements=1 << 18)
+    assert machine.size == 4
+    assert machine.measured
+    assert all(rate > 1e8 for rate in machine.flops.values())
+    assert machine.memory_bandwidth > 1e8
+    assert 0 < machine.network[0].latency < 1
+    machine.dump(tmp_path / "machine.json")
+    assert Machine.of(str(tmp_path / "machine.json")) == machine
+
+
+def test_plan_of_a_model_of_table_1(capsys):
+    """MoE(128E, 12L): the paper's marks alone give all-to-alls and sums of gradients, and nothing is gathered."""
+    found = plan("MoE(128E, 12L)", "v3:8x8", remat=True)
+    assert set(found.collectives) == {"all_to_all", "all_reduce"}
+    config = found.config
+    # Forward, recomputed forward and backward: to the experts and back, in each MoE layer.
+    assert found.collectives["all_to_all"][0] == 6 * config.moe_layers
+    experts = 4 * config.moe_layers * 2 * config.model_dim * config.hidden_dim
+    assert found.distributed == experts, "one expert of each layer on each device"
+    assert found.cost.fits
+    text = str(found)
+    assert "fits" in text
+    assert "MoE dispatch and combine" in text
+    assert found.parameters == pytest.approx(13e9, rel=0.05)
+
+
+def test_memory_is_constant_from_128_to_2048_experts():
+    """Figure 7: at fixed depth weights and activations of a device do not grow with the experts, nor does planning."""
+    peaks = {}
+    for experts in (128, 2048):
+        config, machine = configured(f"MoE({experts}E, 12L)", "v3", remat=True)
+        # The same tokens on each device: Table 3 gives the model of 128 experts four times as many.
+        found = plan(f"MoE({experts}E, 12L)", machine.name, remat=True, tokens_of_device=2048)
+        peaks[experts] = (found.cost.peak, found.replicated, found.distributed)
+    small, large = peaks[128], peaks[2048]
+    assert large[0] == pytest.approx(small[0], rel=0.05)
+    assert large[2] == small[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["MoE(2048E, 36L)", "MoE(2048E, 60L)"])
+def test_the_largest_models_fit(name):
+    found = plan(name, "v3:32x32")
+    assert found.cost.fits
+    assert set(found.collectives) == {"all_to_all", "all_reduce"}
+
+
+def test_plan_refuses_what_is_not_there(capsys):
+    assert main(["plan", "MoE(7E)", "--topology", "v3"]) == 1
+    assert "no model is called 'MoE(7E)'" in capsys.readouterr().err
+    assert main(["plan", "T(96L)", "--topology", "v99"]) == 1
+    assert "no machine is called 'v99'" in capsys.readouterr().err
+
+
+def test_every_row_of_the_table_has_a_batch_that_its_devices_can_split():
+    for name in TABLE_1:
+        config, machine = configured(name, "v3")
+        lowered, (sentences, length) = lower(config, Mesh.abstract(devices=machine.size))
+        assert sentences % machine.size == 0
+        assert sentences * length % 1024 == 0
+        assert lowered.program.block.equations
