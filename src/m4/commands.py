@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import jax
 import tyro
 
-from gshard import GShardError
 from m4 import evaluate, lines, score
 from m4.checkpoint_command import Checkpoint
 from m4.config import ModelChoice, Run, TrainConfig
 from m4.decode import DecodeConfig
 from m4.demo import demo, describe_model, plan_summary
+from m4.errors import CommandError
 from m4.prepare import PrepareConfig, open_text, prepare
 from m4.processes import Alone, Group
 from m4.serve.config import ServeConfig
@@ -32,10 +30,6 @@ from m4.translate import Translator, load
 
 DATA = Path("data/quick-start")
 RUN = Path("runs/first")
-
-
-class CommandError(GShardError):
-    """What was asked for on the command line cannot be done."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,14 +156,14 @@ class Translate:
     def __call__(self) -> int:
         """Translates in blocks, so that neither a long input nor a slow reader fills the memory."""
         _check_devices(self.devices)
-        _check_files(self.input, self.output)
+        lines.check_files(self.input, self.output)
         text = open_text(self.data)
         translator = load(Run(self.run), text, self.search, self.step, batch=self.batch, devices=self.devices)
         if self.language is not None:
             translator.check_language(self.language)
         by_hand = self.input is None and sys.stdin.isatty()
         speed = lines.Speed(live=False if by_hand or (self.output is None and sys.stdout.isatty()) else None)
-        with _reading(self.input, self.replace_invalid, by_hand) as source, _writing(self.output) as target:
+        with lines.reading(self.input, self.replace_invalid, by_hand) as source, lines.writing(self.output) as target:
             groups = ([line] for line in source) if by_hand else lines.blocks(source, 16 * self.batch)
             try:
                 for group in groups:
@@ -375,39 +369,3 @@ def _unused(folder: Path) -> Run:
     """The run of this name, or of the first numbered name that has no checkpoint."""
     names = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in range(1, 10_000))
     return next(run for run in map(Run, names) if not run.checkpoints.exists())
-
-
-def _check_files(source: Path | None, target: Path | None) -> None:
-    if source is not None and target is not None and target.exists() and target.samefile(source):
-        raise CommandError("the output would overwrite the input.", where=str(target), way_out="Name another file.")
-
-
-@contextmanager
-def _reading(path: Path | None, replace: bool, by_hand: bool) -> Iterator[Iterator[str]]:
-    if by_hand:
-        with contextlib.suppress(ImportError):
-            importlib.import_module("readline")  # arrows and history for input()
-        yield lines.typed()
-    elif path is None:
-        yield lines.decoded(sys.stdin.buffer, "standard input", replace=replace)
-    else:
-        try:
-            file = path.open("rb")
-        except OSError as error:
-            raise CommandError(f"the input cannot be read: {error.strerror}.", where=str(path)) from error
-        with file:
-            yield lines.decoded(file, str(path), replace=replace)
-
-
-@contextmanager
-def _writing(path: Path | None) -> Iterator[TextIO]:
-    if path is None:
-        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-        yield sys.stdout
-        return
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"the output cannot be written: {error.strerror}.", where=str(path)) from error
-    with file:
-        yield file

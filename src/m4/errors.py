@@ -1,8 +1,12 @@
-"""Errors of data, checkpoints and training, in the layout of ``gshard.GShardError``."""
+"""Errors of commands, data, checkpoints and training, in the layout of ``gshard.GShardError``."""
 
 from __future__ import annotations
 
 from gshard import GShardError
+
+
+class CommandError(GShardError):
+    """What was asked for on the command line cannot be done."""
 
 
 class CorpusError(GShardError):

@@ -9,14 +9,19 @@ Nothing is lost when a line cannot be read: those before it are translated first
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import queue
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 from gshard import GShardError
+from m4.errors import CommandError
 from m4.translate import Translated
 
 
@@ -147,3 +152,54 @@ class Speed:
             f"m4: {lines}, {self.tokens:,} source tokens in {seconds:.1f} s: "
             f"{self.lines / seconds:,.1f} lines/s, {self.tokens / seconds:,.0f} tokens/s"
         )
+
+
+def check_files(source: Path | None, target: Path | None) -> None:
+    """Refuses an output that is the input.
+
+    Raises:
+        CommandError: both are one file.
+    """
+    if source is not None and target is not None and target.exists() and target.samefile(source):
+        raise CommandError("the output would overwrite the input.", where=str(target), way_out="Name another file.")
+
+
+@contextmanager
+def reading(path: Path | None, replace: bool, by_hand: bool) -> Iterator[Iterator[str]]:
+    """The lines of a file, of standard input, or as they are typed.
+
+    Raises:
+        CommandError: the file cannot be read.
+    """
+    if by_hand:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # arrows and history for input()
+        yield typed()
+    elif path is None:
+        yield decoded(sys.stdin.buffer, "standard input", replace=replace)
+    else:
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise CommandError(f"the input cannot be read: {error.strerror}.", where=str(path)) from error
+        with file:
+            yield decoded(file, str(path), replace=replace)
+
+
+@contextmanager
+def writing(path: Path | None) -> Iterator[TextIO]:
+    """A file to write to, or standard output.
+
+    Raises:
+        CommandError: the file cannot be written.
+    """
+    if path is None:
+        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+        yield sys.stdout
+        return
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"the output cannot be written: {error.strerror}.", where=str(path)) from error
+    with file:
+        yield file
