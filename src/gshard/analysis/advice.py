@@ -31,6 +31,15 @@ def advice(c: Collective, plan: Plan, makers: Mapping[Value, Equation]) -> str:
             f"A sum over a dimension that is split over {axes}{because} leaves each device a part. Without that split "
             "it would go, and every device would compute the whole sum."
         )
+    if c.source is not None and moved.isdisjoint(c.source.atoms):
+        summed = [a for a, _ in c.source.unreduced]
+        root = _root_of_sum(c.value, set(summed), plan, makers)
+        because = f" ({root})" if root else ""
+        return (
+            f"Copies over {axes} have shared the work of combining a sum over a dimension that is split over "
+            f"{plan.mesh.format_atoms(summed)}{because}; each hands its share to the others. Without that split it "
+            "would go."
+        )
     here = _root(c.value, moved, plan)
     at = [d for d, dim in enumerate(c.before.dims) if moved & set(dim)]
     along = f" along dimension {at[0]}" if at else ""

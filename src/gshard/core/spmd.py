@@ -24,6 +24,7 @@ class Collective:
         why: what needed it.
         value: the array that is moved, None inside an equation's own way to run on shards.
         before, after: how it lay and lies.
+        source: how it lay before the first of the steps of which this is one.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Collective:
     value: Value | None = None
     before: Sharding | None = None
     after: Sharding | None = None
+    source: Sharding | None = None
 
     @property
     def total_bytes(self) -> int:

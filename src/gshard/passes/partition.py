@@ -214,10 +214,8 @@ class _Emitter:
         for step in plan_reshard(source, target, shape, size, mesh):
             if step.kind not in SILENT and x.size:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
-                of = value if isinstance(value, Value) else None
+                lies = (value if isinstance(value, Value) else None, step.before, step.after, source)
                 for kind, sent in spoken(step, shape, value.dtype, size, mesh):
-                    self.collectives.append(
-                        Collective(kind, step.atoms, sent, self.trips, local, line, why, of, step.before, step.after)
-                    )
+                    self.collectives.append(Collective(kind, step.atoms, sent, self.trips, local, line, why, *lies))
             x = run(step, x, shape, mesh)
         return x
