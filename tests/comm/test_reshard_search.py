@@ -1,0 +1,95 @@
+"""The chain of steps that is found against an exhaustive search: every step there is, from every sharding."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from gshard.comm.reshard import reshard_bytes
+from gshard.comm.steps import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_SLICE,
+    ALL_TO_ALL,
+    PERMUTE,
+    REDUCE_SCATTER,
+    Step,
+    bytes_sent,
+)
+from gshard.core.mesh import Mesh
+from gshard.core.sharding import Sharding
+from laws.test_reshard_any import shardings
+
+CUBE, SHAPE, BYTES = Mesh.abstract(a=2, b=2, c=2), (64, 64, 64), 4
+EVERY = shardings(CUBE, len(SHAPE))
+
+
+def every_step(here: Sharding) -> Iterator[Step]:
+    """All that can be done to an even array in one step."""
+    waiting = dict(here.unreduced)
+    free = [a for a in CUBE.atoms if a not in here.atoms]
+
+    def lying(changes: dict[int, tuple[str, ...]], combined: tuple[str, ...] = ()) -> Sharding:
+        dims = tuple(changes.get(d, dim) for d, dim in enumerate(here.dims))
+        return Sharding(dims).with_unreduced({a: m for a, m in waiting.items() if a not in combined})
+
+    for d, have in enumerate(here.dims):
+        for k in range(1, 4):
+            for atoms in itertools.permutations(free, k):
+                yield Step(ALL_SLICE, atoms, here, lying({d: (*have, *atoms)}), d)
+            for atoms in itertools.permutations(waiting, k):
+                yield Step(REDUCE_SCATTER, atoms, here, lying({d: (*have, *atoms)}, atoms), d)
+        for k in range(len(have)):
+            yield Step(ALL_GATHER, have[k:], here, lying({d: have[:k]}), d)
+            for e, other in enumerate(here.dims):
+                if e != d:
+                    after = lying({d: have[:k], e: (*other, *have[k:])})
+                    yield Step(ALL_TO_ALL, have[k:], here, after, d, e)
+    for k in range(1, 4):
+        for atoms in itertools.combinations(waiting, k):
+            yield Step(ALL_REDUCE, atoms, here, lying({}, atoms))
+    for after in EVERY:
+        alike = all(CUBE.count(a) == CUBE.count(b) for a, b in zip(here.dims, after.dims, strict=True))
+        if alike and after != here and after.unreduced == here.unreduced:
+            yield Step(PERMUTE, CUBE.atoms, here, after)
+
+
+def least_bytes(source: Sharding) -> dict[Sharding, int]:
+    """What it takes at least to get from one sharding to each other."""
+    best, queue, order = {source: 0}, [(0, 0, source)], itertools.count(1)
+    while queue:
+        cost, _, here = heapq.heappop(queue)
+        if cost > best[here]:
+            continue
+        for step in every_step(here):
+            total = cost + bytes_sent(step, SHAPE, BYTES, CUBE)
+            if total < best.get(step.after, total + 1):
+                best[step.after] = total
+                heapq.heappush(queue, (total, next(order), step.after))
+    return best
+
+
+def check(sources: list[Sharding]) -> None:
+    ratios = []
+    for source in sources:
+        least = least_bytes(source)
+        for target in EVERY:
+            if set(target.unreduced) <= set(source.unreduced):
+                found = reshard_bytes(source, target, SHAPE, BYTES, CUBE)
+                assert found >= least[target], "the exhaustive search is exhaustive"
+                ratios.append(1.0 if found == least[target] else found / least[target])
+    assert max(ratios) <= 1.5
+    assert sum(r == 1.0 for r in ratios) >= 0.99 * len(ratios)
+
+
+def test_some_reshards_send_no_more_than_they_must() -> None:
+    check(random.Random(3).sample(EVERY, 6))
+
+
+@pytest.mark.slow
+def test_all_reshards_send_no_more_than_they_must() -> None:
+    check(list(EVERY))
