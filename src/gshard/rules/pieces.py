@@ -113,7 +113,7 @@ def _cut_from(
     """What a value is cut out of along ``axis``, from where to where; or itself, from end to end."""
     maker = makers.get(v) if isinstance(v, Value) else None
     if maker is not None and maker.name == "split" and maker.params["axis"] == axis:
-        starts = list(itertools.accumulate(maker.params["sizes"], initial=0))
+        starts = list(itertools.accumulate(map(int, maker.params["sizes"]), initial=0))
         i = maker.outputs.index(v)
         return maker.inputs[0], (starts[i], starts[i + 1])
     if maker is not None and maker.name == "slice" and all(n == 1 for n in maker.params["strides"] or ()):

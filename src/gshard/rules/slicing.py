@@ -234,7 +234,7 @@ def split(call: Call) -> Rule:
     >>> print(split(Call("split", {"axis": 0, "sizes": (3, 5)}, ((8, 2),), ((3, 2), (5, 2)), ("f",))))
     a b -> a b, a b; exchange a
     """
-    axis, sizes, (source,) = call.params["axis"], call.params["sizes"], call.in_shapes
+    axis, sizes, (source,) = call.params["axis"], tuple(map(int, call.params["sizes"])), call.in_shapes
     make = RuleMaker()
     dims = [cut(call, make, n) if d == axis else make.factor(n) for d, n in enumerate(source)]
 
