@@ -162,7 +162,8 @@ def test_a_program_sorts_what_is_split(n: int, rng: np.random.Generator) -> None
     inside = {c.kind for c in lowered.spmd.collectives if c.why == "inside sort"}
     assert inside == (set() if n < 8 else {"all_to_all", "collective_permute"})
     if n < 8:
-        assert [c.kind for c in lowered.spmd.collectives] == ["all_gather"], "a short one is made whole, once for both"
+        made_whole = [c.kind for c in lowered.spmd.collectives if c.why == "operand 0 of sort"]
+        assert made_whole == ["all_gather"], "a short one, once for both"
     for got, want in zip(gshard.jit(program, mesh=mesh)(x), (jnp.sort(x), jnp.argsort(x)), strict=True):
         same_bits(got, want)
     if n == 1000:
