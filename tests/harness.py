@@ -292,6 +292,9 @@ def sliding() -> Iterator[Row]:
         settings = {"window_strides": stride, "padding": padding, "lhs_dilation": base, "rhs_dilation": dilation}
         yield row(f"conv_general_dilated, kernel longer than the result {n}", conv(**settings), normal(3, 4, 7, 10),
                   normal(6, 4, 5, 9), tolerance=1e-4)  # fmt: skip
+    nothing = {"window_strides": (1, 1), "padding": "VALID", "rhs_dilation": (2, 3)}
+    yield row("conv_general_dilated, kernel too long for any result", conv(**nothing), normal(2, 3, 9, 10),
+              normal(3, 3, 4, 5))  # fmt: skip
     for name, start, monoid in (("sum", 0.0, lax.add), ("max", -np.inf, lax.max), ("min", np.inf, lax.min)):
         pool = lambda x, start=start, monoid=monoid: lax.reduce_window(  # noqa: E731
             x, np.float32(start), monoid, (1, 1, 3, 2), (1, 1, 2, 1), "SAME")  # fmt: skip

@@ -104,6 +104,8 @@ def conv_general_dilated(call: Call) -> Rule:
         )
 
     def local(shards: Shards, x: Any, kernel: Any) -> list[Any]:
+        if 0 in out_shape:
+            return [jnp.zeros(shards.out_shape(), shards.equation.outputs[0].dtype)]
         x, kernel = shards.masked(x, 0, {lhs_spec[1]}), shards.masked(kernel, 1, {rhs_spec[1]})
         padding, base = list(p["padding"]), list(p["lhs_dilation"])
         for i, d in enumerate(lhs_spec[2:]):
@@ -127,7 +129,7 @@ def conv_general_dilated(call: Call) -> Rule:
             convolve = _with_kernels_of(shards, convolve, d, over, rhs_shape[d], dilation)
         return convolve(x, kernel)
 
-    moved = [d in windows for d in range(len(lhs))]
+    moved = [d in windows and 0 not in out_shape for d in range(len(lhs))]
     sends = sends_of(call, 0, lhs, moved, lambda d, parts: windows[d](parts))
     flops = 2 * math.prod(out_shape) * math.prod(rhs_shape[d] for d in rhs_spec[1:])
     linear = [sums(0), sums(1)] if keeps_sums(call) else []
