@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.local import apart
-from gshard.comm.route import Piece, Route, carry, pairs, routed
+from gshard.comm.route import Piece, Route, carry, pairs, pieces_of, routed
 from gshard.core.mesh import Atoms, Mesh
 
 
@@ -114,15 +114,10 @@ class Window:
 @functools.lru_cache(maxsize=4096)
 def _route(window: Window, size: int) -> Route | None:
     by_hops = sum(hop.high - hop.low for hop in window.hops(size) if hop.distance and hop.takers)
-    pieces = []
+    pieces: list[Piece] = []
     for i in window.takers:
         start = window.start(i)
-        first, last = max(start, 0), min(start + window.width, window.n)
-        while first < last:
-            source = first // size
-            end = min(last, (source + 1) * size)
-            pieces.append(Piece(source, first - source * size, i, first - start, end - first))
-            first = end
+        pieces += pieces_of(max(start, 0), min(start + window.width, window.n), size, i, start)
     sent, taken = [0] * window.parts, [0] * window.parts
     for p in pieces:
         if p.source != p.taker:

@@ -122,15 +122,25 @@ def _at_once(
 ) -> Iterator[Step]:
     """Cuts of a dimension as the target cuts it: parts that do not line up one by one may line up together."""
     for d, (have, wanted) in enumerate(zip(here.dims, target.dims, strict=True)):
-        atoms = wanted[len(have) :]
-        if wanted[: len(have)] != have or not atoms or not aligned(shape[d], mesh.count(have), mesh.count(atoms)):
-            continue
-        cut = _with(here, {d: wanted})
-        waiting = dict(here.unreduced)
-        if not set(atoms) & set(here.atoms):
-            yield Step(ALL_SLICE, atoms, here, cut, d)
-        elif {waiting.get(a) for a in atoms} <= _MONOIDS_WITH_REDUCE_SCATTER and keep.isdisjoint(atoms):
-            yield Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d)
+        if wanted[: len(have)] == have != wanted:
+            step = _cut_further(here, d, wanted[len(have) :], keep, shape, mesh)
+            if step is not None:
+                yield step
+
+
+def _cut_further(
+    here: Sharding, d: int, atoms: Atoms, keep: frozenset[str], shape: tuple[int, ...], mesh: Mesh
+) -> Step | None:
+    """A dimension cut over more atoms: sliced if they are free, scattered if they are to be combined."""
+    have, waiting = here.dims[d], dict(here.unreduced)
+    if not aligned(shape[d], mesh.count(have), mesh.count(atoms)):
+        return None
+    cut = _with(here, {d: (*have, *atoms)})
+    if set(here.atoms).isdisjoint(atoms):
+        return Step(ALL_SLICE, atoms, here, cut, d)
+    if {waiting.get(a) for a in atoms} <= _MONOIDS_WITH_REDUCE_SCATTER and keep.isdisjoint(atoms):
+        return Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d)
+    return None
 
 
 def _is_straight(step: Step, target: Sharding) -> bool:
@@ -152,17 +162,10 @@ def _steps(
     """All steps from here that move whole blocks, but for permutations."""
     found = []
     waiting = dict(here.unreduced)
-    ready = {a for a, monoid in waiting.items() if a not in keep and monoid in _MONOIDS_WITH_REDUCE_SCATTER}
-    used = set(here.atoms)
     for d, have in enumerate(here.dims):
         for atoms in blocks:
-            if not aligned(shape[d], mesh.count(have), mesh.count(atoms)):
-                continue
-            cut = _with(here, {d: (*have, *atoms)})
-            if used.isdisjoint(atoms):
-                found.append(Step(ALL_SLICE, atoms, here, cut, d))
-            elif ready.issuperset(atoms):
-                found.append(Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d))
+            if (step := _cut_further(here, d, atoms, keep, shape, mesh)) is not None:
+                found.append(step)
         # Atoms that leave this dimension, innermost first: to another dimension, or gathered.
         for atoms in _suffixes(have, blocks):
             rest = have[: len(have) - len(atoms)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,6 +34,15 @@ class Piece:
     taker: int
     at: int
     length: int
+
+
+def pieces_of(first: int, last: int, size: int, taker: int, start: int) -> Iterator[Piece]:
+    """Elements ``first`` to ``last`` of parts of ``size`` elements, for a part whose own begin at element ``start``."""
+    while first < last:
+        source, low = divmod(first, size)
+        length = min(last - first, size - low)
+        yield Piece(source, low, taker, first - start, length)
+        first += length
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

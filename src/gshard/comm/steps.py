@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.local import slice_part
-from gshard.comm.route import Piece, Route, carry, routed
+from gshard.comm.route import Piece, Route, carry, pieces_of, routed
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
 
@@ -148,16 +148,10 @@ def _lined_up(step: Step, n: int, mesh: Mesh) -> tuple[Route | None, int]:
         return None, have
     joined = -(-n * group // parts)
     room = -(-joined // group)
-    pieces = []
+    pieces: list[Piece] = []
     for taker in range(parts):
         first = taker // group * joined + taker % group * room
-        last = min(first + room, (taker // group + 1) * joined, n)
-        start = first
-        while start < last:
-            source = start // have
-            end = min(last, (source + 1) * have)
-            pieces.append(Piece(source, start - source * have, taker, start - first, end - start))
-            start = end
+        pieces += pieces_of(first, min(first + room, (taker // group + 1) * joined, n), have, taker, first)
     return routed(tuple(pieces)), room
 
 

@@ -79,6 +79,11 @@ def passing(rule: Rule, split: Mapping[int, Atoms]) -> Iterator[tuple[str, froze
             yield monoid, operands, atoms
 
 
+def parts(split: Mapping[int, Atoms], mesh: Mesh) -> int:
+    """In how many parts an equation runs."""
+    return mesh.count([a for f, atoms in split.items() if f >= 0 for a in atoms])
+
+
 def fits(dims: Dims, split: Mapping[int, Atoms], factors: Sequence[Factor], mesh: Mesh) -> bool:
     """Whether the parts of every dimension of an array are contiguous and equal under this split."""
     for dim in dims:

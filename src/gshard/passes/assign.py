@@ -16,7 +16,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Constant, Equation, Value, itemsize
 from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.core.split import Split, operand_sharding, parts, result_sharding
 from gshard.passes.candidates import Arrays, arrays_of, candidates
 from gshard.rules.region import REGIONS
 
@@ -157,8 +157,7 @@ def price(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Priced:
         rest += cost_of_move(result_sharding(rule, i, split), x.sharding, x.shape, x.itemsize, mesh)
     if rule.sends is not None:
         rest += rule.sends(mesh, split)
-    parts = mesh.count([a for f, atoms in split.items() if f >= 0 for a in atoms])
-    return Priced(split, operands, moves, rest + rule.flops / parts / FLOPS_PER_BYTE)
+    return Priced(split, operands, moves, rest + rule.flops / parts(split, mesh) / FLOPS_PER_BYTE)
 
 
 def best_split(

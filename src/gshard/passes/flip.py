@@ -15,7 +15,7 @@ from gshard.core.plan import Reason
 from gshard.core.program import Block, Equation, Value
 from gshard.core.rule import PARALLEL
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.core.split import operand_sharding, parts, result_sharding
 from gshard.passes.assign import cost_around, priced
 from gshard.passes.candidates import arrays_of, candidates
 from gshard.passes.settle import fixed_values, makers_and_readers, note_cost
@@ -89,7 +89,7 @@ def _followed(
             if len(kept) != len(e.outputs):
                 continue
             choices = priced(e.rule, arrays_of(e, lying), mesh)
-            split = min(choices, key=lambda choice: (sum(choice.moves), -_parts(choice.split, mesh))).split
+            split = min(choices, key=lambda choice: (sum(choice.moves), -parts(choice.split, mesh))).split
             for i, v in enumerate(kept):
                 made, now = result_sharding(e.rule, i, split), shardings[v]
                 waiting = now.unreduced if set(now.unreduced) <= set(made.unreduced) else ()
@@ -100,10 +100,6 @@ def _followed(
         trial.update(following)
         frontier = list(dict.fromkeys(e for v in following for e in readers.get(v, ())))
     return trial
-
-
-def _parts(split: Split, mesh: Mesh) -> int:
-    return mesh.count([a for f, atoms in split.items() if f >= 0 for a in atoms])
 
 
 def _groups(block: Block, makers: Mapping[Value, Equation]) -> list[list[Value]]:
