@@ -59,7 +59,9 @@ def is_right(row: Row, f: int, atom: str) -> bool:
         return False
     wanted = [np.asarray(x) for x in jax.tree.leaves(jax.jit(row.function)(*row.arguments))]
     pairs: list[tuple[Any, Any]] = [(got, want) for result, want in zip(results, wanted) for got in result]
-    return all(np.allclose(got, want, 1e-4, 1e-4, equal_nan=True) for got, want in pairs)
+    return any(want.size for want in wanted) and all(  # an empty result is right however it is made: it proves nothing
+        np.allclose(got, want, 1e-4, 1e-4, equal_nan=True) for got, want in pairs
+    )
 
 
 @pytest.mark.parametrize("row", [pytest.param(r, id=r.name) for r in rows()])
