@@ -29,7 +29,6 @@ from gshard.core.uneven import UnevenArray
 from gshard.passes.compile import Executable, compile_spmd, named_sharding
 from gshard.passes.compose import Target, call, call_p, function_of
 from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
 from gshard.passes.specs import (
     mark_of_argument,
     mark_of_spec,
@@ -66,7 +65,7 @@ class Lowered:
     @functools.cached_property
     def plan(self) -> Plan:
         """The sharding of every value, and why."""
-        return propagate(self.program, self.mesh, strict=self.target.strict)
+        return self.target.planned(self.program)
 
     @functools.cached_property
     def spmd(self) -> SpmdProgram:
@@ -78,12 +77,21 @@ class Lowered:
     @property
     def argument_shardings(self) -> tuple[Any, ...]:
         """Where each flat argument is expected, as JAX's ``NamedSharding``: what lies so is not moved by a call."""
-        return tuple(named_sharding(self.mesh, s) for s in self.spmd.in_shardings[len(self.program.captured) :])
+        first, spmd = len(self.program.captured), self.spmd
+        return tuple(
+            named_sharding(self.mesh.reordered(spmd.in_orders.get(i, self.mesh.order)), s)
+            for i, s in enumerate(spmd.in_shardings)
+            if i >= first
+        )
 
     def results(self, arrays: Sequence[Any]) -> Any:
         """The executable's flat results as the user gets them: a pytree, what left in padded parts as what it is."""
         found = zip(self.program.block.outputs, self.spmd.out_shardings, arrays, strict=True)
-        leaves = [x if s.is_even(self.mesh, v.shape) else UnevenArray(x, v.shape, s, self.mesh) for v, s, x in found]
+        orders, mesh = self.spmd.out_orders, self.mesh
+        leaves = [
+            x if s.is_even(mesh, v.shape) else UnevenArray(x, v.shape, s, mesh.reordered(orders.get(i, mesh.order)))
+            for i, (v, s, x) in enumerate(found)
+        ]
         return jax.tree.unflatten(self.program.out_tree, leaves)
 
     @functools.cached_property
@@ -227,7 +235,7 @@ class Jitted:
         program = trace(f, *args, argument_marks=marks, **kwargs)
         padded = {len(program.captured) + i: x.lies for i, x in enumerate(leaves) if isinstance(x, UnevenArray)}
         donated = self._donated_leaves(arrays, statics)
-        lowered = Lowered(program, self._target, donated, padded, self._keep_uneven)
+        lowered = Lowered(program, self._target.in_best_order(program), donated, padded, self._keep_uneven)
         if self._mesh.devices is None:
             return lowered, (None,) * len(leaves)
         return lowered, lowered.argument_shardings

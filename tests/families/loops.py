@@ -57,6 +57,21 @@ def stack_rematerialised(x: Any, p: Any) -> Any:
     return jax.lax.scan(body, gshard.split(x, 0, "x"), p)[0]
 
 
+def tied(x: Any, w: Any) -> Any:
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w / 8), None), x, None, length=L)[0]
+
+
+@CASES.add(LINE, X, (M, M), gradient=(0, 1))
+def tied_fsdp(x: Any, w: Any) -> Any:
+    """Eight layers share one weight, of which every device holds a part."""
+    return tied(gshard.split(x, 0, "x"), gshard.split(w, 0, "x"))
+
+
+@CASES.add(GRID, X, (M, M), gradient=(0, 1))
+def tied_tensor(x: Any, w: Any) -> Any:
+    return tied(gshard.split(x, 0, "x"), gshard.split(w, 1, "y"))
+
+
 def recurrent(x: Any, u: Any, w: Any) -> Any:
     return jax.lax.scan(lambda h, x: (jnp.tanh((h @ u + x @ w) / 16),) * 2, jnp.zeros((16, M)), x)[1]
 

@@ -63,6 +63,18 @@ def accumulated(w: Any, xs: Any, targets: Any) -> Any:
     return value, jax.tree.map(lambda p, g: p - 0.01 * g, w, gradient)
 
 
+def stacked(w: Any, xs: Any) -> Any:
+    """The same with layers in a loop of their own, whose gradients come in a stack."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(lax.scan(lambda c, w: (jnp.tanh(c @ w), None), split(x, 0, 8), w)[0] ** 2)
+
+    def step(so_far: Any, x: Any) -> tuple[Any, None]:
+        return so_far + jax.grad(loss)(w, x) * (x[0, 0] > 0), None
+
+    return lax.scan(step, jnp.zeros_like(w), xs)[0]
+
+
 def largest(xs: Any, v: Any, w: Any) -> Any:
     def step(so_far: Any, x: Any) -> tuple[Any, Any]:
         return jnp.maximum(so_far, jnp.max(split(x, 0, 8), 0)), None
@@ -92,6 +104,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[tuple[str, int,
             ("all_reduce", 1, 2 * 8 * 16 * 4 * 7 // 8), ("all_reduce", 1, 2 * 16 * 4 * 4 * 7 // 8),
             ("all_reduce", 1, 2 * 4 * 7 // 8),
         ],
+    ),
+    "once after a loop around a loop": (
+        stacked, (normal(3, 8, 8), normal(5, 512, 8)),
+        # The second is the element that decides whether a micro-batch counts.
+        [("all_reduce", 1, 2 * 3 * 8 * 8 * 4 * 7 // 8), ("all_reduce", 5, 5 * 2 * 4 * 7 // 8)],
     ),
     "a maximum once after a loop": (
         largest, (normal(5, 64, 24), normal(24, 2), W), [("all_reduce", 1, 2 * 24 * 4 * 7 // 8)],

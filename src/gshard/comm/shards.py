@@ -12,16 +12,20 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gshard.comm.halo import Window, fetch_window
 from gshard.comm.route import Route, carry
 from gshard.comm.steps import PERMUTE
 from gshard.comm.steps import identity as identity
+from gshard.core.jax_adapter import traced_together
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Equation, itemsize
 from gshard.core.rule import REDUCE, Rule
 from gshard.core.split import Split, place
+
+Fetched = dict[tuple[int, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,12 +37,16 @@ class Shards:
         split: the atoms of its factors.
         mesh: the devices.
         note: told of every collective: kind, atoms, bytes that each device sends, local operand.
+        unread: results that nobody reads.
+        fetched: the windows that equations of this block have fetched already.
     """
 
     equation: Equation
     split: Split
     mesh: Mesh
     note: Callable[[str, Atoms, int, Any], None] | None = None
+    unread: frozenset[int] = frozenset()
+    fetched: Fetched | None = None
 
     @property
     def rule(self) -> Rule:
@@ -86,8 +94,24 @@ class Shards:
 
     def fetch(self, x: Any, dim: int, atoms: Atoms, window: Window) -> Any:
         """The elements that stand in this device's window, side by side; those outside of the array are undefined."""
-        self.permutes(x, dim, atoms, window.messages(x.shape[dim]))
-        return fetch_window(x, dim, atoms, self.mesh, window)
+
+        def fetched() -> Any:
+            self.permutes(x, dim, atoms, window.messages(x.shape[dim]))
+            return fetch_window(x, dim, atoms, self.mesh, window)
+
+        return self._once((dim, atoms, window), x, fetched)
+
+    def _once(self, what: Any, x: Any, made: Callable[[], Any]) -> Any:
+        """What ``made`` makes of ``x``, or what another equation of this block has made of it in the same way."""
+        if self.fetched is None:
+            return made()
+        key = (id(x), what)
+        if key not in self.fetched:
+            got = made()
+            if not traced_together(x, got):
+                return got
+            self.fetched[key] = (x, got)  # with x, so that no other array gets its id
+        return self.fetched[key][1]
 
     def route(self, x: Any, dim: int, atoms: Atoms, route: Route, room: int) -> Any:
         """``room`` elements along ``dim``: the pieces that come to this device."""
@@ -103,6 +127,12 @@ class Shards:
 
     def window(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
         """This device's window of a split dimension, with ``fill`` outside the array and between dilated elements."""
+        if not isinstance(fill, int | float | complex | np.generic):
+            return self._window(x, dim, atoms, window, fill)
+        # -0.0 and 0.0 are equal, and not the same
+        return self._once((dim, atoms, window, repr(fill)), x, lambda: self._window(x, dim, atoms, window, fill))
+
+    def _window(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
         got = self.fetch(x, dim, atoms, window)
         position = window.position(lax.axis_index(atoms))
         at = position + jnp.arange(window.extent, dtype=jnp.int32)

@@ -74,6 +74,11 @@ def closed(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
     return getattr(jaxpr, "jaxpr", jaxpr), consts
 
 
+def traced_together(a: Any, b: Any) -> bool:
+    """Whether two arrays belong to the same trace, so that what needs one may read the other."""
+    return getattr(a, "_trace", None) is getattr(b, "_trace", None)
+
+
 def without_dead_code(jaxpr: Any) -> Any:
     """The jaxpr without equations that no result needs; all its inputs stay."""
     return _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from gshard.core.errors import ShardingError
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.order import Order, cut, order_for, table_of_axes, table_of_ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Mark:
         ids_shape: number of parts along each dimension.
         spec: for each dimension None, an axis name, a tuple of names, or ``PartitionSpec.UNCONSTRAINED``.
         axes: names and sizes of the mesh that ``spec`` speaks of, if it came with one.
+        devices: the devices of that mesh in row-major order, if it has any.
         batch_dims: dimensions that vmap added, in the order they were added; they stay open.
         cotangent: whether the mark was made by differentiating the user's.
     """
@@ -48,6 +50,7 @@ class Mark:
     ids_shape: tuple[int, ...] = ()
     spec: tuple[Any, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
+    devices: tuple[Any, ...] = ()
     batch_dims: tuple[int, ...] = ()
     cotangent: bool = False
 
@@ -81,10 +84,17 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """What a mark asks for on a mesh: atoms for each dimension, and which dimensions it leaves open."""
+    """What a mark asks for on a mesh.
+
+    Attributes:
+        dims: atoms for each dimension.
+        open: which dimensions it leaves open.
+        order: the order of the devices in which it does; the mesh's own wherever that will do.
+    """
 
     dims: tuple[Atoms, ...]
     open: tuple[bool, ...]
+    order: Order = ()
 
 
 def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand:
@@ -93,7 +103,7 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
     Raises:
         ShardingError: the mesh has no such axis or device, an axis is used twice, or the numbers do not fit.
     """
-    ndim = len(shape) - len(mark.batch_dims)
+    ndim, order = len(shape) - len(mark.batch_dims), mesh.order
     try:
         match mark.kind:
             case "replicate":
@@ -102,15 +112,15 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
                 dims = [()] * ndim
                 dims[mark.dim] = atoms_of_partitions(mark.partitions, mesh)
             case "assignment":
-                dims = list(_assignment(mark, mesh))
+                dims, order = _assignment(mark, mesh)
             case _:
-                dims = _spec(mark, mesh, ndim)
+                dims, order = _spec(mark, mesh, ndim)
         _check_once(dims, mesh)
     except ShardingError as reason:
         got = f"{_text(shape)}, {mark}; mesh: {mesh}{'; ' + reason.got if reason.got else ''}"
         raise ShardingError(reason.what, line, got, reason.way_out) from None
     placed = mark.place(dims, None)
-    return Demand(tuple(d or () for d in placed), tuple(d is None for d in placed))
+    return Demand(tuple(d or () for d in placed), tuple(d is None for d in placed), order)
 
 
 def _text(shape: tuple[int, ...]) -> str:
@@ -153,97 +163,48 @@ def _axis(name: str, mesh: Mesh) -> Atoms:
     )
 
 
-def _spec(mark: Mark, mesh: Mesh, ndim: int) -> list[Atoms | None]:
-    dims: list[Atoms | None] = []
+def _named(mark: Mark, ndim: int) -> list[tuple[str, ...] | None]:
+    """For each dimension the axes it is cut over; None where that is open."""
+    entries = (*mark.spec, *(None,) * (ndim - len(mark.spec)))
+    return [
+        None if e is PartitionSpec.UNCONSTRAINED else () if e is None else (e,) if isinstance(e, str) else tuple(e)
+        for e in entries
+    ]
+
+
+def _spec(mark: Mark, mesh: Mesh, ndim: int) -> tuple[list[Atoms | None], Order]:
+    named = _named(mark, ndim)
+    ours = mesh.order_of(mark.devices)
     known = all(mesh.atoms_of.get(n, (n,)) and mesh.count(_axis_or_none(n, mesh)) == s for n, s in mark.axes)
-    for entry in (*mark.spec, *(None,) * (ndim - len(mark.spec))):
-        if entry is PartitionSpec.UNCONSTRAINED:
-            dims.append(None)
-            continue
-        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        if known:
-            dims.append(tuple(a for name in names for a in _axis(name, mesh)))
-        else:
-            dims.append(tuple(a for name in names for a in _by_stride(name, mark.axes, mesh)))
-    return dims
+    if known and ours == mesh.order:
+        return [None if dim is None else tuple(a for n in dim for a in _axis(n, mesh)) for dim in named], ours
+    dims = [dim or () for dim in named]
+    if known:  # by the atoms, since a name may be one of an atom's
+        dims = [tuple(a for n in dim for a in _axis(n, mesh)) for dim in dims]
+    axes = tuple(mesh.atom_sizes.items()) if known else mark.axes
+    if math.prod(size for _, size in axes) != mesh.size:
+        raise ShardingError(
+            f"a sharding over {math.prod(size for _, size in axes)} devices cannot be one over {mesh.size}.",
+            way_out="Make its jax.sharding.Mesh of the devices of the program.",
+        )
+    _check_once([*dims], mesh)
+    cuts, order = _found(table_of_axes(dims, axes, ours or range(mesh.size)), mesh)
+    return [None if dim is None else atoms for dim, atoms in zip(named, cuts, strict=True)], order
 
 
 def _axis_or_none(name: str, mesh: Mesh) -> Atoms:
     return mesh.atoms_of.get(name) or ((name,) if name in mesh.atom_sizes else ())
 
 
-def _by_stride(name: str, axes: tuple[tuple[str, int], ...], mesh: Mesh) -> Atoms:
-    """An axis of another mesh over the same devices in the same order, as atoms of this one."""
-    names = [n for n, _ in axes]
-    at = names.index(name)
-    stride, size = math.prod(s for _, s in axes[at + 1 :]), axes[at][1]
-    return _atoms_along([i * stride for i in range(size)], mesh)
+def _assignment(mark: Mark, mesh: Mesh) -> tuple[list[Atoms | None], Order]:
+    cuts, order = _found(table_of_ids(np.asarray(mark.ids, dtype=np.int64).reshape(mark.ids_shape), mesh), mesh)
+    return list(cuts), order
 
 
-def _strides(mesh: Mesh) -> dict[int, str]:
-    strides, stride = {}, 1
-    for atom in reversed(mesh.atoms):
-        strides[stride] = atom
-        stride *= mesh.atom_sizes[atom]
-    return strides
-
-
-def _atoms_along(positions: list[int], mesh: Mesh) -> Atoms:
-    """The atoms, major to minor, along which these flat device positions lie."""
-    strides = _strides(mesh)
-    atoms: list[str] = []
-    followed = positions[:1]  # the positions that the atoms found so far run through, minor ones fastest
-    while len(followed) < len(positions):
-        stride = positions[len(followed)] - positions[0]
-        atom = strides.get(stride)
-        if atom is None or atom in atoms:
-            break
-        atoms.insert(0, atom)
-        followed = [p + k * stride for k in range(mesh.atom_sizes[atom]) for p in followed]
-    if followed != positions:
-        raise ShardingError(
-            "this order of devices does not follow the axes of the mesh.",
-            got=f"along one dimension the devices are {positions}",
-            way_out="Make the jax.sharding.Mesh from the devices in the order you want.",
-        )
-    return tuple(atoms)
-
-
-def _assignment(mark: Mark, mesh: Mesh) -> list[Atoms]:
-    count = len(mark.ids)
-    if not count:
-        raise ShardingError(
-            "the device assignment names no device.",
-            got=f"device assignment of shape {mark.ids_shape}",
-            way_out="Name each of the devices 0 to n-1 once, where n divides the number of devices.",
-        )
-    missing = sorted(set(range(count)) - set(mark.ids))
-    if count > mesh.size or max(mark.ids, default=0) >= mesh.size:
-        raise ShardingError(
-            f"the device assignment names device {max(mark.ids)}, and the mesh has {mesh.size} devices.",
-            way_out=f"Use the ids 0 to {mesh.size - 1}.",
-        )
-    if missing or mesh.size % count:
-        what = f"device {missing[0]} is missing from" if missing else f"{mesh.size} devices cannot hold copies of"
-        raise ShardingError(
-            f"{what} a device assignment of {count} parts.",
-            way_out="Name each of the devices 0 to n-1 once, where n divides the number of devices.",
-        )
-    ids = np.asarray(mark.ids, dtype=np.int64).reshape(mark.ids_shape) * (mesh.size // count)
-    dims: list[Atoms] = []
-    for d in range(ids.ndim):
-        along = ids[tuple(slice(None) if i == d else 0 for i in range(ids.ndim))]
-        dims.append(_atoms_along([int(i) for i in along], mesh))
-    affine = np.zeros((), np.int64)
-    for d in range(ids.ndim):
-        along = ids[tuple(slice(None) if i == d else slice(0, 1) for i in range(ids.ndim))]
-        affine = affine + (along - ids.flat[0])
-    if ids.flat[0] or not np.array_equal(affine, ids):
-        raise ShardingError(
-            "this order of devices does not follow the axes of the mesh.",
-            way_out="Make the jax.sharding.Mesh from the devices in the order you want.",
-        )
-    return dims
+def _found(table: np.ndarray, mesh: Mesh) -> tuple[tuple[Atoms, ...], Order]:
+    """A cut in the mesh's own order of devices if there is one, else in the order that the table needs."""
+    cuts = cut(table, mesh)
+    return (cuts, mesh.order) if cuts is not None else order_for(table, mesh)
 
 
 def _check_once(dims: list[Atoms | None], mesh: Mesh) -> None:

@@ -49,10 +49,12 @@ class Mesh:
     Attributes:
         axes: the user's axis names and sizes, major to minor.
         devices: the devices in row-major order of the axes, or None for a mesh that is only planned for.
+        order: which of the devices, as they came, stands at each position; () if they are left in their order.
     """
 
     axes: tuple[tuple[str, int], ...]
     devices: tuple[Any, ...] | None = None
+    order: tuple[int, ...] = ()
 
     @staticmethod
     def abstract(**axes: int) -> Mesh:
@@ -105,11 +107,29 @@ class Mesh:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.axes, self.devices))
+        return hash((self.axes, self.devices, self.order))
 
     def __hash__(self) -> int:
         # Asked for at every step of planning, and the same for ever.
         return self._hash
+
+    def reordered(self, order: tuple[int, ...]) -> Mesh:
+        """The same devices with device ``order[i]``, as they came, at position ``i``; () is the order they came in."""
+        order = () if order == tuple(range(self.size)) else order
+        if order == self.order or self.devices is None:
+            return dataclasses.replace(self, order=order)
+        came = [self.devices[i] for i in np.argsort(self.order)] if self.order else self.devices
+        return dataclasses.replace(self, devices=tuple(came[d] for d in order) if order else tuple(came), order=order)
+
+    def order_of(self, devices: Sequence[Any]) -> tuple[int, ...]:
+        """The order in which these devices stand; () if that is how they came, or if they are not the mesh's."""
+        if not devices or self.devices is None or (not self.order and tuple(devices) == self.devices):
+            return ()
+        came = {d: self.order[i] if self.order else i for i, d in enumerate(self.devices)}
+        if len(devices) != len(came) or any(d not in came for d in devices):
+            return ()
+        order = tuple(came[d] for d in devices)
+        return () if order == tuple(range(len(order))) else order
 
     @property
     def size(self) -> int:
@@ -177,4 +197,5 @@ class Mesh:
         return mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={size}" for name, size in self.axes)
+        order = f", devices in the order {','.join(map(str, self.order))}" if self.order else ""
+        return " ".join(f"{name}={size}" for name, size in self.axes) + order

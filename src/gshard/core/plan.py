@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 
 from gshard.core.mesh import Mesh
+from gshard.core.order import Order
 from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize
 from gshard.core.rule import WHOLE
 from gshard.core.sharding import Sharding
@@ -52,6 +53,7 @@ class Plan:
         shardings: the sharding of every value, bodies included.
         splits: the atoms of the factors of every equation that has a rule.
         reasons: for each value and dimension that is split, why.
+        orders: the order of the devices in which a marked value is to lie, where that is not the mesh's.
     """
 
     program: Program
@@ -59,6 +61,7 @@ class Plan:
     shardings: Mapping[Value, Sharding]
     splits: Mapping[Equation, Split]
     reasons: Mapping[tuple[Value, int], Reason]
+    orders: Mapping[Value, Order] = dataclasses.field(default_factory=dict)
 
     def sharding(self, value: Value | Constant) -> Sharding:
         """The sharding of a value; constants are replicated."""

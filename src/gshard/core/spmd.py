@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from gshard.core.mesh import Mesh
+from gshard.core.order import Order
 from gshard.core.program import Program, Value
 from gshard.core.sharding import Sharding
 
@@ -54,6 +56,8 @@ class SpmdProgram:
         mesh: the mesh it is for.
         in_shardings, out_shardings: how the program's inputs (captured arrays first) and results lie.
         collectives: everything the devices say to each other.
+        in_orders, out_orders: inputs and results (by number) whose parts lie in another order of devices than the
+            mesh's. The program takes and gives their parts as they lie, as if that were the mesh's order.
     """
 
     jaxpr: Any
@@ -62,6 +66,8 @@ class SpmdProgram:
     out_shardings: tuple[Sharding, ...]
     collectives: tuple[Collective, ...]
     program: Program
+    in_orders: Mapping[int, Order] = dataclasses.field(default_factory=dict)
+    out_orders: Mapping[int, Order] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"spmd program {self.program.name} on {self.mesh}\n{self.jaxpr}"

@@ -101,7 +101,8 @@ def shard(x: Any, device_assignment: Any) -> Any:
         device_assignment: either an integer array of device ids of the rank of ``x``, element ``[i, j]``
             naming the device that holds part ``[i, j]`` (paper, appendix A.3), or a
             ``jax.sharding.PartitionSpec`` over the axis names of the mesh. Fewer ids than devices
-            (``arange(n)``) means that each part is held by several consecutive devices.
+            (``arange(n)``) means that each part is held by several consecutive devices. Any order of ids will do:
+            results and arguments lie as it says, and the program runs with the devices in that order.
 
     Returns:
         the same values.

@@ -32,7 +32,13 @@ class Executable:
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs on flat arguments; results are flat global arrays."""
-        return list(self.function(*self.captured, *arguments))
+        spmd, every = self.spmd, [*self.captured, *arguments]
+        for i in spmd.in_orders:
+            every[i] = relabelled(every[i], named_sharding(spmd.mesh, spmd.in_shardings[i]))
+        results = list(self.function(*every))
+        for i, order in spmd.out_orders.items():
+            results[i] = relabelled(results[i], named_sharding(spmd.mesh.reordered(order), spmd.out_shardings[i]))
+        return results
 
     @functools.cached_property
     def captured(self) -> tuple[Any, ...]:
@@ -51,6 +57,12 @@ class Executable:
 
     def __str__(self) -> str:
         return f"executable {self.spmd.program.name} on {self.spmd.mesh}\n{self.compiled.as_text()}"
+
+
+def relabelled(x: Any, sharding: NamedSharding) -> Any:
+    """The same parts on the same devices, said to be those of another sharding: nothing is moved."""
+    parts = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
 def named_sharding(mesh: Mesh, sharding: Sharding) -> NamedSharding:

@@ -27,11 +27,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
+from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.annotate import bind_mark
 from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
+from gshard.passes.propagate import in_best_order, propagate
 from gshard.passes.trace import trace
 
 call_p = Primitive("gshard_call")
@@ -53,11 +54,23 @@ class Target:
         mesh: the devices.
         strict: refuse operations without a rule.
         budget: what a per-device program may cost; asked once each is made.
+        reorders: whether devices may be put in the order that marks ask for. Under a transformation they may not:
+            what JAX compiles around the program has one order of devices, the mesh's.
     """
 
     mesh: Mesh
     strict: bool
     budget: Limit | None = None
+    reorders: bool = True
+
+    def in_best_order(self, program: Program) -> Target:
+        """The same with the devices in the order that the program's marks ask for."""
+        return dataclasses.replace(self, mesh=in_best_order(program, self.mesh)) if self.reorders else self
+
+    def planned(self, program: Program) -> Plan:
+        """The plan of a program for this target."""
+        plan = propagate(program, self.mesh, strict=self.strict)
+        return plan if self.reorders else dataclasses.replace(plan, orders={})
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
@@ -67,7 +80,7 @@ class Target:
 
 def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     """Calls a function (a closed jaxpr), partitioned, with flat arguments of which some belong to a transformation."""
-    results = call_p.bind(*arguments, jaxpr=jaxpr, target=target)
+    results = call_p.bind(*arguments, jaxpr=jaxpr, target=dataclasses.replace(target, reorders=False))
     return results if target.mesh.devices is None else [_on(x, target.mesh) for x in results]
 
 
@@ -82,7 +95,7 @@ def _on(x: Any, mesh: Mesh) -> Any:
 @functools.lru_cache(maxsize=256)
 def _planned(jaxpr: Any, target: Target) -> Plan:
     program = trace(jaxpr_as_fun(jaxpr), *_shapes(jaxpr.in_avals))
-    return propagate(program, target.mesh, strict=target.strict)
+    return target.planned(program)
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,13 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from gshard.comm.reshard import plan_reshard
-from gshard.comm.shards import Shards
-from gshard.comm.steps import SILENT, run, spoken
+from gshard.comm.shards import Fetched, Shards
+from gshard.comm.steps import PERMUTE, SILENT, run, spoken
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.jax_adapter import as_if_at
+from gshard.core.order import Order, moves
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
 from gshard.core.sharding import Sharding
@@ -50,18 +52,28 @@ def partition(
     leave = tuple(
         plan.sharding(v) if keep_uneven else _even(plan.sharding(v), v, plan, partly=True) for v in block.outputs
     )
+    orders: Mapping[Any, Order] = plan.orders
+    in_orders = {i: orders[v] for i, v in enumerate(block.inputs) if v in orders and any(entry[i].dims)}
+    out_orders = {i: orders[v] for i, v in enumerate(block.outputs) if v in orders and any(leave[i].dims)}
     emitter = _Emitter(plan)
 
     def program(*arrays: Any) -> list[Any]:
         emitter.start()
+        came = [
+            x if i not in in_orders else emitter.reorder(x, v, source, in_orders[i], leaving=False)
+            for i, (x, v, source) in enumerate(zip(arrays, block.inputs, entry, strict=True))
+        ]
         inside = [
             emitter.step_to(x, v, source, plan.sharding(v), "uneven argument", "")
-            for x, v, source in zip(arrays, block.inputs, entry, strict=True)
+            for x, v, source in zip(came, block.inputs, entry, strict=True)
         ]
-        out = emitter.run(block, inside)
-        return [
+        out = [
             emitter.step_to(x, v, plan.sharding(v), target, "result at the border", "")
-            for x, v, target in zip(out, block.outputs, leave, strict=True)
+            for x, v, target in zip(emitter.run(block, inside), block.outputs, leave, strict=True)
+        ]
+        return [
+            x if i not in out_orders else emitter.reorder(x, v, target, out_orders[i], leaving=True)
+            for i, (x, v, target) in enumerate(zip(out, block.outputs, leave, strict=True))
         ]
 
     mapped = jax.shard_map(
@@ -75,7 +87,7 @@ def partition(
     with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
         shapes = (padded_shape(s, mesh, v.shape) for v, s in zip(block.inputs, entry, strict=True))
         jaxpr = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(s, v.dtype) for v, s in zip(block.inputs, shapes)))
-    return SpmdProgram(jaxpr, mesh, entry, leave, tuple(emitter.collectives), plan.program)
+    return SpmdProgram(jaxpr, mesh, entry, leave, tuple(emitter.collectives), plan.program, in_orders, out_orders)
 
 
 def spec(sharding: Sharding) -> PartitionSpec:
@@ -91,6 +103,22 @@ def _even(sharding: Sharding, value: Value | Constant, plan: Plan, *, partly: bo
             atoms = atoms[:-1] if partly else ()
         dims.append(atoms)
     return Sharding(tuple(dims))
+
+
+@dataclasses.dataclass(slots=True)
+class _Made:
+    """A value's local arrays. It is moved to where the plan wants it when somebody first reads it there.
+
+    Attributes:
+        source: how it lay when it was made.
+        arrays: in every sharding that it was needed in: two users share one collective.
+        why, line: what the move to its planned sharding is noted under.
+    """
+
+    source: Sharding
+    arrays: dict[Sharding, Any]
+    why: str = ""
+    line: str = ""
 
 
 @dataclasses.dataclass
@@ -112,13 +140,13 @@ class _Emitter:
     def run(self, block: Block, arrays: Sequence[Any], trips: int = 1) -> list[Any]:
         """Runs a block on local arrays that lie as its inputs do."""
         with self._repeated(trips):
-            # For each value its local array in every sharding it was needed in: two users share one collective.
-            env: dict[Value, dict[Sharding, Any]] = {
-                v: {self.sharding(v): x} for v, x in zip(block.inputs, arrays, strict=True)
-            }
+            env = {v: _Made(self.sharding(v), {self.sharding(v): x}) for v, x in zip(block.inputs, arrays, strict=True)}
+            fetched: Fetched = {}
+            read = {v for e in block.equations for v in e.inputs} | set(block.outputs)
             for equation in block.equations:
+                unread = frozenset(i for i, v in enumerate(equation.outputs) if v not in read)
                 with as_if_at(equation.source_info), jax.named_scope(equation.name):
-                    self._equation(equation, env)
+                    self._equation(equation, env, unread, fetched)
             return [self._read(env, v, self.sharding(v), "", "result") for v in block.outputs]
 
     @contextmanager
@@ -129,7 +157,7 @@ class _Emitter:
         finally:
             self.trips = before
 
-    def _equation(self, e: Equation, env: dict[Value, dict[Sharding, Any]]) -> None:
+    def _equation(self, e: Equation, env: dict[Value, _Made], unread: frozenset[int], fetched: Fetched) -> None:
         region = REGIONS.get(e.name)
         if region is not None:
             entry = region.entry(e, self.sharding)
@@ -142,7 +170,7 @@ class _Emitter:
         else:
             assert e.rule is not None
             split = self.plan.splits[e]
-            shards = Shards(e, split, self.plan.mesh, self._noting(e))
+            shards = Shards(e, split, self.plan.mesh, self._noting(e), unread, fetched)
             arrays = [
                 self._read(env, v, operand_sharding(e.rule, i, split), e.line, f"operand {i} of {e.name}")
                 for i, v in enumerate(e.inputs)
@@ -152,10 +180,7 @@ class _Emitter:
             results = self._local(e, shards, arrays)
             leave = [result_sharding(e.rule, i, split) for i in range(len(e.outputs))]
         for i, (value, x, source) in enumerate(zip(e.outputs, results, leave, strict=True)):
-            target = self.sharding(value)
-            env[value] = {target: self.step_to(x, value, source, target, f"result {i} of {e.name}", e.line)}
-            if source != target and not source.unreduced:
-                env[value][source] = x
+            env[value] = _Made(source, {source: x}, f"result {i} of {e.name}", e.line)
 
     def _local(self, e: Equation, shards: Shards, arrays: list[Any]) -> list[Any]:
         assert e.rule is not None
@@ -187,22 +212,38 @@ class _Emitter:
         return note
 
     def _read(
-        self, env: dict[Value, dict[Sharding, Any]], value: Value | Constant, target: Sharding, line: str, why: str
+        self, env: dict[Value, _Made], value: Value | Constant, target: Sharding, line: str, why: str
     ) -> Any:
         if isinstance(value, Constant):
             here = self.sharding(value)
             x = value.value if value.shape == () and here == target else jnp.asarray(value.value)
             return self.step_to(x, value, here, target, why, line)
-        known = env[value]
-        if target not in known:
-            source = self.sharding(value)
-            known[target] = self.step_to(known[source], value, source, target, why, line)
-        return known[target]
+        made, planned = env[value], self.sharding(value)
+        if target == made.source and not target.unreduced:
+            return made.arrays[target]
+        if planned not in made.arrays:
+            x = made.arrays[made.source]
+            made.arrays[planned] = self.step_to(x, value, made.source, planned, made.why, made.line)
+        if target not in made.arrays:
+            made.arrays[target] = self.step_to(made.arrays[planned], value, planned, target, why, line)
+        return made.arrays[target]
 
     def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
         """Moves an array that lies as ``value`` does to another sharding."""
         why = f"value carried by {equation.name}"
         return self.step_to(array, value, self.sharding(value), target, why, equation.line)
+
+    def reorder(self, x: Any, value: Value | Constant, sharding: Sharding, order: Order, *, leaving: bool) -> Any:
+        """Moves the parts of an array from another order of devices to the mesh's; leaving, from that to the other."""
+        mesh = self.plan.mesh
+        pairs = moves(sharding.dims, order, mesh)
+        if all(a == b for a, b in pairs) or not x.size:
+            return x
+        local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
+        why = f"{'result' if leaving else 'argument'} in the order of devices {','.join(map(str, order))}"
+        sent = x.size * itemsize(value.dtype)
+        self.collectives.append(Collective(PERMUTE, mesh.atoms, sent, self.trips, local, "", why))
+        return lax.ppermute(x, mesh.atoms, [(b, a) for a, b in pairs] if leaving else pairs)
 
     def step_to(
         self, x: Any, value: Value | Constant, source: Sharding, target: Sharding, why: str, line: str

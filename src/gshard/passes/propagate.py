@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from gshard.core.errors import PlanError
-from gshard.core.mark import resolve
+from gshard.core.mark import Demand, resolve
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.order import Order
 from gshard.core.plan import Plan, Reason
 from gshard.core.program import Edge, Equation, Program, Value
 from gshard.core.rule import EXCHANGE, REDUCE, Dims, Factor
@@ -76,7 +77,7 @@ def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
             splits = assign(program.block, shardings, mesh)
         if not flipped:
             break
-    plan = Plan(program, mesh, shardings, splits, state.reasons)
+    plan = Plan(program, mesh, shardings, splits, state.reasons, state.orders)
     if strict and plan.gathered:
         e = plan.gathered[0]
         raise PlanError(
@@ -88,6 +89,38 @@ def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
     return plan
 
 
+def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reason]]:
+    """What the user said of values: marks, and shardings of arguments.
+
+    Raises:
+        ShardingError: a mark does not fit its value or the mesh.
+    """
+    captured = len(program.captured)
+    for value, mark, name in zip(
+        program.block.inputs[captured:], program.argument_marks, program.names[captured:], strict=True
+    ):
+        if mark is not None:
+            yield value, resolve(mark, mesh, value.shape, f"argument {name}"), Reason("argument", "", name)
+    for e in program.block.walk():
+        if e.mark is not None:
+            (value,) = e.outputs
+            yield value, resolve(e.mark, mesh, value.shape, e.line), Reason("mark", e.line, str(e.mark))
+
+
+def in_best_order(program: Program, mesh: Mesh) -> Mesh:
+    """The mesh with its devices in the order that the marks ask for, or most bytes of them where they do not agree."""
+    asked = {demand.order: None for _, demand, _ in demands(program, mesh)}
+    if not set(asked) - {mesh.order} or any(e.rule is not None and e.rule.fixed for e in program.block.walk()):
+        return mesh
+
+    def elsewhere(order: Order) -> int:
+        found = demands(program, mesh.reordered(order))
+        return sum(value.bytes for value, demand, _ in found if any(demand.dims) and demand.order != order)
+
+    # Among equals one that is asked for: what lies crooked in both of two orders would be moved twice.
+    return mesh.reordered(min((*asked, mesh.order), key=lambda order: (elsewhere(order), order == mesh.order)))
+
+
 class _State:
     """Shardings as far as they are known, and who is to be asked next."""
 
@@ -96,6 +129,7 @@ class _State:
         self.dims: dict[Value, list[Atoms]] = {}
         self.open: dict[Value, list[bool]] = {}
         self.reasons: dict[tuple[Value, int], Reason] = {}
+        self.orders: dict[Value, Order] = {}
         self.nodes: list[_Node] = []
         self.users: dict[Value, list[_Node]] = {}
         for value in program.block.inputs:
@@ -121,19 +155,11 @@ class _State:
 
     def seed(self) -> None:
         """Sets what the user said: marks, and shardings of arguments."""
-        program, captured = self.program, len(self.program.captured)
-        for value, mark, name in zip(
-            program.block.inputs[captured:], program.argument_marks, program.names[captured:], strict=True
-        ):
-            if mark is not None:
-                demand = resolve(mark, self.mesh, value.shape, f"argument {name}")
-                self._set(value, demand.dims, demand.open, Reason("argument", "", name))
-        for e in program.block.walk():
-            if e.mark is not None:
-                (value,) = e.outputs
-                demand = resolve(e.mark, self.mesh, value.shape, e.line)
-                self._set(value, demand.dims, demand.open, Reason("mark", e.line, str(e.mark)))
-        check_contradictions(program, self.dims)
+        for value, demand, reason in demands(self.program, self.mesh):
+            self._set(value, demand.dims, demand.open, reason)
+            if demand.order != self.mesh.order and any(demand.dims):
+                self.orders[value] = demand.order
+        check_contradictions(self.program, self.dims)
         for node in self.nodes:
             if node.fixed is not None and node not in self.waiting:
                 self.waiting.add(node)

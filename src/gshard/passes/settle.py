@@ -13,7 +13,7 @@ the next call) stays like that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Reason
@@ -31,6 +31,7 @@ from gshard.passes.assign import (
     taken,
 )
 from gshard.passes.candidates import arrays_of, candidates
+from gshard.passes.invariants import bring_in_once, largest, local_bytes
 
 _ROUNDS = 3
 # A value with more readers than this is not asked how they take it.
@@ -61,6 +62,7 @@ def settle(
         for body in e.blocks:
             changed |= settle(body, shardings, splits, reasons, mesh)
         changed |= _combine_after_the_loop(e, shardings, reasons, mesh)
+        changed |= bring_in_once(e, shardings, reasons, mesh)
     fixed = fixed_values(block) - leaving
     makers, readers = makers_and_readers(block)
     best = {e: splits[e] for e in block.equations if e.rule is not None}
@@ -148,11 +150,13 @@ def _combine_after_the_loop(
     splits, before = assign_and_cost(body, shardings, mesh)
     waiting = {result_sharding(x.rule, 0, split).unreduced for x, split in splits.items() if x.rule and x.outputs}
     for unreduced in sorted(waiting - {()}):
-        group = [c for c in carries if _may_wait(c, unreduced, shardings)]
+        group = _who_may_wait(carries, dict(unreduced), shardings, largest(body, splits, shardings, mesh), mesh)
         while group:
             trial, noted = dict(shardings), dict(reasons)
             for inner, end, _, _ in group:
-                trial[inner] = trial[end] = Sharding(shardings[inner].dims, unreduced)
+                trial[inner] = trial[end] = _waiting(shardings[inner], unreduced)
+            for v in (v for c in group for v in _stacked(c[3], body)):
+                trial[v] = _waiting(shardings[v], unreduced)
             changed = settle(body, trial, assign(body, trial, mesh), noted, mesh)
             helped = [c for c in group if set(unreduced) <= set(trial[c[3]].unreduced)]
             if helped != group:
@@ -211,15 +215,50 @@ def _carried_along(v: Value, readers: Mapping[Value, Sequence[Equation | None]])
     return v
 
 
-def _may_wait(
-    carry: tuple[Value, Value, Value, Value],
-    unreduced: tuple[tuple[str, str], ...],
+def _who_may_wait(
+    carries: Sequence[tuple[Value, Value, Value, Value]],
+    unreduced: Container[str],
     shardings: Mapping[Value, Sharding],
-) -> bool:
-    inner, end, _, _ = carry
-    lies = shardings[inner]
-    used = {a for dim in lies.dims for a in dim}
-    return not lies.unreduced and shardings[end] == lies and not used & {a for a, _ in unreduced}
+    room: int,
+    mesh: Mesh,
+) -> list[tuple[Value, Value, Value, Value]]:
+    """The carries that may wait over these atoms: undivided along them, as many as there is ``room`` for."""
+    found = []
+    for carry in sorted(carries, key=lambda c: -c[0].bytes):
+        inner, end, _, _ = carry
+        lies = shardings[inner]
+        if lies.unreduced or shardings[end] != lies:
+            continue
+        more = local_bytes(inner, _without(lies, unreduced), mesh) - local_bytes(inner, lies, mesh)
+        if more <= room:
+            room -= more
+            found.append(carry)
+    return found
+
+
+def _stacked(v: Value, body: Block) -> tuple[Value, ...]:
+    """What is added, before it was passed on or scaled, if an inner loop stacked it: the stack and a round's part."""
+    makers = {x: e for e in body.equations for x in e.outputs}
+    behind = [v]
+    while behind:
+        v = behind.pop()
+        e = makers.get(v)
+        if e is not None and e.rule is None:
+            if found := next(((v, edge.inner) for edge in e.edges if edge.stacked and edge.outer is v), ()):
+                return found
+        elif e is not None and e.rule is not None and e.mark is None:
+            alone = [operands for monoid, operands in e.rule.linear if monoid == "add" and len(operands) == 1]
+            behind += [x for i, x in enumerate(e.inputs) if {i} in alone and isinstance(x, Value)]
+    return ()
+
+
+def _waiting(sharding: Sharding, unreduced: tuple[tuple[str, str], ...]) -> Sharding:
+    return _without(sharding, dict(unreduced)).with_unreduced(dict(unreduced))
+
+
+def _without(sharding: Sharding, atoms: Container[str]) -> Sharding:
+    """The same, not split over some atoms."""
+    return Sharding(tuple(tuple(a for a in dim if a not in atoms) for dim in sharding.dims))
 
 
 def makers_and_readers(block: Block) -> tuple[dict[Value, Equation], dict[Value, list[Equation]]]:
@@ -256,7 +295,8 @@ def _alternatives(
         found += [s for s in passed if s.unreduced]
     for e in readers:
         if e.rule is None:
-            found += [s for x, s in zip(e.inputs, entering(e, shardings), strict=True) if x is v]
+            entered = [s for x, s in zip(e.inputs, entering(e, shardings), strict=True) if x is v]
+            found += [*entered, *(Sharding(s.dims) for s in entered)]
         else:
             found += [operand_sharding(e.rule, i, best[e]) for i, x in enumerate(e.inputs) if x is v]
     passable = dict.fromkeys(monoid for s in found for _, monoid in s.unreduced)

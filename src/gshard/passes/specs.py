@@ -7,7 +7,7 @@ An argument that is an array with a ``NamedSharding`` over the mesh's devices co
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -20,19 +20,14 @@ from gshard.passes.annotate import bind_mark
 from gshard.rules.expand import mark_of_named_sharding
 
 
-def mark_of_argument(x: Any, device_ids: Mapping[Any, int]) -> Mark | None:
-    """The mark that an argument's own ``NamedSharding`` over the mesh's devices is, if it has one."""
+def mark_of_argument(x: Any, devices: Collection[Any]) -> Mark | None:
+    """The mark that an argument's own ``NamedSharding`` over all of these devices is, if it has one."""
     sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not _in_our_order(sharding, device_ids):
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
+        return None
+    if sharding.mesh.size != len(devices) or not all(d in devices for d in sharding.mesh.devices.flat):
         return None
     return mark_of_named_sharding(sharding, np.ndim(x))
-
-
-def _in_our_order(sharding: NamedSharding, device_ids: Mapping[Any, int]) -> bool:
-    mesh = sharding.mesh
-    if not isinstance(mesh, jax.sharding.Mesh) or mesh.size != len(device_ids):
-        return False
-    return all(device_ids.get(d) == i for i, d in enumerate(mesh.devices.flat))
 
 
 def mark_of_spec(spec: Any, x: Any) -> Mark | None:

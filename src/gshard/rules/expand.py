@@ -55,7 +55,8 @@ def mark_of_equation(name: str, params: dict[str, Any], ndim: int) -> Mark | Non
 
 
 def mark_of_named_sharding(sharding: NamedSharding, ndim: int) -> Mark:
-    """A ``NamedSharding`` as a mark; its axes are looked up in the mesh by name, or by their strides."""
+    """A ``NamedSharding`` as a mark; its axes are looked up in the mesh by name, or by the devices along them."""
     spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
     axes = tuple((str(n), int(s)) for n, s in sharding.mesh.shape.items())
-    return Mark("spec", spec=spec, axes=axes)
+    concrete = isinstance(sharding.mesh, jax.sharding.Mesh)
+    return Mark("spec", spec=spec, axes=axes, devices=tuple(sharding.mesh.devices.flat) if concrete else ())

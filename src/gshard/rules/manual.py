@@ -100,8 +100,8 @@ def shard_map(call: Call) -> Rule:
         _check_devices(user_mesh, mesh)
         split: Split = {}
         for dims, spec, shape in zip((*operands, *results), specs, (*call.in_shapes, *call.out_shapes), strict=True):
-            demand = resolve(Mark("spec", spec=tuple(spec), axes=axes), mesh, shape, "")
-            split |= {dim[0]: atoms for dim, atoms in zip(dims, demand.dims, strict=True) if atoms}
+            cuts = _cuts(tuple(spec), axes, mesh, shape)
+            split |= {dim[0]: atoms for dim, atoms in zip(dims, cuts, strict=True) if atoms}
         return split
 
     def local(shards: Shards, *arrays: Any) -> list[Any]:
@@ -128,4 +128,17 @@ def _check_devices(user_mesh: Any, mesh: Mesh) -> None:
 @functools.lru_cache(maxsize=64)
 def _atoms_of_axes(axes: tuple[tuple[str, int], ...], mesh: Mesh) -> Mapping[str, Atoms]:
     """The atoms of each axis of the user's mesh."""
-    return {name: resolve(Mark("spec", spec=(name,), axes=axes), mesh, (mesh.size,), "").dims[0] for name, _ in axes}
+    return {name: _cuts((name,), axes, mesh, (mesh.size,))[0] for name, _ in axes}
+
+
+def _cuts(
+    spec: tuple[Any, ...], axes: tuple[tuple[str, int], ...], mesh: Mesh, shape: tuple[int, ...]
+) -> tuple[Atoms, ...]:
+    demand = resolve(Mark("spec", spec=spec, axes=axes), mesh, shape, "")
+    if demand.order != mesh.order:
+        raise ShardingError(
+            "a shard_map inside the program cuts its devices otherwise than the axes of the program's mesh do.",
+            got=f"its mesh: {dict(axes)}; the program's: {mesh}",
+            way_out="Make both over the same mesh.",
+        )
+    return demand.dims

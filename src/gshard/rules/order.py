@@ -79,8 +79,11 @@ def top_k(call: Call) -> Rule:
             x = mask(x, axis, shape[axis], atoms, -np.nan if inexact else identity("max", x.dtype))
         values, places = shards.bind(x, k=min(k, x.shape[axis]))
         places = places + jnp.asarray(shards.offset(operand[axis]), places.dtype)
-        values, places = shards.all_gather(values, axis, atoms), shards.all_gather(places, axis, atoms)
+        values = shards.all_gather(values, axis, atoms)
         best, at = shards.bind(values)
+        if 1 in shards.unread:
+            return [best, at]
+        places = shards.all_gather(places, axis, atoms)
         return [best, jnp.take_along_axis(places, at, axis)]
 
     def sends(mesh: Mesh, split: Split) -> int:
