@@ -50,12 +50,12 @@ def test_every_axis_of_a_mesh_has_its_own_links():
     """Atoms of the minor chip dimension, of the major one, and the two cores of a chip."""
     mesh, machine = Mesh.abstract(y=32, x=32, core=2), Machine.of("v3:32x32")
     for name, kind in (("y", "ring"), ("x", "ring"), ("core", "switch")):
-        (extent,) = extents(mesh, machine, mesh.atoms_of[name])
+        ((extent,),) = extents(mesh, machine, mesh.atoms_of[name])
         assert (extent.kind, extent.members, extent.step) == (kind, 2 if name == "core" else 32, 1)
     # Half a ring is a line, and every other device of one crosses links that its neighbours use too.
-    (half,) = extents(mesh, machine, mesh.atoms_of["x"][1:])
+    ((half,),) = extents(mesh, machine, mesh.atoms_of["x"][1:])
     assert (half.kind, half.members, half.step) == ("line", 16, 1)
-    (other,) = extents(mesh, machine, mesh.atoms_of["x"][:4])
+    ((other,),) = extents(mesh, machine, mesh.atoms_of["x"][:4])
     assert (other.kind, other.members, other.step) == ("ring", 16, 2)
 
 

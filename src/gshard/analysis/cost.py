@@ -202,6 +202,6 @@ def _pairs(perm: Sequence[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tu
         for atom in reversed(atoms):
             position, digit = divmod(position, mesh.atom_sizes[atom])
             found += digit * strides[atom]
-        return found
+        return mesh.order[found] if mesh.order else found
 
     return [(device(a), device(b)) for a, b in perm]

@@ -33,8 +33,10 @@ class Extent:
     kind: str
 
 
-def extents(mesh: Mesh, machine: Machine, atoms: Atoms) -> tuple[Extent, ...]:
-    """The dimensions of the network that the groups over these atoms spread over, major to minor.
+def extents(mesh: Mesh, machine: Machine, atoms: Atoms) -> tuple[tuple[Extent, ...], ...]:
+    """The dimensions of the network that groups over these atoms spread over, major to minor, for each kind of group.
+
+    Groups are alike unless the devices of the mesh are in an order of their own.
 
     Raises:
         MachineError: the machine has another number of devices than the mesh.
@@ -47,8 +49,13 @@ def extents(mesh: Mesh, machine: Machine, atoms: Atoms) -> tuple[Extent, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _extents(mesh: Mesh, network: tuple[Dimension, ...], atoms: Atoms) -> tuple[Extent, ...]:
-    group = members(mesh, atoms)
+def _extents(mesh: Mesh, network: tuple[Dimension, ...], atoms: Atoms) -> tuple[tuple[Extent, ...], ...]:
+    if not mesh.order:
+        return (_spread(members(mesh, atoms), mesh, network),)
+    return tuple(dict.fromkeys(_spread(group, mesh, network) for group in groups(mesh, atoms)))
+
+
+def _spread(group: tuple[int, ...], mesh: Mesh, network: tuple[Dimension, ...]) -> tuple[Extent, ...]:
     found = []
     stride = mesh.size
     for dimension in network:
@@ -64,7 +71,7 @@ def _extents(mesh: Mesh, network: tuple[Dimension, ...], atoms: Atoms) -> tuple[
 
 
 def members(mesh: Mesh, atoms: Atoms, of: int = 0) -> tuple[int, ...]:
-    """The devices that device ``of`` forms a group with over these atoms, itself included."""
+    """The positions of the mesh that position ``of`` forms a group with over these atoms, itself included."""
     group = [of]
     stride = mesh.size
     for atom, size in mesh.atom_sizes.items():
@@ -82,8 +89,8 @@ def groups(mesh: Mesh, atoms: Atoms) -> tuple[tuple[int, ...], ...]:
     for device in range(mesh.size):
         if device not in taken:
             group = members(mesh, atoms, device)
-            seen[group] = None
             taken |= set(group)
+            seen[tuple(mesh.order[at] for at in group) if mesh.order else group] = None
     return tuple(seen)
 
 
@@ -105,8 +112,12 @@ def seconds(kind: str, operand: int, mesh: Mesh, machine: Machine, atoms: Atoms)
     >>> [f"{t:.2f} ms" for t in times]
     ['0.43 ms', '0.85 ms']
     """
-    where = extents(mesh, machine, atoms)
-    if not where or not operand:
+    spread = extents(mesh, machine, atoms)
+    return max(_seconds(kind, operand, where) for where in spread) if operand else 0.0
+
+
+def _seconds(kind: str, operand: int, where: tuple[Extent, ...]) -> float:
+    if not where:
         return 0.0
     hops = sum(
         e.of.latency * (1 if e.of.kind == SWITCH else e.members * e.step / (2 if e.kind == RING else 1)) for e in where
