@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from gshard.analysis.budget import Budget
 from gshard.analysis.explain import Explanation, explain_program
+from gshard.core.arguments import agree, kind, own_sharding, positions_and_names
 from gshard.core.errors import MeshError, ShardingError, TraceError
 from gshard.core.jax_adapter import user_line
 from gshard.core.mesh import Mesh
@@ -45,29 +46,34 @@ class Lowered:
 
     Attributes:
         program: the traced function.
-        mesh: the devices.
-        strict: whether operations without a rule are refused.
+        target: what it is partitioned for.
         donated: arguments whose memory the results may take.
         padded: inputs that come in padded parts, and how they lie.
         keep_uneven: whether results leave so.
     """
 
     program: Program
-    mesh: Mesh
-    strict: bool
+    target: Target
     donated: frozenset[int]
     padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
     keep_uneven: bool = False
 
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.target.mesh
+
     @functools.cached_property
     def plan(self) -> Plan:
         """The sharding of every value, and why."""
-        return propagate(self.program, self.mesh, strict=self.strict)
+        return propagate(self.program, self.mesh, strict=self.target.strict)
 
     @functools.cached_property
     def spmd(self) -> SpmdProgram:
         """The one program that all devices run."""
-        return partition(self.plan, self.padded, keep_uneven=self.keep_uneven)
+        made = partition(self.plan, self.padded, keep_uneven=self.keep_uneven)
+        self.target.check(self.plan, made)
+        return made
 
     @property
     def argument_shardings(self) -> tuple[Any, ...]:
@@ -95,20 +101,19 @@ class Jitted:
     def __init__(
         self,
         f: Callable[..., Any],
-        mesh: Mesh,
+        target: Target,
         static: frozenset[int | str],
         donate: frozenset[int | str],
         shardings: tuple[Any, Any],
-        strict: bool,
         keep_uneven: bool = False,
     ):
         functools.update_wrapper(self, f)
-        self._f, self._mesh, self._strict, self._keep_uneven = f, mesh, strict, keep_uneven
+        self._f, self._target, self._mesh, self._keep_uneven = f, target, target.mesh, keep_uneven
         self._static, self._donate = static, donate
         self._in_shardings, self._out_shardings = shardings
         self._cache: dict[Any, dict[Any, tuple[Lowered, tuple[Any, ...]]]] = {}
         self._calls: dict[Any, tuple[Any, Any]] = {}
-        self._ids = {d: i for i, d in enumerate(mesh.devices or ())}
+        self._ids = {d: i for i, d in enumerate(target.mesh.devices or ())}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arrays, statics = self._divide(args, kwargs)
@@ -146,7 +151,8 @@ class Jitted:
     def on(self, mesh: Any) -> Jitted:
         """The same function for another mesh."""
         shardings = self._in_shardings, self._out_shardings
-        return Jitted(self._f, Mesh.of(mesh), self._static, self._donate, shardings, self._strict, self._keep_uneven)
+        target = dataclasses.replace(self._target, mesh=Mesh.of(mesh))
+        return Jitted(self._f, target, self._static, self._donate, shardings, self._keep_uneven)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
@@ -156,7 +162,7 @@ class Jitted:
 
     def _inside_a_transformation(self, leaves: Sequence[Any], in_tree: Any, arrays: Any, statics: Any) -> Any:
         """One equation of the program that is being traced, differentiated or mapped; see ``passes.compose``."""
-        key = (in_tree, statics, tuple(_kind(x) for x in leaves))
+        key = (in_tree, statics, tuple(kind(x) for x in leaves))
         if key not in self._calls:
             f = self._with_statics(statics)
             if self._in_shardings is not None:
@@ -165,7 +171,7 @@ class Jitted:
                 f = with_marked_results(f, self._out_shardings)
             self._calls[key] = closed_of(f, *arrays[0], **arrays[1])
         jaxpr, out_tree = self._calls[key]
-        return jax.tree.unflatten(out_tree, call(jaxpr, Target(self._mesh, self._strict), leaves))
+        return jax.tree.unflatten(out_tree, call(jaxpr, self._target, leaves))
 
     def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         """Arguments that are arrays, and those that are static, as hashable pairs.
@@ -196,13 +202,13 @@ class Jitted:
     def _find(
         self, leaves: Sequence[Any], in_tree: Any, arrays: Any, statics: tuple[Any, ...]
     ) -> tuple[Lowered, tuple[Any, ...]]:
-        key = (in_tree, statics, tuple(_kind(x) for x in leaves))
-        lies = tuple(_own_sharding(x) for x in leaves)
+        key = (in_tree, statics, tuple(kind(x) for x in leaves))
+        lies = tuple(own_sharding(x) for x in leaves)
         known = self._cache.setdefault(key, {})
         found = known.get(lies)
         if found is None:
             # A program that chose for its arguments the shardings that they have by now will do.
-            fitting = (made for made in known.values() if _agree(lies, made[1]))
+            fitting = (made for made in known.values() if agree(lies, made[1]))
             found = next(fitting, None)
             known[lies] = found = found or self._make(leaves, arrays, statics)
         return found
@@ -221,7 +227,7 @@ class Jitted:
         program = trace(f, *args, argument_marks=marks, **kwargs)
         padded = {len(program.captured) + i: x.lies for i, x in enumerate(leaves) if isinstance(x, UnevenArray)}
         donated = self._donated_leaves(arrays, statics)
-        lowered = Lowered(program, self._mesh, self._strict, donated, padded, self._keep_uneven)
+        lowered = Lowered(program, self._target, donated, padded, self._keep_uneven)
         if self._mesh.devices is None:
             return lowered, (None,) * len(leaves)
         return lowered, lowered.argument_shardings
@@ -268,7 +274,7 @@ def jit(
     donate_argnames: str | Sequence[str] = (),
     in_shardings: Any = None,
     out_shardings: Any = None,
-    strict: bool = False,
+    strict: bool | float = False,
     uneven: str = "gather",
 ) -> Any:
     """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator.
@@ -281,7 +287,8 @@ def jit(
         in_shardings: for the positional arguments (that are not static) a pytree prefix of ``PartitionSpec``,
             ``NamedSharding`` or None (not said); counts as marks on them.
         out_shardings: the same for the results.
-        strict: refuse operations without a rule instead of gathering their operands.
+        strict: True refuses operations without a rule instead of gathering their operands. A number of bytes also
+            refuses a program in which each device sends more than that in one call, and names the lines that do.
         uneven: what becomes of results that lie split in a dimension which does not divide: ``"gather"`` makes it
             whole, since JAX has no such arrays; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it
             lies.
@@ -313,10 +320,11 @@ def jit(
         )
     if uneven not in ("gather", "keep"):
         raise ShardingError(f"uneven={uneven!r} is not known.", way_out='Write uneven="gather" or uneven="keep".')
-    static = _positions_and_names(f, static_argnums, static_argnames)
-    donate = _positions_and_names(f, donate_argnums, donate_argnames)
+    static = positions_and_names(f, static_argnums, static_argnames)
+    donate = positions_and_names(f, donate_argnums, donate_argnames)
     shardings = in_shardings, out_shardings
-    return Jitted(f, Mesh.of(mesh), static, donate, shardings, strict, uneven == "keep")
+    target = Target(Mesh.of(mesh), strict is not False, Budget.of(strict))
+    return Jitted(f, target, static, donate, shardings, uneven == "keep")
 
 
 def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Explanation:
@@ -356,45 +364,4 @@ def _call_now(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
 @functools.lru_cache(maxsize=256)
 def _jitted(jaxpr: Any, target: Target) -> Jitted:
     f = function_of(jaxpr, "call")
-    return Jitted(f, target.mesh, frozenset(), frozenset(), (None, None), target.strict)
-
-
-def _positions_and_names(
-    f: Callable[..., Any], numbers: int | Sequence[int], names: str | Sequence[str]
-) -> frozenset[int | str]:
-    """Arguments named in either way, in both ways as far as Python knows the function's parameters."""
-    positions = [numbers] if isinstance(numbers, int) else list(numbers)
-    words = [names] if isinstance(names, str) else list(names)
-    try:
-        parameters = [
-            p.name
-            for p in inspect.signature(f).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-    except (TypeError, ValueError):
-        parameters = []
-    positions = [p % len(parameters) if p < 0 and parameters else p for p in positions]
-    both: set[int | str] = {*positions, *words}
-    both |= {parameters[p] for p in positions if p < len(parameters)}
-    both |= {parameters.index(w) for w in words if w in parameters}
-    return frozenset(both)
-
-
-def _kind(x: Any) -> tuple[Any, ...]:
-    if isinstance(x, UnevenArray):
-        return (x.shape, x.dtype, x.lies)
-    aval = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
-    return (aval.shape, aval.dtype, getattr(aval, "weak_type", False))
-
-
-def _own_sharding(x: Any) -> Any:
-    """Where a committed array lies; None if JAX may place it."""
-    sharding = getattr(x, "sharding", None)
-    if sharding is None or not getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct | UnevenArray)):
-        return None
-    return sharding
-
-
-def _agree(lies: tuple[Any, ...], targets: tuple[Any, ...]) -> bool:
-    """Whether every committed argument lies as a program takes it."""
-    return all(s is None or s == t for s, t in zip(lies, targets, strict=True))
+    return Jitted(f, target, frozenset(), frozenset(), (None, None))

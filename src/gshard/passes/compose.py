@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,13 @@ call_p = Primitive("gshard_call")
 call_p.multiple_results = True
 
 
+class Limit(Protocol):
+    """Something that per-device programs must keep to."""
+
+    def check(self, plan: Plan, spmd: SpmdProgram) -> None:
+        """Raises an error if this one does not."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
     """What a function is partitioned for.
@@ -45,10 +52,17 @@ class Target:
     Attributes:
         mesh: the devices.
         strict: refuse operations without a rule.
+        budget: what a per-device program may cost; asked once each is made.
     """
 
     mesh: Mesh
     strict: bool
+    budget: Limit | None = None
+
+    def check(self, plan: Plan, spmd: SpmdProgram) -> None:
+        """Refuses what goes beyond the budget."""
+        if self.budget is not None:
+            self.budget.check(plan, spmd)
 
 
 def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
@@ -74,7 +88,10 @@ def _planned(jaxpr: Any, target: Target) -> Plan:
 @functools.lru_cache(maxsize=256)
 def partitioned(jaxpr: Any, target: Target) -> SpmdProgram:
     """The per-device program of a closed jaxpr."""
-    return partition(_planned(jaxpr, target))
+    plan = _planned(jaxpr, target)
+    made = partition(plan)
+    target.check(plan, made)
+    return made
 
 
 def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
