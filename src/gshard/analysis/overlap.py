@@ -32,17 +32,19 @@ from gshard.passes.windowed import Offer, together
 class Windowed:
     """Contractions that run in steps while the next part is on its way, instead of after a gather or before a scatter.
 
+    With neither a number nor a machine these are all that send no more bytes so.
+
     Attributes:
-        above: those in which a device would hold a gathered operand, or a result still to be scattered, of more bytes
-            than this; None for none. Where both operands are (or one and the result), and both lie along the same
-            dimension, both travel: Cannon's algorithm, whose skew sends one more part of each. An array that several
-            contractions need is then sent for each of them, instead of once for all.
-        machine: as for ``explain(...).cost``: also those that its roofline expects to be faster so.
+        above: those for which a device would hold a gathered operand, or a result still to be scattered, of more bytes
+            than this. Where two such arrays lie along the same dimension both travel: Cannon's algorithm, whose skew
+            sends one more part of each. An array that several contractions need is sent for each of them, instead of
+            once for all.
+        machine: as for ``explain(...).cost``: those that its roofline expects to be faster so, and that send no more.
         both_ways: whether half of every part travels in each direction, which rings of links make use of. None leaves
             that to the machine's network; without a machine all travel in one.
     """
 
-    above: int | None = None
+    above: float | None = None
     machine: str | None = None
     both_ways: bool | None = None
 
@@ -55,12 +57,14 @@ class Windowed:
             MachineError: there is no such machine, or it has another number of devices than the mesh.
 
         >>> mesh = Mesh.abstract(devices=8)
-        >>> Windowed.of(False, mesh), Windowed.of(True, mesh).above, Windowed.of(2**28, mesh).above
-        (None, 0, 268435456)
+        >>> Windowed.of(False, mesh), Windowed.of(True, mesh) == Windowed(), Windowed.of(2**28, mesh).above
+        (None, True, 268435456)
         """
         if given is None or given is False:
             return None
-        asked = Windowed(above=0 if given is True else given) if isinstance(given, int) else given
+        asked = Windowed() if given is True else given
+        if isinstance(asked, int | float):
+            asked = Windowed(above=asked)
         if not isinstance(asked, Windowed) or (asked.above is not None and not asked.above >= 0):
             raise PlanError(
                 f"windowed={given!r} says nothing.",
@@ -72,22 +76,23 @@ class Windowed:
 
     def chosen(self, plan: Plan, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
         """The ring of an equation: of what is too large the two that can travel together, or the largest."""
-        large = [offer for offer in offers if self.above is not None and offer.bytes > self.above]
-        best: tuple[float, Ring] | None = None
-        for a, b in itertools.combinations(large, 2):
-            ring = together(a.ring, b.ring, equation, plan)
-            if ring is not None and (best is None or a.bytes + b.bytes > best[0]):
-                best = a.bytes + b.bytes, ring
-        for offer in large if best is None else ():
-            if best is None or offer.bytes > best[0]:
-                best = offer.bytes, offer.ring
-        if best is None and self.machine is not None:
+        ring = self._of_large(plan, equation, [x for x in offers if self.above is not None and x.bytes > self.above])
+        free = [] if ring is not None else [x for x in offers if not x.shared]
+        if ring is None and self.machine is not None:
             machine = _machine(self.machine, plan.mesh.size)
-            for offer in offers:
-                gain = 0.0 if offer.shared else _gain(offer.ring, plan, equation, machine)
-                if gain > 0 and (best is None or gain > best[0]):
-                    best = gain, offer.ring
-        return None if best is None else dataclasses.replace(best[1], both_ways=self._both_ways(best[1], plan.mesh))
+            gains = [_gain(offer.ring, plan, equation, machine) for offer in free]
+            if max(gains, default=0.0) > 0:
+                ring = free[gains.index(max(gains))].ring
+        elif ring is None and self.above is None and free:
+            ring = max(free, key=lambda offer: offer.bytes).ring
+        return None if ring is None else dataclasses.replace(ring, both_ways=self._both_ways(ring, plan.mesh))
+
+    def _of_large(self, plan: Plan, equation: Equation, large: list[Offer]) -> Ring | None:
+        pairs = [(a, b) for a, b in itertools.combinations(large, 2) if together(a.ring, b.ring, equation, plan)]
+        if pairs:
+            a, b = max(pairs, key=lambda pair: pair[0].bytes + pair[1].bytes)
+            return together(a.ring, b.ring, equation, plan)
+        return max(large, key=lambda offer: offer.bytes).ring if large else None
 
     def _both_ways(self, ring: Ring, mesh: Mesh) -> bool:
         if self.both_ways is not None or self.machine is None:

@@ -171,13 +171,16 @@ class _Steps:
         return rule.part(self.shards, *operands), begin
 
     def _first(self, staying: list[Any], moving: list[list[Any]]) -> list[Any]:
-        """The sums that set out."""
+        """The sums that set out: what has arrived, and what is to be added before it goes on.
+
+        Were it added at once, XLA would make the addition part of the product, which then had to wait for the sum.
+        """
         found = [
             self._step(staying, xs, lane, 0)[0].astype(self._dtype) for xs, lane in zip(moving, self.lanes, strict=True)
         ]
         for x in found:
             self._noted(self.ring.result, x, self.parts - 1)
-        return found
+        return [(jnp.zeros_like(x), x) for x in found]
 
     def _empty(self, staying: list[Any], moving: list[list[Any]]) -> Any:
         """A result of which nothing is made yet."""
@@ -194,7 +197,8 @@ class _Steps:
         for k, (xs, lane) in enumerate(zip(moving, self.lanes, strict=True)):
             made, begin = self._step(staying, xs, lane, t)
             if self.ring.result:
-                found[k] = self._permuted(found[k], self.ring.result, lane) + made.astype(self._dtype)
+                arrived, added = found[k]
+                found[k] = self._permuted(arrived + added, self.ring.result, lane), made.astype(self._dtype)
             elif d is None:
                 found[0] = found[0] + made
             else:
@@ -205,7 +209,7 @@ class _Steps:
         d, atoms = self.made_along, self.ring.result
         if atoms:
             assert d is not None
-            return lax.concatenate([self._skewed(x, atoms, lambda a, b: a - b) for x in sums], d)
+            return lax.concatenate([self._skewed(x + y, atoms, lambda a, b: a - b) for x, y in sums], d)
         if d is None:
             return sums[0].astype(self._dtype)
         return lax.slice_in_dim(sums[0], 0, self.shards.out_shape()[d], axis=d)

@@ -27,12 +27,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
+from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.annotate import bind_mark
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.passes.trace import trace
+from gshard.passes.windowed import Policy, windowed
 
 call_p = Primitive("gshard_call")
 call_p.multiple_results = True
@@ -53,11 +55,17 @@ class Target:
         mesh: the devices.
         strict: refuse operations without a rule.
         budget: what a per-device program may cost; asked once each is made.
+        windowed: which contractions run in steps.
     """
 
     mesh: Mesh
     strict: bool
     budget: Limit | None = None
+    windowed: Policy | None = None
+
+    def plan(self, program: Program) -> Plan:
+        """The program's plan."""
+        return windowed(propagate(program, self.mesh, strict=self.strict), self.windowed)
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
@@ -82,7 +90,7 @@ def _on(x: Any, mesh: Mesh) -> Any:
 @functools.lru_cache(maxsize=256)
 def _planned(jaxpr: Any, target: Target) -> Plan:
     program = trace(jaxpr_as_fun(jaxpr), *_shapes(jaxpr.in_avals))
-    return propagate(program, target.mesh, strict=target.strict)
+    return target.plan(program)
 
 
 @functools.lru_cache(maxsize=256)
