@@ -195,11 +195,13 @@ class _Steps:
         """The sums, or the result, with what step t makes."""
         found, d = list(sums), self.made_along
         for k, (xs, lane) in enumerate(zip(moving, self.lanes, strict=True)):
-            made, begin = self._step(staying, xs, lane, t)
             if self.ring.result:
                 arrived, added = found[k]
-                found[k] = self._permuted(arrived + added, self.ring.result, lane), made.astype(self._dtype)
-            elif d is None:
+                arriving = self._permuted(arrived + added, self.ring.result, lane)
+                found[k] = arriving, self._step(staying, xs, lane, t)[0].astype(self._dtype)
+                continue
+            made, begin = self._step(staying, xs, lane, t)
+            if d is None:
                 found[0] = found[0] + made
             else:
                 found[0] = lax.dynamic_update_slice_in_dim(found[0], made.astype(self._dtype), begin, axis=d)
