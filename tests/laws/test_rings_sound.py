@@ -43,7 +43,6 @@ PRODUCTS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
     "two sums": ("aik,kjbi->baj", (3, 4, 6), (6, 5, 2, 4)),
     "vector": ("k,jk->j", (9,), (8, 9)),
 }
-TOLERANCE = {"int32": 0.0, "float32": 1e-5, "bfloat16": 2e-2}
 
 
 def rings_of(e: Equation, split: Split, mesh: Mesh) -> Iterator[Ring]:
@@ -92,9 +91,10 @@ def sent_in(ring: Ring, e: Equation, split: Split, mesh: Mesh) -> int:
 
 @pytest.mark.parametrize("on", MESHES)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_every_ring_computes_the_whole(name: str, on: str) -> None:
-    check(name, on, 2, np.int32)
-    check(name, on, 1, np.float32)
+def test_rings_of_every_kind_compute_the_whole(name: str, on: str) -> None:
+    check(name, on, 1, np.int32)
+    if name == "uneven":
+        check(name, on, 1, np.float32)
 
 
 @pytest.mark.slow
@@ -102,31 +102,36 @@ def test_every_ring_computes_the_whole(name: str, on: str) -> None:
 @pytest.mark.parametrize("on", MESHES)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_very_many_rings_compute_the_whole(name: str, on: str, dtype: Any) -> None:
-    check(name, on, 100, dtype)
+    check(name, on, 10, dtype)
 
 
 def check(name: str, on: str, most: int, dtype: Any) -> None:
-    """Compares rings of a product with the whole; integers must be the same bits."""
+    """Compares so many rings of each kind with the whole product; whole numbers must be the same bits."""
     text, lhs, rhs = PRODUCTS[name]
     rng, mesh = np.random.default_rng(len(name)), MESHES[on]
-    arguments = [rng.integers(-9, 10, shape).astype(dtype) for shape in (lhs, rhs)]
+    if dtype == np.float32:
+        arguments = [rng.standard_normal(shape).astype(dtype) for shape in (lhs, rhs)]
+    else:  # sums that bfloat16 holds exactly
+        arguments = [rng.integers(-2, 3, shape).astype(dtype) for shape in (lhs, rhs)]
     program = trace(lambda a, b: jnp.einsum(text, a, b), *arguments)
     (e,) = (e for e in program.block.equations if e.rule is not None and e.rule.part is not None)
     alone = testing.Alone.of(program, e, arguments)
     assert e.rule is not None
     splits = [{}, *testing.splits_of(e.rule, mesh, 40), *alone.passing(mesh)]
-    ways = [(split, ring) for split in splits for ring in rings_of(e, split, mesh)]
-    ways = random.Random(0).sample(
-        [(s, dataclasses.replace(r, both_ways=b)) for s, r in ways for b in (False, True)], most
-    )
-    assert ways
-    for split, ring in ways:
+    kinds: dict[Any, list[tuple[Split, Ring]]] = {}
+    for split in splits:
+        for ring, both_ways in itertools.product(rings_of(e, split, mesh), (False, True)):
+            kind = len(ring.operands), bool(ring.result), (ring.factor,) in e.rule.results[0]
+            kinds.setdefault(kind, []).append((split, dataclasses.replace(ring, both_ways=both_ways)))
+    assert len(kinds) > 1
+    draw = random.Random(0)
+    for split, ring in (way for ways in kinds.values() for way in draw.sample(ways, min(most, len(ways)))):
         spmd = testing.emit(plan_of(alone, split, ring, mesh))
         assert emitted(spmd.jaxpr, mesh.atom_sizes) == reported(spmd.collectives), (split, ring)
         told = sum(c.total_bytes for c in spmd.collectives if c.why == f"steps of {e.name}")
         assert told == sent_in(ring, e, split, mesh), (split, ring)
         results = testing.run_on_all(spmd, alone.arguments)
         try:
-            alone.compare(results, split, mesh, TOLERANCE[np.dtype(dtype).name])
+            alone.compare(results, split, mesh, 1e-5 if dtype == np.float32 else 0.0)
         except gshard.RuleError as error:
             raise AssertionError(f"{ring}: {error}") from error

@@ -127,7 +127,7 @@ class _Steps:
         finer = dataclasses.replace(shards, split={**shards.split, f: (*shards.atoms(f), *atoms)})
         d = self._dim(shards.rule.operands[i])
         assert d is not None
-        x = lax.slice_in_dim(finer.masked(x, i), lane.low, lane.low + lane.size, axis=d)
+        x = _cut(finer.masked(x, i), lane.low, lane.size, d)
         self._noted(atoms, x, self.parts - 1)
         ahead = lane.direction if self.ring.result else 0
         return self._skewed(x, atoms, lambda a, b: a + b + ahead)
@@ -214,7 +214,7 @@ class _Steps:
             return lax.concatenate([self._skewed(x + y, atoms, lambda a, b: a - b) for x, y in sums], d)
         if d is None:
             return sums[0].astype(self._dtype)
-        return lax.slice_in_dim(sums[0], 0, self.shards.out_shape()[d], axis=d)
+        return _cut(sums[0], 0, self.shards.out_shape()[d], d)
 
     @property
     def _dtype(self) -> Any:
@@ -222,3 +222,7 @@ class _Steps:
 
     def _noted(self, atoms: Atoms, x: Any, times: int) -> None:
         self.note(PERMUTE, atoms, x.size * x.dtype.itemsize, x, times)
+
+
+def _cut(x: Any, begin: int, size: int, dim: int) -> Any:
+    return x if x.shape[dim] == size else lax.slice_in_dim(x, begin, begin + size, axis=dim)

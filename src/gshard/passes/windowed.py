@@ -38,6 +38,10 @@ class Offer:
     shared: bool = False
 
 
+Needs = dict[Value, dict[Sharding, list[tuple[Equation, int] | None]]]
+"""Who needs a value in a sharding: an equation and which operand it is there, or somebody else."""
+
+
 class Policy(Protocol):
     """What is worth being done in steps."""
 
@@ -53,9 +57,13 @@ def windowed(plan: Plan, policy: Policy | None) -> Plan:
     if policy is None:
         return plan
     rings: dict[Equation, Ring] = {}
+    shardings = dict(plan.shardings)
     for block in _blocks(plan.program.block):
-        rings.update(_rings_of_block(block, plan, policy))
-    return dataclasses.replace(plan, rings=rings)
+        needs = _needs(block, plan)
+        found = _rings_of_block(block, plan, policy, needs)
+        shardings.update({v: _target(v, plan, needs) for e, ring in found.items() if ring.result for v in e.outputs})
+        rings.update(found)
+    return dataclasses.replace(plan, shardings=shardings, rings=rings)
 
 
 def _blocks(block: Block) -> Iterator[Block]:
@@ -64,8 +72,7 @@ def _blocks(block: Block) -> Iterator[Block]:
         yield from e.blocks
 
 
-def _rings_of_block(block: Block, plan: Plan, policy: Policy) -> dict[Equation, Ring]:
-    needs = _needs(block, plan)
+def _rings_of_block(block: Block, plan: Plan, policy: Policy, needs: Needs) -> dict[Equation, Ring]:
     banned: set[tuple[Equation, int]] = set()
     while True:
         rings: dict[Equation, Ring] = {}
@@ -74,16 +81,11 @@ def _rings_of_block(block: Block, plan: Plan, policy: Policy) -> dict[Equation, 
             ring = policy.chosen(plan, e, offers) if offers else None
             if ring is not None:
                 rings[e] = ring
-        wasted = {
-            (e, i) for e, ring in rings.items() for i, _ in ring.operands if not _by_all(e, i, plan, rings, needs)
-        }
+        travels = {(e, i) for e, ring in rings.items() for i, _ in ring.operands}
+        wasted = {(e, i) for e, i in travels if not travels.issuperset(_users(e, i, plan, needs))}
         if not wasted:
             return rings
         banned |= wasted
-
-
-Needs = dict[tuple[Value, Sharding], list[tuple[Equation, int] | None]]
-"""Who needs a value in a sharding other than its own: an equation and which operand it is there, or somebody else."""
 
 
 def _needs(block: Block, plan: Plan) -> Needs:
@@ -95,23 +97,25 @@ def _needs(block: Block, plan: Plan) -> Needs:
             wanted = [operand_sharding(e.rule, i, plan.splits[e]) for i in range(len(e.inputs))]
         for i, (v, sharding) in enumerate(zip(e.inputs, wanted, strict=True)):
             if isinstance(v, Value):
-                needs.setdefault((v, sharding), []).append((e, i) if e.rule is not None else None)
+                needs.setdefault(v, {}).setdefault(sharding, []).append((e, i) if e.rule is not None else None)
+    for v in block.outputs:
+        if isinstance(v, Value):
+            needs.setdefault(v, {}).setdefault(plan.sharding(v), []).append(None)
     return needs
 
 
-def _by_all(e: Equation, i: int, plan: Plan, rings: dict[Equation, Ring], needs: Needs) -> bool:
-    """Whether all who need what operand ``i`` needs take it in parts."""
-    return all(
-        user is not None and user[0] in rings and bool(rings[user[0]].atoms_of(user[1]))
-        for user in needs[_need(e, i, plan)]
-    )
+def _target(v: Value, plan: Plan, needs: Needs) -> Sharding:
+    """Where a result goes first: as it lies, or straight to where its only reader wants it."""
+    wanted = list(needs.get(v, ()))
+    return wanted[0] if len(wanted) == 1 else plan.sharding(v)
 
 
-def _need(e: Equation, i: int, plan: Plan) -> tuple[Value, Sharding]:
-    assert e.rule is not None
+def _users(e: Equation, i: int, plan: Plan, needs: Needs) -> list[tuple[Equation, int] | None]:
+    """Who needs what operand ``i`` is taken as, the equation itself included."""
     value = e.inputs[i]
+    assert e.rule is not None
     assert isinstance(value, Value)
-    return value, operand_sharding(e.rule, i, plan.splits[e])
+    return needs[value][operand_sharding(e.rule, i, plan.splits[e])]
 
 
 def _offers(e: Equation, plan: Plan, needs: Needs, banned: set[tuple[Equation, int]]) -> Iterator[Offer]:
@@ -120,13 +124,13 @@ def _offers(e: Equation, plan: Plan, needs: Needs, banned: set[tuple[Equation, i
         return
     for i, v in enumerate(e.inputs):
         if isinstance(v, Value) and (e, i) not in banned:
-            shared = len(needs[_need(e, i, plan)]) > 1
+            shared = len(_users(e, i, plan, needs)) > 1
             found = [
                 Offer(ring, _held(v, operand_sharding(e.rule, i, plan.splits[e]), plan.mesh), shared)
                 for ring in _gathers(e, i, plan)
             ]
             yield from found[-1:]
-    yield from _scatters(e, plan)
+    yield from _scatters(e, plan, needs)
 
 
 def _held(v: Value, sharding: Sharding, mesh: Mesh) -> int:
@@ -156,11 +160,11 @@ def _gathers(e: Equation, i: int, plan: Plan) -> Iterator[Ring]:
             yield ring
 
 
-def _scatters(e: Equation, plan: Plan) -> Iterator[Offer]:
+def _scatters(e: Equation, plan: Plan, needs: Needs) -> Iterator[Offer]:
     """A result that is reduce-scattered at once."""
     assert e.rule is not None
     (v,) = e.outputs
-    made, target = result_sharding(e.rule, 0, plan.splits[e]), plan.sharding(v)
+    made, target = result_sharding(e.rule, 0, plan.splits[e]), _target(v, plan, needs)
     steps = plan_reshard(made, target, v.shape, itemsize(v.dtype), plan.mesh)
     if steps and steps[0].kind == REDUCE_SCATTER and len(e.rule.results[0][steps[0].dim]) == 1:
         (f,) = e.rule.results[0][steps[0].dim]
