@@ -5,6 +5,7 @@
     manual, auto_to_manual ...  parts of a program that you partition yourself
     explain                     what each tensor got and why, and what the devices say to each other
     Machine, Cost               what that takes on given devices: time, bytes, memory
+    Windowed                    which contractions run in steps instead of after a gather
     rule, testing               teach it a new operator, and check what you taught
     Mesh, Sharding, UnevenArray the nouns they speak of
     GShardError                 the base of all errors raised on purpose
@@ -14,6 +15,7 @@ from gshard import testing as testing
 from gshard.analysis.cost import Cost as Cost
 from gshard.analysis.explain import Explanation as Explanation
 from gshard.analysis.machine import Machine as Machine
+from gshard.analysis.overlap import Windowed as Windowed
 from gshard.comm.shards import Shards as Shards
 from gshard.core.errors import GShardError as GShardError
 from gshard.core.errors import MeshError as MeshError

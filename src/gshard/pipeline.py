@@ -17,6 +17,7 @@ import jax
 
 from gshard.analysis.budget import Budget
 from gshard.analysis.explain import Explanation, explain_program
+from gshard.analysis.overlap import Windowed
 from gshard.core.arguments import agree, kind, own_sharding, positions_and_names
 from gshard.core.errors import MeshError, ShardingError, TraceError
 from gshard.core.jax_adapter import user_line
@@ -65,7 +66,7 @@ class Lowered:
     @functools.cached_property
     def plan(self) -> Plan:
         """The sharding of every value, and why."""
-        return self.target.planned(self.program)
+        return self.target.plan(self.program)
 
     @functools.cached_property
     def spmd(self) -> SpmdProgram:
@@ -284,6 +285,7 @@ def jit(
     out_shardings: Any = None,
     strict: bool | float = False,
     uneven: str = "gather",
+    windowed: bool | int | Windowed = False,
 ) -> Any:
     """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator.
 
@@ -300,6 +302,9 @@ def jit(
         uneven: what becomes of results that lie split in a dimension which does not divide: ``"gather"`` makes it
             whole, since JAX has no such arrays; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it
             lies.
+        windowed: which contractions run in steps, part by part, instead of after a gather of an operand or before a
+            scatter of the result (figure 4c of the paper): True takes those that send no more bytes so, a number those
+            for which a device would hold more bytes than that, and ``Windowed`` says it in detail.
 
     Returns:
         a function with the same results; ``.lower(*args)`` gives the chain behind it.
@@ -325,13 +330,15 @@ def jit(
             out_shardings=out_shardings,
             strict=strict,
             uneven=uneven,
+            windowed=windowed,
         )
     if uneven not in ("gather", "keep"):
         raise ShardingError(f"uneven={uneven!r} is not known.", way_out='Write uneven="gather" or uneven="keep".')
     static = positions_and_names(f, static_argnums, static_argnames)
     donate = positions_and_names(f, donate_argnums, donate_argnames)
     shardings = in_shardings, out_shardings
-    target = Target(Mesh.of(mesh), strict is not False, Budget.of(strict))
+    devices = Mesh.of(mesh)
+    target = Target(devices, strict is not False, Budget.of(strict), windowed=Windowed.of(windowed, devices))
     return Jitted(f, target, static, donate, shardings, uneven == "keep")
 
 

@@ -2,17 +2,18 @@
 
 XLA's way of counting: arguments and results take their place for the whole call (a donated argument lends its place to
 a result of the same size), everything else from the kernel that makes it to the last one that reads it. A loop's body
-runs on top of what is alive around the loop.
+runs on top of what is alive around the loop; what it carries has one place, before, in every round, and after.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from gshard.analysis.device_program import COLLECTIVE, FUSED, OPERATOR, Kernel, Kernels, size
 from gshard.comm.collectives import KINDS
-from gshard.core.program import Equation, Value
+from gshard.core.program import Block, Equation, Value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +73,12 @@ def memory_of(program: Kernels, donated: Iterable[int] = ()) -> Memory:
 
 
 def _follow(
-    program: Kernels, elsewhere: frozenset[Value], below: int, depth: int, moments: list[Moment]
+    program: Kernels,
+    elsewhere: frozenset[Value],
+    below: int,
+    depth: int,
+    moments: list[Moment],
+    carried: Mapping[Value, Equation] = MappingProxyType({}),
 ) -> tuple[int, list[tuple[Value, Equation]]]:
     """The most bytes of temporaries on top of ``below``, and what they are.
 
@@ -82,6 +88,7 @@ def _follow(
         below: bytes alive around it.
         depth: how many loops are around it.
         moments: what has been seen; more is added.
+        carried: inputs that are there to be overwritten, and their loop.
     """
     last: dict[Value, int] = {}
     for i, kernel in enumerate(program.kernels):
@@ -90,15 +97,18 @@ def _follow(
     for out in program.block.outputs:
         if isinstance(out, Value):
             last[program.home.get(out, out)] = len(program.kernels)
-    made: dict[Value, Equation] = {}
-    now = peak = 0
-    alive: list[tuple[Value, Equation]] = []
+    elsewhere = _overwritten(program.kernels, last, elsewhere)
+    made: dict[Value, Equation] = dict(carried)
+    now = peak = sum(map(size, made))
+    alive: list[tuple[Value, Equation]] = list(made.items())
     for i, kernel in enumerate(program.kernels):
         new = [v for v in kernel.writes if v not in elsewhere]
         dying = [v for v in kernel.reads if last[v] == i and v in made]
         grown = sum(map(size, new))
         if _may_overwrite(kernel):
             grown -= max((size(v) for v in dying if size(v) <= grown), default=0)  # in place
+        elif kernel.bodies:
+            grown -= sum(size(after) for before, after in _carried(kernel) if before in dying and after in new)
         inner, inner_alive = _bodies(kernel, below + now + grown, depth, moments)
         total = now + grown + inner
         moments.append(Moment(kernel.equation, depth, below + total))
@@ -116,6 +126,23 @@ def _follow(
     return peak, alive
 
 
+def _overwritten(kernels: Sequence[Kernel], last: Mapping[Value, int], elsewhere: frozenset[Value]) -> frozenset[Value]:
+    """The values counted elsewhere, with those that are overwritten by them: they lie where the later ones will."""
+    found = set(elsewhere)
+    for i, kernel in reversed(list(enumerate(kernels))):
+        if kernel.kind == OPERATOR and _may_overwrite(kernel) and found & set(kernel.writes):
+            first = kernel.equation.inputs[0]
+            if (
+                isinstance(first, Value)
+                and first in kernel.reads
+                and last[first] == i
+                and size(first) == size(kernel.writes[0])
+            ):
+                found.add(first)
+        found.update(before for before, after in _carried(kernel) if after in found and last[before] == i)
+    return frozenset(found)
+
+
 def _may_overwrite(kernel: Kernel) -> bool:
     """Whether a result may take the place of an operand that nobody needs any more.
 
@@ -128,13 +155,34 @@ def _may_overwrite(kernel: Kernel) -> bool:
     return kernel.kind == FUSED or (kernel.kind == COLLECTIVE and KINDS[e.name] == "all_reduce")
 
 
+def _carried(kernel: Kernel) -> list[tuple[Value, Value]]:
+    """What a loop begins with, if it is a buffer, and the result that lies in its place."""
+    e = kernel.equation
+    found: list[tuple[Value, Value]] = []
+    for body in kernel.bodies:
+        for held, after in _held(e, body.block).items():
+            begins = [edge.outer for edge in e.edges if edge.inner is held and edge.outer in kernel.reads]
+            ends = [edge.outer for edge in e.edges if edge.outer in e.outputs and edge.inner in (held, after)]
+            found += zip(begins, ends, strict=False)
+    return found
+
+
+def _held(e: Equation, body: Block) -> dict[Value, Value]:
+    """The inputs of a body that its outputs replace."""
+    inputs, outputs = set(body.inputs), set(body.outputs)
+    return {edge.outer: edge.inner for edge in e.edges if edge.outer in inputs and edge.inner in outputs}
+
+
 def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment]) -> tuple[int, list[tuple[Value, Equation]]]:
     """The temporaries of a region's bodies: of branches the larger, of a loop those of one round.
 
-    Of stacked operands a round takes a slice.
+    Of stacked operands a round takes a slice. What is carried lies where the loop's results will.
     """
     found: tuple[int, list[tuple[Value, Equation]]] = (0, [])
+    e = kernel.equation
     for body in kernel.bodies:
-        inner = _follow(body, frozenset(), below, depth + 1, moments)
-        found = max(found, inner, key=lambda pair: pair[0])
+        held = dict.fromkeys(_held(e, body.block), e)
+        place = sum(map(size, held))
+        inner, alive = _follow(body, frozenset(), below - place, depth + 1, moments, held)
+        found = max(found, (inner - place, [x for x in alive if x[0] not in held]), key=lambda pair: pair[0])
     return found

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from gshard.core.mesh import Mesh
 from gshard.core.order import Order
 from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize
+from gshard.core.ring import Ring
 from gshard.core.rule import WHOLE
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, passing, place
@@ -54,6 +55,7 @@ class Plan:
         splits: the atoms of the factors of every equation that has a rule.
         reasons: for each value and dimension that is split, why.
         orders: the order of the devices in which a marked value is to lie, where that is not the mesh's.
+        rings: the contractions that run in steps, part by part, and what of them travels.
     """
 
     program: Program
@@ -62,6 +64,7 @@ class Plan:
     splits: Mapping[Equation, Split]
     reasons: Mapping[tuple[Value, int], Reason]
     orders: Mapping[Value, Order] = dataclasses.field(default_factory=dict)
+    rings: Mapping[Equation, Ring] = dataclasses.field(default_factory=dict)
 
     def sharding(self, value: Value | Constant) -> Sharding:
         """The sharding of a value; constants are replicated."""
@@ -113,6 +116,12 @@ class Plan:
         lines += [f"gathered, for want of a rule: {text}" for text in self.gathered_text()]
         return "\n".join(lines)
 
+    def _ring(self, factor: str, ring: Ring) -> str:
+        """A ring as text: ``b in 4 parts, operand 1 around model``."""
+        what = [f"operand {i} around {self.mesh.format_atoms(atoms)}" for i, atoms in ring.operands]
+        what += [f"sums around {self.mesh.format_atoms(ring.result)}"] if ring.result else []
+        return f"{factor} in {ring.steps(self.mesh)} parts, {', '.join(what)}{', both ways' if ring.both_ways else ''}"
+
     def gathered_text(self) -> list[str]:
         """The equations without a rule: primitive, the user's line, operands and their bytes on every device."""
         found = []
@@ -140,6 +149,8 @@ class Plan:
                 given = [(f, atoms) for f, atoms in sorted(split.items()) if atoms and f >= 0]
                 names = [f"{e.rule.names[f]}@{self.mesh.format_atoms(atoms)}" for f, atoms in given]
                 names += [f"{monoid} over {self.mesh.format_atoms(a)} waits" for monoid, _, a in passing(e.rule, split)]
+                if (ring := self.rings.get(e)) is not None:
+                    names.append(self._ring(e.rule.names[ring.factor], ring))
                 note = f"   # {e.rule}; split {' '.join(names)}" if names else ""
             if e.rule is not None and not e.rule.known:
                 note = "   # no rule: gathered" if self._gathers(e) else note and f"{note}; proven by its vmap rule"

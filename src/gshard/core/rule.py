@@ -77,6 +77,8 @@ class Rule:
             alike, so that the parts of the results, combined, are the results. Way ``k`` of a split is key ``-1 - k``.
         component: for each factor a number; factors of arrays that have nothing to do with each other (the operands
             of a barrier) have different ones, and only those of one component compete for atoms.
+        part: ``part(shards, *arrays) -> result``, run on a part of one factor after another while others are on their
+            way (``core.ring``); what parts of a sum give may be of a wider dtype. None if it cannot be run so.
     """
 
     factors: tuple[Factor, ...]
@@ -90,6 +92,7 @@ class Rule:
     component: tuple[int, ...] = ()
     fixed: Callable[..., dict[int, tuple[str, ...]]] | None = None
     linear: tuple[tuple[str, frozenset[int]], ...] = ()
+    part: Callable[..., Any] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -162,6 +165,7 @@ class RuleMaker:
         sends: Callable[..., int] | None = None,
         fixed: Callable[..., dict[int, tuple[str, ...]]] | None = None,
         linear: Iterable[tuple[str, Iterable[int]]] = (),
+        part: Callable[..., Any] | None = None,
     ) -> Rule:
         """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
         if flops is None:
@@ -179,6 +183,7 @@ class RuleMaker:
             _components(self.factors, (*operands, *results)),
             fixed,
             tuple((monoid, frozenset(positions)) for monoid, positions in linear),
+            part,
         )
 
 

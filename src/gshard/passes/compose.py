@@ -34,6 +34,7 @@ from gshard.passes.annotate import bind_mark
 from gshard.passes.partition import partition
 from gshard.passes.propagate import in_best_order, propagate
 from gshard.passes.trace import trace
+from gshard.passes.windowed import Policy, windowed
 
 call_p = Primitive("gshard_call")
 call_p.multiple_results = True
@@ -56,21 +57,23 @@ class Target:
         budget: what a per-device program may cost; asked once each is made.
         reorders: whether devices may be put in the order that marks ask for. Under a transformation they may not:
             what JAX compiles around the program has one order of devices, the mesh's.
+        windowed: which contractions run in steps.
     """
 
     mesh: Mesh
     strict: bool
     budget: Limit | None = None
     reorders: bool = True
+    windowed: Policy | None = None
 
     def in_best_order(self, program: Program) -> Target:
         """The same with the devices in the order that the program's marks ask for."""
         return dataclasses.replace(self, mesh=in_best_order(program, self.mesh)) if self.reorders else self
 
-    def planned(self, program: Program) -> Plan:
-        """The plan of a program for this target."""
-        plan = propagate(program, self.mesh, strict=self.strict)
-        return plan if self.reorders else dataclasses.replace(plan, orders={})
+    def plan(self, program: Program) -> Plan:
+        """The program's plan."""
+        made = windowed(propagate(program, self.mesh, strict=self.strict), self.windowed)
+        return made if self.reorders else dataclasses.replace(made, orders={})
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
@@ -95,7 +98,7 @@ def _on(x: Any, mesh: Mesh) -> Any:
 @functools.lru_cache(maxsize=256)
 def _planned(jaxpr: Any, target: Target) -> Plan:
     program = trace(jaxpr_as_fun(jaxpr), *_shapes(jaxpr.in_avals))
-    return target.planned(program)
+    return target.plan(program)
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from gshard.comm.reshard import plan_reshard
+from gshard.comm.ring import run_in_steps
 from gshard.comm.shards import Fetched, Shards
 from gshard.comm.steps import PERMUTE, SILENT, run, spoken
 from gshard.core.errors import GShardError, RuleError
@@ -25,8 +26,8 @@ from gshard.core.jax_adapter import as_if_at
 from gshard.core.order import Order, moves
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
+from gshard.core.ring import entering, leaving
 from gshard.core.sharding import Sharding
-from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import padded_shape
 from gshard.rules.region import REGIONS
@@ -169,16 +170,19 @@ class _Emitter:
             leave = region.leave(e, self.sharding)
         else:
             assert e.rule is not None
-            split = self.plan.splits[e]
+            split, ring = self.plan.splits[e], self.plan.rings.get(e)
             shards = Shards(e, split, self.plan.mesh, self._noting(e), unread, fetched)
             arrays = [
-                self._read(env, v, operand_sharding(e.rule, i, split), e.line, f"operand {i} of {e.name}")
+                self._read(env, v, entering(e.rule, split, ring, i), e.line, f"operand {i} of {e.name}")
                 for i, v in enumerate(e.inputs)
             ]
-            if not e.rule.masks_itself:
-                arrays = [shards.masked(x, i) for i, x in enumerate(arrays)]
-            results = self._local(e, shards, arrays)
-            leave = [result_sharding(e.rule, i, split) for i in range(len(e.outputs))]
+            if ring is not None:
+                results = [run_in_steps(ring, shards, arrays, self._noting(e, "steps of"))]
+            else:
+                if not e.rule.masks_itself:
+                    arrays = [shards.masked(x, i) for i, x in enumerate(arrays)]
+                results = self._local(e, shards, arrays)
+            leave = [leaving(e.rule, split, ring, i) for i in range(len(e.outputs))]
         for i, (value, x, source) in enumerate(zip(e.outputs, results, leave, strict=True)):
             env[value] = _Made(source, {source: x}, f"result {i} of {e.name}", e.line)
 
@@ -202,12 +206,14 @@ class _Emitter:
                 )
         return results
 
-    def _noting(self, e: Equation) -> Callable[[str, tuple[str, ...], int, Any], None]:
-        """Notes what an equation's own way to run on shards sends."""
+    def _noting(self, e: Equation, where: str = "inside") -> Callable[..., None]:
+        """Notes what an equation's own way to run on shards sends, each so many times."""
 
-        def note(kind: str, atoms: tuple[str, ...], sent: int, x: Any) -> None:
+        def note(kind: str, atoms: tuple[str, ...], sent: int, x: Any, times: int = 1) -> None:
             shape = f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
-            self.collectives.append(Collective(kind, atoms, sent, self.trips, shape, e.line, f"inside {e.name}"))
+            self.collectives.append(
+                Collective(kind, atoms, sent, self.trips * times, shape, e.line, f"{where} {e.name}")
+            )
 
         return note
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
+from gshard.comm.shards import Shards
 from gshard.core.rule import REDUCE, Rule, RuleMaker, sums
 from gshard.rules.registry import Call, rule
 
@@ -47,4 +50,14 @@ def dot_general(call: Call) -> Rule:
     free_rhs = [dim for d, dim in enumerate(rhs) if d not in shared]
     flops = 2 * math.prod(f.size for f in make.factors)
     linear = [sums(0), sums(1)] if keeps_sums(call) and not logical else []
-    return make.rule([lhs, rhs], [[*batch, *free_lhs, *free_rhs]], flops=flops, linear=linear)
+    part = None if logical else _part
+    return make.rule([lhs, rhs], [[*batch, *free_lhs, *free_rhs]], flops=flops, linear=linear, part=part)
+
+
+def _part(shards: Shards, lhs: Any, rhs: Any) -> Any:
+    """The product of parts; narrow floats stay in float32, in which the products of whole arrays are added up too."""
+    dtype, precision = shards.equation.outputs[0].dtype, shards.params.get("precision")
+    chosen = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 and not chosen:
+        return shards.bind(lhs, rhs, preferred_element_type=jnp.dtype(jnp.float32))[0]
+    return shards.bind(lhs, rhs)[0]

@@ -1,0 +1,82 @@
+"""Two-dimensional matrix products by marking three arrays: SUMMA, and Cannon's algorithm where memory is short.
+
+Each of three matrices is cut in rows over one axis and in columns over the other, and so is each gradient: nothing is
+held twice, as in Optimus' layers. A product gathers rows of parts of one operand and columns of parts of the other. With
+``windowed`` no device ever holds those: parts travel, and each step multiplies those that are at hand.
+
+    python examples/summa.py
+"""
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import gshard
+
+N = 240
+rng = np.random.default_rng(0)
+a, b = (rng.integers(-4, 5, (N, N)).astype(np.float32) for _ in range(2))  # whole numbers: sums are exact
+
+
+def product(a, b):
+    a, b = (gshard.shard(x, P("rows", "columns")) for x in (a, b))
+    return gshard.shard(a @ b, P("rows", "columns"))
+
+
+def told(step, *arguments):
+    rows = gshard.explain(step, *arguments).collectives
+    return sorted((row.kind, row.axes, row.times, row.bytes) for row in rows)
+
+
+def grid(rows, columns):
+    axis_types = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh((rows, columns), ("rows", "columns"), axis_types=axis_types)
+
+
+def temporaries(step, *arguments):
+    return step.lower(*arguments).executable.compiled.memory_analysis().temp_size_in_bytes
+
+
+# SUMMA on 2 x 4 devices: a part is an eighth; three are gathered along the columns, one along the rows.
+part = N * N // 8 * 4
+summa = gshard.jit(product, mesh=grid(2, 4))
+assert (summa(a, b) == a @ b).all()
+assert told(summa, a, b) == [("all_gather", "columns", 1, 3 * part), ("all_gather", "rows", 1, part)]
+
+# The same bytes with the larger of both coming by in parts.
+in_steps = gshard.jit(product, mesh=grid(2, 4), windowed=True)
+assert (in_steps(a, b) == a @ b).all()
+assert told(in_steps, a, b) == [("all_gather", "rows", 1, part), ("collective_permute", "columns", 3, 3 * part)]
+
+# Cannon's algorithm on 2 x 2 devices: a skew and one step further, for both operands.
+part = N * N // 4 * 4
+cannon = gshard.jit(product, mesh=grid(2, 2), windowed=2 * part - 1)  # a gathered operand would be two parts
+assert (cannon(a, b) == a @ b).all()
+assert told(cannon, a, b) == [
+    ("collective_permute", "columns", 1, part),
+    ("collective_permute", "columns,rows", 1, part),
+    ("collective_permute", "rows", 1, part),
+    ("collective_permute", "rows,columns", 1, part),
+]
+print(gshard.explain(cannon, a, b))
+
+
+# The gradients are products of the same kind: one operand and the sums travel.
+def loss(a, b):
+    return jnp.sum(jnp.square(product(a, b) / N))
+
+
+by_cannon = gshard.jit(jax.grad(loss, (0, 1)), mesh=grid(2, 2), windowed=2 * part - 1)
+for ours, theirs in zip(by_cannon(a, b), jax.grad(loss, (0, 1))(a, b), strict=True):
+    assert jnp.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+kinds = {row.kind for row in gshard.explain(by_cannon, a, b).collectives}
+assert kinds == {"collective_permute"}, kinds
+
+at_once = gshard.jit(product, mesh=grid(2, 2))
+print(f"\ntemporary memory of a device: {temporaries(at_once, a, b):,} bytes with gathers,", end=" ")
+print(f"{temporaries(cannon, a, b):,} by Cannon's algorithm, of matrices of {a.nbytes:,}")

@@ -1,0 +1,137 @@
+"""The law: a contraction in steps, around any ring that its split allows, computes what it computes at once.
+
+Plans are made by hand, as in the law of the rules: padding is poisoned, sums come as parts of both signs, all devices
+are simulated, and what is sent is what is reported, part for part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from emitted import emitted, reported
+from gshard import testing
+from gshard.comm.steps import aligned
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Equation, Value, itemsize
+from gshard.core.ring import Ring, entering, leaving
+from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.passes.trace import trace
+
+MESHES = {
+    "2x3": Mesh.abstract(a=2, b=3),
+    "2x2": Mesh.abstract(a=2, b=2),
+    "4x3": Mesh.abstract(a=4, b=3),
+    "5": Mesh.abstract(a=5),
+}
+# Sizes that divide, that do not, that are below the number of devices, and 1.
+PRODUCTS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
+    "even": ("ik,kj->ij", (12, 24), (24, 12)),
+    "uneven": ("ik,kj->ij", (7, 11), (11, 13)),
+    "short": ("ik,kj->ij", (3, 2), (2, 1)),
+    "batched": ("bik,bkj->bij", (5, 4, 6), (5, 6, 7)),
+    "two sums": ("aik,kjbi->baj", (3, 4, 6), (6, 5, 2, 4)),
+    "vector": ("k,jk->j", (9,), (8, 9)),
+}
+
+
+def rings_of(e: Equation, split: Split, mesh: Mesh) -> Iterator[Ring]:
+    """Every ring for an equation that is split like this."""
+    rule = e.rule
+    assert rule is not None
+    singles: list[Ring] = []
+    for f, factor in enumerate(rule.factors):
+        for count in range(1, len(mesh.atoms) + 1):
+            for atoms in itertools.permutations(mesh.atoms, count):
+                if not aligned(factor.size, mesh.count(split.get(f, ())), mesh.count(atoms)):
+                    continue
+                for i, dims in enumerate(rule.operands):
+                    whole = operand_sharding(rule, i, split)
+                    if (f,) in dims and not set(atoms) & {*whole.atoms, *dict(whole.unreduced)}:
+                        singles.append(Ring(f, ((i, atoms),)))
+                made = result_sharding(rule, 0, split)
+                if (f,) in rule.results[0] and set(atoms) <= set(dict(made.unreduced)):
+                    singles.append(Ring(f, (), atoms))
+    yield from singles
+    for one, other in itertools.combinations(singles, 2):
+        (a,), (b,) = one.travelling, other.travelling
+        apart = not set(a) & set(b) and not (one.result and other.result)
+        if apart and one.factor == other.factor and mesh.count(a) == mesh.count(b):
+            operands = tuple(sorted((*one.operands, *other.operands)))
+            if len({i for i, _ in operands}) == len(operands):
+                yield Ring(one.factor, operands, one.result or other.result)
+
+
+def plan_of(alone: testing.Alone, split: Split, ring: Ring, mesh: Mesh) -> Plan:
+    """A plan in which operands lie as the ring takes them; the result goes to every device."""
+    plan, e = testing.plan_of(alone.program, alone.equation, split, mesh), alone.equation
+    assert e.rule is not None
+    lie = {v: entering(e.rule, split, ring, i) for i, v in enumerate(e.inputs) if isinstance(v, Value)}
+    return dataclasses.replace(plan, shardings={**plan.shardings, **lie}, rings={e: ring})
+
+
+def sent_in(ring: Ring, e: Equation, split: Split, mesh: Mesh) -> int:
+    """What each device is to send in steps: every other part once, and the skews if two arrays travel."""
+    assert e.rule is not None
+    lie = [(e.inputs[i], entering(e.rule, split, ring, i)) for i, _ in ring.operands]
+    lie += [(e.outputs[0], leaving(e.rule, split, ring, 0))] if ring.result else []
+    part = sum(math.prod(s.local_shape(mesh, v.shape)) * itemsize(v.dtype) for v, s in lie)
+    return part * (ring.steps(mesh) - 1 + (len(lie) > 1))
+
+
+@pytest.mark.parametrize("on", MESHES)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_rings_of_every_kind_compute_the_whole(name: str, on: str) -> None:
+    check(name, on, 1, np.int32)
+    if name == "uneven":
+        check(name, on, 1, np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.int32, np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("on", MESHES)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_very_many_rings_compute_the_whole(name: str, on: str, dtype: Any) -> None:
+    check(name, on, 10, dtype)
+
+
+def check(name: str, on: str, most: int, dtype: Any) -> None:
+    """Compares so many rings of each kind with the whole product; whole numbers must be the same bits."""
+    text, lhs, rhs = PRODUCTS[name]
+    rng, mesh = np.random.default_rng(len(name)), MESHES[on]
+    if dtype == np.float32:
+        arguments = [rng.standard_normal(shape).astype(dtype) for shape in (lhs, rhs)]
+    else:  # sums that bfloat16 holds exactly
+        arguments = [rng.integers(-2, 3, shape).astype(dtype) for shape in (lhs, rhs)]
+    program = trace(lambda a, b: jnp.einsum(text, a, b), *arguments)
+    (e,) = (e for e in program.block.equations if e.rule is not None and e.rule.part is not None)
+    alone = testing.Alone.of(program, e, arguments)
+    assert e.rule is not None
+    splits = [{}, *testing.splits_of(e.rule, mesh, 40), *alone.passing(mesh)]
+    kinds: dict[Any, list[tuple[Split, Ring]]] = {}
+    for split in splits:
+        for ring, both_ways in itertools.product(rings_of(e, split, mesh), (False, True)):
+            kind = len(ring.operands), bool(ring.result), (ring.factor,) in e.rule.results[0]
+            kinds.setdefault(kind, []).append((split, dataclasses.replace(ring, both_ways=both_ways)))
+    assert len(kinds) > 1
+    draw = random.Random(0)
+    for split, ring in (way for ways in kinds.values() for way in draw.sample(ways, min(most, len(ways)))):
+        spmd = testing.emit(plan_of(alone, split, ring, mesh))
+        assert emitted(spmd.jaxpr, mesh.atom_sizes) == reported(spmd.collectives), (split, ring)
+        told = sum(c.total_bytes for c in spmd.collectives if c.why == f"steps of {e.name}")
+        assert told == sent_in(ring, e, split, mesh), (split, ring)
+        results = testing.run_on_all(spmd, alone.arguments)
+        try:
+            alone.compare(results, split, mesh, 1e-5 if dtype == np.float32 else 0.0)
+        except gshard.RuleError as error:
+            raise AssertionError(f"{ring}: {error}") from error

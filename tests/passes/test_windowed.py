@@ -1,0 +1,238 @@
+"""Contractions in steps: the same bytes as a gather or scatter, less memory, the same numbers; and who decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from emitted import emitted, reported
+from gshard import Windowed, shard, split
+from gshard.analysis import hlo
+
+GRID = ("data", "model")
+
+
+def whole(seed: int, *shape: int) -> np.ndarray:
+    """Whole numbers of both signs, as floats: their sums are exact in any order."""
+    return np.random.default_rng([seed, *shape]).integers(-8, 9, shape).astype(np.float32)
+
+
+def gathered(x: Any, w: Any) -> Any:
+    """Rows of ``x`` come by."""
+    return split(split(x, 0, 8) @ split(w, 1, 8), 1, 8)
+
+
+def contracted(x: Any, w: Any) -> Any:
+    """Rows of ``w``, which are summed over, come by: weights that are split where they are stored (ZeRO)."""
+    return split(split(x, 0, 8) @ split(w, 0, 8), 0, 8)
+
+
+def scattered(x: Any, w: Any) -> Any:
+    """Sums travel."""
+    return split(split(x, 1, 8) @ split(w, 0, 8), 0, 8)
+
+
+def batched(x: Any, w: Any) -> Any:
+    """Attention whose keys are split along the sequence."""
+    return split(jnp.einsum("bqd,bkd->bqk", split(x, 1, 8), split(w, 1, 8)), 1, 8)
+
+
+def grid(x: Any, w: Any) -> Any:
+    """All three over both axes: SUMMA, or Cannon."""
+    return shard(shard(x, P(*GRID)) @ shard(w, P(*GRID)), P(*GRID))
+
+
+Case = tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]
+CASES: dict[str, Case] = {
+    "gathered": (gathered, (256, 128), (128, 2048)),
+    "gathered, uneven": (gathered, (250, 127), (127, 2001)),
+    "contracted": (contracted, (1024, 512), (512, 256)),
+    "contracted, uneven": (contracted, (2041, 125), (125, 251)),
+    "scattered": (scattered, (128, 1024), (1024, 256)),
+    "scattered, uneven": (scattered, (121, 1021), (1021, 251)),
+    "batched": (batched, (2, 64, 32), (2, 1024, 32)),
+    "grid": (grid, (256, 256), (256, 256)),
+    "grid, uneven": (grid, (250, 251), (251, 249)),
+}
+# Results leave in whole parts, and arguments come so: uneven ones take memory at the border.
+SMALLER = {"gathered": 0.6, "contracted": 0.7, "scattered": 0.5, "grid": 0.9}
+HOW = {"at once": False, "in steps": True, "both ways": Windowed(both_ways=True), "two at once": 0}
+
+
+def temporaries(lowered: Any) -> int:
+    return int(lowered.executable.compiled.memory_analysis().temp_size_in_bytes)
+
+
+def sent(lowered: Any) -> int:
+    return sum(c.total_bytes for c in lowered.spmd.collectives)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_memory_and_numbers(name: str, mesh_2x4: jax.sharding.Mesh) -> None:
+    f, *shapes = CASES[name]
+    arguments = [whole(i, *shape) for i, shape in enumerate(shapes)]
+    expected = np.asarray(f(*arguments))
+    found = {}
+    for how, windowed in HOW.items():
+        step = gshard.jit(f, mesh=mesh_2x4, windowed=windowed)
+        found[how] = lowered = step.lower(*arguments)
+        assert bool(lowered.plan.rings) == (windowed is not False), how
+        np.testing.assert_array_equal(step(*arguments), expected)
+        said = reported(lowered.spmd.collectives)
+        assert emitted(lowered.spmd.jaxpr, lowered.mesh.atom_sizes) == said
+        compiled = hlo.summary(hlo.collectives(lowered.executable.compiled.as_text()))
+        assert {kind: n for kind, (_, n) in compiled.items()} == said, how
+    assert sent(found["in steps"]) == sent(found["both ways"]) == sent(found["at once"])
+    if name in SMALLER:
+        for how in ("in steps", "two at once"):
+            assert temporaries(found[how]) < SMALLER[name] * temporaries(found["at once"]), how
+
+
+@pytest.mark.parametrize("windowed", [True, 0, Windowed(both_ways=True)])
+def test_gradients_are_contractions_in_steps_too(windowed: Any, mesh_2x4: jax.sharding.Mesh) -> None:
+    """What is gathered forward is scattered backward: operands that travelled get sums that travel."""
+
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.sum(jnp.tanh(grid(x, w) / 64) ** 2)
+
+    arguments = whole(0, 64, 48), whole(1, 48, 288)
+    step = gshard.jit(jax.grad(loss, (0, 1)), mesh=mesh_2x4, windowed=windowed)
+    for ours, theirs in zip(step(*arguments), jax.grad(loss, (0, 1))(*arguments), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    rings = step.lower(*arguments).plan.rings.values()
+    assert {(len(ring.operands), bool(ring.result)) for ring in rings} == (
+        # Both operands are needed again backward: as long as there is room they are gathered once for both.
+        {(0, True)} if windowed in (True, Windowed(both_ways=True)) else {(2, False), (1, True)}
+    )
+    outside = jax.grad(
+        lambda x, w: jnp.sum(jnp.tanh(gshard.jit(grid, mesh=mesh_2x4, windowed=windowed)(x, w) / 64) ** 2)
+    )
+    np.testing.assert_allclose(outside(*arguments), step(*arguments)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_narrow_sums_are_as_exact_as_at_once() -> None:
+    x, w = (np.random.default_rng(i).standard_normal(s) for i, s in enumerate([(2048, 512), (512, 16)]))
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    exact = x.astype(np.float64) @ w.astype(np.float64)
+    off = {}
+    for windowed in (False, True):
+        step = gshard.jit(lambda x, w: split(split(x, 0, 8) @ split(w, 0, 8), 0, 8), mesh=8, windowed=windowed)
+        assert windowed == any(not ring.result for ring in step.lower(x, w).plan.rings.values())
+        off[windowed] = np.abs(np.asarray(step(x, w), np.float64) - exact).max()
+    assert off[True] <= 1.01 * off[False]
+
+
+def test_loops_and_rows_of_the_explanation(mesh_2x4: jax.sharding.Mesh) -> None:
+    def layers(ws: Any, x: Any) -> Any:
+        """Weights are split where they are stored; every round takes one layer's part by part."""
+        return jax.lax.scan(lambda x, w: (jnp.tanh(contracted(x, w)), None), x, ws)[0]
+
+    arguments = whole(0, 3, 64, 64) / 64, whole(1, 128, 64)
+    step = gshard.jit(layers, mesh=mesh_2x4, windowed=True)
+    np.testing.assert_allclose(step(*arguments), layers(*arguments), rtol=1e-5, atol=1e-5)
+    told = gshard.explain(step, *arguments)
+    (row,) = [row for row in told.collectives if row.why == "steps of dot_general"]
+    part = 8 * 64 * 4
+    assert (row.kind, row.axes, row.times, row.bytes) == ("collective_permute", "data,model", 3 * 7, 3 * 7 * part)
+    assert "in 8 parts, operand 1 around data,model" in str(step.lower(*arguments).plan)
+    by_kind = {k.name: k.sent * k.times for k in told.cost("cpu").kernels if k.sent}
+    assert by_kind["collective_permute"] == row.bytes
+
+
+@pytest.mark.parametrize("name", ["gathered", "contracted", "scattered"])
+def test_planned_memory_is_near_what_xla_plans(name: str, mesh_2x4: jax.sharding.Mesh) -> None:
+    """XLA sometimes adds up where the result will lie: then we expect more."""
+    f, *shapes = CASES[name]
+    arguments = [whole(i, *shape) for i, shape in enumerate(shapes)]
+    step = gshard.jit(f, mesh=mesh_2x4, windowed=True)
+    planned = gshard.explain(step, *arguments).cost("cpu").memory.temporaries
+    assert 0.95 < planned / temporaries(step.lower(*arguments)) < 1.35
+
+
+def shared(x: Any, v: Any, w: Any) -> Any:
+    x = split(x, 0, 8)
+    return split(x @ split(v, 1, 8), 1, 8), split(x @ split(w, 1, 8), 1, 8)
+
+
+def needed_whole(x: Any, w: Any) -> Any:
+    x = split(x, 0, 8)
+    return split(x @ split(w, 1, 8), 1, 8), jnp.fft.fft(x, axis=0)
+
+
+def test_what_several_need_is_gathered_once_unless_it_is_too_large() -> None:
+    arguments = whole(0, 64, 32), whole(1, 32, 1024), whole(2, 32, 1280)
+    size = 64 * 32 * 4
+    at_once, free, small, large = (
+        gshard.jit(shared, mesh=8, windowed=w).lower(*arguments) for w in (False, True, size, size - 1)
+    )
+    assert sent(at_once) == sent(free) == sent(small) == size * 7 // 8
+    assert not free.plan.rings
+    assert not small.plan.rings
+    assert len(large.plan.rings) == 2
+    assert sent(large) == 2 * sent(at_once)
+    step = gshard.jit(shared, mesh=8, windowed=size - 1)
+    for ours, theirs in zip(step(*arguments), shared(*arguments), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_is_made_whole_anyway_is_used_whole() -> None:
+    lowered = gshard.jit(needed_whole, mesh=8, windowed=0).lower(whole(0, 64, 31), whole(1, 31, 1024))
+    assert sent(lowered) == 64 * 31 * 4 * 7 // 8
+    assert not lowered.plan.rings
+
+
+def test_a_machine_decides_by_its_roofline() -> None:
+    """Much arithmetic for each byte hides the way; little does not, and nor does a network that needs no hiding."""
+    mesh = gshard.Mesh.abstract(devices=8)
+
+    def rings(rows: int, inner: int, columns: int, machine: str = "v5e:2x4") -> Any:
+        shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, inner), (inner, columns))]
+        step = gshard.jit(gathered, mesh=mesh, windowed=Windowed(machine=machine))
+        return list(step.lower(*shapes).plan.rings.values())
+
+    assert rings(8192, 8192, 65536)
+    assert not rings(8192, 8192, 64)
+    assert not rings(64, 64, 64)
+
+
+def test_links_in_both_directions_where_the_network_is_a_ring() -> None:
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8192, 8192), (8192, 131072))]
+
+    def ways(machine: str, mesh: Any, axis: Any) -> list[bool]:
+        def f(x: Any, w: Any) -> Any:
+            return split(split(x, 0, axis) @ split(w, 1, axis), 1, axis)
+
+        step = gshard.jit(f, mesh=mesh, windowed=Windowed(machine=machine))
+        return [ring.both_ways for ring in step.lower(*shapes).plan.rings.values()]
+
+    assert ways("v5p:4x1x1", gshard.Mesh.abstract(d=4), "d") == [True]
+    assert ways("h100:1x8", gshard.Mesh.abstract(d=8), "d") == [False]
+
+
+@pytest.mark.parametrize("given", ["yes", -1, 1.5j])
+def test_what_says_nothing_is_refused(given: Any) -> None:
+    with pytest.raises(gshard.GShardError, match="windowed="):
+        gshard.jit(gathered, mesh=8, windowed=given)
+
+
+def test_an_unknown_machine_is_refused_at_once() -> None:
+    with pytest.raises(gshard.GShardError, match="no machine"):
+        gshard.jit(gathered, mesh=8, windowed=Windowed(machine="abacus"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int8, jnp.complex64, jnp.float16])
+def test_other_dtypes(dtype: Any) -> None:
+    """Sums of whole numbers are exact, wrap around alike, or are of truth values, which do not travel."""
+    x, w = (
+        (whole(i, *s) > 0 if dtype == jnp.bool_ else whole(i, *s)).astype(dtype)
+        for i, s in enumerate([(24, 32), (32, 16)])
+    )
+    for f in (gathered, contracted, scattered):
+        np.testing.assert_array_equal(gshard.jit(f, mesh=8, windowed=True)(x, w), f(x, w))
