@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from gshard.analysis.explain import Explanation, explain_program
+from gshard.analysis.machine import Machine, kind_of_devices
 from gshard.core.errors import MeshError, ShardingError, TraceError
 from gshard.core.jax_adapter import user_line
 from gshard.core.mesh import Mesh
@@ -25,6 +25,7 @@ from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
+from gshard.passes.arguments import agree, kind, own_sharding, positions_and_names
 from gshard.passes.compile import Executable, compile_spmd, named_sharding
 from gshard.passes.compose import Target, call, call_p, function_of
 from gshard.passes.partition import partition
@@ -37,6 +38,8 @@ from gshard.passes.specs import (
     with_marked_results,
 )
 from gshard.passes.trace import closed_of, trace
+from gshard.remat.fit import compiled_within
+from gshard.remat.rematerialise import MemoryLimitError, bytes_of, rematerialise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Lowered:
         donated: arguments whose memory the results may take.
         padded: inputs that come in padded parts, and how they lie.
         keep_uneven: whether results leave so.
+        memory_limit: bytes that a device may hold; what does not fit is recomputed.
+        machine: tells what that takes; None takes the devices of the mesh.
     """
 
     program: Program
@@ -58,6 +63,8 @@ class Lowered:
     donated: frozenset[int]
     padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
     keep_uneven: bool = False
+    memory_limit: int | None = None
+    machine: Machine | None = None
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -67,7 +74,17 @@ class Lowered:
     @functools.cached_property
     def spmd(self) -> SpmdProgram:
         """The one program that all devices run."""
+        if self.memory_limit is None:
+            return self._all_kept
+        return rematerialise(self._all_kept, self.memory_limit, self._machine, self.donated)
+
+    @functools.cached_property
+    def _all_kept(self) -> SpmdProgram:
         return partition(self.plan, self.padded, keep_uneven=self.keep_uneven)
+
+    @property
+    def _machine(self) -> Machine:
+        return self.machine or Machine.of(kind_of_devices(self.mesh), self.mesh.size)
 
     @property
     def argument_shardings(self) -> tuple[Any, ...]:
@@ -82,8 +99,13 @@ class Lowered:
 
     @functools.cached_property
     def executable(self) -> Executable:
-        """The compiled program; call it with the flat arguments."""
-        return compile_spmd(self.spmd, self.donated)
+        """The compiled program; call it with the flat arguments.
+
+        Where the compiler needs more memory than was modelled, it recomputes more than ``spmd`` to keep to the limit.
+        """
+        if self.memory_limit is None:
+            return compile_spmd(self.spmd, self.donated)
+        return compiled_within(self._all_kept, self.memory_limit, self._machine, self.donated)
 
     def __str__(self) -> str:
         return f"{self.plan}\n\n{self.spmd}"
@@ -101,10 +123,11 @@ class Jitted:
         shardings: tuple[Any, Any],
         strict: bool,
         keep_uneven: bool = False,
+        memory_limit: int | None = None,
     ):
         functools.update_wrapper(self, f)
         self._f, self._mesh, self._strict, self._keep_uneven = f, mesh, strict, keep_uneven
-        self._static, self._donate = static, donate
+        self._static, self._donate, self._memory_limit = static, donate, memory_limit
         self._in_shardings, self._out_shardings = shardings
         self._cache: dict[Any, dict[Any, tuple[Lowered, tuple[Any, ...]]]] = {}
         self._calls: dict[Any, tuple[Any, Any]] = {}
@@ -146,7 +169,8 @@ class Jitted:
     def on(self, mesh: Any) -> Jitted:
         """The same function for another mesh."""
         shardings = self._in_shardings, self._out_shardings
-        return Jitted(self._f, Mesh.of(mesh), self._static, self._donate, shardings, self._strict, self._keep_uneven)
+        options = self._strict, self._keep_uneven, self._memory_limit
+        return Jitted(self._f, Mesh.of(mesh), self._static, self._donate, shardings, *options)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
@@ -156,7 +180,13 @@ class Jitted:
 
     def _inside_a_transformation(self, leaves: Sequence[Any], in_tree: Any, arrays: Any, statics: Any) -> Any:
         """One equation of the program that is being traced, differentiated or mapped; see ``passes.compose``."""
-        key = (in_tree, statics, tuple(_kind(x) for x in leaves))
+        if self._memory_limit is not None:
+            raise MemoryLimitError(
+                f"{self._f.__name__} has a memory_limit, and a transformation around it decides what is kept.",
+                user_line(),
+                way_out="Take the gradient inside: gshard.jit(jax.grad(f), mesh=..., memory_limit=...).",
+            )
+        key = (in_tree, statics, tuple(kind(x) for x in leaves))
         if key not in self._calls:
             f = self._with_statics(statics)
             if self._in_shardings is not None:
@@ -196,13 +226,13 @@ class Jitted:
     def _find(
         self, leaves: Sequence[Any], in_tree: Any, arrays: Any, statics: tuple[Any, ...]
     ) -> tuple[Lowered, tuple[Any, ...]]:
-        key = (in_tree, statics, tuple(_kind(x) for x in leaves))
-        lies = tuple(_own_sharding(x) for x in leaves)
+        key = (in_tree, statics, tuple(kind(x) for x in leaves))
+        lies = tuple(own_sharding(x) for x in leaves)
         known = self._cache.setdefault(key, {})
         found = known.get(lies)
         if found is None:
             # A program that chose for its arguments the shardings that they have by now will do.
-            fitting = (made for made in known.values() if _agree(lies, made[1]))
+            fitting = (made for made in known.values() if agree(lies, made[1]))
             found = next(fitting, None)
             known[lies] = found = found or self._make(leaves, arrays, statics)
         return found
@@ -221,7 +251,7 @@ class Jitted:
         program = trace(f, *args, argument_marks=marks, **kwargs)
         padded = {len(program.captured) + i: x.lies for i, x in enumerate(leaves) if isinstance(x, UnevenArray)}
         donated = self._donated_leaves(arrays, statics)
-        lowered = Lowered(program, self._mesh, self._strict, donated, padded, self._keep_uneven)
+        lowered = Lowered(program, self._mesh, self._strict, donated, padded, self._keep_uneven, self._memory_limit)
         if self._mesh.devices is None:
             return lowered, (None,) * len(leaves)
         return lowered, lowered.argument_shardings
@@ -270,6 +300,7 @@ def jit(
     out_shardings: Any = None,
     strict: bool = False,
     uneven: str = "gather",
+    memory_limit: int | str | None = None,
 ) -> Any:
     """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator.
 
@@ -285,12 +316,15 @@ def jit(
         uneven: what becomes of results that lie split in a dimension which does not divide: ``"gather"`` makes it
             whole, since JAX has no such arrays; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it
             lies.
+        memory_limit: bytes that a device may hold, or text such as ``"14GiB"``. What would not fit is computed again
+            when it is needed; ``gshard.explain`` says what, and the share of FLOPs.
 
     Returns:
         a function with the same results; ``.lower(*args)`` gives the chain behind it.
 
     Raises:
-        MeshError: the mesh names devices that do not exist. When called: ShardingError, TraceError, PlanError.
+        MeshError: the mesh names devices that do not exist. When called: ShardingError, TraceError, PlanError,
+            MemoryLimitError (the program does not fit, whatever is recomputed).
 
     >>> import jax.numpy as jnp
     >>> from gshard.passes.annotate import split
@@ -310,13 +344,15 @@ def jit(
             out_shardings=out_shardings,
             strict=strict,
             uneven=uneven,
+            memory_limit=memory_limit,
         )
     if uneven not in ("gather", "keep"):
         raise ShardingError(f"uneven={uneven!r} is not known.", way_out='Write uneven="gather" or uneven="keep".')
-    static = _positions_and_names(f, static_argnums, static_argnames)
-    donate = _positions_and_names(f, donate_argnums, donate_argnames)
+    static = positions_and_names(f, static_argnums, static_argnames)
+    donate = positions_and_names(f, donate_argnums, donate_argnames)
     shardings = in_shardings, out_shardings
-    return Jitted(f, Mesh.of(mesh), static, donate, shardings, strict, uneven == "keep")
+    limit = None if memory_limit is None else bytes_of(memory_limit)
+    return Jitted(f, Mesh.of(mesh), static, donate, shardings, strict, uneven == "keep", limit)
 
 
 def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Explanation:
@@ -357,44 +393,3 @@ def _call_now(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
 def _jitted(jaxpr: Any, target: Target) -> Jitted:
     f = function_of(jaxpr, "call")
     return Jitted(f, target.mesh, frozenset(), frozenset(), (None, None), target.strict)
-
-
-def _positions_and_names(
-    f: Callable[..., Any], numbers: int | Sequence[int], names: str | Sequence[str]
-) -> frozenset[int | str]:
-    """Arguments named in either way, in both ways as far as Python knows the function's parameters."""
-    positions = [numbers] if isinstance(numbers, int) else list(numbers)
-    words = [names] if isinstance(names, str) else list(names)
-    try:
-        parameters = [
-            p.name
-            for p in inspect.signature(f).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-    except (TypeError, ValueError):
-        parameters = []
-    positions = [p % len(parameters) if p < 0 and parameters else p for p in positions]
-    both: set[int | str] = {*positions, *words}
-    both |= {parameters[p] for p in positions if p < len(parameters)}
-    both |= {parameters.index(w) for w in words if w in parameters}
-    return frozenset(both)
-
-
-def _kind(x: Any) -> tuple[Any, ...]:
-    if isinstance(x, UnevenArray):
-        return (x.shape, x.dtype, x.lies)
-    aval = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
-    return (aval.shape, aval.dtype, getattr(aval, "weak_type", False))
-
-
-def _own_sharding(x: Any) -> Any:
-    """Where a committed array lies; None if JAX may place it."""
-    sharding = getattr(x, "sharding", None)
-    if sharding is None or not getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct | UnevenArray)):
-        return None
-    return sharding
-
-
-def _agree(lies: tuple[Any, ...], targets: tuple[Any, ...]) -> bool:
-    """Whether every committed argument lies as a program takes it."""
-    return all(s is None or s == t for s, t in zip(lies, targets, strict=True))

@@ -200,7 +200,10 @@ CASES = [
     Case("while", until, (normal(5, 3),)),
     *(Case(f"cond {i}", branches, (normal(6, 4), i)) for i in range(3)),
     Case(
-        "without rule", without_rule, (normal(8, 6),), {"all_gather"},
+        "without rule",
+        without_rule,
+        (normal(8, 6),),
+        {"all_gather"},
         ("invented",),
     ),
     Case("along a split dimension", along_a_split_dimension, (normal(4, 7),)),

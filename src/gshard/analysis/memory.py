@@ -33,6 +33,7 @@ class Memory:
         temporaries: the most bytes of everything else at one moment.
         moments: all kernels in the order in which they run.
         alive: the temporaries at the peak, largest first, with the equation that made each.
+        path: the block and the kernel at the peak; where that is a loop, its body and the kernel there, and so on.
     """
 
     arguments: int
@@ -41,6 +42,7 @@ class Memory:
     temporaries: int
     moments: tuple[Moment, ...]
     alive: tuple[tuple[Value, Equation], ...]
+    path: tuple[tuple[Kernels, int], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -64,17 +66,19 @@ def memory_of(program: Kernels, donated: Iterable[int] = ()) -> Memory:
             free.remove(size(v))
             shared += size(v)
     moments: list[Moment] = []
-    peak, alive = _follow(program, frozenset(results), 0, 0, moments)
+    peak, alive, path = _follow(program, frozenset(results), 0, 0, moments)
     return Memory(
         sum(map(size, block.inputs)), sum(map(size, results)), shared, peak, tuple(moments),
-        tuple(sorted(alive, key=lambda pair: -size(pair[0]))),
+        tuple(sorted(alive, key=lambda pair: -size(pair[0]))), path,
     )  # fmt: skip
 
 
-def _follow(
-    program: Kernels, elsewhere: frozenset[Value], below: int, depth: int, moments: list[Moment]
-) -> tuple[int, list[tuple[Value, Equation]]]:
-    """The most bytes of temporaries on top of ``below``, and what they are.
+# Bytes at the peak, what they are, and where it is.
+_Peak = tuple[int, list[tuple[Value, Equation]], tuple[tuple[Kernels, int], ...]]
+
+
+def _follow(program: Kernels, elsewhere: frozenset[Value], below: int, depth: int, moments: list[Moment]) -> _Peak:
+    """The most bytes of temporaries on top of ``below``, what they are, and where.
 
     Args:
         program: a block's kernels.
@@ -93,27 +97,27 @@ def _follow(
     made: dict[Value, Equation] = {}
     now = peak = 0
     alive: list[tuple[Value, Equation]] = []
+    path: tuple[tuple[Kernels, int], ...] = ()
     for i, kernel in enumerate(program.kernels):
         new = [v for v in kernel.writes if v not in elsewhere]
         dying = [v for v in kernel.reads if last[v] == i and v in made]
         grown = sum(map(size, new))
         if _may_overwrite(kernel):
             grown -= max((size(v) for v in dying if size(v) <= grown), default=0)  # in place
-        inner, inner_alive = _bodies(kernel, below + now + grown, depth, moments)
+        inner, inner_alive, inner_path = _bodies(kernel, below + now + grown, depth, moments)
         total = now + grown + inner
         moments.append(Moment(kernel.equation, depth, below + total))
         for v in new:
             made[v] = kernel.equation
+            now += size(v)
         if total > peak:
             peak = total
             alive = [*made.items(), *inner_alive]
-        for v in dying:
+            path = ((program, i), *inner_path)
+        for v in (*dying, *(v for v in new if v not in last)):
             del made[v]
-        for v in new:
-            if v not in last:
-                del made[v]
-        now = sum(map(size, made))
-    return peak, alive
+            now -= size(v)
+    return peak, alive, path
 
 
 def _may_overwrite(kernel: Kernel) -> bool:
@@ -128,13 +132,13 @@ def _may_overwrite(kernel: Kernel) -> bool:
     return kernel.kind == FUSED or (kernel.kind == COLLECTIVE and KINDS[e.name] == "all_reduce")
 
 
-def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment]) -> tuple[int, list[tuple[Value, Equation]]]:
+def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment]) -> _Peak:
     """The temporaries of a region's bodies: of branches the larger, of a loop those of one round.
 
     Of stacked operands a round takes a slice.
     """
-    found: tuple[int, list[tuple[Value, Equation]]] = (0, [])
+    found: _Peak = (0, [], ())
     for body in kernel.bodies:
         inner = _follow(body, frozenset(), below, depth + 1, moments)
-        found = max(found, inner, key=lambda pair: pair[0])
+        found = max(found, inner, key=lambda peak: peak[0])
     return found

@@ -204,9 +204,7 @@ class _Emitter:
         why = f"value carried by {equation.name}"
         return self.step_to(array, value, self.sharding(value), target, why, equation.line)
 
-    def step_to(
-        self, x: Any, value: Value | Constant, source: Sharding, target: Sharding, why: str, line: str
-    ) -> Any:
+    def step_to(self, x: Any, value: Value | Constant, source: Sharding, target: Sharding, why: str, line: str) -> Any:
         """Moves a local array from one sharding to another, step by step, and notes what is sent."""
         if source == target:
             return x
