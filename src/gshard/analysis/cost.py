@@ -155,7 +155,7 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
     program = device_program(spmd)
     captured = len(spmd.program.captured)
     rows = [kernel_cost(kernel, times, spmd.mesh, machine) for kernel, times in program.walk() if kernel.kind != REGION]
-    return Cost(machine, tuple(rows), memory_of(program, [captured + i for i in donated]))
+    return Cost(machine, tuple(rows), memory_of(program, [captured + i for i in donated], narrows=machine.narrows))
 
 
 def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> KernelCost:

@@ -3,6 +3,10 @@
 XLA's way of counting: arguments and results take their place for the whole call (a donated argument lends its place to
 a result of the same size), everything else from the kernel that makes it to the last one that reads it. A loop's body
 runs on top of what is alive around the loop.
+
+The TPU compiler adds copies of its own: a float32 stack that products in loops read slice by slice is converted to
+bfloat16 as a whole, before the first loop, and kept until the last one. With float32 weights that is half as much
+memory again as the layers' weights.
 """
 
 from __future__ import annotations
@@ -10,8 +14,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from gshard.analysis.device_program import COLLECTIVE, FUSED, OPERATOR, Kernel, Kernels, size
+from gshard.analysis.device_program import COLLECTIVE, FUSED, OPERATOR, PRODUCT, REGION, Kernel, Kernels, size
 from gshard.comm.collectives import KINDS
+from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Equation, Value
 
 
@@ -50,12 +55,13 @@ class Memory:
         return self.arguments + self.results - self.shared + self.temporaries
 
 
-def memory_of(program: Kernels, donated: Iterable[int] = ()) -> Memory:
+def memory_of(program: Kernels, donated: Iterable[int] = (), *, narrows: bool = False) -> Memory:
     """Follows a per-device program.
 
     Args:
         program: its kernels.
         donated: positions of inputs whose place results may take.
+        narrows: whether the compiler keeps bfloat16 copies of what loops read (``Machine.narrows``).
     """
     block = program.block
     results = [v for v in dict.fromkeys(block.outputs) if isinstance(v, Value)]
@@ -66,7 +72,7 @@ def memory_of(program: Kernels, donated: Iterable[int] = ()) -> Memory:
             free.remove(size(v))
             shared += size(v)
     moments: list[Moment] = []
-    peak, alive, path = _follow(program, frozenset(results), 0, 0, moments)
+    peak, alive, path = _follow(program, frozenset(results), 0, 0, moments, narrows)
     return Memory(
         sum(map(size, block.inputs)), sum(map(size, results)), shared, peak, tuple(moments),
         tuple(sorted(alive, key=lambda pair: -size(pair[0]))), path,
@@ -77,7 +83,9 @@ def memory_of(program: Kernels, donated: Iterable[int] = ()) -> Memory:
 _Peak = tuple[int, list[tuple[Value, Equation]], tuple[tuple[Kernels, int], ...]]
 
 
-def _follow(program: Kernels, elsewhere: frozenset[Value], below: int, depth: int, moments: list[Moment]) -> _Peak:
+def _follow(
+    program: Kernels, elsewhere: frozenset[Value], below: int, depth: int, moments: list[Moment], narrows: bool
+) -> _Peak:
     """The most bytes of temporaries on top of ``below``, what they are, and where.
 
     Args:
@@ -86,7 +94,9 @@ def _follow(program: Kernels, elsewhere: frozenset[Value], below: int, depth: in
         below: bytes alive around it.
         depth: how many loops are around it.
         moments: what has been seen; more is added.
+        narrows: see ``memory_of``.
     """
+    copies = _narrow_copies(program) if narrows else []
     last: dict[Value, int] = {}
     for i, kernel in enumerate(program.kernels):
         for v in kernel.reads:
@@ -104,7 +114,8 @@ def _follow(program: Kernels, elsewhere: frozenset[Value], below: int, depth: in
         grown = sum(map(size, new))
         if _may_overwrite(kernel):
             grown -= max((size(v) for v in dying if size(v) <= grown), default=0)  # in place
-        inner, inner_alive, inner_path = _bodies(kernel, below + now + grown, depth, moments)
+        grown += sum(n for first, end, n in copies if first <= i <= end)
+        inner, inner_alive, inner_path = _bodies(kernel, below + now + grown, depth, moments, narrows)
         total = now + grown + inner
         moments.append(Moment(kernel.equation, depth, below + total))
         for v in new:
@@ -132,13 +143,33 @@ def _may_overwrite(kernel: Kernel) -> bool:
     return kernel.kind == FUSED or (kernel.kind == COLLECTIVE and KINDS[e.name] == "all_reduce")
 
 
-def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment]) -> _Peak:
+def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment], narrows: bool) -> _Peak:
     """The temporaries of a region's bodies: of branches the larger, of a loop those of one round.
 
     Of stacked operands a round takes a slice.
     """
     found: _Peak = (0, [], ())
     for body in kernel.bodies:
-        inner = _follow(body, frozenset(), below, depth + 1, moments)
+        inner = _follow(body, frozenset(), below, depth + 1, moments, narrows)
         found = max(found, inner, key=lambda peak: peak[0])
     return found
+
+
+def _narrow_copies(program: Kernels) -> list[tuple[int, int, int]]:
+    """The copies of stacks in half the width: from which kernel to which, and bytes."""
+    spans: dict[Value, tuple[int, int]] = {}
+    stacked: set[Value] = set()  # by loops, which write what others read as that wants it
+    for i, kernel in enumerate(program.kernels):
+        e = kernel.equation
+        if kernel.kind != REGION or len(kernel.bodies) != 1 or "reverse" not in e.params or e.trips < 2:
+            continue
+        (body,) = kernel.bodies
+        stacked.update(kernel.writes)
+        multiplied = {v for inner in body.kernels if inner.kind == PRODUCT for v in inner.reads}
+        before = sum(scan_counts(e.params))
+        for x, v in zip(e.inputs[before:], body.block.inputs[before:], strict=True):
+            if isinstance(x, Value) and v in multiplied and x.dtype == "float32":
+                home = program.home.get(x, x)
+                if home not in stacked:
+                    spans[home] = (spans.get(home, (i, i))[0], i)
+    return [(first, end, size(v) // 2) for v, (first, end) in spans.items()]

@@ -45,6 +45,9 @@ class Collective:
         return self.bytes * self.times
 
 
+_SHOWN = 15  # rows of what is computed again
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recomputation:
     """Values that are computed again instead of being kept over the peak of memory.
@@ -100,8 +103,11 @@ class Recomputed:
         for v in self.values:
             n, freed = rows.get((v.name, v.line, v.shape), (0, 0))
             rows[v.name, v.line, v.shape] = (n + v.values, freed + v.freed)
-        for (name, line, shape), (n, freed) in sorted(rows.items(), key=lambda row: -row[1][1]):
+        ordered = sorted(rows.items(), key=lambda row: -row[1][1])
+        for (name, line, shape), (n, freed) in ordered[:_SHOWN]:
             lines.append(f"  {freed / mib:>10,.1f} MiB  x{n:<4} {shape:<24} {name} at {line}")
+        if rest := ordered[_SHOWN:]:
+            lines.append(f"  {sum(freed for _, (_, freed) in rest) / mib:>10,.1f} MiB  in {len(rest)} more rows")
         return "\n".join(lines)
 
 

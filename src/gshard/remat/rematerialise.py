@@ -4,7 +4,8 @@
 
 As long as the peak is above the limit, the values that are alive there and needed only later are looked at: what
 would it take to make them again just before they are read? Those that take the least time for a byte are not kept. In
-straight code they are made again behind a barrier; what one loop stacks for another is made again in the other.
+straight code they are made again behind a barrier; what one loop stacks for another is made again in the other; and
+what a loop stacks in a wider type than it need be is widened after the loop, which costs nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import Recomputation, Recomputed, SpmdProgram
 from gshard.remat.lives import Lives, lives_of
 from gshard.remat.loops import Stacked, stacked_over, without_stacking
+from gshard.remat.narrow import Narrowed, narrowed_over, with_narrow_stacks
 from gshard.remat.replay import replayed
 from gshard.remat.straight import Kept, kept_over, without_keeping
 
+_Offer = Kept | Stacked | Narrowed
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -68,7 +71,7 @@ def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iter
     """
     before = device_program(spmd)
     lent = [len(spmd.program.captured) + i for i in donated]
-    first, own, target = memory_of(before, lent).peak, _flops(before), limit
+    first, own, target = memory_of(before, lent, narrows=machine.narrows).peak, _flops(before), limit
     while True:
         search = _Search(before, target, machine, spmd.mesh, lent)
         try:
@@ -79,7 +82,7 @@ def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iter
             return spmd
         made = replayed(spmd, before, found)
         after = device_program(made)
-        memory = memory_of(after, lent)
+        memory = memory_of(after, lent, narrows=machine.narrows)
         if memory.peak <= limit:
             again = max(0, _flops(after) - own)
             report = Recomputed(limit, first, memory.peak, own, again, tuple(search.chosen))
@@ -112,7 +115,7 @@ class _Search:
     def run(self) -> Block:
         """The block that fits."""
         program = self.program
-        memory = memory_of(program, self.donated)
+        memory = memory_of(program, self.donated, narrows=self.machine.narrows)
         while memory.peak > self.limit:
             step = self._step(program, memory)
             if step is None:
@@ -132,7 +135,7 @@ class _Search:
                 ):
                     block = _with_body(kernels, kernels.kernels[at].equation, below.block, block)
                 changed = kernels_of(block)
-                after = memory_of(changed, self.donated)
+                after = memory_of(changed, self.donated, narrows=self.machine.narrows)
                 if _is_less(after, memory):
                     self.chosen += [_noted(item, lives) for item in batch]
                     return changed, after
@@ -142,15 +145,16 @@ class _Search:
             offers = [o for o in offers if _values(o[2]) not in self.refused]
         return None
 
-    def _offers(self, program: Kernels, memory: Memory) -> list[tuple[int, Lives, Kept | Stacked]]:
+    def _offers(self, program: Kernels, memory: Memory) -> list[tuple[int, Lives, _Offer]]:
         """What need not be kept over the peak, the cheapest for its bytes first."""
-        offers: list[tuple[int, Lives, Kept | Stacked]] = []
+        offers: list[tuple[int, Lives, _Offer]] = []
         results = frozenset(v for v in program.block.outputs if isinstance(v, Value))
         rounds = 1
         for depth, (kernels, at) in enumerate(memory.path):
             lives = lives_of(kernels)
             elsewhere = results if depth == 0 else frozenset()
-            found: list[Kept | Stacked] = [
+            found: list[_Offer] = [
+                *narrowed_over(lives, at, elsewhere),
                 *kept_over(lives, at, self._seconds, elsewhere), *stacked_over(lives, at, self._seconds, elsewhere)
             ]  # fmt: skip
             offers += [
@@ -163,15 +167,13 @@ class _Search:
         large = [o for o in offers if o[2].freed * 100 >= excess]  # crumbs only where there is nothing else
         return sorted(large or offers, key=lambda o: (o[2].seconds / o[2].freed, -o[2].freed))
 
-    def _batch(
-        self, offers: list[tuple[int, Lives, Kept | Stacked]], excess: int
-    ) -> tuple[int, Lives, list[Kept | Stacked]]:
+    def _batch(self, offers: list[tuple[int, Lives, _Offer]], excess: int) -> tuple[int, Lives, list[_Offer]]:
         """The best offer, and the next best that go with it until enough is free.
 
         A value and what it is made from again are not taken at once: what is left tells what the other one costs then.
         """
         depth, lives, best = offers[0]
-        batch: list[Kept | Stacked] = []
+        batch: list[_Offer] = []
         taken: set[Value] = set()
         needed: set[Value] = set()
         for at, _, item in offers:
@@ -189,9 +191,11 @@ class _Search:
                 break
         return depth, lives, batch
 
-    def _without(self, lives: Lives, at: int, batch: Sequence[Kept | Stacked]) -> Block:
+    def _without(self, lives: Lives, at: int, batch: Sequence[_Offer]) -> Block:
         values = [v for item in batch for v in _values(item)]
         first = batch[0]
+        if isinstance(first, Narrowed):
+            return with_narrow_stacks(lives, dataclasses.replace(first, values=tuple(values)), self.names)
         if isinstance(first, Stacked):
             return without_stacking(lives, dataclasses.replace(first, values=tuple(values)), self.names)
         return without_keeping(lives, at, values, self.names)
@@ -223,14 +227,16 @@ def _does_not_fit(memory: Memory, limit: int) -> MemoryLimitError:
     )
 
 
-def _go_together(a: Kept | Stacked, b: Kept | Stacked) -> bool:
-    """Whether one rewriting serves both: values of one straight line, or stacks of one pair of loops."""
+def _go_together(a: _Offer, b: _Offer) -> bool:
+    """Whether one rewriting serves both: values of one straight line, or stacks of the same loops."""
     if isinstance(a, Stacked) and isinstance(b, Stacked):
         return a.writer is b.writer and a.reader is b.reader
+    if isinstance(a, Narrowed) and isinstance(b, Narrowed):
+        return a.writer is b.writer
     return isinstance(a, Kept) and isinstance(b, Kept)
 
 
-def _values(item: Kept | Stacked) -> tuple[Value, ...]:
+def _values(item: _Offer) -> tuple[Value, ...]:
     return (item.value,) if isinstance(item, Kept) else item.values
 
 
@@ -251,11 +257,11 @@ def _with_body(kernels: Kernels, region: Equation, old: Block, new: Block) -> Bl
     return Block(block.inputs, tuple(changed if e is region else e for e in block.equations), block.outputs)
 
 
-def _noted(item: Kept | Stacked, lives: Lives) -> Recomputation:
+def _noted(item: _Offer, lives: Lives) -> Recomputation:
     values = _values(item)
     largest = max(values, key=size)
     maker = lives.maker[largest]
-    if isinstance(item, Stacked):
+    if not isinstance(item, Kept):
         made = item.writer.blocks[0].outputs[item.writer.outputs.index(largest)]
         makers = {v: e for e in item.writer.blocks[0].equations for v in e.outputs}
         if isinstance(made, Value) and made in makers:
