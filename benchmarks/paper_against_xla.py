@@ -62,7 +62,6 @@ def measure(name: str, topology: str, side: str, remat: bool | None) -> None:
         return
     memory, text = found.memory_analysis(), found.as_text()
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    print(memory, getattr(memory, "peak_memory_in_bytes", 0) / 2**30)
     kinds = hlo.summary(hlo.collectives(text))
     seconds = estimated_cycles(text) / CYCLES_A_SECOND[topology.partition(":")[0]]
     row = (peak - memory.alias_size_in_bytes, sum(n for _, n in kinds.values()))
@@ -96,7 +95,6 @@ def main() -> None:
             rows = [line.split("\t") for line in done.stdout.splitlines() if line.startswith(("MEASURED", "FAILED"))]
             if not rows:
                 raise SystemExit(f"{name}, {SIDES[side]}: {done.stderr[-2000:]}")
-            print(done.stdout)
             kind, *cells = rows[-1]
             if kind == "FAILED":
                 print(f"  {SIDES[side]:26}{cells[0]} ({cells[1]} s)", flush=True)

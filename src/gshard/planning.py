@@ -22,6 +22,7 @@ from jax.experimental import topologies
 from gshard.analysis.cost import Cost, KernelCost
 from gshard.analysis.cost import cost as cost_of
 from gshard.analysis.cycles import estimated_cycles
+from gshard.analysis.device_program import PRODUCT
 from gshard.analysis.explain import explain_program
 from gshard.analysis.machine import Machine
 from gshard.core.errors import GShardError
@@ -87,6 +88,12 @@ class Planned:
         return self.cost.peak - self.replicated - self.distributed
 
     @property
+    def roofline_seconds(self) -> float:
+        """What the products alone take at the machine's peak rate: the roofline of figure 8."""
+        products = sum(k.flops * k.times for k in self.cost.kernels if k.kind == PRODUCT)
+        return products / self.cost.machine.rate("bf16")
+
+    @property
     def seconds_by_class(self) -> dict[str, float]:
         """Seconds of a step by the classes of figure 8."""
         found: dict[str, float] = {}
@@ -111,6 +118,7 @@ class Planned:
             "",
             f"step                 {found.seconds * 1e3:.1f} ms (roofline, nothing overlaps), "
             f"{found.flops / 1e12:.2f} TFLOP a device",
+            f"  at peak rate alone {1e3 * self.roofline_seconds:.1f} ms: {100 * self.roofline_seconds / found.seconds:.0f} % of it",
         ]
         lines += [
             f"  {name:<26} {s * 1e3:8.1f} ms {100 * s / found.seconds:5.1f} %"
