@@ -1,14 +1,14 @@
 """gshard: automatic sharding of JAX programs that explains itself.
 
-    split, replicate, shard     mark a few tensors of a program written for one device
-    jit                         partition and run it on all devices, used like jax.jit
-    manual, auto_to_manual ...  parts of a program that you partition yourself
-    explain                     what each tensor got and why, and what the devices say to each other
-    Machine, Cost               what that takes on given devices: time, bytes, memory
-    Windowed                    which contractions run in steps instead of after a gather
-    rule, testing               teach it a new operator, and check what you taught
-    Mesh, Sharding, UnevenArray the nouns they speak of
-    GShardError                 the base of all errors raised on purpose
+split, replicate, shard     mark a few tensors of a program written for one device
+jit                         partition and run it on all devices, used like jax.jit
+manual, auto_to_manual ...  parts of a program that you partition yourself
+explain                     what each tensor got and why, and what the devices say to each other
+Machine, Cost               what that takes on given devices: time, bytes, memory
+Windowed                    which contractions run in steps instead of after a gather
+rule, testing               teach it a new operator, and check what you taught
+Mesh, Sharding, UnevenArray the nouns they speak of
+GShardError                 the base of all errors raised on purpose
 """
 
 from gshard import testing as testing

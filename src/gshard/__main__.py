@@ -32,7 +32,14 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    print(plan(options.config, options.topology, remat=options.remat, compiled=options.compile))
+    found = plan(
+        options.config,
+        options.topology,
+        remat=options.remat,
+        memory_limit=options.memory_limit,
+        compiled=options.compile,
+    )
+    print(found)
 
 
 def _calibrate(options: argparse.Namespace) -> None:
@@ -67,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--remat", action=argparse.BooleanOptionalAction, default=None, help="recompute pairs of layers"
+    )
+    command.add_argument(
+        "--memory-limit", metavar="14GiB", help="choose what to recompute so that a device holds no more"
     )
     command.add_argument("--compile", action="store_true", help="compile with libtpu (pip install libtpu) and compare")
     command.set_defaults(run=_plan)

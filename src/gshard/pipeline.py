@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,14 +22,9 @@ from gshard.core.arguments import agree, kind, own_sharding, positions_and_names
 from gshard.core.errors import MeshError, ShardingError, TraceError
 from gshard.core.jax_adapter import user_line
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Plan
-from gshard.core.program import Program
-from gshard.core.sharding import Sharding
-from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
-from gshard.passes.compile import Executable, compile_spmd, named_sharding
+from gshard.lowered import Lowered
 from gshard.passes.compose import Target, call, call_p, function_of
-from gshard.passes.partition import partition
 from gshard.passes.specs import (
     mark_of_argument,
     mark_of_spec,
@@ -38,70 +33,7 @@ from gshard.passes.specs import (
     with_marked_results,
 )
 from gshard.passes.trace import closed_of, trace
-
-
-@dataclasses.dataclass(frozen=True)
-class Lowered:
-    """One function made ready for one kind of arguments; each stage is made when it is first asked for.
-
-    Attributes:
-        program: the traced function.
-        target: what it is partitioned for.
-        donated: arguments whose memory the results may take.
-        padded: inputs that come in padded parts, and how they lie.
-        keep_uneven: whether results leave so.
-    """
-
-    program: Program
-    target: Target
-    donated: frozenset[int]
-    padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
-    keep_uneven: bool = False
-
-    @property
-    def mesh(self) -> Mesh:
-        """The devices."""
-        return self.target.mesh
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        """The sharding of every value, and why."""
-        return self.target.plan(self.program)
-
-    @functools.cached_property
-    def spmd(self) -> SpmdProgram:
-        """The one program that all devices run."""
-        made = partition(self.plan, self.padded, keep_uneven=self.keep_uneven)
-        self.target.check(self.plan, made)
-        return made
-
-    @property
-    def argument_shardings(self) -> tuple[Any, ...]:
-        """Where each flat argument is expected, as JAX's ``NamedSharding``: what lies so is not moved by a call."""
-        first, spmd = len(self.program.captured), self.spmd
-        return tuple(
-            named_sharding(self.mesh.reordered(spmd.in_orders.get(i, self.mesh.order)), s)
-            for i, s in enumerate(spmd.in_shardings)
-            if i >= first
-        )
-
-    def results(self, arrays: Sequence[Any]) -> Any:
-        """The executable's flat results as the user gets them: a pytree, what left in padded parts as what it is."""
-        found = zip(self.program.block.outputs, self.spmd.out_shardings, arrays, strict=True)
-        orders, mesh = self.spmd.out_orders, self.mesh
-        leaves = [
-            x if s.is_even(mesh, v.shape) else UnevenArray(x, v.shape, s, mesh.reordered(orders.get(i, mesh.order)))
-            for i, (v, s, x) in enumerate(found)
-        ]
-        return jax.tree.unflatten(self.program.out_tree, leaves)
-
-    @functools.cached_property
-    def executable(self) -> Executable:
-        """The compiled program; call it with the flat arguments."""
-        return compile_spmd(self.spmd, self.donated)
-
-    def __str__(self) -> str:
-        return f"{self.plan}\n\n{self.spmd}"
+from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 
 
 class Jitted:
@@ -115,10 +47,11 @@ class Jitted:
         donate: frozenset[int | str],
         shardings: tuple[Any, Any],
         keep_uneven: bool = False,
+        memory_limit: int | None = None,
     ):
         functools.update_wrapper(self, f)
         self._f, self._target, self._mesh, self._keep_uneven = f, target, target.mesh, keep_uneven
-        self._static, self._donate = static, donate
+        self._static, self._donate, self._memory_limit = static, donate, memory_limit
         self._in_shardings, self._out_shardings = shardings
         self._cache: dict[Any, dict[Any, tuple[Lowered, tuple[Any, ...]]]] = {}
         self._calls: dict[Any, tuple[Any, Any]] = {}
@@ -161,7 +94,8 @@ class Jitted:
         """The same function for another mesh."""
         shardings = self._in_shardings, self._out_shardings
         target = dataclasses.replace(self._target, mesh=Mesh.of(mesh))
-        return Jitted(self._f, target, self._static, self._donate, shardings, self._keep_uneven)
+        options = self._keep_uneven, self._memory_limit
+        return Jitted(self._f, target, self._static, self._donate, shardings, *options)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
@@ -171,6 +105,12 @@ class Jitted:
 
     def _inside_a_transformation(self, leaves: Sequence[Any], in_tree: Any, arrays: Any, statics: Any) -> Any:
         """One equation of the program that is being traced, differentiated or mapped; see ``passes.compose``."""
+        if self._memory_limit is not None:
+            raise MemoryLimitError(
+                f"{self._f.__name__} has a memory_limit, and a transformation around it decides what is kept.",
+                user_line(),
+                way_out="Take the gradient inside: gshard.jit(jax.grad(f), mesh=..., memory_limit=...).",
+            )
         key = (in_tree, statics, tuple(kind(x) for x in leaves))
         if key not in self._calls:
             f = self._with_statics(statics)
@@ -236,7 +176,8 @@ class Jitted:
         program = trace(f, *args, argument_marks=marks, **kwargs)
         padded = {len(program.captured) + i: x.lies for i, x in enumerate(leaves) if isinstance(x, UnevenArray)}
         donated = self._donated_leaves(arrays, statics)
-        lowered = Lowered(program, self._target.in_best_order(program), donated, padded, self._keep_uneven)
+        options = self._keep_uneven, self._memory_limit
+        lowered = Lowered(program, self._target.in_best_order(program), donated, padded, *options)
         if self._mesh.devices is None:
             return lowered, (None,) * len(leaves)
         return lowered, lowered.argument_shardings
@@ -286,6 +227,7 @@ def jit(
     strict: bool | float = False,
     uneven: str = "gather",
     windowed: bool | int | Windowed = False,
+    memory_limit: int | str | None = None,
 ) -> Any:
     """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator.
 
@@ -305,12 +247,15 @@ def jit(
         windowed: which contractions run in steps, part by part, instead of after a gather of an operand or before a
             scatter of the result (figure 4c of the paper): True takes those that send no more bytes so, a number those
             for which a device would hold more bytes than that, and ``Windowed`` says it in detail.
+        memory_limit: bytes that a device may hold, or text such as ``"14GiB"``. What would not fit is computed again
+            when it is needed; ``gshard.explain`` says what, and the share of FLOPs.
 
     Returns:
         a function with the same results; ``.lower(*args)`` gives the chain behind it.
 
     Raises:
-        MeshError: the mesh names devices that do not exist. When called: ShardingError, TraceError, PlanError.
+        MeshError: the mesh names devices that do not exist. When called: ShardingError, TraceError, PlanError,
+            MemoryLimitError (the program does not fit, whatever is recomputed).
 
     >>> import jax.numpy as jnp
     >>> from gshard.passes.annotate import split
@@ -331,15 +276,17 @@ def jit(
             strict=strict,
             uneven=uneven,
             windowed=windowed,
+            memory_limit=memory_limit,
         )
     if uneven not in ("gather", "keep"):
         raise ShardingError(f"uneven={uneven!r} is not known.", way_out='Write uneven="gather" or uneven="keep".')
     static = positions_and_names(f, static_argnums, static_argnames)
     donate = positions_and_names(f, donate_argnums, donate_argnames)
     shardings = in_shardings, out_shardings
+    limit = None if memory_limit is None else bytes_of(memory_limit)
     devices = Mesh.of(mesh)
     target = Target(devices, strict is not False, Budget.of(strict), windowed=Windowed.of(windowed, devices))
-    return Jitted(f, target, static, donate, shardings, uneven == "keep")
+    return Jitted(f, target, static, donate, shardings, uneven == "keep", limit)
 
 
 def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Explanation:

@@ -22,14 +22,18 @@ from jax.experimental import topologies
 from gshard.analysis.cost import Cost, KernelCost
 from gshard.analysis.cost import cost as cost_of
 from gshard.analysis.cycles import estimated_cycles
+from gshard.analysis.device_program import PRODUCT
 from gshard.analysis.explain import explain_program
 from gshard.analysis.machine import Machine
 from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
+from gshard.core.spmd import Recomputed
+from gshard.lowered import Lowered
 from gshard.moe.config import TABLE_1, TransformerConfig
 from gshard.moe.param import shapes
 from gshard.moe.transformer import loss, param_specs
-from gshard.pipeline import Lowered, jit
+from gshard.pipeline import jit
+from gshard.remat.fit import peak_of
 
 # Table 3: "Batch sz. (Tokens)", per side of the translation, by number of experts. The paper does not say how long
 # sentences are; ``LENGTH`` tokens is an assumption that only attention notices.
@@ -64,6 +68,7 @@ class Planned:
         cost: time, bytes and memory of a step.
         replicated, distributed: bytes of a device's weights that all hold, and that are split.
         collectives: for each kind how often and how many bytes a device sends.
+        recomputed: what a limit of memory made the step compute again.
         compiled: what libtpu makes of it, by name, if asked for.
     """
 
@@ -75,12 +80,19 @@ class Planned:
     replicated: int
     distributed: int
     collectives: dict[str, tuple[int, int]]
+    recomputed: Recomputed | None = None
     compiled: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def activations(self) -> int:
         """Bytes of everything that is no weight, at the peak."""
         return self.cost.peak - self.replicated - self.distributed
+
+    @property
+    def roofline_seconds(self) -> float:
+        """What the products alone take at the machine's peak rate: the roofline of figure 8."""
+        products = sum(k.flops * k.times for k in self.cost.kernels if k.kind == PRODUCT)
+        return products / self.cost.machine.rate("bf16")
 
     @property
     def seconds_by_class(self) -> dict[str, float]:
@@ -107,6 +119,8 @@ class Planned:
             "",
             f"step                 {found.seconds * 1e3:.1f} ms (roofline, nothing overlaps), "
             f"{found.flops / 1e12:.2f} TFLOP a device",
+            f"  at peak rate alone {1e3 * self.roofline_seconds:.1f} ms: "
+            f"{100 * self.roofline_seconds / found.seconds:.0f} % of it",
         ]
         lines += [
             f"  {name:<26} {s * 1e3:8.1f} ms {100 * s / found.seconds:5.1f} %"
@@ -114,6 +128,8 @@ class Planned:
         ]
         lines += ["", "collectives of a step, bytes that each device sends"]
         lines += [f"  {kind:<20} x{n:<5} {size / gib:8.3f} GiB" for kind, (n, size) in self.collectives.items()]
+        if self.recomputed is not None:
+            lines += ["", str(self.recomputed)]
         if self.compiled:
             lines += ["", "compiled by libtpu"]
             lines += [f"  {name:<20} {value}" for name, value in self.compiled.items()]
@@ -170,12 +186,20 @@ def configured(name: str, topology: str, remat: bool | None = None) -> tuple[Tra
 
 
 def lower(
-    config: TransformerConfig, mesh: Mesh, tokens_of_device: int | None = None
+    config: TransformerConfig,
+    mesh: Mesh,
+    tokens_of_device: int | None = None,
+    memory_limit: int | str | None = None,
+    machine: Machine | None = None,
 ) -> tuple[Lowered, tuple[int, int]]:
-    """The training step for a mesh, and its batch: that of Table 3, or so many tokens a side for each device."""
+    """The training step for a mesh, and its batch: that of Table 3, or so many tokens a side for each device.
+
+    With a memory limit, ``machine`` tells what recomputing takes.
+    """
     tokens = tokens_of_device * mesh.size if tokens_of_device else BATCH_TOKENS[config.experts]
     batch = (tokens // LENGTH, LENGTH)
-    return jit(training_step(config), mesh=mesh, donate_argnums=0).lower(*arguments(config, *batch)), batch
+    step = jit(training_step(config), mesh=mesh, donate_argnums=0, memory_limit=memory_limit)
+    return dataclasses.replace(step.lower(*arguments(config, *batch)), machine=machine), batch
 
 
 def plan(
@@ -184,6 +208,7 @@ def plan(
     *,
     remat: bool | None = None,
     tokens_of_device: int | None = None,
+    memory_limit: int | str | None = None,
     compiled: bool = False,
 ) -> Planned:
     """Plans one of the paper's models for a machine.
@@ -193,15 +218,17 @@ def plan(
         topology: ``v3:32x32``, or ``v3`` for as many devices as the model has experts.
         remat: whether pairs of layers are recomputed; None does so from 36 layers on.
         tokens_of_device: tokens of a batch a side for each device; None takes the batch of Table 3.
+        memory_limit: bytes that a device may hold, or text such as ``"14GiB"``; what does not fit is recomputed.
         compiled: compile with libtpu too.
 
     Raises:
+        MemoryLimitError: the step does not fit, whatever is recomputed.
         PlanningError: no such model, or libtpu is missing or refuses.
         MachineError: no such machine.
     """
     config, machine = configured(name, topology, remat)
     mesh = topology_mesh(machine) if compiled else Mesh.abstract(devices=machine.size)
-    lowered, batch = lower(config, mesh, tokens_of_device)
+    lowered, batch = lower(config, mesh, tokens_of_device, memory_limit, machine)
     weights = [
         (v.bytes, local)
         for v, local in zip(lowered.program.block.inputs, _local_bytes(lowered), strict=True)
@@ -221,6 +248,7 @@ def plan(
         sum(local for whole, local in weights if local == whole),
         sum(local for whole, local in weights if local < whole),
         dict(sorted(collectives.items(), key=lambda pair: -pair[1][1])),
+        lowered.spmd.recomputed,
         _compiled(lowered, machine) if compiled else {},
     )
 
@@ -257,11 +285,9 @@ def _compiled(lowered: Lowered, machine: Machine) -> dict[str, str]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return {"does not fit": str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]}
-    memory = made.memory_analysis()
-    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     cycles = estimated_cycles(made.as_text())
     found = {
-        "peak memory": f"{(peak - memory.alias_size_in_bytes) / 2**30:.2f} GiB",
+        "peak memory": f"{peak_of(made) / 2**30:.2f} GiB",
         "estimated cycles": f"{cycles:,}",
     }
     kind = machine.name.partition(":")[0]

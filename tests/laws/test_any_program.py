@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from emitted import emitted, reported
 from gshard import shard
 from gshard.comm.simulate import simulate
+from gshard.core.spmd import SpmdProgram
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.passes.trace import trace
@@ -184,7 +185,11 @@ def marked(x: Any, n: int) -> Any:
     return shard(x + 0, P(*entries)) if n & 2 else x
 
 
-def program_of(steps: Sequence[Step], shapes: Sequence[tuple[int, ...]], with_marks: bool) -> Callable[..., list[Any]]:
+def program_of(
+    steps: Sequence[Step], shapes: Sequence[tuple[int, ...]], with_marks: bool, late: bool = False
+) -> Callable[..., list[Any]]:
+    """The program; with ``late`` every value is read once more at the end."""
+
     def program(*arrays: Any) -> list[Any]:
         values = list(arrays)
         for step in steps:
@@ -192,7 +197,8 @@ def program_of(steps: Sequence[Step], shapes: Sequence[tuple[int, ...]], with_ma
             if made.size > LARGEST or made.ndim > 4:
                 continue
             values.append(marked(made, step.mark) if with_marks else made)
-        return values[len(shapes) :][-4:]
+        results = values[len(shapes) :][-4:]
+        return results + [jnp.sum(v * 3 + 1) for v in values] if late else results
 
     return program
 
@@ -208,14 +214,21 @@ all_shapes = st.lists(
 )
 
 
-def check(steps: Sequence[Step], shapes: Sequence[tuple[int, ...]]) -> None:
-    """Compares the partitioned program with the plain one, bit for bit."""
+def check(
+    steps: Sequence[Step],
+    shapes: Sequence[tuple[int, ...]],
+    change: Callable[[SpmdProgram], SpmdProgram] | None = None,
+) -> None:
+    """Compares the partitioned program, or what is made of it, with the plain one, bit for bit."""
+    late = change is not None
     arrays = [np.random.default_rng([i, *s]).integers(-9, 9, s).astype(np.int32) for i, s in enumerate(shapes)]
     # Operator by operator: compiled as one, XLA on CPU gets some wrong (integers times a constant, sliced twice).
     with jax.disable_jit():
-        want = program_of(steps, shapes, False)(*arrays)
-    program = trace(program_of(steps, shapes, True), *arrays)
+        want = program_of(steps, shapes, False, late)(*arrays)
+    program = trace(program_of(steps, shapes, True, late), *arrays)
     spmd = partition(propagate(program, MESH))
+    if change is not None:
+        spmd = change(spmd)
     assert emitted(spmd.jaxpr, MESH.atom_sizes) == reported(spmd.collectives)
     (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
     given_arrays = dict(zip(spmd.jaxpr.jaxpr.invars, [*program.captured, *arrays], strict=True))

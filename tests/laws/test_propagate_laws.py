@@ -188,9 +188,7 @@ def test_shardings_that_a_plan_found_are_kept_when_they_come_back_as_marks() -> 
 
     x, w = normal(4, 6), normal(6, 6)
     first = gshard.jit(f, mesh=MESH).lower(x, w).plan
-    specs = tuple(
-        P(*(tuple(atoms) or None for atoms in first.shardings[v].dims)) for v in first.program.block.inputs
-    )
+    specs = tuple(P(*(tuple(atoms) or None for atoms in first.shardings[v].dims)) for v in first.program.block.inputs)
     second = gshard.jit(f, mesh=MESH, in_shardings=specs).lower(x, w).plan
     for a, b in zip(first.program.block.walk(), second.program.block.walk(), strict=True):
         assert [first.shardings[v] for v in a.outputs] == [second.shardings[v] for v in b.outputs]

@@ -30,8 +30,7 @@ def leading(primitive: Callable[[], Primitive]) -> Callable[..., Any]:
     def batched(args: Any, dims: Any, **params: Any) -> Any:
         size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
         moved = [
-            jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-            for x, d in zip(args, dims)
+            jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)
         ]
         return primitive().bind(*moved, **params), 0
 

@@ -1,4 +1,4 @@
-"""Advice: why a collective is there, from the marks on both of its sides, and what would remove it."""
+"""Advice: why a collective is there, from the marks on both of its sides; ``proposal`` says what would remove it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gshard.core.spmd import Collective
 
 
 def advice(c: Collective, plan: Plan, makers: Mapping[Value, Equation]) -> str:
-    """One or two sentences: which mark leads here and what to write instead.
+    """One or two sentences: which marks lead here.
 
     Args:
         c: the collective.
@@ -20,25 +20,21 @@ def advice(c: Collective, plan: Plan, makers: Mapping[Value, Equation]) -> str:
     """
     if c.value is None or c.before is None or c.after is None:
         return (
-            f"The operator itself talks to other devices ({c.why}). Splitting another dimension of it would remove it."
+            f"The operator itself talks to other devices ({c.why}), because a dimension that it mixes along is split."
         )
     axes = plan.mesh.format_atoms(c.atoms)
     moved = set(c.atoms)
     if moved & {a for a, _ in c.before.unreduced}:
         root = _root_of_sum(c.value, moved, plan, makers)
         because = f" ({root})" if root else ""
-        return (
-            f"A sum over a dimension that is split over {axes}{because} leaves each device a part. Without that split "
-            "it would go, and every device would compute the whole sum."
-        )
+        return f"A sum over a dimension that is split over {axes}{because} leaves each device a part."
     if c.source is not None and moved.isdisjoint(c.source.atoms):
         summed = [a for a, _ in c.source.unreduced]
         root = _root_of_sum(c.value, set(summed), plan, makers)
         because = f" ({root})" if root else ""
         return (
             f"Copies over {axes} have shared the work of combining a sum over a dimension that is split over "
-            f"{plan.mesh.format_atoms(summed)}{because}; each hands its share to the others. Without that split it "
-            "would go."
+            f"{plan.mesh.format_atoms(summed)}{because}; each hands its share to the others."
         )
     here = _root(c.value, moved, plan)
     at = [d for d, dim in enumerate(c.before.dims) if moved & set(dim)]
@@ -46,8 +42,8 @@ def advice(c: Collective, plan: Plan, makers: Mapping[Value, Equation]) -> str:
     held = f"It is split over {axes}{along}" + (f" ({here}). " if here else ". ")
     if moved & {a for dim in c.after.dims for a in dim}:
         to = next(d for d, dim in enumerate(c.after.dims) if moved & set(dim))
-        return f"{held}What reads it wants dimension {to} split there. With one mark for both sides it would go."
-    return f"{held}What reads it needs it whole there. Marked gshard.replicate where it is made, it would not be sent."
+        return f"{held}What reads it wants dimension {to} split there."
+    return f"{held}What reads it needs it whole there."
 
 
 def _root(value: Value, atoms: set[str], plan: Plan) -> str:

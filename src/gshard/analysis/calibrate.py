@@ -1,7 +1,8 @@
 """Calibrate: the machine at hand, measured: products, memory, and collectives over all devices.
 
-Each figure is the best of some runs, so that what else the machine does counts least. All devices become one switch:
-latency and bandwidth are those for which the model gives the two measured times of an all-to-all.
+Each figure is the best of some runs, so that what else the machine does counts least. All devices work at once, as
+they do in a partitioned program: virtual devices share the cores of their host, and each gets its share. All devices
+become one switch: latency and bandwidth are those for which the model gives the two measured times of an all-to-all.
 """
 
 from __future__ import annotations
@@ -33,26 +34,38 @@ def calibrate(devices: Sequence[Any] | None = None, *, side: int = 1024, element
     """
     devices = tuple(jax.devices() if devices is None else devices)
     mesh = Mesh.of(devices)
-    x = jnp.zeros((elements,), jnp.float32)
-    rates = {name: 2 * side**3 / _best(_product(side, dtype)) for name, dtype in _DTYPES.items()}
-    copied = _best(_ready(jax.jit(lambda x: x + 1.0), x))
+    rates = {
+        name: 2 * side**3 / _best(_everywhere(mesh, lambda a: a @ a, (side, side), dtype))
+        for name, dtype in _DTYPES.items()
+    }
+    copied = _best(_everywhere(mesh, lambda x: x + 1.0, (elements,)))
     # Small enough for a cache, with many operations an element: arithmetic, not memory.
-    few = jnp.zeros((1 << 16,), jnp.float32)
-    vector = 16 * few.size / _best(_ready(jax.jit(lambda x: _polynomial(x, 8)), few))
-    launch = _best(_ready(jax.jit(lambda x: x + 1.0), jnp.zeros(()))) if devices[0].platform != "cpu" else 1e-6
+    vector = 16 * _FEW / _best(_everywhere(mesh, lambda x: _polynomial(x, 8), (_FEW,)))
+    launch = 1e-6
+    if devices[0].platform != "cpu":
+        launch = _best(_ready(jax.jit(lambda x: x + 1.0), jnp.zeros(())))
     stats = devices[0].memory_stats() or {}
     network = _network(mesh, elements)
     name = f"{devices[0].device_kind} x {len(devices)}"
     limit = int(stats.get("bytes_limit", 4 << 30))
-    return Machine(name, rates, vector, 2 * x.nbytes / copied, limit, (network,), launch, measured=True)
+    return Machine(name, rates, vector, 2 * 4 * elements / copied, limit, (network,), launch, measured=True)
 
 
 _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
 
-def _product(side: int, dtype: Any) -> Callable[[], Any]:
-    a = jnp.ones((side, side), dtype)
-    return _ready(jax.jit(lambda a: a @ a), a)
+_FEW = 1 << 16
+
+
+def _everywhere(
+    mesh: Mesh, f: Callable[[Any], Any], shape: tuple[int, ...], dtype: Any = jnp.float32
+) -> Callable[[], Any]:
+    """Runs ``f`` on an array of ones of this shape on every device at once."""
+    parts = PartitionSpec(mesh.atoms, *(None,) * (len(shape) - 1))
+    run = jax.shard_map(f, mesh=mesh.jax_mesh, in_specs=parts, out_specs=parts, check_vma=False)
+    sharding = jax.sharding.NamedSharding(mesh.jax_mesh, parts)
+    whole = (shape[0] * mesh.size, *shape[1:])
+    return _ready(jax.jit(run), jax.jit(lambda: jnp.ones(whole, dtype), out_shardings=sharding)())
 
 
 def _polynomial(x: Any, terms: int) -> Any:

@@ -154,11 +154,12 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
     """
     program = device_program(spmd)
     captured = len(spmd.program.captured)
-    rows = [_cost(kernel, times, spmd.mesh, machine) for kernel, times in program.walk() if kernel.kind != REGION]
-    return Cost(machine, tuple(rows), memory_of(program, [captured + i for i in donated]))
+    rows = [kernel_cost(kernel, times, spmd.mesh, machine) for kernel, times in program.walk() if kernel.kind != REGION]
+    return Cost(machine, tuple(rows), memory_of(program, [captured + i for i in donated], narrows=machine.narrows))
 
 
-def _cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> KernelCost:
+def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> KernelCost:
+    """What one kernel that is no region takes; it runs ``times`` times in one call."""
     e = kernel.equation
     result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
     if kernel.kind == COLLECTIVE:

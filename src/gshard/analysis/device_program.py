@@ -177,7 +177,7 @@ def _is_small(x: Value | Constant) -> bool:
 
 def _is_view(e: Equation) -> bool:
     """Whether a result is its operand's bytes: a reshape, a squeeze, a conversion to the same dtype."""
-    if len(e.inputs) != 1 or not isinstance(e.inputs[0], Value) or e.rule is None:
+    if len(e.inputs) != 1 or not e.outputs or not isinstance(e.inputs[0], Value) or e.rule is None:
         return False
     before = [f for dim in e.rule.operands[0] for f in dim if e.rule.factors[f].size > 1]
     after = [f for dim in e.rule.results[0] for f in dim if e.rule.factors[f].size > 1]

@@ -176,6 +176,8 @@ class Explanation:
             lines.append(f"  ... and {len(rest)} more rows with {_size(sum(r.bytes for r in rest))}")
         kinds = ", ".join(f"{kind} {_size(n)}" for kind, n in sorted(self.bytes_by_kind.items(), key=lambda kv: -kv[1]))
         lines.append(f"  each device sends {_size(self.total_bytes)} in one call{': ' + kinds if kinds else ''}")
+        if self.spmd.recomputed is not None:
+            lines += ["", str(self.spmd.recomputed)]
         if self.gathered:
             lines += ["", "no rule, so operands are gathered and every device computes the same"]
             lines += [f"  {text}" for text in self.gathered]

@@ -95,6 +95,14 @@ class Machine:
         """Operations a second of products in a dtype (short name)."""
         return self.flops.get(dtype) or self.flops["f32"]
 
+    @property
+    def narrows(self) -> bool:
+        """Whether the compiler keeps bfloat16 copies of the float32 stacks that products in loops read in slices.
+
+        libtpu does: the products run in one bfloat16 pass.
+        """
+        return re.match(r"v\d", self.name) is not None
+
     @staticmethod
     def of(text: str, devices: int | None = None) -> Machine:
         """Reads ``kind:shape``, or the file that ``gshard calibrate`` wrote.

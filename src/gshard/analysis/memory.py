@@ -3,6 +3,10 @@
 XLA's way of counting: arguments and results take their place for the whole call (a donated argument lends its place to
 a result of the same size), everything else from the kernel that makes it to the last one that reads it. A loop's body
 runs on top of what is alive around the loop; what it carries has one place, before, in every round, and after.
+
+The TPU compiler adds copies of its own: a float32 stack that products in loops read slice by slice is converted to
+bfloat16 as a whole, before the first loop, and kept until the last one. With float32 weights that is half as much
+memory again as the layers' weights.
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from gshard.analysis.device_program import COLLECTIVE, FUSED, OPERATOR, Kernel, Kernels, size
+from gshard.analysis.device_program import COLLECTIVE, FUSED, OPERATOR, PRODUCT, REGION, Kernel, Kernels, size
 from gshard.comm.collectives import KINDS
+from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Equation, Value
 
 
@@ -34,6 +39,7 @@ class Memory:
         temporaries: the most bytes of everything else at one moment.
         moments: all kernels in the order in which they run.
         alive: the temporaries at the peak, largest first, with the equation that made each.
+        path: the block and the kernel at the peak; where that is a loop, its body and the kernel there, and so on.
     """
 
     arguments: int
@@ -42,6 +48,7 @@ class Memory:
     temporaries: int
     moments: tuple[Moment, ...]
     alive: tuple[tuple[Value, Equation], ...]
+    path: tuple[tuple[Kernels, int], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -49,12 +56,13 @@ class Memory:
         return self.arguments + self.results - self.shared + self.temporaries
 
 
-def memory_of(program: Kernels, donated: Iterable[int] = ()) -> Memory:
+def memory_of(program: Kernels, donated: Iterable[int] = (), *, narrows: bool = False) -> Memory:
     """Follows a per-device program.
 
     Args:
         program: its kernels.
         donated: positions of inputs whose place results may take.
+        narrows: whether the compiler keeps bfloat16 copies of what loops read (``Machine.narrows``).
     """
     block = program.block
     results = [v for v in dict.fromkeys(block.outputs) if isinstance(v, Value)]
@@ -65,11 +73,15 @@ def memory_of(program: Kernels, donated: Iterable[int] = ()) -> Memory:
             free.remove(size(v))
             shared += size(v)
     moments: list[Moment] = []
-    peak, alive = _follow(program, frozenset(results), 0, 0, moments)
+    peak, alive, path = _follow(program, frozenset(results), 0, 0, moments, narrows)
     return Memory(
         sum(map(size, block.inputs)), sum(map(size, results)), shared, peak, tuple(moments),
-        tuple(sorted(alive, key=lambda pair: -size(pair[0]))),
+        tuple(sorted(alive, key=lambda pair: -size(pair[0]))), path,
     )  # fmt: skip
+
+
+# Bytes at the peak, what they are, and where it is.
+_Peak = tuple[int, list[tuple[Value, Equation]], tuple[tuple[Kernels, int], ...]]
 
 
 def _follow(
@@ -78,9 +90,10 @@ def _follow(
     below: int,
     depth: int,
     moments: list[Moment],
+    narrows: bool,
     carried: Mapping[Value, Equation] = MappingProxyType({}),
-) -> tuple[int, list[tuple[Value, Equation]]]:
-    """The most bytes of temporaries on top of ``below``, and what they are.
+) -> _Peak:
+    """The most bytes of temporaries on top of ``below``, what they are, and where.
 
     Args:
         program: a block's kernels.
@@ -88,8 +101,10 @@ def _follow(
         below: bytes alive around it.
         depth: how many loops are around it.
         moments: what has been seen; more is added.
+        narrows: see ``memory_of``.
         carried: inputs that are there to be overwritten, and their loop.
     """
+    copies = _narrow_copies(program) if narrows else []
     last: dict[Value, int] = {}
     for i, kernel in enumerate(program.kernels):
         for v in kernel.reads:
@@ -101,6 +116,7 @@ def _follow(
     made: dict[Value, Equation] = dict(carried)
     now = peak = sum(map(size, made))
     alive: list[tuple[Value, Equation]] = list(made.items())
+    path: tuple[tuple[Kernels, int], ...] = ()
     for i, kernel in enumerate(program.kernels):
         new = [v for v in kernel.writes if v not in elsewhere]
         dying = [v for v in kernel.reads if last[v] == i and v in made]
@@ -109,21 +125,21 @@ def _follow(
             grown -= max((size(v) for v in dying if size(v) <= grown), default=0)  # in place
         elif kernel.bodies:
             grown -= sum(size(after) for before, after in _carried(kernel) if before in dying and after in new)
-        inner, inner_alive = _bodies(kernel, below + now + grown, depth, moments)
+        grown += sum(n for first, end, n in copies if first <= i <= end)
+        inner, inner_alive, inner_path = _bodies(kernel, below + now + grown, depth, moments, narrows)
         total = now + grown + inner
         moments.append(Moment(kernel.equation, depth, below + total))
         for v in new:
             made[v] = kernel.equation
+            now += size(v)
         if total > peak:
             peak = total
             alive = [*made.items(), *inner_alive]
-        for v in dying:
+            path = ((program, i), *inner_path)
+        for v in (*dying, *(v for v in new if v not in last)):
             del made[v]
-        for v in new:
-            if v not in last:
-                del made[v]
-        now = sum(map(size, made))
-    return peak, alive
+            now -= size(v)
+    return peak, alive, path
 
 
 def _overwritten(kernels: Sequence[Kernel], last: Mapping[Value, int], elsewhere: frozenset[Value]) -> frozenset[Value]:
@@ -173,16 +189,37 @@ def _held(e: Equation, body: Block) -> dict[Value, Value]:
     return {edge.outer: edge.inner for edge in e.edges if edge.outer in inputs and edge.inner in outputs}
 
 
-def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment]) -> tuple[int, list[tuple[Value, Equation]]]:
+def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment], narrows: bool) -> _Peak:
     """The temporaries of a region's bodies: of branches the larger, of a loop those of one round.
 
     Of stacked operands a round takes a slice. What is carried lies where the loop's results will.
     """
-    found: tuple[int, list[tuple[Value, Equation]]] = (0, [])
+    found: _Peak = (0, [], ())
     e = kernel.equation
     for body in kernel.bodies:
         held = dict.fromkeys(_held(e, body.block), e)
         place = sum(map(size, held))
-        inner, alive = _follow(body, frozenset(), below - place, depth + 1, moments, held)
-        found = max(found, (inner - place, [x for x in alive if x[0] not in held]), key=lambda pair: pair[0])
+        inner, alive, path = _follow(body, frozenset(), below - place, depth + 1, moments, narrows, held)
+        alive = [x for x in alive if x[0] not in held]
+        found = max(found, (inner - place, alive, path), key=lambda peak: peak[0])
     return found
+
+
+def _narrow_copies(program: Kernels) -> list[tuple[int, int, int]]:
+    """The copies of stacks in half the width: from which kernel to which, and bytes."""
+    spans: dict[Value, tuple[int, int]] = {}
+    stacked: set[Value] = set()  # by loops, which write what others read as that wants it
+    for i, kernel in enumerate(program.kernels):
+        e = kernel.equation
+        if kernel.kind != REGION or len(kernel.bodies) != 1 or "reverse" not in e.params or e.trips < 2:
+            continue
+        (body,) = kernel.bodies
+        stacked.update(kernel.writes)
+        multiplied = {v for inner in body.kernels if inner.kind == PRODUCT for v in inner.reads}
+        before = sum(scan_counts(e.params))
+        for x, v in zip(e.inputs[before:], body.block.inputs[before:], strict=True):
+            if isinstance(x, Value) and v in multiplied and x.dtype == "float32":
+                home = program.home.get(x, x)
+                if home not in stacked:
+                    spans[home] = (spans.get(home, (i, i))[0], i)
+    return [(first, end, size(v) // 2) for v, (first, end) in spans.items()]

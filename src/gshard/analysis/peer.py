@@ -16,22 +16,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.rules.region import REGIONS
 
 
-def xla_function(program: Program, mesh: Mesh) -> Callable[..., list[Any]]:
+def xla_function(program: Program, mesh: Mesh, plan: Plan | None = None) -> Callable[..., list[Any]]:
     """A function of the program's flat inputs (captured arrays first) that XLA's partitioner can be given.
 
     Args:
         program: a traced function.
         mesh: the devices; must be concrete for the function to be compiled.
+        plan: constrains the result of every equation to the sharding planned for it, as far as it divides evenly;
+            otherwise only marks are constraints.
 
     Returns:
         a function of global arrays to the flat results, to be compiled with ``jax.jit``.
     """
-    replay = _Replay(mesh)
+    replay = _Replay(mesh, plan)
     return lambda *arrays: replay.run(program.block, arrays)
 
 
@@ -40,6 +43,7 @@ class _Replay:
     """Runs blocks on whole arrays; marks are constraints."""
 
     mesh: Mesh
+    plan: Plan | None = None
 
     def sharding(self, value: Value | Constant) -> Sharding:
         """Nothing is split by us."""
@@ -72,5 +76,16 @@ class _Replay:
             else:
                 out = e.primitive.bind(*inputs, **e.params)
                 results = list(out) if e.primitive.multiple_results else [out]
+            if self.plan is not None and region is None:
+                results = [self._constrained(x, v) for x, v in zip(results, e.outputs, strict=True)]
             env.update(zip(e.outputs, results, strict=True))
         return [jnp.asarray(read(v)) for v in block.outputs]
+
+    def _constrained(self, x: Any, value: Value) -> Any:
+        assert self.plan is not None
+        planned = self.plan.sharding(value)
+        if planned.unreduced or not planned.is_even(self.mesh, value.shape) or not value.shape:
+            return x
+        return jax.lax.with_sharding_constraint(
+            x, NamedSharding(self.mesh.jax_mesh, PartitionSpec(*(atoms or None for atoms in planned.dims)))
+        )

@@ -60,9 +60,7 @@ def plan_reshard(
 
 
 @functools.lru_cache(maxsize=65536)
-def _planned(
-    source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh
-) -> tuple[Step, ...]:
+def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
     if new := dict(set(target.unreduced) - set(source.unreduced)):
         finished = target.with_unreduced({a: m for a, m in target.unreduced if a not in new})
         chain, here = list(plan_reshard(source, finished, shape, itemsize, mesh)), finished

@@ -1,7 +1,7 @@
 """Shards: what a rule's ``local`` may know about the part of an equation that one device computes.
 
-    def local(shards, x):                       # inside shard_map, x is this device's part
-        return shards.bind(x, shape=shards.out_shape())
+def local(shards, x):                       # inside shard_map, x is this device's part
+    return shards.bind(x, shape=shards.out_shape())
 """
 
 from __future__ import annotations
@@ -147,8 +147,10 @@ class Shards:
         """Every part of ``x`` along ``dim``, laid side by side."""
         if self.note is not None and x.size:
             self.note("all_gather", atoms, x.size * x.dtype.itemsize * (self.mesh.count(atoms) - 1), x)
-        return lax.all_gather(x, atoms, axis=dim, tiled=True) if x.size else jnp.zeros(
-            (*x.shape[:dim], x.shape[dim] * self.mesh.count(atoms), *x.shape[dim + 1 :]), x.dtype
+        return (
+            lax.all_gather(x, atoms, axis=dim, tiled=True)
+            if x.size
+            else jnp.zeros((*x.shape[:dim], x.shape[dim] * self.mesh.count(atoms), *x.shape[dim + 1 :]), x.dtype)
         )
 
     def masked(self, x: Any, i: int, dims: Container[int] | None = None) -> Any:

@@ -215,9 +215,7 @@ def _total(arranged: list[Any], keys: int, columns: Columns, twins: bool) -> lis
     return _sort([number == columns.rows * columns.parts, *arranged], keys)[1:]
 
 
-def _merged(
-    shards: Shards, arranged: list[Any], keys: int, columns: Columns, twins: bool, atoms: Atoms
-) -> list[Any]:
+def _merged(shards: Shards, arranged: list[Any], keys: int, columns: Columns, twins: bool, atoms: Atoms) -> list[Any]:
     """Merges the ends of neighbouring columns, on both sides of each border."""
     border, part = columns.border, lax.axis_index(atoms)
     before, after, _ = columns.windows

@@ -91,9 +91,7 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) ->
     return 2 * before * (g - 1) // g if step.monoid in (*_REDUCERS, *_LOGICAL) else before * (g - 1)
 
 
-def spoken(
-    step: Step, shape: tuple[int, ...], dtype: Any, itemsize: int, mesh: Mesh
-) -> Iterator[tuple[str, int]]:
+def spoken(step: Step, shape: tuple[int, ...], dtype: Any, itemsize: int, mesh: Mesh) -> Iterator[tuple[str, int]]:
     """The collectives that a step turns out to be for this dtype, and the bytes that each device sends in each."""
     sent, local = bytes_sent(step, shape, itemsize, mesh), step.before.local_shape(mesh, shape)
     if step.kind == ALL_REDUCE and _folds(step.monoid, dtype):

@@ -47,6 +47,72 @@ class Collective:
         return self.bytes * self.times
 
 
+_SHOWN = 15  # rows of what is computed again
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recomputation:
+    """Values that are computed again instead of being kept over the peak of memory.
+
+    Attributes:
+        name: the operation that makes the largest of them.
+        line: the user's source line of it.
+        shape: the largest, one device's part, as text; in loops all rounds together.
+        values: how many values are computed again together.
+        freed: bytes.
+        seconds: what it takes, as modelled.
+    """
+
+    name: str
+    line: str
+    shape: str
+    values: int
+    freed: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Recomputed:
+    """What a limit of memory did to a program.
+
+    Attributes:
+        limit: bytes that a device may hold.
+        before, after: the modelled peak without recomputation, and with it.
+        flops: operations of one call without recomputation, on one device.
+        flops_again: operations that are done once more.
+        values: what is computed again, in the order in which it was chosen.
+    """
+
+    limit: int
+    before: int
+    after: int
+    flops: int
+    flops_again: int
+    values: tuple[Recomputation, ...]
+
+    @property
+    def share(self) -> float:
+        """Operations that are done again by all others."""
+        return self.flops_again / max(self.flops, 1)
+
+    def __str__(self) -> str:
+        mib = 2**20
+        lines = [
+            f"recomputed to fit in {self.limit / mib:,.1f} MiB: peak {self.before / mib:,.1f} -> "
+            f"{self.after / mib:,.1f} MiB, {100 * self.share:.1f} % of all FLOPs once more"
+        ]
+        rows: dict[tuple[str, str, str], tuple[int, int]] = {}
+        for v in self.values:
+            n, freed = rows.get((v.name, v.line, v.shape), (0, 0))
+            rows[v.name, v.line, v.shape] = (n + v.values, freed + v.freed)
+        ordered = sorted(rows.items(), key=lambda row: -row[1][1])
+        for (name, line, shape), (n, freed) in ordered[:_SHOWN]:
+            lines.append(f"  {freed / mib:>10,.1f} MiB  x{n:<4} {shape:<24} {name} at {line}")
+        if rest := ordered[_SHOWN:]:
+            lines.append(f"  {sum(freed for _, (_, freed) in rest) / mib:>10,.1f} MiB  in {len(rest)} more rows")
+        return "\n".join(lines)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class SpmdProgram:
     """The per-device program.
@@ -58,6 +124,7 @@ class SpmdProgram:
         collectives: everything the devices say to each other.
         in_orders, out_orders: inputs and results (by number) whose parts lie in another order of devices than the
             mesh's. The program takes and gives their parts as they lie, as if that were the mesh's order.
+        recomputed: what is computed again so that the program fits, if it was given a limit that it did not fit.
     """
 
     jaxpr: Any
@@ -68,6 +135,7 @@ class SpmdProgram:
     program: Program
     in_orders: Mapping[int, Order] = dataclasses.field(default_factory=dict)
     out_orders: Mapping[int, Order] = dataclasses.field(default_factory=dict)
+    recomputed: Recomputed | None = None
 
     def __str__(self) -> str:
         return f"spmd program {self.program.name} on {self.mesh}\n{self.jaxpr}"

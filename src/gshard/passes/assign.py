@@ -80,9 +80,7 @@ def assign_and_cost(
     return splits, total - _shared(block, splits, shardings, mesh)
 
 
-def _shared(
-    block: Block, splits: dict[Equation, Split], shardings: Mapping[Value, Sharding], mesh: Mesh
-) -> float:
+def _shared(block: Block, splits: dict[Equation, Split], shardings: Mapping[Value, Sharding], mesh: Mesh) -> float:
     """Takes operands as a later equation takes them, where that spares something, and tells how much.
 
     Equations choose in program order, and each knows what those before it have brought into place. Some would choose

@@ -251,9 +251,7 @@ class _Emitter:
         self.collectives.append(Collective(PERMUTE, mesh.atoms, sent, self.trips, local, "", why))
         return lax.ppermute(x, mesh.atoms, [(b, a) for a, b in pairs] if leaving else pairs)
 
-    def step_to(
-        self, x: Any, value: Value | Constant, source: Sharding, target: Sharding, why: str, line: str
-    ) -> Any:
+    def step_to(self, x: Any, value: Value | Constant, source: Sharding, target: Sharding, why: str, line: str) -> Any:
         """Moves a local array from one sharding to another, step by step, and notes what is sent."""
         if source == target:
             return x

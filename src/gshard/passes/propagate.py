@@ -322,9 +322,7 @@ def _nodes(equation: Equation) -> list[_Node]:
     rule = equation.rule
     tensors = [
         (value, dims)
-        for value, dims in zip(
-            (*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True
-        )
+        for value, dims in zip((*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True)
         if isinstance(value, Value) and value.shape
     ]
     reduces = any(f.kind in (REDUCE, EXCHANGE) for f in rule.factors)

@@ -133,9 +133,7 @@ def free_results(program: Program, shardings: Mapping[Value, Sharding]) -> froze
     made = {v for e in rules for v in e.outputs}
     crossing = {v for e in block.equations if e.rule is None for v in (*e.inputs, *e.outputs) if isinstance(v, Value)}
     return frozenset(
-        v
-        for v in block.outputs
-        if v in made and v not in crossing and (v.shape, v.dtype, shardings[v]) not in kept
+        v for v in block.outputs if v in made and v not in crossing and (v.shape, v.dtype, shardings[v]) not in kept
     )
 
 

@@ -193,9 +193,7 @@ class _Builder:
         if region is not None:
             blocks = tuple(self.block(*closed(body)) for body in region.bodies(params))
             edges = tuple(region.edges(params, inputs, outputs, blocks))
-            return Equation(
-                primitive, params, inputs, outputs, None, source, blocks, edges, None, region.trips(params)
-            )
+            return Equation(primitive, params, inputs, outputs, None, source, blocks, edges, None, region.trips(params))
         mark = mark_of_equation(primitive.name, params, len(inputs[0].shape) if inputs else 0)
         if mark is None:
             # Where JAX saw arguments that lie on a mesh it wrote that down; inside shard_map it means nothing.

@@ -123,9 +123,7 @@ def _shifted(name: str, value: Any, removed: int) -> Any:
 
 
 def _without(shapes: Shapes, axes: Sequence[int | None]) -> Shapes:
-    return tuple(
-        s if axis is None else (*s[:axis], *s[axis + 1 :]) for s, axis in zip(shapes, axes, strict=True)
-    )
+    return tuple(s if axis is None else (*s[:axis], *s[axis + 1 :]) for s, axis in zip(shapes, axes, strict=True))
 
 
 def _mapped(primitive: Any, params: dict[str, Any], levels: Sequence[Level]) -> Callable[..., tuple[Any, ...]]:

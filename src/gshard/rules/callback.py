@@ -128,4 +128,3 @@ def _bits(x: Any) -> Any:
 
 def _sent(size: int, mesh: Mesh) -> int:
     return 2 * size * (mesh.size - 1) // mesh.size
-

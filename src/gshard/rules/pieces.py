@@ -107,9 +107,7 @@ def _laid_side_by_side(e: Equation, makers: dict[Any, Equation]) -> tuple[int, S
     return (axis, (first, second)) if axis == other and entire else None
 
 
-def _cut_from(
-    v: Value | Constant, axis: int, makers: dict[Any, Equation]
-) -> tuple[Value | Constant, tuple[int, int]]:
+def _cut_from(v: Value | Constant, axis: int, makers: dict[Any, Equation]) -> tuple[Value | Constant, tuple[int, int]]:
     """What a value is cut out of along ``axis``, from where to where; or itself, from end to end."""
     maker = makers.get(v) if isinstance(v, Value) else None
     if maker is not None and maker.name == "split" and maker.params["axis"] == axis:

@@ -139,8 +139,11 @@ def arg_reduction(call: Call) -> Rule:
     def sends(mesh: Mesh, split: Split) -> int:
         parts = mesh.count(split.get(dims[axis][0], ()))
         each = itemsize(call.in_dtypes[0]) + itemsize(call.params["index_dtype"])
-        return (parts - 1) * rest_bytes(shape, call.in_dtypes[0], axis, dims, split, mesh) * each // max(
-            itemsize(call.in_dtypes[0]), 1
+        return (
+            (parts - 1)
+            * rest_bytes(shape, call.in_dtypes[0], axis, dims, split, mesh)
+            * each
+            // max(itemsize(call.in_dtypes[0]), 1)
         )
 
     return make.rule([dims], [[dim for d, dim in enumerate(dims) if d != axis]], local=local, sends=sends)

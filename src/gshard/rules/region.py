@@ -229,3 +229,9 @@ REGIONS: dict[str, Region] = {
         _emit_cond,
     ),
 }
+
+
+def with_edges(equation: Equation) -> Equation:
+    """An equation whose operands, results or bodies are new, with the edges between those."""
+    edges = REGIONS[equation.name].edges(equation.params, equation.inputs, equation.outputs, equation.blocks)
+    return dataclasses.replace(equation, edges=tuple(edges))

@@ -1,4 +1,4 @@
-"""Common subexpressions: equations that compute the same are computed once."""
+"""Common subexpressions: equations that compute the same are computed once; which may be computed twice."""
 
 from __future__ import annotations
 
@@ -7,10 +7,29 @@ from typing import Any
 
 import numpy as np
 
-from gshard.core.program import Constant, Value
+from gshard.core.program import Constant, Equation, Value
 
 # Each use of them may lie as it likes: made once for all they would tie together what is far apart.
 _MADE_ANEW = ("broadcast_in_dim", "optimization_barrier", "rng_uniform")
+
+# Each run of them is another: it draws other numbers, or somebody outside notices it.
+_ONCE = (
+    "rng_uniform",
+    "pure_callback",
+    "io_callback",
+    "debug_callback",
+    "debug_print",
+    "ffi_call",
+    "infeed",
+    "outfeed",
+)
+
+
+def is_repeatable(e: Equation) -> bool:
+    """Whether an equation may run once more, with the same results and without anybody noticing."""
+    if e.name in _ONCE or (e.rule is not None and not e.rule.known):
+        return False
+    return all(is_repeatable(inner) for block in e.blocks for inner in block.equations)
 
 
 def common_key(primitive: Any, params: dict[str, Any], inputs: Sequence[Value | Constant]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import linecache
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,6 +15,7 @@ from gshard.analysis.cost import Cost
 from gshard.analysis.device_program import size
 from gshard.analysis.network import groups
 from gshard.analysis.network import seconds as network_seconds
+from gshard.analysis.proposal import proposal
 from gshard.core.jax_adapter import user_place
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 CONTEXT = 3  # source lines shown around one that makes something
 MOMENTS = 1500  # points of the curve of memory
 PEAK_ROWS = 15
+REPLANNED = 1000  # equations that are planned again, all in all, to find marks that would remove collectives
 
 
 def report_data(explanation: Explanation, plan: Plan, spmd: SpmdProgram, found: Cost) -> dict[str, Any]:
@@ -39,6 +42,7 @@ def report_data(explanation: Explanation, plan: Plan, spmd: SpmdProgram, found: 
     places = _Places()
     makers = {v: e for e in plan.program.block.walk() for v in e.outputs}
     mesh = plan.mesh
+    budget = iter(range(REPLANNED // max(explanation.equations, 1)))
     return {
         "name": explanation.name,
         "jax": jax.__version__,
@@ -57,7 +61,11 @@ def report_data(explanation: Explanation, plan: Plan, spmd: SpmdProgram, found: 
             "peak": found.peak,
             "arguments": explanation.argument_bytes,
         },
-        "collectives": [_collective(c, plan, makers, found, places) for c in _merged(spmd.collectives)],
+        "collectives": [
+            _collective(c, plan, makers, found, places)
+            | {"proposal": _proposal(c, plan, explanation.total_bytes, budget)}
+            for c in _merged(spmd.collectives)
+        ],
         "tensors": _tensors(explanation, plan, makers, places),
         "memory": _memory(found, places),
         "time": _time(found),
@@ -137,6 +145,11 @@ def _collective(
         "why": c.why,
         "advice": advice(c, plan, makers),
     }
+
+
+def _proposal(c: Collective, plan: Plan, sent: int, budget: Iterator[int]) -> str:
+    found = proposal(c, plan, sent, budget)
+    return "" if found is None else str(found)
 
 
 def _seconds_of(c: Collective, mesh: Mesh, found: Cost) -> float:

@@ -1,0 +1,163 @@
+"""Proposal: a mark that makes the devices send less, proven by planning the program again with it.
+
+A collective moves a value from one sharding to another. Marked where it is made as it is wanted, or, a sum, split over
+the devices that add it up, the value may need no collective, or less of one; or the need may only move elsewhere. Which
+it is, the new plan tells: the bytes of the whole program are compared, and what sends no less is not proposed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from gshard.core.errors import GShardError
+from gshard.core.mark import Mark
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Block, Equation, Program, Value
+from gshard.core.sharding import Sharding
+from gshard.core.spmd import Collective
+from gshard.passes.annotate import mark_p
+from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
+from gshard.rules.region import with_edges
+from gshard.rules.registry import Call, rule_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A mark, and what it brings.
+
+    Attributes:
+        mark: as it is written, ``gshard.shard(x, P('data', None))``.
+        at: what to mark: an argument's name, or the line and operation that make the value.
+        before, after: bytes that each device sends in one call, without and with the mark.
+    """
+
+    mark: str
+    at: str
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        return (
+            f"Marked {self.mark} ({self.at}), it would go or be less: planned again so, each device sends "
+            f"{self.after:,} bytes a call instead of {self.before:,}."
+        )
+
+
+def proposal(c: Collective, plan: Plan, sent: int, budget: Iterator[int]) -> Proposal | None:
+    """The mark on the value of a collective with which the whole program sends least, if that is less than now.
+
+    Args:
+        c: the collective.
+        plan: the plan it was made from.
+        sent: bytes that each device sends in one call as it is.
+        budget: one is taken for each time that the program is planned again; where none is left, nothing is proposed.
+    """
+    if c.value is None or c.before is None or c.after is None:
+        return None
+    found = None
+    for sharding in _wanted(c.value, c.before, c.after, plan):
+        text = _text(sharding, plan.mesh)
+        if text is None or next(budget, None) is None:
+            continue
+        again = _sent_with(plan, c.value, sharding)
+        if again is not None and again < (found.after if found else sent):
+            found = Proposal(text, _place(c.value, plan.program), sent, again)
+    return found
+
+
+def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan) -> Iterator[Sharding]:
+    """How the value might lie: as it is wanted; a sum, split over those that add it up."""
+    here = plan.sharding(value)
+    seen = {here.dims}
+    whole = Sharding(after.dims)
+    if whole.dims not in seen:
+        seen.add(whole.dims)
+        yield whole
+    summed = tuple(a for a, _ in before.unreduced if a not in whole.atoms)
+    for d, n in enumerate(value.shape if summed else ()):
+        dims = tuple((*atoms, *summed) if i == d else atoms for i, atoms in enumerate(whole.dims))
+        if dims not in seen and n % plan.mesh.count(dims[d]) == 0:
+            seen.add(dims)
+            yield Sharding(dims)
+
+
+def _sent_with(plan: Plan, value: Value, sharding: Sharding) -> int | None:
+    """Bytes that each device sends where the value is marked; None if that contradicts another mark."""
+    program = with_mark(plan.program, value, Mark("spec", spec=_spec(sharding.dims), axes=_axes(plan.mesh)))
+    if program is None:
+        return None
+    try:
+        return sum(c.total_bytes for c in partition(propagate(program, plan.mesh)).collectives)
+    except GShardError:
+        return None
+
+
+def _spec(dims: tuple[Atoms, ...]) -> tuple[Atoms | None, ...]:
+    return tuple(atoms or None for atoms in dims)
+
+
+def _axes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    return tuple(mesh.atom_sizes.items())
+
+
+def with_mark(program: Program, value: Value, mark: Mark) -> Program | None:
+    """The program with one more mark; None where the value is marked already, or an input of a body."""
+    inputs, captured = program.block.inputs, len(program.captured)
+    if value in inputs:
+        at = inputs.index(value) - captured
+        if at < 0 or program.argument_marks[at] is not None:
+            return None
+        marks = tuple(mark if i == at else m for i, m in enumerate(program.argument_marks))
+        return dataclasses.replace(program, argument_marks=marks)
+    block = _marked(program.block, value, mark)
+    return None if block is None else dataclasses.replace(program, block=block)
+
+
+def _marked(block: Block, value: Value, mark: Mark) -> Block | None:
+    for i, e in enumerate(block.equations):
+        if value in e.outputs:
+            if e.mark is not None:
+                return None
+            marked = Value(value.shape, value.dtype, value.index)
+            call = Call(mark_p.name, {"mark": mark}, (value.shape,), (value.shape,), (value.dtype,), mark_p)
+            own = Equation(mark_p, {"mark": mark}, (value,), (marked,), rule_of(call, None), e.source_info, mark=mark)
+            later = tuple(_reading(x, value, marked) for x in block.equations[i + 1 :])
+            outputs = tuple(marked if v is value else v for v in block.outputs)
+            return Block(block.inputs, (*block.equations[: i + 1], own, *later), outputs)
+        for j, body in enumerate(e.blocks):
+            inner = _marked(body, value, mark)
+            if inner is not None:
+                blocks = (*e.blocks[:j], inner, *e.blocks[j + 1 :])
+                changed = with_edges(dataclasses.replace(e, blocks=blocks))
+                return Block(block.inputs, (*block.equations[:i], changed, *block.equations[i + 1 :]), block.outputs)
+    return None
+
+
+def _reading(e: Equation, old: Value, new: Value) -> Equation:
+    if not any(x is old for x in e.inputs):
+        return e
+    changed = dataclasses.replace(e, inputs=tuple(new if x is old else x for x in e.inputs))
+    return with_edges(changed) if e.blocks else changed
+
+
+def _text(sharding: Sharding, mesh: Mesh) -> str | None:
+    """The mark as users write it; None where it is about a part of an axis that has no name."""
+    if not sharding.atoms:
+        return "gshard.replicate(x)"
+    entries = []
+    for atoms in sharding.dims:
+        names = mesh.format_atoms(atoms).split(",") if atoms else []
+        if any(name not in mesh.atoms_of for name in names):
+            return None
+        entries.append("None" if not names else repr(names[0]) if len(names) == 1 else repr(tuple(names)))
+    return f"gshard.shard(x, P({', '.join(entries)}))"
+
+
+def _place(value: Value, program: Program) -> str:
+    if value in program.block.inputs:
+        return f"the argument {program.names[program.block.inputs.index(value)]}"
+    maker = next((e for e in program.block.walk() if value in e.outputs), None)
+    return "" if maker is None else f"the result of {maker.name} at {maker.line}"

@@ -1,0 +1,64 @@
+"""Fit: a program that must not take more memory than a limit, by the compiler's own figures.
+
+What ``rematerialise`` expects is modelled. Where the compiled program takes more, the model is given a lower limit
+and the program is compiled once more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from gshard.analysis.machine import Machine
+from gshard.core.spmd import SpmdProgram
+from gshard.passes.compile import Executable, compile_spmd
+from gshard.remat.rematerialise import MemoryLimitError, rematerialise
+
+_ATTEMPTS = 4
+
+
+def compiled_within(spmd: SpmdProgram, limit: int, machine: Machine, donated: frozenset[int]) -> Executable:
+    """Compiles a program, recomputed as far as it must be.
+
+    Args:
+        spmd: the program without recomputation.
+        limit: bytes that a device may hold at the peak: arguments, results and all else.
+        machine: tells what it takes to compute a value again.
+        donated: arguments whose memory the results may take.
+
+    Raises:
+        MemoryLimitError: it does not fit; the compiler's figure is named where only that one is too high.
+    """
+    target, planned = limit, ""
+    for _ in range(_ATTEMPTS):
+        try:
+            executable = compile_spmd(rematerialise(spmd, target, machine, donated), donated)
+        except MemoryLimitError:
+            if target == limit:
+                raise
+            break  # the model cannot go lower
+        try:
+            peak = peak_of(executable.compiled)
+            planned = f"the compiler needs {peak / 2**20:,.1f} MiB"
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            peak, planned = limit + limit // 10, str(error).splitlines()[0]
+        if peak <= limit:
+            return dataclasses.replace(executable, ready=executable.compiled)
+        target -= peak - limit
+    raise MemoryLimitError(
+        f"the compiled program does not fit in memory_limit ({limit / 2**20:,.1f} MiB), whatever is recomputed.",
+        None,
+        planned,
+        "Split more (marks, a larger mesh), use a smaller batch, donate arguments, or allow more memory.",
+    )
+
+
+def peak_of(compiled: Any) -> int:
+    """Bytes that a device holds, by the compiler: arguments, results that do not lie in their place, temporaries."""
+    memory = compiled.memory_analysis()
+    whole = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return int(whole - memory.alias_size_in_bytes)

@@ -1,0 +1,284 @@
+"""Rematerialise: what a program must recompute in order to fit (GShard paper, section 5.1).
+
+    program = rematerialise(spmd, 14 * 2**30, Machine.of("v3:8x8"))
+
+As long as the peak is above the limit, the values that are alive there and needed only later are looked at: what
+would it take to make them again just before they are read? Those that take the least time for a byte are not kept. In
+straight code they are made again behind a barrier; what one loop stacks for another is made again in the other; and
+what a loop stacks in a wider type than it need be is widened after the loop, which costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from gshard.analysis.cost import kernel_cost
+from gshard.analysis.device_program import REGION, Kernel, Kernels, device_program, flops, kernels_of, size
+from gshard.analysis.machine import Machine
+from gshard.analysis.memory import Memory, memory_of
+from gshard.core.errors import GShardError
+from gshard.core.mesh import Mesh
+from gshard.core.program import Block, Equation, Value
+from gshard.core.spmd import Recomputation, Recomputed, SpmdProgram
+from gshard.remat.lives import Lives, lives_of
+from gshard.remat.loops import Stacked, stacked_over, without_stacking
+from gshard.remat.narrow import Narrowed, narrowed_over, with_narrow_stacks
+from gshard.remat.replay import replayed
+from gshard.remat.straight import Kept, kept_over, without_keeping
+from gshard.rules.region import with_edges
+
+_Offer = Kept | Stacked | Narrowed
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class MemoryLimitError(GShardError):
+    """The program does not fit, whatever is recomputed; or the limit is no number of bytes."""
+
+
+def bytes_of(limit: int | str) -> int:
+    """A number of bytes.
+
+    Raises:
+        MemoryLimitError: it is none.
+
+    >>> bytes_of("14GiB") == 14 * 2**30, bytes_of(1000), bytes_of("1.5 MB")
+    (True, 1000, 1500000)
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(limit))
+    if isinstance(limit, bool) or found is None or found[2].upper() not in _UNITS or not float(found[1]):
+        raise MemoryLimitError(
+            f"memory_limit={limit!r} is no number of bytes.", way_out='Write bytes, or "14GiB", "512MiB", "16GB".'
+        )
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iterable[int] = ()) -> SpmdProgram:
+    """Makes a per-device program fit by computing some values twice.
+
+    Args:
+        spmd: the program.
+        limit: bytes that a device may hold at the peak: arguments, results and all else.
+        machine: tells what it takes to compute a value again.
+        donated: arguments (counted without captured arrays) whose memory results may take.
+
+    Returns:
+        the program itself if it fits, or one with the same results and ``recomputed`` set.
+
+    Raises:
+        MemoryLimitError: it cannot fit.
+    """
+    before = device_program(spmd)
+    lent = [len(spmd.program.captured) + i for i in donated]
+    first, own, target = memory_of(before, lent, narrows=machine.narrows).peak, _flops(before), limit
+    while True:
+        search = _Search(before, target, machine, spmd.mesh, lent)
+        try:
+            found = search.run()
+        except _StuckError as error:
+            raise _does_not_fit(error.memory, limit) from None
+        if found is before.block:
+            return spmd
+        made = replayed(spmd, before, found)
+        after = device_program(made)
+        memory = memory_of(after, lent, narrows=machine.narrows)
+        if memory.peak <= limit:
+            again = max(0, _flops(after) - own)
+            report = Recomputed(limit, first, memory.peak, own, again, tuple(search.chosen))
+            return dataclasses.replace(made, recomputed=report)
+        target -= memory.peak - limit  # what the replay adds: copies that stand for barriers on CPU
+
+
+class _StuckError(Exception):
+    """The search found nothing more to drop."""
+
+    def __init__(self, memory: Memory):
+        super().__init__()
+        self.memory = memory
+
+
+def _flops(kernels: Kernels) -> int:
+    return sum(
+        times * (flops(k.equation) + sum(map(flops, k.fused))) for k, times in kernels.walk() if k.kind != REGION
+    )
+
+
+class _Search:
+    def __init__(self, program: Kernels, limit: int, machine: Machine, mesh: Mesh, donated: Sequence[int]):
+        self.program, self.limit, self.machine, self.mesh, self.donated = program, limit, machine, mesh, donated
+        self.names = itertools.count(1 + _largest(program.block))
+        self.known: dict[Kernel, float] = {}
+        self.refused: set[tuple[Value, ...]] = set()
+        self.chosen: list[Recomputation] = []
+
+    def run(self) -> Block:
+        """The block that fits."""
+        program = self.program
+        memory = memory_of(program, self.donated, narrows=self.machine.narrows)
+        while memory.peak > self.limit:
+            step = self._step(program, memory)
+            if step is None:
+                raise _StuckError(memory)
+            program, memory = step
+        return program.block
+
+    def _step(self, program: Kernels, memory: Memory) -> tuple[Kernels, Memory] | None:
+        """Less memory at the peak, by values of one kind in one block; None if there are none."""
+        offers = self._offers(program, memory)
+        while offers:
+            depth, lives, batch = self._batch(offers, memory.peak - self.limit)
+            while batch:
+                block = self._without(lives, memory.path[depth][1], batch)
+                for (kernels, at), (below, _) in zip(
+                    reversed(memory.path[:depth]), reversed(memory.path[1 : depth + 1]), strict=True
+                ):
+                    block = _with_body(kernels, kernels.kernels[at].equation, below.block, block)
+                changed = kernels_of(block)
+                after = memory_of(changed, self.donated, narrows=self.machine.narrows)
+                if _is_less(after, memory):
+                    self.chosen += [_noted(item, lives) for item in batch]
+                    return changed, after
+                if len(batch) == 1:
+                    self.refused.add(_values(batch[0]))
+                batch = batch[: len(batch) // 2]
+            offers = [o for o in offers if _values(o[2]) not in self.refused]
+        return None
+
+    def _offers(self, program: Kernels, memory: Memory) -> list[tuple[int, Lives, _Offer]]:
+        """What need not be kept over the peak, the cheapest for its bytes first."""
+        offers: list[tuple[int, Lives, _Offer]] = []
+        results = frozenset(v for v in program.block.outputs if isinstance(v, Value))
+        rounds = 1
+        for depth, (kernels, at) in enumerate(memory.path):
+            lives = lives_of(kernels)
+            elsewhere = results if depth == 0 else frozenset()
+            found: list[_Offer] = [
+                *narrowed_over(lives, at, elsewhere),
+                *kept_over(lives, at, self._seconds, elsewhere), *stacked_over(lives, at, self._seconds, elsewhere)
+            ]  # fmt: skip
+            offers += [
+                (depth, lives, dataclasses.replace(item, seconds=item.seconds * rounds))
+                for item in found
+                if _values(item) not in self.refused
+            ]
+            rounds *= kernels.kernels[at].equation.trips
+        excess = memory.peak - self.limit
+        large = [o for o in offers if o[2].freed * 100 >= excess]  # crumbs only where there is nothing else
+        return sorted(large or offers, key=lambda o: (o[2].seconds / o[2].freed, -o[2].freed))
+
+    def _batch(self, offers: list[tuple[int, Lives, _Offer]], excess: int) -> tuple[int, Lives, list[_Offer]]:
+        """The best offer, and the next best that go with it until enough is free.
+
+        A value and what it is made from again are not taken at once: what is left tells what the other one costs then.
+        """
+        depth, lives, best = offers[0]
+        batch: list[_Offer] = []
+        taken: set[Value] = set()
+        needed: set[Value] = set()
+        for at, _, item in offers:
+            if at != depth or not _go_together(best, item) or not taken.isdisjoint(_values(item)):
+                continue
+            if isinstance(item, Kept) and (item.value in needed or not taken.isdisjoint(item.anchors)):
+                continue
+            if batch and item.seconds / item.freed > 2 * max(best.seconds / best.freed, 1e-18):
+                break
+            batch.append(item)
+            taken.update(_values(item))
+            needed |= item.anchors if isinstance(item, Kept) else frozenset()
+            excess -= item.freed
+            if excess <= 0:
+                break
+        return depth, lives, batch
+
+    def _without(self, lives: Lives, at: int, batch: Sequence[_Offer]) -> Block:
+        values = [v for item in batch for v in _values(item)]
+        first = batch[0]
+        if isinstance(first, Narrowed):
+            return with_narrow_stacks(lives, dataclasses.replace(first, values=tuple(values)), self.names)
+        if isinstance(first, Stacked):
+            return without_stacking(lives, dataclasses.replace(first, values=tuple(values)), self.names)
+        return without_keeping(lives, at, values, self.names)
+
+    def _seconds(self, kernel: Kernel) -> float:
+        if kernel not in self.known:
+            if kernel.kind == REGION:
+                inner = sum(self._seconds(k) for body in kernel.bodies for k in body.kernels)
+                self.known[kernel] = kernel.equation.trips * inner
+            else:
+                self.known[kernel] = kernel_cost(kernel, 1, self.mesh, self.machine).seconds
+        return self.known[kernel]
+
+
+def _does_not_fit(memory: Memory, limit: int) -> MemoryLimitError:
+    mib = 2**20
+    held = [
+        f"{v.dtype_name}[{','.join(map(str, v.shape))}] ({size(v) / mib:.1f} MiB) of {e.name} at {e.line}"
+        for v, e in memory.alive[:5]
+    ]
+    fixed = memory.arguments + memory.results - memory.shared
+    return MemoryLimitError(
+        f"the program needs {memory.peak / mib:,.1f} MiB on a device whatever is recomputed: "
+        f"{(memory.peak - limit) / mib:,.1f} MiB more than memory_limit ({limit / mib:,.1f} MiB).",
+        None,
+        f"arguments and results {fixed / mib:,.1f} MiB, values inside {memory.temporaries / mib:,.1f} MiB"
+        + (f": {'; '.join(held)}" if held else ""),
+        "Split more (marks, a larger mesh), use a smaller batch, donate arguments, or allow more memory.",
+    )
+
+
+def _go_together(a: _Offer, b: _Offer) -> bool:
+    """Whether one rewriting serves both: values of one straight line, or stacks of the same loops."""
+    if isinstance(a, Stacked) and isinstance(b, Stacked):
+        return a.writer is b.writer and a.reader is b.reader
+    if isinstance(a, Narrowed) and isinstance(b, Narrowed):
+        return a.writer is b.writer
+    return isinstance(a, Kept) and isinstance(b, Kept)
+
+
+def _values(item: _Offer) -> tuple[Value, ...]:
+    return (item.value,) if isinstance(item, Kept) else item.values
+
+
+def _is_less(after: Memory, before: Memory) -> bool:
+    """Whether there is progress: a lower peak, or as high a peak less often."""
+    if after.peak != before.peak:
+        return after.peak < before.peak
+    return _at_peak(after) < _at_peak(before)
+
+
+def _at_peak(memory: Memory) -> int:
+    return sum(1 for m in memory.moments if m.bytes == memory.temporaries)
+
+
+def _with_body(kernels: Kernels, region: Equation, old: Block, new: Block) -> Block:
+    changed = with_edges(dataclasses.replace(region, blocks=tuple(new if b is old else b for b in region.blocks)))
+    block = kernels.block
+    return Block(block.inputs, tuple(changed if e is region else e for e in block.equations), block.outputs)
+
+
+def _noted(item: _Offer, lives: Lives) -> Recomputation:
+    values = _values(item)
+    largest = max(values, key=size)
+    maker = lives.maker[largest]
+    if not isinstance(item, Kept):
+        made = item.writer.blocks[0].outputs[item.writer.outputs.index(largest)]
+        makers = {v: e for e in item.writer.blocks[0].equations for v in e.outputs}
+        if isinstance(made, Value) and made in makers:
+            maker = makers[made]
+    shape = f"{largest.dtype_name}[{','.join(map(str, largest.shape))}]"
+    return Recomputation(maker.name, maker.line, shape, len(values), item.freed, item.seconds)
+
+
+def _largest(block: Block) -> int:
+    """The largest number of a value in a block and its bodies."""
+
+    def values(block: Block) -> Iterator[Value]:
+        yield from block.inputs
+        for e in block.equations:
+            yield from e.outputs
+            for body in e.blocks:
+                yield from values(body)
+
+    return max((v.index for v in values(block)), default=0)

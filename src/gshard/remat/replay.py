@@ -1,0 +1,129 @@
+"""Replay: a block of a per-device program becomes a per-device program again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gshard.analysis.device_program import COLLECTIVE, Kernels, kernels_of, size
+from gshard.comm.collectives import KINDS, sent_bytes
+from gshard.core.jax_adapter import as_if_at, bind, optimization_barrier_p
+from gshard.core.mesh import Mesh
+from gshard.core.program import Block, Constant, Equation, Value
+from gshard.core.sharding import Sharding
+from gshard.core.spmd import Collective, SpmdProgram
+from gshard.rules.barrier import held_back
+from gshard.rules.region import REGIONS
+
+WHY = "made again to save memory"
+
+
+def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
+    """The program with another block of equations in the place of its own.
+
+    Args:
+        spmd: the program.
+        before: its own block.
+        block: the other one, with the same inputs.
+    """
+    (mapping,) = spmd.jaxpr.jaxpr.eqns
+    devices = spmd.mesh.devices
+    on_cpu = devices is not None and devices[0].platform == "cpu"
+    replay = _Replay(frozenset(before.block.walk()) if on_cpu else None)
+    mapped = jax.shard_map(
+        lambda *arrays: replay.run(block, arrays),
+        mesh=spmd.mesh.jax_mesh,
+        in_specs=tuple(mapping.params["in_specs"]),
+        out_specs=list(mapping.params["out_specs"]),
+        check_vma=False,
+    )
+    outer = spmd.jaxpr.jaxpr
+    known = dict(zip(outer.constvars, spmd.jaxpr.consts, strict=True))
+
+    def program(*arrays: Any) -> list[Any]:
+        env = {**known, **dict(zip(outer.invars, arrays, strict=True))}
+        env.update(zip(mapping.outvars, mapped(*(env[v] for v in mapping.invars)), strict=True))
+        return [env[v] for v in outer.outvars]
+
+    with jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh):
+        jaxpr = jax.make_jaxpr(program)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in spmd.jaxpr.in_avals))
+    noted = _noted(spmd, before, kernels_of(block))
+    return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=noted)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replay:
+    """Runs blocks on one device's parts, as they stand; barriers that are not among ``own`` in CPU's way."""
+
+    own: frozenset[Equation] | None
+
+    def sharding(self, value: Value | Constant) -> Sharding:
+        """There is nothing left to split."""
+        return Sharding.replicated(len(value.shape))
+
+    def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
+        """There is nothing left to move."""
+        return array
+
+    def run(self, block: Block, arrays: Sequence[Any], trips: int = 1) -> list[Any]:
+        """Runs a block."""
+        env: dict[Value, Any] = dict(zip(block.inputs, arrays, strict=True))
+
+        def read(v: Value | Constant) -> Any:
+            return v.value if isinstance(v, Constant) else env[v]
+
+        for e in block.equations:
+            with as_if_at(e.source_info), jax.named_scope(e.name):
+                region = REGIONS.get(e.name)
+                inputs = [read(v) for v in e.inputs]
+                if self.own is not None and e.primitive is optimization_barrier_p and e not in self.own:
+                    results = [*held_back(inputs[:-1], inputs[-1]), inputs[-1]]
+                elif region is None:
+                    results = bind(e.primitive, e.params, inputs)
+                else:
+                    results = list(region.emit(e, self, [jnp.asarray(x) for x in inputs]))
+            env.update(zip(e.outputs, results, strict=True))
+        return [jnp.asarray(read(v)) for v in block.outputs]
+
+
+_Said = tuple[str, tuple[str, ...], int, int, str, str]
+
+
+def _noted(spmd: SpmdProgram, before: Kernels, after: Kernels) -> tuple[Collective, ...]:
+    """The collectives that the program reports: those that are gone are left out, those that are new are added."""
+    old, new = Counter(_said(before, spmd.mesh)), Counter(_said(after, spmd.mesh))
+    gone, added = old - new, new - old
+    kept = []
+    for c in spmd.collectives:
+        key = next((k for k in gone if k[:4] == (c.kind, c.atoms, c.bytes, c.times) and gone[k]), None)
+        if key is None:
+            kept.append(c)
+        else:
+            gone[key] -= 1
+    for (kind, atoms, sent, times, shape, line), count in added.items():
+        kept += [Collective(kind, atoms, sent, times, shape, line, WHY)] * count
+    return tuple(kept)
+
+
+def _said(kernels: Kernels, mesh: Mesh) -> Iterator[_Said]:
+    for kernel, times in kernels.walk():
+        if kernel.kind == COLLECTIVE:
+            e = kernel.equation
+            axes: Any = e.params.get("axes", e.params.get("axis_name"))
+            atoms = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+            for v in e.inputs:
+                if isinstance(v, Value):
+                    shape = f"{v.dtype_name}[{','.join(map(str, v.shape))}]"
+                    yield (
+                        KINDS[e.name],
+                        atoms,
+                        sent_bytes(KINDS[e.name], size(v), mesh.count(atoms)),
+                        times,
+                        shape,
+                        e.line,
+                    )

@@ -1,0 +1,75 @@
+"""A mark is proposed only where the program, planned again with it, sends less; written down, it does what was said."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from analysis.models import f32, model
+from gshard.analysis.proposal import proposal, with_mark
+from gshard.core.mark import Mark
+from gshard.passes.propagate import propagate
+
+MESH = gshard.Mesh.abstract(data=4, model=2)
+
+
+def proposals(f, *args, mesh=MESH, tries=12):
+    found = gshard.explain(f, *args, mesh=mesh)
+    budget = iter(range(tries))
+    rows = sorted(found.spmd.collectives, key=lambda c: -c.total_bytes)
+    return found, [p for c in rows if (p := proposal(c, found.plan, found.total_bytes, budget)) is not None]
+
+
+def layers(x, *weights, mark=lambda x: x):
+    x = gshard.shard(x, P("data", None))
+    for i, (wi, wo) in enumerate(zip(weights[::2], weights[1::2], strict=True)):
+        h = jax.nn.relu(x @ gshard.shard(wi, P(None, "model"))) @ gshard.shard(wo, P("model", None))
+        x = x + (mark(h) if i == 0 else h)
+    return jnp.mean(x * x)
+
+
+LAYERS = (f32(2048, 256), *[f32(256, 1024), f32(1024, 256)] * 4)
+
+
+def test_a_proposal_written_down_does_what_it_says():
+    found, made = proposals(layers, *LAYERS)
+    first = made[0]
+    assert first.before == found.total_bytes > first.after
+    assert first.mark == "gshard.shard(x, P(('data', 'model'), None))"
+    assert "test_proposal.py" in first.at
+
+    def marked(x, *weights):
+        return layers(x, *weights, mark=lambda h: gshard.shard(h, P(("data", "model"), None)))
+
+    assert gshard.explain(marked, *LAYERS, mesh=MESH).total_bytes == first.after
+
+
+@pytest.mark.parametrize("name", ["gradient", "recurrent", "vocabulary"])
+def test_what_is_proposed_sends_less(name):
+    f, args, axes, _ = model(name)
+    found, made = proposals(f, *args, mesh=gshard.Mesh.abstract(**axes), tries=4)
+    assert all(0 <= p.after < p.before == found.total_bytes for p in made)
+
+
+def test_nothing_is_proposed_without_a_plan():
+    assert proposals(layers, *LAYERS, tries=0)[1] == []
+
+
+def test_a_value_that_is_marked_is_not_marked_again():
+    found = gshard.explain(layers, *LAYERS, mesh=MESH)
+    marked = next(e.outputs[0] for e in found.plan.program.block.walk() if e.mark is not None)
+    assert with_mark(found.plan.program, marked, Mark("replicate")) is None
+
+
+def test_a_mark_inside_a_loop_changes_the_plan_there():
+    def f(ws, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), gshard.split(x, 0, "data"), ws)[0]
+
+    program = gshard.jit(f, mesh=MESH).lower(np.ones((3, 16, 16), np.float32), np.ones((8, 16), np.float32)).program
+    (product,) = [e for e in program.block.walk() if e.name == "dot_general"]
+    marked = with_mark(program, product.outputs[0], Mark("replicate"))
+    (again,) = [e for e in marked.block.walk() if e.mark is not None and e.inputs[0] is product.outputs[0]]
+    plan = propagate(marked, MESH)
+    assert plan.sharding(again.outputs[0]).dims == ((), ())

@@ -1,0 +1,265 @@
+"""A limit of memory: the program fits, by XLA's own figures too, computes the same, and says what it computes twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gshard
+from analysis.models import f32, model
+from gshard.analysis.cost import cost
+from gshard.analysis.device_program import device_program
+from gshard.analysis.emitted import emitted, reported
+from gshard.analysis.machine import Machine
+from gshard.analysis.memory import memory_of
+from gshard.core.spmd import SpmdProgram
+from gshard.remat.fit import peak_of
+from gshard.remat.rematerialise import MemoryLimitError, bytes_of, rematerialise
+from laws.test_any_program import PHASES, Step, all_shapes, check, programs
+
+CPU = Machine.of("cpu:8")
+
+
+def layers(ws: Any, x: Any) -> Any:
+    """Straight code."""
+    x = gshard.split(x, 0, 8)
+    for w in ws:
+        x = jax.nn.relu(x @ w)
+    return jnp.mean(x * x)
+
+
+def loop(ws: Any, x: Any) -> Any:
+    """A loop whose slices are made from its carry."""
+
+    def body(x: Any, w: Any) -> Any:
+        h = jax.nn.gelu((x - jnp.mean(x, -1, keepdims=True)) @ w)
+        return x + jnp.tanh(h) @ w.T, None
+
+    return jnp.mean(jax.lax.scan(body, gshard.split(x, 0, 8), ws)[0] ** 2)
+
+
+def accumulated(ws: Any, x: Any) -> Any:
+    """Loops inside a loop, as where gradients of parts of a batch are added up."""
+
+    def part(total: Any, x: Any) -> Any:
+        return jax.tree.map(jnp.add, total, jax.grad(loop)(ws, x)), None
+
+    parts = gshard.split(x, 0, 8).reshape(-1, 4, 64).swapaxes(0, 1)
+    return jax.lax.scan(part, jnp.zeros_like(ws), parts)[0]
+
+
+SMALL = {
+    "layers": (jax.grad(layers), ([f32(64, 64)] * 12, f32(4096, 64))),
+    "loop": (jax.grad(loop), (f32(12, 64, 64), f32(4096, 64))),
+    "accumulated": (accumulated, (f32(12, 64, 64), f32(8192, 64))),
+}
+
+
+def some(shape: Any, seed: int) -> Any:
+    rng = np.random.default_rng([seed, *shape.shape])
+    if jnp.issubdtype(shape.dtype, jnp.integer):
+        return rng.integers(2, 500, shape.shape).astype(shape.dtype)
+    return (rng.standard_normal(shape.shape) * 0.3).astype(shape.dtype)
+
+
+def without_limit(f: Any, args: Any, mesh: Any) -> Any:
+    lowered = gshard.jit(f, mesh=mesh).lower(*args)
+    return lowered, cost(lowered.spmd, CPU).memory
+
+
+def run(lowered: Any, arrays: Any) -> list[Any]:
+    """The results, of one compilation."""
+    executable = lowered.executable
+    flat = [jax.device_put(x, s) for x, s in zip(jax.tree.leaves(arrays), lowered.argument_shardings, strict=True)]
+    return list(executable.compiled(*executable.captured, *flat))
+
+
+def check_with_limit(f: Any, args: Any, mesh: Any, parts: Sequence[float], tolerance: float = 0.0) -> None:
+    """XLA's own figure is below the limit, and was not; the results are the same."""
+    plain, memory = without_limit(f, args, mesh)
+    arrays = jax.tree.unflatten(jax.tree.structure(args), [some(s, i) for i, s in enumerate(jax.tree.leaves(args))])
+    want = run(plain, arrays)
+    for part in parts:
+        limit = memory.peak - int((1 - part) * memory.temporaries)
+        lowered = gshard.jit(f, mesh=mesh, memory_limit=limit).lower(*args)
+        found = lowered.spmd.recomputed
+        assert found is not None
+        assert found.after <= limit < found.before == memory.peak
+        assert cost(lowered.spmd, CPU).peak == found.after
+        assert emitted(lowered.spmd.jaxpr, lowered.mesh.atom_sizes) == reported(lowered.spmd.collectives)
+        assert peak_of(lowered.executable.compiled) <= limit < peak_of(plain.executable.compiled)
+        assert 0 < found.share <= lowered.executable.spmd.recomputed.share
+        for got, whole in zip(run(lowered, arrays), want, strict=True):
+            np.testing.assert_allclose(got, whole, rtol=tolerance, atol=tolerance * float(np.abs(whole).max()))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_less_memory_and_the_same_bits(name):
+    f, args = SMALL[name]
+    check_with_limit(f, args, 8, (0.4,))
+
+
+def test_a_transformer_with_experts():
+    f, args, axes, _ = model("experts gradient")
+    plain, memory = without_limit(f, args, gshard.Mesh.abstract(**axes))
+    limit = memory.peak - memory.temporaries // 2
+    spmd = rematerialise(plain.spmd, limit, Machine.of("v3:2x2"))
+    found = spmd.recomputed
+    assert cost(spmd, CPU).peak == found.after <= limit
+    assert 0.05 < found.share < 0.3  # of recomputing all layers it would be a third
+    assert "experts.py" in " ".join(v.line for v in found.values)
+    assert emitted(spmd.jaxpr, plain.mesh.atom_sizes) == reported(spmd.collectives)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["attention", "gradient", "recurrent", "experts gradient", "experts einsum"])
+def test_more_models(name):
+    f, args, axes, _ = model(name)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+    check_with_limit(f, args, mesh, (0.85, 0.6), tolerance=1e-5)
+
+
+def test_a_loop_is_told_by_the_lines_of_its_body():
+    f, args = SMALL["loop"]
+    _, memory = without_limit(f, args, 8)
+    found = gshard.explain(gshard.jit(f, mesh=8, memory_limit=memory.peak // 2), *args)
+    text = str(found)
+    assert "recomputed to fit in" in text
+    assert "% of all FLOPs once more" in text
+    recomputed = found.spmd.recomputed
+    assert all("test_rematerialise.py" in v.line for v in recomputed.values)
+    assert all(v.freed > 0 for v in recomputed.values)
+
+
+def test_cheap_values_go_first():
+    """Half of the values between layers are products, the other half what relu makes of them, for nothing."""
+    f, args = SMALL["layers"]
+    _, memory = without_limit(f, args, 8)
+    lowered = gshard.jit(f, mesh=8, memory_limit=memory.peak - memory.temporaries // 3).lower(*args)
+    assert {v.name for v in lowered.spmd.recomputed.values} == {"max"}
+    assert 0 < lowered.spmd.recomputed.share < 0.01
+
+
+def test_what_fits_is_left_alone():
+    f, args = SMALL["loop"]
+    plain, memory = without_limit(f, args, 8)
+    assert rematerialise(plain.spmd, memory.peak, CPU) is plain.spmd
+    assert gshard.jit(f, mesh=8, memory_limit="1GiB").lower(*args).spmd.recomputed is None
+
+
+def test_what_cannot_fit_is_told():
+    f, args = SMALL["loop"]
+    with pytest.raises(MemoryLimitError) as error:
+        _ = gshard.jit(f, mesh=8, memory_limit="400KiB").lower(*args).spmd
+    text = str(error.value)
+    assert "more than memory_limit (0.4 MiB)" in text
+    assert "arguments and results 0.5 MiB" in text  # 12 weights of 16 KiB, gradients, a device's part of the batch
+    assert "test_rematerialise.py" in text
+
+
+@pytest.mark.parametrize("limit", ["14 apples", "", "-3", 0, True, "0GiB", 1.5j])
+def test_no_number_of_bytes(limit):
+    with pytest.raises(MemoryLimitError, match="no number of bytes"):
+        gshard.jit(layers, mesh=8, memory_limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("2KiB", 2048), ("1.5 MB", 1_500_000), ("7", 7), (7, 7), (2.0, 2), ("3gib", 3 * 2**30)]
+)
+def test_numbers_of_bytes(text, value):
+    assert bytes_of(text) == value
+
+
+def test_a_transformation_around_it_is_refused():
+    f = gshard.jit(lambda x: jnp.sum(gshard.split(x, 0, 8) ** 2), mesh=8, memory_limit="1GiB")
+    with pytest.raises(MemoryLimitError, match="Take the gradient inside"):
+        jax.grad(f)(jnp.arange(8.0))
+
+
+def test_what_others_notice_happens_once(capfd):
+    """A callback between layers is not run again, and what would need it is kept."""
+
+    def f(ws: Any, x: Any) -> Any:
+        x = gshard.split(x, 0, 8)
+        for i, w in enumerate(ws):
+            x = jax.nn.relu(x @ w)
+            if i == 3:
+                jax.debug.print("seen {}", jnp.max(x) * 0 + 7)
+        return jnp.mean(x * x)
+
+    _, args = SMALL["layers"]
+    _, memory = without_limit(jax.grad(f), args, 8)
+    jitted = gshard.jit(jax.grad(f), mesh=8, memory_limit=memory.peak - memory.temporaries // 2)
+    jax.block_until_ready(jitted([some(w, i) for i, w in enumerate(args[0])], some(args[1], 99)))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("seen 7") == 1
+
+
+class Squeeze:
+    """Gives a program a limit somewhere between what it takes and what it must take."""
+
+    def __init__(self, part: float):
+        self.part, self.recomputed = part, 0
+
+    def __call__(self, spmd: SpmdProgram) -> SpmdProgram:
+        memory = memory_of(device_program(spmd))
+        limit = memory.peak - max(1, int(self.part * memory.temporaries))
+        try:
+            found = rematerialise(spmd, limit, Machine.of("cpu", spmd.mesh.size))
+        except MemoryLimitError:
+            return spmd
+        if found.recomputed is not None:
+            assert memory_of(device_program(found)).peak <= limit
+            self.recomputed += 1
+        return found
+
+
+@given(programs, all_shapes, st.sampled_from([0.02, 0.1, 0.3, 0.5]))
+@settings(max_examples=8, phases=PHASES)
+def test_any_program_with_any_limit(steps: list[Step], shapes: list[tuple[int, ...]], part: float) -> None:
+    check(steps, shapes, Squeeze(part))
+
+
+@pytest.mark.slow
+@given(programs, all_shapes, st.sampled_from([0.02, 0.1, 0.2, 0.3, 0.5]))
+@settings(max_examples=400, phases=PHASES)
+def test_very_many_programs_with_any_limit(steps: list[Step], shapes: list[tuple[int, ...]], part: float) -> None:
+    check(steps, shapes, Squeeze(part))
+
+
+def test_what_a_loop_widens_last_is_stacked_narrow():
+    """Gradients of float32 weights that are used in bfloat16 take half the memory, for nothing, bit for bit."""
+
+    def loss(ws: Any, x: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            return jax.nn.relu(x @ w.astype(jnp.bfloat16)), None
+
+        return jnp.mean(jax.lax.scan(body, gshard.split(x, 0, 8), ws)[0].astype(jnp.float32) ** 2)
+
+    def step(ws: Any, x: Any) -> Any:
+        return ws - 0.1 * jax.grad(loss)(ws, x)
+
+    args = f32(16, 256, 256), jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    plain, memory = without_limit(step, args, 8)
+    narrow = gshard.jit(step, mesh=8, memory_limit=memory.peak - 16 * 256 * 256).lower(*args)
+    found = narrow.spmd.recomputed
+    assert [(v.name, v.freed) for v in found.values] == [("convert_element_type", 2 * 16 * 256 * 256)]
+    assert found.share == 0
+    assert peak_of(narrow.executable.compiled) < peak_of(plain.executable.compiled)
+    arrays = [some(s, i) for i, s in enumerate(args)]
+    for got, whole in zip(run(narrow, arrays), run(plain, arrays), strict=True):
+        np.testing.assert_array_equal(got, whole)
+
+
+def test_the_tpu_compiler_keeps_narrow_copies_of_what_loops_multiply():
+    f, args = SMALL["loop"]
+    plain, memory = without_limit(f, args, gshard.Mesh.abstract(d=8))
+    weights = 12 * 64 * 64 * 4
+    assert cost(plain.spmd, Machine.of("v3:2x2")).memory.temporaries == memory.temporaries + weights // 2
