@@ -253,7 +253,9 @@ def test_what_a_loop_widens_last_is_stacked_narrow():
     found = narrow.spmd.recomputed
     assert [(v.name, v.freed) for v in found.values] == [("convert_element_type", 2 * 16 * 256 * 256)]
     assert found.share == 0
-    assert peak_of(narrow.executable.compiled) < peak_of(plain.executable.compiled)
+    saved = peak_of(plain.executable.compiled) - peak_of(narrow.executable.compiled)
+    newer = jax.__version_info__ >= (0, 12)  # whose XLA on CPU stacks narrow by itself
+    assert saved == 0 if newer else saved >= 16 * 256 * 256
     arrays = [some(s, i) for i, s in enumerate(args)]
     for got, whole in zip(run(narrow, arrays), run(plain, arrays), strict=True):
         np.testing.assert_array_equal(got, whole)
