@@ -3,20 +3,27 @@
 Tables of what our planner says beside what the paper says in numbers. Times are those of the cost model on TPU v3, not
 measurements; where the paper gives a curve without numbers, the column is empty.
 
-    python benchmarks/paper.py [--plot FOLDER] [table1 figure2 figure7 figure8 figure9 table4]
+    python benchmarks/paper.py [--plot FOLDER] [table1 figure2 figure7 figure8 figure9 figure9_cpu table4]
+
+``figure9_cpu`` is measured: the same collectives among 2 to 16 virtual CPU devices, which share the cores, so that the
+time of each is divided by their number. `benchmarks/paper_against_xla.py` compares with XLA's own partitioner.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=16"
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 import gshard
 from gshard.analysis.network import seconds
@@ -63,6 +70,7 @@ def figure2() -> tuple[tuple[str, ...], Rows]:
         taken = time.process_time() - start
         equations = sum(1 for _ in _equations(spmd.jaxpr.jaxpr))
         rows.append((devices, equations, equations * devices, f"{taken:.2f}"))
+    rows.append(("2048 by 8", f"{rows[-1][1] / rows[0][1]:.2f}", "", f"{float(rows[-1][3]) / float(rows[0][3]):.2f}"))
     return ("devices", "equations", "with a program for each device", "CPU seconds to plan and partition"), rows
 
 
@@ -83,6 +91,8 @@ def figure7() -> tuple[tuple[str, ...], Rows]:
             found = planned(f"MoE({experts}E, {layers}L)")
             parts = (found.replicated, found.distributed, found.activations, found.cost.peak)
             rows.append((found.name, *(f"{n / 2**30:.2f}" for n in parts)))
+        peaks = [float(row[-1]) for row in rows[-len(SIZES) :]]
+        rows.append((f"largest by smallest, {layers}L", "", "", "", f"{max(peaks) / min(peaks):.3f}"))
     return ("model", "replicated weights, GiB", "distributed weights", "activations", "all"), rows
 
 
@@ -91,6 +101,7 @@ def figure8() -> tuple[tuple[str, ...], Rows]:
     classes = found[-1].seconds_by_class
     rows: Rows = [(c, *(f"{1e3 * f.seconds_by_class.get(c, 0.0):.1f}" for f in found)) for c in classes]
     rows.append(("a step", *(f"{1e3 * f.cost.seconds:.1f}" for f in found)))
+    rows.append(("products at peak rate, %", *(f"{100 * f.roofline_seconds / f.cost.seconds:.0f}" for f in found)))
     rows.append(("... by that of 128E", *(f"{f.cost.seconds / found[0].cost.seconds:.2f}" for f in found)))
     rows.append(("paper, layer by that of 128E", "1.00", "", "1.7"))
     return ("class, modelled ms of a step", *(f"{n}E" for n in SIZES)), rows
@@ -110,6 +121,38 @@ def figure9() -> tuple[tuple[str, ...], Rows]:
     rows.append(("2048 by 16", *(f"{float(b) / float(a):.1f}" for a, b in zip(first[1:], last[1:], strict=True))))
     rows.append(("paper", "about 1", "about 1", "9", "9"))
     return ("devices", "AllReduce 8 MB, ms", "32 MB", "AllToAll 8 MB, ms", "32 MB"), rows
+
+
+def figure9_cpu() -> tuple[tuple[str, ...], Rows]:
+    """Measured, for shape; a device's share of the time that all of them take on shared cores."""
+    rows: Rows = []
+    for devices in (2, 4, 8, 16):
+        mesh = jax.make_mesh((devices,), ("d",), devices=jax.devices()[:devices])
+        times = [1e3 * _measured(kind, size << 18, mesh) / devices for kind in _CPU for size in (1, 4)]
+        rows.append((devices, *(f"{t:.3f}" for t in times)))
+    first, last = rows[0], rows[-1]
+    rows.append(("16 by 2", *(f"{float(b) / float(a):.1f}" for a, b in zip(first[1:], last[1:], strict=True))))
+    return ("devices", "AllReduce 1 MB, ms", "4 MB", "AllToAll 1 MB, ms", "4 MB"), rows
+
+
+_CPU: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": lambda x: jax.lax.psum(x, "d"),
+    "all_to_all": lambda x: jax.lax.all_to_all(x, "d", 0, 0, tiled=True),
+}
+
+
+def _measured(kind: str, elements: int, mesh: Any) -> float:
+    """Seconds of a collective over all devices, each with so many float32: the median of nine runs."""
+    run = jax.jit(
+        jax.shard_map(_CPU[kind], mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d"), check_vma=False)
+    )
+    x = jax.device_put(jnp.ones(elements * mesh.size), NamedSharding(mesh, PartitionSpec("d")))
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        jax.block_until_ready(run(x))
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[4]
 
 
 def _matmul_contracted(n: int) -> Any:
@@ -184,7 +227,11 @@ def table4() -> tuple[tuple[str, ...], Rows]:
     ), rows
 
 
-PARTS = {f.__name__: f for f in (table1, figure2, figure7, figure8, figure9, table4)}
+PARTS = {f.__name__: f for f in (table1, figure2, figure7, figure8, figure9, figure9_cpu, table4)}
+
+
+# Rows that compare others, and so are no points of a curve.
+_NO_POINTS = ("2048 by", "16 by", "largest by", "paper", "...", "products at")
 
 
 def show(name: str, heads: tuple[str, ...], rows: Rows) -> None:
@@ -209,7 +256,7 @@ def draw(name: str, heads: tuple[str, ...], rows: Rows, folder: Path) -> None:
         if kept:
             axes.plot([x for x, _ in kept], [y for _, y in kept], marker="o", label=head)
     axes.set_title(name)
-    axes.set_yscale("log" if name in ("figure2", "figure9", "table1") else "linear")
+    axes.set_yscale("log" if name in ("figure2", "figure9", "figure9_cpu", "table1") else "linear")
     axes.tick_params(axis="x", rotation=30)
     axes.legend(fontsize=7)
     figure.tight_layout()
@@ -236,7 +283,8 @@ def main() -> None:
         heads, rows = PARTS[name]()
         show(name, heads, rows)
         if options.plot and name != "table4":
-            draw(name, heads, rows[:-2] if name in ("figure8", "figure9") else rows, options.plot)
+            kept = [row for row in rows if not str(row[0]).startswith(_NO_POINTS)]
+            draw(name, heads, kept, options.plot)
 
 
 if __name__ == "__main__":

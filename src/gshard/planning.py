@@ -119,8 +119,8 @@ class Planned:
             "",
             f"step                 {found.seconds * 1e3:.1f} ms (roofline, nothing overlaps), "
             f"{found.flops / 1e12:.2f} TFLOP a device",
-            f"  at peak rate alone {1e3 * self.roofline_seconds:.1f} ms: "
-            f"{100 * self.roofline_seconds / found.seconds:.0f} % of it",
+            f"  products, peak rate {1e3 * self.roofline_seconds:.1f} ms: "
+            f"{100 * self.roofline_seconds / found.seconds:.0f} % of the step",
         ]
         lines += [
             f"  {name:<26} {s * 1e3:8.1f} ms {100 * s / found.seconds:5.1f} %"

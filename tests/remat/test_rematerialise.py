@@ -95,7 +95,8 @@ def check_with_limit(f: Any, args: Any, mesh: Any, parts: Sequence[float], toler
         assert cost(lowered.spmd, CPU).peak == found.after
         assert emitted(lowered.spmd.jaxpr, lowered.mesh.atom_sizes) == reported(lowered.spmd.collectives)
         assert peak_of(lowered.executable.compiled) <= limit < peak_of(plain.executable.compiled)
-        assert 0 < found.share <= lowered.executable.spmd.recomputed.share
+        assert 0 <= found.share <= lowered.executable.spmd.recomputed.share
+        assert found.values
         for got, whole in zip(run(lowered, arrays), want, strict=True):
             np.testing.assert_allclose(got, whole, rtol=tolerance, atol=tolerance * float(np.abs(whole).max()))
 
@@ -110,9 +111,10 @@ def test_a_transformer_with_experts():
     f, args, axes, _ = model("experts gradient")
     plain, memory = without_limit(f, args, gshard.Mesh.abstract(**axes))
     limit = memory.peak - memory.temporaries // 2
-    spmd = rematerialise(plain.spmd, limit, Machine.of("v3:2x2"))
+    machine = Machine.of("v3:2x2")
+    spmd = rematerialise(plain.spmd, limit, machine)
     found = spmd.recomputed
-    assert cost(spmd, CPU).peak == found.after <= limit
+    assert cost(spmd, machine).peak == found.after <= limit
     assert 0.05 < found.share < 0.3  # of recomputing all layers it would be a third
     assert "experts.py" in " ".join(v.line for v in found.values)
     assert emitted(spmd.jaxpr, plain.mesh.atom_sizes) == reported(spmd.collectives)
@@ -252,7 +254,9 @@ def test_what_a_loop_widens_last_is_stacked_narrow():
     found = narrow.spmd.recomputed
     assert [(v.name, v.freed) for v in found.values] == [("convert_element_type", 2 * 16 * 256 * 256)]
     assert found.share == 0
-    assert peak_of(narrow.executable.compiled) < peak_of(plain.executable.compiled)
+    saved = peak_of(plain.executable.compiled) - peak_of(narrow.executable.compiled)
+    newer = jax.__version_info__ >= (0, 12)  # whose XLA on CPU stacks narrow by itself
+    assert saved == 0 if newer else saved >= 16 * 256 * 256
     arrays = [some(s, i) for i, s in enumerate(args)]
     for got, whole in zip(run(narrow, arrays), run(plain, arrays), strict=True):
         np.testing.assert_array_equal(got, whole)

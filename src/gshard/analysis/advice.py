@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Value
 from gshard.core.rule import REDUCE
-from gshard.core.spmd import Collective
+from gshard.core.spmd import MADE_AGAIN, Collective
 
 
 def advice(c: Collective, plan: Plan, makers: Mapping[Value, Equation]) -> str:
@@ -18,6 +18,8 @@ def advice(c: Collective, plan: Plan, makers: Mapping[Value, Equation]) -> str:
         plan: the plan it was made from.
         makers: the equation that makes each value.
     """
+    if c.why == MADE_AGAIN:
+        return "It runs once more because what it makes is not kept: memory_limit would not allow it."
     if c.value is None or c.before is None or c.after is None:
         return (
             f"The operator itself talks to other devices ({c.why}), because a dimension that it mixes along is split."

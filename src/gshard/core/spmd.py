@@ -47,6 +47,7 @@ class Collective:
         return self.bytes * self.times
 
 
+MADE_AGAIN = "made again to save memory"  # why a collective runs that belongs to a value that was not kept
 _SHOWN = 15  # rows of what is computed again
 
 

@@ -16,7 +16,7 @@ from gshard.core.spmd import SpmdProgram
 from gshard.passes.compile import Executable, compile_spmd
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
 
-_ATTEMPTS = 4
+_ATTEMPTS = 6
 
 
 def compiled_within(spmd: SpmdProgram, limit: int, machine: Machine, donated: frozenset[int]) -> Executable:
@@ -34,11 +34,12 @@ def compiled_within(spmd: SpmdProgram, limit: int, machine: Machine, donated: fr
     target, planned = limit, ""
     for _ in range(_ATTEMPTS):
         try:
-            executable = compile_spmd(rematerialise(spmd, target, machine, donated), donated)
+            program = rematerialise(spmd, target, machine, donated)
         except MemoryLimitError:
             if target == limit:
                 raise
             break  # the model cannot go lower
+        executable = compile_spmd(program, donated)
         try:
             peak = peak_of(executable.compiled)
             planned = f"the compiler needs {peak / 2**20:,.1f} MiB"
@@ -48,7 +49,8 @@ def compiled_within(spmd: SpmdProgram, limit: int, machine: Machine, donated: fr
             peak, planned = limit + limit // 10, str(error).splitlines()[0]
         if peak <= limit:
             return dataclasses.replace(executable, ready=executable.compiled)
-        target -= peak - limit
+        expected = program.recomputed.after if program.recomputed is not None else target
+        target = min(target, expected) - (peak - limit)
     raise MemoryLimitError(
         f"the compiled program does not fit in memory_limit ({limit / 2**20:,.1f} MiB), whatever is recomputed.",
         None,

@@ -16,11 +16,9 @@ from gshard.core.jax_adapter import as_if_at, bind, optimization_barrier_p
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Constant, Equation, Value
 from gshard.core.sharding import Sharding
-from gshard.core.spmd import Collective, SpmdProgram
+from gshard.core.spmd import MADE_AGAIN, Collective, SpmdProgram
 from gshard.rules.barrier import held_back
 from gshard.rules.region import REGIONS
-
-WHY = "made again to save memory"
 
 
 def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
@@ -106,7 +104,7 @@ def _noted(spmd: SpmdProgram, before: Kernels, after: Kernels) -> tuple[Collecti
         else:
             gone[key] -= 1
     for (kind, atoms, sent, times, shape, line), count in added.items():
-        kept += [Collective(kind, atoms, sent, times, shape, line, WHY)] * count
+        kept += [Collective(kind, atoms, sent, times, shape, line, MADE_AGAIN)] * count
     return tuple(kept)
 
 
