@@ -33,13 +33,17 @@ class Toy:
     """English spelt backwards, word by word; implements `m4.translate.Text`."""
 
     fingerprint = "toy"
-    source_vocabulary = target_vocabulary = 3 + len(ENGLISH)
+    languages: ClassVar = {"aa": 900, "bb": 90, "pt_BR": 9}
+    target_vocabulary = 3 + len(ENGLISH)
+    source_vocabulary = target_vocabulary + len(languages)
     length = 8
-    manifest: ClassVar = {"languages": {"aa": 900, "bb": 90, "pt_BR": 9}}
+
+    def tag(self, language: str) -> int:
+        return self.target_vocabulary + list(self.languages).index(language)
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(step)
-        words = rng.integers(3, self.source_vocabulary, (16, self.length))
+        words = rng.integers(3, self.target_vocabulary, (16, self.length))
         ids = np.where(np.arange(self.length) < rng.integers(1, self.length, (16, 1)), words, 0)
         ids[np.arange(16), (ids != 0).sum(1)] = 1
         return {"source": ids.astype(np.int32), "target": ids.astype(np.int32)}

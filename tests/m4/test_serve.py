@@ -279,7 +279,7 @@ def test_impossible_options_are_refused(wrong: dict) -> None:
         ServeConfig(**wrong)
 
 
-def shout(sentences: list[str]) -> list[Translated]:
+def shout(sentences: list[str], languages: list[str | None]) -> list[Translated]:
     time.sleep(0.02)
     if "fail" in sentences:
         raise RuntimeError("as asked")
