@@ -11,6 +11,7 @@ its file. So a run that is stopped goes on where it was when the same line is gi
 """
 
 import argparse
+import csv
 import dataclasses
 import json
 import re
@@ -22,9 +23,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
-from m4 import evaluate
+from m4 import checkpoint, evaluate
 from m4.evaluate import CLASSES, SURE, Results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +34,7 @@ PAGE = ROOT / "docs" / "results.md"
 M4 = [sys.executable, "-m", "m4"]
 STOPPED = 143
 MOE, DENSE = "moe", "dense"
+TRAINING = "--warmup-steps 100 --peak-step 400 --dropout 0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +76,9 @@ def asked() -> Budget:
     parser.add_argument("--preset", default="moe-8e-4l")
     parser.add_argument("--dense-preset", default="dense-4l-wide", help="of as many FLOPs")
     parser.add_argument("--bilingual-preset", default="bilingual-4l")
-    parser.add_argument("--training", default="--warmup-steps 100 --peak-step 400 --dropout 0", help="options of m4 train")
+    parser.add_argument(
+        "--training", default="--warmup-steps 100 --peak-step 400 --dropout 0", help="options of m4 train"
+    )
     parser.add_argument("--beam", type=int, default=4)
     parser.add_argument("--machine", default="not said", help="in words, for the page")
     parser.add_argument("--page", type=Path, default=PAGE)
@@ -85,6 +90,7 @@ def asked() -> Budget:
 
 
 def manifest(data: Path) -> dict:
+    """What m4 prepare wrote down."""
     return json.loads((data / "manifest.json").read_text("utf-8"))
 
 
@@ -187,6 +193,7 @@ was left out that came out the other way, and each model was trained once, with 
 
 
 def corpus(budget: Budget) -> str:
+    """What was trained on."""
     m = manifest(budget.data)
     return f"""## The text
 
@@ -197,6 +204,7 @@ The tier `{m["settings"]["tier"]}` of [the corpus](corpus.md): {m["pairs"]["trai
 
 
 def models(budget: Budget) -> str:
+    """A row for each model that has been scored."""
     rows = [
         "## The models\n",
         "| model | preset | weights | steps | target tokens | minutes of steps | held-out cross entropy |",
@@ -211,38 +219,34 @@ def models(budget: Budget) -> str:
         log = (budget.evaluation(name) / "log.txt").read_text()
         entropy = re.search(r"held-out cross entropy: ([\d.]+)", log)
         tokens, seconds = (sum(r[key] for r in taken) for key in ("tokens", "seconds"))
+        million = weights(budget.runs / name) / 1e6
         rows.append(
-            f"| {name} | `{preset}` | {weights(budget.runs / name) / 1e6:.1f} M | {len(taken):,} | {tokens / 1e6:.2f} M "
+            f"| {name} | `{preset}` | {million:.1f} M | {len(taken):,} | {tokens / 1e6:.2f} M "
             f"| {seconds / 60:.1f} | {entropy.group(1) if entropy else ''} |"
         )
     rows.append(
-        "\nCross entropy is in nats for each token, of held-out sentences of the languages of the model. Minutes are those "
-        f"of the steps, the compilation of the first included, on {budget.machine}.\n"
+        "\nCross entropy is in nats for each token, of held-out sentences of the languages of the model. Minutes are "
+        f"those of the steps, the compilation of the first included, on {budget.machine}.\n"
     )
     return "\n".join(rows)
 
 
 def weights(run: Path) -> int:
     """Number of weights of a run's newest checkpoint."""
-    from m4 import checkpoint
-    from gshard import moe
-
-    meta = checkpoint.meta(run / "checkpoints", checkpoint.steps(run / "checkpoints")[-1])
-    return moe.parameter_count(moe.param_specs(moe.TransformerConfig(**meta["model"])))
+    _, state, _ = checkpoint.restore(run / "checkpoints", checkpoint.steps(run / "checkpoints")[-1])
+    return sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
 
 
 def by_class(budget: Budget) -> str:
+    """The comparison with the dense model."""
     ours, dense = (Results.load(budget.evaluation(name)) for name in (MOE, DENSE))
     deltas = evaluate.differences(ours, [dense])
     classes = evaluate.resource_classes(ours)
-    with (budget.evaluation(MOE) / "scores.csv").open(encoding="utf-8") as file:
-        import csv
-
-        p = {row["language"]: float(row["p_bleu"]) for row in csv.DictReader(file)}
+    p = {row["language"]: float(row["p_bleu"]) for row in table(budget.evaluation(MOE))}
     rows = [
         "## Mixture of experts against dense\n",
-        "Means over the languages of a class, by training pairs: the quarter with the most, the half between, the quarter "
-        "with the fewest.\n",
+        "Means over the languages of a class, by training pairs: the quarter with the most, the half between, the "
+        "quarter with the fewest.\n",
         f"| languages | pairs of each | BLEU | dense | ΔBLEU | chrF++ | dense | ΔchrF++ | better, worse (p < {SURE}) |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -258,25 +262,30 @@ def by_class(budget: Budget) -> str:
             f"| {bleu - their_bleu:+.2f} | {chrf:.2f} | {their_chrf:.2f} | {chrf - their_chrf:+.2f} "
             f"| {sum(d > 0 for d in surely)}, {sum(d < 0 for d in surely)} |"
         )
+    sentences = sum(of.sentences for of in ours.languages.values())
     rows.append(
-        f"\nAll {sum(of.sentences for of in ours.languages.values()):,} sentences together: BLEU {ours.overall[0]:.2f} and "
-        f"chrF++ {ours.overall[1]:.2f}, dense {dense.overall[0]:.2f} and {dense.overall[1]:.2f}. Of {len(codes)} languages "
-        f"compared at {SURE}, {SURE * len(codes):.0f} would differ by chance. Signature: `{ours.signature}`.\n"
+        f"\nAll {sentences:,} sentences together: BLEU {ours.overall[0]:.2f} and chrF++ {ours.overall[1]:.2f}, dense "
+        f"{dense.overall[0]:.2f} and {dense.overall[1]:.2f}. Of {len(codes)} languages compared at {SURE}, "
+        f"{SURE * len(codes):.0f} would differ by chance. Signature: `{ours.signature}`.\n"
     )
     return "\n".join(rows)
 
 
+def table(folder: Path) -> list[dict[str, str]]:
+    """The rows of an evaluation."""
+    with (folder / "scores.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def bilingual(budget: Budget) -> str:
+    """The comparison with models of one language, as far as they are there."""
     found = []
     for code in budget.languages:
         mine, only = budget.runs / MOE / f"evaluation-{code}", budget.evaluation(f"only-{code}")
         if not ((mine / "log.txt").exists() and (only / "log.txt").exists()):
             continue
         ours, theirs = Results.load(mine).languages[code], Results.load(only).languages[code]
-        import csv
-
-        with (mine / "scores.csv").open(encoding="utf-8") as file:
-            (row,) = csv.DictReader(file)
+        (row,) = table(mine)
         found.append(
             f"| {code} | {ours.pairs:,} | {ours.sentences} | {ours.bleu:.2f} ± {row['bleu_95']} | {theirs.bleu:.2f} "
             f"| {ours.bleu - theirs.bleu:+.2f} (p = {float(row['p_bleu']):.3f}) | {ours.chrf:.2f} | {theirs.chrf:.2f} |"
@@ -314,6 +323,7 @@ def nothing(budget: Budget) -> str:
 
 
 def again(budget: Budget, lines: Sequence[Sequence[str]]) -> str:
+    """The command lines."""
     text = "\n".join(shlex.join(["m4", *line]) for line in lines)
     here = shlex.join(["python", "scripts/translation_quality.py", *sys.argv[1:]])
     return f"## Doing it again\n\n```bash\n{here}\n```\n\nwhich ran:\n\n```bash\n{text}\n```\n"
