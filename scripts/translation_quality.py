@@ -187,8 +187,8 @@ HEAD = """# Results
 
 How well do models translate that were trained for some minutes on {machine}? Badly: the paper's models had 22 TPU v3
 core-years and 25 billion pairs. What can be seen at this size is how a Mixture-of-Experts model compares with a dense
-one of the same FLOPs after the same steps, and with models of one language, on sentences that neither has seen. Nothing
-was left out that came out the other way, and each model was trained once, with the seed 0.
+one of the same FLOPs after the same steps, and with models of one language, on sentences that neither has seen. Each model
+was trained once, with the seed 0.
 """
 
 
@@ -199,7 +199,8 @@ def corpus(budget: Budget) -> str:
 
 The tier `{m["settings"]["tier"]}` of [the corpus](corpus.md): {m["pairs"]["train"]:,} training pairs in
 {len(m["languages"])} languages, drawn with a temperature of {m["settings"]["temperature"]:g}; vocabularies of
-{m["source_vocabulary"]:,} and {m["target_vocabulary"]:,} pieces. No English sentence of the test is in training.
+{m["source_vocabulary"]:,} and {m["target_vocabulary"]:,} pieces. Batches of {budget.tokens:,} tokens on each side. No
+English sentence of the test is in training. Nobody is told the language of a sentence when it is scored.
 """
 
 
