@@ -187,8 +187,8 @@ HEAD = """# Results
 
 How well do models translate that were trained for some minutes on {machine}? Badly: the paper's models had 22 TPU v3
 core-years and 25 billion pairs. What can be seen at this size is how a Mixture-of-Experts model compares with a dense
-one of the same FLOPs after the same steps, and with models of one language, on sentences that neither has seen. Each model
-was trained once, with the seed 0.
+one of the same FLOPs after the same steps, and with models of one language, on sentences that neither has seen. Each
+model was trained once, with the seed 0.
 """
 
 
