@@ -47,7 +47,8 @@ def compare(references: Sequence[str], ours: Sequence[str], theirs: Sequence[str
         ours: what was.
         theirs: what a baseline wrote.
     """
-    systems = [("ours", list(ours))] if theirs is None else [("theirs", list(theirs)), ("ours", list(ours))]
+    systems: list[tuple[str, Sequence[str]]] = [] if theirs is None else [("theirs", list(theirs))]
+    systems.append(("ours", list(ours)))
     metrics = {"BLEU": BLEU(), "chrF++": CHRF(word_order=2)}
     _, scores = PairedTest(systems, metrics, [list(references)], "bs", SAMPLES)()
     bleu, chrf = (cast(Result, scores[name][-1]) for name in ("BLEU", "chrF2++"))
