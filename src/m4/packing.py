@@ -5,7 +5,7 @@ longest to the shortest, each into the first row that has room on both sides.
 
 >>> lengths = np.array([[3, 2], [5, 4], [2, 2], [4, 3]])
 >>> fill(lengths, rows=2, room=(8, 6)).tolist()
-[1, 0, 0, 1]
+[0, 0, 1, 1]
 """
 
 from __future__ import annotations
