@@ -31,6 +31,7 @@ from m4.evaluate import CLASSES, SURE, Results
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"
+INDEX = ROOT / "docs" / "index.md"
 M4 = [sys.executable, "-m", "m4"]
 STOPPED = 143
 MOE, DENSE = "moe", "dense"
@@ -178,6 +179,8 @@ def write(budget: Budget, lines: Sequence[Sequence[str]]) -> None:
     parts = [HEAD.format(machine=budget.machine), corpus(budget), models(budget), by_class(budget)]
     parts += [bilingual(budget), nothing(budget), again(budget, lines)]
     budget.page.write_text("\n".join(filter(None, parts)), "utf-8")
+    if budget.page == PAGE and "\nresults\n" not in INDEX.read_text("utf-8"):
+        INDEX.write_text(INDEX.read_text("utf-8").replace("\ntranslating\n", "\ntranslating\nresults\n"), "utf-8")
     print(f"written: {budget.page}", flush=True)
 
 
