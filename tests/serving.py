@@ -21,9 +21,13 @@ class Words:
     """The vocabulary: ids 3 and up are words; others are unknown."""
 
     fingerprint = "words"
-    source_vocabulary = target_vocabulary = 3 + len(WORDS)
+    target_vocabulary = 3 + len(WORDS)
+    languages = MappingProxyType({"de": 900, "fr": 800, "zh_Hant": 300, "sr_Latn": 20, "yo": 3})
+    source_vocabulary = target_vocabulary + len(languages)
     length = 16
-    manifest = MappingProxyType({"languages": {"de": 900, "fr": 800, "zh_Hant": 300, "sr_Latn": 20, "yo": 3}})
+
+    def tag(self, language: str) -> int:
+        return self.target_vocabulary + list(self.languages).index(language)
 
     def source_ids(self, sentence: str) -> list[int]:
         return [WORDS.index(word) + 3 if word in WORDS else 2 for word in sentence.split()]

@@ -42,12 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
-    command: Any = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, args=[word for word in given if word != "--debug"], prog="m4", description=DESCRIPTION
-    )
     try:
-        prepare_process(getattr(command, "virtual_devices", command.devices), debug)
-        return int(command())
+        try:
+            command: Any = tyro.extras.subcommand_cli_from_dict(
+                COMMANDS, args=[word for word in given if word != "--debug"], prog="m4", description=DESCRIPTION
+            )
+            prepare_process(getattr(command, "virtual_devices", command.devices), debug)
+            return int(command())
+        finally:
+            sys.stdout.flush()  # here, where it is known what to do if nobody reads it
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to be flushed into the pipe
         return 141

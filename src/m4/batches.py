@@ -1,10 +1,11 @@
 """Batches: which sentences are trained on in which step, as a function of the seed and the step alone.
 
 Languages are drawn with probability proportional to their size to the power 1/T (T = 1 is the natural imbalance,
-larger T draws rare languages more often). Sentences are kept in buckets by length, so that little of a batch is
-padding: a batch is drawn from one bucket and has its shape, one of a few with about the same number of tokens. How
-often each bucket is drawn, and which languages from it, is such that every sentence of a language is drawn equally
-often, short or long.
+larger T draws rare languages more often), and every sentence of a language equally often, short or long. Several
+sentences are packed into each row (`m4.packing`), so that little of a batch is padding, and every batch has the same
+shape. Where one side of the text has more tokens than the other, its rows are longer.
+
+Some sources begin with a token that names their language: so a model can be told the language, and need not be.
 """
 
 from __future__ import annotations
@@ -16,29 +17,45 @@ import numpy as np
 
 from m4.encoded import Encoded
 from m4.errors import CorpusError
+from m4.packing import fill
 
-__all__ = ["EOS", "PAD", "Batches", "Encoded", "in_order", "pad", "shapes"]
+__all__ = ["EOS", "PAD", "TAGGED", "Batches", "Encoded", "Shape", "in_order"]
 
 PAD, EOS = 0, 1
-_MOST_SHAPES = 4  # each one is compiled
-_SHORTEST = 12
+TAGGED = 0.5
+"""The share of sources that name their language."""
+
+_BLOCK = 16  # rows that are drawn and packed by themselves, so that a process packs no more than its own
+_LONGEST = 2.0  # the longer side's rows against the shorter's
 
 
-def shapes(tokens: int, length: int) -> tuple[tuple[int, int], ...]:
-    """Shapes (rows, tokens of a row) of batches of ``tokens`` tokens: the whole length, the half, and so on.
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The shape of a batch: rows, and the source and target tokens of a row."""
 
-    >>> shapes(3072, 24)
-    ((256, 12), (128, 24))
-    >>> shapes(8192, 128)
-    ((512, 16), (256, 32), (128, 64), (64, 128))
-    """
-    found = [(tokens // length, length)]
-    while len(found) < _MOST_SHAPES:
-        short, odd = divmod(found[0][1], 2)
-        if odd or short < _SHORTEST or tokens % short:
-            break
-        found.insert(0, (tokens // short, short))
-    return tuple(found)
+    rows: int
+    source: int
+    target: int
+
+    @staticmethod
+    def of(tokens: int, length: int, source_to_target: float) -> Shape:
+        """About ``tokens`` tokens on each side, in rows that hold any sentence of ``length`` tokens.
+
+        Args:
+            tokens: tokens of a batch, mean of both sides.
+            length: the longest sentence.
+            source_to_target: source tokens for each target token.
+
+        >>> Shape.of(8192, 128, 1.5)
+        Shape(rows=48, source=192, target=128)
+        >>> Shape.of(3072, 24, 0.8)
+        Shape(rows=104, source=24, target=32)
+        """
+        longer = max(source_to_target, 1 / source_to_target)
+        wide = max(8 * round(length * min(longer, _LONGEST) / 8), length)
+        rows = max(2 * tokens // (length + wide), 1)
+        rows -= rows % 8 if rows > 8 else 0  # devices and processes share them out
+        return Shape(rows, *((wide, length) if source_to_target >= 1 else (length, wide)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +64,12 @@ class Batches:
 
     Attributes:
         data: the pairs.
-        tokens: tokens of a batch on each side.
+        tokens: tokens of a batch, mean of both sides.
         length: the longest sentence, end included; longer pairs are never drawn.
         temperature: T.
         seed: of all choices.
+        tags: for each language of the data the source id that names it; empty if none are to be named.
+        shape: of every batch.
 
     Raises:
         CorpusError: no pair is short enough.
@@ -61,33 +80,36 @@ class Batches:
     length: int
     temperature: float
     seed: int
+    tags: tuple[int, ...] = ()
+    shape: Shape = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        sizes = shapes(self.tokens, self.length)
-        rows = np.array([rows for rows, _ in sizes])
-        bucket = np.searchsorted([length for _, length in sizes], self.data.lengths).astype(np.int32)
-        # One number for bucket and language; pairs that are too long come last and are cut off.
-        languages = len(self.data.languages)
-        cell = bucket * languages + np.asarray(self.data.language)
-        fitting = int((bucket < len(sizes)).sum())
-        if not fitting:
+        source_N, target_N = np.diff(self.data.source_at) + 1, np.diff(self.data.target_at) + 1
+        fitting = np.flatnonzero(np.maximum(source_N, target_N) <= self.length)
+        if not len(fitting):
             raise CorpusError(
                 f"no pair of sentences fits into {self.length} tokens.",
                 got=f"{len(self.data):,} pairs",
                 way_out="Prepare again with a larger --length, or give shorter sentences.",
             )
-        counts = np.bincount(cell, minlength=len(sizes) * languages)[: len(sizes) * languages]
-        counts_BL = counts.reshape(len(sizes), languages).astype(np.float64)
-        total_L = counts_BL.sum(0)
-        weight_L = np.where(total_L > 0, np.maximum(total_L, 1) ** (1 / self.temperature), 0.0)
-        share_BL = counts_BL / np.maximum(total_L, 1) * weight_L
-        # A batch of short sentences holds more of them, and is drawn the less often.
-        often_B = share_BL.sum(1) / rows
-        object.__setattr__(self, "_order", np.argsort(cell, kind="stable")[:fitting].astype(np.int32))
-        object.__setattr__(self, "_first", np.concatenate([[0], np.cumsum(counts)]))
-        object.__setattr__(self, "_bucket_chance", np.cumsum(often_B / often_B.sum()))
-        share_BL /= np.maximum(share_BL.sum(1, keepdims=True), 1e-300)
-        object.__setattr__(self, "_language_chance", np.cumsum(share_BL, axis=1))
+        language = np.asarray(self.data.language)[fitting]
+        count_L = np.bincount(language, minlength=len(self.data.languages))
+        weight_L = np.where(count_L > 0, np.maximum(count_L, 1) ** (1 / self.temperature), 0.0)
+        weight_L /= weight_L.sum()
+
+        def drawn_mean(length_N: np.ndarray) -> float:
+            total_L = np.bincount(language, weights=length_N[fitting], minlength=len(count_L))
+            return float((total_L / np.maximum(count_L, 1)) @ weight_L)
+
+        mean = drawn_mean(source_N) + (TAGGED if self.tags else 0.0), drawn_mean(target_N)
+        shape = Shape.of(self.tokens, self.length, mean[0] / mean[1])
+        # Somewhat more than are expected to fit, so that rows are filled by what was drawn first.
+        most = min(shape.source / mean[0], shape.target / mean[1])
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "_of_a_row", 1.25 * most)
+        object.__setattr__(self, "_order", fitting[np.argsort(language, kind="stable")].astype(np.int32))
+        object.__setattr__(self, "_first", np.concatenate([[0], np.cumsum(count_L)]))
+        object.__setattr__(self, "_chance", np.cumsum(weight_L))
 
     @property
     def too_long(self) -> int:
@@ -95,7 +117,9 @@ class Batches:
         return len(self.data) - len(self._order)  # type: ignore[attr-defined]
 
     def batch(self, step: int, process: int = 0, processes: int = 1) -> dict[str, np.ndarray]:
-        """The batch of a step: ``source`` and ``target``, int32 [B, L], ended by 1 and filled with 0.
+        """The batch of a step: ``source`` and ``target``, int32 [B, L], each sentence ended by 1, filled with 0.
+
+        The n-th source of a row belongs to its n-th target.
 
         Args:
             step: counted from 0.
@@ -105,47 +129,78 @@ class Batches:
         Raises:
             CorpusError: the rows cannot be divided by the processes.
         """
-        rows, length = self._draw(step)
-        if len(rows) % processes:
+        rows = self.shape.rows
+        if rows % processes:
             raise CorpusError(
-                f"a batch of {len(rows)} sentences of {length} tokens cannot be divided by {processes} processes.",
-                way_out=f"Let a batch have {processes} times {self.length} tokens, or a multiple of that.",
+                f"a batch of {rows} rows cannot be divided by {processes} processes.",
+                way_out=f"Let a batch have more tokens, or fewer: such that its rows are a multiple of {processes}.",
             )
-        own = len(rows) // processes
-        return pad(self.data, rows[process * own : (process + 1) * own], length)
+        own = rows // processes
+        first, end = process * own, (process + 1) * own
+        blocks = [self._block(step, block) for block in range(first // _BLOCK, -(-end // _BLOCK))]
+        skipped = first // _BLOCK * _BLOCK
+        return {
+            side: np.concatenate([block[side] for block in blocks])[first - skipped : end - skipped]
+            for side in ("source", "target")
+        }
 
-    def _draw(self, step: int) -> tuple[np.ndarray, int]:
-        """Pairs of a batch, and its length."""
-        order, first = self._order, self._first  # type: ignore[attr-defined]
-        bucket_chance, language_chance = self._bucket_chance, self._language_chance  # type: ignore[attr-defined]
-        rng = np.random.default_rng((self.seed, step))
-        bucket = min(int(np.searchsorted(bucket_chance, rng.random(), side="right")), len(bucket_chance) - 1)
-        count, length = shapes(self.tokens, self.length)[bucket]
-        chance = language_chance[bucket]
-        # Not beyond the last language of this bucket, whatever rounding did to the sum.
+    def _block(self, step: int, block: int) -> dict[str, np.ndarray]:
+        """Some rows of a batch."""
+        rows = min(_BLOCK, self.shape.rows - block * _BLOCK)
+        order, first, chance = self._order, self._first, self._chance  # type: ignore[attr-defined]
+        rng = np.random.default_rng((self.seed, step, block))
+        count = int(rows * self._of_a_row) + 16  # type: ignore[attr-defined]
+        # Not beyond the last language, whatever rounding did to the sum.
         language = np.searchsorted(chance, rng.random(count) * chance[-1], side="right").clip(0, len(chance) - 1)
-        cell = bucket * len(chance) + language
-        low, high = first[cell], first[cell + 1]
-        return np.asarray(order[low + (rng.random(count) * (high - low)).astype(np.int64)], np.int64), length
+        low, high = first[language], first[language + 1]
+        pairs = order[low + (rng.random(count) * (high - low)).astype(np.int64)].astype(np.int64)
+        tags = np.full(count, PAD)
+        if self.tags:
+            tags = np.where(rng.random(count) < TAGGED, np.array(self.tags)[language], PAD)
+        lengths_N2, tags = _lengths(self.data, pairs, tags, self.shape)
+        row = fill(lengths_N2, rows, (self.shape.source, self.shape.target))
+        return _rows(self.data, pairs[: len(row)], tags, row, rows, self.shape)
 
 
-def pad(data: Encoded, rows: Sequence[int] | np.ndarray, length: int) -> dict[str, np.ndarray]:
-    """Pairs as rows of ids, ended by 1 and filled with 0; -1 makes an empty row."""
+def in_order(data: Encoded, shape: Shape, length: int) -> Iterator[dict[str, np.ndarray]]:
+    """Every pair of at most ``length`` tokens once, in batches of one shape, the last ones not full; no tags."""
+    pairs = np.flatnonzero(data.lengths <= length)
+    while len(pairs):
+        some = pairs[: shape.rows * min(shape.source, shape.target)]
+        lengths_N2, tags = _lengths(data, some, np.full(len(some), PAD), shape)
+        row = fill(lengths_N2, shape.rows, (shape.source, shape.target))
+        yield _rows(data, pairs[: len(row)], tags, row, shape.rows, shape)
+        pairs = pairs[len(row) :]
+
+
+def _lengths(data: Encoded, pairs: np.ndarray, tags: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each pair on both sides, and the tags for which there is room."""
+    source_N = data.source_at[pairs + 1] - data.source_at[pairs] + 1
+    target_N = data.target_at[pairs + 1] - data.target_at[pairs] + 1
+    tags = np.where(source_N < shape.source, tags, PAD)
+    return np.stack([source_N + (tags != PAD), target_N], axis=1), tags
+
+
+def _rows(
+    data: Encoded, pairs: Sequence[int] | np.ndarray, tags: np.ndarray, row_N: np.ndarray, rows: int, shape: Shape
+) -> dict[str, np.ndarray]:
+    """Pairs in their rows, one after the other."""
     out = {}
-    for side, ids, at in (("source", data.source, data.source_at), ("target", data.target, data.target_at)):
-        block = np.full((len(rows), length), PAD, np.int32)
-        for i, row in enumerate(rows):
-            if row >= 0:
-                own = ids[at[row] : at[row + 1]]
-                block[i, : len(own)] = own
-                block[i, len(own)] = EOS
+    for side, ids, at, length in (
+        ("source", data.source, data.source_at, shape.source),
+        ("target", data.target, data.target_at, shape.target),
+    ):
+        block = np.full((rows, length), PAD, np.int32)
+        free = [0] * rows
+        for pair, tag, row in zip(pairs, tags, row_N, strict=False):
+            own = ids[at[pair] : at[pair + 1]]
+            begin = free[row]
+            if side == "source" and tag != PAD:
+                block[row, begin] = tag
+                begin += 1
+            end = begin + len(own)
+            block[row, begin:end] = own
+            block[row, end] = EOS
+            free[row] = end + 1
         out[side] = block
     return out
-
-
-def in_order(data: Encoded, rows: int, length: int) -> Iterator[dict[str, np.ndarray]]:
-    """Every pair that fits once, in batches of one shape, the last one filled with empty rows."""
-    fitting = np.flatnonzero(data.lengths <= length)
-    for start in range(0, len(fitting), rows):
-        chosen = fitting[start : start + rows]
-        yield pad(data, np.concatenate([chosen, np.full(rows - len(chosen), -1)]), length)

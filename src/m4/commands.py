@@ -24,6 +24,7 @@ from m4.prepare import PrepareConfig, open_text, prepare
 from m4.processes import Alone, Group
 from m4.serve.config import ServeConfig
 from m4.stopping import STOPPED, asked_to_stop
+from m4.text import PreparedText
 from m4.together import Processes, Together
 from m4.train import compile_step, held_out_cross_entropy, make_evaluation, train
 from m4.translate import Translator, load
@@ -54,6 +55,8 @@ class Train:
         run: folder of the run: checkpoints and metrics.jsonl.
         devices: devices to partition the model over; on a machine without accelerators they are virtual ones.
         resume: go on from the newest sound checkpoint of the run.
+        languages: train on these languages of the corpus only, for a bilingual baseline, say; on all if not given.
+        tokens: tokens of a batch on each side; if not given, what the corpus was prepared for.
         plan: only say how the step would be partitioned over so many devices, which need not exist.
         model: which model.
         train: how to train it.
@@ -64,6 +67,8 @@ class Train:
     run: Path = RUN
     devices: int = 8
     resume: bool = False
+    languages: tuple[str, ...] = ()
+    tokens: int | None = None
     plan: bool = False
     model: tyro.conf.OmitArgPrefixes[ModelChoice] = dataclasses.field(default_factory=ModelChoice)
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = dataclasses.field(default_factory=TrainConfig)
@@ -89,17 +94,28 @@ class Train:
         return self._train(Alone())
 
     def _plan(self) -> int:
-        text = open_text(self.data)
+        text = self._text()
         model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
         print(describe_model(model))
         print(plan_summary(model, self.train, text.batch(0)))
         return 0
 
+    def _text(self) -> PreparedText:
+        text = open_text(self.data)
+        if self.tokens is not None:
+            if self.tokens < text.length:
+                raise CommandError(
+                    f"a batch of {self.tokens} tokens cannot hold a sentence of {text.length}.",
+                    way_out=f"Give --tokens of {text.length} or more.",
+                )
+            text = text.rebatched(tokens=self.tokens)
+        return text.of_languages(self.languages) if self.languages else text
+
     def _train(self, group: Group) -> int:
         # SIGTERM after jax.distributed, whose handler would swallow it.
         with group, asked_to_stop() as asked:
             _check_devices(self.devices)
-            text = open_text(self.data)
+            text = self._text()
             model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
             result = train(
                 model,
@@ -107,7 +123,7 @@ class Train:
                 Run(self.run),
                 text.batch,
                 text.held_out(),
-                meta={"vocabularies": text.fingerprint},
+                meta={"vocabularies": text.fingerprint, "only": sorted(self.languages)},
                 resume=self.resume,
                 stop=asked,
                 group=group,
@@ -130,7 +146,8 @@ class Translate:
     Attributes:
         input: a text file in UTF-8; if not given, standard input, which may be a pipe or a person.
         output: where to write; standard output if not given.
-        language: the language of the input, which must be one the model knows. The model itself tells languages apart.
+        language: the language of the input, one that the model knows; it is told to the model, which otherwise tells
+            languages apart by itself.
         data: folder of the corpus the model was trained on, for its vocabularies.
         run: folder of the run.
         step: which checkpoint; the newest if not given.
@@ -159,15 +176,14 @@ class Translate:
         lines.check_files(self.input, self.output)
         text = open_text(self.data)
         translator = load(Run(self.run), text, self.search, self.step, batch=self.batch, devices=self.devices)
-        if self.language is not None:
-            translator.check_language(self.language)
+        language = None if self.language is None else translator.check_language(self.language)
         by_hand = self.input is None and sys.stdin.isatty()
         speed = lines.Speed(live=False if by_hand or (self.output is None and sys.stdout.isatty()) else None)
         with lines.reading(self.input, self.replace_invalid, by_hand) as source, lines.writing(self.output) as target:
             groups = ([line] for line in source) if by_hand else lines.blocks(source, 16 * self.batch)
             try:
                 for group in groups:
-                    translated = translator.translate(group)
+                    translated = translator.translate(group, language)
                     lines.write(translated, speed.lines, self.search.n_best, target)
                     speed.add(translated)
             finally:
@@ -185,6 +201,7 @@ class Evaluate:
         run: folder of the run.
         step: which checkpoint; the newest if not given.
         sentences: held-out sentences to translate, as many of each language as there are.
+        languages: score these languages only; all that the model was trained on if not given.
         output: where to write results.json, scores.csv, translations.tsv and languages.svg; if not given, the folder
             "evaluation" of the run.
         baselines: what to form differences to: folders with results.json, or runs of the same corpus, which are then
@@ -198,6 +215,7 @@ class Evaluate:
     run: Path = RUN
     step: int | None = None
     sentences: int = 1000
+    languages: tuple[str, ...] = ()
     output: Path | None = None
     baselines: tuple[str, ...] = ()
     batch: int = 32
@@ -209,9 +227,9 @@ class Evaluate:
         if self.sentences < 1:
             raise CommandError(f"cannot score {self.sentences} sentences.", way_out="Ask for at least one.")
         _check_devices(self.devices)
-        text = open_text(self.data)
-        translator = self._load(text, self.run, self.step)
-        others = [self._baseline(text, name) for name in self.baselines]
+        translator = self._load(open_text(self.data), self.run, self.step)
+        text = translator.text.of_languages(self.languages) if self.languages else translator.text
+        others = [self._baseline(open_text(self.data), name) for name in self.baselines]
         model = dataclasses.replace(translator.model, partitions=1)
         held_out = compile_step(make_evaluation(model), 1, donate=False)
         value = held_out_cross_entropy(held_out, translator.params, text.held_out())
@@ -220,24 +238,30 @@ class Evaluate:
         examples = text.examples(self.sentences)
         sources, references, languages = ([e[i] for e in examples] for i in (1, 2, 0))
 
-        def translate(by: Translator) -> list[str]:
-            return [t.text for t in by.translate(sources)]
-
-        written = translate(translator)
+        written = [t.text for t in translator.translate(sources)]
         systems = {"model": score.score(written, references, languages)}
         systems |= score.baselines(sources, references, languages, text.frequent_sentence())
         print(score.table(systems))
 
         pairs = translator.languages
         results = evaluate.measure(self.run.name, examples, written, pairs, self.step)
-        compared = [
-            evaluate.measure(name, examples, translate(other), pairs) if isinstance(other, Translator) else other
-            for name, other in zip(self.baselines, others, strict=True)
-        ]
+        compared: list[evaluate.Results] = []
+        theirs: dict[str, list[str]] = {}
+        for name, other in zip(self.baselines, others, strict=True):
+            if isinstance(other, Translator):
+                shared = [example for example in examples if example.language in other.languages]
+                by_other = [t.text for t in other.translate([example.source for example in shared])]
+                for example, line in zip(shared, by_other, strict=True):
+                    theirs.setdefault(example.language, []).append(line)
+                compared.append(evaluate.measure(name, shared, by_other, pairs))
+            else:
+                theirs |= evaluate.read_translations(Path(name) if Path(name).is_dir() else Path(name).parent)
+                compared.append(other)
         deltas = evaluate.differences(results, compared)
-        print(f"\n{evaluate.summary(results, deltas)}")
+        sure = evaluate.sureness(examples, written, theirs)
+        print(f"\n{evaluate.summary(results, deltas, sure)}")
         folder = self.output or self.run / "evaluation"
-        evaluate.save(folder, results, deltas, examples, written)
+        evaluate.save(folder, results, deltas, examples, written, sure)
         try:
             figure = importlib.import_module("m4.figure")
         except ModuleNotFoundError as error:

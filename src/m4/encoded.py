@@ -84,6 +84,12 @@ class Encoded:
         return Encoded(self.languages, np.asarray(self.language[np.asarray(rows, np.int64)]), **sides)
 
 
+def of_languages(data: Encoded, languages: Sequence[str]) -> Encoded:
+    """The pairs of some languages."""
+    numbers = [data.languages.index(name) for name in languages if name in data.languages]
+    return data.only(np.flatnonzero(np.isin(data.language, numbers)))
+
+
 class Writer:
     """Writes pairs one block after another; the files can be loaded when it is closed.
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import numpy as np
 
 from m4.batches import Batches, in_order
 from m4.corpus.pair import Pair
-from m4.encoded import Encoded
+from m4.encoded import Encoded, of_languages
 from m4.errors import CorpusError
 from m4.tokens import Vocabulary
 from m4.translate import Example
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 24
+_WATCHED = 2000  # pairs that training is watched on
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -40,12 +42,14 @@ class PreparedText:
         folder: where it lies.
         manifest: what is written down of it.
         source, target: the vocabularies.
+        only: the languages to train on, watch and score; all of the corpus if empty. The vocabularies are the same.
     """
 
     folder: Path
     manifest: dict[str, Any]
     source: Vocabulary
     target: Vocabulary
+    only: tuple[str, ...] = ()
 
     @staticmethod
     def load(folder: Path) -> PreparedText:
@@ -65,13 +69,29 @@ class PreparedText:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of both vocabularies."""
-        return hashlib.sha256((self.source.sha256 + self.target.sha256).encode()).hexdigest()
+        """Hash of both vocabularies, the names of languages included."""
+        said = json.dumps([self.source.sha256, self.target.sha256, self._names])
+        return hashlib.sha256(said.encode()).hexdigest()
+
+    @property
+    def _names(self) -> list[str]:
+        """The languages in the order of their tags."""
+        return sorted(self.manifest["languages"])
+
+    @property
+    def languages(self) -> dict[str, int]:
+        """The languages to train on, with the number of pairs of each."""
+        found: dict[str, int] = self.manifest["languages"]
+        return {name: found[name] for name in found if not self.only or name in self.only}
 
     @property
     def source_vocabulary(self) -> int:
-        """Number of source ids."""
-        return self.source.size
+        """Number of source ids: the pieces, and after them a tag for each language."""
+        return self.source.size + len(self._names)
+
+    def tag(self, language: str) -> int:
+        """The source id that names a language, in front of a sentence."""
+        return self.source.size + self._names.index(language)
 
     @property
     def target_vocabulary(self) -> int:
@@ -87,8 +107,10 @@ class PreparedText:
     def batches(self) -> Batches:
         """The training batches."""
         s = self.manifest["settings"]
+        data = self._encoded("train")
+        tags = tuple(self.tag(name) for name in data.languages)
         seed, temperature = int(s["sampling_seed"]), float(s["temperature"])
-        return Batches(self._encoded("train"), int(s["tokens"]), self.length, temperature, seed)
+        return Batches(data, int(s["tokens"]), self.length, temperature, seed, tags)
 
     def batch(self, step: int, process: int = 0, processes: int = 1) -> dict[str, np.ndarray]:
         """The training batch of a step, or a process's part of it: ``source`` and ``target``, int32 [B, L]."""
@@ -103,13 +125,27 @@ class PreparedText:
         settings = {**self.manifest["settings"], **{name: value for name, value in asked.items() if value is not None}}
         return dataclasses.replace(self, manifest={**self.manifest, "settings": settings})
 
+    def of_languages(self, languages: Sequence[str]) -> PreparedText:
+        """The same text with these languages only; its vocabularies, and so the ids, stay what they are.
+
+        Raises:
+            CorpusError: the corpus has no such language.
+        """
+        unknown = [name for name in languages if name not in self.languages]
+        if unknown:
+            raise CorpusError(
+                f"there is no language {unknown[0]!r} here.",
+                str(self.folder),
+                way_out=f"There are: {', '.join(sorted(self.languages))}.",
+            )
+        return dataclasses.replace(self, only=tuple(languages))
+
     @functools.cached_property
     def _held_out(self) -> tuple[dict[str, np.ndarray], ...]:
-        rows = int(self.manifest["settings"]["tokens"]) // self.length
         dev = self._encoded("dev")
-        # A sample that is quickly evaluated: every n-th pair, all languages in it.
-        picked = np.random.default_rng(0).permutation(len(dev))[: 8 * rows]
-        return tuple(in_order(dev.only(np.sort(picked)), rows, self.length))
+        # A sample that is quickly evaluated, with all languages in it.
+        picked = np.random.default_rng(0).permutation(len(dev))[:_WATCHED]
+        return tuple(in_order(dev.only(np.sort(picked)), self.batches.shape, self.length))
 
     def held_out(self) -> Sequence[dict[str, np.ndarray]]:
         """Batches that are not trained on, all of one shape."""
@@ -118,19 +154,23 @@ class PreparedText:
     def examples(self, count: int, part: str = "test") -> Sequence[Example]:
         """Held-out sentences that fit the model, always the same ones, of as many languages as there are.
 
+        The first ones of a language are the same whatever other languages there are, and however many are asked for.
+
         Args:
             count: how many at most.
             part: ``test``, ``dev``, or ``out_of_domain`` (empty unless the corpus has such a source).
         """
-        pairs = self._pairs(part)
+        pairs = [pair for pair in self._pairs(part) if not self.only or pair.language in self.only]
         sides = self.source.encode([p.foreign for p in pairs]), self.target.encode([p.english for p in pairs])
         by_language: dict[str, list[Pair]] = {}
         for pair, source, target in zip(pairs, *sides, strict=True):
             if max(len(source), len(target)) < self.length:
                 by_language.setdefault(pair.language, []).append(pair)
-        rng = np.random.default_rng(1)
-        queues = [[pairs[i] for i in rng.permutation(len(pairs))] for _, pairs in sorted(by_language.items())]
-        order = rng.permutation(len(queues))
+        queues = []
+        for name, own in sorted(by_language.items()):
+            shuffled = np.random.default_rng((1, zlib.crc32(name.encode()))).permutation(len(own))
+            queues.append([own[i] for i in shuffled])
+        order = np.random.default_rng(1).permutation(len(queues))
         found: list[Example] = []
         for turn in range(max(map(len, queues), default=0)):
             for q in order:
@@ -160,7 +200,8 @@ class PreparedText:
         return self.target.decode(ids)
 
     def _encoded(self, part: str) -> Encoded:
-        return Encoded.load(self.folder / part)
+        found = Encoded.load(self.folder / part)
+        return of_languages(found, self.only) if self.only else found
 
     def _pairs(self, part: str) -> list[Pair]:
         path = self.folder / f"{part}.tsv"

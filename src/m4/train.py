@@ -218,8 +218,16 @@ class _Loop:
         return dict(jax.tree.unflatten(tree, lying))
 
     def _same_run(self, saved: Mapping[str, Any]) -> None:
-        """Refuses to go on with another model, naming the first setting that differs."""
+        """Refuses to go on with another model or other text, naming the first setting that differs."""
         changeable = {"partitions", "dispatch", "remat"}  # how the model runs, not what it is
+        for name, what in (("vocabularies", "vocabularies"), ("only", "languages")):
+            if saved.get(name) != self.described.get(name):
+                raise TrainError(
+                    f"the checkpoint was made with other {what}.",
+                    where=str(self.where.checkpoints),
+                    got=f"{saved.get(name)} there, {self.described.get(name)} here",
+                    way_out="Use the corpus and the languages of the first run, or name another folder.",
+                )
         theirs, ours = saved.get("model", {}), json.loads(json.dumps(self.described["model"]))
         for name in sorted((theirs.keys() | ours.keys()) - changeable):
             if theirs.get(name) != ours.get(name):

@@ -43,7 +43,7 @@ class Text(Protocol):
 
     @property
     def source_vocabulary(self) -> int:
-        """Number of source ids."""
+        """Number of source ids, tags included."""
 
     @property
     def target_vocabulary(self) -> int:
@@ -69,8 +69,14 @@ class Text(Protocol):
         """The most frequent English sentence of the training data."""
 
     @property
-    def manifest(self) -> Mapping[str, Any]:
-        """What is written down of it; ``languages`` has the number of training pairs of each language."""
+    def languages(self) -> Mapping[str, int]:
+        """The number of pairs of each language."""
+
+    def tag(self, language: str) -> int:
+        """The source id that names a language, in front of a sentence."""
+
+    def of_languages(self, languages: Sequence[str]) -> Text:
+        """The same vocabularies, and these languages only."""
 
     def source_ids(self, sentence: str) -> list[int]:
         """The ids of a source sentence, without an end token."""
@@ -133,7 +139,7 @@ class Translator:
     @property
     def languages(self) -> Mapping[str, int]:
         """The languages the model was trained on, with the number of training pairs of each, largest first."""
-        found: Mapping[str, int] = self.text.manifest.get("languages", {})
+        found = self.text.languages
         return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
     def check_language(self, language: str) -> str:
@@ -158,16 +164,27 @@ class Translator:
             way_out=f"Did you mean {' or '.join(by_folded[n] for n in near[:3])}?" if near else "Leave --from out.",
         )
 
-    def translate(self, sentences: Sequence[str]) -> list[Translated]:
+    def translate(
+        self, sentences: Sequence[str], languages: Sequence[str | None] | str | None = None
+    ) -> list[Translated]:
         """Translates any number of sentences; an empty one stays empty, and the order is kept.
+
+        Args:
+            sentences: what to translate.
+            languages: the language of all of them, or of each, as `check_language` returns it; None where the model is
+                to tell by itself.
 
         Raises:
             TranslateError: the model gives no finite probability to any translation.
         """
+        if languages is None or isinstance(languages, str):
+            languages = [languages] * len(sentences)
+        tags = [[] if name is None else [self.text.tag(name)] for name in languages]
         room = self.text.length - 1
         # A piece has 16 letters at most: what lies behind could only be cut off.
         shown = [sentence[: 32 * self.text.length] for sentence in sentences]
-        ids = [self.text.source_ids(sentence) for sentence in shown]
+        own = [self.text.source_ids(sentence) for sentence in shown]
+        ids = [tag + row if row else [] for tag, row in zip(tags, own, strict=True)]
         out = [
             Translated((), len(row) > room or len(seen) < len(given), min(len(row), room) + 1 if row else 0)
             for row, seen, given in zip(ids, shown, sentences, strict=True)
@@ -238,6 +255,8 @@ def load(
             got=f"vocabularies: {meta.get('vocabularies')} of the model, {text.fingerprint} of the corpus",
             way_out="Name the folder of the corpus it was trained on, or train again.",
         )
+    if meta.get("only"):
+        text = text.of_languages(meta["only"])
     model = moe.TransformerConfig(**meta["model"])
     # On one device the parameters go there now; on several, each takes its part when the search is first run.
     params = jax.device_put(state["params"], jax.devices()[0]) if devices == 1 else state["params"]

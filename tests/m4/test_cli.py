@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -33,13 +35,17 @@ class Toy:
     """English spelt backwards, word by word; implements `m4.translate.Text`."""
 
     fingerprint = "toy"
-    source_vocabulary = target_vocabulary = 3 + len(ENGLISH)
+    languages: ClassVar = {"aa": 900, "bb": 90, "pt_BR": 9}
+    target_vocabulary = 3 + len(ENGLISH)
+    source_vocabulary = target_vocabulary + len(languages)
     length = 8
-    manifest: ClassVar = {"languages": {"aa": 900, "bb": 90, "pt_BR": 9}}
+
+    def tag(self, language: str) -> int:
+        return self.target_vocabulary + list(self.languages).index(language)
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(step)
-        words = rng.integers(3, self.source_vocabulary, (16, self.length))
+        words = rng.integers(3, self.target_vocabulary, (16, self.length))
         ids = np.where(np.arange(self.length) < rng.integers(1, self.length, (16, 1)), words, 0)
         ids[np.arange(16), (ids != 0).sum(1)] = 1
         return {"source": ids.astype(np.int32), "target": ids.astype(np.int32)}
@@ -164,7 +170,7 @@ def test_n_best_and_throughput(trained: Path, tmp_path: Path, capsys: pytest.Cap
     assert main(given) == 0
     told = capsys.readouterr()
     assert told.out.splitlines() == [rows[0][1], "", rows[4][1]]
-    assert "3 lines, 6 source tokens" in told.err
+    assert "3 lines, 8 source tokens" in told.err, "ends, and the name of the language, are tokens"
     assert "lines/s" in told.err
 
 
@@ -185,11 +191,66 @@ def test_a_slow_pipe_is_answered_line_by_line() -> None:
 
 
 def test_long_lines_are_cut_and_counted(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "in.txt").write_text("a " * 100_000 + "\nwon\n")
+    (tmp_path / "in.txt").write_text("a " * 5_000_000 + "\nwon\n")  # ten megabytes
     assert main(["translate", "in.txt", "--run", str(trained), "--beam", "1", "--max-length", "4"]) == 0
     told = capsys.readouterr()
     assert told.out.count("\n") == 2
     assert "1 line was longer than 7 tokens" in told.err
+
+
+def test_nothing_to_translate(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.txt").write_bytes(b"")
+    assert main(["translate", "in.txt", "--run", str(trained)]) == 0
+    assert capsys.readouterr().out == ""
+    (tmp_path / "in.txt").write_bytes(b"\n \n")
+    assert main(["translate", "in.txt", "--run", str(trained)]) == 0
+    assert capsys.readouterr().out == "\n\n"
+
+
+def test_other_vocabularies_are_refused(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Other(Toy):
+        fingerprint = "another"
+
+    monkeypatch.setattr(commands, "open_text", lambda folder: Other())
+    assert main(["translate", "--run", str(trained)]) == 2
+    assert "toy of the model, another of the corpus" in capsys.readouterr().err
+    assert main(["train", "--run", str(trained), "--devices", "1", *SMALL, "--steps", "4", "--resume"]) == 2
+    told = capsys.readouterr().err
+    assert "made with other vocabularies" in told
+    assert "toy there, another here" in told
+
+
+def test_a_language_is_told_to_the_model(trained: Path) -> None:
+    translator = load(Run(trained), Toy(), DecodeConfig(beam=2, max_length=6))
+    read: list[list[int]] = []
+
+    class Reading(Toy):
+        def tag(self, language: str) -> int:
+            read.append([language])
+            return super().tag(language)
+
+    translator = dataclasses.replace(translator, text=Reading())
+    lines = ["evas eht elif", "won", "", "evas " * 20]
+    mixed = translator.translate(lines, ["aa", None, "aa", "bb"])
+    assert read == [["aa"], ["aa"], ["bb"]]
+    assert [of.tokens for of in mixed] == [5, 2, 0, 8]
+    assert [of.cut for of in mixed] == [False, False, False, True]
+    alone = translator.translate(lines[:1], "aa")
+    assert alone[0] == mixed[0], "whatever the others are"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+def test_help_into_a_pipe_that_closes(arguments: list[str]) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(commands.__file__).parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "m4", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.communicate()[1] == b""
+    assert process.returncode == 141
 
 
 def test_evaluation_writes_scores_that_can_be_compared(

@@ -82,6 +82,39 @@ def test_table_and_summary(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results.json").read_text())["signature"] == better.signature
 
 
+def test_what_is_more_than_chance(tmp_path: Path) -> None:
+    examples = [
+        Example(code, "x", f"open the file number {n} of the window") for code in ("de", "yo") for n in range(40)
+    ]
+    right = [e.english for e in examples]
+    # Worse in one language, and as often better as worse in the other.
+    theirs = [line.replace("file number", "door") if e.language == "de" else line for e, line in zip(examples, right)]
+    theirs = [line.replace("open", "shut") if n % 2 and n >= 40 else line for n, line in enumerate(theirs)]
+    ours = [line.replace("open", "shut") if n % 2 == 0 and n >= 40 else line for n, line in enumerate(right)]
+    results, baseline = (evaluate.measure(name, examples, w, PAIRS) for name, w in (("a", ours), ("b", theirs)))
+    evaluate.save(tmp_path, baseline, {}, examples, theirs)
+    read = evaluate.read_translations(tmp_path)
+    assert [line for own in read.values() for line in own] == theirs
+    sure = evaluate.sureness(examples, ours, read)
+    assert sure["de"].bleu_p is not None
+    assert sure["yo"].bleu_p is not None
+    assert sure["de"].bleu_p < 0.01 < 0.1 < sure["yo"].bleu_p
+    assert sure["de"].bleu == 0.0 < sure["yo"].bleu
+    deltas = evaluate.differences(results, [baseline])
+    told = evaluate.summary(results, deltas, sure).splitlines()
+    assert told[-2].endswith("1, 0 of 2")
+    evaluate.save(tmp_path, results, deltas, examples, ours, sure)
+    with (tmp_path / "scores.csv").open() as file:
+        de, yo = csv.DictReader(file)
+    assert float(de["p_bleu"]) < 0.01
+    assert float(yo["bleu_95"]) > 0
+    assert evaluate.sureness(examples, ours)["yo"].bleu_p is None
+    assert evaluate.read_translations(tmp_path / "nowhere") == {}
+    (tmp_path / "translations.tsv").write_text("two\tfields\n")
+    with pytest.raises(EvaluateError, match="no translations"):
+        evaluate.read_translations(tmp_path)
+
+
 def test_figure(tmp_path: Path) -> None:
     figure = pytest.importorskip("m4.figure", reason="matplotlib (the extra plot) is not installed")
     many = [Example(f"l{n:02}", "x", f"open the new file {n}") for n in range(40)]

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m4.batches import EOS, Batches, Encoded, in_order, shapes
+from m4.batches import EOS, PAD, Batches, Encoded, Shape, in_order
 from m4.corpus import fetch, hold_out
 from m4.corpus.source import SOURCES
 from m4.encoded import Writer
 from m4.errors import CorpusError, VocabularyError
+from m4.packing import fill
 from m4.prepare import PrepareConfig, open_text, prepare
 from m4.text import PreparedText
 from m4.tokens import Vocabulary, learn
@@ -69,31 +70,52 @@ def test_no_english_sentence_is_in_two_parts(text: PreparedText) -> None:
     assert not keys["dev"] & keys["test"]
 
 
+def sentences(row: np.ndarray) -> list[list[int]]:
+    """The sentences of a row, without their ends."""
+    found: list[list[int]] = [[]]
+    for i in row[row != PAD]:
+        found.append([]) if i == EOS else found[-1].append(int(i))
+    assert found.pop() == [], "a row ends where a sentence does"
+    return found
+
+
 def test_batches_depend_on_the_step_alone(text: PreparedText) -> None:
     again = open_text(text.folder)
+    shape = text.batches.shape
     for step in (0, 5, 40, 1000):
         one, two = text.batch(step), again.batch(step)
         np.testing.assert_array_equal(one["source"], two["source"])
         np.testing.assert_array_equal(one["target"], two["target"])
-        assert one["source"].shape == one["target"].shape
-        assert one["source"].shape in shapes(1152, 72)
+        assert (one["source"].shape, one["target"].shape) == ((shape.rows, shape.source), (shape.rows, shape.target))
         for ids in one.values():
             assert ids.dtype == np.int32
-            ends = (ids == EOS).sum(1)
-            assert (ends == 1).all(), "every sentence ends once"
+            assert not ((ids[:, :-1] == PAD) & (ids[:, 1:] != PAD)).any(), "padding comes last"
+        assert ((one["source"] == EOS).sum(1) == (one["target"] == EOS).sum(1)).all(), "sources belong to targets"
     assert not np.array_equal(text.batch(0)["source"], text.batch(1)["source"])
 
 
-def test_batches_are_real_sentences_and_sorted_into_their_shapes(text: PreparedText) -> None:
-    english = {line.split("\t")[2] for line in (text.folder / "train.tsv").read_text().splitlines()}
-    for step in range(16):
-        for row in text.batch(step)["target"]:
-            assert text.english([i for i in row if i > EOS]) in english
+def test_rows_are_real_pairs_and_half_of_them_name_their_language(text: PreparedText) -> None:
+    lines = (text.folder / "train.tsv").read_text().splitlines()
+    known = {(language, tuple(text.source_ids(foreign)), english) for language, foreign, english in
+             (line.split("\t") for line in lines)}  # fmt: skip
+    tagged = total = 0
+    for step in range(8):
+        batch = text.batch(step)
+        for source, target in zip(batch["source"], batch["target"], strict=True):
+            for ids, english in zip(sentences(source), sentences(target), strict=True):
+                named = [name for name in ("de", "fr") if ids[0] == text.tag(name)]
+                own = tuple(ids[1:] if named else ids)
+                assert any((name, own, text.english(english)) in known for name in named or ("de", "fr"))
+                tagged, total = tagged + bool(named), total + 1
+    assert abs(tagged / total - 0.5) < 4 * 0.5 / total**0.5
+    assert max(int(batch["source"].max()) for batch in map(text.batch, range(8))) < text.source_vocabulary
 
 
-def random_text(count: int, languages: int, longest: int) -> Encoded:
+def random_text(count: int, languages: int, longest: int, ratio: float = 1.0) -> Encoded:
     rng = np.random.default_rng(0)
-    lengths = np.minimum(rng.geometric(0.12, (2, count)), longest)
+    target = rng.geometric(0.12, count)
+    source = np.ceil(ratio * target * rng.uniform(0.7, 1.3, count)).astype(int)
+    lengths = np.minimum([source, target], longest)
     at = [np.concatenate([[0], np.cumsum(n)]) for n in lengths]
     ids = [rng.integers(3, 99, a[-1]).astype(np.uint16) for a in at]
     ids[0][at[0][:-1]] = np.arange(count) + 100  # the first id says which pair it is
@@ -101,25 +123,40 @@ def random_text(count: int, languages: int, longest: int) -> Encoded:
     return Encoded(names, (rng.random(count) ** 2 * languages).astype(np.uint16), ids[0], ids[1], at[0], at[1])
 
 
-def test_short_sentences_make_short_rows() -> None:
-    data = random_text(4000, 2, 29)
-    batches = Batches(data, tokens=384, length=24, temperature=1.0, seed=3)
-    assert batches.too_long == (data.lengths > 24).sum() > 0
-    seen = [batches.batch(step) for step in range(64)]
-    assert {b["source"].shape for b in seen} == {(32, 12), (16, 24)}
-    used = np.mean([(b["source"] > 0).mean() for b in seen])
-    one_shape = np.mean(np.diff(data.source_at)[data.lengths <= 24] + 1) / 24
-    assert used > 1.05 * one_shape, "rows of two lengths hold more text than rows of one"
+@pytest.mark.parametrize("ratio", [0.6, 1.0, 1.5])
+def test_little_of_a_batch_is_padding(ratio: float) -> None:
+    data = random_text(4000, 2, 80, ratio)
+    batches = Batches(data, tokens=4096, length=64, temperature=1.0, seed=3)
+    assert batches.too_long == (data.lengths > 64).sum() > 0
+    seen = [batches.batch(step) for step in range(8)]
+    shapes = {(b["source"].shape, b["target"].shape) for b in seen}
+    assert len(shapes) == 1, "one shape, one compilation"
+    assert (batches.shape.source > batches.shape.target) == (ratio > 1)
+    slots = batches.shape.rows * (batches.shape.source + batches.shape.target)
+    text = np.mean([((b["source"] > 0).sum() + (b["target"] > 0).sum()) / slots for b in seen])
+    assert text > 0.88
+
+
+def test_the_first_pairs_are_packed_whatever_their_length(rng: np.random.Generator) -> None:
+    for _ in range(20):
+        lengths = rng.integers(2, 16, (200, 2))
+        row = fill(lengths, 9, (40, 30))
+        used = np.array([lengths[: len(row)][row == r].sum(0) for r in range(9)])
+        assert (used <= (40, 30)).all()
+        assert used[:, 1].sum() > 0.8 * 9 * 30 or used[:, 0].sum() > 0.8 * 9 * 40
+    assert fill(np.array([[4, 4]]), 3, (8, 8)).tolist() == [0]
+    assert fill(np.array([[9, 4], [1, 1]]), 3, (8, 8)).tolist() == [], "the first does not fit"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 5.0])
 def test_long_sentences_are_drawn_as_often_as_short_ones(temperature: float) -> None:
     data = random_text(3000, 3, 200)
-    batches = Batches(data, tokens=2048, length=128, temperature=temperature, seed=1)
-    assert len(shapes(2048, 128)) == 4
+    batches = Batches(data, tokens=4096, length=128, temperature=temperature, seed=1)
     drawn = np.zeros(len(data))
-    for step in range(1500):
-        drawn += np.bincount(batches.batch(step)["source"][:, 0] - 100, minlength=len(data))
+    for step in range(400):
+        for row in batches.batch(step)["source"]:
+            firsts = row[row >= 100]  # the first id of each sentence says which pair it is
+            drawn += np.bincount(firsts - 100, minlength=len(data))
     fits = data.lengths <= 128
     assert not drawn[~fits].any()
     sizes = np.bincount(data.language[fits], minlength=3)
@@ -128,21 +165,22 @@ def test_long_sentences_are_drawn_as_often_as_short_ones(temperature: float) -> 
         own = fits & (data.language == number)
         assert abs(drawn[own].sum() / drawn.sum() - wanted[number]) < 0.01
         each = drawn[own].mean()
-        for low, high in ((0, 16), (16, 32), (32, 64), (64, 128)):
-            bucket = own & (data.lengths > low) & (data.lengths <= high)
-            # Batches of one bucket are drawn whole, so counts of a bucket vary as the number of its batches does.
-            often = drawn[bucket].sum() / (2048 // high)
-            assert abs(drawn[bucket].mean() / each - 1) < 5 / np.sqrt(often) + 0.02
+        for low, high in ((0, 16), (16, 32), (32, 64)):
+            some = own & (data.lengths > low) & (data.lengths <= high)
+            # What does not fit any more at the end of a batch is a long one somewhat more often.
+            assert abs(drawn[some].mean() / each - 1) < 4 / np.sqrt(drawn[some].sum()) + 0.02
 
 
 def test_each_process_reads_its_part() -> None:
-    batches = Batches(random_text(500, 2, 40), tokens=512, length=32, temperature=2.0, seed=0)
+    batches = Batches(random_text(500, 2, 40), tokens=1024, length=32, temperature=2.0, seed=0)
+    assert batches.shape.rows == 32
     for step in range(20):
         whole = batches.batch(step)
-        parts = [batches.batch(step, process, 4) for process in range(4)]
-        for side in ("source", "target"):
-            np.testing.assert_array_equal(np.concatenate([part[side] for part in parts]), whole[side])
-    with pytest.raises(CorpusError, match=r"cannot be divided by 3 processes(.|\n)*3 times 32 tokens"):
+        for processes in (2, 4, 8):
+            parts = [batches.batch(step, process, processes) for process in range(processes)]
+            for side in ("source", "target"):
+                np.testing.assert_array_equal(np.concatenate([part[side] for part in parts]), whole[side])
+    with pytest.raises(CorpusError, match=r"32 rows cannot be divided by 3 processes"):
         batches.batch(0, 0, 3)
 
 
@@ -169,9 +207,25 @@ def test_ids_are_mapped_from_files_that_grow(tmp_path: Path) -> None:
 
 def test_other_batches_of_the_same_text(text: PreparedText) -> None:
     other = text.rebatched(tokens=720, length=36, temperature=1.0)
-    assert {other.batch(step)["source"].shape for step in range(40)} == set(shapes(720, 36))
     assert (other.length, text.length) == (36, 72)
     assert other.fingerprint == text.fingerprint
+    assert other.batches.shape.source == 36
+    assert other.batch(3)["source"].shape == (other.batches.shape.rows, 36)
+
+
+def test_one_language_of_a_corpus(text: PreparedText) -> None:
+    french = text.of_languages(["fr"])
+    assert french.fingerprint == text.fingerprint, "the vocabularies are the same"
+    assert set(french.languages) == {"fr"}
+    batch = french.batch(0)
+    assert text.tag("fr") in batch["source"]
+    assert text.tag("de") not in batch["source"]
+    examples = [e for e in text.examples(60) if e.language == "fr"]
+    assert french.examples(len(examples)) == examples, "the same sentences are scored"
+    ends = [sum(int((b["target"] == EOS).sum()) for b in of.held_out()) for of in (french, text)]
+    assert 0 < ends[0] < ends[1]
+    with pytest.raises(CorpusError, match=r"no language 'frr' here(.|\n)*de, fr"):
+        text.of_languages(["frr"])
 
 
 def test_temperature_brings_up_rare_languages(config: PrepareConfig, text: PreparedText) -> None:
@@ -182,7 +236,8 @@ def test_temperature_brings_up_rare_languages(config: PrepareConfig, text: Prepa
             text.batches.data.source_at, text.batches.data.source_at[1:], text.batches.data.language, strict=False
         )
     }
-    drawn = [order[tuple(int(i) for i in row if i > EOS)] for step in range(32) for row in text.batch(step)["source"]]
+    rows = [row for step in range(8) for row in text.batch(step)["source"]]
+    drawn = [order[tuple(i for i in ids if i < text.source.size)] for row in rows for ids in sentences(row)]
     share = np.mean(np.array(drawn) == text.batches.data.languages.index("fr"))
     expected = natural**0.5 / (natural**0.5 + (1 - natural) ** 0.5)
     assert abs(share - expected) < 0.06
@@ -191,19 +246,21 @@ def test_temperature_brings_up_rare_languages(config: PrepareConfig, text: Prepa
 
 def test_held_out_batches_have_one_shape(text: PreparedText) -> None:
     batches = text.held_out()
-    assert {b["source"].shape for b in batches} == {(1152 // 72, 72)}
+    shape = text.batches.shape
+    assert {b["source"].shape for b in batches} == {(shape.rows, shape.source)}
+    assert max(int(b["source"].max()) for b in batches) < text.source.size, "none is told its language"
     count = (text.folder / "dev.tsv").read_text().count("\n")
     assert sum(int((b["target"] == EOS).sum()) for b in batches) == count > 0
 
 
 def test_every_pair_once_in_order() -> None:
     data = Encoded(
-        ("de",), np.zeros(3, np.int32), np.array([5, 6, 7, 8, 9, 9, 9, 9], np.int32), np.array([3, 4, 5], np.int32),
-        np.array([0, 2, 3, 8]), np.array([0, 1, 2, 3]),
+        ("de",), np.zeros(4, np.int32), np.array([5, 6, 7, 8, 9, 9, 9, 9, 8], np.int32),
+        np.array([3, 4, 5, 6], np.int32), np.array([0, 2, 3, 8, 9]), np.array([0, 1, 2, 3, 4]),
     )  # fmt: skip
-    (batch,) = in_order(data, rows=4, length=4)  # the third pair is too long
-    assert batch["source"].tolist() == [[5, 6, 1, 0], [7, 1, 0, 0], [0] * 4, [0] * 4]
-    assert batch["target"].tolist() == [[3, 1, 0, 0], [4, 1, 0, 0], [0] * 4, [0] * 4]
+    first, second = in_order(data, Shape(1, 6, 4), length=4)  # the third pair is too long
+    assert (first["source"].tolist(), first["target"].tolist()) == ([[5, 6, 1, 7, 1, 0]], [[3, 1, 4, 1]])
+    assert (second["source"].tolist(), second["target"].tolist()) == ([[8, 1, 0, 0, 0, 0]], [[6, 1, 0, 0]])
 
 
 def test_examples_and_counts(text: PreparedText) -> None:

@@ -69,6 +69,38 @@ def test_padding_changes_nothing(config):
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+def packed(data, rows, source_length, target_length):
+    """The same sentences, several to a row: sentence i in row i % rows."""
+    out = {}
+    for side, length in (("source", source_length), ("target", target_length)):
+        block = np.zeros((rows, length), np.int32)
+        at = [0] * rows
+        for i, row in enumerate(np.asarray(data[side])):
+            ids = row[: int((row != 0).sum())]
+            block[i % rows, at[i % rows] : at[i % rows] + len(ids)] = ids
+            at[i % rows] += len(ids)
+        out[side] = jnp.asarray(block)
+    return out
+
+
+@pytest.mark.parametrize("config", [DENSE, DROPLESS], ids=["dense", "dropless"])
+def test_a_packed_batch_is_its_sentences(config):
+    """Several sentences in a row have the loss, the gradients and the routing of rows of their own."""
+    params = initial(config, jax.random.key(0))
+    data = batch(sentences=10)
+    full = packed(data, 3, 28, 36)
+    assert (np.asarray(full["target"]) == 1).sum(1).tolist() == [4, 3, 3]
+    _, expected = run_loss(dataclasses.replace(config, group_size=4), params, data)
+    _, got = run_loss(dataclasses.replace(config, group_size=12), params, full)
+    for name in ("loss", "cross_entropy", "tokens") if config.experts == 0 else set(expected) - {"aux_loss", "loss"}:
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    # The auxiliary loss is that of groups, which are others.
+    without = dataclasses.replace(config, aux_weight=0.0)
+    alone = gradient(dataclasses.replace(without, group_size=4), params, data, None)
+    together = gradient(dataclasses.replace(without, group_size=12), params, full, None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), together, alone)
+
+
 def test_loss_by_hand():
     params = initial(MOE, jax.random.key(0))
     data = batch()

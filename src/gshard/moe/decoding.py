@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from gshard.moe.attention import KeysValues, attend, keys_values
 from gshard.moe.block import feed_forward_branch, norm
 from gshard.moe.config import TransformerConfig
-from gshard.moe.transformer import embed, encoder, logits
+from gshard.moe.transformer import embed, encoder, logits, positions
 
 Cache = dict[str, KeysValues]
 
@@ -164,7 +164,7 @@ def decode_flat_step(
             x_BLM, _ = feed_forward_branch(config, layer, x_BLM, None, None)
         return x_BLM, filled
 
-    position_L = jnp.full((hypotheses,), position, jnp.int32)
-    x_BLM = embed(config, params["target_embedding"], tokens_BQ, position_L)
+    position_LM = positions(config, jnp.full((hypotheses,), position, jnp.int32))
+    x_BLM = embed(config, params["target_embedding"], tokens_BQ, position_LM)
     x_BLM, cache = jax.lax.scan(block, x_BLM, (params["decoder"]["blocks"], cache, memory))
     return logits(config, params, x_BLM), cache

@@ -4,9 +4,13 @@
     params = init(config, jax.random.key(0))
     value, metrics = loss(config, params, {"source": source_BL, "target": target_BL}, key=step_key)
 
-Ids: 0 pads and is the decoder's first input, 1 ends a sentence. Positions are sinusoidal, added to the
-embeddings: no parameters and no largest length. Embeddings start as N(0, 1); the target embedding is
-also the softmax (its input times M^-0.5, as in Lingvo). Source and target have embeddings of their own.
+Ids: 0 pads and is the decoder's first input, 1 ends a sentence. A row may hold several sentences, one after the
+other, each with its end: the n-th target belongs to the n-th source of its row. Sentences of a row do not see each
+other, and each has positions from 0 on, so that a sentence comes out as in a row of its own.
+
+Positions are sinusoidal, added to the embeddings: no parameters and no largest length. Embeddings start as N(0, 1);
+the target embedding is also the softmax (its input times M^-0.5, as in Lingvo). Source and target have embeddings of
+their own.
 
 What dropout and coins draw is decided by ``key``. Without one the model is deterministic: nothing is
 dropped out, and every second expert that fits is used.
@@ -64,6 +68,22 @@ def init(config: TransformerConfig, key: jax.Array) -> dict[str, Any]:
     return init_params(param_specs(config), key)
 
 
+def begins(before_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which sentence of its row each token belongs to, and where in the sentence it is, both int32 [B, L] from 0 on.
+
+    Args:
+        before_BL: the id before each token: a sentence begins at the start of the row, and after each end.
+
+    >>> [found.tolist() for found in begins(jnp.array([[0, 7, 1, 5, 6, 1]]))]
+    [[[0, 0, 1, 1, 1, 2]], [[0, 1, 0, 1, 2, 0]]]
+    """
+    begin_BL = before_BL == EOS
+    at_L = jnp.arange(before_BL.shape[1], dtype=jnp.int32)
+    sentence_BL = jnp.cumsum(begin_BL.astype(jnp.int32), axis=1)
+    first_BL = jax.lax.cummax(jnp.where(begin_BL, at_L, 0), axis=1)
+    return sentence_BL, at_L - first_BL
+
+
 def positions(config: TransformerConfig, position_L: jax.Array) -> jax.Array:
     """Sinusoidal encodings, float32 [L, M]: sines of M/2 wavelengths from 2 pi to 10000 * 2 pi, then cosines."""
     half = config.model_dim // 2
@@ -76,11 +96,19 @@ def embed(
     config: TransformerConfig,
     table_VM: jax.Array,
     ids_BL: jax.Array,
-    position_L: jax.Array,
+    position_BLM: jax.Array,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """The stream that enters a stack. An id outside the vocabulary gives NaN, not another word's row."""
-    x_BLM = jnp.take(table_VM, ids_BL, axis=0, mode="fill") + positions(config, position_L)
+    """The stream that enters a stack. An id outside the vocabulary gives NaN, not another word's row.
+
+    Args:
+        config: the model.
+        table_VM: embeddings.
+        ids_BL: int32 ids.
+        position_BLM: encodings of their positions, see ``positions``; [L, M] if they are those of every row.
+        key: for dropout.
+    """
+    x_BLM = jnp.take(table_VM, ids_BL, axis=0, mode="fill") + position_BLM
     return dropout(x_BLM.astype(config.dtype), config.dropout, key)
 
 
@@ -97,11 +125,23 @@ def encoder(
     """memory_BLM, the encoder's final normalised stream, and metrics of each MoE layer."""
     embed_key, stack_key = split_key(key, 2)
     valid_BL = source_BL != PAD
-    x_BLM = embed(config, params["source_embedding"], source_BL, jnp.arange(source_BL.shape[1]), embed_key)
+    sentence_BL, position_BL = begins(_shifted(source_BL))
+    x_BLM = embed(config, params["source_embedding"], source_BL, _encodings(config, position_BL), embed_key)
+    mask_BLK = (sentence_BL[:, :, None] == sentence_BL[:, None, :]) & valid_BL[:, None, :]
     x_BLM, metrics = stack(
-        config, params["encoder"]["blocks"], x_BLM, mask_BLK=valid_BL[:, None, :], valid_BL=valid_BL, key=stack_key
+        config, params["encoder"]["blocks"], x_BLM, mask_BLK=mask_BLK, valid_BL=valid_BL, key=stack_key
     )
     return norm(params["encoder"]["norm"], x_BLM), metrics
+
+
+def _shifted(ids_BL: jax.Array) -> jax.Array:
+    """The id before each one, 0 at the start of a row."""
+    return jnp.pad(ids_BL, ((0, 0), (1, 0)))[:, :-1]
+
+
+def _encodings(config: TransformerConfig, position_BL: jax.Array) -> jax.Array:
+    """Encodings of positions below L, float32 [B, L, M]: looked up, as sines cost more."""
+    return jnp.take(positions(config, jnp.arange(position_BL.shape[1])), position_BL, axis=0)
 
 
 def forward(
@@ -114,14 +154,16 @@ def forward(
 ) -> tuple[jax.Array, Metrics]:
     """Logits for every target position.
 
-    Position 0 of the decoder's input is 0; after it, positions whose input is padding or the end of the
-    sentence have nothing to predict and are not routed to experts.
+    At the start of a row, and where the input is the end of the sentence before, a sentence begins, for which the
+    decoder's input is 0. Positions whose input is padding, and those after the last sentence, have nothing to
+    predict and are not routed to experts.
 
     Args:
         config: the model.
         params: see ``param_specs``.
         source_BL: int32 ids, 0 for padding.
-        target_in_BL: int32 ids of the target, shifted right by one; its length may differ from the source's.
+        target_in_BL: int32 ids of the target, shifted right by one, 0 at the start of each row; its length may differ
+            from the source's.
         key: for dropout and coins; None means no dropout, and second experts always used if they fit.
 
     Returns:
@@ -135,17 +177,23 @@ def forward(
     memory_BKM, encoder_metrics = encoder(config, params, source_BL, encoder_key)
     L = target_in_BL.shape[1]
     source_valid_BL = source_BL != PAD
-    first_BL = (jnp.arange(L) == 0) & jnp.any(source_valid_BL, axis=1, keepdims=True)
-    valid_BL = first_BL | ((target_in_BL != PAD) & (target_in_BL != EOS))
-    x_BLM = embed(config, params["target_embedding"], target_in_BL, jnp.arange(L), embed_key)
+    source_sentence_BK, _ = begins(_shifted(source_BL))
+    sentences_B = jnp.max(jnp.where(source_valid_BL, source_sentence_BK + 1, 0), axis=1, keepdims=True)
+    sentence_BL, position_BL = begins(target_in_BL)
+    begin_BL = position_BL == 0
+    valid_BL = jnp.where(begin_BL, sentence_BL < sentences_B, target_in_BL != PAD)
+    input_BL = jnp.where(begin_BL, PAD, target_in_BL)
+    x_BLM = embed(config, params["target_embedding"], input_BL, _encodings(config, position_BL), embed_key)
+    same_BLL = sentence_BL[:, :, None] == sentence_BL[:, None, :]
+    from_BLK = sentence_BL[:, :, None] == source_sentence_BK[:, None, :]
     x_BLM, decoder_metrics = stack(
         config,
         params["decoder"]["blocks"],
         x_BLM,
-        mask_BLK=jnp.tril(jnp.ones((1, L, L), bool)),
+        mask_BLK=jnp.tril(jnp.ones((1, L, L), bool)) & same_BLL,
         valid_BL=valid_BL,
         memory_BKM=memory_BKM,
-        memory_mask_BLK=source_valid_BL[:, None, :],
+        memory_mask_BLK=from_BLK & source_valid_BL[:, None, :],
         key=stack_key,
     )
     metrics = {
@@ -171,7 +219,8 @@ def loss(
     Args:
         config: the model.
         params: see ``param_specs``.
-        batch: ``source`` and ``target``, int32 [B, L]; targets end in 1, padding is 0.
+        batch: ``source`` and ``target``, int32 [B, L]; targets end in 1, padding is 0. The lengths may differ, and a
+            row may hold several sentences.
         key: see ``forward``.
         label_smoothing: share of the probability spread evenly over the vocabulary.
 
@@ -181,8 +230,7 @@ def loss(
         of ``forward``. For a dense model aux_loss and dropped_share are 0 and load_entropy is 1.
     """
     target_BL = batch["target"]
-    target_in_BL = jnp.pad(target_BL, ((0, 0), (1, 0)))[:, :-1]
-    logits_BLV, metrics = forward(config, params, batch["source"], target_in_BL, key=key)
+    logits_BLV, metrics = forward(config, params, batch["source"], _shifted(target_BL), key=key)
     metrics = metrics or {"aux_loss": jnp.float32(0), "dropped_share": jnp.float32(0), "load_entropy": jnp.float32(1)}
 
     real_BL = target_BL != PAD

@@ -77,10 +77,11 @@ class Metrics:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A request for translation, checked: lines of text, and how many alternatives of each."""
+    """A request for translation, checked: lines of text, how many alternatives of each, and the language if given."""
 
     lines: list[str]
     alternatives: int
+    language: str | None
 
 
 def understand(body: bytes, options: ServeConfig, translator: Translator) -> Asked:
@@ -115,10 +116,10 @@ def understand(body: bytes, options: ServeConfig, translator: Translator) -> Ask
         if not isinstance(language, str) or len(language) > 40:
             raise HTTPException(422, '"from" must be the code of a language.')
         try:
-            translator.check_language(language)
+            language = translator.check_language(language)
         except TranslateError:
             raise HTTPException(422, f"The model knows no language {language!r}; see /languages.") from None
-    return Asked(lines, count)
+    return Asked(lines, count, language)
 
 
 def make_app(translator: Translator, options: ServeConfig, stopping: Callable[[], bool] = lambda: False) -> Starlette:
@@ -154,7 +155,7 @@ def make_app(translator: Translator, options: ServeConfig, stopping: Callable[[]
         asked = understand(await read_body(request, options.body, options.timeout), options, translator)
         try:
             async with asyncio.timeout(options.timeout):
-                done = await batcher.translate(asked.lines)
+                done = await batcher.translate(asked.lines, asked.language)
         except (QueueFullError, TimeoutError):
             raise HTTPException(503, "Too much is asked at the moment.", {"Retry-After": "5"}) from None
         except Exception:  # the log has it already

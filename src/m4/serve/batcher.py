@@ -26,6 +26,7 @@ class QueueFullError(Exception):
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Waiting:
     sentence: str
+    language: str | None
     result: asyncio.Future[Translated]
 
 
@@ -33,7 +34,8 @@ class Batcher:
     """Gathers sentences into batches.
 
     Args:
-        translate: translates a batch; called in a thread of its own, one call at a time.
+        translate: translates a batch, sentences and the language of each, or None; called in a thread of its own, one
+            call at a time.
         batch: sentences of a full batch.
         limit: sentences that may wait.
         wait: seconds to wait for a batch to fill.
@@ -42,7 +44,7 @@ class Batcher:
 
     def __init__(
         self,
-        translate: Callable[[Sequence[str]], list[Translated]],
+        translate: Callable[[Sequence[str], Sequence[str | None]], list[Translated]],
         batch: int,
         limit: int,
         wait: float,
@@ -64,7 +66,7 @@ class Batcher:
         """Whether sentences are still taken."""
         return not self._task.done()
 
-    async def translate(self, sentences: Sequence[str]) -> list[Translated]:
+    async def translate(self, sentences: Sequence[str], language: str | None = None) -> list[Translated]:
         """Translates the sentences of one request; a request that is cancelled stops waiting.
 
         Raises:
@@ -75,7 +77,7 @@ class Batcher:
         if self.waiting + len(sentences) > self._limit or not self.alive:
             raise QueueFullError
         loop = asyncio.get_running_loop()
-        jobs = [_Waiting(sentence, loop.create_future()) for sentence in sentences]
+        jobs = [_Waiting(sentence, language, loop.create_future()) for sentence in sentences]
         self._waiting.extend(jobs)
         self._news.set()
         try:
@@ -113,7 +115,8 @@ class Batcher:
                 continue
             began = loop.time()
             try:
-                done = await loop.run_in_executor(self._thread, self._translate, [job.sentence for job in jobs])
+                sentences, languages = [job.sentence for job in jobs], [job.language for job in jobs]
+                done = await loop.run_in_executor(self._thread, self._translate, sentences, languages)
             except Exception as error:
                 log.exception("a batch of %d sentences failed", len(jobs))
                 for job in jobs:
