@@ -1,8 +1,8 @@
 """Two-dimensional matrix products by marking three arrays: SUMMA, and Cannon's algorithm where memory is short.
 
 Each of three matrices is cut in rows over one axis and in columns over the other, and so is each gradient: nothing is
-held twice, as in Optimus' layers. A product gathers rows of parts of one operand and columns of parts of the other. With
-``windowed`` no device ever holds those: parts travel, and each step multiplies those that are at hand.
+held twice, as in Optimus' layers. A product gathers rows of parts of one operand and columns of parts of the other.
+With ``windowed`` no device ever holds those: parts travel, and each step multiplies those that are at hand.
 
     python examples/summa.py
 """

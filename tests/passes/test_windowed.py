@@ -236,3 +236,13 @@ def test_other_dtypes(dtype: Any) -> None:
     )
     for f in (gathered, contracted, scattered):
         np.testing.assert_array_equal(gshard.jit(f, mesh=8, windowed=True)(x, w), f(x, w))
+
+
+def test_advice_names_the_mark_of_what_travels(mesh_2x4: jax.sharding.Mesh) -> None:
+    for name, words in (("contracted", "Marked gshard.replicate where it is made"), ("scattered", "A sum over a dim")):
+        f, *shapes = CASES[name]
+        arguments = [whole(i, *shape) for i, shape in enumerate(shapes)]
+        page = gshard.explain(gshard.jit(f, mesh=mesh_2x4, windowed=True), *arguments).data("cpu")
+        (row,) = page["collectives"]
+        assert words in str(row)
+        assert "split(x, 0, 8)" in str(row) or "split(x, 1, 8)" in str(row)

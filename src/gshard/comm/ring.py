@@ -24,11 +24,10 @@ from jax import lax
 from gshard.comm.local import apart
 from gshard.comm.route import pairs
 from gshard.comm.shards import Shards
-from gshard.comm.steps import PERMUTE
 from gshard.core.mesh import Atoms
 from gshard.core.ring import Ring
 
-Note = Callable[[str, Atoms, int, Any, int], None]
+Note = Callable[[Atoms, Any, int, int | None], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +49,8 @@ def run_in_steps(ring: Ring, shards: Shards, arrays: Sequence[Any], note: Note) 
         ring: what travels.
         shards: the equation, split without the ring.
         arrays: one device's parts, as ``core.ring.entering`` says.
-        note: told of every collective: kind, atoms, bytes that each device sends, what is sent, how often.
+        note: told of every permutation: atoms, what each device sends, how often, and which operand that is a part
+            of; None for sums.
 
     Returns:
         one device's part of the result, as ``core.ring.leaving`` says.
@@ -128,18 +128,19 @@ class _Steps:
         d = self._dim(shards.rule.operands[i])
         assert d is not None
         x = _cut(finer.masked(x, i), lane.low, lane.size, d)
-        self._noted(atoms, x, self.parts - 1)
+        self.note(atoms, x, self.parts - 1, i)
         ahead = lane.direction if self.ring.result else 0
-        return self._skewed(x, atoms, lambda a, b: a + b + ahead)
+        return self._skewed(x, i, lambda a, b: a + b + ahead)
 
-    def _skewed(self, x: Any, atoms: Atoms, source: Callable[[int, int], int]) -> Any:
-        """From ``source(a, b)`` to ``a`` along ``atoms``, ``b`` counting along what else travels, if anything does."""
+    def _skewed(self, x: Any, i: int | None, source: Callable[[int, int], int]) -> Any:
+        """An operand, or the sums, from ``source(a, b)`` to ``a``; ``b`` counts along what else travels, if it does."""
+        atoms = self.ring.result if i is None else self.ring.atoms_of(i)
         others = tuple(other for other in self.ring.travelling if other != atoms)
         if not others:
             return x
         n, mesh = self.parts, self.shards.mesh
         moves = [(source(a, b) % n * n + b, a * n + b) for a in range(n) for b in range(n)]
-        self._noted((*atoms, *others[0]), x, 1)
+        self.note((*atoms, *others[0]), x, 1, i)
         return lax.ppermute(x, mesh.atoms, pairs(moves, (*atoms, *others[0]), mesh))
 
     def _onward(self, moving: list[list[Any]]) -> list[list[Any]]:
@@ -179,7 +180,7 @@ class _Steps:
             self._step(staying, xs, lane, 0)[0].astype(self._dtype) for xs, lane in zip(moving, self.lanes, strict=True)
         ]
         for x in found:
-            self._noted(self.ring.result, x, self.parts - 1)
+            self.note(self.ring.result, x, self.parts - 1, None)
         return [(jnp.zeros_like(x), x) for x in found]
 
     def _empty(self, staying: list[Any], moving: list[list[Any]]) -> Any:
@@ -208,10 +209,10 @@ class _Steps:
         return found
 
     def _finished(self, sums: list[Any]) -> Any:
-        d, atoms = self.made_along, self.ring.result
-        if atoms:
+        d = self.made_along
+        if self.ring.result:
             assert d is not None
-            return lax.concatenate([self._skewed(x + y, atoms, lambda a, b: a - b) for x, y in sums], d)
+            return lax.concatenate([self._skewed(x + y, None, lambda a, b: a - b) for x, y in sums], d)
         if d is None:
             return sums[0].astype(self._dtype)
         return _cut(sums[0], 0, self.shards.out_shape()[d], d)
@@ -219,9 +220,6 @@ class _Steps:
     @property
     def _dtype(self) -> Any:
         return self.shards.equation.outputs[0].dtype
-
-    def _noted(self, atoms: Atoms, x: Any, times: int) -> None:
-        self.note(PERMUTE, atoms, x.size * x.dtype.itemsize, x, times)
 
 
 def _cut(x: Any, begin: int, size: int, dim: int) -> Any:

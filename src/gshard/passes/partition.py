@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from gshard.comm.reshard import plan_reshard
-from gshard.comm.ring import run_in_steps
+from gshard.comm.ring import Note, run_in_steps
 from gshard.comm.shards import Fetched, Shards
 from gshard.comm.steps import PERMUTE, SILENT, run, spoken
 from gshard.core.errors import GShardError, RuleError
@@ -26,8 +26,9 @@ from gshard.core.jax_adapter import as_if_at
 from gshard.core.order import Order, moves
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
-from gshard.core.ring import entering, leaving
+from gshard.core.ring import Ring, entering, leaving
 from gshard.core.sharding import Sharding
+from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import padded_shape
 from gshard.rules.region import REGIONS
@@ -177,7 +178,7 @@ class _Emitter:
                 for i, v in enumerate(e.inputs)
             ]
             if ring is not None:
-                results = [run_in_steps(ring, shards, arrays, self._noting(e, "steps of"))]
+                results = [run_in_steps(ring, shards, arrays, self._noting_steps(e, ring))]
             else:
                 if not e.rule.masks_itself:
                     arrays = [shards.masked(x, i) for i, x in enumerate(arrays)]
@@ -206,13 +207,32 @@ class _Emitter:
                 )
         return results
 
-    def _noting(self, e: Equation, where: str = "inside") -> Callable[..., None]:
-        """Notes what an equation's own way to run on shards sends, each so many times."""
+    def _noting(self, e: Equation) -> Callable[[str, tuple[str, ...], int, Any], None]:
+        """Notes what an equation's own way to run on shards sends."""
 
-        def note(kind: str, atoms: tuple[str, ...], sent: int, x: Any, times: int = 1) -> None:
+        def note(kind: str, atoms: tuple[str, ...], sent: int, x: Any) -> None:
             shape = f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
+            self.collectives.append(Collective(kind, atoms, sent, self.trips, shape, e.line, f"inside {e.name}"))
+
+        return note
+
+    def _noting_steps(self, e: Equation, ring: Ring) -> Note:
+        """Notes what travels while a contraction runs in steps."""
+        assert e.rule is not None
+        rule, split = e.rule, self.plan.splits[e]
+
+        def note(atoms: tuple[str, ...], x: Any, times: int, i: int | None) -> None:
+            shape = f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
+            value = e.outputs[0] if i is None else e.inputs[i]
+            moved = (
+                (result_sharding(rule, 0, split), leaving(rule, split, ring, 0))
+                if i is None
+                else (entering(rule, split, ring, i), operand_sharding(rule, i, split))
+            )
+            lies = (value if isinstance(value, Value) else None, *moved, moved[0])
+            sent, trips = x.size * x.dtype.itemsize, self.trips * times
             self.collectives.append(
-                Collective(kind, atoms, sent, self.trips * times, shape, e.line, f"{where} {e.name}")
+                Collective(PERMUTE, atoms, sent, trips, shape, e.line, f"steps of {e.name}", *lies)
             )
 
         return note
