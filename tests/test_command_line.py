@@ -124,6 +124,26 @@ def test_the_largest_models_fit(name):
     assert set(found.collectives) == {"all_to_all", "all_reduce"}
 
 
+@pytest.mark.slow
+def test_a_limit_needs_nothing_from_the_user():
+    """MoE(2048E, 60L): gradients stacked as they are computed, in bfloat16; nothing else is needed for 12 GiB."""
+    without, limited = (plan("MoE(2048E, 60L)", "v3:32x32", memory_limit=limit) for limit in (None, "12GiB"))
+    assert without.cost.peak > 14 * 2**30
+    assert limited.cost.peak <= 12 * 2**30
+    assert limited.recomputed is not None
+    assert limited.recomputed.share < 0.01
+    assert limited.cost.seconds <= without.cost.seconds
+    assert "recomputed to fit in 12,288.0 MiB" in str(limited)
+
+
+def test_a_limit_on_the_command_line(capsys):
+    assert main(["plan", "MoE(128E, 12L)", "--topology", "v3:8x8", "--memory-limit", "2GiB"]) == 1
+    error = capsys.readouterr().err
+    assert "more than memory_limit (2,048.0 MiB)" in error
+    assert main(["plan", "MoE(128E, 12L)", "--topology", "v3:8x8", "--memory-limit", "much"]) == 1
+    assert "is no number of bytes" in capsys.readouterr().err
+
+
 def test_plan_refuses_what_is_not_there(capsys):
     assert main(["plan", "MoE(7E)", "--topology", "v3"]) == 1
     assert "no model is called 'MoE(7E)'" in capsys.readouterr().err
