@@ -8,17 +8,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from gshard.analysis.device_program import COLLECTIVE, Kernels, kernels_of, size
 from gshard.comm.collectives import KINDS, sent_bytes
-from gshard.core.jax_adapter import as_if_at, bind, optimization_barrier_p
+from gshard.core.jax_adapter import optimization_barrier_p
 from gshard.core.mesh import Mesh
-from gshard.core.program import Block, Constant, Equation, Value
-from gshard.core.sharding import Sharding
+from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import MADE_AGAIN, Collective, SpmdProgram
 from gshard.rules.barrier import held_back
-from gshard.rules.region import REGIONS
+from gshard.rules.replay import Replay
 
 
 def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
@@ -32,7 +30,7 @@ def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
     (mapping,) = spmd.jaxpr.jaxpr.eqns
     devices = spmd.mesh.devices
     on_cpu = devices is not None and devices[0].platform == "cpu"
-    replay = _Replay(frozenset(before.block.walk()) if on_cpu else None)
+    replay = _Behind(frozenset(before.block.walk()) if on_cpu else None)
     mapped = jax.shard_map(
         lambda *arrays: replay.run(block, arrays),
         mesh=spmd.mesh.jax_mesh,
@@ -55,38 +53,16 @@ def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Replay:
+class _Behind(Replay):
     """Runs blocks on one device's parts, as they stand; barriers that are not among ``own`` in CPU's way."""
 
     own: frozenset[Equation] | None
 
-    def sharding(self, value: Value | Constant) -> Sharding:
-        """There is nothing left to split."""
-        return Sharding.replicated(len(value.shape))
-
-    def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
-        """There is nothing left to move."""
-        return array
-
-    def run(self, block: Block, arrays: Sequence[Any], trips: int = 1) -> list[Any]:
-        """Runs a block."""
-        env: dict[Value, Any] = dict(zip(block.inputs, arrays, strict=True))
-
-        def read(v: Value | Constant) -> Any:
-            return v.value if isinstance(v, Constant) else env[v]
-
-        for e in block.equations:
-            with as_if_at(e.source_info), jax.named_scope(e.name):
-                region = REGIONS.get(e.name)
-                inputs = [read(v) for v in e.inputs]
-                if self.own is not None and e.primitive is optimization_barrier_p and e not in self.own:
-                    results = [*held_back(inputs[:-1], inputs[-1]), inputs[-1]]
-                elif region is None:
-                    results = bind(e.primitive, e.params, inputs)
-                else:
-                    results = list(region.emit(e, self, [jnp.asarray(x) for x in inputs]))
-            env.update(zip(e.outputs, results, strict=True))
-        return [jnp.asarray(read(v)) for v in block.outputs]
+    def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Runs an equation."""
+        if self.own is not None and e.primitive is optimization_barrier_p and e not in self.own:
+            return [*held_back(inputs[:-1], inputs[-1]), inputs[-1]]
+        return super().equation(e, inputs)
 
 
 _Said = tuple[str, tuple[str, ...], int, int, str, str]
