@@ -132,7 +132,8 @@ class Hub:
             self._tell({"end": [code, rank, reason[: _LONGEST // 2]]})
 
     def _tell(self, message: Mapping[str, Any]) -> None:
-        for rank, line in self._lines.items():
+        # Process 0 last: told of the end it exits, and this hub with it.
+        for rank, line in sorted(self._lines.items(), reverse=True):
             if rank not in self._gone:
                 _send(line, message)
 
