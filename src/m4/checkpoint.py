@@ -20,6 +20,7 @@ reads its own parts, and the first one hashes, renames and verifies.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -68,7 +69,7 @@ class Saving:
             CheckpointError: the disk is full, or the directory cannot be written. Nothing of the step is left.
         """
         try:
-            self._writer.wait_until_finished()
+            self._writer.close()  # waits
             if jax.process_index() == 0:
                 manifest.write_json(self.hidden / META, self.described)
                 manifest.write(self.hidden)
@@ -79,11 +80,11 @@ class Saving:
             _wait_for_all(f"saved {self.target.name}")
         except Exception as error:
             raise self._failed(error) from error
-        finally:
-            self._writer.close()
         return self.target
 
     def _failed(self, error: Exception) -> Exception:
+        with contextlib.suppress(Exception):  # what its other threads met is of the same disk
+            self._writer.close()
         shutil.rmtree(self.hidden, ignore_errors=True)
         if isinstance(error, OSError) or says_full(error):
             return cannot_write(error, self.target.parent, int(self.target.name), self.bytes, steps(self.target.parent))
@@ -136,13 +137,14 @@ def begin(
         check_room(directory, step, needed, steps(directory))
     _wait_for_all(f"may save {step}")
     described = {"step": step, "meta": dict(meta), "score": score, "arrays": _describe(state)}
-    saving = Saving(
-        target, directory / f"{_SAVING}{step:08d}-{owner}", described, needed, ocp.AsyncCheckpointer(_handler())
+    # Folders are made at once: were one refused to Orbax's thread, its others would wait 20 minutes to hear of it.
+    writer = ocp.AsyncCheckpointer(
+        _handler(), async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False)
     )
+    saving = Saving(target, directory / f"{_SAVING}{step:08d}-{owner}", described, needed, writer)
     try:
         saving._writer.save(saving.hidden.absolute() / STATE, state)
     except Exception as error:
-        saving._writer.close()
         raise saving._failed(error) from error
     return saving
 
