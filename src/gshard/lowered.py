@@ -100,7 +100,7 @@ class Lowered:
         """
         if self.memory_limit is None:
             return compile_spmd(self.spmd, self.donated)
-        return compiled_within(self._all_kept, self.memory_limit, self._machine, self.donated)
+        return compiled_within(self.spmd, self._all_kept, self.memory_limit, self._machine, self.donated)
 
     def __str__(self) -> str:
         return f"{self.plan}\n\n{self.spmd}"

@@ -148,3 +148,18 @@ def test_the_signatures_of_a_matrix_product() -> None:
         ("S(0)", "B", "S(0)"), ("B", "S(1)", "S(1)"), ("S(1)", "S(0)", "P"),
         ("P", "B", "P"), ("B", "P", "P"), ("B", "B", "B"),
     }  # fmt: skip
+
+
+def test_what_is_added_may_be_multiplied_by_itself_many_times() -> None:
+    """Each product has two ways back to the same factor; all ways would be too many to follow."""
+
+    def f(xs: Any) -> Any:
+        def step(so_far: Any, x: Any) -> tuple[Any, None]:
+            for _ in range(40):
+                x = x * x
+            return so_far + jnp.sum(split(x, 0, 8), 0), None
+
+        return lax.scan(step, jnp.zeros(3), xs)[0]
+
+    xs = 1 + normal(5, 16, 3) / 1e13
+    np.testing.assert_allclose(gshard.jit(f, mesh=8)(xs), jax.jit(f)(xs), rtol=1e-5)

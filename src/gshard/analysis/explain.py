@@ -10,7 +10,6 @@ gathered    operations without a rule, if there are any
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from gshard.analysis.machine import Machine, kind_of_devices
 from gshard.analysis.report.data import report_data
 from gshard.analysis.report.page import page
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Plan
-from gshard.core.program import Block, Value, itemsize
+from gshard.core.plan import Plan, local_bytes
+from gshard.core.program import Block, Value
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.rules.zones import parts_of
 
@@ -218,13 +217,13 @@ def explain_program(plan: Plan, spmd: SpmdProgram, donated: frozenset[int] = fro
     arguments = frozenset(program.block.inputs)
     notes = _notes(program.block)
 
-    def local_bytes(v: Value) -> int:
-        return math.prod(plan.shardings[v].local_shape(mesh, v.shape)) * itemsize(v.dtype)
+    def on_a_device(v: Value) -> int:
+        return local_bytes(v, plan.shardings[v], mesh)
 
     def row(v: Value) -> TensorRow:
         chains = [(d, plan.chain(v, d)) for d, atoms in enumerate(plan.shardings[v].dims) if atoms]
         why = tuple((_reason(plan, v, d), *chain[1:]) for d, chain in chains if chain)
-        return TensorRow(names[v], plan.format(v), v.bytes, local_bytes(v), v in arguments, why, notes.get(v, ""))
+        return TensorRow(names[v], plan.format(v), v.bytes, on_a_device(v), v in arguments, why, notes.get(v, ""))
 
     tensors = sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))
     return Explanation(
@@ -234,7 +233,7 @@ def explain_program(plan: Plan, spmd: SpmdProgram, donated: frozenset[int] = fro
         tuple(map(row, tensors)),
         _rows(spmd.collectives, mesh),
         tuple(plan.gathered_text()),
-        (sum(v.bytes for v in arguments), sum(map(local_bytes, arguments))),
+        (sum(v.bytes for v in arguments), sum(map(on_a_device, arguments))),
         plan,
         spmd,
         donated,

@@ -44,6 +44,25 @@ class Reason:
         return f"{how} {self.equation}{at}"
 
 
+def note_cost(
+    v: Value,
+    sharding: Sharding,
+    because: Equation,
+    source: Value | None,
+    reasons: dict[tuple[Value, int], Reason],
+) -> None:
+    """Notes that a value lies as it does because that is cheapest for an equation."""
+    for d, atoms in enumerate(sharding.dims):
+        reasons.pop((v, d), None)
+        if atoms:
+            reasons[v, d] = Reason("cost", because.line, because.name, source)
+
+
+def local_bytes(v: Value, sharding: Sharding, mesh: Mesh) -> int:
+    """Bytes of one device's part of a value that lies so."""
+    return math.prod(sharding.local_shape(mesh, v.shape)) * itemsize(v.dtype)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """Who lies how, and why.
@@ -136,7 +155,7 @@ class Plan:
         assert e.rule is not None
         shardings = [operand_sharding(e.rule, i, self.splits.get(e, {})) for i in range(len(e.inputs))]
         pairs = [(v, s) for v, s in zip(e.inputs, shardings, strict=True) if isinstance(v, Value)]
-        return sum(math.prod(s.local_shape(self.mesh, v.shape)) * itemsize(v.dtype) for v, s in pairs)
+        return sum(local_bytes(v, s, self.mesh) for v, s in pairs)
 
     def _block(self, block: Block, indent: str) -> list[str]:
         lines = [f"{indent}({', '.join(f'%{v.index}:{self.format(v)}' for v in block.inputs)}) ->"]

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Reason
+from gshard.core.plan import Reason, note_cost
 from gshard.core.program import Block, Equation, Value
 from gshard.core.rule import PARALLEL
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, parts, result_sharding
 from gshard.passes.assign import cost_around, priced
 from gshard.passes.candidates import arrays_of, candidates
-from gshard.passes.settle import fixed_values, makers_and_readers, note_cost
+from gshard.passes.settle import first_operand, fixed_values, makers_and_readers
 
 # How far the readers of a flipped group follow it.
 _STEPS = 6
@@ -63,7 +63,7 @@ def flip(
                 changed = True
                 for v, sharding in trial.items():
                     if sharding != before[v]:
-                        note_cost(v, sharding, makers[v], reasons)
+                        note_cost(v, sharding, makers[v], first_operand(makers[v]), reasons)
             else:
                 shardings.update(before)
     return changed

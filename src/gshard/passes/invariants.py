@@ -8,12 +8,11 @@ one device anyway.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Reason
-from gshard.core.program import Block, Equation, Value, itemsize
+from gshard.core.plan import Reason, local_bytes, note_cost
+from gshard.core.program import Block, Equation, Value
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.passes.assign import assign, cost_around, cost_of_moving, entering, taken
@@ -56,20 +55,17 @@ def bring_in_once(
             saved -= cost_of_moving(outer, shardings[outer], other, mesh)
             shardings[inner] = before
             if saved > 1.0:
-                found.append((saved, inner, other))
+                found.append((saved, outer, inner, other))
     room = max((largest(body, splits, shardings, mesh) for body in loop.blocks), default=0) if found else 0
     changed: set[Value] = set()
-    for _, inner, other in sorted(found, key=lambda x: -x[0]):
+    for _, outer, inner, other in sorted(found, key=lambda x: -x[0]):
         more = local_bytes(inner, other, mesh) - local_bytes(inner, shardings[inner], mesh)
         if inner in changed or more > room:
             continue
         room -= more
         shardings[inner] = other
         changed.add(inner)
-        for d, atoms in enumerate(other.dims):
-            reasons.pop((inner, d), None)
-            if atoms:
-                reasons[inner, d] = Reason("cost", loop.line, loop.name)
+        note_cost(inner, other, loop, outer, reasons)
     return changed
 
 
@@ -99,15 +95,8 @@ def _taken(
         yield from ((v, s) for v, s in pairs if isinstance(v, Value))
 
 
-def largest(
-    body: Block, splits: Mapping[Equation, Split], shardings: Mapping[Value, Sharding], mesh: Mesh
-) -> int:
+def largest(body: Block, splits: Mapping[Equation, Split], shardings: Mapping[Value, Sharding], mesh: Mesh) -> int:
     """Bytes of the largest array that a device holds in a round, as it lies or as somebody takes it."""
     sizes = [local_bytes(v, shardings[v], mesh) for e in body.walk() for v in e.outputs]
     sizes += [local_bytes(v, s, mesh) for e in body.walk() for v, s in _taken(e, splits, shardings)]
     return max(sizes, default=0)
-
-
-def local_bytes(v: Value, sharding: Sharding, mesh: Mesh) -> int:
-    """Bytes of one device's part."""
-    return math.prod(sharding.local_shape(mesh, v.shape)) * itemsize(v.dtype)

@@ -159,7 +159,7 @@ class _State:
             self._set(value, demand.dims, demand.open, reason)
             if demand.order != self.mesh.order and any(demand.dims):
                 self.orders[value] = demand.order
-        check_contradictions(self.program, self.dims)
+        check_contradictions(self.program, self.dims, self.orders)
         for node in self.nodes:
             if node.fixed is not None and node not in self.waiting:
                 self.waiting.add(node)
@@ -356,7 +356,9 @@ def _fitting(factors: tuple[int, ...], split: Split, table: Sequence[Factor], me
     return tuple(atoms)
 
 
-def check_contradictions(program: Program, dims: Mapping[Value, Sequence[Atoms]]) -> None:
+def check_contradictions(
+    program: Program, dims: Mapping[Value, Sequence[Atoms]], orders: Mapping[Value, Order]
+) -> None:
     """Refuses a mark put directly on a marked value that says something else: the first would be without effect."""
     producer = {v: e for e in program.block.walk() for v in e.outputs}
     for e in program.block.walk():
@@ -365,7 +367,8 @@ def check_contradictions(program: Program, dims: Mapping[Value, Sequence[Atoms]]
         first = producer.get(e.inputs[0])
         if first is None or first.mark is None or not first.mark.is_written:
             continue
-        if list(dims[e.outputs[0]]) != list(dims[first.outputs[0]]):
+        said = [(list(dims[v]), orders.get(v)) for v in (e.outputs[0], first.outputs[0])]
+        if said[0] != said[1]:
             raise PlanError(
                 f"two marks on one value contradict each other: {first.mark} and then {e.mark}.",
                 e.line,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Reason
+from gshard.core.plan import Reason, local_bytes, note_cost
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
@@ -31,7 +31,7 @@ from gshard.passes.assign import (
     taken,
 )
 from gshard.passes.candidates import arrays_of, candidates
-from gshard.passes.invariants import bring_in_once, largest, local_bytes
+from gshard.passes.invariants import bring_in_once, largest
 
 _ROUNDS = 3
 # A value with more readers than this is not asked how they take it.
@@ -89,7 +89,7 @@ def settle(
                 else:
                     now, moved = trial, True
                     changed.add(v)
-                    note_cost(v, other, maker, reasons)
+                    note_cost(v, other, maker, first_operand(maker), reasons)
             if v in changed:
                 for e in around:
                     if e.rule is not None:
@@ -147,13 +147,16 @@ def _combine_after_the_loop(
     (body,) = e.blocks
     splits, before = assign_and_cost(body, shardings, mesh)
     waiting = {result_sharding(x.rule, 0, split).unreduced for x, split in splits.items() if x.rule and x.outputs}
+    makers = {x: q for q in body.equations for x in q.outputs}
+    stacks = {c: _stacked(c[3], makers) for c in carries}
+    room = largest(body, splits, shardings, mesh)
     for unreduced in sorted(waiting - {()}):
-        group = _who_may_wait(carries, dict(unreduced), shardings, largest(body, splits, shardings, mesh), mesh)
+        group = _who_may_wait(carries, dict(unreduced), shardings, room, mesh)
         while group:
             trial, noted = dict(shardings), dict(reasons)
             for inner, end, _, _ in group:
                 trial[inner] = trial[end] = _waiting(shardings[inner], unreduced)
-            for v in (v for c in group for v in _stacked(c[3], body)):
+            for v in (v for c in group for v in stacks[c]):
                 trial[v] = _waiting(shardings[v], unreduced)
             changed = settle(body, trial, assign(body, trial, mesh), noted, mesh)
             helped = [c for c in group if set(unreduced) <= set(trial[c[3]].unreduced)]
@@ -234,13 +237,13 @@ def _who_may_wait(
     return found
 
 
-def _stacked(v: Value, body: Block) -> tuple[Value, ...]:
+def _stacked(v: Value, makers: Mapping[Value, Equation]) -> tuple[Value, ...]:
     """What is added, before it was passed on or scaled, if an inner loop stacked it: the stack and a round's part."""
-    makers = {x: e for e in body.equations for x in e.outputs}
-    behind = [v]
+    behind, seen = [v], set()
     while behind:
         v = behind.pop()
-        e = makers.get(v)
+        e = makers.get(v) if v not in seen else None
+        seen.add(v)
         if e is not None and e.rule is None:
             if found := next(((v, edge.inner) for edge in e.edges if edge.stacked and edge.outer is v), ()):
                 return found
@@ -313,10 +316,6 @@ def _made(v: Value, maker: Equation, split: Split) -> Sharding:
     return result_sharding(maker.rule, maker.outputs.index(v), split)
 
 
-def note_cost(v: Value, sharding: Sharding, maker: Equation, reasons: dict[tuple[Value, int], Reason]) -> None:
-    """Notes that a value lies as it does because that is cheapest."""
-    source = next((x for x in maker.inputs if isinstance(x, Value)), None)
-    for d, atoms in enumerate(sharding.dims):
-        reasons.pop((v, d), None)
-        if atoms:
-            reasons[v, d] = Reason("cost", maker.line, maker.name, source)
+def first_operand(maker: Equation) -> Value | None:
+    """The value that a result's sharding is said to come from."""
+    return next((x for x in maker.inputs if isinstance(x, Value)), None)

@@ -14,8 +14,7 @@ from typing import Protocol
 
 from gshard.comm.reshard import plan_reshard, reshard_bytes
 from gshard.comm.steps import ALL_GATHER, REDUCE_SCATTER, aligned
-from gshard.core.mesh import Mesh
-from gshard.core.plan import Plan
+from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Equation, Value, itemsize
 from gshard.core.ring import Ring, entering
 from gshard.core.sharding import Sharding
@@ -126,15 +125,11 @@ def _offers(e: Equation, plan: Plan, needs: Needs, banned: set[tuple[Equation, i
         if isinstance(v, Value) and (e, i) not in banned:
             shared = len(_users(e, i, plan, needs)) > 1
             found = [
-                Offer(ring, _held(v, operand_sharding(e.rule, i, plan.splits[e]), plan.mesh), shared)
+                Offer(ring, local_bytes(v, operand_sharding(e.rule, i, plan.splits[e]), plan.mesh), shared)
                 for ring in _gathers(e, i, plan)
             ]
             yield from found[-1:]
     yield from _scatters(e, plan, needs)
-
-
-def _held(v: Value, sharding: Sharding, mesh: Mesh) -> int:
-    return math.prod(sharding.local_shape(mesh, v.shape)) * itemsize(v.dtype)
 
 
 def _gathers(e: Equation, i: int, plan: Plan) -> Iterator[Ring]:
@@ -155,7 +150,7 @@ def _gathers(e: Equation, i: int, plan: Plan) -> Iterator[Ring]:
         ring = Ring(f, ((i, atoms),))
         parts = entering(e.rule, split, ring, i)
         sent = reshard_bytes(here, parts, v.shape, itemsize(v.dtype), mesh)
-        sent += (mesh.count(atoms) - 1) * _held(v, parts, mesh)
+        sent += (mesh.count(atoms) - 1) * local_bytes(v, parts, mesh)
         if sent <= reshard_bytes(here, target, v.shape, itemsize(v.dtype), mesh):
             yield ring
 
@@ -168,7 +163,7 @@ def _scatters(e: Equation, plan: Plan, needs: Needs) -> Iterator[Offer]:
     steps = plan_reshard(made, target, v.shape, itemsize(v.dtype), plan.mesh)
     if steps and steps[0].kind == REDUCE_SCATTER and len(e.rule.results[0][steps[0].dim]) == 1:
         (f,) = e.rule.results[0][steps[0].dim]
-        yield Offer(Ring(f, (), steps[0].atoms), _held(v, made, plan.mesh))
+        yield Offer(Ring(f, (), steps[0].atoms), local_bytes(v, made, plan.mesh))
 
 
 def together(a: Ring, b: Ring, equation: Equation, plan: Plan) -> Ring | None:

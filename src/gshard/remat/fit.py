@@ -19,26 +19,23 @@ from gshard.remat.rematerialise import MemoryLimitError, rematerialise
 _ATTEMPTS = 6
 
 
-def compiled_within(spmd: SpmdProgram, limit: int, machine: Machine, donated: frozenset[int]) -> Executable:
+def compiled_within(
+    program: SpmdProgram, spmd: SpmdProgram, limit: int, machine: Machine, donated: frozenset[int]
+) -> Executable:
     """Compiles a program, recomputed as far as it must be.
 
     Args:
+        program: as ``rematerialise`` makes it for the limit.
         spmd: the program without recomputation.
         limit: bytes that a device may hold at the peak: arguments, results and all else.
         machine: tells what it takes to compute a value again.
         donated: arguments whose memory the results may take.
 
     Raises:
-        MemoryLimitError: it does not fit; the compiler's figure is named where only that one is too high.
+        MemoryLimitError: it does not fit; the compiler's figure is named.
     """
     target, planned = limit, ""
     for _ in range(_ATTEMPTS):
-        try:
-            program = rematerialise(spmd, target, machine, donated)
-        except MemoryLimitError:
-            if target == limit:
-                raise
-            break  # the model cannot go lower
         executable = compile_spmd(program, donated)
         try:
             peak = peak_of(executable.compiled)
@@ -51,6 +48,10 @@ def compiled_within(spmd: SpmdProgram, limit: int, machine: Machine, donated: fr
             return dataclasses.replace(executable, ready=executable.compiled)
         expected = program.recomputed.after if program.recomputed is not None else target
         target = min(target, expected) - (peak - limit)
+        try:
+            program = rematerialise(spmd, target, machine, donated)
+        except MemoryLimitError:
+            break  # the model cannot go lower
     raise MemoryLimitError(
         f"the compiled program does not fit in memory_limit ({limit / 2**20:,.1f} MiB), whatever is recomputed.",
         None,

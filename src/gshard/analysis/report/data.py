@@ -47,7 +47,12 @@ def report_data(explanation: Explanation, plan: Plan, spmd: SpmdProgram, found: 
         "name": explanation.name,
         "jax": jax.__version__,
         "equations": explanation.equations,
-        "mesh": {"axes": list(mesh.axes), "atoms": list(mesh.atom_sizes.items()), "size": mesh.size},
+        "mesh": {
+            "axes": list(mesh.axes),
+            "atoms": list(mesh.atom_sizes.items()),
+            "size": mesh.size,
+            "order": mesh.order,
+        },
         "machine": {
             "name": found.machine.name,
             "text": str(found.machine),
