@@ -242,8 +242,8 @@ def jit(
         strict: True refuses operations without a rule instead of gathering their operands. A number of bytes also
             refuses a program in which each device sends more than that in one call, and names the lines that do.
         uneven: what becomes of results that lie split in a dimension which does not divide: ``"gather"`` makes it
-            whole, since JAX has no such arrays; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it
-            lies.
+            whole, since JAX has no such arrays, or cuts a result that nobody marked along another one if that sends
+            less; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it lies.
         windowed: which contractions run in steps, part by part, instead of after a gather of an operand or before a
             scatter of the result (figure 4c of the paper): True takes those that send no more bytes so, a number those
             for which a device would hold more bytes than that, and ``Windowed`` says it in detail.

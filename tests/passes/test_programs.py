@@ -121,6 +121,20 @@ def reshapes(x: Any) -> Any:
     return x.reshape(-1), x.reshape(2, -1, 3), x.T.reshape(4, -1)
 
 
+def transformed(x: Any) -> Any:
+    """What mixes a split dimension wants it whole: its parts move to another one, and the result leaves so."""
+    return jnp.fft.fft(split(x, 2, "model"))
+
+
+def decomposed(x: Any) -> Any:
+    return jnp.linalg.qr(split(x, 2, "model"))
+
+
+def lengthened(x: Any) -> Any:
+    """The result has an odd number of rows, and leaves cut along its columns."""
+    return jnp.pad(split(x, 0, "model"), ((0, 1), (0, 0)))
+
+
 def reductions(x: Any) -> Any:
     x = split(x, 0, 8)
     return jnp.prod(x, 0), jnp.bitwise_xor.reduce(x.astype(int), 0), jnp.min(x), jax.nn.logsumexp(x), jnp.var(x, 0)
@@ -236,6 +250,9 @@ CASES = [
     ),
     Case("calls", calls, (normal(8, 3),), set()),
     Case("device ids", device_order, (normal(4, 8),), set()),
+    Case("parts move to a parallel dimension", transformed, (normal(4, 3, 8),), {"all_to_all"}),
+    Case("two results leave as they are made", decomposed, (normal(4, 5, 8),), {"all_to_all"}),
+    Case("an uneven result leaves cut elsewhere", lengthened, (normal(8, 4),), {"all_to_all", "collective_permute"}),
     Case("replicated, then split", replicated_then_split, (normal(3, 5),), {"all_gather"}),
 ]
 
@@ -250,7 +267,8 @@ def test_equals_the_program_on_one_device(case: Case, mesh_2x4: jax.sharding.Mes
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
         if jnp.issubdtype(want.dtype, jnp.inexact):
             # Sums in another order: a few units in the last place of the largest term.
-            np.testing.assert_allclose(np.float64(got), np.float64(want), rtol=2e-5, atol=1e-5)
+            wide = np.complex128 if jnp.issubdtype(want.dtype, jnp.complexfloating) else np.float64
+            np.testing.assert_allclose(np.asarray(got, wide), np.asarray(want, wide), rtol=2e-5, atol=1e-5)
         else:
             np.testing.assert_array_equal(got, want)
     lowered = jitted.lower(*case.arguments)

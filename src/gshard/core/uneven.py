@@ -76,6 +76,19 @@ class UnevenArray:
         return f"UnevenArray({self.lies.format(self.mesh, self.shape, str(self.dtype))} on {self.mesh})"
 
 
+def evened(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> list[Sharding]:
+    """The sharding with the atoms of its uneven dimensions moved to the end of another dimension, where that is even.
+
+    >>> mesh = Mesh.abstract(x=2)
+    >>> [s.dims for s in evened(Sharding((("x",), (), ())), (5, 3, 4), mesh)]
+    [((), (), ('x',))]
+    """
+    even = [atoms if n % mesh.count(atoms) == 0 else () for n, atoms in zip(shape, sharding.dims, strict=True)]
+    moving = tuple(a for own, left in zip(sharding.dims, even, strict=True) if own != left for a in own)
+    tried = (Sharding((*even[:d], (*even[d], *moving), *even[d + 1 :])) for d in range(len(even)))
+    return [s for s in tried if s.is_even(mesh, shape)]
+
+
 def padded_shape(sharding: Sharding, mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an array with every dimension rounded up to equal parts.
 

@@ -2,7 +2,8 @@
 
 The program is replayed on one device's parts inside ``jax.shard_map`` over the atoms of the mesh: operands are
 moved to the equation's split, the equation runs locally under its rule, results are moved to where the plan
-wants them. Nothing is chosen here. Every collective is emitted by a step of ``comm.steps`` and noted.
+wants them. Nothing is chosen here, except how uneven results leave. Every collective is emitted by a step of
+``comm.steps`` and noted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from gshard.comm.reshard import plan_reshard
+from gshard.comm.reshard import plan_reshard, reshard_bytes
 from gshard.comm.ring import Note, run_in_steps
 from gshard.comm.shards import Fetched, Shards
 from gshard.comm.steps import PERMUTE, SILENT, run, spoken
@@ -30,7 +31,8 @@ from gshard.core.ring import Ring, entering, leaving
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
-from gshard.core.uneven import padded_shape
+from gshard.core.uneven import evened, padded_shape
+from gshard.passes.settle import free_results
 from gshard.rules.region import REGIONS
 
 
@@ -46,14 +48,14 @@ def partition(
 
     Returns:
         the program. JAX has no arrays with unequal parts: other arguments with dimensions that do not divide evenly
-        come whole along these, results leave cut as far as parts are equal; inside both are cut further.
+        come whole along these, results leave cut as far as parts are equal, or along another dimension if nobody
+        marked them and that sends less; inside both are cut further.
     """
     mesh, block = plan.mesh, plan.program.block
     padded = padded_arguments or {}
     entry = tuple(padded.get(i) or _even(plan.sharding(v), v, plan, partly=False) for i, v in enumerate(block.inputs))
-    leave = tuple(
-        plan.sharding(v) if keep_uneven else _even(plan.sharding(v), v, plan, partly=True) for v in block.outputs
-    )
+    free = free_results(plan.program, plan.shardings)
+    leave = tuple(plan.sharding(v) if keep_uneven else _leaving(v, plan, free=v in free) for v in block.outputs)
     orders: Mapping[Any, Order] = plan.orders
     in_orders = {i: orders[v] for i, v in enumerate(block.inputs) if v in orders and any(entry[i].dims)}
     out_orders = {i: orders[v] for i, v in enumerate(block.outputs) if v in orders and any(leave[i].dims)}
@@ -105,6 +107,15 @@ def _even(sharding: Sharding, value: Value | Constant, plan: Plan, *, partly: bo
             atoms = atoms[:-1] if partly else ()
         dims.append(atoms)
     return Sharding(tuple(dims))
+
+
+def _leaving(value: Value | Constant, plan: Plan, *, free: bool) -> Sharding:
+    """How a result leaves: cut into equal parts. One that is ``free`` may be cut along another dimension instead."""
+    lies = plan.sharding(value)
+    ways = [_even(lies, value, plan, partly=True)]
+    if free and ways[0] != lies:
+        ways += evened(lies, value.shape, plan.mesh)
+    return min(ways, key=lambda way: reshard_bytes(lies, way, value.shape, itemsize(value.dtype), plan.mesh))
 
 
 @dataclasses.dataclass(slots=True)

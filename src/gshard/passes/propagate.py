@@ -10,7 +10,8 @@ Priorities, each run until nothing changes before the next begins; any news retu
     2. equations that reduce or talk to neighbours (contractions, sums, scatters, slices)
     3. equations whose arrays disagree: the cheapest split wins, counting the bytes that each device must send
 
-Where a loop runs over a dimension that is split, its slices are split along another one. Then values that nobody
+Where a loop runs over a dimension that is split, its slices are split along another one; so are the results of an
+equation that needs an operand whole where it is split, if that sends less. Then values that nobody
 marked are settled where they cost least (``passes.settle``). The user's marks, and shardings that arguments came with,
 are set before all this and never changed.
 """
@@ -27,7 +28,7 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.order import Order
 from gshard.core.plan import Plan, Reason
 from gshard.core.program import Edge, Equation, Program, Value
-from gshard.core.rule import EXCHANGE, REDUCE, Dims, Factor
+from gshard.core.rule import EXCHANGE, REDUCE, WHOLE, Dims, Factor
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, place, project
 from gshard.passes.assign import Available, assign, price
@@ -191,7 +192,9 @@ class _State:
                 self._apply(node, agreed, "propagated")
             if any(self._resolve(node) for node in self._in_order(self.conflicts)):
                 continue
-            if not any(self._rehome(edge, equation) for edge, equation in self.stacks):
+            if any(self._rehome(edge, equation) for edge, equation in self.stacks):
+                continue
+            if not any(self._resolve(node) for node in self.nodes if self._needs_whole(node)):
                 return
 
     def _rehome(self, edge: Edge, equation: Equation) -> bool:
@@ -213,6 +216,18 @@ class _State:
         self.reasons[edge.inner, d] = Reason("cost", equation.line, equation.name, edge.outer)
         self._wake(edge.inner)
         return True
+
+    def _needs_whole(self, node: _Node) -> bool:
+        """Whether an operand is split where the equation needs it whole: its parts may move to another dimension."""
+        e = node.equation
+        if e is None or e.rule is None:
+            return False
+        return any(
+            atoms and any(e.rule.factors[f].kind == WHOLE for f in factors)
+            for x, dims in zip(e.inputs, e.rule.operands, strict=True)
+            if isinstance(x, Value)
+            for factors, atoms in zip(dims, self.dims[x], strict=True)
+        )
 
     def _in_order(self, nodes: Iterable[_Node]) -> list[_Node]:
         position = {node: i for i, node in enumerate(self.nodes)}

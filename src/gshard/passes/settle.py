@@ -6,8 +6,8 @@ whose readers want it otherwise, is tried in those shardings. It changes if the 
 bytes, or as many but later: a move that waits may meet others and become one. So parts still to be combined travel on
 through linear operators to the place where combining them costs least.
 
-Marks, arguments, and the values at the borders of regions stay as they are. Results that nobody marked leave as they
-are made, if that spares moving them; but a result that lies as an argument of its shape does (a state, to be given to
+Marks, arguments, and the values at the borders of regions stay as they are. Results that nobody marked leave in the way
+in which making them sends least; but a result that lies as an argument of its shape does (a state, to be given to
 the next call) stays like that.
 """
 
@@ -20,6 +20,7 @@ from gshard.core.plan import Reason, local_bytes, note_cost
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.core.uneven import evened
 from gshard.passes.assign import (
     Available,
     assign,
@@ -71,13 +72,14 @@ def settle(
         for v, maker in makers.items():
             if v in fixed:
                 continue
-            others = _alternatives(v, maker, readers.get(v, ()), shardings, best, mesh)
+            made = _made(v, maker, best[maker])
+            if v in leaving:
+                others = _ways_to_leave(v, maker, shardings, mesh)
+            else:
+                others = _alternatives(v, maker, readers.get(v, ()), shardings, best, mesh)
             if not others:
                 continue
             around = [maker, *readers.get(v, ())]
-            made = _made(v, maker, best[maker])
-            if v in leaving:
-                others = [s for s in others if s == made and s.is_even(mesh, v.shape) and not s.unreduced]
             elsewhere = _elsewhere(maker, around, readers, best)
             now = cost_around(around, shardings, mesh, {v}, elsewhere)
             for other in others:
@@ -303,6 +305,17 @@ def _alternatives(
     passable = dict.fromkeys(monoid for s in found for _, monoid in s.unreduced)
     passable = {monoid: all(_passes(v, monoid, e) for e in readers) for monoid in passable}
     return [s for s in dict.fromkeys(found) if s != shardings[v] and all(passable[m] for _, m in s.unreduced)]
+
+
+def _ways_to_leave(v: Value, maker: Equation, shardings: Mapping[Value, Sharding], mesh: Mesh) -> list[Sharding]:
+    """Even shardings in which a result may leave: as it can be made, or uneven parts moved to another dimension."""
+    assert maker.rule is not None
+    found = []
+    for split in candidates(maker.rule, arrays_of(maker, shardings), mesh):
+        made = _made(v, maker, split)
+        if not made.unreduced:
+            found += [made] if made.is_even(mesh, v.shape) else evened(made, v.shape, mesh)
+    return [s for s in dict.fromkeys(found) if s != shardings[v]]
 
 
 def _passes(v: Value, monoid: str, reader: Equation) -> bool:
