@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,24 @@ def rows() -> Iterator[Row]:
     families = (elementwise, contractions, reductions, shapes, windows, look_ups, sliding, ordered, others)
     for family in (*families, small, narrow, partial_windows, grouped):
         yield from family()
+
+
+def kernel(x: Any, scale: Any) -> Any:
+    """Running sums down the rows of blocks, each row scaled: blocks talk through the grid's order."""
+
+    def body(x: Any, scale: Any, total: Any, rows: Any) -> None:
+        @pallas.when(pallas.program_id(0) == 0)
+        def begin() -> None:
+            total[...] = jnp.zeros_like(total)
+
+        total[...] += x[...][0]
+        rows[...] = x[...] * scale[...] + pallas.program_id(0)
+
+    (n, m), row = x.shape, pallas.BlockSpec((1, x.shape[1]), lambda i: (i, 0))
+    whole = pallas.BlockSpec((m,), lambda i: (0,))
+    out = jax.ShapeDtypeStruct((m,), x.dtype), jax.ShapeDtypeStruct((n, m), x.dtype)
+    call = pallas.pallas_call(body, out, grid=(n,), in_specs=[row, whole], out_specs=(whole, row), interpret=True)
+    return call(x, scale)
 
 
 def row(name: str, function: Callable[..., Any], *arguments: Any, tolerance: float = 0.0) -> Row:
@@ -553,6 +572,8 @@ def grouped() -> Iterator[Row]:
     batch_sizes = np.array([1, 0, 1, 1, 0], np.int32)
     which = lambda x, y, n: lax.ragged_dot_general(x, y, n, numbers((((2,), (1,)), ((0,), (0,))), (0,), ()))  # noqa: E731
     yield row("ragged_dot_general, ragged batch", which, x, normal(3, 6, 4), batch_sizes, tolerance=SUM)
+    yield row("pallas_call, mapped", jax.vmap(kernel), normal(7, 5, 4), normal(7, 4))
+    yield row("pallas_call, mapped twice", jax.vmap(jax.vmap(kernel, (0, None)), 1), normal(6, 3, 5, 4), normal(4, 3))
     key = np.arange(4, dtype=np.uint32)
     yield row("rng_bit_generator", lambda k: lax.rng_bit_generator(k, (7, 10)), key)
     lower, diagonal, upper = normal(3, 6), 4 + np.abs(normal(3, 6)), normal(3, 6, seed=1)

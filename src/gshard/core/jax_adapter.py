@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -72,6 +73,31 @@ def closed(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
     """A (closed) jaxpr as (jaxpr, constants): newer JAX has one class where 0.10 has two."""
     consts = tuple(getattr(jaxpr, "consts", ()))
     return getattr(jaxpr, "jaxpr", jaxpr), consts
+
+
+def as_traced_here(jaxpr: Any) -> Any:
+    """The same (closed) jaxpr, its equations and literals under the mesh of now, not that of when it was traced."""
+    kinds = _extend_core.Jaxpr, _extend_core.ClosedJaxpr
+
+    def again(value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and any(isinstance(v, kinds) for v in value):
+            return type(value)(again(v) for v in value)
+        return as_traced_here(value) if isinstance(value, kinds) else value
+
+    def read(v: Any) -> Any:
+        if not isinstance(v, _core.Literal) or not isinstance(v.aval, _core.ShapedArray):
+            return v
+        plain = _core.ShapedArray(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+        return _core.Literal(np.asarray(v.val, v.aval.dtype), plain)
+
+    body, _ = closed(jaxpr)
+    eqns = [
+        e.replace(
+            invars=[read(v) for v in e.invars], ctx=type(e.ctx)(), params={k: again(v) for k, v in e.params.items()}
+        )
+        for e in body.eqns
+    ]
+    return body.replace(eqns=eqns) if body is jaxpr else jaxpr.replace(jaxpr=body.replace(eqns=eqns))
 
 
 def traced_together(a: Any, b: Any) -> bool:

@@ -6,6 +6,7 @@ from gshard.rules import create as create
 from gshard.rules import dynamic as dynamic
 from gshard.rules import elementwise as elementwise
 from gshard.rules import indexing as indexing
+from gshard.rules import kernel as kernel
 from gshard.rules import linalg as linalg
 from gshard.rules import manual as manual
 from gshard.rules import order as order

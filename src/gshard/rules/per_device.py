@@ -18,10 +18,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from gshard.comm.collectives import KINDS
 from gshard.comm.local import slice_part
 from gshard.core.errors import RuleError
-from gshard.core.jax_adapter import bind, called_jaxpr, closed, user_line
+from gshard.core.jax_adapter import as_traced_here, bind, called_jaxpr, closed, user_line
 from gshard.core.mesh import Atoms
 
 AtomsOf = Mapping[str, Atoms]
+
+_WITH_MESH = (Jaxpr, ClosedJaxpr, jax.core.ShapedArray)
 
 # What JAX writes where it keeps track of which values vary over which axes; we do not.
 _INVARIANT = {"psum_invariant": "psum", "all_gather_invariant": "all_gather", "all_gather_reduced": "all_gather"}
@@ -85,12 +87,16 @@ def _names(axes: Any) -> tuple[Any, ...]:
 
 
 def _renamed_body(value: Any, atoms_of: AtomsOf) -> Any:
-    """A parameter with the jaxprs in it traced again under the new names."""
-    if isinstance(value, (tuple, list)) and any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value):
+    """A parameter with the jaxprs in it traced again under the new names, and types without the user's mesh."""
+    if isinstance(value, (tuple, list)) and any(isinstance(v, _WITH_MESH) for v in value):
         return type(value)(_renamed_body(v, atoms_of) for v in value)
+    if isinstance(value, jax.core.ShapedArray):
+        return jax.core.ShapedArray(value.shape, value.dtype, weak_type=value.weak_type)
     if not isinstance(value, (Jaxpr, ClosedJaxpr)):
         return value
     inner, _ = closed(value)
+    if any(hasattr(v.aval, "inner_aval") for v in inner.invars):
+        return as_traced_here(value)  # a kernel, which works on references
     again = jax.make_jaxpr(renamed(value, atoms_of))(
         *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars)
     )
