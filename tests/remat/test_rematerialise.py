@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import gshard
@@ -223,6 +223,18 @@ class Squeeze:
         return found
 
 
+# Two windows of one array that overlap: some of their messages are the same.
+OVERLAPPING = [
+    Step(52, (230, 243, 999, 46, 745, 699), 1999), Step(37, (236, 247, 148, 682, 269, 999), 0),
+    Step(35, (599, 84, 599, 68, 720, 976), 89), Step(77, (432, 627, 45, 339, 202, 372), 69),
+    Step(11, (871, 18, 285, 319, 372, 32), 261), Step(13, (372, 63, 256, 533, 874, 4), 582),
+    Step(24, (49, 184, 513, 381, 625, 112), 381), Step(32, (813, 612, 496, 494, 217, 512), 235),
+    Step(90, (83, 114, 636, 575, 21, 646), 376), Step(5, (912, 297, 201, 95, 759, 248), 2704),
+    Step(19, (179, 691, 225, 259, 78, 104), 456), Step(12, (393, 526, 224, 896, 674, 481), 2),
+]  # fmt: skip
+
+
+@example(OVERLAPPING, [(2, 3, 7)], 0.2)
 @given(programs, all_shapes, st.sampled_from([0.02, 0.1, 0.3, 0.5]))
 @settings(max_examples=4, phases=PHASES)
 def test_any_program_with_any_limit(steps: list[Step], shapes: list[tuple[int, ...]], part: float) -> None:

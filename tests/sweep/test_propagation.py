@@ -53,7 +53,10 @@ def made_whole(members: Iterable[Harness]) -> list[str]:
             marks = [Mark("spec", spec=spec) if k == i else None for k in range(len(h.arguments))]
             plan = propagate(trace(h.function, *h.arguments, argument_marks=marks), mesh)
             lies = [NamedSharding(mesh.jax_mesh, P(*spec) if k == i else P()) for k in range(len(h.arguments))]
-            given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(h.arguments, lies, strict=True)]
+            given = [
+                jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=s)
+                for x, s in zip(h.arguments, lies, strict=True)
+            ]
             found += [
                 f"{h.name}, dimension {d} of argument {i}, {x}" for x in whole_only_with_us(plan, h.function, given)
             ]

@@ -69,18 +69,24 @@ _Said = tuple[str, tuple[str, ...], int, int, str, str]
 
 
 def _noted(spmd: SpmdProgram, before: Kernels, after: Kernels) -> tuple[Collective, ...]:
-    """The collectives that the program reports: those that are gone are left out, those that are new are added."""
+    """The collectives that the program reports: those that are gone are left out, those that are new are added.
+
+    Gone are also those that said the same as others, in windows that overlap: read back, equal equations are one.
+    """
     old, new = Counter(_said(before, spmd.mesh)), Counter(_said(after, spmd.mesh))
-    gone, added = old - new, new - old
+    left: Counter[tuple[str, tuple[str, ...], int, int]] = Counter()
+    for said, count in new.items():
+        left[said[:4]] += count
     kept = []
     for c in spmd.collectives:
-        key = next((k for k in gone if k[:4] == (c.kind, c.atoms, c.bytes, c.times) and gone[k]), None)
-        if key is None:
+        if left[c.kind, c.atoms, c.bytes, c.times]:
+            left[c.kind, c.atoms, c.bytes, c.times] -= 1
             kept.append(c)
-        else:
-            gone[key] -= 1
-    for (kind, atoms, sent, times, shape, line), count in added.items():
-        kept += [Collective(kind, atoms, sent, times, shape, line, MADE_AGAIN)] * count
+    for said in (*(new - old).elements(), *new.elements()):
+        if left[said[:4]]:
+            left[said[:4]] -= 1
+            kind, atoms, sent, times, shape, line = said
+            kept.append(Collective(kind, atoms, sent, times, shape, line, MADE_AGAIN))
     return tuple(kept)
 
 
