@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 
 mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-B, S, M, H = 4, 16, 128, 512
+B, S, M, H = 16, 16, 128, 512
 
 
 def norm(x):

@@ -17,11 +17,15 @@ from gshard.core.program import Block, Constant, Equation, Value, itemsize
 from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, parts, result_sharding
-from gshard.passes.candidates import Arrays, arrays_of, candidates
+from gshard.passes.candidates import Arrays, arrays_of, near_and_far
 from gshard.rules.region import REGIONS
 
 # Floating-point operations that take as long as sending one byte; only ties between splits depend on it.
 FLOPS_PER_BYTE = 1000
+
+
+# What moves an operand elsewhere though it could stay counts so many times: neighbours may pay for what it spares here.
+DOUBT = 2.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -126,6 +130,10 @@ class Priced:
     moves: tuple[float, ...]
     rest: float
 
+    def times(self, factor: float) -> Priced:
+        """The same, dearer."""
+        return Priced(self.split, self.operands, tuple(factor * m for m in self.moves), factor * self.rest)
+
     def cost(self, inputs: Sequence[Value | Constant], available: Available) -> float:
         """The whole cost, where some operands have been brought into place for others already."""
         total = self.rest
@@ -138,7 +146,11 @@ class Priced:
 @functools.lru_cache(maxsize=16384)
 def priced(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Priced, ...]:
     """All candidates of an equation whose arrays lie so, with their costs."""
-    return tuple(price(rule, split, arrays, mesh) for split in candidates(rule, arrays, mesh))
+    near, far = near_and_far(rule, arrays, mesh)
+    return (
+        *(price(rule, split, arrays, mesh) for split in near),
+        *(price(rule, split, arrays, mesh).times(DOUBT) for split in far),
+    )
 
 
 def price(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Priced:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from gshard.core.mesh import Mesh
 from gshard.core.program import Equation, Value, itemsize
-from gshard.core.rule import PARALLEL, WHOLE, Rule
+from gshard.core.rule import PARALLEL, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, project
 
@@ -46,11 +46,17 @@ def arrays_of(equation: Equation, shardings: Mapping[Value, Sharding]) -> Arrays
     )
 
 
-@functools.lru_cache(maxsize=16384)
 def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
     """Splits worth considering, without duplicates; one of them splits nothing (unless there is no choice)."""
+    suggested, far = near_and_far(rule, arrays, mesh)
+    return suggested + far
+
+
+@functools.lru_cache(maxsize=16384)
+def near_and_far(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
+    """The candidates that the arrays suggest, and those in which atoms that could stay move to another dimension."""
     if rule.fixed is not None:
-        return (rule.fixed(mesh),)
+        return (rule.fixed(mesh),), ()
     tensors = [
         (x.bytes, project(dims, x.sharding.dims, rule.factors, mesh))
         for x, dims in zip(arrays, (*rule.operands, *rule.results), strict=True)
@@ -75,7 +81,13 @@ def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
     for split in list(found.values()):
         for passed in _passing(rule, split, arrays, mesh):
             note(passed)
-    return tuple(found.values())
+    suggested = len(found)
+    for moved in _rehomed(rule, {}, arrays, mesh):
+        for claim in claims:
+            moved = _extend(moved, claim, rule, mesh)
+        note(moved)
+    splits = tuple(found.values())
+    return splits[:suggested], splits[suggested:]
 
 
 def _extend(split: Split, claim: Split, rule: Rule, mesh: Mesh) -> Split:
@@ -107,13 +119,13 @@ def _passing(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[S
 
 
 def _rehomed(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:
-    """Splits in which atoms that stand on a whole factor move to a parallel one: an all-to-all, not a gather."""
+    """Splits in which atoms that have to leave a dimension move to a parallel factor: an all-to-all, not a gather."""
     used = {a for atoms in split.values() for a in atoms}
     for x, dims in zip(arrays, rule.operands, strict=False):
         if x is None:
             continue
-        for factors, atoms in zip(dims, x.sharding.dims, strict=True):
-            if not atoms or used & set(atoms) or not any(rule.factors[f].kind == WHOLE for f in factors):
+        for atoms in x.sharding.dims:
+            if not atoms or used & set(atoms):
                 continue
             for other in dims:
                 for f in other:

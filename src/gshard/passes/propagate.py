@@ -28,7 +28,7 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.order import Order
 from gshard.core.plan import Plan, Reason
 from gshard.core.program import Edge, Equation, Program, Value
-from gshard.core.rule import EXCHANGE, REDUCE, WHOLE, Dims, Factor
+from gshard.core.rule import EXCHANGE, REDUCE, Dims, Factor
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, place, project
 from gshard.passes.assign import Available, assign, price
@@ -194,7 +194,7 @@ class _State:
                 continue
             if any(self._rehome(edge, equation) for edge, equation in self.stacks):
                 continue
-            if not any(self._resolve(node) for node in self.nodes if self._needs_whole(node)):
+            if not any(self._resolve(node) for node in self.nodes if self._is_in_the_way(node)):
                 return
 
     def _rehome(self, edge: Edge, equation: Equation) -> bool:
@@ -217,16 +217,18 @@ class _State:
         self._wake(edge.inner)
         return True
 
-    def _needs_whole(self, node: _Node) -> bool:
-        """Whether an operand is split where the equation needs it whole: its parts may move to another dimension."""
+    def _is_in_the_way(self, node: _Node) -> bool:
+        """Whether an operand is split where the equation cannot be: its parts may move to another dimension."""
         e = node.equation
         if e is None or e.rule is None:
             return False
         return any(
-            atoms and any(e.rule.factors[f].kind == WHOLE for f in factors)
+            len(atoms) > len(place((factors,), split)[0])
             for x, dims in zip(e.inputs, e.rule.operands, strict=True)
             if isinstance(x, Value)
-            for factors, atoms in zip(dims, self.dims[x], strict=True)
+            for lies in [self.dims[x]]
+            for split in [project(dims, lies, e.rule.factors, self.mesh)]
+            for factors, atoms in zip(dims, lies, strict=True)
         )
 
     def _in_order(self, nodes: Iterable[_Node]) -> list[_Node]:

@@ -308,14 +308,24 @@ def _alternatives(
 
 
 def _ways_to_leave(v: Value, maker: Equation, shardings: Mapping[Value, Sharding], mesh: Mesh) -> list[Sharding]:
-    """Even shardings in which a result may leave: as it can be made, or uneven parts moved to another dimension."""
+    """Shardings in which a result would be made, were it to leave so: it is not cut in order to be left cut."""
     assert maker.rule is not None
-    found = []
-    for split in candidates(maker.rule, arrays_of(maker, shardings), mesh):
-        made = _made(v, maker, split)
-        if not made.unreduced:
-            found += [made] if made.is_even(mesh, v.shape) else evened(made, v.shape, mesh)
-    return [s for s in dict.fromkeys(found) if s != shardings[v]]
+    around = {x: shardings[x] for x in (*maker.inputs, *maker.outputs) if isinstance(x, Value)}
+
+    def is_made(way: Sharding) -> bool:
+        split, _ = best_split(maker, {**around, v: way}, mesh, Available())
+        return way in _leaving(_made(v, maker, split), v, mesh)
+
+    splits = candidates(maker.rule, arrays_of(maker, shardings), mesh)
+    ways = dict.fromkeys(way for split in splits for way in _leaving(_made(v, maker, split), v, mesh))
+    return [way for way in ways if way != shardings[v] and is_made(way)]
+
+
+def _leaving(made: Sharding, v: Value, mesh: Mesh) -> list[Sharding]:
+    """How what is made like this may leave: as it is, or uneven parts moved to another dimension."""
+    if made.unreduced:
+        return []
+    return [made] if made.is_even(mesh, v.shape) else evened(made, v.shape, mesh)
 
 
 def _passes(v: Value, monoid: str, reader: Equation) -> bool:
