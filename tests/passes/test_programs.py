@@ -135,6 +135,19 @@ def lengthened(x: Any) -> Any:
     return jnp.pad(split(x, 0, "model"), ((0, 1), (0, 0)))
 
 
+def over_a_sequence(q: Any, k: Any, v: Any) -> Any:
+    """Each device has all heads of some tokens; attention wants all tokens, of some heads."""
+    lies = P(None, None, ("data", "model"))
+    q, k, v = (shard(x, lies) for x in (q, k, v))
+    weights = jax.nn.softmax(jnp.einsum("bhqd,bhkd->bhqk", q, k))
+    return shard(jnp.einsum("bhqk,bhkd->bhqd", weights, v), lies)
+
+
+def joined(x: Any) -> Any:
+    """The minor of two dimensions that become one is split."""
+    return split(x, 1, "model").reshape(-1, x.shape[2]) * 2
+
+
 def reductions(x: Any) -> Any:
     x = split(x, 0, 8)
     return jnp.prod(x, 0), jnp.bitwise_xor.reduce(x.astype(int), 0), jnp.min(x), jax.nn.logsumexp(x), jnp.var(x, 0)
@@ -252,6 +265,13 @@ CASES = [
     Case("device ids", device_order, (normal(4, 8),), set()),
     Case("parts move to a parallel dimension", transformed, (normal(4, 3, 8),), {"all_to_all"}),
     Case("two results leave as they are made", decomposed, (normal(4, 5, 8),), {"all_to_all"}),
+    Case(
+        "attention over a split sequence",
+        over_a_sequence,
+        (normal(2, 8, 16, 4), normal(2, 8, 16, 4), normal(2, 8, 16, 4)),
+        {"all_to_all"},
+    ),
+    Case("reshape that joins a split dimension", joined, (normal(4, 8, 12),), {"all_to_all"}),
     Case("an uneven result leaves cut elsewhere", lengthened, (normal(8, 4),), {"all_to_all", "collective_permute"}),
     Case("replicated, then split", replicated_then_split, (normal(3, 5),), {"all_gather"}),
 ]

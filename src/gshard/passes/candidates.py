@@ -2,7 +2,8 @@
 
 They are what the arrays themselves suggest: each array in turn leads, the others add what does not contradict it,
 largest first. Atoms that stand on a dimension which cannot be split may move to one that can; parts of an unreduced
-operand may pass through an equation that is linear in it.
+operand may pass through an equation that is linear in it. Last come splits that nothing suggests: atoms that could have
+stayed move to another dimension of their operand.
 
 Equations of one rule whose arrays lie alike have the same candidates: those of the layers of a model are found once.
 """

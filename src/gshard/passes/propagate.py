@@ -30,7 +30,7 @@ from gshard.core.plan import Plan, Reason
 from gshard.core.program import Edge, Equation, Program, Value
 from gshard.core.rule import EXCHANGE, REDUCE, Dims, Factor
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, place, project
+from gshard.core.split import Split, is_valid, place, project
 from gshard.passes.assign import Available, assign, price
 from gshard.passes.candidates import arrays_of, candidates
 from gshard.passes.flip import flip
@@ -222,14 +222,12 @@ class _State:
         e = node.equation
         if e is None or e.rule is None:
             return False
-        return any(
-            len(atoms) > len(place((factors,), split)[0])
-            for x, dims in zip(e.inputs, e.rule.operands, strict=True)
-            if isinstance(x, Value)
-            for lies in [self.dims[x]]
-            for split in [project(dims, lies, e.rule.factors, self.mesh)]
-            for factors, atoms in zip(dims, lies, strict=True)
-        )
+        for x, dims in zip(e.inputs, e.rule.operands, strict=True):
+            if isinstance(x, Value) and any(lies := tuple(self.dims[x])):
+                split = project(dims, lies, e.rule.factors, self.mesh)
+                if place(dims, split) != lies or not is_valid(e.rule, split, self.mesh):
+                    return True
+        return False
 
     def _in_order(self, nodes: Iterable[_Node]) -> list[_Node]:
         position = {node: i for i, node in enumerate(self.nodes)}
