@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from gshard.comm.reshard import plan_reshard, reshard_bytes
 from gshard.comm.steps import SILENT
@@ -17,7 +18,7 @@ from gshard.core.program import Block, Constant, Equation, Value, itemsize
 from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, parts, result_sharding
-from gshard.passes.candidates import Arrays, arrays_of, near_and_far
+from gshard.passes.candidates import Arrays, Lying, arrays_of, near_and_far
 from gshard.rules.region import REGIONS
 
 # Floating-point operations that take as long as sending one byte; only ties between splits depend on it.
@@ -78,9 +79,11 @@ def assign_and_cost(
             splits.update(inner)
             total += e.trips * cost
         if e.rule is not None:
-            splits[e], cost = best_split(e, shardings, mesh, available)
-            total += cost
-            available.note(e, splits[e])
+            choice, cost = best_choice(e, shardings, mesh, available)
+            splits[e], total = choice.split, total + cost
+            for x, wanted in zip(e.inputs, choice.operands, strict=True):
+                if wanted is not None and isinstance(x, Value) and wanted != shardings[x]:
+                    available.add(x, wanted)
     return splits, total - _shared(block, splits, shardings, mesh)
 
 
@@ -144,13 +147,43 @@ class Priced:
 
 
 @functools.lru_cache(maxsize=16384)
-def priced(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Priced, ...]:
-    """All candidates of an equation whose arrays lie so, with their costs."""
-    near, far = near_and_far(rule, arrays, mesh)
-    return (
-        *(price(rule, split, arrays, mesh) for split in near),
-        *(price(rule, split, arrays, mesh).times(DOUBT) for split in far),
-    )
+def priced_near(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Priced, ...]:
+    """The candidates of an equation whose arrays lie so that these suggest, with their costs."""
+    return tuple(price(rule, split, arrays, mesh) for split in near_and_far(rule, arrays, mesh)[0])
+
+
+@functools.lru_cache(maxsize=16384)
+def _priced_far(rule: Rule, arrays: Arrays, mesh: Mesh, i: int) -> Priced:
+    return price(rule, near_and_far(rule, arrays, mesh)[1][i], arrays, mesh).times(DOUBT)
+
+
+@functools.lru_cache(maxsize=16384)
+def _least_far(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[tuple[float, ...], ...]:
+    """What the other candidates cost at least, operand by operand, and for all results: easy to tell."""
+    count = len(rule.operands)
+    found = []
+    for split in near_and_far(rule, arrays, mesh)[1]:
+        targets = [operand_sharding(rule, i, split) for i in range(count)]
+        each = [0.0 if x is None else DOUBT * _received(x, t, mesh) for x, t in zip(arrays, targets, strict=False)]
+        made = (result_sharding(rule, i, split) for i in range(len(rule.results)))
+        each.append(
+            sum(
+                DOUBT * _received(Lying(source, x.shape, x.itemsize), x.sharding, mesh)
+                for x, source in zip(arrays[count:], made, strict=True)
+                if x is not None
+            )
+        )
+        found.append(tuple(each))
+    return tuple(found)
+
+
+def _received(x: Lying, target: Sharding, mesh: Mesh) -> float:
+    """Bytes of the target's part that a device does not hold already, if nothing is to be combined."""
+    if x.sharding.unreduced:
+        return 0.0
+    pairs = zip(x.sharding.dims, target.dims, strict=True)
+    held = math.prod(mesh.count(tuple(dict.fromkeys((*have, *wanted)))) for have, wanted in pairs)
+    return x.bytes / mesh.count([a for dim in target.dims for a in dim]) - x.bytes / held
 
 
 def price(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Priced:
@@ -174,11 +207,42 @@ def best_split(
     equation: Equation, shardings: Mapping[Value, Sharding], mesh: Mesh, available: Available
 ) -> tuple[Split, float]:
     """The cheapest candidate of an equation, and its cost."""
+    choice, cost = best_choice(equation, shardings, mesh, available)
+    return choice.split, cost
+
+
+def best_choice(
+    equation: Equation, shardings: Mapping[Value, Sharding], mesh: Mesh, available: Available
+) -> tuple[Priced, float]:
+    """The same, with how the operands enter."""
     assert equation.rule is not None
-    choices = priced(equation.rule, arrays_of(equation, shardings), mesh)
-    costs = [choice.cost(equation.inputs, available) for choice in choices]
+    arrays, inputs = arrays_of(equation, shardings), equation.inputs
+    at_hand = tuple(i for i, x in enumerate(inputs) if isinstance(x, Value) and x in available.made)
+    if not at_hand:
+        return _cheapest(equation.rule, arrays, mesh)
+    return _best(equation.rule, arrays, mesh, at_hand, lambda choice: choice.cost(inputs, available))
+
+
+@functools.lru_cache(maxsize=16384)
+def _cheapest(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Priced, float]:
+    """The best choice where nothing has been brought into place yet."""
+    return _best(rule, arrays, mesh, (), lambda choice: choice.rest + sum(choice.moves))
+
+
+def _best(
+    rule: Rule, arrays: Arrays, mesh: Mesh, at_hand: tuple[int, ...], cost: Callable[[Priced], float]
+) -> tuple[Priced, float]:
+    """The cheapest candidate; those that cannot be are not priced. Operands ``at_hand`` may cost nothing."""
+    choices = priced_near(rule, arrays, mesh)
+    costs = [cost(choice) for choice in choices]
     least = min(costs)
-    return choices[costs.index(least)].split, least
+    best = choices[costs.index(least)]
+    for i, bounds in enumerate(_least_far(rule, arrays, mesh)):
+        if sum(bounds) - sum(bounds[k] for k in at_hand) < least:
+            other = _priced_far(rule, arrays, mesh, i)
+            if (now := cost(other)) < least:
+                best, least = other, now
+    return best, least
 
 
 def cost_around(
@@ -205,11 +269,11 @@ def cost_around(
                     total += cost_of_moving(x, shardings[x], wanted, mesh)
                     available.add(x, wanted)
             continue
-        split, cost = best_split(e, shardings, mesh, available)
+        choice, cost = best_choice(e, shardings, mesh, available)
         total += cost
-        for x, sharding in taken(e, split):
-            if only is None or x in only:
-                available.add(x, sharding)
+        for x, target in zip(e.inputs, choice.operands, strict=True):
+            if target is not None and isinstance(x, Value) and (only is None or x in only) and target != shardings[x]:
+                available.add(x, target)
     return total
 
 

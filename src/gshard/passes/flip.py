@@ -16,7 +16,7 @@ from gshard.core.program import Block, Equation, Value
 from gshard.core.rule import PARALLEL
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, parts, result_sharding
-from gshard.passes.assign import cost_around, priced
+from gshard.passes.assign import cost_around, priced_near
 from gshard.passes.candidates import arrays_of, candidates
 from gshard.passes.settle import first_operand, fixed_values, makers_and_readers
 
@@ -88,7 +88,7 @@ def _followed(
             kept = [v for v in e.outputs if v not in trial and v in free]
             if len(kept) != len(e.outputs):
                 continue
-            choices = priced(e.rule, arrays_of(e, lying), mesh)
+            choices = priced_near(e.rule, arrays_of(e, lying), mesh)
             split = min(choices, key=lambda choice: (sum(choice.moves), -parts(choice.split, mesh))).split
             for i, v in enumerate(kept):
                 made, now = result_sharding(e.rule, i, split), shardings[v]
