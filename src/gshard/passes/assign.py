@@ -81,9 +81,8 @@ def assign_and_cost(
         if e.rule is not None:
             choice, cost = best_choice(e, shardings, mesh, available)
             splits[e], total = choice.split, total + cost
-            for x, wanted in zip(e.inputs, choice.operands, strict=True):
-                if wanted is not None and isinstance(x, Value) and wanted != shardings[x]:
-                    available.add(x, wanted)
+            for x, wanted in _brought(e, choice, shardings):
+                available.add(x, wanted)
     return splits, total - _shared(block, splits, shardings, mesh)
 
 
@@ -203,6 +202,15 @@ def price(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Priced:
     return Priced(split, operands, moves, rest + rule.flops / parts(split, mesh) / FLOPS_PER_BYTE)
 
 
+def _brought(
+    equation: Equation, choice: Priced, shardings: Mapping[Value, Sharding]
+) -> Iterator[tuple[Value, Sharding]]:
+    """The operands that have to be moved for an equation, and where to."""
+    for x, wanted in zip(equation.inputs, choice.operands, strict=True):
+        if wanted is not None and isinstance(x, Value) and wanted != shardings[x]:
+            yield x, wanted
+
+
 def best_split(
     equation: Equation, shardings: Mapping[Value, Sharding], mesh: Mesh, available: Available
 ) -> tuple[Split, float]:
@@ -271,9 +279,9 @@ def cost_around(
             continue
         choice, cost = best_choice(e, shardings, mesh, available)
         total += cost
-        for x, target in zip(e.inputs, choice.operands, strict=True):
-            if target is not None and isinstance(x, Value) and (only is None or x in only) and target != shardings[x]:
-                available.add(x, target)
+        for x, wanted in _brought(e, choice, shardings):
+            if only is None or x in only:
+                available.add(x, wanted)
     return total
 
 

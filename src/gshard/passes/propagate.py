@@ -11,7 +11,7 @@ Priorities, each run until nothing changes before the next begins; any news retu
     3. equations whose arrays disagree: the cheapest split wins, counting the bytes that each device must send
 
 Where a loop runs over a dimension that is split, its slices are split along another one; so are the results of an
-equation that needs an operand whole where it is split, if that sends less. Then values that nobody
+equation that cannot be split as an operand lies, if that sends less. Then values that nobody
 marked are settled where they cost least (``passes.settle``). The user's marks, and shardings that arguments came with,
 are set before all this and never changed.
 """
