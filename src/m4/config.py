@@ -142,6 +142,8 @@ class TrainConfig:
         save_every: steps between checkpoints; 0 saves at the end only.
         keep: number of newest checkpoints that are kept, beside the one with the best held-out cross entropy.
         accumulate: micro-batches that each batch is computed in, one after the other, to save memory.
+        memory_limit: what a device may hold in a step, such as 14GiB; what does not fit is computed again in the
+            backward pass. None keeps everything.
         skip_limit: steps whose loss or gradient is not finite are skipped; the run stops after this many.
         tensorboard: whether metrics are also written for TensorBoard.
     """
@@ -157,6 +159,7 @@ class TrainConfig:
     save_every: int = 0
     keep: int = 2
     accumulate: int = 1
+    memory_limit: str | None = None
     skip_limit: int = 10
     tensorboard: bool = False
 

@@ -22,7 +22,7 @@ from gshard import moe
 from m4 import score
 from m4.config import Run, TrainConfig
 from m4.decode import PAD, DecodeConfig
-from m4.train import Result, initial_state, make_step, train
+from m4.train import Result, compile_step, initial_state, make_step, train
 from m4.translate import Text, Translator
 
 Say = Callable[[str], None]
@@ -120,7 +120,8 @@ def plan_summary(model: moe.TransformerConfig, options: TrainConfig, batch: Mapp
     """How the training step is partitioned: what is split, what the devices send, what each one holds."""
     state = jax.eval_shape(lambda: initial_state(model, options.seed))
     mesh = gshard.Mesh.abstract(devices=model.partitions)  # it needs no devices to be planned
-    found = gshard.explain(make_step(model, options), state, dict(batch), mesh=mesh)
+    step = compile_step(make_step(model, options), mesh, memory_limit=options.memory_limit)
+    found = gshard.explain(step, state, dict(batch))
     split = [row for row in found.tensors if row.is_argument and row.why]
     weights = [row for row in split if "params" in row.name]
     whole, local = found.argument_bytes
@@ -131,6 +132,9 @@ def plan_summary(model: moe.TransformerConfig, options: TrainConfig, batch: Mapp
     ]
     lines += [f"    {row.name:<60} {row.sharding}" for row in weights]
     lines.append(f"    and {len(split) - len(weights)} more: the batch, and the optimizer's state of these weights")
+    lines.append(f"  at the peak of a step each device holds {_mib(found.cost().peak)}, as modelled")
+    if found.spmd.recomputed is not None:
+        lines.append(f"  {str(found.spmd.recomputed).splitlines()[0]}")
     lines.append(f"  in one step each device sends {_mib(found.total_bytes)}:")
     for kind, sent in sorted(found.bytes_by_kind.items(), key=lambda pair: -pair[1]):
         times = sum(row.times for row in found.collectives if row.kind == kind)

@@ -120,18 +120,21 @@ def make_evaluation(model: moe.TransformerConfig) -> Callable[[Any, Batch], tupl
     return evaluation_step
 
 
-def compile_step(step: Callable[..., Any], devices: int, *, donate: bool = True) -> Callable[..., Any]:
-    """Makes `step` run on the first `devices` devices.
+def compile_step(
+    step: Callable[..., Any], mesh: int | gshard.Mesh, *, donate: bool = True, memory_limit: str | None = None
+) -> Callable[..., Any]:
+    """Makes `step` run on devices.
 
     Args:
         step: a function of a state and a batch, written for one device.
-        devices: their number; more than one partitions the step.
+        mesh: the number of devices, the first there are; more than one partitions the step. Or a mesh.
         donate: whether the new state may take the memory of the old one.
+        memory_limit: what a device may hold, such as ``"14GiB"``; what does not fit is computed again.
     """
     donated = (0,) if donate else ()
-    if devices == 1:
+    if mesh == 1 and memory_limit is None:
         return jax.jit(step, donate_argnums=donated)
-    return gshard.jit(step, mesh=devices, donate_argnums=donated)  # type: ignore[no-any-return]
+    return gshard.jit(step, mesh=mesh, donate_argnums=donated, memory_limit=memory_limit)  # type: ignore[no-any-return]
 
 
 def held_out_cross_entropy(evaluate: Callable[..., Any], params: Any, batches: Iterable[Batch]) -> float:

@@ -112,7 +112,9 @@ class _Loop:
         self.model, self.options, self.where, self.batch = model, options, run, batch
         self.described = {"model": dataclasses.asdict(model), "train": dataclasses.asdict(options), **meta}
         self.group = group
-        self.compiled: Any = compile_step(make_step(model, options), model.partitions)
+        self.compiled: Any = compile_step(
+            make_step(model, options), model.partitions, memory_limit=options.memory_limit
+        )
         self.take = group.runs(self.compiled)
         self.evaluate = group.runs(compile_step(make_evaluation(model), model.partitions, donate=False))
         self.held_out = held_out

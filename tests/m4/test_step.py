@@ -138,6 +138,19 @@ def test_a_plan_needs_no_devices(rng: np.random.Generator) -> None:
     assert "512@devices" in told
 
 
+def test_a_limit_of_memory_is_kept_to(rng: np.random.Generator) -> None:
+    model = dataclasses.replace(SPARSE, encoder_layers=4, decoder_layers=4, partitions=8, dropout=0.0)
+    given, mesh = batch(rng, 128, 16), gshard.Mesh.abstract(devices=8)
+    state = jax.eval_shape(lambda: initial_state(model, 0))
+    needed = gshard.explain(compile_step(make_step(model, TrainConfig()), mesh), state, given).cost().peak
+    limited = TrainConfig(memory_limit=str(needed * 9 // 10))
+    assert "% of all FLOPs once more" in plan_summary(model, limited, given)
+    lowered = compile_step(make_step(model, limited), 8, memory_limit=limited.memory_limit).lower(state, given)
+    m = lowered.executable.compiled.memory_analysis()
+    held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+    assert held <= needed * 9 // 10
+
+
 def test_metrics_go_to_tensorboard_and_begin_where_the_run_does(tmp_path: Path) -> None:
     for first in (0, 2):
         with MetricsLog(tmp_path / "metrics.jsonl", first, tmp_path / "events") as log:
