@@ -253,6 +253,32 @@ def test_an_uneven_argument_may_be_needed_otherwise(rng: np.random.Generator) ->
     np.testing.assert_array_equal(given(rows), x)
 
 
+def test_a_donated_state_comes_as_it_leaves(rng: np.random.Generator) -> None:
+    """6 rows over 4 devices leave in halves. So they come, and one program serves the first step and all others."""
+    traced = []
+
+    def step(state: Any, x: Any) -> Any:
+        traced.append(1)
+        rows = split(state["rows"], 0, 4)
+        return {"rows": rows * 2 + x.sum(), "kept": state["kept"] + split(x, 0, 4).sum(0)}
+
+    plain = {"rows": rng.standard_normal((6, 3), np.float32), "kept": np.zeros(3, np.float32)}
+    x = rng.standard_normal((8, 3), np.float32)
+    jitted = gshard.jit(step, mesh=4, donate_argnums=0)
+    spmd = jitted.lower(plain, x).spmd
+    assert [str(s.dims) for s in spmd.in_shardings[:2]] == [str(s.dims) for s in spmd.out_shardings]
+    assert any(spmd.in_shardings[1].dims), "not whole"
+    whole = gshard.jit(step, mesh=4).lower(plain, x).spmd
+    assert not any(whole.in_shardings[1].dims), "what is not donated comes whole, which sends nothing"
+    traced.clear()
+    state = plain
+    for _ in range(3):
+        state, plain = jitted(state, x), jax.jit(step)(plain, x)
+        for name in plain:
+            np.testing.assert_allclose(state[name], plain[name], rtol=1e-5)
+    assert len(traced) == 1, "by jax.jit; ours was traced before"
+
+
 def test_what_is_donated_is_given_once(mesh_2x4: jax.sharding.Mesh) -> None:
     """XLA would crash, or read what is no longer there."""
     step = gshard.jit(lambda x, y: (split(x, 0, 8) + 1, y * 2), mesh=mesh_2x4, donate_argnums=(0, 1))

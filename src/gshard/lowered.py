@@ -66,7 +66,9 @@ class Lowered:
 
     @functools.cached_property
     def _all_kept(self) -> SpmdProgram:
-        return partition(self.plan, self.padded, keep_uneven=self.keep_uneven)
+        first = len(self.program.captured)
+        donated = [first + i for i in sorted(self.donated)]
+        return partition(self.plan, self.padded, keep_uneven=self.keep_uneven, donated=donated)
 
     @property
     def _machine(self) -> Machine:

@@ -9,7 +9,7 @@ wants them. Nothing is chosen here, except how uneven results leave. Every colle
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,11 @@ from gshard.rules.region import REGIONS
 
 
 def partition(
-    plan: Plan, padded_arguments: Mapping[int, Sharding] | None = None, *, keep_uneven: bool = False
+    plan: Plan,
+    padded_arguments: Mapping[int, Sharding] | None = None,
+    *,
+    keep_uneven: bool = False,
+    donated: Iterable[int] = (),
 ) -> SpmdProgram:
     """Emits the per-device program of a plan.
 
@@ -45,6 +49,8 @@ def partition(
         plan: shardings and splits.
         padded_arguments: the inputs of the program that come as padded parts, with how they lie.
         keep_uneven: whether results leave as padded parts where they lie unevenly.
+        donated: the inputs whose memory results may take; they come as such a result leaves, so that a training state
+            goes from call to call.
 
     Returns:
         the program. JAX has no arrays with unequal parts: other arguments with dimensions that do not divide evenly
@@ -53,9 +59,10 @@ def partition(
     """
     mesh, block = plan.mesh, plan.program.block
     padded = padded_arguments or {}
-    entry = tuple(padded.get(i) or _even(plan.sharding(v), v, plan, partly=False) for i, v in enumerate(block.inputs))
     free = free_results(plan.program, plan.shardings)
     leave = tuple(plan.sharding(v) if keep_uneven else _leaving(v, plan, free=v in free) for v in block.outputs)
+    come = dict(padded) if keep_uneven else {**_as_they_leave(donated, leave, plan), **padded}
+    entry = tuple(come.get(i) or _even(plan.sharding(v), v, plan, partly=False) for i, v in enumerate(block.inputs))
     orders: Mapping[Any, Order] = plan.orders
     in_orders = {i: orders[v] for i, v in enumerate(block.inputs) if v in orders and any(entry[i].dims)}
     out_orders = {i: orders[v] for i, v in enumerate(block.outputs) if v in orders and any(leave[i].dims)}
@@ -116,6 +123,16 @@ def _leaving(value: Value | Constant, plan: Plan, *, free: bool) -> Sharding:
     if free and ways[0] != lies:
         ways += evened(lies, value.shape, plan.mesh)
     return min(ways, key=lambda way: reshard_bytes(lies, way, value.shape, itemsize(value.dtype), plan.mesh))
+
+
+def _as_they_leave(donated: Iterable[int], leave: Sequence[Sharding], plan: Plan) -> dict[int, Sharding]:
+    """How donated arguments come for which there is a result of the same kind that lies as they do inside."""
+    block = plan.program.block
+    results: dict[Any, list[Sharding]] = {}
+    for v, way in zip(block.outputs, leave, strict=True):
+        results.setdefault((v.shape, v.dtype, plan.sharding(v)), []).append(way)
+    kinds = {i: (v.shape, v.dtype, plan.sharding(v)) for i in donated for v in (block.inputs[i],)}
+    return {i: results[kind].pop(0) for i, kind in kinds.items() if results.get(kind)}
 
 
 @dataclasses.dataclass(slots=True)
