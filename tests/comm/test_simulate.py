@@ -273,6 +273,17 @@ def test_consts_of_an_open_jaxpr(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(product, x * table)
 
 
+def test_equations_mean_what_they_say_whatever_the_compiler_makes_of_them() -> None:
+    """Rows moved down by one: XLA on CPU, compiling this as a whole, reads what it has overwritten (#49176)."""
+
+    def moved(x: jax.Array) -> jax.Array:
+        base = x + 1
+        return lax.dynamic_update_slice(base, base[:3], (1, 0, 0)).reshape((1, 4, 1))
+
+    x = np.arange(8, dtype=np.int32).reshape(2, 4, 1, 1)
+    np.testing.assert_array_equal(np.ravel(simulate_function(moved, {"a": 2}, x)), [1, 1, 2, 3, 5, 5, 6, 7])
+
+
 def test_empty_arrays() -> None:
     gathered, summed = simulate_function(
         lambda x: (lax.all_gather(x, "a", tiled=True), lax.psum(x, "a")), {"a": 3}, np.zeros((3, 0, 2), np.float32)
