@@ -1,8 +1,9 @@
 """What all tests share: eight virtual CPU devices, seeded random numbers, golden files."""
 
+import itertools
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Read when JAX starts its backend, so set before any test module can touch JAX. A collective whose
@@ -33,6 +34,28 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/*.txt instead of comparing")
+
+
+@pytest.fixture(autouse=True)
+def room_for_compiled_programs() -> Iterator[None]:
+    """Forgets what is compiled before there is too much of it.
+
+    Each compiled program takes some of the 65,530 mappings that Linux allows a process; LLVM aborts where there are no
+    more. The slowest tests take half of that.
+    """
+    yield
+    if next(_TESTS) % 10 == 0 and _mappings() > 20_000:
+        jax.clear_caches()
+
+
+_TESTS = itertools.count()
+
+
+def _mappings() -> int:
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:  # not Linux
+        return 0
 
 
 @pytest.fixture
