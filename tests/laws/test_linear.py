@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from gshard.comm.simulate import simulate
+from gshard.comm.simulated_runs import AS_WRITTEN
 from gshard.core.program import Equation, Value
 from gshard.core.sharding import Sharding
 from gshard.core.split import is_valid, operand_sharding
@@ -95,7 +96,7 @@ def test_parts_pass(row: Row) -> None:
     assert equation.rule is not None
     given = [*program.captured, *(np.asarray(_array(x)) for x in jax.tree.leaves(row.arguments))]
     whole = dict(zip(program.block.inputs, given, strict=True))
-    want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(row.function)(*row.arguments))]
+    want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(row.function, compiler_options=AS_WRITTEN)(*row.arguments))]
     for k, (monoid, operands) in enumerate(equation.rule.linear):
         values = [equation.inputs[i] for i in sorted(operands)]
         elsewhere = [v for j, v in enumerate(equation.inputs) if j not in operands]

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 import gshard
 from gshard.comm.simulate import simulate
+from gshard.comm.simulated_runs import AS_WRITTEN
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
@@ -114,7 +115,7 @@ def outcomes(harness: Harness, variants: Sequence[Variant] = VARIANTS) -> Iterat
     for variant in variants:
         for places in variant.places(harness.arguments):
             if not expected:
-                whole = jax.jit(harness.function)(*harness.arguments)
+                whole = jax.jit(harness.function, compiler_options=AS_WRITTEN)(*harness.arguments)
                 expected = [np.asarray(x) for x in jax.tree.leaves(whole)]
             yield _outcome(harness, variant, places, expected)
 

@@ -1,6 +1,6 @@
 """Reshard: the cheapest chain of steps from one sharding to another.
 
-A shortest path (Dijkstra) over shardings; the edges are the steps of ``comm.steps``, their length is the bytes that
+A shortest path (A*) over shardings; the edges are the steps of ``comm.steps``, their length is the bytes that
 each device sends plus a little for each message. Atoms that travel together are moved as one block, so that the search
 sees a handful of moves however many devices there are. There is no step that gathers everything at once: a
 gather appears only where a dimension really has to be made whole.
@@ -71,12 +71,14 @@ def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsiz
             here = after
         return tuple(chain)
     blocks = _blocks(source, target, mesh)
-    queue: list[tuple[int, int, Sharding]] = [(0, 0, source)]
+    whole = itemsize * math.prod(shape)
+    share = whole // _parts(target, mesh)
+    queue: list[tuple[int, int, int, Sharding]] = [(0, 0, 0, source)]
     best: dict[Sharding, int] = {source: 0}
     came: dict[Sharding, Step] = {}
     order = itertools.count(1)
     while queue:
-        cost, _, here = heapq.heappop(queue)
+        _, _, cost, here = heapq.heappop(queue)
         if here == target:
             break
         if cost > best[here]:
@@ -86,13 +88,19 @@ def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsiz
             if total < best.get(step.after, total + 1) and total < best.get(target, total + 1):
                 best[step.after] = total
                 came[step.after] = step
-                heapq.heappush(queue, (total, next(order), step.after))
+                # However it goes on, what a device will hold in the end and does not hold here is sent by somebody.
+                missing = max(0, share - -(-whole // _parts(step.after, mesh)))
+                heapq.heappush(queue, (total + missing, next(order), total, step.after))
     steps: list[Step] = []
     at = target
     while at != source:
         steps.append(came[at])
         at = came[at].before
     return tuple(reversed(steps))
+
+
+def _parts(sharding: Sharding, mesh: Mesh) -> int:
+    return math.prod(mesh.count(atoms) for atoms in sharding.dims)
 
 
 def reshard_bytes(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:

@@ -49,7 +49,7 @@ class Scalar:
 
 # What is simulated is the program as it is written. XLA's algebraic simplifier merges slices of slices without clamping
 # between them (openxla/xla#49121) and updates in place what it still reads (openxla/xla#49176, on CPU).
-_AS_WRITTEN = {"xla_disable_hlo_passes": "algsimp"}
+AS_WRITTEN = {"xla_disable_hlo_passes": "algsimp"}
 
 
 Operand = int | Scalar
@@ -238,7 +238,7 @@ def _shared(run: Run) -> Callable[..., list[Any]]:
             env.update(zip(i.results, jax_adapter.bind(i.primitive, dict(i.params), values), strict=True))
         return [env[slot] for slot in run.results]
 
-    return jax.jit(call, compiler_options=_AS_WRITTEN)
+    return jax.jit(call, compiler_options=AS_WRITTEN)
 
 
 def unknown_collective(eqn: core.JaxprEqn) -> TraceError:
