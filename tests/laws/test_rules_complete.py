@@ -58,7 +58,9 @@ def is_right(row: Row, f: int, atom: str) -> bool:
         results = run_everywhere(plan_of(program, other, {f: (atom,)}), given)
     except (AssertionError, GShardError, TypeError, ValueError):  # no rule is meant to be run like this
         return False
-    wanted = [np.asarray(x) for x in jax.tree.leaves(jax.jit(row.function, compiler_options=AS_WRITTEN)(*row.arguments))]
+    wanted = [
+        np.asarray(x) for x in jax.tree.leaves(jax.jit(row.function, compiler_options=AS_WRITTEN)(*row.arguments))
+    ]
     pairs: list[tuple[Any, Any]] = [(got, want) for result, want in zip(results, wanted) for got in result]
     return any(want.size for want in wanted) and all(  # an empty result is right however it is made: it proves nothing
         np.allclose(got, want, 1e-4, 1e-4, equal_nan=True) for got, want in pairs
