@@ -2,8 +2,8 @@
 
 The program is replayed on one device's parts inside ``jax.shard_map`` over the atoms of the mesh: operands are
 moved to the equation's split, the equation runs locally under its rule, results are moved to where the plan
-wants them. Nothing is chosen here, except how uneven results leave. Every collective is emitted by a step of
-``comm.steps`` and noted.
+wants them. Nothing is chosen here, except how uneven results leave and donated arguments come. Every collective is
+emitted by a step of ``comm.steps`` and noted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def partition(
     padded = padded_arguments or {}
     free = free_results(plan.program, plan.shardings)
     leave = tuple(plan.sharding(v) if keep_uneven else _leaving(v, plan, free=v in free) for v in block.outputs)
-    come = dict(padded) if keep_uneven else {**_as_they_leave(donated, leave, plan), **padded}
+    come = padded if keep_uneven else {**_as_they_leave(donated, leave, plan), **padded}
     entry = tuple(come.get(i) or _even(plan.sharding(v), v, plan, partly=False) for i, v in enumerate(block.inputs))
     orders: Mapping[Any, Order] = plan.orders
     in_orders = {i: orders[v] for i, v in enumerate(block.inputs) if v in orders and any(entry[i].dims)}
