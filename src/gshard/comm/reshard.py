@@ -139,14 +139,15 @@ def _cut_further(
 ) -> Step | None:
     """A dimension cut over more atoms: sliced if they are free, scattered if they are to be combined."""
     have, waiting = here.dims[d], dict(here.unreduced)
+    free = set(here.atoms).isdisjoint(atoms)
+    if not free and not (keep.isdisjoint(atoms) and {waiting.get(a) for a in atoms} <= _MONOIDS_WITH_REDUCE_SCATTER):
+        return None
     if not aligned(shape[d], mesh.count(have), mesh.count(atoms)):
         return None
     cut = _with(here, {d: (*have, *atoms)})
-    if set(here.atoms).isdisjoint(atoms):
+    if free:
         return Step(ALL_SLICE, atoms, here, cut, d)
-    if {waiting.get(a) for a in atoms} <= _MONOIDS_WITH_REDUCE_SCATTER and keep.isdisjoint(atoms):
-        return Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d)
-    return None
+    return Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d)
 
 
 def _is_straight(step: Step, target: Sharding) -> bool:
@@ -264,7 +265,7 @@ def _suffixes(atoms: Atoms, blocks: Sequence[Atoms]) -> Iterator[Atoms]:
 
 
 def _with(sharding: Sharding, changes: dict[int, Atoms]) -> Sharding:
-    return Sharding(tuple(changes.get(i, dim) for i, dim in enumerate(sharding.dims)), sharding.unreduced)
+    return Sharding(tuple([changes.get(i, dim) for i, dim in enumerate(sharding.dims)]), sharding.unreduced)
 
 
 def _without(sharding: Sharding, atoms: Atoms) -> Sharding:

@@ -70,23 +70,20 @@ def aligned(n: int, parts: int, more: int) -> bool:
 
 def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:
     """Bytes that each device sends in this step, for an array of this global shape."""
-    g = mesh.count(step.atoms)
-    before = math.prod(step.before.local_shape(mesh, shape)) * itemsize
-    if step.kind in SILENT or g == 1:
+    if step.kind in SILENT or (g := mesh.count(step.atoms)) == 1:
         return 0
+    part = step.before.local_shape(mesh, shape)
+    before = math.prod(part) * itemsize
     if step.kind == ALL_GATHER:
-        n, local = shape[step.dim], step.before.local_shape(mesh, shape)[step.dim]
+        n, local = shape[step.dim], part[step.dim]
         way, room = _lined_up(step, n, mesh)
         return (before // local if local else 0) * (room * (g - 1) + sum(way.messages if way else ()))
-    if step.kind == ALL_TO_ALL:
-        n, local = shape[step.to], step.before.local_shape(mesh, shape)[step.to]
-        padded = g * -(-n // (mesh.count(step.before.dims[step.to]) * g))
-        return (before // local if local else 0) * padded * (g - 1) // g
     if step.kind == PERMUTE:
         return before
-    if step.kind == REDUCE_SCATTER:
-        n, local = shape[step.dim], step.before.local_shape(mesh, shape)[step.dim]
-        padded = g * -(-n // (mesh.count(step.before.dims[step.dim]) * g))
+    if step.kind in (ALL_TO_ALL, REDUCE_SCATTER):
+        cut = step.to if step.kind == ALL_TO_ALL else step.dim
+        n, local = shape[cut], part[cut]
+        padded = g * -(-n // (mesh.count(step.before.dims[cut]) * g))
         return (before // local if local else 0) * padded * (g - 1) // g
     return 2 * before * (g - 1) // g if step.monoid in (*_REDUCERS, *_LOGICAL) else before * (g - 1)
 

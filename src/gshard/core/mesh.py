@@ -169,7 +169,10 @@ class Mesh:
 
     def count(self, atoms: Iterable[str]) -> int:
         """The number of parts that splitting over ``atoms`` makes."""
-        return math.prod(self.atom_sizes[a] for a in atoms)
+        if not atoms:
+            return 1
+        sizes = self.atom_sizes
+        return math.prod([sizes[a] for a in atoms])
 
     def format_atoms(self, atoms: Sequence[str]) -> str:
         """Atoms as the user's axes where they make a whole one, by their own names otherwise."""

@@ -55,7 +55,7 @@ class Sharding:
 
     def local_shape(self, mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one device's part, padding included."""
-        return tuple(-(-n // mesh.count(atoms)) for n, atoms in zip(shape, self.dims, strict=True))
+        return tuple([-(-n // mesh.count(atoms)) for n, atoms in zip(shape, self.dims, strict=True)])
 
     def is_even(self, mesh: Mesh, shape: tuple[int, ...]) -> bool:
         """Whether no part holds padding."""

@@ -54,13 +54,16 @@ def project(dims: Dims, sharding: Sequence[Atoms], factors: Sequence[Factor], me
 
 def place(dims: Dims, split: Mapping[int, Atoms]) -> tuple[Atoms, ...]:
     """The sharding of an array's dimensions when the equation is split this way."""
-    return tuple(tuple(a for f in dim for a in split.get(f, ())) for dim in dims)
+    return tuple(
+        [split.get(dim[0], ()) if len(dim) == 1 else tuple([a for f in dim for a in split.get(f, ())]) for dim in dims]
+    )
 
 
 def operand_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding:
     """How operand ``i`` enters when the equation is split this way: perhaps with parts still to be combined."""
     unreduced = {a: monoid for monoid, operands, atoms in passing(rule, split) if i in operands for a in atoms}
-    return Sharding(place(rule.operands[i], split)).with_unreduced(unreduced)
+    lies = Sharding(place(rule.operands[i], split))
+    return lies.with_unreduced(unreduced) if unreduced else lies
 
 
 def result_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding:
@@ -69,7 +72,8 @@ def result_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding:
     for f, factor in enumerate(rule.factors):
         if factor.kind == REDUCE:
             unreduced.update(dict.fromkeys(split.get(f, ()), factor.monoid or "add"))
-    return Sharding(place(rule.results[i], split)).with_unreduced(unreduced)
+    lies = Sharding(place(rule.results[i], split))
+    return lies.with_unreduced(unreduced) if unreduced else lies
 
 
 def passing(rule: Rule, split: Mapping[int, Atoms]) -> Iterator[tuple[str, frozenset[int], Atoms]]:

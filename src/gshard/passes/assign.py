@@ -39,11 +39,6 @@ class Available:
         """Whether an earlier equation needed the value so."""
         return sharding in self.made.get(value, ())
 
-    def note(self, equation: Equation, split: Split) -> None:
-        """Notes how an equation takes its operands."""
-        for value, sharding in taken(equation, split):
-            self.add(value, sharding)
-
     def copy(self) -> Available:
         """The same, to be added to."""
         return Available({value: set(made) for value, made in self.made.items()})
@@ -71,6 +66,7 @@ def assign_and_cost(
 ) -> tuple[dict[Equation, Split], float]:
     """The same with what all equations cost together; bodies count as often as they run."""
     splits: dict[Equation, Split] = {}
+    choices: dict[Equation, Priced] = {}
     total = 0.0
     available = Available()
     for e in block.equations:
@@ -79,40 +75,39 @@ def assign_and_cost(
             splits.update(inner)
             total += e.trips * cost
         if e.rule is not None:
-            choice, cost = best_choice(e, shardings, mesh, available)
-            splits[e], total = choice.split, total + cost
-            for x, wanted in _brought(e, choice, shardings):
+            choices[e], cost = best_choice(e, shardings, mesh, available)
+            splits[e], total = choices[e].split, total + cost
+            for x, wanted in _brought(e, choices[e], shardings):
                 available.add(x, wanted)
-    return splits, total - _shared(block, splits, shardings, mesh)
+    spared = _shared(choices, shardings, mesh)
+    splits.update((e, choice.split) for e, choice in choices.items())
+    return splits, total - spared
 
 
-def _shared(block: Block, splits: dict[Equation, Split], shardings: Mapping[Value, Sharding], mesh: Mesh) -> float:
+def _shared(choices: dict[Equation, Priced], shardings: Mapping[Value, Sharding], mesh: Mesh) -> float:
     """Takes operands as a later equation takes them, where that spares something, and tells how much.
 
     Equations choose in program order, and each knows what those before it have brought into place. Some would choose
     otherwise if they knew what is brought into place after them.
     """
     last: dict[Value, dict[Sharding, int]] = {}
-    for position, e in enumerate(block.equations):
-        if e.rule is not None:
-            for x, wanted in taken(e, splits[e]):
-                if shardings[x] != wanted:
-                    last.setdefault(x, {})[wanted] = position
+    for position, (e, choice) in enumerate(choices.items()):
+        for x, wanted in _brought(e, choice, shardings):
+            last.setdefault(x, {})[wanted] = position
     spared, earlier = 0.0, Available()
-    for position, e in enumerate(block.equations if last else ()):
-        if e.rule is None:
-            continue
-        values = [x for x in e.inputs if isinstance(x, Value)]
-        later = [(x, s) for x in values for s, at in last.get(x, {}).items() if at > position]
+    for position, e in enumerate(choices if last else ()):
+        values = [x for x in e.inputs if x in last]
+        later = [(x, s) for x in values for s, at in last[x].items() if at > position]
         if later:
-            _, now = best_split(e, shardings, mesh, earlier)
+            _, now = best_choice(e, shardings, mesh, earlier)
             known = earlier.copy()
             for x, sharding in later:
                 known.add(x, sharding)
-            split, cost = best_split(e, shardings, mesh, known)
+            choice, cost = best_choice(e, shardings, mesh, known)
             if cost < now - 1.0:
-                splits[e], spared = split, spared + now - cost
-        earlier.note(e, splits[e])
+                choices[e], spared = choice, spared + now - cost
+        for x, wanted in _brought(e, choices[e], shardings):
+            earlier.add(x, wanted)
     return spared
 
 
@@ -225,7 +220,7 @@ def best_choice(
     """The same, with how the operands enter."""
     assert equation.rule is not None
     arrays, inputs = arrays_of(equation, shardings), equation.inputs
-    at_hand = tuple(i for i, x in enumerate(inputs) if isinstance(x, Value) and x in available.made)
+    at_hand = tuple([i for i, x in enumerate(inputs) if x in available.made]) if available.made else ()
     if not at_hand:
         return _cheapest(equation.rule, arrays, mesh)
     return _best(equation.rule, arrays, mesh, at_hand, lambda choice: choice.cost(inputs, available))
@@ -259,6 +254,7 @@ def cost_around(
     mesh: Mesh,
     only: Container[Value] | None = None,
     elsewhere: Available | None = None,
+    most: float = math.inf,
 ) -> float:
     """What some equations of a block send together; a sharding of a value that two of them want is made once.
 
@@ -268,9 +264,12 @@ def cost_around(
         mesh: the devices.
         only: the values whose moves into regions, and made shardings, are of interest; None for all.
         elsewhere: what other equations make anyway.
+        most: what is more than this need not be known exactly.
     """
     total, available = 0.0, elsewhere.copy() if elsewhere else Available()
     for e in equations:
+        if total > most:
+            break
         if e.rule is None:
             for x, wanted in zip(e.inputs, entering(e, shardings), strict=True):
                 if isinstance(x, Value) and (only is None or x in only) and not available.has(x, wanted):

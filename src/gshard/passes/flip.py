@@ -8,16 +8,17 @@ follow.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Reason, note_cost
 from gshard.core.program import Block, Equation, Value
-from gshard.core.rule import PARALLEL
+from gshard.core.rule import PARALLEL, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, parts, result_sharding
 from gshard.passes.assign import cost_around, priced_near
-from gshard.passes.candidates import arrays_of, candidates
+from gshard.passes.candidates import Arrays, arrays_of, candidates
 from gshard.passes.settle import first_operand, fixed_values, makers_and_readers
 
 # How far the readers of a flipped group follow it.
@@ -59,7 +60,7 @@ def flip(
             before = {v: shardings[v] for v in trial}
             now = cost_around(touched, shardings, mesh)
             shardings.update(trial)
-            if cost_around(touched, shardings, mesh) < now - 1.0:
+            if cost_around(touched, shardings, mesh, most=now - 1.0) < now - 1.0:
                 changed = True
                 for v, sharding in trial.items():
                     if sharding != before[v]:
@@ -88,10 +89,8 @@ def _followed(
             kept = [v for v in e.outputs if v not in trial and v in free]
             if len(kept) != len(e.outputs):
                 continue
-            choices = priced_near(e.rule, arrays_of(e, lying), mesh)
-            split = min(choices, key=lambda choice: (sum(choice.moves), -parts(choice.split, mesh))).split
-            for i, v in enumerate(kept):
-                made, now = result_sharding(e.rule, i, split), shardings[v]
+            for made, v in zip(_made_in_place(e.rule, arrays_of(e, lying), mesh), kept, strict=True):
+                now = shardings[v]
                 waiting = now.unreduced if set(now.unreduced) <= set(made.unreduced) else ()
                 if made.dims != now.dims and made.is_even(mesh, v.shape):
                     following[v] = Sharding(made.dims, waiting)
@@ -100,6 +99,14 @@ def _followed(
         trial.update(following)
         frontier = list(dict.fromkeys(e for v in following for e in readers.get(v, ())))
     return trial
+
+
+@functools.lru_cache(maxsize=16384)
+def _made_in_place(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Sharding, ...]:
+    """How an equation makes its results if it moves its operands as little as it can."""
+    choices = priced_near(rule, arrays, mesh)
+    split = min(choices, key=lambda choice: (sum(choice.moves), -parts(choice.split, mesh))).split
+    return tuple(result_sharding(rule, i, split) for i in range(len(rule.results)))
 
 
 def _groups(block: Block, makers: Mapping[Value, Equation]) -> list[list[Value]]:

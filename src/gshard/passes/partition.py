@@ -23,6 +23,7 @@ from gshard.comm.ring import Note, run_in_steps
 from gshard.comm.shards import Fetched, Shards
 from gshard.comm.steps import PERMUTE, SILENT, run, spoken
 from gshard.core.errors import GShardError, RuleError
+from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import as_if_at
 from gshard.core.order import Order, moves
 from gshard.core.plan import Plan
@@ -36,6 +37,7 @@ from gshard.passes.settle import free_results
 from gshard.rules.region import REGIONS
 
 
+@collected_seldom()
 def partition(
     plan: Plan,
     padded_arguments: Mapping[int, Sharding] | None = None,

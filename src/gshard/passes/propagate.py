@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from gshard.core.errors import PlanError
+from gshard.core.garbage import collected_seldom
 from gshard.core.mark import Demand, resolve
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.order import Order
@@ -50,6 +51,7 @@ class _Node:
     fixed: Callable[[Mesh], Split] | None = None
 
 
+@collected_seldom()
 def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
     """Completes the user's marks to a plan.
 

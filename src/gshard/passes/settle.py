@@ -64,14 +64,15 @@ def settle(
             changed |= settle(body, shardings, splits, reasons, mesh)
         changed |= _combine_after_the_loop(e, shardings, reasons, mesh)
         changed |= bring_in_once(e, shardings, reasons, mesh)
-    fixed = fixed_values(block) - leaving
     makers, readers = makers_and_readers(block)
+    free = makers.keys() - (fixed_values(block) - leaving)
     best = {e: splits[e] for e in block.equations if e.rule is not None}
+    stale = set(free)  # values near which something has changed since they were looked at
     for _ in range(_ROUNDS):
-        moved = False
         for v, maker in makers.items():
-            if v in fixed:
+            if v not in stale:
                 continue
+            stale.discard(v)
             made = _made(v, maker, best[maker])
             if v in leaving:
                 others = _ways_to_leave(v, maker, shardings, mesh)
@@ -81,22 +82,24 @@ def settle(
                 continue
             around = [maker, *readers.get(v, ())]
             elsewhere = _elsewhere(maker, around, readers, best)
-            now = cost_around(around, shardings, mesh, {v}, elsewhere)
+            now, lay = cost_around(around, shardings, mesh, {v}, elsewhere), shardings[v]
             for other in others:
                 before, shardings[v] = shardings[v], other
-                trial = cost_around(around, shardings, mesh, {v}, elsewhere)
                 later = len(other.unreduced) > len(before.unreduced) or (other == made and not before.unreduced)
-                if trial > now + 1e-6 or (trial > now - 1e-6 and not later):
+                most = now + 1e-6 if later else now - 1e-6
+                trial = cost_around(around, shardings, mesh, {v}, elsewhere, most)
+                if trial > most:
                     shardings[v] = before
                 else:
-                    now, moved = trial, True
+                    now = trial
                     changed.add(v)
                     note_cost(v, other, maker, first_operand(maker), reasons)
-            if v in changed:
+            if shardings[v] != lay:
+                stale |= _near(around, readers) & free
                 for e in around:
                     if e.rule is not None:
                         best[e] = best_split(e, shardings, mesh, Available())[0]
-        if not moved:
+        if not stale:
             break
     # Waiting that brought nothing is undone, from the end on: parts are combined where they are made.
     for v, maker in reversed(makers.items()):
@@ -107,6 +110,19 @@ def settle(
             if cost_around(around, shardings, mesh, {v}) > now + 1e-6:
                 shardings[v] = waiting
     return changed
+
+
+def _near(around: Sequence[Equation], readers: Mapping[Value, Sequence[Equation]]) -> set[Value]:
+    """The values whose cost depends on how some equations take their operands, or on the arrays of these."""
+    found: set[Value] = set()
+    for e in around:
+        found.update(e.outputs)
+        for x in e.inputs:
+            if isinstance(x, Value):
+                found.add(x)
+                others = readers.get(x, ())
+                found.update(v for other in others if len(others) <= _MANY for v in other.outputs)
+    return found
 
 
 def _elsewhere(
@@ -330,8 +346,10 @@ def _leaving(made: Sharding, v: Value, mesh: Mesh) -> list[Sharding]:
 
 def _passes(v: Value, monoid: str, reader: Equation) -> bool:
     """Whether a reader can take a value uncombined. If one cannot, all others may as well use what it is given."""
+    if reader.rule is None or not reader.rule.linear:
+        return False
     at = {i for i, x in enumerate(reader.inputs) if x is v}
-    return reader.rule is not None and any(m == monoid and at <= operands for m, operands in reader.rule.linear)
+    return any(m == monoid and at <= operands for m, operands in reader.rule.linear)
 
 
 def _made(v: Value, maker: Equation, split: Split) -> Sharding:

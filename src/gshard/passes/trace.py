@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 
 from gshard import rules as _rules
 from gshard.core.errors import TraceError
+from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import (
     closed,
     line_of_exception,
@@ -38,6 +39,7 @@ from gshard.rules.zones import check_zones
 assert _rules  # imported for the rules it registers
 
 
+@collected_seldom()
 def trace(
     f: Callable[..., Any],
     *args: Any,
