@@ -88,9 +88,11 @@ def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsiz
             if total < best.get(step.after, total + 1) and total < best.get(target, total + 1):
                 best[step.after] = total
                 came[step.after] = step
-                # However it goes on, what a device will hold in the end and does not hold here is sent by somebody.
+                # However it goes on, what a device will hold in the end and does not hold here is sent by somebody,
+                # in a message.
                 missing = max(0, share - -(-whole // _parts(step.after, mesh)))
-                heapq.heappush(queue, (total + missing, next(order), total, step.after))
+                least = missing + _LATENCY + 1 if missing else int(step.after != target)
+                heapq.heappush(queue, (total + least, next(order), total, step.after))
     steps: list[Step] = []
     at = target
     while at != source:
