@@ -166,7 +166,7 @@ def test_flat_equals_reordering_to_the_bit_with_ties(
         return listed(run(state))
 
     want = reference(stop_early=False)
-    found = jax.jit(lambda cache: beam_search(model.flat, cache, B, options))(jnp.zeros((B, T * beam, 3)))
+    found = jax.jit(lambda cache: beam_search(model.flat, cache, B, T, options))(jnp.zeros((B, T * beam, 3)))
     assert listed(found) == want
     assert reference(stop_early=True) == want, "stopping early changes nothing"
 
@@ -175,7 +175,7 @@ def test_the_exact_model_ties(rng: np.random.Generator) -> None:
     """Without ties, and hypotheses of several lengths, the test above would prove little."""
     model = ExactModel(rng, 9, 7, 0.5)
     options = DecodeConfig(beam=4, n_best=4, alpha=0.6, max_length=8)
-    found = listed(beam_search(model.flat, jnp.zeros((9, 32, 3)), 9, options))
+    found = listed(beam_search(model.flat, jnp.zeros((9, 32, 3)), 9, 8, options))
     assert sum(len({s for _, s in of}) < len(of) for of in found) >= 3
     assert len({len(ids) for of in found for ids, _ in of}) >= 3
 
@@ -197,6 +197,16 @@ def test_partitioned_equals_one_device(devices: int, rng: np.random.Generator) -
     assert "all_to_all" in {c.kind for c in lowered.spmd.collectives}
     split = [row for row in gshard.explain(partitioned, params, source).tensors if "8@devices" in str(row.sharding)]
     assert sum("experts" in row.name for row in split if row.is_argument) == 4, "both products of both stacks"
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_long_sources_have_room_for_long_translations(beam: int) -> None:
+    """No fixed length cuts them, and short ones do not wait for it; what is asked for is kept to."""
+    params = random_model(4)
+    for width, given, room in ((16, None, 32), (64, None, 80), (64, 20, 20)):
+        source = np.full((2, width), 5, np.int32)
+        found = decode(CONFIG, params, source, DecodeConfig(beam=beam, max_length=given))
+        assert found.tokens_BNT.shape == (2, 1, room)
 
 
 def test_greedy_equals_the_reference(rng: np.random.Generator) -> None:
@@ -245,7 +255,7 @@ def test_the_loop_stops_when_every_sentence_has_ended() -> None:
         jax.debug.callback(lambda t: steps.append(int(t)), position)
         return jnp.zeros((*tokens_BK.shape, 5)).at[:, :, EOS].set(8.0), cache
 
-    result = beam_search(step, jnp.zeros((3, 6, 2)), 3, DecodeConfig(beam=2, alpha=1.0, max_length=1000))
+    result = beam_search(step, jnp.zeros((3, 6, 2)), 3, 1000, DecodeConfig(beam=2, alpha=1.0))
     jax.effects_barrier()
     assert not np.asarray(result.tokens_BNT).any()
     assert len(set(steps)) < 250  # ((5 + 1000) / 6) * log P(end) is what a continuation must fall below
