@@ -123,21 +123,12 @@ class Batches:
 
         Args:
             step: counted from 0.
-            process, processes: reads only the part of this one of so many processes: B/processes rows, such that the
-                parts of all of them in order are the whole batch.
-
-        Raises:
-            CorpusError: the rows cannot be divided by the processes.
+            process, processes: reads only the part of this one of so many processes: rows p B / n to (p + 1) B / n,
+                rounded down, so that the parts of all of them in order are the whole batch.
         """
         rows = self.shape.rows
-        if rows % processes:
-            raise CorpusError(
-                f"a batch of {rows} rows cannot be divided by {processes} processes.",
-                way_out=f"Let a batch have more tokens, or fewer: such that its rows are a multiple of {processes}.",
-            )
-        own = rows // processes
-        first, end = process * own, (process + 1) * own
-        blocks = [self._block(step, block) for block in range(first // _BLOCK, -(-end // _BLOCK))]
+        first, end = process * rows // processes, (process + 1) * rows // processes
+        blocks = [self._block(step, block) for block in range(first // _BLOCK, max(end - 1, first) // _BLOCK + 1)]
         skipped = first // _BLOCK * _BLOCK
         return {
             side: np.concatenate([block[side] for block in blocks])[first - skipped : end - skipped]

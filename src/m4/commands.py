@@ -123,7 +123,7 @@ class Train:
                 Run(self.run),
                 text.batch,
                 text.held_out(),
-                meta={"vocabularies": text.fingerprint, "only": sorted(self.languages)},
+                meta={"vocabularies": text.fingerprint, "only": sorted(self.languages), "corpus": text.digest},
                 resume=self.resume,
                 stop=asked,
                 group=group,

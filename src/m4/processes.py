@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol
+
+Batch = Mapping[str, Any]
+"""Arrays by name; dimension 0 counts rows."""
+
+Draw = Callable[..., Batch]
+"""``draw(step)`` is a whole batch, ``draw(step, process, processes)`` one of so many parts of it: rows p B / n to
+(p + 1) B / n, rounded down."""
 
 
 class Group(Protocol):
@@ -20,8 +27,18 @@ class Group(Protocol):
     def at(self, step: int, phase: str) -> None:
         """Says what this process is about to do."""
 
+    def agree(self, settings: Mapping[str, Any]) -> None:
+        """Compares what all processes are about to do; all of them must ask.
+
+        Raises:
+            TrainError: some setting is not the same for all.
+        """
+
     def any(self, asked: bool) -> bool:
         """Whether it is true in any of the processes; all of them must ask."""
+
+    def batch(self, draw: Draw, step: int) -> Batch:
+        """The batch of a step, as far as this process needs it."""
 
     def runs(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """A compiled step as it is called with arrays of this process's memory."""
@@ -44,9 +61,16 @@ class Alone:
     def at(self, step: int, phase: str) -> None:
         """Nobody wants to know."""
 
+    def agree(self, settings: Mapping[str, Any]) -> None:
+        """Of one mind."""
+
     def any(self, asked: bool) -> bool:
         """What this process says."""
         return asked
+
+    def batch(self, draw: Draw, step: int) -> Batch:
+        """The whole."""
+        return draw(step)
 
     def runs(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """JAX places the arrays."""

@@ -74,6 +74,11 @@ class PreparedText:
         return hashlib.sha256(said.encode()).hexdigest()
 
     @property
+    def digest(self) -> str:
+        """Hash of all that the batches follow from: the corpus and how they are drawn."""
+        return hashlib.sha256(json.dumps([self.manifest, self.only], sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
     def _names(self) -> list[str]:
         """The languages in the order of their tags."""
         return sorted(self.manifest["languages"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +18,8 @@ from jax.experimental import multihost_utils
 
 from m4 import checkpoint
 from m4.errors import TrainError
+from m4.processes import Batch, Draw
+from m4.rows import OwnRows
 from m4.watchdog import Hub, Watch
 
 _ADDRESS_BYTES = 512
@@ -104,6 +108,7 @@ class Together:
     def __init__(self, processes: Processes, checkpoints: Path):
         self.first = jax.process_index() == 0
         self._checkpoints = checkpoints
+        self._rows = 0  # of a batch, once one has been seen
         self._hub: Hub | None = None
         address = ""
         if self.first:
@@ -126,22 +131,57 @@ class Together:
         """Tells the watchdog."""
         self._watch.at(step, phase)
 
+    def agree(self, settings: Mapping[str, Any]) -> None:
+        """All of them compare the same texts, so that all or none go on.
+
+        Raises:
+            TrainError: some setting is not the same for all.
+        """
+        mine = json.dumps(settings, sort_keys=True, default=str).encode()
+        longest = int(np.max(multihost_utils.process_allgather(np.array([len(mine)]))))
+        padded = np.frombuffer(mine.ljust(longest), np.uint8)
+        told = np.asarray(multihost_utils.process_allgather(padded), np.uint8)
+        if found := disagreement([json.loads(row.tobytes()) for row in told]):
+            self._watch.bye()
+            self.any(False)  # nobody takes the end of another one for a death
+            raise TrainError(
+                f"the processes were not started alike: {found}.",
+                way_out="Give all of them the same options, versions and corpus, and one folder for the run.",
+            )
+
     def any(self, asked: bool) -> bool:
         """One small all-gather."""
         return bool(np.any(multihost_utils.process_allgather(np.array([asked]))))
 
+    def batch(self, draw: Draw, step: int) -> Batch:
+        """This process's rows; what other rows its devices may need is drawn when they do."""
+        if not self._rows:
+            whole = draw(step)
+            self._rows = len(next(iter(whole.values())))
+            return whole
+        index, count, rows = jax.process_index(), jax.process_count(), self._rows
+        others = functools.cache(lambda: draw(step))
+        return {
+            name: OwnRows(own, index * rows // count, rows, lambda name=name: others()[name])  # type: ignore[misc]
+            for name, own in draw(step, index, count).items()
+        }
+
     def runs(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Each process gives its devices their parts of arrays that all processes have."""
+        """Each process gives its devices their parts of arrays that all processes have, or have their own rows of."""
 
         def placed(x: Any, sharding: Any) -> Any:
             if isinstance(x, jax.Array) and not x.is_fully_addressable:
                 return x
+            if isinstance(x, OwnRows):
+                return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)  # type: ignore[arg-type]
             whole = np.asarray(x)
             return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
         def call(*arguments: Any) -> Any:
             leaves, tree = jax.tree.flatten(arguments)
-            expected = compiled.lower(*arguments).argument_shardings  # type: ignore[attr-defined]
+            shaped = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, OwnRows) else x for x in leaves]
+            lowered = compiled.lower(*jax.tree.unflatten(tree, shaped))  # type: ignore[attr-defined]
+            expected = lowered.argument_shardings
             return compiled(*jax.tree.unflatten(tree, map(placed, leaves, expected)))
 
         return call
@@ -162,3 +202,16 @@ class Together:
         jax.distributed.shutdown()
         if self._hub is not None:
             self._hub.close()
+
+
+def disagreement(told: Sequence[Mapping[str, Any]]) -> str:
+    """The first setting that is not the same for all processes, and who says what; nothing if there is none.
+
+    >>> disagreement([{"steps": 9, "experts": 8}, {"steps": 9, "experts": 8}, {"steps": 9, "experts": 4}])
+    'experts is 8 for process 0 and 4 for process 2'
+    """
+    for rank, other in enumerate(told):
+        for name in sorted(told[0].keys() | other.keys()):
+            if told[0].get(name) != other.get(name):
+                return f"{name} is {told[0].get(name)!r} for process 0 and {other.get(name)!r} for process {rank}"
+    return ""

@@ -23,7 +23,7 @@ from m4.errors import NotFiniteError as NotFiniteError
 from m4.errors import TrainError as TrainError
 from m4.lock import locked
 from m4.metrics import MetricsLog
-from m4.processes import Alone, Group
+from m4.processes import Alone, Draw, Group
 from m4.progress import Progress
 from m4.saver import Saver
 from m4.step import Batch as Batch
@@ -62,7 +62,7 @@ def train(
     model: moe.TransformerConfig,
     options: TrainConfig,
     run: Run,
-    batch: Callable[[int], Batch],
+    batch: Draw,
     held_out: Iterable[Batch] = (),
     *,
     meta: Mapping[str, Any] | None = None,
@@ -77,7 +77,8 @@ def train(
         model: the model; it is trained on ``model.partitions`` devices.
         options: length, learning rate and so on.
         run: where checkpoints and metrics go.
-        batch: step -> the batch of that step, always the same; B and L are those of every step.
+        batch: step -> the batch of that step, always the same; B and L are those of every step. Where several
+            processes train, it also takes the number of a process and their count, and gives that one's rows.
         held_out: batches that are measured and not trained on.
         meta: what is saved beside the parameters, such as which vocabularies they belong to.
         resume: go on from the newest sound checkpoint of `run` if there is one.
@@ -87,7 +88,8 @@ def train(
 
     Raises:
         TrainError: the run's folder has a checkpoint and `resume` is false, or another process trains there; the
-            checkpoint was made by another model; a batch does not divide into micro-batches.
+            checkpoint was made by another model; a batch does not divide into micro-batches; the processes that train
+            together were given different settings.
         NotFiniteError: the loss or the gradient was not finite in more than ``options.skip_limit`` steps.
         CheckpointError: a checkpoint cannot be written or read.
     """
@@ -104,7 +106,7 @@ class _Loop:
         model: moe.TransformerConfig,
         options: TrainConfig,
         run: Run,
-        batch: Callable[[int], Batch],
+        batch: Draw,
         held_out: Sequence[Batch],
         meta: Mapping[str, Any],
         group: Group,
@@ -125,6 +127,7 @@ class _Loop:
         options, run, group = self.options, self.where, self.group
         state = self._start(resume)
         first = done = int(state["step"])
+        group.agree(self._settings(first))
         best = self._best_before(first)
         worse = 0
         seconds: list[float] = []
@@ -144,7 +147,7 @@ class _Loop:
             for step in range(first, options.steps):
                 begin = time.perf_counter()
                 group.at(step, "batch")
-                taken = self._checked(self.batch(step), step)
+                taken = self._checked(group.batch(self.batch, step), step)
                 group.at(step, "first step" if step == first else "step")
                 before = int(state["skipped"])
                 state, metrics = self.take(state, taken)
@@ -209,6 +212,17 @@ class _Loop:
         for error in damaged:
             print(f"passed over: {error}")
         return dict(state)
+
+    def _settings(self, first: int) -> dict[str, Any]:
+        """What decides the numbers of this run, by name: all that several processes must have in common."""
+        named = {
+            f"{part}.{name}": value
+            for part in ("model", "train")
+            for name, value in self.described[part].items()
+            if name not in ("log_every", "tensorboard")
+        }
+        rest = {name: value for name, value in self.described.items() if name not in ("model", "train")}
+        return {**rest, **named, "the version of JAX": jax.__version__, "the first step": first}
 
     def _lying(self, like: State) -> State:
         """Where each array of the state lies, so that a device reads its own part only."""

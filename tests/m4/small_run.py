@@ -31,12 +31,13 @@ MODEL = moe.TransformerConfig(
 )  # fmt: skip
 
 
-def batch(step: int) -> dict[str, np.ndarray]:
-    """Sentences of several lengths, ended and padded."""
+def batch(step: int, process: int = 0, processes: int = 1) -> dict[str, np.ndarray]:
+    """Sentences of several lengths, ended and padded; of several processes the rows of one."""
     rng = np.random.default_rng(step)
     ids = np.where(np.arange(L) < rng.integers(1, L, (B, 1)), rng.integers(3, V, (B, L)), 0)
     ids[np.arange(B), (ids != 0).sum(1)] = 1
-    return {"source": ids.astype(np.int32), "target": ids.astype(np.int32)}
+    ids = ids[process * B // processes : (process + 1) * B // processes].astype(np.int32)
+    return {"source": ids, "target": ids}
 
 
 class Telling(Progress):
@@ -63,13 +64,15 @@ def main() -> int:
         group = Together(processes, Run(Path(folder)).checkpoints)
     model = dataclasses.replace(MODEL, partitions=len(jax.devices()))
 
-    def failing_batch(step: int) -> dict[str, np.ndarray]:
+    def failing_batch(step: int, process: int = 0, count: int = 1) -> dict[str, np.ndarray]:
         if step == int(given.get("raise_at", -1)):
             raise ValueError("the corpus is on fire")
         if step == int(given.get("hang_at", -1)):
             print("hanging", flush=True)
             time.sleep(1000)
-        return batch(step)
+        if processes.several and count == 1:
+            print("whole batch of step", step, flush=True)
+        return batch(step, process, count)
 
     print("begun", flush=True)
     try:

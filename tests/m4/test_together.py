@@ -143,6 +143,19 @@ def test_an_exception_and_a_hang_are_told(tmp_path: Path) -> None:
     assert "process 1 has said nothing for 1." in told
 
 
+@pytest.mark.slow
+def test_processes_are_started_alike_and_draw_their_own_rows(tmp_path: Path) -> None:
+    for process in start(tmp_path / "unlike", 1000, 2, {1: ["learning_rate=0.5"]}):
+        told, _ = process.communicate(timeout=200)
+        assert process.returncode == 2
+        assert "train.learning_rate is 1.0 for process 0 and 0.5 for process 1" in told
+
+    for process in start(tmp_path / "alike", 6, 2):
+        told, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
+        assert [line for line in told.splitlines() if "whole" in line] == ["whole batch of step 0"]
+
+
 def test_those_who_do_not_come_and_ports_that_are_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
