@@ -110,6 +110,22 @@ def test_sigterm_finishes_the_step_and_saves(whole: Path) -> None:
     assert parameters(folder) == parameters(whole)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_a_long_run_takes_no_more_memory_and_no_more_files(whole: Path) -> None:
+    """2,000 steps, with a checkpoint after every 50 and an evaluation after every 5."""
+    process = start(whole.with_name("long"), 2000, 1, "save_every=50")
+    pages, files = [], []
+    for step in (600, 1200, 1900):
+        wait_for(process, str(step))
+        pages.append(int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]))
+        files.append(len(os.listdir(f"/proc/{process.pid}/fd")))
+    finish(process)
+    assert max(files) - min(files) <= 4, files  # a checkpoint that is just being written
+    assert pages[2] < 1.02 * pages[0], pages
+    assert len(losses(whole.with_name("long"))) == 2000
+
+
 def test_two_runs_in_one_folder(whole: Path) -> None:
     folder = whole.with_name("shared")
     first = start(folder, 10_000)
