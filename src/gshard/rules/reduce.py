@@ -27,6 +27,9 @@ _MONOIDS = {
     "reduce_or": "or",
     "reduce_xor": "xor",
 }
+# Called as functions: from JAX 0.12 on these primitives need a parameter inside `shard_map` that they can do without
+# elsewhere.
+_EXTREMES = {"reduce_max": lax.reduce_max, "reduce_min": lax.reduce_min}
 
 
 @rule(*_MONOIDS)
@@ -42,7 +45,12 @@ def reduction(call: Call) -> Rule:
     kind = WHOLE if call.is_complex and monoid in ("max", "min") else REDUCE
     dims = [make.factor(n, kind, monoid) if d in axes else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
     result = [dim for d, dim in enumerate(dims) if d not in axes]
-    return make.rule([dims], [result], linear=[(monoid, (0,))])
+    function = _EXTREMES.get(call.name)
+
+    def local(shards: Shards, x: Any) -> list[Any]:
+        return [function(x, call.params["axes"])] if function else shards.bind(x)
+
+    return make.rule([dims], [result], local=local if function else None, linear=[(monoid, (0,))])
 
 
 @rule("reduce")
