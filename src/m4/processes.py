@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 
-Batch = Mapping[str, Any]
-"""Arrays by name; dimension 0 counts rows."""
+from m4.step import Batch
 
 Draw = Callable[..., Batch]
 """``draw(step)`` is a whole batch, ``draw(step, process, processes)`` one of so many parts of it: rows p B / n to

@@ -18,8 +18,9 @@ from jax.experimental import multihost_utils
 
 from m4 import checkpoint
 from m4.errors import TrainError
-from m4.processes import Batch, Draw
+from m4.processes import Draw
 from m4.rows import OwnRows
+from m4.step import Batch
 from m4.watchdog import Hub, Watch
 
 _ADDRESS_BYTES = 512

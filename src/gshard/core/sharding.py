@@ -51,7 +51,7 @@ class Sharding:
 
     def with_unreduced(self, unreduced: dict[str, str]) -> Sharding:
         """The same dimensions with these parts still to be combined."""
-        return Sharding(self.dims, tuple(sorted(unreduced.items())))
+        return Sharding(self.dims, tuple(sorted(unreduced.items()))) if unreduced or self.unreduced else self
 
     def local_shape(self, mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one device's part, padding included."""

@@ -62,8 +62,7 @@ def place(dims: Dims, split: Mapping[int, Atoms]) -> tuple[Atoms, ...]:
 def operand_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding:
     """How operand ``i`` enters when the equation is split this way: perhaps with parts still to be combined."""
     unreduced = {a: monoid for monoid, operands, atoms in passing(rule, split) if i in operands for a in atoms}
-    lies = Sharding(place(rule.operands[i], split))
-    return lies.with_unreduced(unreduced) if unreduced else lies
+    return Sharding(place(rule.operands[i], split)).with_unreduced(unreduced)
 
 
 def result_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding:
@@ -72,8 +71,7 @@ def result_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding:
     for f, factor in enumerate(rule.factors):
         if factor.kind == REDUCE:
             unreduced.update(dict.fromkeys(split.get(f, ()), factor.monoid or "add"))
-    lies = Sharding(place(rule.results[i], split))
-    return lies.with_unreduced(unreduced) if unreduced else lies
+    return Sharding(place(rule.results[i], split)).with_unreduced(unreduced)
 
 
 def passing(rule: Rule, split: Mapping[int, Atoms]) -> Iterator[tuple[str, frozenset[int], Atoms]]:
