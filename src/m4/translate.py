@@ -42,6 +42,10 @@ class Text(Protocol):
         """Hash of both vocabularies."""
 
     @property
+    def digest(self) -> str:
+        """Hash of all that the batches follow from."""
+
+    @property
     def source_vocabulary(self) -> int:
         """Number of source ids, tags included."""
 

@@ -35,6 +35,7 @@ class Toy:
     """English spelt backwards, word by word; implements `m4.translate.Text`."""
 
     fingerprint = "toy"
+    digest = "toy"
     languages: ClassVar = {"aa": 900, "bb": 90, "pt_BR": 9}
     target_vocabulary = 3 + len(ENGLISH)
     source_vocabulary = target_vocabulary + len(languages)
