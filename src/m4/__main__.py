@@ -73,8 +73,8 @@ def prepare_process(devices: int, debug: bool) -> None:
     """
     flags = {
         "--xla_force_host_platform_device_count": max(devices, 1),
-        # A collective waits for all devices, and on few cores a virtual device may be late for long. XLA would end the
-        # process after 40 seconds.
+        # A collective waits for all devices, and on few cores a virtual device may be late for long. XLA would abort
+        # after 60 seconds.
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
         "--xla_cpu_collective_call_terminate_timeout_seconds": 3600,
         "--xla_cpu_collective_timeout_seconds": 3600,

@@ -156,6 +156,41 @@ def test_processes_are_started_alike_and_draw_their_own_rows(tmp_path: Path) -> 
         assert [line for line in told.splitlines() if "whole" in line] == ["whole batch of step 0"]
 
 
+SLOW_DEVICE = """
+import time
+from m4.__main__ import prepare_process
+prepare_process(2, debug=False)
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P
+
+def wait(index):
+    time.sleep(70 * int(index))
+    return np.int32(index)
+
+def part(x):
+    index = jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.int32), jax.lax.axis_index("d"))
+    return jax.lax.psum(x + index, "d")
+
+mesh = jax.make_mesh((2,), ("d",))
+print(jax.jit(jax.shard_map(part, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(np.int32(5)))
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_process_and_a_slow_device_are_waited_for(tmp_path: Path) -> None:
+    """A process for 45 seconds, a device for 70; XLA by itself aborts after 60."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    device = subprocess.Popen(
+        [sys.executable, "-c", SLOW_DEVICE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    codes, tolds = zip(*map(end, start(tmp_path / "slow", 6, 2, {1: ["slow_at=3"]})), strict=True)
+    assert codes == (0, 0), tolds
+    assert "process 1 is in 'batch' of step 3, and the others have waited for it for 1." in tolds[0]
+    assert len(losses(tmp_path / "slow")) == 6
+    printed, errors = device.communicate(timeout=200)
+    assert (device.returncode, printed) == (0, "11\n"), errors
+
+
 def test_those_who_do_not_come_and_ports_that_are_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
