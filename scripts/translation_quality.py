@@ -121,13 +121,15 @@ def train(budget: Budget, name: str, preset: str, extra: Sequence[str], minutes:
         return line + ["--steps", str(json.loads(done.read_text())["steps"])]
     full = line + ["--steps", str(steps), "--resume"]
     print(f"$ m4 {shlex.join(full)}", flush=True)
-    process = subprocess.Popen([*M4, *full])
-    while process.poll() is None:
-        time.sleep(2)
-        if minutes is not None and sum(r["seconds"] for r in records(run)) >= 60 * minutes:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-    if process.returncode not in (0, STOPPED) or (process.returncode == STOPPED and minutes is None):
+    process, enough = subprocess.Popen([*M4, *full]), False
+    try:
+        while process.poll() is None and not enough:
+            time.sleep(2)
+            enough = minutes is not None and sum(r["seconds"] for r in records(run)) >= 60 * minutes
+    finally:  # also when this script is stopped: it saves
+        process.terminate()
+        process.wait()
+    if process.returncode not in ((0, STOPPED) if enough else (0,)):
         sys.exit(f"training of {name} ended with {process.returncode}")
     taken = len(records(run))
     done.write_text(json.dumps({"steps": taken}))
@@ -333,4 +335,5 @@ def again(budget: Budget, lines: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
     run(asked())
