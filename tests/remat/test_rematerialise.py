@@ -233,7 +233,15 @@ OVERLAPPING = [
     Step(19, (179, 691, 225, 259, 78, 104), 456), Step(12, (393, 526, 224, 896, 674, 481), 2),
 ]  # fmt: skip
 
+# What is sorted beside its keys: the sort's result looks like its operand and is not.
+SORTED = [
+    Step(43, (29, 465, 131, 177, 268, 173), 0), Step(5, (141, 375, 107, 85, 770, 699), 0),
+    Step(74, (674, 202, 586, 277, 894, 374), 1891), Step(97, (287, 83, 6, 130, 152, 539), 0),
+    Step(24, (792, 462, 201, 102, 999, 408), 0),
+]  # fmt: skip
 
+
+@example(SORTED, [(2,), (2,)], 0.02)
 @example(OVERLAPPING, [(2, 3, 7)], 0.2)
 @given(programs, all_shapes, st.sampled_from([0.02, 0.1, 0.3, 0.5]))
 @settings(max_examples=4, phases=PHASES)
@@ -246,6 +254,34 @@ def test_any_program_with_any_limit(steps: list[Step], shapes: list[tuple[int, .
 @settings(max_examples=400, phases=PHASES)
 def test_very_many_programs_with_any_limit(steps: list[Step], shapes: list[tuple[int, ...]], part: float) -> None:
     check(steps, shapes, Squeeze(part))
+
+
+def test_what_is_read_in_another_shape_is_no_stack():
+    """Slices of a reshaped stack are not those of the stack: what cannot be made again is told, or stays."""
+
+    def f(ws: Any, x: Any) -> Any:
+        def outer(x: Any, w: Any) -> Any:
+            return x, jnp.sin(jnp.tanh(w)[:, None] * w)
+
+        stack = jax.lax.scan(outer, x, ws)[1]
+        return jax.lax.scan(lambda x, y: (x / 2 + y * y, None), x, stack.reshape(8, 24 * 24), reverse=True)[0]
+
+    args = f32(8, 24), f32(24 * 24)
+    lowered, memory = without_limit(f, args, 2)
+    for part in (0.05, 0.5, 0.9):
+        with pytest.raises(MemoryLimitError):
+            rematerialise(lowered.spmd, memory.peak - int(part * memory.temporaries), CPU)
+
+
+def test_a_sort_is_no_barrier():
+    """Results with the factors of the operands are other arrays: they take memory and time."""
+
+    def f(x: Any, y: Any) -> Any:
+        return jax.lax.sort((x * 2, y + 1), num_keys=1)
+
+    lowered, _ = without_limit(f, (f32(64), f32(64)), 2)
+    kinds = [k.kind for k in device_program(lowered.spmd).kernels if k.equation.name == "sort"]
+    assert kinds == ["operator"]
 
 
 def test_what_a_loop_widens_last_is_stacked_narrow():

@@ -17,13 +17,16 @@ from collections.abc import Callable, Iterator, Mapping
 
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Block, Constant, Equation, Value, itemsize
-from gshard.core.rule import EXCHANGE, PARALLEL, REDUCE, Rule
+from gshard.core.rule import EXCHANGE, PARALLEL, REDUCE, Rule, moves
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.trace import block_of
 
 COLLECTIVE, REGION, FUSED, REDUCTION, PRODUCT, OPERATOR, PASSING = (
     "collective", "region", "fused", "reduction", "product", "operator", "passing",
 )  # fmt: skip
+
+
+_MOVES = frozenset((monoid, frozenset(operands)) for monoid, operands in moves(0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +103,7 @@ def kind_of(e: Equation) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _kind_of_rule(rule: Rule) -> str:
-    if len(rule.operands) == len(rule.results) > 1 and rule.operands == rule.results:
+    if rule.passes and len(rule.operands) > 1:
         return PASSING
     kinds = {f.kind for f in rule.factors}
     reduced = {f for f, factor in enumerate(rule.factors) if factor.kind == REDUCE}
@@ -176,9 +179,11 @@ def _is_small(x: Value | Constant) -> bool:
 
 
 def _is_view(e: Equation) -> bool:
-    """Whether a result is its operand's bytes: a reshape, a squeeze, a conversion to the same dtype."""
+    """Whether a result is its operand's bytes in another shape: a reshape, a squeeze."""
     if len(e.inputs) != 1 or not e.outputs or not isinstance(e.inputs[0], Value) or e.rule is None:
         return False
+    if not _MOVES.issubset(e.rule.linear):
+        return False  # it changes elements too
     before = [f for dim in e.rule.operands[0] for f in dim if e.rule.factors[f].size > 1]
     after = [f for dim in e.rule.results[0] for f in dim if e.rule.factors[f].size > 1]
     return before == after and e.inputs[0].shape != e.outputs[0].shape and e.inputs[0].dtype == e.outputs[0].dtype

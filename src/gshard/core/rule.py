@@ -79,6 +79,7 @@ class Rule:
             of a barrier) have different ones, and only those of one component compete for atoms.
         part: ``part(shards, *arrays) -> result``, run on a part of one factor after another while others are on their
             way (``core.ring``); what parts of a sum give may be of a wider dtype. None if it cannot be run so.
+        passes: True if the results are the operands, as a barrier gives them.
     """
 
     factors: tuple[Factor, ...]
@@ -93,6 +94,7 @@ class Rule:
     fixed: Callable[..., dict[int, tuple[str, ...]]] | None = None
     linear: tuple[tuple[str, frozenset[int]], ...] = ()
     part: Callable[..., Any] | None = None
+    passes: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -166,6 +168,7 @@ class RuleMaker:
         fixed: Callable[..., dict[int, tuple[str, ...]]] | None = None,
         linear: Iterable[tuple[str, Iterable[int]]] = (),
         part: Callable[..., Any] | None = None,
+        passes: bool = False,
     ) -> Rule:
         """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
         if flops is None:
@@ -184,6 +187,7 @@ class RuleMaker:
             fixed,
             tuple((monoid, frozenset(positions)) for monoid, positions in linear),
             part,
+            passes,
         )
 
 

@@ -41,6 +41,11 @@ class Lives:
         """The buffer that holds a value."""
         return self.kernels.home.get(v, v)
 
+    def sliced(self, v: Value) -> Value:
+        """The buffer whose slices are those of a value; a view in another shape has slices of its own."""
+        home = self.home(v)
+        return home if home.shape == v.shape else v
+
     def is_buffer(self, v: Value) -> bool:
         """Whether a value is in memory by itself: an input of the block, or what a kernel makes."""
         return v not in self.maker or v in self.made

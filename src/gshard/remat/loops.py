@@ -80,7 +80,7 @@ def _pairs(lives: Lives, peak: int, elsewhere: frozenset[Value]) -> Iterator[_Pa
         for j, reader in loops:
             if j in by_reader and reader.equation.params["length"] == writer.equation.params["length"]:
                 before = sum(scan_counts(reader.equation.params))
-                slices = [lives.home(x) for x in reader.equation.inputs[before:] if isinstance(x, Value)]
+                slices = [lives.sliced(x) for x in reader.equation.inputs[before:] if isinstance(x, Value)]
                 fixed = [lives.home(x) for x in reader.equation.inputs[:before] if isinstance(x, Value)]
                 stacks = [v for v in by_reader[j] if slices.count(v) == 1 and v not in fixed]
                 if stacks:
@@ -162,7 +162,7 @@ def without_stacking(lives: Lives, found: Stacked, names: Iterator[int]) -> Bloc
     at = lives.position[found.writer], lives.position[found.reader]
     carry = scan_counts(found.writer.params)[1]
     slices = found.reader.inputs[sum(scan_counts(found.reader.params)) :]
-    read = {lives.home(x) for x in slices if isinstance(x, Value)}
+    read = {lives.sliced(x) for x in slices if isinstance(x, Value)}
     stacks = tuple(v for v in found.writer.outputs[carry:] if v in read and lives.readers.get(v) == [at[1]])
     pair = _Pair(writer, reader, at, stacks)
     new_writer, new_reader = _Rewriting(lives, pair, found.values, names).loops()
@@ -186,7 +186,7 @@ class _Rewriting:
         self.known: dict[Value | Constant, Value | Constant] = {}  # of the writer's body, as the reader's body has it
         self.lost: dict[Value, Value | Constant] = {}  # of the reader's body, as the writer's body makes it
         for outer, inner in slices:
-            stack = lives.home(outer) if isinstance(outer, Value) else None
+            stack = lives.sliced(outer) if isinstance(outer, Value) else None
             if stack in self.dropped:
                 self.lost[inner] = pair.inner(stack)
                 continue

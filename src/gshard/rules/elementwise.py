@@ -105,4 +105,4 @@ def each_by_itself(call: Call) -> Rule:
     """Operands that pass through side by side: each has its own factors."""
     make = RuleMaker()
     tensors = [make.parallel(shape) for shape in call.in_shapes]
-    return make.rule(tensors, tensors)
+    return make.rule(tensors, tensors, passes=True)
