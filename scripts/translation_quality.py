@@ -121,17 +121,21 @@ def train(budget: Budget, name: str, preset: str, extra: Sequence[str], minutes:
     if done.exists():
         return line + ["--steps", str(json.loads(done.read_text())["steps"])]
     full = line + ["--steps", str(steps), "--resume"]
-    print(f"$ m4 {shlex.join(full)}", flush=True)
-    process, enough = subprocess.Popen([*M4, *full]), False
-    try:
-        while process.poll() is None and not enough:
-            time.sleep(2)
-            enough = minutes is not None and sum(r["seconds"] for r in records(run)) >= 60 * minutes
-    finally:  # also when this script is stopped: it saves
-        process.terminate()
-        process.wait()
-    if process.returncode not in ((0, STOPPED) if enough else (0,)):
-        sys.exit(f"training of {name} ended with {process.returncode}")
+
+    def enough() -> bool:
+        return minutes is not None and sum(r["seconds"] for r in records(run)) >= 60 * minutes
+
+    if not enough():
+        print(f"$ m4 {shlex.join(full)}", flush=True)
+        process = subprocess.Popen([*M4, *full])
+        try:
+            while process.poll() is None and not enough():
+                time.sleep(2)
+        finally:  # also when this script is stopped: it saves
+            process.terminate()
+            process.wait()
+        if process.returncode not in ((0, STOPPED) if enough() else (0,)):
+            sys.exit(f"training of {name} ended with {process.returncode}")
     taken = len(records(run))
     done.write_text(json.dumps({"steps": taken}))
     return line + ["--steps", str(taken)]

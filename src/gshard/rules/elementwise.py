@@ -97,7 +97,7 @@ def device_put(call: Call) -> Rule:
     """Where arrays live is the plan's business: operands pass through."""
     make = RuleMaker()
     tensors = [make.parallel(shape) for shape in call.in_shapes]
-    return make.rule(tensors, tensors, local=lambda shards, *xs: list(xs), flops=0)
+    return make.rule(tensors, tensors, local=lambda shards, *xs: list(xs), flops=0, passes=True)
 
 
 @rule("optimization_barrier")
