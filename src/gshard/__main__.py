@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gshard.analysis.calibrate import calibrate
+from gshard.api.jit import Jitted, explain
 from gshard.core.errors import GShardError
-from gshard.pipeline import Jitted, explain
 from gshard.planning import plan
 from gshard.target import load, mesh_of
 

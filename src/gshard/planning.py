@@ -25,14 +25,14 @@ from gshard.analysis.cycles import estimated_cycles
 from gshard.analysis.device_program import PRODUCT
 from gshard.analysis.explain import explain_program
 from gshard.analysis.machine import Machine
+from gshard.api.jit import jit
+from gshard.api.lowered import Lowered
 from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.spmd import Recomputed
-from gshard.lowered import Lowered
 from gshard.moe.config import TABLE_1, TransformerConfig
 from gshard.moe.param import shapes
 from gshard.moe.transformer import loss, param_specs
-from gshard.pipeline import jit
 from gshard.remat.fit import peak_of
 
 # Table 3: "Batch sz. (Tokens)", per side of the translation, by number of experts. The paper does not say how long

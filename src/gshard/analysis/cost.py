@@ -143,7 +143,7 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
         MachineError: the machine has another number of devices.
 
     >>> import jax.numpy as jnp
-    >>> from gshard.passes.annotate import split
+    >>> from gshard.api.marks import split
     >>> from gshard.passes.partition import partition
     >>> from gshard.passes.propagate import propagate
     >>> from gshard.passes.trace import trace

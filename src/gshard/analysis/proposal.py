@@ -17,9 +17,9 @@ from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import Collective
-from gshard.passes.annotate import mark_p
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
+from gshard.rules.mark import mark_p
 from gshard.rules.region import with_edges
 from gshard.rules.registry import Call, rule_of
 

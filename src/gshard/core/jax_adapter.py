@@ -23,7 +23,7 @@ from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
 
 # Frames of the partitioner are not the user's; the model library's are, since it is written as users write.
-for _folder in ("core", "comm", "rules", "passes", "analysis", "remat", "lowered.py", "pipeline.py"):
+for _folder in ("core", "comm", "rules", "passes", "analysis", "remat", "api"):
     _public_source_info.register_exclusion(os.path.join(os.path.dirname(os.path.dirname(__file__)), _folder))
 
 

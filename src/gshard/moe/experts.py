@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard.api.marks import replicate, split
 from gshard.moe.blocks import blocks_expert_layer
 from gshard.moe.config import TransformerConfig
 from gshard.moe.dispatch import (
@@ -24,7 +25,6 @@ from gshard.moe.dispatch import (
 )
 from gshard.moe.gating import top2_gating
 from gshard.moe.param import Param
-from gshard.passes.annotate import replicate, split
 
 
 def expert_specs(config: TransformerConfig) -> dict[str, Param]:

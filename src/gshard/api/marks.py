@@ -14,19 +14,17 @@ mesh is checked when a program is traced (``core.mark``).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark
+from gshard.rules.mark import bind_mark
 
 
 def replicate(x: Any) -> Any:
@@ -157,30 +155,3 @@ def shard(x: Any, device_assignment: Any) -> Any:
 def _describe(x: Any) -> str:
     aval = jax.typeof(x)
     return aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else str(aval)
-
-
-mark_p = Primitive("gshard_mark")
-
-
-def bind_mark(x: Any, mark: Mark) -> Any:
-    """Puts a mark on one array."""
-    return mark_p.bind(jax.numpy.asarray(x), mark=mark)
-
-
-@mark_p.def_impl
-def _impl(x: Any, *, mark: Mark) -> Any:
-    return x
-
-
-mark_p.def_abstract_eval(lambda x, *, mark: x)
-mlir.register_lowering(mark_p, lambda ctx, x, *, mark: [x])
-# A mark is linear; the mark of a cotangent says so, since a chain of cotangent marks is no mistake.
-ad.deflinear2(mark_p, lambda ct, x, *, mark: [mark_p.bind(ct, mark=dataclasses.replace(mark, cotangent=True))])
-
-
-def _batch(args: Sequence[Any], dims: Sequence[int], *, mark: Mark) -> tuple[Any, int]:
-    """A dimension that vmap adds is left open: the mark speaks of the others only."""
-    return mark_p.bind(args[0], mark=mark.with_batch_dimension(dims[0])), dims[0]
-
-
-batching.primitive_batchers[mark_p] = _batch

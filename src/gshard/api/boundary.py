@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.errors import ShardingError
 from gshard.core.mark import Mark
-from gshard.passes.annotate import bind_mark
 from gshard.rules.expand import mark_of_named_sharding
+from gshard.rules.mark import bind_mark
 
 
 def mark_of_argument(x: Any, devices: Collection[Any]) -> Mark | None:

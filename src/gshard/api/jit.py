@@ -18,20 +18,20 @@ import jax
 from gshard.analysis.budget import Budget
 from gshard.analysis.explain import Explanation, explain_program
 from gshard.analysis.overlap import Windowed
-from gshard.core.arguments import agree, kind, own_sharding, positions_and_names
-from gshard.core.errors import MeshError, ShardingError, TraceError
-from gshard.core.jax_adapter import user_line
-from gshard.core.mesh import Mesh
-from gshard.core.uneven import UnevenArray
-from gshard.lowered import Lowered
-from gshard.passes.compose import Target, call, call_p, function_of
-from gshard.passes.specs import (
+from gshard.api.boundary import (
     mark_of_argument,
     mark_of_spec,
     spread_specs,
     with_marked_arguments,
     with_marked_results,
 )
+from gshard.api.lowered import Lowered
+from gshard.api.transformations import Target, call, call_p, function_of
+from gshard.core.arguments import agree, kind, own_sharding, positions_and_names
+from gshard.core.errors import MeshError, ShardingError, TraceError
+from gshard.core.jax_adapter import user_line
+from gshard.core.mesh import Mesh
+from gshard.core.uneven import UnevenArray
 from gshard.passes.trace import closed_of, trace
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 
@@ -104,7 +104,7 @@ class Jitted:
         return self._find(leaves, in_tree, arrays, statics)[0]
 
     def _inside_a_transformation(self, leaves: Sequence[Any], in_tree: Any, arrays: Any, statics: Any) -> Any:
-        """One equation of the program that is being traced, differentiated or mapped; see ``passes.compose``."""
+        """One equation of the program that is being traced, differentiated or mapped; see ``transformations``."""
         if self._memory_limit is not None:
             raise MemoryLimitError(
                 f"{self._f.__name__} has a memory_limit, and a transformation around it decides what is kept.",
@@ -258,7 +258,7 @@ def jit(
             MemoryLimitError (the program does not fit, whatever is recomputed).
 
     >>> import jax.numpy as jnp
-    >>> from gshard.passes.annotate import split
+    >>> from gshard.api.marks import split
     >>> double = jit(lambda x: 2 * split(x, 0, 1), mesh=1)
     >>> double(jnp.arange(3)).tolist()
     [0, 2, 4]
@@ -302,7 +302,7 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
         the explanation; print it, or write it as a page by ``.html(path)``.
 
     >>> import jax.numpy as jnp
-    >>> from gshard.passes.annotate import split
+    >>> from gshard.api.marks import split
     >>> found = explain(lambda x: split(x, 0, 4).sum(), jnp.zeros((8, 2)), mesh=Mesh.abstract(data=4))
     >>> found.bytes_by_kind
     {'all_reduce': 6}

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from gshard.analysis.machine import Machine, kind_of_devices
+from gshard.api.transformations import Target
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
@@ -17,7 +18,6 @@ from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
 from gshard.passes.compile import Executable, compile_spmd, named_sharding
-from gshard.passes.compose import Target
 from gshard.passes.partition import partition
 from gshard.remat.fit import compiled_within
 from gshard.remat.rematerialise import rematerialise

@@ -174,7 +174,7 @@ def test_bad_input_gets_one_clear_error(
     text = str(caught.value)
     assert what in text
     assert way_out in text
-    assert "test_pipeline.py" in text, "the user's line is missing"
+    assert "test_jit.py" in text, "the user's line is missing"
 
 
 def test_strict_refuses_what_has_no_rule() -> None:

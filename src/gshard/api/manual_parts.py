@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from gshard.api.marks import split
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
-from gshard.passes.annotate import split
 
 auto_to_manual_p = Primitive("auto_to_manual")
 manual_to_auto_p = Primitive("manual_to_auto")

@@ -30,11 +30,11 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
-from gshard.passes.annotate import bind_mark
 from gshard.passes.partition import partition
 from gshard.passes.propagate import in_best_order, propagate
 from gshard.passes.trace import trace
 from gshard.passes.windowed import Policy, windowed
+from gshard.rules.mark import bind_mark
 
 call_p = Primitive("gshard_call")
 call_p.multiple_results = True
