@@ -15,6 +15,7 @@ from typing import Any
 
 from gshard.analysis.cost import Cost, cost
 from gshard.analysis.machine import Machine, kind_of_devices
+from gshard.analysis.replicated import notes_of_whole_values, replicated_work
 from gshard.analysis.report.data import report_data
 from gshard.analysis.report.page import page
 from gshard.core.mesh import Mesh
@@ -93,6 +94,8 @@ class Explanation:
         argument_bytes: bytes of all arguments, whole and on one device.
         plan, spmd: what it was read from.
         donated: arguments whose memory results may take.
+        replicated: operations that every device computes whole although an operand is split: line, how many times its
+            share, bytes spared, the mark that forbids it.
     """
 
     name: str
@@ -105,6 +108,7 @@ class Explanation:
     plan: Plan = dataclasses.field(repr=False)
     spmd: SpmdProgram = dataclasses.field(repr=False)
     donated: frozenset[int] = frozenset()
+    replicated: tuple[str, ...] = ()
 
     def cost(self, machine: Machine | str | None = None) -> Cost:
         """Time, FLOPs, bytes and memory of one call.
@@ -177,6 +181,9 @@ class Explanation:
         lines.append(f"  each device sends {_size(self.total_bytes)} in one call{': ' + kinds if kinds else ''}")
         if self.spmd.recomputed is not None:
             lines += ["", str(self.spmd.recomputed)]
+        if self.replicated:
+            lines += ["", "work that is not split although an operand is"]
+            lines += [f"  {text}" for text in self.replicated]
         if self.gathered:
             lines += ["", "no rule, so operands are gathered and every device computes the same"]
             lines += [f"  {text}" for text in self.gathered]
@@ -215,7 +222,8 @@ def explain_program(plan: Plan, spmd: SpmdProgram, donated: frozenset[int] = fro
                 names.setdefault(v, f"%{v.index} in {e.name}")
 
     arguments = frozenset(program.block.inputs)
-    notes = _notes(program.block)
+    replicated = replicated_work(plan)
+    notes = {**notes_of_whole_values(plan, replicated), **_notes(program.block)}
 
     def on_a_device(v: Value) -> int:
         return local_bytes(v, plan.shardings[v], mesh)
@@ -237,6 +245,7 @@ def explain_program(plan: Plan, spmd: SpmdProgram, donated: frozenset[int] = fro
         plan,
         spmd,
         donated,
+        tuple(map(str, replicated)),
     )
 
 

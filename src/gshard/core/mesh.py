@@ -42,6 +42,31 @@ def prime_factors(n: int) -> tuple[int, ...]:
     return (*factors, n) if n > 1 else tuple(factors)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prices:
+    """What things count as, in bytes sent, when ways to split an equation are compared.
+
+    By default an operation counts as one byte, so that no work is done twice to send less: not to split the rows of a
+    product (m, k) @ (k, n) spares at most an all-reduce of the gradient of its weights, 8 k n bytes in float32, and
+    does up to 2 m k n operations more; m is at least the number of devices, and a device has 4 rows to work on.
+    A named machine tells what operations and bytes really take.
+
+    Attributes:
+        products: for an operation of a product, by the bytes of an element; others count as elements of 4 bytes do.
+        other: for any other operation.
+        message: for each collective, besides its bytes: among equals prefer fewer of them.
+    """
+
+    products: tuple[tuple[int, float], ...] = ((4, 1.0),)
+    other: float = 1.0
+    message: float = 16.0
+
+    def product(self, itemsize: int) -> float:
+        """What an operation of a product of such elements counts as."""
+        known = dict(self.products)
+        return known.get(itemsize, known[4])
+
+
 @dataclasses.dataclass(frozen=True)
 class Mesh:
     """A grid of devices.
@@ -50,11 +75,13 @@ class Mesh:
         axes: the user's axis names and sizes, major to minor.
         devices: the devices in row-major order of the axes, or None for a mesh that is only planned for.
         order: which of the devices, as they came, stands at each position; () if they are left in their order.
+        prices: what computing and messages count as against sending.
     """
 
     axes: tuple[tuple[str, int], ...]
     devices: tuple[Any, ...] | None = None
     order: tuple[int, ...] = ()
+    prices: Prices = Prices()
 
     @staticmethod
     def abstract(**axes: int) -> Mesh:
@@ -107,7 +134,7 @@ class Mesh:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.axes, self.devices, self.order))
+        return hash((self.axes, self.devices, self.order, self.prices))
 
     def __hash__(self) -> int:
         # Asked for at every step of planning, and the same for ever.

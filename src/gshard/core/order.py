@@ -60,9 +60,7 @@ def table_of_ids(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
     return ids[..., None] * copies + np.arange(copies)
 
 
-def table_of_axes(
-    dims: Sequence[Sequence[str]], axes: Sequence[tuple[str, int]], devices: Sequence[int]
-) -> np.ndarray:
+def table_of_axes(dims: Sequence[Sequence[str]], axes: Sequence[tuple[str, int]], devices: Sequence[int]) -> np.ndarray:
     """The same for dimensions cut over named axes of a grid of devices, given in its row-major order."""
     names = [name for name, _ in axes]
     sizes = [size for _, size in axes]

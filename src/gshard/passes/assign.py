@@ -1,7 +1,8 @@
 """Assign: the split of each equation, once the shardings of its arrays are known (or guessed).
 
 The cost of a candidate (``passes.candidates``) is what each device sends to bring operands into place and results where
-they belong, plus a little for computing: an equation that could be split is not computed by all.
+they belong, and what computing its share counts as (``Prices``): an equation that could be split is not computed by
+all devices.
 """
 
 from __future__ import annotations
@@ -15,15 +16,11 @@ from gshard.comm.reshard import plan_reshard, reshard_bytes
 from gshard.comm.steps import SILENT
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Constant, Equation, Value, itemsize
-from gshard.core.rule import Rule
+from gshard.core.rule import REDUCE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, parts, result_sharding
 from gshard.passes.candidates import Arrays, Lying, arrays_of, near_and_far
 from gshard.rules.region import REGIONS
-
-# Floating-point operations that take as long as sending one byte; only ties between splits depend on it.
-FLOPS_PER_BYTE = 1000
-
 
 # What moves an operand elsewhere though it could stay counts so many times: neighbours may pay for what it spares here.
 DOUBT = 2.0
@@ -181,7 +178,7 @@ def _received(x: Lying, target: Sharding, mesh: Mesh) -> float:
 
 
 def price(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Priced:
-    """What each device sends if an equation is split like this, plus computing as a tie-breaker."""
+    """What each device sends if an equation is split like this, and what its share of the work counts as."""
     count = len(rule.operands)
     operands = tuple(operand_sharding(rule, i, split) if arrays[i] is not None else None for i in range(count))
     moves = tuple(
@@ -194,7 +191,14 @@ def price(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Priced:
         rest += cost_of_move(result_sharding(rule, i, split), x.sharding, x.shape, x.itemsize, mesh)
     if rule.sends is not None:
         rest += rule.sends(mesh, split)
-    return Priced(split, operands, moves, rest + rule.flops / parts(split, mesh) / FLOPS_PER_BYTE)
+    return Priced(split, operands, moves, rest + work_per_device(rule, split, arrays, mesh))
+
+
+def work_per_device(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> float:
+    """A device's operations of an equation, as the bytes that they count as."""
+    is_product = len(rule.operands) > 1 and any(f.kind == REDUCE for f in rule.factors)
+    size = next((x.itemsize for x in arrays if x is not None), 4)
+    return rule.flops / parts(split, mesh) * (mesh.prices.product(size) if is_product else mesh.prices.other)
 
 
 def _brought(
@@ -296,7 +300,7 @@ def cost_of_move(source: Sharding, target: Sharding, shape: tuple[int, ...], siz
         return 0.0
     steps = plan_reshard(source, target, shape, size, mesh)
     messages = sum(step.kind not in SILENT for step in steps)
-    return reshard_bytes(source, target, shape, size, mesh) + 16.0 * messages
+    return reshard_bytes(source, target, shape, size, mesh) + mesh.prices.message * messages
 
 
 def cost_of_moving(value: Value, source: Sharding, target: Sharding, mesh: Mesh) -> float:

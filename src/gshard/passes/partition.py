@@ -261,15 +261,11 @@ class _Emitter:
             )
             lies = (value if isinstance(value, Value) else None, *moved, moved[0])
             sent, trips = x.size * x.dtype.itemsize, self.trips * times
-            self.collectives.append(
-                Collective(PERMUTE, atoms, sent, trips, shape, e.line, f"steps of {e.name}", *lies)
-            )
+            self.collectives.append(Collective(PERMUTE, atoms, sent, trips, shape, e.line, f"steps of {e.name}", *lies))
 
         return note
 
-    def _read(
-        self, env: dict[Value, _Made], value: Value | Constant, target: Sharding, line: str, why: str
-    ) -> Any:
+    def _read(self, env: dict[Value, _Made], value: Value | Constant, target: Sharding, line: str, why: str) -> Any:
         if isinstance(value, Constant):
             here = self.sharding(value)
             x = value.value if value.shape == () and here == target else jnp.asarray(value.value)

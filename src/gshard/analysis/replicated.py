@@ -1,0 +1,116 @@
+"""Replicated work: equations that every device computes whole although an operand of theirs is split.
+
+Without a machine no product is (``core.mesh.Prices``). On a named one it may be faster to gather a small operand than
+to combine large results; then each such equation is told with how often its share is computed, what that spares, and
+the mark that forbids it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from gshard.core.mesh import Atoms
+from gshard.core.plan import Plan
+from gshard.core.program import Block, Equation, Value
+from gshard.core.sharding import Sharding
+from gshard.core.split import Split, parts, result_sharding
+from gshard.passes.assign import price, work_per_device
+from gshard.passes.candidates import arrays_of, candidates
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replicated:
+    """An equation computed whole over some axes over which an operand is split.
+
+    Attributes:
+        equation: what is computed.
+        operand: the operand that is gathered.
+        dim: its dimension that is split.
+        axes: over which.
+        times: how often a device's share every device computes.
+        spared: bytes that splitting this equation alone would send more.
+    """
+
+    equation: Equation
+    operand: Value
+    dim: int
+    axes: str
+    times: int
+    spared: int
+
+    def __str__(self) -> str:
+        e, at = self.equation, f" at {self.equation.line}" if self.equation.line else ""
+        saves = f", which spares {self.spared:,} B" if self.spared > 0 else ""
+        what = f"{e.name}{at}: every device computes {self.times} times its share"
+        given_up = f"the split of %{self.operand.index} over {self.axes} is given up{saves}"
+        return f"{what}: {given_up}; split(result, ..., {self.axes!r}) forbids it"
+
+
+def replicated_work(plan: Plan) -> tuple[Replicated, ...]:
+    """The equations of a plan that could run in more parts as their operands are split, in program order."""
+    found = []
+    for e in plan.program.block.walk():
+        split = plan.splits.get(e)
+        if e.rule is None or split is None or not e.rule.flops or e.rule.fixed is not None:
+            continue
+        used = {a for atoms in split.values() for a in atoms}
+        for v in e.inputs:
+            lost = [(d, atoms) for d, atoms in enumerate(_dims(v, plan)) if atoms and not used & set(atoms)]
+            if lost and (row := _row(e, split, v, *lost[0], plan)):
+                found.append(row)
+                break
+    return tuple(found)
+
+
+def _dims(v: object, plan: Plan) -> tuple[Atoms, ...]:
+    return plan.shardings[v].dims if isinstance(v, Value) else ()
+
+
+def _row(e: Equation, split: Split, v: Value, dim: int, atoms: Atoms, plan: Plan) -> Replicated | None:
+    """The row of an equation, if one of its candidates would keep the operand's parts."""
+    assert e.rule is not None
+    arrays, mesh = arrays_of(e, plan.shardings), plan.mesh
+    wider = [s for s in candidates(e.rule, arrays, mesh) if parts(s, mesh) > parts(split, mesh)]
+    if not wider:
+        return None
+
+    def sent(s: Split) -> float:
+        made = price(e.rule, s, arrays, mesh)
+        return sum(made.moves) + made.rest - work_per_device(e.rule, s, arrays, mesh)
+
+    best = min(wider, key=sent)
+    times = parts(best, mesh) // parts(split, mesh)
+    return Replicated(e, v, dim, mesh.format_atoms(atoms), times, round(sent(best) - sent(split)))
+
+
+def notes_of_whole_values(plan: Plan, replicated: tuple[Replicated, ...]) -> dict[Value, str]:
+    """For values that are split nowhere: the equation that gave a split up for them, or that added parts up."""
+    gave_up = {row.equation: row for row in replicated}
+    notes: dict[Value, str] = {}
+    _of_block(plan.program.block, plan, gave_up, notes)
+    return notes
+
+
+def _of_block(block: Block, plan: Plan, gave_up: Mapping[Equation, Replicated], notes: dict[Value, str]) -> None:
+    for e in block.equations:
+        for body in e.blocks:
+            _of_block(body, plan, gave_up, notes)
+        split = plan.splits.get(e, {})
+        at = f" at {e.line}" if e.line else ""
+        for v in e.outputs:
+            if any(plan.shardings[v].dims):
+                continue
+            row = gave_up.get(e)
+            made = Sharding(()) if e.rule is None else result_sharding(e.rule, e.outputs.index(v), split)
+            source = next((x for x in e.inputs if isinstance(x, Value) and x in notes), None)
+            if row is not None:
+                notes[v] = (
+                    f"computed whole by every device: {e.name}{at} gives up the split of an operand over {row.axes}"
+                )
+            elif any(made.dims):
+                notes[v] = f"gathered where {e.name}{at} makes it: cheapest for what reads it"
+            elif made.unreduced and not plan.shardings[v].unreduced:
+                notes[v] = f"the parts of a sum that {e.name}{at} makes are combined for every device"
+            elif source is not None:
+                notes[v] = notes[source]
