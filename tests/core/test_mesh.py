@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from gshard.core.errors import GShardError, MeshError
+from gshard.core.mark import Mark, resolve
 from gshard.core.mesh import Mesh, prime_factors
 
 
@@ -86,26 +90,137 @@ def test_a_mesh_of_one_device_has_a_mesh_of_jax() -> None:
     assert Mesh.abstract(a=1, b=1).abstract_jax_mesh.size == 1
 
 
+def test_axes_and_sizes_alone_are_a_mesh_over_the_first_devices() -> None:
+    mesh = Mesh.of({"data": 3, "model": 2})
+    assert str(mesh) == "data=3 model=2"
+    assert mesh.devices == tuple(jax.devices()[:6])
+    assert mesh.user_jax_mesh.devices[2, 1] is jax.devices()[5]
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+def test_left_out_it_is_the_mesh_that_is_set(kind: Any) -> None:
+    ours = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(ours):
+        assert Mesh.of(None).user_jax_mesh is ours
+        found = []
+        jax.make_jaxpr(lambda x: (found.append(Mesh.of(None).user_jax_mesh), x)[1])(1.0)
+        assert found == [ours]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer JAX warns of it
+        with ours:
+            assert Mesh.of(None).user_jax_mesh is ours
+    with jax.sharding.use_abstract_mesh(ours.abstract_mesh):
+        assert Mesh.of(None).devices is None
+        assert Mesh.of(None).user_jax_mesh == ours.abstract_mesh
+    with pytest.raises(MeshError, match="none is set"):
+        Mesh.of(None)
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+def test_the_users_own_mesh_is_remembered_but_changes_nothing(kind: Any) -> None:
+    ours = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    mesh, plain = Mesh.of(ours), Mesh.of({"data": 4, "model": 2})
+    assert mesh.given is mesh.user_jax_mesh is ours
+    assert plain.given is None
+    assert (mesh, hash(mesh), repr(mesh)) == (plain, hash(plain), repr(plain))
+    turned = mesh.reordered((1, 0, 2, 3, 4, 5, 6, 7))
+    assert turned.given is None
+    assert list(turned.user_jax_mesh.devices.flat) == [jax.devices()[i] for i in (1, 0, 2, 3, 4, 5, 6, 7)]
+    assert turned.user_jax_mesh.axis_names == ("data", "model")
+    assert turned.reordered(()).user_jax_mesh is ours
+    abstract = Mesh.of(ours.abstract_mesh)
+    assert abstract.given is abstract.user_jax_mesh is ours.abstract_mesh
+
+
+def test_a_mesh_made_without_one_of_jaxs_gets_one_in_the_users_names() -> None:
+    auto = jax.sharding.AxisType.Auto
+    for mesh, names in ((Mesh.of(8), ("devices",)), (Mesh.of({"a": 1, "b": 4}), ("a", "b"))):
+        assert mesh.user_jax_mesh.axis_names == names
+        assert list(mesh.user_jax_mesh.devices.flat) == jax.devices()[: mesh.size]
+        assert set(mesh.user_jax_mesh.axis_types) == {auto}
+    kinds = (auto, auto)
+    assert Mesh.abstract(a=3, b=1).user_jax_mesh == jax.sharding.AbstractMesh((3, 1), ("a", "b"), axis_types=kinds)
+
+
+def test_a_cut_in_the_users_axis_names() -> None:
+    mesh = Mesh.abstract(a=4, one=1, b=6, c=2)
+    a, b, c = (mesh.atoms_of[n] for n in "abc")
+    for dims, spec in (
+        ((a,), P("a")),
+        ((), P()),
+        (((), ()), P()),
+        ((a, ()), P("a")),
+        (((), a), P(None, "a")),
+        (((*c, *a), b), P(("c", "a"), "b")),
+        (((*b, *a, *c),), P(("b", "a", "c"))),
+        ((a[:1],), None),
+        ((a[::-1],), None),
+        (((*a, *b[1:]),), None),
+        ((a[:1], a[1:]), None),
+        (((a[0], *c, a[1]),), None),
+    ):
+        assert mesh.spec_of(dims) == spec, dims
+
+
+@given(st.permutations(range(4)), st.lists(st.integers(0, 2), min_size=4, max_size=4))
+def test_what_a_spec_says_is_the_cut_it_was_made_of(order: list[int], at: list[int]) -> None:
+    """Whole axes in any order on any dimension: back from the spec through a mark it is the same cut."""
+    mesh = Mesh.abstract(a=4, b=6, c=2, d=5)
+    dims = tuple(tuple(x for i in order if at[i] == d for x in mesh.atoms_of["abcd"[i]]) for d in range(3))
+    spec = mesh.spec_of(dims)
+    assert spec is not None
+    assert resolve(Mark("spec", spec=tuple(spec)), mesh, (1, 1, 1), "").dims == dims
+
+
 def device(i: int) -> Any:
     return jax.devices()[i]
+
+
+ENUM = enum.Enum("ENUM", "data model")
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Mesh.of(0), "a mesh of 0 devices was asked for, and there are 8"),
-        (lambda: Mesh.of(-1), "a mesh of -1 devices"),
+        (lambda: Mesh.of(0), "a mesh of 0 devices was asked for, and there are 8(.|\n)*number from 1 to 8"),
+        (lambda: Mesh.of(-2), "a mesh of -2 devices(.|\n)*number from 1 to 8"),
         (lambda: Mesh.of(9), "xla_force_host_platform_device_count"),
         (lambda: Mesh.of([]), "at least one axis and one device"),
+        (lambda: Mesh.of({}), "at least one axis and one device"),
         (lambda: Mesh.abstract(), "at least one axis and one device"),
         (lambda: Mesh.abstract(a=0), "at least one axis and one device"),
         (lambda: Mesh.abstract(a=2, b=-2), "at least one axis and one device"),
+        (lambda: Mesh.of({"data": 0}), "at least one axis and one device"),
+        (lambda: Mesh.of({"data": -2, "model": -4}), "at least one axis and one device"),
+        (lambda: Mesh.of({"data": 2.0}), "size of axis 'data' is a number of devices, not float"),
+        (lambda: Mesh.of({"data": True}), "size of axis 'data' is a number of devices, not bool"),
+        (lambda: Mesh.of({"data": "4"}), "size of axis 'data' is a number of devices, not str"),
+        (lambda: Mesh.of({3: 4}), "3 cannot be the name of an axis"),
+        (lambda: Mesh.of({"": 4}), "'' cannot be the name of an axis"),
+        (lambda: Mesh.of({"data": 8, "model": 2}), "a mesh of 16 devices was asked for, and there are 8"),
+        (lambda: Mesh.of(jax.sharding.Mesh(np.array(jax.devices()), (0,))), "0 cannot be the name of an axis"),
+        (lambda: Mesh.of(jax.sharding.Mesh(np.array(jax.devices()), (ENUM["data"],))), "cannot be the name of an axis"),
         (lambda: Mesh.of([device(0), device(1), device(0)]), "stands twice in the mesh"),
-        (lambda: Mesh.of(3.5), "cannot be made of float"),  # type: ignore[arg-type]
-        (lambda: Mesh.of(None), "cannot be made of NoneType"),  # type: ignore[arg-type]
+        (lambda: Mesh.of((4, 2)), 'mesh={"data": 4, "model": 2}'),
+        (lambda: Mesh.of([8]), 'mesh={"data": 8}'),
+        (lambda: Mesh.of(np.array([2, 2, 2])), 'mesh={"data": 2, "model": 2, "expert": 2}'),
+        (lambda: Mesh.of(np.array(jax.devices()).reshape(4, 2)), "2 dimensions(.|\n)*jax.sharding.Mesh\\(devices"),
+        (lambda: Mesh.of([device(0), "cpu:1"]), "'cpu:1' is of type str"),
+        (lambda: Mesh.of([None]), "None is of type NoneType"),
+        (lambda: Mesh.of([True, False]), "True is of type bool"),
+        (lambda: Mesh.of([[device(0)], [device(1)]]), "of type list"),
+        (lambda: Mesh.of("abc"), "cannot be made of str"),
+        (lambda: Mesh.of("8"), "cannot be made of str(.|\n)*Write mesh=8, without quotes"),
+        (lambda: Mesh.of(b"8"), "cannot be made of bytes"),
+        (lambda: Mesh.of(True), "cannot be made of bool"),
+        (lambda: Mesh.of(np.True_), "cannot be made of bool"),
+        (lambda: Mesh.of(2.5), "cannot be made of float"),
+        (lambda: Mesh.of(device(0)), "cannot be made of Device"),
+        (lambda: Mesh.of(None), "none is set"),
     ],
 )  # fmt: skip
 def test_bad_meshes_are_refused(make: Any, text: str) -> None:
     with pytest.raises(MeshError, match=text) as caught:
         make()
     assert isinstance(caught.value, GShardError)
+    assert caught.value.way_out

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import core as _core
+from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
@@ -59,6 +60,16 @@ def as_if_at(source_info: Any) -> Iterator[None]:
         yield
     finally:
         context.__exit__(None, None, None)  # told of an error, it would rewrite where the error comes from
+
+
+def mesh_of_context() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+    """The mesh that ``jax.set_mesh``, ``with mesh`` or ``use_abstract_mesh`` has set; None if none is.
+
+    The public ``get_mesh`` refuses to answer while a function is traced, and does not know ``with mesh``.
+    """
+    environment = getattr(getattr(_mesh, "thread_resources", None), "env", None)
+    found = (_mesh.get_concrete_mesh(), getattr(environment, "physical_mesh", None), jax.sharding.get_abstract_mesh())
+    return next((m for m in found if m is not None and not m.empty), None)
 
 
 def line_of_exception(error: BaseException) -> str | None:

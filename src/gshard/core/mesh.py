@@ -16,15 +16,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from gshard.core.errors import MeshError
+from gshard.core.jax_adapter import mesh_of_context
 
 Atoms = tuple[str, ...]
+Devices = Mapping[str, int] | int | Sequence[Any] | np.ndarray
 
 
 def prime_factors(n: int) -> tuple[int, ...]:
@@ -76,12 +79,16 @@ class Mesh:
         devices: the devices in row-major order of the axes, or None for a mesh that is only planned for.
         order: which of the devices, as they came, stands at each position; () if they are left in their order.
         prices: what computing and messages count as against sending.
+        made_from: the mesh of JAX's that it was read from, if it was. Meshes are equal whatever they were read from.
     """
 
     axes: tuple[tuple[str, int], ...]
     devices: tuple[Any, ...] | None = None
     order: tuple[int, ...] = ()
     prices: Prices = Prices()
+    made_from: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
 
     @staticmethod
     def abstract(**axes: int) -> Mesh:
@@ -89,48 +96,131 @@ class Mesh:
         return Mesh._checked(tuple(axes.items()), None)
 
     @staticmethod
-    def of(mesh: Mesh | jax.sharding.Mesh | jax.sharding.AbstractMesh | int | Sequence[Any]) -> Mesh:
+    def of(mesh: Mesh | jax.sharding.Mesh | jax.sharding.AbstractMesh | Devices | None) -> Mesh:
         """Reads whatever names some devices.
 
         Args:
-            mesh: a mesh of ours or of JAX's, a number of devices (the first ones of ``jax.devices()``), or a
-                list of devices. Devices given without axes form one axis called ``devices``.
+            mesh: a mesh of ours or of JAX's (abstract ones can only be planned for), a number of devices (the first
+                ones of ``jax.devices()``), ``{"data": 4, "model": 2}`` (over the first ones, the last axis fastest), or
+                a list or an array of one dimension of devices. Devices given without axes form one axis called
+                ``devices``. None takes the mesh that ``jax.set_mesh`` or ``with mesh`` has set.
 
         Raises:
-            MeshError: there are no such devices, or a device is named twice.
+            MeshError: there are no such devices, a device is named twice, an axis has no name or no size, it is
+                nothing that names devices, or no mesh is set.
         """
+        if mesh is None:
+            mesh = mesh_of_context()
+            if mesh is None:
+                raise MeshError(
+                    "no mesh was given, and none is set.",
+                    way_out="Give mesh=8 or a jax.sharding.Mesh, or call inside `with jax.set_mesh(mesh):`.",
+                )
         if isinstance(mesh, Mesh):
             return mesh
-        if isinstance(mesh, jax.sharding.Mesh):
-            axes = tuple((str(name), int(size)) for name, size in mesh.shape.items())
-            return Mesh._checked(axes, tuple(mesh.devices.flat))
-        if isinstance(mesh, jax.sharding.AbstractMesh):
-            return Mesh._checked(tuple((str(name), int(size)) for name, size in mesh.shape.items()), None)
-        if isinstance(mesh, int | np.integer):
-            available = jax.devices()
-            if not 1 <= mesh <= len(available):
-                raise MeshError(
-                    f"a mesh of {mesh} devices was asked for, and there are {len(available)}.",
-                    got=f"devices: {', '.join(map(str, available[:8]))}{', ...' if len(available) > 8 else ''}",
-                    way_out="On CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=N before JAX starts.",
-                )
-            return Mesh._checked((("devices", int(mesh)),), tuple(available[: int(mesh)]))
-        if isinstance(mesh, Iterable):
-            devices = tuple(mesh)
+        if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+            axes = tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+            devices = tuple(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+            return Mesh._checked(axes, devices, mesh)
+        if isinstance(mesh, Mapping):
+            axes = tuple(mesh.items())
+            Mesh._check_axes(axes)
+            return Mesh._checked(axes, _first_devices(math.prod(size for _, size in axes)))
+        if isinstance(mesh, int | np.integer) and not isinstance(mesh, bool):
+            return Mesh._checked((("devices", int(mesh)),), _first_devices(int(mesh)))
+        if isinstance(mesh, Sequence | np.ndarray) and not isinstance(mesh, str | bytes):
+            devices = _listed(mesh)
             return Mesh._checked((("devices", len(devices)),), devices)
         raise MeshError(
             f"a mesh cannot be made of {type(mesh).__name__}.",
-            way_out="Give a jax.sharding.Mesh, a number of devices or a list of devices.",
+            got=f"mesh={mesh!r}"[:200],
+            way_out=f"Write mesh={int(mesh)}, without quotes."
+            if isinstance(mesh, str) and mesh.isdecimal()
+            else 'Give a jax.sharding.Mesh, a number of devices, a list of devices, or {"data": 4, "model": 2}.',
         )
 
     @staticmethod
-    def _checked(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...] | None) -> Mesh:
-        if any(size < 1 for _, size in axes) or not axes:
-            raise MeshError("a mesh needs at least one axis and one device.", got=f"axes: {dict(axes)}")
+    def _checked(
+        axes: tuple[tuple[str, int], ...],
+        devices: tuple[Any, ...] | None,
+        made_from: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    ) -> Mesh:
+        Mesh._check_axes(axes)
         if devices is not None and len(set(devices)) != len(devices):
             twice = next(d for i, d in enumerate(devices) if d in devices[:i])
             raise MeshError(f"device {twice} stands twice in the mesh.", way_out="Name each device once.")
-        return Mesh(axes, devices)
+        return Mesh(tuple((name, int(size)) for name, size in axes), devices, made_from=made_from)
+
+    @staticmethod
+    def _check_axes(axes: tuple[tuple[Any, Any], ...]) -> None:
+        names = [name for name, _ in axes]
+        for name, size in axes:
+            if not isinstance(name, str) or not name:
+                raise MeshError(
+                    f"{name!r} cannot be the name of an axis of a mesh.",
+                    got=f"axes: {dict(axes)}",
+                    way_out='Name each axis by text, such as {"data": 4, "model": 2}.',
+                )
+            if not isinstance(size, int | np.integer) or isinstance(size, bool):
+                raise MeshError(
+                    f"the size of axis {name!r} is a number of devices, not {type(size).__name__}.",
+                    got=f"axes: {dict(axes)}",
+                    way_out='Give each axis a whole number from 1 on, such as {"data": 4, "model": 2}.',
+                )
+        if any(size < 1 for _, size in axes) or not axes:
+            raise MeshError(
+                "a mesh needs at least one axis and one device.",
+                got=f"axes: {dict(axes)}",
+                way_out="Give each axis a whole number of devices from 1 on.",
+            )
+        if len(set(names)) != len(names):
+            twice = next(name for i, name in enumerate(names) if name in names[:i])
+            raise MeshError(f"the mesh has two axes named {twice!r}.", way_out="Name each axis differently.")
+
+    @property
+    def given(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+        """The user's own mesh of JAX's; None if there is none, or if the devices stand in another order than there."""
+        return None if self.order else self.made_from
+
+    @functools.cached_property
+    def user_jax_mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
+        """JAX's mesh in the user's axis names: the one that was given, or one with all axes of type Auto."""
+        if self.given is not None:
+            return self.given
+        names, sizes = zip(*self.axes, strict=True)
+        kinds = (jax.sharding.AxisType.Auto,) * len(names)
+        if self.devices is None:
+            return jax.sharding.AbstractMesh(sizes, names, axis_types=kinds)
+        return jax.sharding.Mesh(np.array(self.devices, dtype=object).reshape(sizes), names, axis_types=kinds)
+
+    def spec_of(self, dims: Sequence[Atoms]) -> PartitionSpec | None:
+        """The ``PartitionSpec`` that says a cut in the user's axis names; None if it takes only a part of an axis.
+
+        Trailing dimensions that are whole are left out, as ``jax.jit`` does: JAX compares specs as they are written.
+
+        >>> mesh = Mesh.abstract(data=4, model=2)
+        >>> mesh.spec_of((("model", "data.0", "data.1"), ())) == PartitionSpec(("model", "data"))
+        True
+        >>> mesh.spec_of((("data.0",), ())) is None
+        True
+        """
+        entries: list[str | tuple[str, ...] | None] = []
+        for atoms in dims:
+            names, i = [], 0
+            while i < len(atoms):
+                name = self._axis_at(atoms, i)
+                if name is None:
+                    return None
+                names.append(name)
+                i += len(self.atoms_of[name])
+            entries.append(tuple(names) if len(names) > 1 else names[0] if names else None)
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
+
+    def _axis_at(self, atoms: Sequence[str], i: int) -> str | None:
+        """The axis all of whose atoms stand at this place, if there is one."""
+        return next((n for n, own in self.atoms_of.items() if own and tuple(atoms[i : i + len(own)]) == own), None)
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -205,7 +295,7 @@ class Mesh:
         """Atoms as the user's axes where they make a whole one, by their own names otherwise."""
         names, i = [], 0
         while i < len(atoms):
-            axis = next((n for n, own in self.atoms_of.items() if own and tuple(atoms[i : i + len(own)]) == own), None)
+            axis = self._axis_at(atoms, i)
             names.append(axis or atoms[i])
             i += len(self.atoms_of[axis]) if axis else 1
         return ",".join(names)
@@ -229,3 +319,44 @@ class Mesh:
     def __str__(self) -> str:
         order = f", devices in the order {','.join(map(str, self.order))}" if self.order else ""
         return " ".join(f"{name}={size}" for name, size in self.axes) + order
+
+
+def _first_devices(count: int) -> tuple[Any, ...]:
+    """The first ``count`` devices of ``jax.devices()``."""
+    available = jax.devices()
+    if 1 <= count <= len(available):
+        return tuple(available[:count])
+    raise MeshError(
+        f"a mesh of {count} devices was asked for, and there are {len(available)}.",
+        got=f"devices: {', '.join(map(str, available[:8]))}{', ...' if len(available) > 8 else ''}",
+        way_out="On CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=N before JAX starts."
+        if count > 0
+        else f"Give a number from 1 to {len(available)}.",
+    )
+
+
+def _listed(devices: Sequence[Any] | np.ndarray) -> tuple[Any, ...]:
+    """A list of devices, checked to be one."""
+    sizes = tuple(devices)
+    if sizes and all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in sizes):
+        names = ("data", "model", "expert", "stage")
+        axes = {names[i] if i < len(names) else f"axis{i}": int(n) for i, n in enumerate(sizes)}
+        raise MeshError(
+            "a mesh is made of devices, and these are numbers.",
+            got=f"mesh={devices!r}"[:200],
+            way_out="If they are the sizes of its axes, name the axes: "
+            f"mesh={{{', '.join(f'{k!r}: {v}' for k, v in axes.items())}}}.".replace("'", '"'),
+        )
+    if isinstance(devices, np.ndarray) and devices.ndim != 1:
+        raise MeshError(
+            f"an array of devices of {devices.ndim} dimensions does not say how its axes are called.",
+            got=f"an array of shape {devices.shape}",
+            way_out='Give jax.sharding.Mesh(devices, ("data", "model")), with a name for each dimension.',
+        )
+    wrong = next((d for d in sizes if not isinstance(d, jax.Device)), None)
+    if wrong is not None or None in sizes:
+        raise MeshError(
+            f"a mesh is made of devices, and {wrong!r} is of type {type(wrong).__name__}.",
+            way_out="Give some of jax.devices(), or a number of them.",
+        )
+    return sizes
