@@ -25,7 +25,7 @@ LONG_FILES: set[str] = set()  # exceptions, each with its reason
 # May be imported inside a function, by the one feature that needs it: the package works without.
 OPTIONAL = {"matplotlib", "rich", "scipy"}
 BANNED_STEMS = {"utils", "util", "helpers", "helper", "common", "misc"}
-MAY_NAME_PRIMITIVES = ("rules/", "core/jax_adapter.py", "comm/simulate")
+MAY_NAME_PRIMITIVES = ("rules/", "core/jax_adapter", "comm/simulate")
 # Collectives are JAX primitives too, but these words are the names of our steps and reductions.
 COLLECTIVES = {"all_gather", "all_to_all", "psum_scatter", "reduce_scatter", "axis_index"}
 
@@ -122,10 +122,10 @@ def test_gshard_needs_jax_and_numpy_only(path: Path) -> None:
     assert not wrong, wrong
 
 
-@each([path for path in GSHARD if name_of(path) != "gshard/core/jax_adapter.py"])
+@each([path for path in GSHARD if not name_of(path).startswith("gshard/core/jax_adapter")])
 def test_private_jax_names_live_in_the_adapter(path: Path) -> None:
     wrong = [f"line {line}: {name}" for name, line in imported(path) if name.startswith(("jax._src", "jaxlib"))]
-    assert not wrong, f"move to core/jax_adapter.py: {wrong}"
+    assert not wrong, f"move to core/jax_adapter*.py: {wrong}"
 
 
 @each(MOE)

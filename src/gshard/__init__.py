@@ -16,7 +16,7 @@ from gshard.analysis.cost import Cost as Cost
 from gshard.analysis.explain import Explanation as Explanation
 from gshard.analysis.machine import Machine as Machine
 from gshard.analysis.overlap import Windowed as Windowed
-from gshard.api.jit import explain as explain
+from gshard.api.explained import explain as explain
 from gshard.api.jit import jit as jit
 from gshard.api.manual_parts import auto_to_manual as auto_to_manual
 from gshard.api.manual_parts import manual as manual
@@ -26,6 +26,7 @@ from gshard.api.marks import replicate as replicate
 from gshard.api.marks import shard as shard
 from gshard.api.marks import split as split
 from gshard.comm.shards import Shards as Shards
+from gshard.core.errors import ArgumentError as ArgumentError
 from gshard.core.errors import GShardError as GShardError
 from gshard.core.errors import MeshError as MeshError
 from gshard.core.errors import PlanError as PlanError

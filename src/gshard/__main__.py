@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gshard.analysis.calibrate import calibrate
-from gshard.api.jit import Jitted, explain
+from gshard.api.explained import explain
+from gshard.api.jit import Jitted
 from gshard.core.errors import GShardError
 from gshard.planning import plan
 from gshard.target import load, mesh_of

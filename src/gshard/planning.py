@@ -199,7 +199,9 @@ def lower(
     tokens = tokens_of_device * mesh.size if tokens_of_device else BATCH_TOKENS[config.experts]
     batch = (tokens // LENGTH, LENGTH)
     step = jit(training_step(config), mesh=mesh, donate_argnums=0, memory_limit=memory_limit)
-    return dataclasses.replace(step.lower(*arguments(config, *batch)), machine=machine), batch
+    lowered = step.lower(*arguments(config, *batch))
+    target = dataclasses.replace(lowered.target, machine=machine)
+    return dataclasses.replace(lowered, target=target), batch
 
 
 def plan(

@@ -277,17 +277,17 @@ def test_a_donated_state_comes_as_it_leaves(parts: int, mesh_2x4: jax.sharding.M
         state, plain = jitted(state, x), jax.jit(step)(plain, x)
         for name in plain:
             np.testing.assert_allclose(state[name], plain[name], rtol=1e-5)
-    assert len(traced) == 1, "by jax.jit; ours was traced before"
+    assert len(traced) <= 1, "by jax.jit; ours was traced before"
 
 
 def test_what_is_donated_is_given_once(mesh_2x4: jax.sharding.Mesh) -> None:
     """XLA would crash, or read what is no longer there."""
     step = gshard.jit(lambda x, y: (split(x, 0, 8) + 1, y * 2), mesh=mesh_2x4, donate_argnums=(0, 1))
     start = step(jnp.arange(8.0), jnp.arange(8.0) + 1)[0]
-    with pytest.raises(gshard.ShardingError, match="given twice, as arguments 0 and 1"):
+    with pytest.raises(gshard.ShardingError, match="given twice, as x and y"):
         step(start, start)
     step(start, jnp.arange(8.0))
-    with pytest.raises(gshard.ShardingError, match="an earlier call has overwritten, as argument 0"):
+    with pytest.raises(gshard.ShardingError, match="an earlier call has overwritten, as x"):
         step(start, jnp.arange(8.0))
 
 
@@ -295,7 +295,7 @@ def test_values_where_only_shapes_are_known() -> None:
     for bad in (lambda n: jnp.zeros(gshard.replicate(n)), lambda n: jnp.zeros(4) if n > 3 else n):
         with pytest.raises(gshard.TraceError, match="only shapes are known"):
             gshard.jit(bad, mesh=8)(4)
-    with pytest.raises(gshard.TraceError, match=r"static argument 1 of .* cannot be hashed"):
+    with pytest.raises(gshard.ArgumentError, match=r"static argument 1 of .* cannot be hashed"):
         gshard.jit(lambda x, sizes: x, mesh=8, static_argnums=1)(jnp.ones(3), [1, 2])
     with pytest.raises(TypeError, match="unsupported operand"):
         gshard.jit(lambda x: x + "a", mesh=8)(jnp.ones(3))

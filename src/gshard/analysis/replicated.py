@@ -57,7 +57,7 @@ def replicated_work(plan: Plan) -> tuple[Replicated, ...]:
         used = {a for atoms in split.values() for a in atoms}
         for v in e.inputs:
             lost = [(d, atoms) for d, atoms in enumerate(_dims(v, plan)) if atoms and not used & set(atoms)]
-            if lost and (row := _row(e, split, v, *lost[0], plan)):
+            if lost and isinstance(v, Value) and (row := _row(e, split, v, *lost[0], plan)):
                 found.append(row)
                 break
     return tuple(found)
@@ -70,14 +70,14 @@ def _dims(v: object, plan: Plan) -> tuple[Atoms, ...]:
 def _row(e: Equation, split: Split, v: Value, dim: int, atoms: Atoms, plan: Plan) -> Replicated | None:
     """The row of an equation, if one of its candidates would keep the operand's parts."""
     assert e.rule is not None
-    arrays, mesh = arrays_of(e, plan.shardings), plan.mesh
+    rule, arrays, mesh = e.rule, arrays_of(e, plan.shardings), plan.mesh
     wider = [s for s in candidates(e.rule, arrays, mesh) if parts(s, mesh) > parts(split, mesh)]
     if not wider:
         return None
 
     def sent(s: Split) -> float:
-        made = price(e.rule, s, arrays, mesh)
-        return sum(made.moves) + made.rest - work_per_device(e.rule, s, arrays, mesh)
+        made = price(rule, s, arrays, mesh)
+        return sum(made.moves) + made.rest - work_per_device(rule, s, arrays, mesh)
 
     best = min(wider, key=sent)
     times = parts(best, mesh) // parts(split, mesh)

@@ -20,14 +20,13 @@ from gshard.rules.expand import mark_of_named_sharding
 from gshard.rules.mark import bind_mark
 
 
-def mark_of_argument(x: Any, devices: Collection[Any]) -> Mark | None:
-    """The mark that an argument's own ``NamedSharding`` over all of these devices is, if it has one."""
-    sharding = getattr(x, "sharding", None)
+def mark_of_sharding(sharding: Any, ndim: int, devices: Collection[Any]) -> Mark | None:
+    """The mark that an array's own ``NamedSharding`` over all of these devices is, if it has one."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
         return None
     if sharding.mesh.size != len(devices) or not all(d in devices for d in sharding.mesh.devices.flat):
         return None
-    return mark_of_named_sharding(sharding, np.ndim(x))
+    return mark_of_named_sharding(sharding, ndim)
 
 
 def mark_of_spec(spec: Any, x: Any) -> Mark | None:

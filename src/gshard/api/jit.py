@@ -2,248 +2,322 @@
 
      f, args --trace--> Program --propagate--> Plan --partition--> SpmdProgram --compile--> Executable
 
-``gshard.jit(f, mesh=8)`` is used like ``jax.jit``. It runs the chain once for each combination of shapes, dtypes,
-shardings of arguments and static values; every intermediate can be had from ``.lower(*args)``.
+``gshard.jit(f, mesh=8)`` is used like ``jax.jit``. It runs the chain once for each ``Signature`` (structure, types and
+committed shardings of the arguments, static values, JAX's settings); ``.lower(*args)`` has every intermediate. Later
+calls of the same kind go through JAX's own dispatch in C++ and run no Python of ours.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gshard.analysis.budget import Budget
-from gshard.analysis.explain import Explanation, explain_program
+from gshard.analysis.machine import Machine
 from gshard.analysis.overlap import Windowed
-from gshard.api.boundary import (
-    mark_of_argument,
-    mark_of_spec,
-    spread_specs,
-    with_marked_arguments,
-    with_marked_results,
-)
-from gshard.api.lowered import Lowered
-from gshard.api.transformations import Target, call, call_p, function_of
-from gshard.core.arguments import agree, kind, own_sharding, positions_and_names
-from gshard.core.errors import MeshError, ShardingError, TraceError
+from gshard.api.boundary import mark_of_sharding, mark_of_spec, spread_specs, with_marked_arguments, with_marked_results
+from gshard.api.lowered import Lowered, Traced
+from gshard.api.signature import Parameters, Signature
+from gshard.api.target import Options, Target
+from gshard.api.transformations import call
+from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_dispatch import (
+    ArrayImpl,
+    Cache,
+    FastFunction,
+    address_of,
+    fast_path,
+    is_staging,
+    looks_for_nans,
+    nan_found,
+    refused_by_dispatch,
+    without_constants,
+    without_our_frames,
+)
 from gshard.core.mesh import Mesh
+from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
-from gshard.passes.trace import closed_of, trace
+from gshard.passes.trace import closed_of, leaf_names, name_of, program_of
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
+
+_KEPT = 256  # programs kept of one function, as many as combinations that JAX's dispatch keeps of it
 
 
 class Jitted:
-    """What ``gshard.jit`` returns: call it like the function itself."""
+    """What ``gshard.jit`` returns: call it like the function itself. Its attributes are those of ``jax.jit``'s."""
 
-    def __init__(
-        self,
-        f: Callable[..., Any],
-        target: Target,
-        static: frozenset[int | str],
-        donate: frozenset[int | str],
-        shardings: tuple[Any, Any],
-        keep_uneven: bool = False,
-        memory_limit: int | None = None,
-    ):
+    def __init__(self, f: Callable[..., Any], parameters: Parameters, options: Options):
         functools.update_wrapper(self, f)
-        self._f, self._target, self._mesh, self._keep_uneven = f, target, target.mesh, keep_uneven
-        self._static, self._donate, self._memory_limit = static, donate, memory_limit
-        self._in_shardings, self._out_shardings = shardings
-        self._cache: dict[Any, dict[Any, tuple[Lowered, tuple[Any, ...]]]] = {}
-        self._calls: dict[Any, tuple[Any, Any]] = {}
-        self._ids = {d: i for i, d in enumerate(target.mesh.devices or ())}
+        self._f, self._parameters, self._options = f, parameters, options
+        self._made, self._traced = Cache(_KEPT), Cache(_KEPT)
+        numbers, names = parameters.static_numbers, parameters.static_names
+        self._fast = FastFunction(f, self._seen_first, numbers, names)
+        self._call = self._fast.call
+        self._donates = bool(parameters.donated_numbers or parameters.donated_names)
+        if options.mesh is not None:
+            options.target()  # what is wrong with the mesh or the machine is told at once
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arrays, statics = self._divide(args, kwargs)
-        leaves, in_tree = jax.tree.flatten(arrays)
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            leaves = [x.whole() if isinstance(x, UnevenArray) else x for x in leaves]
-            arrays = jax.tree.unflatten(in_tree, leaves)
-            return self._inside_a_transformation(leaves, in_tree, arrays, statics)
-        lowered, targets = self._find(leaves, in_tree, arrays, statics)
-        # Everything is put in its place first: JAX would compile again for arguments that lie otherwise.
-        pairs = zip((x.padded if isinstance(x, UnevenArray) else x for x in leaves), targets, strict=True)
-        moved = [x if getattr(x, "sharding", None) == t else jax.device_put(x, t) for x, t in pairs]
-        self._check_donations(lowered.donated, moved)
-        return lowered.results(lowered.executable(*moved))
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self._donates and _may_crash(args, kwargs):
+            return self._seen_first(*args, **kwargs)[0]
+        try:
+            return self._call(*args, **kwargs)
+        except (ValueError, RuntimeError) as error:  # what JAX's dispatch refuses by itself, without asking us
+            if not refused_by_dispatch(error):
+                raise
+        return self._seen_first(*args, **kwargs)[0]
 
-    def _check_donations(self, donated: frozenset[int], arrays: Sequence[Any]) -> None:
-        """An array that is given twice must not be donated: XLA may crash."""
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        where = "the mesh that is set" if self._options.mesh is None else str(self._options.mesh)
+        return f"<gshard.jit of {getattr(self._f, '__qualname__', None) or name_of(self._f)} on {where}>"
+
+    def on(self, mesh: Any) -> Jitted:
+        """The same function for another mesh."""
+        options = dataclasses.replace(self._options, mesh=Mesh.of(mesh))
+        return Jitted(self._f, self._parameters, options)
+
+    @without_our_frames
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
+        """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
+        signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
+        return self._lowered(signature, self._options.target(), leaves)
+
+    def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
+        """The function's jaxpr for these arguments, before anything is planned."""
+        signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
+        jaxpr, out_tree = self._closed(signature, leaves)
+        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), functools.partial(self.lower, *args, **kwargs))
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Shapes and dtypes of the results, as ``jax.eval_shape``; nothing is planned."""
+        return self.trace(*args, **kwargs).out_info
+
+    def clear_cache(self) -> None:
+        """Forgets all programs."""
+        for cache in (self._made, self._traced):
+            cache.cache_clear()
+        self._fast.clear()
+
+    @without_our_frames
+    def _seen_first(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        """A call that JAX's dispatch cannot answer: the results, and how it can from now on."""
+        signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
+        if is_staging() or any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return self._as_equation(signature, leaves), None, False
+        jaxpr, _ = self._closed(signature, leaves)
+        if any(isinstance(x, jax.core.Tracer) for x in without_constants(jaxpr)[1]):
+            return self._as_equation(signature, leaves), None, False
+        lowered = self._lowered(signature, self._options.target(), leaves)
+        executable = lowered.executable
+        placed = self._placed(lowered, leaves)
+        try:
+            results = executable(*placed)
+        except Exception as error:
+            if not nan_found(error):
+                raise
+            return self._operation_by_operation(args, kwargs), None, False
+        flat = lowered.flat_results(results)
+        path = None
+        moved = any(lowered.argument_shardings[i] != signature.leaves[i].sharding for i in lowered.donated)
+        # A donated argument that has to be moved first is copied, which C++ would not do (its memory might be shared).
+        if not (moved or executable.spmd.in_orders or executable.spmd.out_orders or looks_for_nans()):
+            if not any(isinstance(x, UnevenArray) for x in (*flat, *leaves)):
+                path = fast_path(executable.compiled, lowered.out_tree, flat, executable.captured, len(leaves))
+        return jax.tree.unflatten(lowered.out_tree, flat), path, False
+
+    def _placed(self, lowered: Lowered, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments where the program expects them; donated ones share no memory with anything else."""
+        placed, donated = [], lowered.donated
+        self._check_donations(lowered, leaves)
+        for i, (x, target) in enumerate(zip(leaves, lowered.argument_shardings, strict=True)):
+            x = x.padded if isinstance(x, UnevenArray) else x
+            if getattr(x, "sharding", None) != target:
+                # On a device of its own an array is not copied on its way.
+                x = jax.device_put(jnp.array(x, copy=True) if i in donated else x, target)
+            placed.append(x)
+        return placed
+
+    def _check_donations(self, lowered: Lowered, leaves: Sequence[Any]) -> None:
+        """Memory that is given twice must not be donated where it is: it would be overwritten twice."""
         at: dict[int, int] = {}
-        for i, x in enumerate(arrays if donated else ()):
-            first = at.setdefault(id(x), i)
-            if first != i and {first, i} & donated:
-                raise ShardingError(
-                    f"{self._f.__name__} may overwrite an array that it was given twice, as arguments {first} and {i}.",
+        names: tuple[str, ...] = ()
+        for i, x in enumerate(leaves if lowered.donated else ()):
+            in_place = getattr(x, "sharding", None) == lowered.argument_shardings[i]
+            first = at.setdefault(address_of(x), i) if in_place else i
+            wrong = first != i and bool({first, i} & lowered.donated)
+            deleted = i in lowered.donated and getattr(x, "is_deleted", bool)()
+            names = names or (lowered.program.names[len(lowered.program.captured) :] if wrong or deleted else ())
+            if wrong:
+                raise ShardingError.like(
+                    ValueError(),
+                    f"{name_of(self._f)} may overwrite an array that it was given twice, as {names[first]} and "
+                    f"{names[i]}.",
                     user_line(),
-                    f"donated: arguments {', '.join(map(str, sorted(donated)))}, counted as flat arrays",
+                    f"donated: {', '.join(names[k] for k in sorted(lowered.donated))}",
                     "Give a copy (jnp.copy), or do not donate it.",
                 )
-            if i in donated and getattr(x, "is_deleted", bool)():
-                raise ShardingError(
-                    f"{self._f.__name__} was given an array that an earlier call has overwritten, as argument {i}.",
+            if deleted:
+                raise ShardingError.like(
+                    RuntimeError(),
+                    f"{name_of(self._f)} was given an array that an earlier call has overwritten, as {names[i]}.",
                     user_line(),
                     way_out="Use the earlier call's result, or do not donate it.",
                 )
 
-    def on(self, mesh: Any) -> Jitted:
-        """The same function for another mesh."""
-        shardings = self._in_shardings, self._out_shardings
-        target = dataclasses.replace(self._target, mesh=Mesh.of(mesh))
-        options = self._keep_uneven, self._memory_limit
-        return Jitted(self._f, target, self._static, self._donate, shardings, *options)
+    def _operation_by_operation(self, args: Any, kwargs: Any) -> Any:
+        """Runs the function as it is, to find the operation that made a NaN (``jax.debug_nans``)."""
+        with jax.disable_jit():
+            return self._f(*args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
-        arrays, statics = self._divide(args, kwargs)
-        leaves, in_tree = jax.tree.flatten(arrays)
-        return self._find(leaves, in_tree, arrays, statics)[0]
+    def _on_this_mesh(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What is in padded parts on other devices is made whole."""
 
-    def _inside_a_transformation(self, leaves: Sequence[Any], in_tree: Any, arrays: Any, statics: Any) -> Any:
+        def moved(x: Any) -> Any:
+            if not isinstance(x, UnevenArray) or (self._options.mesh is not None and x.mesh == self._options.mesh):
+                return x
+            return x.whole()
+
+        if not any(isinstance(x, UnevenArray) for x in jax.tree.leaves((args, kwargs))):
+            return args, kwargs
+        return jax.tree.map(moved, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _as_equation(self, signature: Signature, leaves: Sequence[Any]) -> Any:
         """One equation of the program that is being traced, differentiated or mapped; see ``transformations``."""
-        if self._memory_limit is not None:
+        if self._options.memory_limit is not None:
             raise MemoryLimitError(
-                f"{self._f.__name__} has a memory_limit, and a transformation around it decides what is kept.",
+                f"{name_of(self._f)} has a memory_limit, and a transformation around it decides what is kept.",
                 user_line(),
                 way_out="Take the gradient inside: gshard.jit(jax.grad(f), mesh=..., memory_limit=...).",
             )
-        key = (in_tree, statics, tuple(kind(x) for x in leaves))
-        if key not in self._calls:
-            f = self._with_statics(statics)
-            if self._in_shardings is not None:
-                f = with_marked_arguments(f, self._in_shardings)
-            if self._out_shardings is not None:
-                f = with_marked_results(f, self._out_shardings)
-            self._calls[key] = closed_of(f, *arrays[0], **arrays[1])
-        jaxpr, out_tree = self._calls[key]
-        return jax.tree.unflatten(out_tree, call(jaxpr, self._target, leaves))
+        whole, out_tree = self._closed(signature, leaves, marked=True)
+        jaxpr, constants = without_constants(whole)
+        leaves = [x.whole() if isinstance(x, UnevenArray) else x for x in leaves]
+        return jax.tree.unflatten(out_tree, call(jaxpr, self._options.target(), [*constants, *leaves]))
 
-    def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        """Arguments that are arrays, and those that are static, as hashable pairs.
+    def _closed(self, signature: Signature, leaves: Sequence[Any], marked: bool = False) -> tuple[Any, Any]:
+        """The function's jaxpr for a kind of arguments; ``marked`` with its ``in_shardings`` on the arguments."""
 
-        What lies in padded parts on other devices is made whole here.
-        """
-        args, kwargs = jax.tree.map(
-            lambda x: x.whole() if isinstance(x, UnevenArray) and x.mesh != self._mesh else x, (args, kwargs)
-        )
-        if not self._static:
-            return (args, kwargs), ()
-        statics: tuple[tuple[int | str, Any], ...] = tuple((i, args[i]) for i in range(len(args)) if i in self._static)
-        statics += tuple((k, kwargs[k]) for k in sorted(kwargs) if k in self._static)
-        for name, value in statics:
-            try:
-                hash(value)
-            except TypeError as error:
-                raise TraceError(
-                    f"static argument {name!r} of {self._f.__name__} cannot be hashed.",
-                    user_line(),
-                    f"a {type(value).__name__}",
-                    "Give a tuple or another value that is hashable and does not change.",
-                ) from error
-        positional = tuple(a for i, a in enumerate(args) if i not in self._static)
-        named = {k: v for k, v in kwargs.items() if k not in self._static}
-        return (positional, named), (len(args), *statics)
+        def trace() -> tuple[Any, Any]:
+            f = self._parameters.with_statics(signature.statics)
+            if marked and self._options.in_shardings is not None:
+                f = with_marked_arguments(f, self._options.in_shardings)
+            if self._options.out_shardings is not None:
+                f = with_marked_results(f, self._options.out_shardings)
+            args, kwargs = signature.arguments()
+            return closed_of(f, *args, **kwargs)
 
-    def _find(
-        self, leaves: Sequence[Any], in_tree: Any, arrays: Any, statics: tuple[Any, ...]
-    ) -> tuple[Lowered, tuple[Any, ...]]:
-        key = (in_tree, statics, tuple(kind(x) for x in leaves))
-        lies = tuple(own_sharding(x) for x in leaves)
-        known = self._cache.setdefault(key, {})
-        found = known.get(lies)
-        if found is None:
-            # A program that chose for its arguments the shardings that they have by now will do.
-            fitting = (made for made in known.values() if agree(lies, made[1]))
-            found = next(fitting, None)
-            known[lies] = found = found or self._make(leaves, arrays, statics)
+        key = signature.traced, marked
+        found: tuple[Any, Any] = self._traced.get(key, trace)
+        if any(isinstance(x, jax.core.Tracer) for x in without_constants(found[0])[1]):
+            self._traced.forget(key)  # what the function closed over belongs to the transformation of now
         return found
 
-    def _make(self, leaves: Sequence[Any], arrays: Any, statics: tuple[Any, ...]) -> tuple[Lowered, tuple[Any, ...]]:
-        f = self._with_statics(statics)
-        marks = [mark_of_argument(x, self._ids) for x in leaves]
-        if self._in_shardings is not None:
-            given = spread_specs("in_shardings", self._in_shardings, arrays[0])
-            marks[: len(given)] = [mark_of_spec(s, x) or m for s, x, m in zip(given, leaves, marks, strict=False)]
-        if self._out_shardings is not None:
-            f = with_marked_results(f, self._out_shardings)
-        args, kwargs = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, UnevenArray) else x, arrays
-        )
-        program = trace(f, *args, argument_marks=marks, **kwargs)
-        padded = {len(program.captured) + i: x.lies for i, x in enumerate(leaves) if isinstance(x, UnevenArray)}
-        donated = self._donated_leaves(arrays, statics)
-        options = self._keep_uneven, self._memory_limit
-        lowered = Lowered(program, self._target.in_best_order(program), donated, padded, *options)
-        if self._mesh.devices is None:
-            return lowered, (None,) * len(leaves)
-        return lowered, lowered.argument_shardings
+    def _lowered(self, signature: Signature, target: Target, leaves: Sequence[Any]) -> Lowered:
+        return self._made.get((signature, target), lambda: self._lower(signature, target, leaves))  # type: ignore[no-any-return]
 
-    def _with_statics(self, statics: tuple[Any, ...]) -> Callable[..., Any]:
-        if not statics:
-            return self._f
-        count, *pairs = statics
-        by_position = {k: v for k, v in pairs if isinstance(k, int)}
-        by_name = {k: v for k, v in pairs if isinstance(k, str)}
+    def _lower(self, signature: Signature, target: Target, leaves: Sequence[Any]) -> Lowered:
+        program = self._traced.get((signature.traced, "program"), lambda: self._program(signature, leaves))
+        marks = self._marks(signature, target.mesh)
+        program = dataclasses.replace(program, argument_marks=tuple(marks))
+        first = len(program.captured)
+        padded = {first + i: x.lies for i, x in enumerate(signature.leaves) if x.lies is not None}
+        donated = signature.leaves_of(self._parameters.donated_numbers, self._parameters.donated_names)
+        made = Lowered(program, target.in_best_order(program), signature.tree, donated, padded)
+        # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
+        return next((known for known in self._made.values() if _is_same(known, made)), made)
 
-        @functools.wraps(self._f)
-        def f(*args: Any, **kwargs: Any) -> Any:
-            rest = iter(args)
-            full = [by_position[i] if i in by_position else next(rest) for i in range(count)]
-            return self._f(*full, **by_name, **kwargs)
+    def _program(self, signature: Signature, leaves: Sequence[Any]) -> Program:
+        jaxpr, out_tree = self._closed(signature, leaves)
+        f = self._parameters.with_statics(signature.statics)
+        names = leaf_names(f, jax.tree.unflatten(signature.tree, [0] * len(signature.leaves)))
+        return program_of(jaxpr, out_tree, name_of(self._f), names)
 
-        del f.__wrapped__
-        return f
+    def _marks(self, signature: Signature, mesh: Mesh) -> list[Any]:
+        devices = frozenset(mesh.devices or ())
+        shapes = [x.shape for x in signature.leaves]
+        pairs = zip(signature.leaves, shapes, strict=True)
+        marks = [mark_of_sharding(x.sharding, len(shape.shape), devices) for x, shape in pairs]
+        if self._options.in_shardings is not None:
+            given = spread_specs("in_shardings", self._options.in_shardings, signature.arguments()[0])
+            marks[: len(given)] = [mark_of_spec(s, x) or m for s, x, m in zip(given, shapes, marks, strict=False)]
+        return marks
 
-    def _donated_leaves(self, arrays: Any, statics: tuple[Any, ...]) -> frozenset[int]:
-        if not self._donate:
-            return frozenset()
-        static = {k for k, _ in statics[1:]} if statics else set()
-        count = statics[0] if statics else len(arrays[0])
-        positions = [i for i in range(count) if i not in static]
-        donated: set[int] = set()
-        at = 0
-        for position, argument in [*zip(positions, arrays[0], strict=True), *sorted(arrays[1].items())]:
-            size = len(jax.tree.leaves(argument))
-            if position in self._donate:
-                donated |= set(range(at, at + size))
-            at += size
-        return frozenset(donated)
+
+def _may_crash(args: Any, kwargs: Any) -> bool:
+    """Whether an array is given twice, or was overwritten by an earlier call: donated, it makes XLA:CPU crash."""
+    arrays = [x for x in jax.tree.leaves((args, kwargs)) if type(x) is ArrayImpl]
+    return len(set(map(id, arrays))) < len(arrays) or any([x.is_deleted() for x in arrays])
+
+
+def _is_same(known: Lowered, made: Lowered) -> bool:
+    """Whether a program that is there already was planned in the same way."""
+    alike = known.program.block is made.program.block and known.in_tree == made.in_tree
+    others = known.target == made.target and known.donated == made.donated and known.padded == made.padded
+    if not (alike and others):
+        return False
+    mine, yours = known.plan, made.plan
+    parts = (
+        (mine.shardings, yours.shardings),
+        (mine.splits, yours.splits),
+        (mine.orders, yours.orders),
+        (mine.rings, yours.rings),
+    )
+    return all(a == b for a, b in parts)
 
 
 def jit(
     f: Callable[..., Any] | None = None,
+    mesh: Any = None,
     *,
-    mesh: Any,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
+    keep_unused: bool = False,
+    inline: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+    device: Any = None,
+    backend: str | None = None,
+    machine: str | Machine | None = None,
     strict: bool | float = False,
     uneven: str = "gather",
     windowed: bool | int | Windowed = False,
     memory_limit: int | str | None = None,
 ) -> Any:
-    """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator.
+    """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator, on functions and methods.
 
     Args:
         f: a function of pytrees of arrays, written for one device, with marks.
-        mesh: a ``jax.sharding.Mesh``, a number of devices, or a list of devices.
+        mesh: a ``jax.sharding.Mesh``, a number of devices, a list of devices, or ``{"data": 4, "model": 2}``; None
+            takes the mesh that ``jax.set_mesh`` has set when the function is called.
         static_argnums, static_argnames: arguments that are plain (hashable) values, not arrays.
         donate_argnums, donate_argnames: arguments whose memory the results may take.
         in_shardings: for the positional arguments (that are not static) a pytree prefix of ``PartitionSpec``,
             ``NamedSharding`` or None (not said); counts as marks on them.
         out_shardings: the same for the results.
+        keep_unused: whether arguments that nothing reads are moved to the devices all the same.
+        inline: taken for ``jax.jit``'s sake; inside another program a partitioned function is one equation in any case.
+        compiler_options: XLA's, as for ``jax.jit``.
+        device, backend: not taken: the mesh names the devices.
+        machine: what the devices are, such as ``"h100:1x8"``. Without it no work is done twice to send less; with it
+            splits are chosen by what computing and sending take there, and ``explain`` tells what is computed twice.
         strict: True refuses operations without a rule instead of gathering their operands. A number of bytes also
             refuses a program in which each device sends more than that in one call, and names the lines that do.
-        uneven: what becomes of results that lie split in a dimension which does not divide: ``"gather"`` makes it
+        uneven: what becomes of results that are split in a dimension which does not divide: ``"gather"`` makes it
             whole, since JAX has no such arrays, or cuts a result that nobody marked along another one if that sends
-            less; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it lies.
+            less; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it is.
         windowed: which contractions run in steps, part by part, instead of after a gather of an operand or before a
             scatter of the result (figure 4c of the paper): True takes those that send no more bytes so, a number those
             for which a device would hold more bytes than that, and ``Windowed`` says it in detail.
@@ -251,11 +325,13 @@ def jit(
             when it is needed; ``gshard.explain`` says what, and the share of FLOPs.
 
     Returns:
-        a function with the same results; ``.lower(*args)`` gives the chain behind it.
+        a function with the same results; ``.lower(*args)`` gives the chain behind it, ``.trace``, ``.eval_shape``,
+        ``.clear_cache`` and ``.lower(*args).compile()`` are as of ``jax.jit``.
 
     Raises:
-        MeshError: the mesh names devices that do not exist. When called: ShardingError, TraceError, PlanError,
-            MemoryLimitError (the program does not fit, whatever is recomputed).
+        MeshError: the mesh names devices that do not exist. ArgumentError: ``f`` is no function, or has no such
+            argument. When called: ShardingError, TraceError, PlanError, ArgumentError, MemoryLimitError (the program
+            does not fit, whatever is recomputed).
 
     >>> import jax.numpy as jnp
     >>> from gshard.api.marks import split
@@ -263,67 +339,38 @@ def jit(
     >>> double(jnp.arange(3)).tolist()
     [0, 2, 4]
     """
+    asked = dict(locals())
     if f is None:
-        return functools.partial(
-            jit,
-            mesh=mesh,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            strict=strict,
-            uneven=uneven,
-            windowed=windowed,
-            memory_limit=memory_limit,
+        del asked["f"]
+        return functools.partial(jit, **asked)
+    if not callable(f):
+        raise ArgumentError(
+            f"gshard.jit takes a function, not a value of type {type(f).__name__}.",
+            user_line(),
+            repr(f)[:100],
+            "Write gshard.jit(f, mesh=8), or @gshard.jit(mesh=8) above a function.",
+        )
+    if device is not None or backend is not None:
+        raise ArgumentError(
+            "gshard.jit takes no device and no backend: the mesh names the devices.",
+            user_line(),
+            f"device={device!r}, backend={backend!r}",
+            "Write mesh=jax.devices('cpu')[:8], for example.",
         )
     if uneven not in ("gather", "keep"):
         raise ShardingError(f"uneven={uneven!r} is not known.", way_out='Write uneven="gather" or uneven="keep".')
-    static = positions_and_names(f, static_argnums, static_argnames)
-    donate = positions_and_names(f, donate_argnums, donate_argnames)
-    shardings = in_shardings, out_shardings
-    limit = None if memory_limit is None else bytes_of(memory_limit)
-    devices = Mesh.of(mesh)
-    target = Target(devices, strict is not False, Budget.of(strict), windowed=Windowed.of(windowed, devices))
-    return Jitted(f, target, static, donate, shardings, uneven == "keep", limit)
-
-
-def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Explanation:
-    """Tells how a function would be partitioned, without compiling or running it.
-
-    Args:
-        f: a marked function, or one that ``gshard.jit`` returned.
-        args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``.
-        mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``); not
-            needed for a function from ``gshard.jit``.
-
-    Returns:
-        the explanation; print it, or write it as a page by ``.html(path)``.
-
-    >>> import jax.numpy as jnp
-    >>> from gshard.api.marks import split
-    >>> found = explain(lambda x: split(x, 0, 4).sum(), jnp.zeros((8, 2)), mesh=Mesh.abstract(data=4))
-    >>> found.bytes_by_kind
-    {'all_reduce': 6}
-    """
-    if mesh is None and not isinstance(f, Jitted):
-        raise MeshError("explain needs a mesh.", way_out="Write explain(f, *args, mesh=8).")
-    if isinstance(f, Jitted):
-        jitted = f if mesh is None else f.on(mesh)
-    else:
-        jitted = jit(f, mesh=mesh)
-    lowered = jitted.lower(*args, **kwargs)
-    return explain_program(lowered.plan, lowered.spmd, lowered.donated)
-
-
-@call_p.def_impl
-def _call_now(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
-    """A call whose arguments are all there: what a derivative taken outside of ``jax.jit`` comes to."""
-    return list(_jitted(jaxpr, target)(*arguments))
-
-
-@functools.lru_cache(maxsize=256)
-def _jitted(jaxpr: Any, target: Target) -> Jitted:
-    f = function_of(jaxpr, "call")
-    return Jitted(f, target, frozenset(), frozenset(), (None, None))
+    parameters = Parameters.of(f, (static_argnums, static_argnames), (donate_argnums, donate_argnames))
+    options = Options(
+        None if mesh is None else Mesh.of(mesh),
+        in_shardings,
+        out_shardings,
+        strict is not False,
+        Budget.of(strict),
+        windowed,
+        uneven == "keep",
+        None if memory_limit is None else bytes_of(memory_limit),
+        machine,
+        keep_unused,
+        tuple((compiler_options or {}).items()),
+    )
+    return Jitted(f, parameters, options)

@@ -1,49 +1,45 @@
-"""Lowered: one function on its way to the devices, for one kind of arguments; every stage can be looked at."""
+"""Traced, Lowered and Compiled: one function on its way to the devices, for one kind of arguments.
+
+They have the attributes of JAX's (``jax.stages``), and besides the program, the plan and the per-device program.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from gshard.analysis.machine import Machine, kind_of_devices
-from gshard.api.transformations import Target
+from gshard.api.target import Target
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
-from gshard.passes.compile import Executable, compile_spmd, named_sharding
+from gshard.passes.compile import Executable, named_sharding
 from gshard.passes.partition import partition
-from gshard.remat.fit import compiled_within
-from gshard.remat.rematerialise import rematerialise
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Lowered:
     """One function made ready for one kind of arguments; each stage is made when it is first asked for.
 
     Attributes:
         program: the traced function.
         target: what it is partitioned for.
+        in_tree: the structure of ``(positional, named)`` arguments.
         donated: arguments whose memory the results may take.
-        padded: inputs that come in padded parts, and how they lie.
-        keep_uneven: whether results leave so.
-        memory_limit: bytes that a device may hold; what does not fit is recomputed.
-        machine: tells what that takes; None takes the devices of the mesh.
+        padded: inputs that come in padded parts, and how they are cut.
     """
 
     program: Program
     target: Target
+    in_tree: Any
     donated: frozenset[int]
     padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
-    keep_uneven: bool = False
-    memory_limit: int | None = None
-    machine: Machine | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -58,9 +54,7 @@ class Lowered:
     @functools.cached_property
     def spmd(self) -> SpmdProgram:
         """The one program that all devices run."""
-        made = self._all_kept
-        if self.memory_limit is not None:
-            made = rematerialise(made, self.memory_limit, self._machine, self.donated)
+        made = self.target.fitted(self._all_kept, self.donated)
         self.target.check(self.plan, made)
         return made
 
@@ -68,15 +62,11 @@ class Lowered:
     def _all_kept(self) -> SpmdProgram:
         first = len(self.program.captured)
         donated = [first + i for i in sorted(self.donated)]
-        return partition(self.plan, self.padded, keep_uneven=self.keep_uneven, donated=donated)
+        return partition(self.plan, self.padded, keep_uneven=self.target.keep_uneven, donated=donated)
 
-    @property
-    def _machine(self) -> Machine:
-        return self.machine or Machine.of(kind_of_devices(self.mesh), self.mesh.size)
-
-    @property
+    @functools.cached_property
     def argument_shardings(self) -> tuple[Any, ...]:
-        """Where each flat argument is expected, as JAX's ``NamedSharding``: what lies so is not moved by a call."""
+        """Where each flat argument is expected, as JAX's ``NamedSharding``: what is there is not moved by a call."""
         first, spmd = len(self.program.captured), self.spmd
         return tuple(
             named_sharding(self.mesh.reordered(spmd.in_orders.get(i, self.mesh.order)), s)
@@ -84,25 +74,192 @@ class Lowered:
             if i >= first
         )
 
-    def results(self, arrays: Sequence[Any]) -> Any:
-        """The executable's flat results as the user gets them: a pytree, what left in padded parts as what it is."""
-        found = zip(self.program.block.outputs, self.spmd.out_shardings, arrays, strict=True)
-        orders, mesh = self.spmd.out_orders, self.mesh
-        leaves = [
-            x if s.is_even(mesh, v.shape) else UnevenArray(x, v.shape, s, mesh.reordered(orders.get(i, mesh.order)))
-            for i, (v, s, x) in enumerate(found)
-        ]
-        return jax.tree.unflatten(self.program.out_tree, leaves)
-
     @functools.cached_property
     def executable(self) -> Executable:
-        """The compiled program; call it with the flat arguments.
+        """The program for XLA; call it with the flat arguments.
 
         Where the compiler needs more memory than was modelled, it recomputes more than ``spmd`` to keep to the limit.
         """
-        if self.memory_limit is None:
-            return compile_spmd(self.spmd, self.donated)
-        return compiled_within(self.spmd, self._all_kept, self.memory_limit, self._machine, self.donated)
+        return self.target.compiled(self.spmd, self._all_kept, self.donated)
+
+    def results(self, arrays: Sequence[Any]) -> Any:
+        """The executable's flat results as the user gets them: a pytree, what left in padded parts as what it is."""
+        return jax.tree.unflatten(self.out_tree, self.flat_results(arrays))
+
+    def flat_results(self, arrays: Sequence[Any]) -> list[Any]:
+        """The executable's results, those in padded parts as ``UnevenArray``."""
+        found = zip(self.program.block.outputs, self.spmd.out_shardings, arrays, strict=True)
+        orders, mesh = self.spmd.out_orders, self.mesh
+        return [
+            x if s.is_even(mesh, v.shape) else UnevenArray(x, v.shape, s, mesh.reordered(orders.get(i, mesh.order)))
+            for i, (v, s, x) in enumerate(found)
+        ]
+
+    # As jax.stages.Lowered.
+
+    def compile(self) -> Compiled:
+        """Compiles the program for the devices of the mesh.
+
+        Raises:
+            MeshError: the mesh is abstract.
+            MemoryLimitError: it does not fit in ``memory_limit``.
+        """
+        self.executable.compiled  # noqa: B018  what fails fails here
+        return Compiled(self)
+
+    def as_text(self, dialect: str | None = None) -> str:
+        """StableHLO for all devices, as ``jax.stages.Lowered.as_text``; ``str`` has the plan too."""
+        return str(self.executable.lowered.as_text(dialect))
+
+    def compiler_ir(self, dialect: str | None = None) -> Any:
+        """The same as an object of the compiler."""
+        return self.executable.lowered.compiler_ir(dialect)
+
+    def cost_analysis(self) -> Any:
+        """XLA's estimate before compiling; ``gshard.explain(...).cost()`` counts loops and collectives too."""
+        return self.executable.lowered.cost_analysis()
+
+    @property
+    def out_tree(self) -> Any:
+        """The structure of the results."""
+        return self.program.out_tree
+
+    @property
+    def in_avals(self) -> Any:
+        """Shapes and dtypes of the arguments, in their structure."""
+        inputs = self.program.block.inputs[len(self.program.captured) :]
+        return jax.tree.unflatten(self.in_tree, [jax.core.ShapedArray(v.shape, v.dtype) for v in inputs])
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes, dtypes and shardings of the results, in their structure."""
+        pairs = zip(self.program.block.outputs, self.spmd.out_shardings, strict=True)
+        infos = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=named_sharding(self.mesh, s)) for v, s in pairs]
+        return jax.tree.unflatten(self.out_tree, infos)
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The flat arguments that are donated."""
+        return tuple(sorted(self.donated))
 
     def __str__(self) -> str:
         return f"{self.plan}\n\n{self.spmd}"
+
+    def __repr__(self) -> str:
+        return f"<lowered {self.program.name} for {self.mesh}: {len(self.program.block.equations)} equations>"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Compiled:
+    """A compiled function; call it with arguments of the kind that it was compiled for.
+
+    Attributes:
+        lowered: what it was compiled from.
+    """
+
+    lowered: Lowered
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs on arrays; they are moved to where the program expects them.
+
+        Raises:
+            TypeError: another structure of arguments, or other shapes or dtypes, than it was compiled for.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if tree != self.in_tree:
+            raise TypeError(
+                f"{self._name} was compiled for arguments of another structure.\n  compiled for: {self.in_tree}\n"
+                f"  called with: {tree}"
+            )
+        inputs = self.lowered.program.block.inputs[len(self.lowered.program.captured) :]
+        for v, x in zip(inputs, leaves, strict=True):
+            aval = jax.typeof(x)
+            if (aval.shape, aval.dtype) != (v.shape, v.dtype):
+                raise TypeError(
+                    f"{self._name} was compiled for {v.dtype_name}{list(v.shape)} and called with "
+                    f"{aval.str_short(short_dtypes=True)}."
+                )
+        placed = [jax.device_put(x, s) for x, s in zip(leaves, self.lowered.argument_shardings, strict=True)]
+        return self.lowered.results(self.lowered.executable(*placed))
+
+    @property
+    def _name(self) -> str:
+        return self.lowered.program.name
+
+    @property
+    def _jax(self) -> Any:
+        return self.lowered.executable.compiled
+
+    def as_text(self) -> str:
+        """The compiled HLO of one device."""
+        return str(self._jax.as_text())
+
+    def cost_analysis(self) -> Any:
+        """XLA's count of FLOPs and bytes of one device; bodies of loops count once."""
+        return self._jax.cost_analysis()
+
+    def memory_analysis(self) -> Any:
+        """XLA's bytes of arguments, results and temporaries on one device."""
+        return self._jax.memory_analysis()
+
+    def runtime_executable(self) -> Any:
+        """XLA's own object."""
+        return self._jax.runtime_executable()
+
+    @property
+    def in_tree(self) -> Any:
+        """The structure of ``(positional, named)`` arguments."""
+        return self.lowered.in_tree
+
+    @property
+    def out_tree(self) -> Any:
+        """The structure of the results."""
+        return self.lowered.out_tree
+
+    @property
+    def in_avals(self) -> Any:
+        """Shapes and dtypes of the arguments, in their structure."""
+        return self.lowered.in_avals
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes, dtypes and shardings of the results, in their structure."""
+        return self.lowered.out_info
+
+    @property
+    def input_shardings(self) -> Any:
+        """The shardings of ``(positional, named)`` arguments, in their structure."""
+        return jax.tree.unflatten(self.in_tree, self.lowered.argument_shardings)
+
+    @property
+    def output_shardings(self) -> Any:
+        """The shardings of the results, in their structure."""
+        return jax.tree.map(lambda x: x.sharding, self.out_info)
+
+    def __repr__(self) -> str:
+        return f"<compiled {self._name} for {self.lowered.mesh}>"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Traced:
+    """A traced function, as ``jax.stages.Traced``.
+
+    Attributes:
+        jaxpr: the closed jaxpr over flat arguments.
+        in_tree: the structure of ``(positional, named)`` arguments.
+        out_tree: the structure of the results.
+        fun_name: the function's name.
+        lower: goes on to the per-device program.
+    """
+
+    jaxpr: Any
+    in_tree: Any
+    out_tree: Any
+    fun_name: str
+    lower: Callable[[], Lowered]
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes and dtypes of the results, in their structure."""
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.jaxpr.out_avals]
+        return jax.tree.unflatten(self.out_tree, shapes)

@@ -13,9 +13,8 @@ equation's place; inside another ``gshard.jit`` the equation is opened and its m
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,84 +23,58 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gshard.api.boundary import mark_of_sharding
+from gshard.api.lowered import Lowered
+from gshard.api.signature import Leaf
+from gshard.api.target import Target
+from gshard.core.jax_adapter_dispatch import is_staging, weakly_cached
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.passes.compile import named_sharding
 from gshard.passes.partition import partition
-from gshard.passes.propagate import in_best_order, propagate
-from gshard.passes.trace import trace
-from gshard.passes.windowed import Policy, windowed
+from gshard.passes.trace import program_of
 from gshard.rules.mark import bind_mark
 
 call_p = Primitive("gshard_call")
 call_p.multiple_results = True
 
 
-class Limit(Protocol):
-    """Something that per-device programs must keep to."""
-
-    def check(self, plan: Plan, spmd: SpmdProgram) -> None:
-        """Raises an error if this one does not."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Target:
-    """What a function is partitioned for.
-
-    Attributes:
-        mesh: the devices.
-        strict: refuse operations without a rule.
-        budget: what a per-device program may cost; asked once each is made.
-        reorders: whether devices may be put in the order that marks ask for. Under a transformation they may not:
-            what JAX compiles around the program has one order of devices, the mesh's.
-        windowed: which contractions run in steps.
-    """
-
-    mesh: Mesh
-    strict: bool
-    budget: Limit | None = None
-    reorders: bool = True
-    windowed: Policy | None = None
-
-    def in_best_order(self, program: Program) -> Target:
-        """The same with the devices in the order that the program's marks ask for."""
-        return dataclasses.replace(self, mesh=in_best_order(program, self.mesh)) if self.reorders else self
-
-    def plan(self, program: Program) -> Plan:
-        """The program's plan."""
-        made = windowed(propagate(program, self.mesh, strict=self.strict), self.windowed)
-        return made if self.reorders else dataclasses.replace(made, orders={})
-
-    def check(self, plan: Plan, spmd: SpmdProgram) -> None:
-        """Refuses what goes beyond the budget."""
-        if self.budget is not None:
-            self.budget.check(plan, spmd)
-
-
 def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     """Calls a function (a closed jaxpr), partitioned, with flat arguments of which some belong to a transformation."""
-    results = call_p.bind(*arguments, jaxpr=jaxpr, target=dataclasses.replace(target, reorders=False))
-    return results if target.mesh.devices is None else [_on(x, target.mesh) for x in results]
+    target = dataclasses.replace(target, reorders=False)
+    results: list[Any] = call_p.bind(*arguments, jaxpr=jaxpr, target=target)
+    if target.mesh.devices is None or not is_staging() or target.mesh.user_jax_mesh.explicit_axes:
+        return results
+    shardings = [named_sharding(target.mesh, s) for s in partitioned(jaxpr, target).out_shardings]
+    own = target.mesh.user_jax_mesh
+    mesh = own if all(s.mesh == own for s in shardings) else target.mesh.jax_mesh
+    return [_on(x, mesh) for x in results]
 
 
-def _on(x: Any, mesh: Mesh) -> Any:
-    """Tells ``jax.jit`` on which devices a result is; how it lies there is left open."""
+def _on(x: Any, mesh: Any) -> Any:
+    """Tells ``jax.jit`` on which devices a result is; its sharding is left open."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return x
     anything = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * np.ndim(x))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh.jax_mesh, anything))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, anything))
 
 
-@functools.lru_cache(maxsize=256)
+@weakly_cached
 def _planned(jaxpr: Any, target: Target) -> Plan:
-    program = trace(jaxpr_as_fun(jaxpr), *_shapes(jaxpr.in_avals))
-    return target.plan(program)
+    return target.plan(_program(jaxpr))
 
 
-@functools.lru_cache(maxsize=256)
+def _program(jaxpr: Any, marks: Sequence[Mark | None] | None = None) -> Program:
+    names = [f"args[{i}]" for i in range(len(jaxpr.in_avals))]
+    tree = jax.tree.structure([0] * len(jaxpr.out_avals))
+    return program_of(jaxpr, tree, "call", names, marks)
+
+
+@weakly_cached
 def partitioned(jaxpr: Any, target: Target) -> SpmdProgram:
     """The per-device program of a closed jaxpr."""
     plan = _planned(jaxpr, target)
@@ -111,15 +84,43 @@ def partitioned(jaxpr: Any, target: Target) -> SpmdProgram:
 
 
 def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+    return [Leaf(a).shape for a in avals]
 
 
-def _inline(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
+def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
+    """The per-device program in the place of the equation. Its mesh is that of the atoms, whatever mesh is set."""
     spmd = partitioned(jaxpr, target)
-    return list(jaxpr_as_fun(spmd.jaxpr)(*spmd.program.captured, *arguments))
+
+    def inline(*arrays: Any) -> list[Any]:
+        return list(jaxpr_as_fun(spmd.jaxpr)(*spmd.program.captured, *arrays))
+
+    with jax.sharding.use_abstract_mesh(target.mesh.abstract_jax_mesh):
+        plain = ctx.replace(avals_in=_untyped(ctx.avals_in), avals_out=_untyped(ctx.avals_out))
+        return mlir.lower_fun(inline, multiple_results=True)(plain, *arguments)
 
 
-mlir.register_lowering(call_p, mlir.lower_fun(_inline, multiple_results=True))
+def _untyped(avals: Sequence[Any]) -> list[Any]:
+    """The same without shardings of explicit axes."""
+    return [jax.core.ShapedArray(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+
+
+mlir.register_lowering(call_p, _lower)
+
+
+@call_p.def_impl
+def _run(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
+    """A call whose arguments are all there: what a derivative taken outside of ``jax.jit`` comes to."""
+    lowered = _lowered(jaxpr, target, tuple(getattr(x, "sharding", None) for x in arguments))
+    placed = [jax.device_put(x, s) for x, s in zip(arguments, lowered.argument_shardings, strict=True)]
+    return lowered.flat_results(lowered.executable(*placed))
+
+
+@weakly_cached
+def _lowered(jaxpr: Any, target: Target, shardings: tuple[Any, ...]) -> Lowered:
+    devices = target.mesh.devices or ()
+    marks = [mark_of_sharding(s, len(a.shape), devices) for s, a in zip(shardings, jaxpr.in_avals, strict=True)]
+    program = _program(jaxpr, marks)
+    return Lowered(program, target, jax.tree.structure([0] * len(marks)), frozenset())
 
 
 @call_p.def_effectful_abstract_eval
@@ -130,7 +131,7 @@ def _abstract(*arguments: Any, jaxpr: Any, target: Target) -> tuple[Any, Any]:
 # -- vmap ------------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=256)
+@weakly_cached
 def _mapped(jaxpr: Any, axes: tuple[int | None, ...], size: int) -> Any:
     def longer(aval: Any, axis: int | None) -> jax.ShapeDtypeStruct:
         shape = list(aval.shape)
@@ -156,7 +157,7 @@ batching.primitive_batchers[call_p] = _batch
 # -- derivatives -----------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=256)
+@weakly_cached
 def _halves(jaxpr: Any, target: Target, moving: tuple[int, ...]) -> tuple[Any, Any]:
     """The function with what its derivative needs as further results, and the derivative, a function of those.
 
@@ -227,7 +228,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, target:
 ad.primitive_jvps[call_p] = _jvp
 
 
-@functools.lru_cache(maxsize=256)
+@weakly_cached
 def _turned(jaxpr: Any, linear: tuple[int, ...], given: tuple[int, ...]) -> Any:
     """(other arguments, cotangents of the results ``given``) -> cotangents of the arguments ``linear``."""
     f = jaxpr_as_fun(jaxpr)
@@ -260,14 +261,3 @@ def _transpose(cotangents: Sequence[Any], *arguments: Any, jaxpr: Any, target: T
 
 
 ad.primitive_transposes[call_p] = _transpose
-
-
-def function_of(jaxpr: Any, name: str) -> Callable[..., Any]:
-    """A closed jaxpr as a function of flat arguments, under a name to show."""
-    f = jaxpr_as_fun(jaxpr)
-
-    def function(*arguments: Any) -> Any:
-        return f(*arguments)
-
-    function.__name__ = name
-    return function

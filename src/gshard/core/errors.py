@@ -11,6 +11,9 @@ given, and the way out.
 
 from __future__ import annotations
 
+import functools
+from typing import Any, Self
+
 
 class GShardError(Exception):
     """Base of every error that gshard raises on purpose.
@@ -30,8 +33,22 @@ class GShardError(Exception):
             lines.append(f"  {got}")
         if way_out:
             lines.append(f"  {way_out}")
-        super().__init__("\n".join(lines))
+        Exception.__init__(self, "\n".join(lines))
         self.what, self.where, self.got, self.way_out = what, where, got, way_out
+
+    @classmethod
+    def like(
+        cls, error: Exception, what: str, where: str | None = None, got: str | None = None, way_out: str | None = None
+    ) -> Self:
+        """The same error, which is also of another error's type: ``except TypeError`` catches it.
+
+        >>> isinstance(TraceError.like(ValueError("no"), "it cannot be."), ValueError)
+        True
+        """
+        kind: Any = _also_of_type(cls, type(error))  # type: ignore[arg-type]
+        made: Self = kind.__new__(kind)
+        GShardError.__init__(made, what, where, got, way_out)
+        return made
 
 
 class MeshError(GShardError):
@@ -52,3 +69,15 @@ class PlanError(GShardError):
 
 class RuleError(GShardError):
     """A rule contradicts its equation: a mistake in a rule, not in the user's program."""
+
+
+class ArgumentError(GShardError, TypeError):
+    """An argument of a call, or what names arguments, is not what it must be."""
+
+
+@functools.lru_cache(maxsize=256)
+def _also_of_type(ours: Any, theirs: Any) -> Any:
+    """A class of errors that is both; prints as ours does."""
+    if issubclass(ours, theirs):
+        return ours
+    return type(ours.__name__, (ours, theirs), {"__module__": ours.__module__, "__doc__": ours.__doc__})

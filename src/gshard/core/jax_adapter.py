@@ -52,8 +52,10 @@ def user_place(source_info: Any) -> tuple[str, int] | None:
 
 @contextlib.contextmanager
 def as_if_at(source_info: Any) -> Iterator[None]:
-    """What is traced inside gets the source line of another equation."""
+    """What is traced inside gets the source line and the named scopes of another equation."""
     traceback_, names = getattr(source_info, "traceback", None), _source_info_util.current_name_stack()
+    if source_info is not None:
+        names = names + source_info.name_stack
     context = _source_info_util.user_context(traceback_, name_stack=names)
     context.__enter__()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,25 +20,22 @@ from gshard.passes.partition import spec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Executable:
-    """A compiled program.
+    """A program for XLA, compiled when it is first needed.
 
     Attributes:
-        spmd: the program it was made of.
+        spmd: the program it is made of.
         function: the jitted function of all inputs, captured arrays first.
-        ready: the compiled object, if it was compiled beforehand.
     """
 
     spmd: SpmdProgram
     function: Callable[..., Any]
-    ready: Any = None
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        """Runs on flat arguments; results are flat global arrays."""
-        run = self.function if self.ready is None else self.ready
+        """Runs on flat arguments that have the shardings of the program; results are flat global arrays."""
         spmd, every = self.spmd, [*self.captured, *arguments]
         for i in spmd.in_orders:
             every[i] = relabelled(every[i], named_sharding(spmd.mesh, spmd.in_shardings[i]))
-        results = list(run(*every))
+        results = list(self.compiled(*every))
         for i, order in spmd.out_orders.items():
             results[i] = relabelled(results[i], named_sharding(spmd.mesh.reordered(order), spmd.out_shardings[i]))
         return results
@@ -53,12 +50,17 @@ class Executable:
         )
 
     @functools.cached_property
+    def lowered(self) -> Any:
+        """JAX's lowered object, StableHLO for all devices."""
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.spmd.jaxpr.in_avals]
+        # The atoms replace whatever mesh the caller has set: they are the same devices under other names.
+        with jax.sharding.use_abstract_mesh(self.spmd.mesh.abstract_jax_mesh):
+            return self.function.lower(*shapes)  # type: ignore[attr-defined]
+
+    @functools.cached_property
     def compiled(self) -> Any:
         """JAX's compiled object: ``as_text()``, ``memory_analysis()``, ``cost_analysis()``."""
-        if self.ready is not None:
-            return self.ready
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.spmd.jaxpr.in_avals]
-        return self.function.lower(*shapes).compile()  # type: ignore[attr-defined]
+        return self.lowered.compile()
 
     def __str__(self) -> str:
         return f"executable {self.spmd.program.name} on {self.spmd.mesh}\n{self.compiled.as_text()}"
@@ -70,17 +72,27 @@ def relabelled(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
+@functools.lru_cache(maxsize=4096)
 def named_sharding(mesh: Mesh, sharding: Sharding) -> NamedSharding:
-    """A sharding as JAX's, over the atoms of the mesh."""
-    return NamedSharding(mesh.jax_mesh, spec(sharding))
+    """A sharding as JAX's, over the user's own mesh; over its atoms where a part of an axis splits a dimension."""
+    own = mesh.spec_of(sharding.dims)
+    return NamedSharding(mesh.jax_mesh, spec(sharding)) if own is None else NamedSharding(mesh.user_jax_mesh, own)
 
 
-def compile_spmd(spmd: SpmdProgram, donated: frozenset[int] = frozenset()) -> Executable:
+def compile_spmd(
+    spmd: SpmdProgram,
+    donated: frozenset[int] = frozenset(),
+    *,
+    keep_unused: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Executable:
     """Makes a per-device program runnable.
 
     Args:
         spmd: the program; its mesh must have devices.
         donated: arguments (counted without captured arrays) whose memory results may take.
+        keep_unused: whether XLA is given arguments that nothing reads.
+        compiler_options: XLA's, as for ``jax.jit``.
 
     Raises:
         MeshError: the mesh is abstract.
@@ -92,11 +104,19 @@ def compile_spmd(spmd: SpmdProgram, donated: frozenset[int] = frozenset()) -> Ex
             way_out="Give gshard.jit a jax.sharding.Mesh or a number of devices.",
         )
     captured = len(spmd.program.captured)
+    run = jaxpr_as_fun(spmd.jaxpr)
+
+    def program(*arrays: Any) -> list[Any]:
+        return run(*arrays)  # type: ignore[no-any-return]
+
+    # XLA calls the program, and profilers what it runs, by the name of the user's function.
+    program.__name__ = program.__qualname__ = spmd.program.name
     function = jax.jit(
-        jaxpr_as_fun(spmd.jaxpr),
+        program,
         in_shardings=[named_sharding(spmd.mesh, s) for s in spmd.in_shardings],
         out_shardings=[named_sharding(spmd.mesh, s) for s in spmd.out_shardings],
         donate_argnums=tuple(sorted(captured + i for i in donated)),
-        keep_unused=True,
+        keep_unused=keep_unused,
+        compiler_options=None if compiler_options is None else dict(compiler_options),
     )
     return Executable(spmd, function)

@@ -68,50 +68,73 @@ def trace(
       %2:f32[] = reduce_sum %1   # a b -> (); add over a=4; add over b=2
       return %2
     """
-    name = getattr(f, "__name__", type(f).__name__)
     whole, out_tree = closed_of(f, *args, **kwargs)
+    return program_of(whole, out_tree, name_of(f), leaf_names(f, (args, kwargs)), argument_marks)
+
+
+def program_of(
+    whole: Any, out_tree: Any, name: str, names: Sequence[str], argument_marks: Sequence[Mark | None] | None = None
+) -> Program:
+    """The program of a closed jaxpr.
+
+    Args:
+        whole: the jaxpr; its constants become the program's first inputs.
+        out_tree: the structure of its results.
+        name: the function's.
+        names: of its flat arguments.
+        argument_marks: for each of them a mark or None.
+
+    Raises:
+        ShardingError: parts (``auto_to_manual``) and whole arrays are mixed.
+    """
     jaxpr, consts = closed(whole)
-    leaves_with_paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
     block = _Builder().block(without_dead_code(jaxpr))
     check_zones(block)
     captured = tuple(consts)
-    parameters = _parameters(f)
-    names = (
-        *(f"captured[{i}]" for i in range(len(captured))),
-        *(_argument_name(path, parameters) for path, _ in leaves_with_paths),
-    )
-    marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(leaves_with_paths)
-    return Program(block, captured, marks, names, out_tree, name)
+    marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(names)
+    every = (*(f"captured[{i}]" for i in range(len(captured))), *names)
+    return Program(block, captured, marks, every, out_tree, name)
 
 
 def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """The closed jaxpr of a function of pytrees, over its flat arguments, and the pytree of its results.
 
     Raises:
-        TraceError: as ``trace``.
+        TraceError: as ``trace``; of JAX's own type of error too, so that who expects that one goes on working.
     """
-    leaves, in_tree = jax.tree.flatten((args, kwargs))
-    out_trees: list[Any] = []
-
-    def flat(*flat_args: Any) -> list[Any]:
-        a, k = jax.tree.unflatten(in_tree, flat_args)
-        out, tree = jax.tree.flatten(f(*a, **k))
-        out_trees.append(tree)
-        return out
-
     try:
-        return jax.make_jaxpr(flat)(*leaves), out_trees[0]
+        jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)(*args, **kwargs)
     except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError, TypeError) as error:
-        is_shape = str(error).startswith("Shapes must be 1D sequences of concrete values")
-        if not is_shape and not isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
-            raise  # a mistake of another kind
-        raise TraceError(
-            f"{getattr(f, '__name__', type(f).__name__)} cannot be traced: it needs the value of an array, "
-            "and only shapes are known.",
-            line_of_exception(error),
-            str(error).splitlines()[0],
-            "Use jnp.where or jax.lax.cond instead of branching on array values, and static_argnums for plain values.",
-        ) from error
+        raise _refused(f, error) from error
+    return jaxpr, jax.tree.structure(shapes)
+
+
+def _refused(f: Callable[..., Any], error: Exception) -> Exception:
+    """The error to raise for one of JAX's."""
+    text, name = str(error), name_of(f)
+    line = line_of_exception(error)
+    if "returned a value of type" in text:
+        what = text.split("returned a value of type ", 1)[1].split(", which is not")[0]
+        return TraceError.like(
+            error,
+            f"{name} returns a value that is no array.",
+            line,
+            f"a value of type {what}",
+            "Return arrays, or pytrees of them; what is known without running belongs outside of the function.",
+        )
+    is_shape = text.startswith("Shapes must be 1D sequences of concrete values")
+    if not is_shape and not isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+        return error  # a mistake of another kind
+    numpy = isinstance(error, jax.errors.TracerArrayConversionError)
+    return TraceError.like(
+        error,
+        f"{name} cannot be traced: it needs the value of an array, and only shapes are known.",
+        line,
+        text.splitlines()[0],
+        "Use jax.numpy instead of numpy on arrays (jnp.sin for np.sin), and static_argnums for plain values."
+        if numpy
+        else "Use jnp.where or jax.lax.cond instead of branching on array values, and static_argnums for plain values.",
+    )
 
 
 def block_of(jaxpr: Any) -> Block:
@@ -119,16 +142,34 @@ def block_of(jaxpr: Any) -> Block:
     return _Builder().block(without_dead_code(jaxpr))
 
 
-def _parameters(f: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the positional parameters, where Python knows them."""
+def name_of(f: Any) -> str:
+    """What a function is called in messages, HLO and profiles; partial functions and callables have names too."""
+    while not hasattr(f, "__name__") and hasattr(f, "func"):
+        f = f.func
+    return str(getattr(f, "__name__", type(f).__name__))
+
+
+def parameters_of(f: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the parameters, where Python knows them."""
     try:
         return tuple(inspect.signature(f).parameters)
     except (TypeError, ValueError):
         return ()
 
 
-def _argument_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
-    """A leaf's path in the user's words: ``params['wi']`` for a leaf of the argument ``params``."""
+def leaf_names(f: Callable[..., Any], arguments: tuple[Any, Any]) -> tuple[str, ...]:
+    """The flat arguments in the user's words: ``params['wi']`` for a leaf of the argument ``params``.
+
+    Args:
+        f: the function.
+        arguments: positional and named ones.
+    """
+    parameters = parameters_of(f)
+    paths, _ = jax.tree_util.tree_flatten_with_path(arguments)
+    return tuple(_leaf_name(path, parameters) for path, _ in paths)
+
+
+def _leaf_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
     which, entry, rest = path[0].idx, path[1], jax.tree_util.keystr(tuple(path[2:]))
     if which == 1:
         return f"{entry.key}{rest}"

@@ -6,7 +6,7 @@ and the program is compiled once more.
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +20,12 @@ _ATTEMPTS = 6
 
 
 def compiled_within(
-    program: SpmdProgram, spmd: SpmdProgram, limit: int, machine: Machine, donated: frozenset[int]
+    program: SpmdProgram,
+    spmd: SpmdProgram,
+    limit: int,
+    machine: Machine,
+    donated: frozenset[int],
+    compiled: Callable[..., Executable] = compile_spmd,
 ) -> Executable:
     """Compiles a program, recomputed as far as it must be.
 
@@ -30,13 +35,14 @@ def compiled_within(
         limit: bytes that a device may hold at the peak: arguments, results and all else.
         machine: tells what it takes to compute a value again.
         donated: arguments whose memory the results may take.
+        compiled: makes a program and the donated arguments an executable.
 
     Raises:
         MemoryLimitError: it does not fit; the compiler's figure is named.
     """
     target, planned = limit, ""
     for _ in range(_ATTEMPTS):
-        executable = compile_spmd(program, donated)
+        executable = compiled(program, donated)
         try:
             peak = peak_of(executable.compiled)
             planned = f"the compiler needs {peak / 2**20:,.1f} MiB"
@@ -45,7 +51,7 @@ def compiled_within(
                 raise
             peak, planned = limit + limit // 10, str(error).splitlines()[0]
         if peak <= limit:
-            return dataclasses.replace(executable, ready=executable.compiled)
+            return executable
         expected = program.recomputed.after if program.recomputed is not None else target
         target = min(target, expected) - (peak - limit)
         try:

@@ -1,0 +1,223 @@
+"""Signature: what a program is made for, and so the key of everything that is kept between calls.
+
+Two calls with equal signatures get the same program and the same shardings, whatever was called before. A signature
+holds the structure of the arguments, the type of each array (shape, dtype, weak type, memory, and the sharding where
+its mesh has explicit axes), the sharding of arrays that are committed to one, static arguments by type and value, and
+JAX's settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+
+from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_dispatch import named_arguments, trace_settings
+from gshard.core.sharding import Sharding
+from gshard.core.uneven import UnevenArray
+from gshard.passes.trace import leaf_names, name_of, parameters_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One flat argument, as far as a program depends on it.
+
+    Attributes:
+        aval: JAX's type of it.
+        sharding: of an array that is committed to one; None if JAX may place it.
+        lies: how the padded parts of an ``UnevenArray`` are cut.
+    """
+
+    aval: Any
+    sharding: Any = None
+    lies: Sharding | None = None
+
+    @staticmethod
+    def of(x: Any) -> Leaf:
+        """Reads an argument.
+
+        Raises:
+            TypeError: it is no array, nor anything that JAX takes for one.
+        """
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            return Leaf(jax.typeof(x), x.sharding if x.committed else None)
+        if isinstance(x, UnevenArray):
+            return Leaf(jax.core.ShapedArray(x.shape, x.dtype), x.sharding, x.lies)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return Leaf(_plain(x), x.sharding)
+        return Leaf(jax.typeof(x))
+
+    @property
+    def shape(self) -> jax.ShapeDtypeStruct:
+        """What the function is traced with."""
+        explicit = _explicit_sharding(self.aval)
+        weak = bool(getattr(self.aval, "weak_type", False))
+        return jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype, sharding=explicit, weak_type=weak)
+
+
+def _plain(x: jax.ShapeDtypeStruct) -> Any:
+    return jax.core.ShapedArray(x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False)))
+
+
+def _explicit_sharding(aval: Any) -> Any:
+    """The sharding that is part of an array's type, where its mesh has axes of type Explicit."""
+    sharding = getattr(aval, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return sharding if mesh is not None and not mesh.empty and any(sharding.spec) else None  # type: ignore[union-attr]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Signature:
+    """What a program is made for.
+
+    Attributes:
+        tree: the structure of ``(positional, named)`` arguments without the static ones.
+        leaves: the flat arguments.
+        statics: the number of positional arguments, then (position or name, type, value) of each static one.
+        settings: JAX's.
+    """
+
+    tree: Any
+    leaves: tuple[Leaf, ...]
+    statics: tuple[Any, ...]
+    settings: Hashable
+
+    @property
+    def traced(self) -> Hashable:
+        """What the traced function depends on: everything but how arrays are sharded."""
+        return self.tree, tuple((x.aval, x.lies is None) for x in self.leaves), self.statics, self.settings
+
+    def arguments(self) -> tuple[Any, Any]:
+        """Positional and named arguments to trace the function with."""
+        return jax.tree.unflatten(self.tree, [x.shape for x in self.leaves])  # type: ignore[no-any-return]
+
+    def leaves_of(self, numbers: Sequence[int], names: Sequence[str]) -> frozenset[int]:
+        """The flat arguments that belong to some arguments, by their positions in the call, or by name."""
+        positional, named = jax.tree.unflatten(self.tree, range(len(self.leaves)))
+        fixed = {key for key, _, _ in self.statics[1:]}
+        dynamic = [i for i in range(self.statics[0]) if i not in fixed]
+        chosen = [x for i, x in zip(dynamic, positional, strict=True) if i in numbers]
+        chosen += [x for name, x in named.items() if name in names]
+        return frozenset(jax.tree.leaves(chosen))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parameters:
+    """Which arguments of a function are static and which are donated, by number and by name.
+
+    Attributes:
+        f: the function.
+        static_numbers, static_names: arguments that are no arrays.
+        donated_numbers, donated_names: arguments whose memory results may take.
+    """
+
+    f: Callable[..., Any]
+    static_numbers: tuple[int, ...]
+    static_names: tuple[str, ...]
+    donated_numbers: tuple[int, ...]
+    donated_names: tuple[str, ...]
+
+    @staticmethod
+    def of(f: Callable[..., Any], static: tuple[Any, Any], donated: tuple[Any, Any]) -> Parameters:
+        """Completes what was given by number or by name.
+
+        Raises:
+            ArgumentError: the function has no such argument, or one is static and donated.
+        """
+        try:
+            return Parameters(f, *named_arguments(f, static, donated))
+        except (ValueError, TypeError) as error:
+            raise ArgumentError.like(
+                error,
+                str(error).rstrip("."),
+                user_line(),
+                f"{name_of(f)}{_text_of_parameters(f)}",
+                "Name arguments that the function has, each as static or as donated.",
+            ) from None
+
+    def divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+        """The arguments that are arrays, and ``Signature.statics``.
+
+        Raises:
+            ArgumentError: a static argument cannot be hashed.
+        """
+        if not self.static_numbers and not self.static_names:
+            return (args, kwargs), (len(args),)
+        count = len(args)
+        numbers = {i % count if -count <= i < 0 else i for i in self.static_numbers}
+        statics: list[tuple[int | str, type, Any]] = [(i, type(args[i]), args[i]) for i in sorted(numbers) if i < count]
+        statics += [(k, type(kwargs[k]), kwargs[k]) for k in sorted(kwargs) if k in self.static_names]
+        for key, kind, value in statics:
+            try:
+                hash(value)
+            except TypeError as error:
+                raise ArgumentError.like(
+                    ValueError(),
+                    f"static argument {key!r} of {name_of(self.f)} cannot be hashed.",
+                    user_line(),
+                    f"a {kind.__name__}",
+                    "Give a tuple or another value that is hashable and does not change.",
+                ) from error
+        positional = tuple(a for i, a in enumerate(args) if i not in numbers)
+        named = {k: v for k, v in kwargs.items() if k not in self.static_names}
+        return (positional, named), (count, *statics)
+
+    def with_statics(self, statics: tuple[Any, ...]) -> Callable[..., Any]:
+        """The function of the arrays alone."""
+        count, *given = statics
+        if not given:
+            return self.f
+        by_position = {key: value for key, _, value in given if isinstance(key, int)}
+        by_name = {key: value for key, _, value in given if isinstance(key, str)}
+
+        def f(*args: Any, **kwargs: Any) -> Any:
+            rest = iter(args)
+            full = [by_position[i] if i in by_position else next(rest) for i in range(count)]
+            return self.f(*full, **by_name, **kwargs)
+
+        f.__name__ = f.__qualname__ = name_of(self.f)
+        f.__wrapped__ = self.f  # type: ignore[attr-defined]
+        names = [p for i, p in enumerate(parameters_of(self.f)) if i not in by_position and p not in by_name]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        f.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+        return f
+
+    def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, list[Any]]:
+        """The signature of a call, and its flat arguments.
+
+        Raises:
+            ArgumentError: an argument is no array, or a static one cannot be hashed.
+        """
+        arrays, statics = self.divide(args, kwargs)
+        leaves, tree = jax.tree.flatten(arrays)
+        try:
+            read = tuple(map(Leaf.of, leaves))
+        except TypeError as error:
+            raise self._no_array(arrays, leaves) from error
+        return Signature(tree, read, statics, trace_settings()), leaves
+
+    def _no_array(self, arrays: Any, leaves: Sequence[Any]) -> ArgumentError:
+        for name, x in zip(leaf_names(self.f, arrays), leaves, strict=True):
+            try:
+                Leaf.of(x)
+            except TypeError:
+                what = repr(x) if len(repr(x)) <= 60 else f"{repr(x)[:60]}..."
+                root = name.split("[")[0].split(".")[0]
+                return ArgumentError(
+                    f"argument {name} of {name_of(self.f)} is no array.",
+                    user_line(),
+                    f"{what}, of type {type(x).__name__}",
+                    f"A value that is no array is a static argument: gshard.jit(..., static_argnames={root!r}); "
+                    "it must be hashable. Of a structure that holds both, give the arrays alone.",
+                )
+        raise AssertionError
+
+
+def _text_of_parameters(f: Callable[..., Any]) -> str:
+    names = parameters_of(f)
+    return f"({', '.join(names)})" if names else ""

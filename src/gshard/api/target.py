@@ -1,0 +1,146 @@
+"""Target: what a function is partitioned for: the devices, and everything else that a user asks of the program."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from gshard.analysis.budget import Budget
+from gshard.analysis.machine import Machine, kind_of_devices
+from gshard.analysis.network import prices
+from gshard.analysis.overlap import Windowed
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Program
+from gshard.core.spmd import SpmdProgram
+from gshard.passes.compile import Executable, compile_spmd
+from gshard.passes.propagate import in_best_order, propagate
+from gshard.passes.windowed import Policy, windowed
+from gshard.remat.fit import compiled_within
+from gshard.remat.rematerialise import rematerialise
+
+
+class Limit(Protocol):
+    """Something that per-device programs must keep to."""
+
+    def check(self, plan: Plan, spmd: SpmdProgram) -> None:
+        """Raises an error if this one does not."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """What a function is partitioned for.
+
+    Attributes:
+        mesh: the devices.
+        strict: refuse operations without a rule.
+        budget: what a per-device program may cost; asked once each is made.
+        reorders: whether devices may be put in the order that marks ask for. Under a transformation they may not:
+            what JAX compiles around the program has one order of devices, the mesh's.
+        windowed: which contractions run in steps.
+        keep_uneven: whether results leave in padded parts where parts are unequal.
+        memory_limit: bytes that a device may hold; what does not fit is recomputed.
+        machine: tells what recomputing takes; None takes the devices of the mesh.
+        keep_unused: whether XLA is given arguments that nothing reads.
+        compiler_options: XLA's, as pairs.
+    """
+
+    mesh: Mesh
+    strict: bool
+    budget: Limit | None = None
+    reorders: bool = True
+    windowed: Policy | None = None
+    keep_uneven: bool = False
+    memory_limit: int | None = None
+    machine: Machine | None = None
+    keep_unused: bool = False
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+
+    def in_best_order(self, program: Program) -> Target:
+        """The same with the devices in the order that the program's marks ask for."""
+        return dataclasses.replace(self, mesh=in_best_order(program, self.mesh)) if self.reorders else self
+
+    def plan(self, program: Program) -> Plan:
+        """The program's plan."""
+        made = windowed(propagate(program, self.mesh, strict=self.strict), self.windowed)
+        return made if self.reorders else dataclasses.replace(made, orders={})
+
+    def check(self, plan: Plan, spmd: SpmdProgram) -> None:
+        """Refuses what goes beyond the budget."""
+        if self.budget is not None:
+            self.budget.check(plan, spmd)
+
+    def fitted(self, kept: SpmdProgram, donated: frozenset[int]) -> SpmdProgram:
+        """A program recomputed as far as the limit of memory asks."""
+        if self.memory_limit is None:
+            return kept
+        return rematerialise(kept, self.memory_limit, self._machine, donated)
+
+    def compiled(self, spmd: SpmdProgram, kept: SpmdProgram, donated: frozenset[int]) -> Executable:
+        """A program's executable; where the compiler needs more than the limit, it recomputes more than ``spmd``."""
+
+        def make(program: SpmdProgram, donated: frozenset[int]) -> Executable:
+            options = dict(self.compiler_options) or None
+            return compile_spmd(program, donated, keep_unused=self.keep_unused, compiler_options=options)
+
+        if self.memory_limit is None:
+            return make(spmd, donated)
+        return compiled_within(spmd, kept, self.memory_limit, self._machine, donated, make)
+
+    @property
+    def _machine(self) -> Machine:
+        return self.machine or Machine.of(kind_of_devices(self.mesh), self.mesh.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What ``jit`` was asked for, but for the function and its static and donated arguments.
+
+    Attributes:
+        mesh: the devices; None takes the mesh that is set when the function is called.
+        in_shardings, out_shardings: marks on arguments and results.
+        strict: refuse operations without a rule.
+        budget: what a program may cost.
+        windowed: which contractions run in steps.
+        keep_uneven: whether results leave in padded parts where parts are unequal.
+        memory_limit: bytes that a device may hold.
+        machine: what computing and sending take; None does no work twice to send less.
+        keep_unused: whether XLA is given arguments that nothing reads.
+        compiler_options: XLA's.
+    """
+
+    mesh: Mesh | None
+    in_shardings: Any
+    out_shardings: Any
+    strict: bool
+    budget: Budget | None
+    windowed: Any
+    keep_uneven: bool
+    memory_limit: int | None
+    machine: str | Machine | None
+    keep_unused: bool
+    compiler_options: tuple[tuple[str, Any], ...]
+
+    def target(self) -> Target:
+        """What is partitioned for, on the mesh that was given or is set now.
+
+        Raises:
+            MeshError: no mesh was given and none is set.
+            MachineError: there is no such machine, or it has another number of devices.
+        """
+        mesh = Mesh.of(self.mesh)
+        machine = self.machine
+        if machine is not None:
+            machine = machine if isinstance(machine, Machine) else Machine.of(machine, mesh.size)
+            mesh = dataclasses.replace(mesh, prices=prices(mesh, machine))
+        return Target(
+            mesh,
+            self.strict,
+            self.budget,
+            windowed=Windowed.of(self.windowed, mesh),
+            keep_uneven=self.keep_uneven,
+            memory_limit=self.memory_limit,
+            machine=machine,
+            keep_unused=self.keep_unused,
+            compiler_options=self.compiler_options,
+        )

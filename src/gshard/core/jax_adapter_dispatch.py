@@ -1,0 +1,214 @@
+"""The part of the JAX adapter that a call goes through: JAX's own dispatch in C++, its caches, its trace settings.
+
+A jitted function of JAX's is a C++ object. It knows, for every combination of argument types, shardings, static values
+and settings, an executable, and runs it without any Python; only for a new combination it asks a Python function, which
+returns the results and what is to be run from then on. ``FastFunction`` is that object with our Python function.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax._src import api_util as _api_util
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src import sharding_impls as _sharding_impls
+from jax._src import traceback_util as _traceback_util
+from jax._src import tree_util as _tree_util
+from jax._src import util as _util
+from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.interpreters import pxla as _pxla
+from jax._src.lib import _jax
+
+ArrayImpl = _jax.ArrayImpl
+without_our_frames = _traceback_util.api_boundary
+
+
+def hide_frames_of(path: str) -> None:
+    """JAX leaves frames of this file or folder out of the tracebacks that it filters."""
+    _traceback_util.register_exclusion(path)
+
+
+def trace_settings() -> Hashable:
+    """JAX's settings that change what tracing makes: x64, matrix precision, random bits, the mesh that is set."""
+    return _config.trace_context()  # type: ignore[no-any-return]
+
+
+def is_staging() -> bool:
+    """Whether operations are being recorded for a program now (``jax.jit``, a loop's body) instead of being run."""
+    return isinstance(_core.trace_ctx.trace, _partial_eval.DynamicJaxprTrace)
+
+
+def looks_for_nans() -> bool:
+    """Whether ``jax.debug_nans`` or ``jax.debug_infs`` is on."""
+    return bool(_config.debug_nans.value or _config.debug_infs.value)
+
+
+def nan_found(error: BaseException) -> bool:
+    """Whether an error says that ``jax.debug_nans`` or ``jax.debug_infs`` has found something."""
+    return isinstance(error, _dispatch.InternalFloatingPointError)
+
+
+def refused_by_dispatch(error: Exception) -> bool:
+    """Whether C++ could not take an argument: a static one without a hash, what is not yet an array, a donated one."""
+    static, array = "Non-hashable static arguments", "Triggering __jax_array__()"
+    return any(refusal in str(error) for refusal in (static, array, "has been deleted"))
+
+
+def address_of(x: Any) -> int:
+    """Where an array's memory on its first device here begins; two arrays may share it."""
+    if (
+        type(x) is not ArrayImpl
+        or x.is_deleted()
+        or not x.addressable_shards
+        or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    ):
+        return id(x)
+    return int(x.addressable_data(0).unsafe_buffer_pointer())
+
+
+def named_arguments(
+    f: Callable[..., Any], static: tuple[Any, Any], donated: tuple[Any, Any]
+) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
+    """Static and donated arguments by number and by name, each completed from the other as ``jax.jit`` does.
+
+    Returns:
+        static numbers, static names, donated numbers, donated names.
+
+    Raises:
+        ValueError, TypeError: as ``jax.jit``: the function has no such argument, or one is both.
+    """
+    donate_numbers, donate_names, static_numbers, static_names = _api_util.resolve_argnums(
+        f, _api_util.fun_signature(f), *donated, *static
+    )
+    return static_numbers, static_names, donate_numbers, donate_names
+
+
+def without_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A closed jaxpr whose constants are its first arguments, and the constants."""
+    consts = tuple(closed.consts)
+    if not consts:
+        return closed, ()
+    return _core.ClosedJaxpr(_partial_eval.convert_constvars_jaxpr(closed.jaxpr), ()), consts
+
+
+class Cache:
+    """What was made for a key, at most so much of it; ``jax.clear_caches`` empties it."""
+
+    def __init__(self, size: int):
+        self._size, self._lock, self._made = size, threading.RLock(), OrderedDict[Hashable, Any]()
+        _util.register_cache(self, "gshard")
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What is known for the key, or is made now; two threads make it once."""
+        with self._lock:
+            if key in self._made:
+                self._made.move_to_end(key)
+                return self._made[key]
+            made = make()
+            self._made[key] = made
+            while len(self._made) > self._size:
+                self._made.popitem(last=False)
+            return made
+
+    def forget(self, key: Hashable) -> None:
+        """Drops one entry."""
+        with self._lock:
+            self._made.pop(key, None)
+
+    def values(self) -> Sequence[Any]:
+        """Everything that is known, latest first."""
+        with self._lock:
+            return tuple(reversed(self._made.values()))
+
+    def cache_clear(self) -> None:
+        """Drops everything."""
+        with self._lock:
+            self._made.clear()
+
+
+def weakly_cached(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps results while the first argument lives, for each of JAX's settings; ``jax.clear_caches`` drops them."""
+    return _util.weakref_lru_cache(f, maxsize=1024)  # type: ignore[no-any-return]
+
+
+class FastFunction:
+    """A function whose calls JAX's C++ dispatches once they have been seen.
+
+    Args:
+        f: run as it is under ``jax.disable_jit``.
+        miss: called for what has not been seen, with the arguments; returns results, what to run for such arguments
+            from now on (``fast_path``) or None, and False.
+        static_numbers, static_names: arguments that are no arrays.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        miss: Callable[..., Any],
+        static_numbers: Sequence[int] = (),
+        static_names: Iterable[str] = (),
+    ):
+        self._cache = _jax.PjitFunctionCache(capacity=256)
+        self.call = _jax.pjit(
+            getattr(f, "__name__", type(f).__name__),
+            lambda *args, **kwargs: f(*args, **kwargs),
+            miss,
+            tuple(static_numbers),
+            tuple(static_names),
+            object(),
+            _tree_util.dispatch_registry,
+            _pxla.cc_shard_arg,
+            self._cache,
+        )
+
+    def clear(self) -> None:
+        """Forgets what has been seen."""
+        self._cache.clear()
+
+
+def fast_path(compiled: Any, out_tree: Any, results: Sequence[Any], captured: Sequence[Any], leaves: int) -> Any:
+    """What C++ needs to run a compiled program by itself, or None where Python has something to do in each call.
+
+    Args:
+        compiled: a ``jax.stages.Compiled`` of flat arrays, ``captured`` first.
+        out_tree: the structure of its results.
+        results: the flat results of one call.
+        captured: arrays that come before the arguments.
+        leaves: number of arguments.
+    """
+    executable = compiled._executable
+    run = getattr(executable, "unsafe_call", None)
+    if not isinstance(executable, _pxla.MeshExecutable) or not isinstance(run, _pxla.ExecuteReplicated):
+        return None
+    if run.ordered_effects or run.has_unordered_effects or looks_for_nans():
+        return None
+    flat, tree = _pxla.reflatten_outputs_for_dispatch(out_tree, list(results))
+    if not all(type(x) is _jax.ArrayImpl for x in flat):
+        return None
+    kept = [i in executable._kept_var_idx for i in range(len(captured) + leaves)]
+    return _pxla.MeshExecutableFastpathData(
+        executable.xla_executable,
+        tree,
+        _physical(executable._in_shardings, executable.in_avals),
+        _physical(executable._out_shardings, executable.out_avals),
+        [x.aval for x in flat],
+        [x._committed for x in flat],
+        kept,
+        executable._dispatch_in_layouts,
+        list(captured),
+    )
+
+
+def _physical(shardings: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """Shardings of the arrays that are really there: a random key is some numbers."""
+    extended = [jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) for a in avals]
+    return [
+        _sharding_impls.physical_sharding(a, s) if is_extended else s
+        for s, a, is_extended in zip(shardings, avals, extended, strict=True)
+    ]
