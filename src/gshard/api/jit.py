@@ -30,13 +30,14 @@ from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import (
     ArrayImpl,
-    Cache,
     FastFunction,
+    SharedCaches,
     address_of,
     fast_path,
     is_staging,
     looks_for_nans,
     nan_found,
+    refuse_what_is_no_function,
     refused_by_dispatch,
     without_constants,
     without_our_frames,
@@ -47,7 +48,7 @@ from gshard.core.uneven import UnevenArray
 from gshard.passes.trace import closed_of, leaf_names, name_of, program_of
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 
-_KEPT = 256  # programs kept of one function, as many as combinations that JAX's dispatch keeps of it
+_CACHES = SharedCaches(256)  # programs of each function, as many as combinations that JAX's dispatch keeps of it
 
 
 class Jitted:
@@ -56,7 +57,7 @@ class Jitted:
     def __init__(self, f: Callable[..., Any], parameters: Parameters, options: Options):
         functools.update_wrapper(self, f)
         self._f, self._parameters, self._options = f, parameters, options
-        self._made, self._traced = Cache(_KEPT), Cache(_KEPT)
+        self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
         numbers, names = parameters.static_numbers, parameters.static_names
         self._fast = FastFunction(f, self._seen_first, numbers, names)
         self._call = self._fast.call
@@ -96,11 +97,17 @@ class Jitted:
         """The function's jaxpr for these arguments, before anything is planned."""
         signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
         jaxpr, out_tree = self._closed(signature, leaves)
-        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), functools.partial(self.lower, *args, **kwargs))
+        lowered = functools.partial(self.lower, *args, **kwargs)
+        by_jax = functools.partial(jax.jit(self).trace, *args, **kwargs)
+        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), lowered, by_jax)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the results, as ``jax.eval_shape``; nothing is planned."""
         return self.trace(*args, **kwargs).out_info
+
+    def _cache_size(self) -> int:
+        """How many kinds of calls JAX's dispatch knows, as of ``jax.jit``."""
+        return self._fast.size()
 
     def clear_cache(self) -> None:
         """Forgets all programs."""
@@ -137,9 +144,12 @@ class Jitted:
 
     def _placed(self, lowered: Lowered, leaves: Sequence[Any]) -> list[Any]:
         """The arguments where the program expects them; donated ones share no memory with anything else."""
-        placed, donated = [], lowered.donated
+        placed, donated, unread = [], lowered.donated, lowered.unread
         self._check_donations(lowered, leaves)
         for i, (x, target) in enumerate(zip(leaves, lowered.argument_shardings, strict=True)):
+            if i in unread:
+                placed.append(x)
+                continue
             x = x.padded if isinstance(x, UnevenArray) else x
             if getattr(x, "sharding", None) != target:
                 # On a device of its own an array is not copied on its way.
@@ -232,7 +242,8 @@ class Jitted:
         first = len(program.captured)
         padded = {first + i: x.lies for i, x in enumerate(signature.leaves) if x.lies is not None}
         donated = signature.leaves_of(self._parameters.donated_numbers, self._parameters.donated_names)
-        made = Lowered(program, target.in_best_order(program), signature.tree, donated, padded)
+        avals = tuple(x.aval for x in signature.leaves)
+        made = Lowered(program, target.in_best_order(program), signature.tree, avals, donated, padded)
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
         return next((known for known in self._made.values() if _is_same(known, made)), made)
 
@@ -343,13 +354,11 @@ def jit(
     if f is None:
         del asked["f"]
         return functools.partial(jit, **asked)
-    if not callable(f):
-        raise ArgumentError(
-            f"gshard.jit takes a function, not a value of type {type(f).__name__}.",
-            user_line(),
-            repr(f)[:100],
-            "Write gshard.jit(f, mesh=8), or @gshard.jit(mesh=8) above a function.",
-        )
+    try:
+        refuse_what_is_no_function(f)
+    except TypeError as error:
+        way_out = "Write gshard.jit(f, mesh=8), or @gshard.jit(mesh=8) above a function."
+        raise ArgumentError(str(error), user_line(), way_out=way_out) from None
     if device is not None or backend is not None:
         raise ArgumentError(
             "gshard.jit takes no device and no backend: the mesh names the devices.",

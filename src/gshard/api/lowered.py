@@ -13,6 +13,9 @@ from typing import Any
 import jax
 
 from gshard.api.target import Target
+from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_dispatch import kept_arguments
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
@@ -31,6 +34,7 @@ class Lowered:
         program: the traced function.
         target: what it is partitioned for.
         in_tree: the structure of ``(positional, named)`` arguments.
+        avals: JAX's types of the flat arguments.
         donated: arguments whose memory the results may take.
         padded: inputs that come in padded parts, and how they are cut.
     """
@@ -38,6 +42,7 @@ class Lowered:
     program: Program
     target: Target
     in_tree: Any
+    avals: tuple[Any, ...]
     donated: frozenset[int]
     padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
 
@@ -82,6 +87,13 @@ class Lowered:
         """
         return self.target.compiled(self.spmd, self._all_kept, self.donated)
 
+    @functools.cached_property
+    def unread(self) -> frozenset[int]:
+        """The flat arguments that XLA is not given, because nothing reads them."""
+        first = len(self.program.captured)
+        count = len(self.program.block.inputs) - first
+        return frozenset(range(count)) - {i - first for i in kept_arguments(self.executable.compiled)}
+
     def results(self, arrays: Sequence[Any]) -> Any:
         """The executable's flat results as the user gets them: a pytree, what left in padded parts as what it is."""
         return jax.tree.unflatten(self.out_tree, self.flat_results(arrays))
@@ -97,13 +109,20 @@ class Lowered:
 
     # As jax.stages.Lowered.
 
-    def compile(self) -> Compiled:
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compiles the program for the devices of the mesh.
+
+        Args:
+            compiler_options: XLA's, besides those that ``jit`` was given.
 
         Raises:
             MeshError: the mesh is abstract.
             MemoryLimitError: it does not fit in ``memory_limit``.
         """
+        if compiler_options:
+            options = (*self.target.compiler_options, *compiler_options.items())
+            target = dataclasses.replace(self.target, compiler_options=options)
+            return dataclasses.replace(self, target=target).compile()
         self.executable.compiled  # noqa: B018  what fails fails here
         return Compiled(self)
 
@@ -126,9 +145,14 @@ class Lowered:
 
     @property
     def in_avals(self) -> Any:
-        """Shapes and dtypes of the arguments, in their structure."""
-        inputs = self.program.block.inputs[len(self.program.captured) :]
-        return jax.tree.unflatten(self.in_tree, [jax.core.ShapedArray(v.shape, v.dtype) for v in inputs])
+        """JAX's types of the arguments, in their structure."""
+        return jax.tree.unflatten(self.in_tree, self.avals)
+
+    @property
+    def args_info(self) -> Any:
+        """Shape, dtype and whether it is donated for each argument, in their structure."""
+        infos = [jax.stages.ArgInfo(a, i in self.donated) for i, a in enumerate(self.avals)]
+        return jax.tree.unflatten(self.in_tree, infos)
 
     @property
     def out_info(self) -> Any:
@@ -166,19 +190,36 @@ class Compiled:
             TypeError: another structure of arguments, or other shapes or dtypes, than it was compiled for.
         """
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if tree != self.in_tree:
-            raise TypeError(
-                f"{self._name} was compiled for arguments of another structure.\n  compiled for: {self.in_tree}\n"
-                f"  called with: {tree}"
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            traced = next(type(x).__name__ for x in leaves if isinstance(x, jax.core.Tracer))
+            raise ArgumentError(
+                "Cannot apply JAX transformations to a function lowered and compiled for a particular signature. "
+                f"Detected an argument of type {traced}.",
+                user_line(),
+                self._name,
+                "Transform the function that gshard.jit returned.",
             )
-        inputs = self.lowered.program.block.inputs[len(self.lowered.program.captured) :]
-        for v, x in zip(inputs, leaves, strict=True):
-            aval = jax.typeof(x)
-            if (aval.shape, aval.dtype) != (v.shape, v.dtype):
-                raise TypeError(
-                    f"{self._name} was compiled for {v.dtype_name}{list(v.shape)} and called with "
-                    f"{aval.str_short(short_dtypes=True)}."
-                )
+        if tree != self.in_tree:
+            raise ArgumentError(
+                "Function compiled with input pytree does not match the input pytree it was called with.",
+                user_line(),
+                f"{self._name} was compiled for {self.in_tree} and is called with {tree}",
+                "Lower it for such arguments too, or call what gshard.jit returned.",
+            )
+        names = self.lowered.program.names[len(self.lowered.program.captured) :]
+        found = [jax.typeof(x) for x in leaves]
+        wrong = [
+            f"Argument '{name}' compiled with {ours.str_short()} and called with {theirs.str_short()}"
+            for name, ours, theirs in zip(names, self.lowered.avals, found, strict=True)
+            if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype)
+        ]
+        if wrong:
+            raise ArgumentError(
+                f"Argument types differ from the types for which {self._name} was compiled. The mismatches are:\n"
+                + "\n".join(wrong),
+                user_line(),
+                way_out="Lower it for such arguments too, or call what gshard.jit returned.",
+            )
         placed = [jax.device_put(x, s) for x, s in zip(leaves, self.lowered.argument_shardings, strict=True)]
         return self.lowered.results(self.lowered.executable(*placed))
 
@@ -218,8 +259,13 @@ class Compiled:
 
     @property
     def in_avals(self) -> Any:
-        """Shapes and dtypes of the arguments, in their structure."""
+        """JAX's types of the arguments, in their structure."""
         return self.lowered.in_avals
+
+    @property
+    def args_info(self) -> Any:
+        """Shape, dtype and whether it is donated for each argument, in their structure."""
+        return self.lowered.args_info
 
     @property
     def out_info(self) -> Any:
@@ -249,14 +295,20 @@ class Traced:
         in_tree: the structure of ``(positional, named)`` arguments.
         out_tree: the structure of the results.
         fun_name: the function's name.
-        lower: goes on to the per-device program.
+        lowered: goes on to the per-device program.
+        traced_by_jax: the same function traced as a part of a program of JAX's.
     """
 
     jaxpr: Any
     in_tree: Any
     out_tree: Any
     fun_name: str
-    lower: Callable[[], Lowered]
+    lowered: Callable[[], Lowered]
+    traced_by_jax: Callable[[], Any]
+
+    def lower(self, **options: Any) -> Any:
+        """Goes on to the per-device program; with JAX's own options, as ``jax.export`` has, to JAX's ``Lowered``."""
+        return self.traced_by_jax().lower(**options) if options else self.lowered()
 
     @property
     def out_info(self) -> Any:

@@ -122,6 +122,11 @@ class Parameters:
     donated_numbers: tuple[int, ...]
     donated_names: tuple[str, ...]
 
+    @property
+    def told(self) -> Hashable:
+        """Which arguments, without the function."""
+        return self.static_numbers, self.static_names, self.donated_numbers, self.donated_names
+
     @staticmethod
     def of(f: Callable[..., Any], static: tuple[Any, Any], donated: tuple[Any, Any]) -> Parameters:
         """Completes what was given by number or by name.
@@ -158,7 +163,7 @@ class Parameters:
             except TypeError as error:
                 raise ArgumentError.like(
                     ValueError(),
-                    f"static argument {key!r} of {name_of(self.f)} cannot be hashed.",
+                    f"Non-hashable static arguments are not supported: argument {key!r} of {name_of(self.f)}.",
                     user_line(),
                     f"a {kind.__name__}",
                     "Give a tuple or another value that is hashable and does not change.",
@@ -209,9 +214,10 @@ class Parameters:
                 what = repr(x) if len(repr(x)) <= 60 else f"{repr(x)[:60]}..."
                 root = name.split("[")[0].split(".")[0]
                 return ArgumentError(
-                    f"argument {name} of {name_of(self.f)} is no array.",
+                    f"Error interpreting argument to {name_of(self.f)} as an abstract array. The problematic value "
+                    f"is of type {type(x)} and was passed to the function at path {name}.",
                     user_line(),
-                    f"{what}, of type {type(x).__name__}",
+                    what,
                     f"A value that is no array is a static argument: gshard.jit(..., static_argnames={root!r}); "
                     "it must be hashable. Of a structure that holds both, give the arrays alone.",
                 )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, Protocol
+
+import jax
 
 from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine, kind_of_devices
@@ -120,6 +123,13 @@ class Options:
     machine: str | Machine | None
     keep_unused: bool
     compiler_options: tuple[tuple[str, Any], ...]
+
+    @property
+    def key(self) -> Hashable:
+        """The options as something that has a hash, as far as what they hold has one."""
+        shardings, tree = jax.tree.flatten((self.in_shardings, self.out_shardings), is_leaf=lambda x: x is None)
+        rest = dataclasses.replace(self, in_shardings=None, out_shardings=None)
+        return rest, self.mesh and self.mesh.given, tuple(shardings), tree
 
     def target(self) -> Target:
         """What is partitioned for, on the mesh that was given or is set now.

@@ -13,6 +13,7 @@ equation's place; inside another ``gshard.jit`` the equation is opened and its m
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,14 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.api.boundary import mark_of_sharding
 from gshard.api.lowered import Lowered
 from gshard.api.signature import Leaf
 from gshard.api.target import Target
-from gshard.core.jax_adapter_dispatch import is_staging, weakly_cached
+from gshard.core.jax_adapter_dispatch import checked_by, is_staging, mapped_by, weakly_cached
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
@@ -120,7 +121,7 @@ def _lowered(jaxpr: Any, target: Target, shardings: tuple[Any, ...]) -> Lowered:
     devices = target.mesh.devices or ()
     marks = [mark_of_sharding(s, len(a.shape), devices) for s, a in zip(shardings, jaxpr.in_avals, strict=True)]
     program = _program(jaxpr, marks)
-    return Lowered(program, target, jax.tree.structure([0] * len(marks)), frozenset())
+    return Lowered(program, target, jax.tree.structure([0] * len(marks)), tuple(jaxpr.in_avals), frozenset())
 
 
 @call_p.def_effectful_abstract_eval
@@ -132,26 +133,33 @@ def _abstract(*arguments: Any, jaxpr: Any, target: Target) -> tuple[Any, Any]:
 
 
 @weakly_cached
-def _mapped(jaxpr: Any, axes: tuple[int | None, ...], size: int) -> Any:
+def _mapped(jaxpr: Any, axes: tuple[int | None, ...], size: int, name: Any) -> Any:
     def longer(aval: Any, axis: int | None) -> jax.ShapeDtypeStruct:
         shape = list(aval.shape)
         if axis is not None:
             shape.insert(axis, size)
         return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
 
-    mapped = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=axes, axis_size=size)
+    mapped = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=axes, axis_size=size, axis_name=name)
     return jax.make_jaxpr(mapped)(*map(longer, jaxpr.in_avals, axes))
 
 
-def _batch(arguments: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any, target: Target) -> tuple[list[Any], list[int]]:
+def _batch(
+    name: Any, size: int, arguments: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any, target: Target
+) -> tuple[list[Any], list[int]]:
     """A call of the mapped function; the new dimension comes out in front."""
     own = tuple(axis if isinstance(axis, int) else None for axis in axes)
-    size = next(x.shape[axis] for x, axis in zip(arguments, own, strict=True) if axis is not None)
-    results = call(_mapped(jaxpr, own, size), target, arguments)
+    results = call(_mapped(jaxpr, own, size, name), target, arguments)
     return results, [0] * len(results)
 
 
-batching.primitive_batchers[call_p] = _batch
+mapped_by(call_p, _batch)
+
+
+@functools.partial(checked_by, call_p)
+def _checked(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
+    """A call of the function that also returns the errors it has found."""
+    return call(jaxpr, parameters["target"], operands)
 
 
 # -- derivatives -----------------------------------------------------------------------------------------------------

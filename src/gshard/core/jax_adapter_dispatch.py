@@ -8,12 +8,14 @@ returns the results and what is to be run from then on. ``FastFunction`` is that
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax._src import api_util as _api_util
+from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -21,6 +23,7 @@ from jax._src import sharding_impls as _sharding_impls
 from jax._src import traceback_util as _traceback_util
 from jax._src import tree_util as _tree_util
 from jax._src import util as _util
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax
@@ -72,6 +75,11 @@ def address_of(x: Any) -> int:
     return int(x.addressable_data(0).unsafe_buffer_pointer())
 
 
+def refuse_what_is_no_function(f: Any) -> None:
+    """Raises ``TypeError`` for what ``jax.jit`` refuses too: no callable, a generator function, a staticmethod."""
+    _api_util.check_callable(f)
+
+
 def named_arguments(
     f: Callable[..., Any], static: tuple[Any, Any], donated: tuple[Any, Any]
 ) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
@@ -95,6 +103,28 @@ def without_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
     if not consts:
         return closed, ()
     return _core.ClosedJaxpr(_partial_eval.convert_constvars_jaxpr(closed.jaxpr), ()), consts
+
+
+def mapped_by(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Says how a primitive is mapped: ``rule(axis name or None, size, operands, dimensions, **parameters)``."""
+
+    def batch(axis: Any, operands: Any, dims: Any, **parameters: Any) -> Any:
+        name = None if axis.name is _core.no_axis_name else axis.name
+        return rule(name, axis.size, operands, dims, **parameters)
+
+    _batching.fancy_primitive_batchers[primitive] = batch
+
+
+def checked_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
+    """How ``checkify`` treats a primitive that holds a function: ``rebind(operands, checked jaxpr, parameters)``."""
+
+    def check(error: Any, enabled: Any, *operands: Any, jaxpr: Any, **parameters: Any) -> tuple[Any, Any]:
+        errors, tree = jax.tree.flatten(error)
+        every = [*errors, *operands]
+        checked, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(jaxpr, enabled, tree, *map(jax.typeof, every))
+        return jax.tree.unflatten(out_tree, rebind(every, checked, parameters))  # type: ignore[no-any-return]
+
+    _checkify.error_checks[primitive] = check
 
 
 class Cache:
@@ -137,6 +167,24 @@ def weakly_cached(f: Callable[..., Any]) -> Callable[..., Any]:
     return _util.weakref_lru_cache(f, maxsize=1024)  # type: ignore[no-any-return]
 
 
+class SharedCaches:
+    """The caches of functions: what is jitted twice in the same way is traced and compiled once. They die with it."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._of: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[Cache, Cache]]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def of(self, f: Any, how: Hashable) -> tuple[Cache, Cache]:
+        """Two caches for a function that is jitted in this way; its own, if nothing else can find them."""
+        try:
+            with self._lock:
+                known = self._of.setdefault(f, {})
+                return known.setdefault(how, (Cache(self._size), Cache(self._size)))
+        except TypeError:  # it, or a sharding that it was given, has no hash or no weak reference
+            return Cache(self._size), Cache(self._size)
+
+
 class FastFunction:
     """A function whose calls JAX's C++ dispatches once they have been seen.
 
@@ -167,9 +215,18 @@ class FastFunction:
             self._cache,
         )
 
+    def size(self) -> int:
+        """How many kinds of calls have been seen."""
+        return int(self.call._cache_size())
+
     def clear(self) -> None:
         """Forgets what has been seen."""
         self._cache.clear()
+
+
+def kept_arguments(compiled: Any) -> frozenset[int]:
+    """The flat arguments that a compiled program is given, by number."""
+    return frozenset(compiled._executable._kept_var_idx)
 
 
 def fast_path(compiled: Any, out_tree: Any, results: Sequence[Any], captured: Sequence[Any], leaves: int) -> Any:
