@@ -7,9 +7,10 @@ something JAX offers no public door to (the user's source line).
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,10 @@ import numpy as np
 from jax._src import core as _core
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info_util
+from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.lax import lax as _lax
 from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
 from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
@@ -88,6 +92,11 @@ def closed(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
     return getattr(jaxpr, "jaxpr", jaxpr), consts
 
 
+def shapes_of(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """What to trace a function on that is to see such arrays, lying nowhere in particular."""
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+
+
 def as_traced_here(jaxpr: Any) -> Any:
     """The same (closed) jaxpr, its equations and literals under the mesh of now, not that of when it was traced."""
     kinds = _extend_core.Jaxpr, _extend_core.ClosedJaxpr
@@ -111,6 +120,33 @@ def as_traced_here(jaxpr: Any) -> Any:
         for e in body.eqns
     ]
     return body.replace(eqns=eqns) if body is jaxpr else jaxpr.replace(jaxpr=body.replace(eqns=eqns))
+
+
+_as_written_p = _extend_core.Primitive("as_written")
+_as_written_p.multiple_results = True
+_as_written_p.def_impl(lambda *arrays, jaxpr: _extend_core.jaxpr_as_fun(jaxpr)(*arrays))
+_as_written_p.def_abstract_eval(lambda *avals, jaxpr: [v.aval for v in closed(jaxpr)[0].outvars])
+
+
+def _lower_as_written(ctx: Any, *arrays: Any, jaxpr: Any) -> Any:
+    return _mlir.core_call_lowering(ctx, *arrays, name="as_written", call_jaxpr=jaxpr)
+
+
+_mlir.register_lowering(_as_written_p, _lower_as_written)
+
+
+def as_outside(f: Callable[..., Sequence[Any]], arrays: Sequence[Any]) -> list[Any]:
+    """Runs a function on arrays inside ``shard_map`` as it is traced outside, where types know nothing of a mesh.
+
+    For primitives that compare types with those that they were made for. What cannot be traced outside, or has effects,
+    is traced where it stands.
+    """
+    try:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            jaxpr = jax.make_jaxpr(f)(*shapes_of([jax.typeof(x) for x in arrays]))
+    except Exception:  # it names an axis of a mesh, say; if it is wrong in itself, that is told here
+        return list(f(*arrays))
+    return list(f(*arrays)) if jaxpr.effects or jaxpr.consts else _as_written_p.bind(*arrays, jaxpr=jaxpr)
 
 
 def traced_together(a: Any, b: Any) -> bool:
@@ -150,6 +186,37 @@ def expand_high_primitive(params: dict[str, Any], in_avals: Sequence[Any]) -> An
         return primitive.expand(*jax.tree.unflatten(primitive.in_tree, arguments))
 
     return jax.make_jaxpr(flat)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in in_avals))
+
+
+def function_of(primitive: Any) -> Callable[..., Sequence[Any]] | None:
+    """The function of arrays that JAX lowers a primitive by, or runs it by where there is no lowering; always a list.
+
+    None for a primitive with a lowering of its own, on every platform or on the one that programs are made for here.
+    """
+    here = _xla_bridge.expand_platform_alias(jax.default_backend())
+    if any(primitive in _mlir._platform_specific_lowerings[platform] for platform in here):
+        return None
+    entry, several = _mlir._lowerings.get(primitive), primitive.multiple_results
+    if entry is None:
+        function = primitive.impl
+    elif getattr(entry.rule, "__qualname__", "") == "lower_fun.<locals>.f_lowered":
+        made_of = inspect.getclosurevars(entry.rule).nonlocals
+        function, several = made_of["fun"], made_of["multiple_results"]
+    else:
+        return None
+    return function if several else lambda *arrays, **params: [function(*arrays, **params)]
+
+
+def retyped(x: Any, aval: Any) -> Any:
+    """An array as one whose type is as weak as that of ``aval``.
+
+    Raises:
+        TypeError: its shape or dtype is another.
+    """
+    x = jax.numpy.asarray(x)
+    if (x.shape, x.dtype) != (aval.shape, aval.dtype):
+        raise TypeError(f"{x.dtype}{x.shape} is not {aval.dtype}{aval.shape}")
+    return x if x.aval.weak_type == aval.weak_type else _lax._convert_element_type(x, x.dtype, aval.weak_type)
 
 
 def sub_jaxprs(params: dict[str, Any]) -> tuple[Any, ...]:

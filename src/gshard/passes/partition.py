@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -25,6 +26,7 @@ from gshard.comm.steps import PERMUTE, SILENT, run, spoken
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import as_if_at
+from gshard.core.mesh import Atoms
 from gshard.core.order import Order, moves
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
@@ -284,6 +286,12 @@ class _Emitter:
         """Moves an array that lies as ``value`` does to another sharding."""
         why = f"value carried by {equation.name}"
         return self.step_to(array, value, self.sharding(value), target, why, equation.line)
+
+    def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
+        """One flag on all devices, of each device's own."""
+        each = Sharding((), tuple(sorted((atom, monoid) for atom in atoms)))
+        why = f"whether {equation.name} goes on"
+        return self.step_to(flag, Constant(np.False_), each, Sharding(()), why, equation.line)
 
     def reorder(self, x: Any, value: Value | Constant, sharding: Sharding, order: Order, *, leaving: bool) -> Any:
         """Moves the parts of an array from another order of devices to the mesh's; leaving, from that to the other."""

@@ -20,6 +20,7 @@ from gshard import rules as _rules
 from gshard.core.errors import TraceError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import (
+    as_if_at,
     closed,
     line_of_exception,
     optimization_barrier_p,
@@ -30,6 +31,7 @@ from gshard.core.mark import Mark
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
 from gshard.rules.expand import expansion, mark_of_equation, needs_barrier
+from gshard.rules.opened import opened
 from gshard.rules.pieces import join_slices
 from gshard.rules.region import REGIONS
 from gshard.rules.registry import Call, rule_of
@@ -190,6 +192,7 @@ class _Builder:
 
     counter: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     rules: dict[Any, Rule] = dataclasses.field(default_factory=dict)
+    bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def block(self, jaxpr: Any, consts: Sequence[Any] | None = None) -> Block:
         """A block of a jaxpr; its constants are inputs in front, or written in where ``consts`` are given."""
@@ -212,7 +215,8 @@ class _Builder:
             # An equation that JAX's own library made inside a call is blamed on the line that called it.
             source = eqn.source_info if user_line(eqn.source_info) or line is None else line
             inputs = tuple(_read(env, v) for v in eqn.invars)
-            body = expansion(name, params, [v.aval for v in eqn.invars])
+            with as_if_at(source):  # what stands for an equation has its line
+                body = expansion(name, params, [v.aval for v in eqn.invars]) or self._opened(eqn)
             if body is not None:
                 if needs_barrier(name, params):
                     inputs = self._barrier(inputs, out, source)
@@ -250,6 +254,20 @@ class _Builder:
             primitive,
         )
         return Equation(primitive, params, inputs, outputs, self._rule(call, source), source, mark=mark)
+
+    def _opened(self, eqn: Any) -> tuple[Any, tuple[Any, ...]] | None:
+        """What a primitive without a rule is made of; equal equations (those of equal layers) share it."""
+        if eqn.effects:
+            return None
+        avals = tuple(v.aval for v in eqn.invars), tuple(v.aval for v in eqn.outvars)
+        key = (eqn.primitive, tuple(eqn.params.items()), avals)
+        try:
+            if key not in self.bodies:
+                self.bodies[key] = opened(eqn.primitive, eqn.params, *avals)
+            made = self.bodies[key]
+        except TypeError:  # a parameter that cannot be compared
+            made = opened(eqn.primitive, eqn.params, *avals)
+        return None if made is None else closed(made)
 
     def _rule(self, call: Call, source: Any) -> Rule:
         """The rule of a call; equal calls (those of equal layers) share one."""

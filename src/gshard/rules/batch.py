@@ -26,7 +26,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from gshard.comm.shards import Shards
-from gshard.core.jax_adapter import bind, closed
+from gshard.core.jax_adapter import as_outside, bind, closed
 from gshard.core.rule import Rule, RuleMaker
 from gshard.rules.call import Call
 
@@ -54,11 +54,11 @@ def batch_rule(call: Call) -> Rule:
     results = [_dims(make, s, [level.results[i] for level in levels], factors) for i, s in enumerate(call.out_shapes)]
 
     def local(shards: Shards, *arrays: Any) -> list[Any]:
-        if not any(shards.split.values()):
-            return shards.bind(*arrays)
-        return list(_mapped(call.primitive, params, levels)(*arrays))
+        cut = any(shards.split.values())
+        f = _mapped(call.primitive, params, levels) if cut else lambda *xs: tuple(shards.bind(*xs))
+        return as_outside(f, arrays)
 
-    return make.rule(operands, results, local=local if levels else None, known=False)
+    return make.rule(operands, results, local=local, known=False)
 
 
 def _dims(

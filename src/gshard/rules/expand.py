@@ -13,8 +13,9 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from gshard.core.jax_adapter import body_of_call, closed, expand_high_primitive, expand_random_bits
+from gshard.core.jax_adapter import body_of_call, closed, expand_high_primitive, expand_random_bits, shapes_of
 from gshard.core.mark import Mark
+from gshard.rules.mapped_while import written_out
 
 
 def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]] | None:
@@ -23,6 +24,9 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
         return closed(expand_random_bits(in_avals[0], params["bit_width"], params["shape"]))
     if name == "call_hi_primitive":
         return closed(expand_high_primitive(params, in_avals))
+    if name == "while":
+        loop = written_out(params, in_avals)
+        return None if loop is None else closed(loop)
     if name == "custom_linear_solve":
         return _solve(params, in_avals)
     body = body_of_call(name, params)
@@ -37,7 +41,7 @@ def _solve(params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any,
     def solver(*arrays: Any) -> list[Any]:
         return jaxpr_as_fun(params["jaxprs"].solve)(*arrays[first : first + counts.solve], *arrays[last:])
 
-    return closed(jax.make_jaxpr(solver)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in in_avals)))
+    return closed(jax.make_jaxpr(solver)(*shapes_of(in_avals)))
 
 
 def needs_barrier(name: str, params: dict[str, Any]) -> bool:

@@ -6,7 +6,8 @@ in which sharding its operands enter, in which its results leave, and how to run
     scan     constants and carry keep their dimensions; stacked operands and results have the loop dimension in
              front; where that is split outside, the slices inside are split along another dimension. The carry has
              one sharding: that of the body's carry input.
-    while    the same without stacks. Its predicate is replicated, so all devices agree when to stop.
+    while    the same without stacks. Its predicate is replicated, so all devices agree when to stop. (One with a flag
+             for each example is written out beforehand: ``rules.mapped_while``.)
     cond     operands enter as they lie; each branch moves what it needs otherwise.
 """
 
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from jax import lax
 
 from gshard.core.jax_adapter import scan_counts
+from gshard.core.mesh import Atoms
 from gshard.core.program import Block, Constant, Edge, Equation, Value
 from gshard.core.sharding import Sharding
 
@@ -38,6 +40,10 @@ class Emitter(Protocol):
 
     def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
         """Moves an array that lies as ``value`` does to another sharding."""
+        ...
+
+    def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
+        """One flag on all devices, of each device's own."""
         ...
 
 
@@ -62,7 +68,8 @@ class Region:
     trips: Callable[[dict[str, Any]], int] = lambda params: 1
 
 
-def _edge(outer: Any, inner: Any, stacked: int = 0) -> list[Edge]:
+def edge(outer: Any, inner: Any, stacked: int = 0) -> list[Edge]:
+    """What of an outer and an inner value must agree: nothing if one is a constant or both are the same."""
     if isinstance(outer, Value) and isinstance(inner, Value) and outer is not inner:
         return [Edge(outer, inner, stacked)]
     return []
@@ -77,11 +84,11 @@ def _scan_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any) 
     consts, carry = scan_counts(params)
     edges: list[Edge] = []
     for i, (outer, inner) in enumerate(zip(inputs, body.inputs, strict=True)):
-        edges += _edge(outer, inner, int(i >= consts + carry))
+        edges += edge(outer, inner, int(i >= consts + carry))
     for i, (outer, inner) in enumerate(zip(outputs, body.outputs, strict=True)):
-        edges += _edge(outer, inner, int(i >= carry))
+        edges += edge(outer, inner, int(i >= carry))
         if i < carry:
-            edges += _edge(body.inputs[consts + i], inner)
+            edges += edge(body.inputs[consts + i], inner)
     return edges
 
 
@@ -127,12 +134,12 @@ def _while_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any)
     a, b = params["cond_nconsts"], params["body_nconsts"]
     edges: list[Edge] = []
     for outer, inner in zip(inputs[:a], condition.inputs[:a], strict=True):
-        edges += _edge(outer, inner)
+        edges += edge(outer, inner)
     for outer, inner in zip(inputs[a:], body.inputs, strict=True):
-        edges += _edge(outer, inner)
+        edges += edge(outer, inner)
     carried = body.inputs[b:]
     for i, inner in enumerate(carried):
-        edges += _edge(inner, condition.inputs[a + i]) + _edge(inner, body.outputs[i]) + _edge(outputs[i], inner)
+        edges += edge(inner, condition.inputs[a + i]) + edge(inner, body.outputs[i]) + edge(outputs[i], inner)
     return edges
 
 
@@ -173,9 +180,9 @@ def _cond_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any) 
     edges: list[Edge] = []
     for branch in blocks:
         for outer, inner in zip(inputs[1:], branch.inputs, strict=True):
-            edges += _edge(outer, inner)
+            edges += edge(outer, inner)
         for outer, inner in zip(outputs, branch.outputs, strict=True):
-            edges += _edge(outer, inner)
+            edges += edge(outer, inner)
     return edges
 
 

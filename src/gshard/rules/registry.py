@@ -49,7 +49,7 @@ def rule_of(call: Call, source: Any = None) -> Rule:
         call: the application.
         source: the equation's ``source_info``, to blame the user's line for a rule that does not fit.
     """
-    function = _taught(call) or _RULES.get(call.name, batch_rule)
+    function = _taught(call.name, call.params) or _RULES.get(call.name, batch_rule)
     try:
         return function(call)
     except RuleError as error:
@@ -71,6 +71,11 @@ def forget_taught(name: str) -> None:
 def is_our_own(name: str) -> bool:
     """Whether the library itself has a rule for a primitive."""
     return name in _RULES
+
+
+def has_rule(name: str, params: dict[str, Any]) -> bool:
+    """Whether the library, or a user, knows a rule for an equation of a primitive with these parameters."""
+    return name in _RULES or _taught(name, params) is not None
 
 
 def own_rule(name: str) -> RuleFunction:
@@ -125,11 +130,11 @@ def _of_one_array(rule: Rule, dims: tuple[tuple[int, ...], ...], shape: tuple[in
     return None
 
 
-def _taught(call: Call) -> RuleFunction | None:
+def _taught(name: str, params: dict[str, Any]) -> RuleFunction | None:
     """A user's rule, best for exactly what an FFI call or a callback calls."""
-    taught = _TAUGHT.get(call.name)
+    taught = _TAUGHT.get(name)
     if not taught:
         return None
-    callback = call.params.get("callback")
-    target = call.params.get("target_name", getattr(callback, "callback_func", callback))
+    callback = params.get("callback")
+    target = params.get("target_name", getattr(callback, "callback_func", callback))
     return next((f for t, f in taught.items() if t is not None and t == target), taught.get(None))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.core.jax_adapter import as_if_at, bind
+from gshard.core.mesh import Atoms
 from gshard.core.program import Block, Constant, Equation, Value
 from gshard.core.sharding import Sharding
 from gshard.rules.region import REGIONS
@@ -24,6 +25,10 @@ class Replay:
     def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
         """Nothing is moved."""
         return array
+
+    def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
+        """There is one flag."""
+        return flag
 
     def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         """Runs one equation without a body."""
