@@ -2,14 +2,16 @@
 
 A call (jit, a custom derivative, rematerialisation) is nothing but its body. Random bits are counters and integer
 arithmetic: taken apart, the counters split like any other array made from nothing. A linear solve with derivatives of
-its own is its solver.
+its own is its solver, a sum over an axis that ``vmap`` named a sum over a dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
@@ -29,8 +31,20 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
         return None if loop is None else closed(loop)
     if name == "custom_linear_solve":
         return _solve(params, in_avals)
+    if name in _REDUCERS and not any(isinstance(axis, str) for axis in params["axes"]):
+        return _reduced(_REDUCERS[name], params["axes"], in_avals)
     body = body_of_call(name, params)
     return None if body is None else closed(body)
+
+
+_REDUCERS = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+
+
+def _reduced(
+    reducer: Callable[..., Any], axes: tuple[int, ...], in_avals: list[Any]
+) -> tuple[Any, tuple[Any, ...]]:
+    """A collective over an axis that ``vmap`` named is a reduction of the dimensions it maps over."""
+    return closed(jax.make_jaxpr(lambda *arrays: [reducer(x, axes) for x in arrays])(*shapes_of(in_avals)))
 
 
 def _solve(params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]]:
