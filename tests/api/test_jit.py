@@ -160,7 +160,6 @@ BAD_INPUT = [
     (lambda x: shard(x, np.arange(4)), gshard.ShardingError, "rank 1 cannot cut an array of rank 2", "each dimension"),
     (lambda x: shard(x, np.ones((1, 2))), gshard.ShardingError, "array of integers", "arange"),
     (lambda x: shard(x, P("data", None, "model")), gshard.ShardingError, "3 dimensions", "at most one entry"),
-    (lambda x: split(split(x, 0, 2), 1, 2), gshard.PlanError, "two marks on one value", "Write one mark"),
     (bad, gshard.TraceError, "needs the value of an array", "jax.lax.cond"),
 ]
 

@@ -161,8 +161,7 @@ def test_the_order_is_shown() -> None:
     assert gshard.explain(lambda x: shard(x, ids) + 1, X, mesh=8).data("cpu")["mesh"]["order"] == tuple(OF_EIGHT[0])
 
 
-def test_two_orders_for_one_value_contradict_each_other() -> None:
+def test_after_two_marks_a_value_lies_in_the_order_of_the_second() -> None:
     first, second = OF_EIGHT[0].reshape(8, 1), OF_EIGHT[1].reshape(8, 1)
-    with pytest.raises(gshard.PlanError, match="two marks on one value contradict"):
-        gshard.jit(lambda x: shard(shard(x, first), second), mesh=8)(X)
+    in_its_place(gshard.jit(lambda x: shard(shard(x, first), second), mesh=8)(X), X, second)
     in_its_place(gshard.jit(lambda x: shard(shard(x, first), first), mesh=8)(X), X, first)

@@ -85,7 +85,7 @@ def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan) -> Iter
 
 
 def _sent_with(plan: Plan, value: Value, sharding: Sharding) -> int | None:
-    """Bytes that each device sends where the value is marked; None if that contradicts another mark."""
+    """Bytes that each device sends where the value is marked; None if it cannot be marked so."""
     program = with_mark(plan.program, value, Mark("spec", spec=_spec(sharding.dims), axes=_axes(plan.mesh)))
     if program is None:
         return None

@@ -2,11 +2,12 @@
 
     x = gshard.split(x, 0, 8)                  # dimension 0 in 8 partitions
     w = gshard.replicate(w)                    # the same on every device
-    y = gshard.shard(y, P("data", "model"))    # or an array of device ids
+    y = gshard.shard(y, P("data", "model"))    # or a NamedSharding, or an array of device ids
 
 Outside of gshard a mark is an identity: under plain ``jax.jit``, ``grad``, ``vmap``, ``scan`` and on
 one device a marked program computes what the unmarked one does. Inside ``gshard.jit`` it fixes the
-sharding of the value from there on. The cotangent of a marked value carries the same mark.
+sharding of the value from there on; a second mark on a marked value moves it, as two sharding constraints of JAX's do.
+The cotangent of a marked value carries the same mark.
 
 Only what can be told without a mesh is checked here (ranks, dimensions, device ids); what needs the
 mesh is checked when a program is traced (``core.mark``).
@@ -14,13 +15,15 @@ mesh is checked when a program is traced (``core.mark``).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from gshard.api.specs import as_array, describe, hidden_by_vmap, is_spec, mark_of_spec, spread
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark
@@ -36,11 +39,15 @@ def replicate(x: Any) -> Any:
     Returns:
         the same values.
 
+    Raises:
+        ShardingError: a leaf is no array.
+
     >>> import jax.numpy as jnp
     >>> replicate(jnp.arange(3)).tolist()
     [0, 1, 2]
     """
-    return jax.tree.map(lambda leaf: bind_mark(leaf, Mark("replicate")), x)
+    leaves = _arrays(x, "replicate(x)")
+    return _marked(x, leaves, [Mark("replicate", leaf=name) for name, _ in leaves])
 
 
 def split(x: Any, dim: int, num_partitions: int | str | Sequence[str]) -> Any:
@@ -51,7 +58,8 @@ def split(x: Any, dim: int, num_partitions: int | str | Sequence[str]) -> Any:
     the last ones are shorter or empty.
 
     Args:
-        x: array or pytree of arrays.
+        x: array or pytree of arrays. Those of a pytree that do not have the dimension (the scalar ``count`` of an
+            optimizer) are left open.
         dim: the dimension, from 0; negative counts from the end.
         num_partitions: how many parts, or the name(s) of mesh axes to split over.
 
@@ -59,36 +67,32 @@ def split(x: Any, dim: int, num_partitions: int | str | Sequence[str]) -> Any:
         the same values.
 
     Raises:
-        ShardingError: the dimension does not exist.
+        ShardingError: the dimension does not exist, in any array of a pytree; a leaf is no array; or
+            ``num_partitions`` is neither a number from 1 on nor the name of an axis or several.
 
     >>> import jax.numpy as jnp
     >>> split(jnp.zeros((8, 4)), 0, 4).shape
     (8, 4)
     """
-
-    def mark(leaf: Any) -> Any:
-        ndim = np.ndim(leaf)
-        if not -ndim <= dim < ndim:
-            raise ShardingError(
-                f"an array of {ndim} dimensions has no dimension {dim} to split.",
-                user_line(),
-                f"{_describe(leaf)}; split(x, {dim}, {num_partitions!r})",
-                f"Use a dimension from 0 to {ndim - 1}." if ndim else "A scalar cannot be split; use replicate(x).",
-            )
-        if isinstance(num_partitions, str | int | np.integer):
-            parts: Any = num_partitions if isinstance(num_partitions, str) else int(num_partitions)
-        else:
-            parts = tuple(num_partitions)
-        if isinstance(parts, int) and parts < 1:
-            raise ShardingError(
-                f"an array cannot be split in {parts} partitions.",
-                user_line(),
-                _describe(leaf),
-                "Give a number from 1 to the number of devices, or the name of a mesh axis.",
-            )
-        return bind_mark(leaf, Mark("split", dim=dim % ndim, partitions=parts))
-
-    return jax.tree.map(mark, x)
+    call = f"split(x, {dim!r}, {num_partitions!r})"
+    dim = _dimension(dim, num_partitions, call)
+    parts = _partitions(num_partitions, call)
+    leaves = _arrays(x, call)
+    ndims = [-1 if array is None else array.ndim for _, array in leaves]
+    has = [-ndim <= dim < ndim for ndim in ndims]
+    if leaves and not any(has):
+        most = max(*ndims, 0)
+        what = f"an array of {most} dimensions has no dimension {dim} to split."
+        if not jax.tree_util.all_leaves([x]):
+            what = f"no array of the pytree has a dimension {dim} to split."
+        way_out = f"Use a dimension from 0 to {most - 1}." if most else "A scalar cannot be split; use replicate(x)."
+        way_out += hidden_by_vmap(array for _, array in leaves)
+        raise ShardingError(what, user_line(), f"{_listed(leaves)}; {call}", way_out)
+    marks = [
+        Mark("split", dim=dim % ndim, partitions=parts, leaf=name) if found else None
+        for (name, _), ndim, found in zip(leaves, ndims, has, strict=True)
+    ]
+    return _marked(x, leaves, marks)
 
 
 def shard(x: Any, device_assignment: Any) -> Any:
@@ -98,7 +102,8 @@ def shard(x: Any, device_assignment: Any) -> Any:
         x: array (or pytree of arrays, if they all fit the assignment).
         device_assignment: either an integer array of device ids of the rank of ``x``, element ``[i, j]``
             naming the device that holds part ``[i, j]`` (paper, appendix A.3), or a
-            ``jax.sharding.PartitionSpec`` over the axis names of the mesh. Fewer ids than devices
+            ``jax.sharding.PartitionSpec`` over the axis names of the mesh, a ``NamedSharding``, or one axis name for
+            dimension 0; or a pytree prefix of these, in which None leaves arrays open. Fewer ids than devices
             (``arange(n)``) means that each part is held by several consecutive devices. Any order of ids will do:
             results and arguments lie as it says, and the program runs with the devices in that order.
 
@@ -106,52 +111,126 @@ def shard(x: Any, device_assignment: Any) -> Any:
         the same values.
 
     Raises:
-        ShardingError: wrong rank, or a device id given twice or negative.
+        ShardingError: wrong rank, a device id given twice or negative, a leaf that is no array, or a pytree that is
+            no prefix of ``x``.
 
     >>> import jax.numpy as jnp
     >>> shard(jnp.zeros((8, 4)), np.arange(8).reshape(4, 2)).shape
     (8, 4)
     """
-
-    def mark(leaf: Any) -> Any:
-        ndim = np.ndim(leaf)
-        if isinstance(device_assignment, PartitionSpec):
-            if len(device_assignment) > ndim:
-                raise ShardingError(
-                    f"{device_assignment} names {len(device_assignment)} dimensions of an array of {ndim}.",
-                    user_line(),
-                    _describe(leaf),
-                    "Give at most one entry for each dimension.",
-                )
-            return bind_mark(leaf, Mark("spec", spec=tuple(device_assignment)))
-        ids = np.asarray(device_assignment)
-        if ids.dtype.kind not in "iu":
-            raise ShardingError(
-                "a device assignment is an array of integers or a PartitionSpec.",
-                user_line(),
-                f"got {type(device_assignment).__name__} of {ids.dtype}",
-                "For a 2x4 cut over 8 devices: np.arange(8).reshape(2, 4).",
-            )
-        if ids.ndim != ndim:
-            raise ShardingError(
-                f"a device assignment of rank {ids.ndim} cannot cut an array of rank {ndim}.",
-                user_line(),
-                f"{_describe(leaf)}; device assignment of shape {ids.shape}",
-                "Give one dimension of device ids for each dimension of the array (size 1 where it stays whole).",
-            )
-        values, counts = np.unique(ids, return_counts=True)
-        if (counts > 1).any():
-            raise ShardingError(
-                f"device {int(values[counts > 1][0])} stands twice in the device assignment.",
-                user_line(),
-                f"{_describe(leaf)}; device assignment {ids.tolist()}",
-                "Each device holds one part; leave devices out to replicate over the rest.",
-            )
-        return bind_mark(leaf, Mark("assignment", ids=tuple(ids.ravel().tolist()), ids_shape=ids.shape))
-
-    return jax.tree.map(mark, x)
+    said = jax.tree.leaves(device_assignment, is_leaf=_is_assignment)
+    leaves = _arrays(x, "shard(x, ...)")
+    if said and all(map(_is_assignment, said)):
+        each = [s for _, s, _ in spread("shardings", device_assignment, x, _is_assignment)]
+    else:  # numbers in lists, for every array
+        each = [device_assignment] * len(leaves)
+    marks = [
+        None if array is None else (mark_of_spec if is_spec(s) else _mark_of_ids)(s, array, name)
+        for (name, array), s in zip(leaves, each, strict=True)
+    ]
+    return _marked(x, leaves, marks)
 
 
-def _describe(x: Any) -> str:
-    aval = jax.typeof(x)
-    return aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else str(aval)
+def _arrays(x: Any, call: str) -> list[tuple[str, Any]]:
+    """The leaves as arrays, and what to call each in a message: ``x['l1']['w']``, and nothing if there is but one."""
+    leaves = jax.tree_util.tree_leaves_with_path(x)
+    names = [f"x{jax.tree_util.keystr(path)}" if path else "" for path, _ in leaves]
+    return [(name, as_array(leaf, name, call)) for name, (_, leaf) in zip(names, leaves, strict=True)]
+
+
+def _marked(x: Any, leaves: Sequence[tuple[str, Any]], marks: Sequence[Mark | None]) -> Any:
+    """The tree with its leaves marked; those without a mark as they are."""
+    given, tree = jax.tree.flatten(x)
+    found = zip(given, leaves, marks, strict=True)
+    return jax.tree.unflatten(tree, [old if m is None or a is None else bind_mark(a, m) for old, (_, a), m in found])
+
+
+def _listed(leaves: Sequence[tuple[str, Any]]) -> str:
+    shown = [f"{name}: {describe(array)}" if name else describe(array) for name, array in leaves[:3]]
+    return ", ".join(shown) + (", ..." if len(leaves) > 3 else "")
+
+
+def _dimension(dim: Any, partitions: Any, call: str) -> int:
+    is_name = isinstance(dim, str) or (isinstance(dim, tuple | list) and all(isinstance(n, str) for n in dim))
+    if is_name or isinstance(dim, PartitionSpec | NamedSharding | bool | np.bool_):
+        way_out = "Give a number, from 0; negative counts from the end."
+        if isinstance(dim, PartitionSpec | NamedSharding):
+            way_out = "A PartitionSpec goes to shard: shard(x, P(...))."
+        elif is_name and isinstance(partitions, int | np.integer):
+            way_out = f"split takes the dimension first: split(x, {int(partitions)}, {dim!r})."
+        raise ShardingError(f"{dim!r} is no dimension of an array.", user_line(), call, way_out)
+    try:
+        return operator.index(dim)
+    except TypeError as error:
+        if isinstance(dim, jax.core.Tracer):
+            raise  # JAX says best that a value is needed
+        raise ShardingError(
+            f"a dimension is a whole number, not {type(dim).__name__}.",
+            user_line(),
+            call,
+            "Give a number, from 0; negative counts from the end.",
+        ) from error
+
+
+def _partitions(partitions: Any, call: str) -> int | str | tuple[str, ...]:
+    """A number of parts or names of axes, checked to be one or the other."""
+    if isinstance(partitions, str):
+        return partitions
+    if isinstance(partitions, tuple | list) and partitions and all(isinstance(n, str) for n in partitions):
+        return tuple(partitions)
+    try:
+        number = None if isinstance(partitions, bool | np.bool_) else operator.index(partitions)
+    except TypeError:
+        if isinstance(partitions, jax.core.Tracer):
+            raise
+        number = None
+    if number is not None and number >= 1:
+        return number
+    way_out = "Give a number from 1 to the number of devices, or the name of a mesh axis, or a tuple of names."
+    if number is not None:
+        what = f"an array cannot be split in {number} partitions."
+    elif isinstance(partitions, tuple | list) and not partitions:
+        what, way_out = "an array cannot be split over no axes.", "Name an axis, or use replicate(x)."
+    elif isinstance(partitions, PartitionSpec | NamedSharding):
+        what, way_out = "a PartitionSpec says how all dimensions are cut.", "Use shard(x, P(...))."
+    else:
+        what = f"{partitions!r} is neither a number of partitions nor names of mesh axes."
+        if isinstance(partitions, float) and partitions.is_integer() and partitions >= 1:
+            way_out = f"Give a whole number: {int(partitions)}."
+    raise ShardingError(what, user_line(), call, way_out)
+
+
+def _is_assignment(x: Any) -> bool:
+    return is_spec(x) or isinstance(x, np.ndarray | jax.Array)
+
+
+def _mark_of_ids(assignment: Any, x: Any, leaf: str) -> Mark:
+    ndim, which = np.ndim(x), f"{leaf}: " if leaf else ""
+    try:
+        ids = np.asarray(assignment)
+    except ValueError:  # lists of different lengths
+        ids = np.asarray(assignment, dtype=object)
+    if ids.dtype.kind not in "iu":
+        raise ShardingError(
+            "a device assignment is an array of integers or a PartitionSpec.",
+            user_line(),
+            f"{which}got {type(assignment).__name__} of {ids.dtype}",
+            "For a 2x4 cut over 8 devices: np.arange(8).reshape(2, 4); over named axes: P('data', 'model').",
+        )
+    if ids.ndim != ndim:
+        raise ShardingError(
+            f"a device assignment of rank {ids.ndim} cannot cut an array of rank {ndim}.",
+            user_line(),
+            f"{which}{describe(x)}; device assignment of shape {ids.shape}",
+            "Give one dimension of device ids for each dimension of the array (size 1 where it stays whole)."
+            + hidden_by_vmap([x]),
+        )
+    values, counts = np.unique(ids, return_counts=True)
+    if (counts > 1).any():
+        raise ShardingError(
+            f"device {int(values[counts > 1][0])} stands twice in the device assignment.",
+            user_line(),
+            f"{which}{describe(x)}; device assignment {ids.tolist()}",
+            "Each device holds one part; leave devices out to replicate over the rest.",
+        )
+    return Mark("assignment", ids=tuple(ids.ravel().tolist()), ids_shape=ids.shape, leaf=leaf)

@@ -11,7 +11,9 @@ given, and the way out.
 
 from __future__ import annotations
 
+import difflib
 import functools
+from collections.abc import Iterable
 from typing import Any, Self
 
 
@@ -81,3 +83,14 @@ def _also_of_type(ours: Any, theirs: Any) -> Any:
     if issubclass(ours, theirs):
         return ours
     return type(ours.__name__, (ours, theirs), {"__module__": ours.__module__, "__doc__": ours.__doc__})
+
+
+def known_names(name: str, known: Iterable[str], what: str = "Its axes are") -> str:
+    """The way out for a name that is not known: the one that was meant, if it can be told, and all that there are.
+
+    >>> known_names("dat", ("data", "model"))
+    "Did you mean 'data'? Its axes are 'data', 'model'."
+    """
+    names = list(known)
+    meant = difflib.get_close_matches(name, names, n=1)
+    return f"{f'Did you mean {meant[0]!r}? ' if meant else ''}{what} {', '.join(map(repr, names))}."

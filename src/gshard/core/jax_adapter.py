@@ -19,6 +19,7 @@ from jax._src import core as _core
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
@@ -76,6 +77,13 @@ def mesh_of_context() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     environment = getattr(getattr(_mesh, "thread_resources", None), "env", None)
     found = (_mesh.get_concrete_mesh(), getattr(environment, "physical_mesh", None), jax.sharding.get_abstract_mesh())
     return next((m for m in found if m is not None and not m.empty), None)
+
+
+def is_mapped(x: Any) -> bool:
+    """Whether ``jax.vmap`` is known to hide a dimension of this array."""
+    while hasattr(x, "primal"):  # a derivative taken inside
+        x = x.primal
+    return isinstance(x, _batching.BatchTracer)
 
 
 def line_of_exception(error: BaseException) -> str | None:

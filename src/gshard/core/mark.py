@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from gshard.core.errors import ShardingError
+from gshard.core.errors import ShardingError, known_names
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.order import Order, cut, order_for, table_of_axes, table_of_ids
 
@@ -40,7 +40,8 @@ class Mark:
         axes: names and sizes of the mesh that ``spec`` speaks of, if it came with one.
         devices: the devices of that mesh in row-major order, if it has any.
         batch_dims: dimensions that vmap added, in the order they were added; they stay open.
-        cotangent: whether the mark was made by differentiating the user's.
+        even: whether parts must be equal, as JAX has it of the result of a program.
+        leaf: which leaf of a pytree was marked, for messages: ``x['l1']['w']``.
     """
 
     kind: str
@@ -52,12 +53,8 @@ class Mark:
     axes: tuple[tuple[str, int], ...] = ()
     devices: tuple[Any, ...] = ()
     batch_dims: tuple[int, ...] = ()
-    cotangent: bool = False
-
-    @property
-    def is_written(self) -> bool:
-        """Whether it is one of the user's own three words: neither derived from one nor a sharding of JAX's."""
-        return not self.cotangent and not self.axes
+    even: bool = False
+    leaf: str = dataclasses.field(default="", compare=False, repr=False)
 
     def with_batch_dimension(self, dim: int) -> Mark:
         """The same mark on an array that has one more dimension, at ``dim``."""
@@ -116,15 +113,46 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
             case _:
                 dims, order = _spec(mark, mesh, ndim)
         _check_once(dims, mesh)
+        placed = mark.place(dims, None)
+        if mark.even:
+            _check_even(placed, shape, mesh)
     except ShardingError as reason:
-        got = f"{_text(shape)}, {mark}; mesh: {mesh}{'; ' + reason.got if reason.got else ''}"
+        which = f"{mark.leaf}: " if mark.leaf else ""
+        got = f"{which}{_text(shape)}, {mark}; mesh: {mesh}{'; ' + reason.got if reason.got else ''}"
         raise ShardingError(reason.what, line, got, reason.way_out) from None
-    placed = mark.place(dims, None)
     return Demand(tuple(d or () for d in placed), tuple(d is None for d in placed), order)
 
 
 def _text(shape: tuple[int, ...]) -> str:
     return f"array of shape [{','.join(map(str, shape))}]"
+
+
+def entries_of(spec: PartitionSpec, line: str = "") -> tuple[Any, ...]:
+    """The entries of a ``PartitionSpec``, checked to be something that a mark can say.
+
+    Raises:
+        ShardingError: an entry is no axis name, or the spec asks for unreduced parts.
+    """
+    for kind in ("unreduced", "reduced"):
+        if getattr(spec, kind, None):
+            raise ShardingError(
+                f"a mark cannot ask for {kind} values.",
+                line,
+                str(spec),
+                "Leave it out: how long parts of a sum stay unreduced is part of the plan.",
+            )
+    for entry in spec.partitions:
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            continue
+        names = entry if isinstance(entry, tuple | list) else (entry,)
+        if not all(isinstance(n, str) for n in names):
+            raise ShardingError(
+                f"{entry!r} is no name of a mesh axis.",
+                line,
+                str(spec),
+                "Give for each dimension an axis name, a tuple of them, None (whole) or P.UNCONSTRAINED (open).",
+            )
+    return tuple(spec.partitions)
 
 
 def atoms_of_partitions(partitions: int | str | tuple[str, ...], mesh: Mesh) -> Atoms:
@@ -158,9 +186,7 @@ def _axis(name: str, mesh: Mesh) -> Atoms:
         return mesh.atoms_of[name]
     if name in mesh.atom_sizes:
         return (name,)
-    raise ShardingError(
-        f"the mesh has no axis {name!r}.", way_out=f"Its axes are {', '.join(repr(n) for n, _ in mesh.axes)}."
-    )
+    raise ShardingError(f"the mesh has no axis {name!r}.", way_out=known_names(name, mesh.atoms_of))
 
 
 def _named(mark: Mark, ndim: int) -> list[tuple[str, ...] | None]:
@@ -216,3 +242,12 @@ def _check_once(dims: list[Atoms | None], mesh: Mesh) -> None:
                 axis = next((n for n, own in mesh.atoms_of.items() if atom in own), atom)
                 raise ShardingError(f"axis {axis!r} splits {where}.", way_out="Name each mesh axis once.")
             seen[atom] = d
+
+
+def _check_even(dims: list[Atoms | None], shape: tuple[int, ...], mesh: Mesh) -> None:
+    for d, (n, atoms) in enumerate(zip(shape, dims, strict=True)):
+        if n % (parts := mesh.count(atoms or ())):
+            raise ShardingError(
+                f"dimension {d} of a result has {n} elements, which cannot leave in {parts} equal parts.",
+                way_out='Give a spec that divides it, leave it open, or take padded parts with uneven="keep".',
+            )

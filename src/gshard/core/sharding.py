@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from gshard.core.errors import ShardingError
+from gshard.core.errors import ShardingError, known_names
 from gshard.core.mesh import Atoms, Mesh
 
 
@@ -99,5 +99,6 @@ def _atoms(axes: str, mesh: Mesh) -> Atoms:
     names = [a for a in axes.split(",") if a]
     for name in names:
         if name not in mesh.atoms_of and name not in mesh.atom_sizes:
-            raise ShardingError(f"the mesh has no axis {name!r}.", got=f"mesh: {mesh}")
+            way_out = known_names(name, mesh.atoms_of)
+            raise ShardingError(f"the mesh has no axis {name!r}.", got=f"mesh: {mesh}", way_out=way_out)
     return tuple(a for name in names for a in mesh.atoms_of.get(name, (name,)))

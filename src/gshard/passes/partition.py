@@ -147,12 +147,14 @@ class _Made:
         source: how it lay when it was made.
         arrays: in every sharding that it was needed in: two users share one collective.
         why, line: what the move to its planned sharding is noted under.
+        marked: whether a mark says how it lies, so that nobody reads it otherwise before it has lain so.
     """
 
     source: Sharding
     arrays: dict[Sharding, Any]
     why: str = ""
     line: str = ""
+    marked: bool = False
 
 
 @dataclasses.dataclass
@@ -217,7 +219,7 @@ class _Emitter:
                 results = self._local(e, shards, arrays)
             leave = [leaving(e.rule, split, ring, i) for i in range(len(e.outputs))]
         for i, (value, x, source) in enumerate(zip(e.outputs, results, leave, strict=True)):
-            env[value] = _Made(source, {source: x}, f"result {i} of {e.name}", e.line)
+            env[value] = _Made(source, {source: x}, f"result {i} of {e.name}", e.line, e.mark is not None)
 
     def _local(self, e: Equation, shards: Shards, arrays: list[Any]) -> list[Any]:
         assert e.rule is not None
@@ -229,6 +231,8 @@ class _Emitter:
             raise RuleError(
                 f"the rule of '{e.name}' failed on shards: {error}", e.line, f"{e.rule}; split {shards.split}"
             ) from error
+        # A literal that the operator hands through becomes an array here.
+        results = [x if hasattr(x, "shape") else jnp.asarray(x, v.dtype) for x, v in zip(results, e.outputs)]
         for i, (x, value) in enumerate(zip(results, e.outputs, strict=True)):
             if tuple(x.shape) != shards.out_shape(i) or x.dtype != value.dtype:
                 raise RuleError(
@@ -273,7 +277,7 @@ class _Emitter:
             x = value.value if value.shape == () and here == target else jnp.asarray(value.value)
             return self.step_to(x, value, here, target, why, line)
         made, planned = env[value], self.sharding(value)
-        if target == made.source and not target.unreduced:
+        if target == made.source and not target.unreduced and not made.marked:
             return made.arrays[target]
         if planned not in made.arrays:
             x = made.arrays[made.source]

@@ -64,7 +64,7 @@ def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
         the plan.
 
     Raises:
-        ShardingError: a mark does not fit its value or the mesh, or two marks on one value contradict each other.
+        ShardingError: a mark does not fit its value or the mesh.
         PlanError: ``strict`` and a primitive without rule.
     """
     state = _State(program, mesh)
@@ -162,7 +162,6 @@ class _State:
             self._set(value, demand.dims, demand.open, reason)
             if demand.order != self.mesh.order and any(demand.dims):
                 self.orders[value] = demand.order
-        check_contradictions(self.program, self.dims, self.orders)
         for node in self.nodes:
             if node.fixed is not None and node not in self.waiting:
                 self.waiting.add(node)
@@ -371,24 +370,3 @@ def _fitting(factors: tuple[int, ...], split: Split, table: Sequence[Factor], me
         if mesh.count(own) != table[f].size:
             break
     return tuple(atoms)
-
-
-def check_contradictions(
-    program: Program, dims: Mapping[Value, Sequence[Atoms]], orders: Mapping[Value, Order]
-) -> None:
-    """Refuses a mark put directly on a marked value that says something else: the first would be without effect."""
-    producer = {v: e for e in program.block.walk() for v in e.outputs}
-    for e in program.block.walk():
-        if e.mark is None or not e.mark.is_written or not isinstance(e.inputs[0], Value):
-            continue
-        first = producer.get(e.inputs[0])
-        if first is None or first.mark is None or not first.mark.is_written:
-            continue
-        said = [(list(dims[v]), orders.get(v)) for v in (e.outputs[0], first.outputs[0])]
-        if said[0] != said[1]:
-            raise PlanError(
-                f"two marks on one value contradict each other: {first.mark} and then {e.mark}.",
-                e.line,
-                f"the first is at {first.line}",
-                "Write one mark; shard(x, PartitionSpec(...)) splits several dimensions at once.",
-            )

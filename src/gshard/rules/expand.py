@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from gshard.core.jax_adapter import body_of_call, closed, expand_high_primitive, expand_random_bits, shapes_of
-from gshard.core.mark import Mark
+from gshard.core.mark import Mark, entries_of
 from gshard.rules.mapped_while import written_out
 
 
@@ -40,9 +40,7 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
 _REDUCERS = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 
 
-def _reduced(
-    reducer: Callable[..., Any], axes: tuple[int, ...], in_avals: list[Any]
-) -> tuple[Any, tuple[Any, ...]]:
+def _reduced(reducer: Callable[..., Any], axes: tuple[int, ...], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]]:
     """A collective over an axis that ``vmap`` named is a reduction of the dimensions it maps over."""
     return closed(jax.make_jaxpr(lambda *arrays: [reducer(x, axes) for x in arrays])(*shapes_of(in_avals)))
 
@@ -72,9 +70,15 @@ def mark_of_equation(name: str, params: dict[str, Any], ndim: int) -> Mark | Non
     return None
 
 
-def mark_of_named_sharding(sharding: NamedSharding, ndim: int) -> Mark:
-    """A ``NamedSharding`` as a mark; its axes are looked up in the mesh by name, or by the devices along them."""
-    spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
+def mark_of_named_sharding(sharding: NamedSharding, ndim: int, leaf: str = "") -> Mark:
+    """A ``NamedSharding`` as a mark; its axes are looked up in the mesh by name, or by the devices along them.
+
+    Raises:
+        ShardingError: it asks for unreduced values.
+    """
+    entries = entries_of(sharding.spec)
+    spec = (*entries, *(None,) * (ndim - len(entries)))
     axes = tuple((str(n), int(s)) for n, s in sharding.mesh.shape.items())
     concrete = isinstance(sharding.mesh, jax.sharding.Mesh)
-    return Mark("spec", spec=spec, axes=axes, devices=tuple(sharding.mesh.devices.flat) if concrete else ())
+    devices = tuple(sharding.mesh.devices.flat) if concrete else ()
+    return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,8 +26,7 @@ def _impl(x: Any, *, mark: Mark) -> Any:
 
 mark_p.def_abstract_eval(lambda x, *, mark: x)
 mlir.register_lowering(mark_p, lambda ctx, x, *, mark: [x])
-# A mark is linear; the mark of a cotangent says so, since a chain of cotangent marks is no mistake.
-ad.deflinear2(mark_p, lambda ct, x, *, mark: [mark_p.bind(ct, mark=dataclasses.replace(mark, cotangent=True))])
+ad.deflinear2(mark_p, lambda ct, x, *, mark: [mark_p.bind(ct, mark=mark)])
 
 
 def _batch(args: Sequence[Any], dims: Sequence[int], *, mark: Mark) -> tuple[Any, int]:

@@ -1,0 +1,161 @@
+"""Specs: JAX's own words for a sharding as marks, and pytree prefixes of them.
+
+    P("data"), "data", NamedSharding(mesh, P("data"))      one array
+    {"w": P("data"), "b": None}                            a pytree of them; None says nothing
+
+A prefix stands for every array below it, as in ``jax.jit``: a spec where the tree has a subtree is meant for all of it,
+and where the tree has None there is no array for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gshard.core.errors import ShardingError
+from gshard.core.jax_adapter import is_mapped, user_line
+from gshard.core.mark import Mark, entries_of
+from gshard.rules.expand import mark_of_named_sharding
+
+
+def is_spec(x: Any) -> bool:
+    """Whether it says how one array is cut: a ``PartitionSpec``, a ``NamedSharding``, an axis name, or None."""
+    return x is None or isinstance(x, PartitionSpec | NamedSharding | str)
+
+
+def mark_of_spec(spec: Any, x: Any, leaf: str = "") -> Mark | None:
+    """A ``PartitionSpec``, ``NamedSharding`` or axis name as a mark on an array; None says nothing.
+
+    Args:
+        spec: what is said.
+        x: the array, for its rank.
+        leaf: its name in messages.
+
+    Raises:
+        ShardingError: it is no spec, or names more dimensions than the array has.
+    """
+    if spec is None:
+        return None
+    if not is_spec(spec):
+        raise ShardingError(
+            f"{type(spec).__name__} is no sharding.",
+            user_line(),
+            f"{leaf}: {spec!r}"[:200] if leaf else f"{spec!r}"[:200],
+            "Give a PartitionSpec, a NamedSharding, the name of a mesh axis, or None.",
+        )
+    said = spec.spec if isinstance(spec, NamedSharding) else PartitionSpec(spec) if isinstance(spec, str) else spec
+    entries, ndim = entries_of(said, user_line()), np.ndim(x)
+    if len(entries) > ndim:
+        raise ShardingError(
+            f"{text_of_spec(entries)} names {len(entries)} dimensions of an array of {ndim}.",
+            user_line(),
+            f"{leaf}: {describe(x)}" if leaf else describe(x),
+            ("Give at most one entry for each dimension." if ndim else "A scalar has none: give P() or None.")
+            + hidden_by_vmap([x]),
+        )
+    if isinstance(spec, NamedSharding):
+        return mark_of_named_sharding(spec, ndim, leaf)
+    return Mark("spec", spec=entries, leaf=leaf)
+
+
+def text_of_spec(entries: Sequence[Any]) -> str:
+    """A ``PartitionSpec`` of these entries as it is written."""
+    return f"P({', '.join(map(repr, entries))})"
+
+
+def hidden_by_vmap(arrays: Iterable[Any]) -> str:
+    """What else to say where dimensions do not exist: the user may have counted one that ``jax.vmap`` hides."""
+    if not any(map(is_mapped, arrays)):
+        return ""
+    return " Inside vmap the dimension that it maps over is hidden: count without it, or mark outside."
+
+
+def spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = is_spec) -> list[tuple[str, Any, Any]]:
+    """What a pytree prefix says of each leaf of a tree: its name, what is said, and the leaf.
+
+    Args:
+        what: the name of the prefix in messages.
+        prefix: a pytree of specs.
+        tree: what they are about.
+        is_leaf: what counts as one spec.
+
+    Raises:
+        ShardingError: it is not a prefix of the tree.
+    """
+    try:
+        said = _spread(prefix, tree, is_leaf)
+    except ValueError as error:
+        raise ShardingError(
+            f"the structure of {what} does not fit what it is about.",
+            user_line(),
+            _mismatch(prefix, tree, what, is_leaf) or " ".join(str(error).split()),
+            _way_out(what, prefix, tree, is_leaf),
+        ) from error
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path), s, x) for (path, x), s in zip(leaves, said, strict=True)]
+
+
+def _spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
+    said: list[Any] = []
+    jax.tree.map(lambda s, part: said.extend([s] * len(jax.tree.leaves(part))), prefix, tree, is_leaf=is_leaf)
+    return said
+
+
+def _mismatch(prefix: Any, tree: Any, at: str, is_leaf: Callable[[Any], bool]) -> str:
+    """The first place where a pytree is not a prefix of another; an empty string if its parts do not tell."""
+    if is_leaf(prefix) or jax.tree_util.all_leaves([prefix]):
+        return ""
+    mine, theirs = _children(prefix), _children(tree)
+    if type(prefix) is not type(tree):
+        kind = "an array" if jax.tree_util.all_leaves([tree]) else f"a {type(tree).__name__}"
+        return f"{at} is a {type(prefix).__name__}, and there {kind} is meant"
+    if list(mine) != list(theirs):
+        return f"{at} has the entries {', '.join(mine)}, and there are {', '.join(theirs) or 'none'}"
+    return next(filter(None, (_mismatch(mine[k], theirs[k], at + k, is_leaf) for k in mine)), "")
+
+
+def _children(x: Any) -> dict[str, Any]:
+    found, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda part: part is not x)
+    return {jax.tree_util.keystr(path): part for path, part in found}
+
+
+def _way_out(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> str:
+    if isinstance(tree, tuple) and len(tree) == 1:
+        with contextlib.suppress(ValueError):
+            _spread((prefix,), tree, is_leaf)
+            return f"Put it in a tuple, one entry for each argument: {what}=(...,)."
+    entries = prefix if isinstance(prefix, tuple | list) else ()
+    if entries and jax.tree_util.all_leaves([tree]) and all(s is None or isinstance(s, str) for s in entries):
+        return f"For the dimensions of one array write {text_of_spec(entries)}."
+    return "Give one sharding for all, or a pytree that is a prefix."
+
+
+def as_array(x: Any, leaf: str, what: str) -> Any:
+    """A leaf as an array that can be marked; None for the gradient of an integer, which has no elements.
+
+    Raises:
+        ShardingError: it is no array.
+    """
+    if getattr(x, "dtype", None) == jax.dtypes.float0:
+        return None
+    try:
+        return jnp.asarray(x)
+    except TypeError as error:
+        raise ShardingError(
+            f"{leaf or 'what is marked'} is of type {type(x).__name__}, not an array.",
+            user_line(),
+            f"{what} of {x!r}"[:200],
+            "Mark arrays only: leave it out of the pytree, or split the pytree in arrays and the rest.",
+        ) from error
+
+
+def describe(x: Any) -> str:
+    """The type of an array as text, such as ``float32[8,4]``."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    return aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else str(aval)

@@ -1,0 +1,321 @@
+"""Marks as users write them: twice in a row, on scalars, on pytrees, in JAX's words, and wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard import replicate, shard, split
+from gshard.comm.steps import SILENT
+from gshard.core.errors import ShardingError
+
+AUTO = jax.sharding.AxisType.Auto
+
+
+@pytest.fixture
+def mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AUTO, AUTO))
+
+
+@pytest.fixture
+def x(rng: np.random.Generator) -> np.ndarray:
+    return rng.standard_normal((16, 24)).astype(np.float32)
+
+
+def sent(lowered: Any) -> list[str]:
+    """The kinds of collectives of a program."""
+    return [c.kind for c in lowered.spmd.collectives if c.kind not in SILENT]
+
+
+def lies(x: jax.Array, mesh: jax.sharding.Mesh, *spec: Any) -> bool:
+    return x.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec)), x.ndim)
+
+
+# -- two marks in a row ----------------------------------------------------------------------------------------------
+
+
+def test_two_marks_in_a_row_are_a_reshard(x: np.ndarray) -> None:
+    f = gshard.jit(lambda x: split(split(x, 0, 8), 1, 8), mesh=8)
+    lowered = f.lower(x)
+    first, second = (e.outputs[0] for e in lowered.program.block.equations)
+    assert [lowered.plan.sharding(v).dims for v in (first, second)] == [
+        (lowered.mesh.atoms, ()),
+        ((), lowered.mesh.atoms),
+    ]
+    assert sent(lowered) == ["all_to_all"]
+    assert f(x).tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("f", "kinds"),
+    [
+        (lambda x: split(split(x, 0, 8), 1, 8), ["all_to_all", "all_to_all"]),
+        (lambda x: split(replicate(x), 1, 8), ["all_gather"]),
+        (lambda x: shard(shard(x, P("data", "model")), P(None, ("data", "model"))), None),
+        (lambda x: split(split(split(x, 1, 8), 0, 8), 1, 8), ["all_to_all", "all_to_all"]),
+    ],
+    ids=["there and back", "whole between", "by spec", "three"],
+)
+def test_the_first_mark_is_obeyed_even_where_it_leads_away_and_back(
+    f: Callable[..., Any], kinds: list[str] | None, x: np.ndarray, mesh: jax.sharding.Mesh
+) -> None:
+    """The argument comes as the second mark wants it, so that doing nothing would look right too."""
+    jitted = gshard.jit(f, mesh=mesh, in_shardings=P(None, ("data", "model")))
+    lowered = jitted.lower(x)
+    assert sent(lowered) if kinds is None else sent(lowered) == kinds
+    out = jitted(x)
+    assert out.tobytes() == x.tobytes()
+    assert lies(out, mesh, None, ("data", "model"))
+
+
+def test_constraints_of_jax_are_obeyed_in_the_same_way(x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
+    def f(x: Any) -> Any:
+        for spec in (P(("data", "model")), P(None, ("data", "model"))):
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        return x
+
+    jitted = gshard.jit(f, mesh=mesh, in_shardings=P(None, ("data", "model")))
+    assert sent(jitted.lower(x)) == ["all_to_all", "all_to_all"]
+    assert jitted(x).tobytes() == x.tobytes()
+
+
+def test_a_mark_inside_against_one_at_the_boundary_is_a_reshard(x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
+    both = ("data", "model")
+    out = gshard.jit(lambda x: split(x, 0, both), mesh=mesh, out_shardings=P(None, both))
+    assert sent(out.lower(x)) == ["all_to_all"]
+    assert lies(out(x), mesh, None, both)
+    into = gshard.jit(lambda x: split(x, 1, both), mesh=mesh, in_shardings=P(both))
+    assert sent(into.lower(x)) == ["all_to_all"]
+    assert lies(into(x), mesh, None, both)
+
+
+def ulysses(q: Any, k: Any, v: Any) -> Any:
+    """DeepSpeed-Ulysses: split by sequence, by heads inside attention, by sequence again (b t h d)."""
+    q, k, v = (split(split(a, 1, 8), 2, 8) for a in (q, k, v))
+    p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+    return split(split(jnp.einsum("bhts,bshd->bthd", p, v), 2, 8), 1, 8)
+
+
+def test_ulysses_attention(rng: np.random.Generator) -> None:
+    arrays = [rng.standard_normal((2, 16, 8, 4)).astype(np.float32) for _ in range(3)]
+    f = gshard.jit(ulysses, mesh=8, in_shardings=P(None, "devices"))
+    assert sent(f.lower(*arrays)) == ["all_to_all"] * 4
+    np.testing.assert_allclose(f(*arrays), ulysses(*arrays), rtol=2e-6, atol=2e-6)
+    loss = lambda *a: jnp.sum(jnp.sin(ulysses(*a)))  # noqa: E731
+    found = gshard.jit(jax.grad(loss, (0, 1, 2)), mesh=8)(*arrays)
+    for a, b in zip(found, jax.grad(loss, (0, 1, 2))(*arrays), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
+
+
+def test_two_marks_in_the_body_of_a_loop(x: np.ndarray) -> None:
+    def f(x: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (split(split(c * 2, 0, 8), 1, 8), None), x, None, length=3)[0]
+
+    assert gshard.jit(f, mesh=8)(x).tobytes() == (x * 8).tobytes()
+
+
+# -- scalars and literals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: replicate(3.0) * x,
+        lambda x: replicate({"a": x, "lr": 0.1})["lr"] * x,
+        lambda x: jax.device_put(2.0) * x,
+        lambda x: shard(-2.0, P()) * x,
+        lambda x: (replicate(2), replicate(True), replicate(1 - 2j), jax.device_put(-3), jnp.copy(0.5), x),
+        lambda x: jax.lax.cond(x[0, 0] > 0, lambda a: a, lambda a: replicate(a * 2), 3.0) * x,
+        lambda x: jax.lax.scan(lambda c, t: (replicate(c), c * t), replicate(2.0), x),
+        lambda x: jax.checkpoint(lambda a, b: a * replicate(b))(x, 2.0),
+        lambda x: jax.lax.stop_gradient(replicate(-0.0)) * x,
+    ],
+)  # fmt: skip
+def test_literals_may_be_marked(f: Callable[..., Any], x: np.ndarray) -> None:
+    found, expected = gshard.jit(f, mesh=8)(x), jax.jit(f)(x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+
+
+def test_a_literal_under_a_sharding_constraint(x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
+    f = lambda x: jax.lax.with_sharding_constraint(2.0, NamedSharding(mesh, P())) * x  # noqa: E731
+    assert gshard.jit(f, mesh=mesh)(x).tobytes() == (2 * x).tobytes()
+
+
+@pytest.mark.parametrize("value", [3.0, 3, True, 1j, np.float32(2), np.int64(3), np.float16(-0.0)], ids=repr)
+@pytest.mark.parametrize("mark", [replicate, lambda v: shard(v, P()), lambda v: split([v, np.zeros(4)], 0, 2)[0]])
+def test_outside_a_mark_on_a_scalar_changes_nothing(value: Any, mark: Callable[[Any], Any]) -> None:
+    for f in (lambda v: v, jax.jit):
+        found, expected = jnp.asarray(f(mark)(value) if f is jax.jit else mark(value)), jnp.asarray(value)
+        assert (found.dtype, found.weak_type) == (expected.dtype, expected.weak_type)
+        assert found.tobytes() == expected.tobytes()
+
+
+# -- pytrees ---------------------------------------------------------------------------------------------------------
+
+
+def test_leaves_without_the_dimension_stay_open(x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
+    """An optimizer's state: moments, a scalar count, None, a key."""
+    state = {"m": x, "b": x[0], "count": np.int32(3), "none": None, "key": jax.random.key(1), "lr": 0.5}
+    first = gshard.jit(lambda s: split(s, 0, "data"), mesh=mesh)(state)
+    assert lies(first["m"], mesh, "data")
+    assert lies(first["b"], mesh, "data")
+    assert (int(first["count"]), first["none"], float(first["lr"])) == (3, None, 0.5)
+    assert jax.random.key_data(first["key"]).tolist() == jax.random.key_data(state["key"]).tolist()
+    program = gshard.jit(lambda s: split(s, -2, "data"), mesh=mesh).lower(state).program
+    assert [e.mark.dim for e in program.block.equations] == [0], "only one of them has two dimensions"
+
+
+def test_gradients_of_integers_pass(x: np.ndarray) -> None:
+    grads = jax.grad(lambda p: (p["x"] * p["n"]).sum(), allow_int=True)({"x": x, "n": np.int32(2)})
+    marked = split(grads, 0, 2)
+    assert marked["n"].dtype == jax.dtypes.float0
+    assert marked["x"].tobytes() == np.asarray(grads["x"]).tobytes()
+
+
+def test_a_pytree_without_arrays_is_left_alone() -> None:
+    assert split({"a": None, "b": ()}, 3, "data") == replicate({"a": None, "b": ()}) == {"a": None, "b": ()}
+
+
+# -- in JAX's words --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "spec"),
+    [
+        (lambda mesh: NamedSharding(mesh, P("data")), ("data",)),
+        (lambda mesh: NamedSharding(mesh, P(None, ("model", "data"))), (None, ("model", "data"))),
+        (lambda mesh: "model", ("model",)),
+        (lambda mesh: P(None, "model"), (None, "model")),
+    ],
+)  # fmt: skip
+def test_shard_takes_what_jax_takes(said: Any, spec: Any, x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
+    out = gshard.jit(lambda x: shard(x, said(mesh)), mesh=mesh)(x)
+    assert lies(out, mesh, *spec)
+    assert out.tobytes() == x.tobytes()
+
+
+def test_an_unconstrained_dimension_is_open(x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
+    f = gshard.jit(lambda x: shard(x, P(P.UNCONSTRAINED, "model")), mesh=mesh, in_shardings=P("data"))
+    assert lies(f(x), mesh, "data", "model")
+
+
+def test_shard_takes_a_pytree_of_what_it_takes(x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
+    tree = {"l": {"w": x, "b": x[0], "none": None}, "ids": x, "count": np.int32(2), "open": x}
+    said = {
+        "l": {"w": NamedSharding(mesh, P(None, "model")), "b": "data", "none": P("data", "data", "data")},
+        "ids": np.arange(8).reshape(2, 4),
+        "count": P(),
+        "open": None,
+    }
+    f = gshard.jit(lambda t: shard(t, said), mesh=mesh)
+    out = f(tree)
+    assert lies(out["l"]["w"], mesh, None, "model")
+    assert lies(out["l"]["b"], mesh, "data")
+    assert out["ids"].sharding.shard_shape((16, 24)) == (8, 6)
+    assert [e.mark.leaf for e in f.lower(tree).program.block.equations] == [
+        "x['count']", "x['ids']", "x['l']['b']", "x['l']['w']",
+    ]  # fmt: skip
+    prefix = gshard.jit(lambda t: shard(t, {"l": None, "ids": "data", "count": None, "open": P()}), mesh=mesh)
+    assert [e.mark.leaf for e in prefix.lower(tree).program.block.equations] == ["x['ids']", "x['open']"]
+
+
+# -- wrongly ---------------------------------------------------------------------------------------------------------
+
+
+def tree_of(x: Any) -> Any:
+    return {"l1": {"w": x, "b": x[0]}, "count": jnp.int32(3)}
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "axis": (lambda x: split(x, 0, "dat"), "no axis 'dat'", "Did you mean 'data'? Its axes are 'data', 'model'."),
+    "axis of spec": (lambda x: shard(x, P(None, "modell")), "no axis 'modell'", "Did you mean 'model'?"),
+    "far from any axis": (lambda x: split(x, 0, "q"), "no axis 'q'", "Its axes are"),
+    "swapped": (lambda x: split(x, "data", 0), "'data' is no dimension", "dimension first: split(x, 0, 'data')."),
+    "swapped names": (lambda x: split(x, ("data",), 1), "is no dimension", "split(x, 1, ('data',))."),
+    "name twice": (lambda x: split(x, "data", "model"), "'data' is no dimension", "Give a number, from 0"),
+    "float": (lambda x: split(x, 0, 2.0), "2.0 is neither a number", "Give a whole number: 2."),
+    "half": (lambda x: split(x, 0, 2.5), "2.5 is neither a number", "from 1 to the number of devices"),
+    "float dimension": (lambda x: split(x, 1.0, 2), "a whole number, not float", "Give a number, from 0"),
+    "no dimension": (lambda x: split(x, None, 2), "a whole number, not NoneType", "Give a number, from 0"),
+    "bool": (lambda x: split(x, 0, True), "True is neither a number", "from 1 to the number of devices"),
+    "bool dimension": (lambda x: split(x, True, 2), "True is no dimension", "Give a number, from 0"),
+    "no axes": (lambda x: split(x, 0, ()), "over no axes", "replicate(x)"),
+    "sizes for names": (lambda x: split(x, 0, (4, 2)), "(4, 2) is neither", "tuple of names"),
+    "nothing": (lambda x: split(x, 0, None), "None is neither", "tuple of names"),
+    "a spec": (lambda x: split(x, 0, P("data")), "says how all dimensions are cut", "shard(x, P(...))"),
+    "a spec first": (lambda x: split(x, P("data"), 0), "is no dimension", "shard(x, P(...))"),
+    "one axis twice": (lambda x: split(x, 0, ("data", "data")), "splits dimension 0 twice", "axis once"),
+    "dimension of none": (lambda x: split(tree_of(x), 2, 2), "no array of the pytree has a dimension 2", "0 to 1"),
+    "scalars": (lambda x: split([x.sum(), 2.0], 0, 2), "no array of the pytree", "use replicate(x)"),
+    "a string": (lambda x: split("abc", 0, 2), "is of type str, not an array", "arrays only"),
+    "a function": (lambda x: replicate(jnp.tanh), "not an array", "arrays only"),
+    "specs first": (lambda x: shard(P("data"), x), "not an array", "arrays only"),
+    "unreduced": (lambda x: shard(x, P("data", unreduced={"model"})), "cannot ask for unreduced", "Leave it out"),
+    "reduced": (lambda x: shard(x, P("data", reduced={"model"})), "cannot ask for reduced", "Leave it out"),
+    "number in spec": (lambda x: shard(x, P(None, 1)), "1 is no name of a mesh axis", "for each dimension"),
+    "names for a spec": (lambda x: shard(x, ("data", None)), "structure of shardings", "write P('data', None)."),
+    "ragged ids": (lambda x: shard(x, [[0], [1, 2]]), "an array of integers", "np.arange(8)"),
+    "sizes": (lambda x: shard(x, {"data": 0}), "an array of integers", "P('data', 'model')"),
+    "rank below vmap": (jax.vmap(lambda x: split(x, 1, 2)), "no dimension 1", "Inside vmap the dimension"),
+    "rank below vmap and grad": (
+        jax.vmap(jax.grad(lambda x: split(x, 1, 2).sum())), "no dimension 1", "Inside vmap the dimension",
+    ),
+    "spec below vmap": (jax.vmap(lambda x: shard(x, P("data", "model"))), "names 2", "Inside vmap the dimension"),
+    "ids below vmap": (jax.vmap(lambda x: shard(x, np.arange(8).reshape(4, 2))), "rank 2", "Inside vmap the dimension"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_mark_gets_one_error(case: str, x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
+    mark, what, way_out = WRONG[case]
+    with pytest.raises(ShardingError) as caught:
+        gshard.jit(mark, mesh=mesh)(x)
+    error = caught.value
+    assert what in error.what
+    assert error.where is not None
+    assert "test_marks.py" in error.where
+    assert error.got
+    assert error.way_out is not None
+    assert way_out in error.way_out
+    assert ("vmap" in error.way_out) == ("vmap" in case)
+
+
+@pytest.mark.parametrize(
+    ("mark", "leaf"),
+    [
+        (lambda x: split(tree_of(x), 0, "dat"), "x['l1']['b']"),
+        (lambda x: split({"l1": {"w": "abc"}, "x": x}, 0, 2), "x['l1']['w']"),
+        (lambda x: replicate([x, (jnp.tanh, x)]), "x[1][0]"),
+        (lambda x: shard(tree_of(x), P(None, "data")), "x['count']"),
+        (lambda x: shard(tree_of(x), {"l1": P("data", "model"), "count": None}), "x['l1']['b']"),
+        (lambda x: shard({"a": x, "b": x}, np.arange(8)), "x['a']"),
+        (lambda x: shard(tree_of(x), {"l1": {"w": P()}, "count": P()}), "shardings['l1'] has the entries ['w'], and"),
+        (lambda x: shard({"a": [x]}, {"a": (P(),)}), "shardings['a'] is a tuple, and there a list"),
+    ],
+)  # fmt: skip
+def test_a_wrong_mark_on_a_pytree_names_the_leaf(mark: Any, leaf: str, x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
+    with pytest.raises(ShardingError) as caught:
+        gshard.jit(mark, mesh=mesh)(x)
+    assert leaf in str(caught.value)
+
+
+def test_numbers_of_numpy_count(x: np.ndarray) -> None:
+    found = gshard.jit(lambda x: split(x, np.int64(1), np.int32(8)), mesh=8).lower(x).program
+    (e,) = found.block.equations
+    assert (str(e.mark), e.mark.dim) == ("split(x, 1, 8)", 1)
+
+
+def test_a_traced_dimension_is_jaxs_error(x: np.ndarray) -> None:
+    with pytest.raises(jax.errors.TracerIntegerConversionError):
+        jax.jit(lambda x, d: split(x, d, 2))(x, 0)
+    with pytest.raises(jax.errors.TracerIntegerConversionError):
+        jax.jit(lambda x, n: split(x, 0, n))(x, 2)
