@@ -1,20 +1,24 @@
 """Shardings in JAX's own words, on arguments and results: they count as marks.
 
 An argument that is an array with a ``NamedSharding`` over the mesh's devices comes marked; ``in_shardings`` and
-``out_shardings`` of ``gshard.jit`` take ``PartitionSpec`` and ``NamedSharding`` as ``jax.jit`` does.
+``out_shardings`` of ``gshard.jit`` take pytree prefixes of specs (``api.specs``) as ``jax.jit`` does. A size that a
+spec does not divide evenly is fine for an argument, which comes whole and is cut inside; a result that is to leave so
+is refused, as ``jax.jit`` refuses it, since JAX has no arrays of unequal parts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from gshard.core.errors import ShardingError
+from gshard.api.specs import as_array, spread
+from gshard.api.specs import mark_of_spec as mark_of_spec
 from gshard.core.mark import Mark
 from gshard.rules.expand import mark_of_named_sharding
 from gshard.rules.mark import bind_mark
@@ -29,39 +33,29 @@ def mark_of_sharding(sharding: Any, ndim: int, devices: Collection[Any]) -> Mark
     return mark_of_named_sharding(sharding, ndim)
 
 
-def mark_of_spec(spec: Any, x: Any) -> Mark | None:
-    """A ``PartitionSpec`` or ``NamedSharding`` as a mark on an array; None says nothing."""
-    if spec is None:
-        return None
-    if isinstance(spec, NamedSharding):
-        return mark_of_named_sharding(spec, np.ndim(x))
-    if not isinstance(spec, PartitionSpec):
-        raise ShardingError(
-            f"{type(spec).__name__} is no sharding.", way_out="Give a PartitionSpec, a NamedSharding or None."
-        )
-    if len(spec) > np.ndim(x):
-        raise ShardingError(
-            f"{spec} names {len(spec)} dimensions of an array of {np.ndim(x)}.",
-            way_out="Give at most one entry for each dimension.",
-        )
-    return Mark("spec", spec=tuple(spec))
-
-
 def spread_specs(what: str, prefix: Any, tree: Any) -> list[Any]:
-    """One entry of a pytree prefix of shardings for each leaf of the tree."""
-    try:
-        spread = jax.tree.broadcast(prefix, tree, is_leaf=_is_spec)
-    except ValueError as error:
-        raise ShardingError(
-            f"{what} does not have the structure of what it speaks of.",
-            got=str(error).splitlines()[0],
-            way_out="Give one sharding for all, or a pytree that is a prefix.",
-        ) from error
-    return jax.tree.leaves(spread, is_leaf=_is_spec)
+    """One entry of a pytree prefix of shardings for each leaf of the tree.
+
+    Raises:
+        ShardingError: it is no prefix, or does not fit a leaf; the message has the leaf's path.
+    """
+    return [spec for spec, _ in _said(what, prefix, tree)]
 
 
-def _is_spec(x: Any) -> bool:
-    return x is None or isinstance(x, PartitionSpec | NamedSharding)
+def marks_of_specs(what: str, prefix: Any, tree: Any) -> list[Mark | None]:
+    """What a pytree prefix of shardings says of each leaf of the tree, as marks.
+
+    Raises:
+        ShardingError: as ``spread_specs``.
+    """
+    return [mark for _, mark in _said(what, prefix, tree)]
+
+
+def _said(what: str, prefix: Any, tree: Any) -> list[tuple[Any, Mark | None]]:
+    if isinstance(prefix, list) and isinstance(tree, tuple):
+        prefix = tuple(prefix)  # arguments are a tuple, so a list can only mean one
+    said = spread(what, prefix, tree)
+    return [(spec, mark_of_spec(spec, x, f"{what}{path}")) for path, spec, x in said]
 
 
 def with_marked_arguments(f: Callable[..., Any], in_shardings: Any) -> Callable[..., Any]:
@@ -74,17 +68,22 @@ def with_marked_arguments(f: Callable[..., Any], in_shardings: Any) -> Callable[
     return marked
 
 
-def with_marked_results(f: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
-    """The function with its results marked as ``out_shardings`` says."""
+def with_marked_results(f: Callable[..., Any], out_shardings: Any, *, even: bool = False) -> Callable[..., Any]:
+    """The function with its results marked as ``out_shardings`` says; ``even`` refuses what does not divide."""
 
     @functools.wraps(f)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        return _marked("out_shardings", out_shardings, f(*args, **kwargs))
+        return _marked("out_shardings", out_shardings, f(*args, **kwargs), even=even)
 
     return marked
 
 
-def _marked(what: str, specs: Any, tree: Any) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    marks = [mark_of_spec(s, x) for s, x in zip(spread_specs(what, specs, tree), leaves)]
-    return jax.tree.unflatten(structure, [x if m is None else bind_mark(x, m) for x, m in zip(leaves, marks)])
+def _marked(what: str, specs: Any, tree: Any, *, even: bool = False) -> Any:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    marked = [
+        x
+        if mark is None or (array := as_array(x, f"{what}{jax.tree_util.keystr(path)}", what)) is None
+        else bind_mark(array, dataclasses.replace(mark, even=even))
+        for (path, x), mark in zip(leaves, marks_of_specs(what, specs, tree), strict=True)
+    ]
+    return jax.tree.unflatten(structure, marked)

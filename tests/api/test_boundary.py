@@ -1,0 +1,196 @@
+"""Shardings at the boundary: whatever the tree of arguments, each leaf gets the spec that ``jax.jit`` would give it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard.api.boundary import with_marked_results
+from gshard.core.errors import ShardingError
+from gshard.core.mesh import Mesh
+
+AUTO = jax.sharding.AxisType.Auto
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    """As modules of Equinox are: an absent bias is None, and what is no array is not a leaf."""
+
+    w: Any
+    b: Any
+    name: str = dataclasses.field(default="layer", metadata={"static": True})
+
+
+@pytest.fixture
+def mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AUTO, AUTO))
+
+
+A, B, C = (np.arange(16 * 8, dtype=np.float32).reshape(16, 8) * k for k in (1, -2, 3))
+D, M = P("data"), P(None, "model")
+
+# Specs for the arguments, and the arguments. None in the arguments has no leaf; in the specs it says nothing.
+TREES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "None before": (({"a": None, "b": D, "c": None},), ({"a": None, "b": A, "c": B},)),
+    "None before, unmarked": (({"a": None, "b": None, "c": D},), ({"a": None, "b": A, "c": B},)),
+    "spec on None": (({"a": M, "b": D, "c": M},), ({"a": None, "b": A, "c": B},)),
+    "None for a subtree": ((D, None, M), ({"a": None, "b": A}, {"c": B, "d": C}, [C, None])),
+    "spec for a subtree": ((D, M), ({"a": None, "b": [A, (None, B)]}, (None, C))),
+    "one for all": (D, ({"a": None, "b": A}, None, B)),
+    "None for all": (None, ({"a": None, "b": A}, B)),
+    "None as argument": ((D, M), (None, A)),
+    "None among arguments": ((None, D, None, M), (A, None, None, B)),
+    "nested": ((((D, None), None), M), (((None, (None, A)), B), C)),
+    "list of arguments": ([D, None, M], (A, B, C)),
+    "named tuple": ((Pair(D, Pair(None, M)),), (Pair(A, Pair(None, B)),)),
+    "module": ((Layer(D, None), [Layer(M, D)]), (Layer(A, None), [Layer(B, C)])),
+    "module without bias": ((Layer(None, M), Layer(M, None)), (Layer(A, None), Layer(B, C))),
+    "empty": ((D, M, {}, M), ((), [], {}, A)),
+    "deep": (({"x": {"y": [D, {"z": None}]}},), ({"x": {"y": [{"q": None, "r": A}, {"z": (B, None)}]}},)),
+}
+MISFITS: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+    "None left out": (({"b": D},), ({"a": None, "b": A},), "in_shardings[0] has the entries ['b'], and there are"),
+    "not in a tuple": ({"b": D}, ({"b": A},), "in_shardings=(...,)"),
+    "too many": ((D, D), (A,), "in_shardings has the entries [0], [1], and there are [0]"),
+    "too few": ((D,), (A, B), "in_shardings has the entries [0], and there are [0], [1]"),
+    "deeper than the tree": (({"b": (D,)},), ({"b": A},), "in_shardings[0]['b'] is a tuple, and there an array"),
+    "another kind": ((([D, D],)), ((A, B),), "in_shardings"),
+    "another kind inside": (({"l": [D]},), ({"l": (A,)},), "in_shardings[0]['l'] is a list, and there a tuple"),
+    "specs below None": (({"a": {"b": D}},), ({"a": None},), "in_shardings[0]['a'] is a dict, and there"),
+    "other statics": ((Layer(D, D, "other"),), (Layer(A, B),), "in_shardings"),
+    "rank": (({"w": P(None, None, "data")},), ({"w": A},), "in_shardings[0]['w']: f32[16,8]"),
+    "rank of a scalar": (D, ({"w": A, "count": np.int32(1)},), "in_shardings[0]['count']: i32[]"),
+    "no spec": (({"w": 3},), ({"w": A},), "in_shardings[0]['w']: 3"),
+}
+
+
+def named(specs: Any, mesh: jax.sharding.Mesh) -> Any:
+    wrap = lambda s: NamedSharding(mesh, s) if isinstance(s, P) else s  # noqa: E731
+    return jax.tree.map(wrap, specs, is_leaf=lambda s: isinstance(s, P))
+
+
+def plus_one(*args: Any) -> Any:
+    return jax.tree.map(lambda v: v + 1, args)
+
+
+@pytest.mark.parametrize("case", TREES)
+@pytest.mark.parametrize("wrap", [lambda specs, mesh: specs, named], ids=["P", "NamedSharding"])
+def test_in_shardings_fall_on_the_leaves_that_jax_gives_them(case: str, wrap: Any, mesh: jax.sharding.Mesh) -> None:
+    specs, args = TREES[case]
+    compiled = jax.jit(plus_one, in_shardings=named(specs, mesh)).lower(*args).compile()
+    theirs = [getattr(s, "spec", P()) for s in jax.tree.leaves(compiled.input_shardings[0])]
+    ours = gshard.jit(plus_one, mesh=mesh, in_shardings=wrap(specs, mesh)).lower(*args)
+    marks = ours.program.argument_marks
+    shapes = [v.shape for v in ours.program.block.inputs]
+    assert len(marks) == len(theirs) == len(shapes)
+    for mark, spec, shape in zip(marks, theirs, shapes, strict=True):
+        found = NamedSharding(mesh, P(*mark.spec) if mark is not None else P())
+        assert found.is_equivalent_to(NamedSharding(mesh, spec), len(shape))
+    for value, spec in zip(ours.program.block.inputs, theirs, strict=True):
+        if spec != P():
+            assert ours.mesh.spec_of(ours.plan.sharding(value).dims) == spec
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_out_shardings_fall_on_the_leaves_that_jax_gives_them(case: str, mesh: jax.sharding.Mesh) -> None:
+    specs, results = TREES[case]
+    specs = tuple(specs) if isinstance(specs, list) else specs
+
+    def f(zero: Any) -> Any:
+        return jax.tree.map(lambda v: v + zero, results)
+
+    theirs = jax.jit(f, out_shardings=named(specs, mesh))(np.float32(0))
+    ours = gshard.jit(f, mesh=mesh, out_shardings=specs)(np.float32(0))
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.tobytes() == b.tobytes()
+        if isinstance(b.sharding, NamedSharding) and b.sharding.spec != P():
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_what_is_no_prefix_is_refused_as_in_jax(case: str, mesh: jax.sharding.Mesh) -> None:
+    specs, args, text = MISFITS[case]
+    with pytest.raises((ValueError, TypeError)):
+        jax.jit(plus_one, in_shardings=named(specs, mesh))(*args)
+    with pytest.raises(ShardingError) as caught:
+        gshard.jit(plus_one, mesh=mesh, in_shardings=specs)(*args)
+    assert text in str(caught.value)
+    assert caught.value.way_out
+    if not isinstance(specs, tuple):
+        return
+    with pytest.raises(ShardingError, match="out_shardings"):
+        gshard.jit(lambda: plus_one(*args), mesh=mesh, out_shardings=specs)()
+
+
+def test_the_same_inside_a_transformation(mesh: jax.sharding.Mesh) -> None:
+    """There the arguments are marked in the function itself."""
+    specs, args = TREES["None before"]
+
+    def loss(d: Any) -> Any:
+        return (d["b"] * d["c"] * d["c"]).sum()
+
+    found = jax.grad(gshard.jit(loss, mesh=mesh, in_shardings=specs))(*args)
+    expected = jax.grad(loss)(*args)
+    assert found["a"] is None
+    for key in ("b", "c"):
+        np.testing.assert_array_equal(found[key], expected[key])
+
+
+@pytest.mark.parametrize("spec", ["data", P("data")], ids=str)
+def test_a_bare_axis_name_is_a_spec(spec: Any, mesh: jax.sharding.Mesh) -> None:
+    out = gshard.jit(lambda x: x + 1, mesh=mesh, in_shardings=spec, out_shardings=(spec))(A)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+
+
+@pytest.mark.parametrize("typo", ["dota", P(None, "modle")], ids=str)
+def test_a_name_that_is_no_axis_names_the_leaf(typo: Any, mesh: jax.sharding.Mesh) -> None:
+    with pytest.raises(ShardingError, match=r"at argument params\['w'\](.|\n)*Did you mean"):
+        gshard.jit(lambda params: params["w"] + 1, mesh=mesh, in_shardings=({"w": typo},))({"w": A})
+    with pytest.raises(ShardingError, match=r"out_shardings\['w'\]: array of shape \[16,8\](.|\n)*Did you mean"):
+        gshard.jit(lambda x: {"w": x + 1}, mesh=mesh, out_shardings={"w": typo})(A)
+
+
+def test_what_is_no_array_names_the_leaf(mesh: jax.sharding.Mesh) -> None:
+    with pytest.raises(ShardingError, match=r"out_shardings\['l'\]\['name'\] is of type str, not an array"):
+        gshard.jit(lambda x: {"l": {"name": "text", "w": x}}, mesh=mesh, out_shardings=P())(A)
+
+
+# -- sizes that do not divide ----------------------------------------------------------------------------------------
+
+
+def test_an_argument_need_not_divide(mesh: jax.sharding.Mesh, rng: np.random.Generator) -> None:
+    """It comes whole and is cut inside."""
+    x = rng.standard_normal((13, 7)).astype(np.float32)
+    f = gshard.jit(lambda x: x + 1, mesh=mesh, in_shardings=P("data", "model"))
+    lowered = f.lower(x)
+    assert lowered.mesh.spec_of(lowered.plan.sharding(lowered.program.block.inputs[0]).dims) == P("data", "model")
+    np.testing.assert_array_equal(f(x), x + 1)
+
+
+def test_marks_of_results_may_ask_for_equal_parts(mesh: jax.sharding.Mesh) -> None:
+    def f(x: Any) -> Any:
+        return {"w": x}
+
+    marked = with_marked_results(f, {"w": P("data", "model")}, even=True)
+    program = gshard.jit(marked, mesh=mesh).lower
+    assert program(A).plan is not None
+    with pytest.raises(ShardingError) as caught:
+        _ = program(A[:13]).plan
+    assert "dimension 0 of a result has 13 elements, which cannot leave in 4 equal parts" in caught.value.what
+    assert caught.value.got is not None
+    assert "out_shardings['w']" in caught.value.got
+    assert caught.value.way_out is not None
+    assert 'uneven="keep"' in caught.value.way_out
+    _ = gshard.jit(with_marked_results(f, P("data", "model")), mesh=mesh).lower(A[:13]).plan
+    assert Mesh.of(mesh).given is mesh
