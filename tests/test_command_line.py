@@ -141,7 +141,7 @@ def test_a_limit_needs_nothing_from_the_user():
 def test_a_limit_on_the_command_line(capsys):
     assert main(["plan", "MoE(128E, 12L)", "--topology", "v3:8x8", "--memory-limit", "2GiB"]) == 1
     error = capsys.readouterr().err
-    assert "more than memory_limit (2,048.0 MiB)" in error
+    assert "more than memory_limit (2.0 GiB)" in error
     assert main(["plan", "MoE(128E, 12L)", "--topology", "v3:8x8", "--memory-limit", "much"]) == 1
     assert "is no number of bytes" in capsys.readouterr().err
 

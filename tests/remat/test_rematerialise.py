@@ -161,9 +161,17 @@ def test_what_cannot_fit_is_told():
     with pytest.raises(MemoryLimitError) as error:
         _ = gshard.jit(f, mesh=8, memory_limit="400KiB").lower(*args).spmd
     text = str(error.value)
-    assert "more than memory_limit (0.4 MiB)" in text
-    assert "arguments and results 0.5 MiB" in text  # 12 weights of 16 KiB, gradients, a device's part of the batch
+    assert "more than memory_limit (400.0 KiB)" in text
+    assert "arguments and results 5" in text  # KiB: 12 weights of 16 KiB, gradients, a device's part of the batch
     assert "test_rematerialise.py" in text
+
+
+def test_small_limits_are_told_in_small_units():
+    with pytest.raises(MemoryLimitError) as error:
+        _ = gshard.jit(lambda x: x + 1, mesh=1, memory_limit=10).lower(np.zeros(3, np.float32)).spmd
+    text = str(error.value)
+    assert "needs 24 B on a device" in text
+    assert "14 B more than memory_limit (10 B)" in text
 
 
 @pytest.mark.parametrize("limit", ["14 apples", "", "-3", 0, True, "0GiB", 1.5j])

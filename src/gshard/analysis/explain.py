@@ -20,7 +20,7 @@ from gshard.analysis.report.data import report_data
 from gshard.analysis.report.page import page
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, local_bytes
-from gshard.core.program import Block, Value
+from gshard.core.program import Block, Value, format_bytes
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.rules.zones import parts_of
 
@@ -160,7 +160,7 @@ class Explanation:
         whole, local = self.argument_bytes
         lines = [
             f"{self.name} on {self.mesh.size} devices ({self.mesh}), {self.equations} equations",
-            f"arguments: {_size(whole)} in all, {_size(local)} on each device",
+            f"arguments: {format_bytes(whole)} in all, {format_bytes(local)} on each device",
         ]
         for title, rows in (
             ("arguments", [row for row in self.tensors if row.is_argument]),
@@ -170,15 +170,19 @@ class Explanation:
             wide = [max(map(len, column)) for column in zip(*((r.name, r.sharding) for r in shown), strict=True)]
             lines += ["", f"{title} (the largest {len(shown)} of {len(rows)}; bytes of one device's part)"]
             for r in shown:
-                lines.append(f"  {r.name:<{wide[0]}}  {r.sharding:<{wide[1]}}  {_size(r.local_bytes):>10}  {r.reason}")
+                lines.append(
+                    f"  {r.name:<{wide[0]}}  {r.sharding:<{wide[1]}}  {format_bytes(r.local_bytes):>10}  {r.reason}"
+                )
         lines += ["", f"collectives ({sum(r.times for r in self.collectives)} in one call)"]
         for c in self.collectives[:collectives]:
-            sent = f"{c.kind:<18} x{c.times:<4} {_size(c.bytes):>10}  over {c.axes:<12} {c.shape:<24}"
+            sent = f"{c.kind:<18} x{c.times:<4} {format_bytes(c.bytes):>10}  over {c.axes:<12} {c.shape:<24}"
             lines.append(f"  {sent} {c.line}  ({c.why})")
         if rest := self.collectives[collectives:]:
-            lines.append(f"  ... and {len(rest)} more rows with {_size(sum(r.bytes for r in rest))}")
-        kinds = ", ".join(f"{kind} {_size(n)}" for kind, n in sorted(self.bytes_by_kind.items(), key=lambda kv: -kv[1]))
-        lines.append(f"  each device sends {_size(self.total_bytes)} in one call{': ' + kinds if kinds else ''}")
+            lines.append(f"  ... and {len(rest)} more rows with {format_bytes(sum(r.bytes for r in rest))}")
+        kinds = ", ".join(
+            f"{kind} {format_bytes(n)}" for kind, n in sorted(self.bytes_by_kind.items(), key=lambda kv: -kv[1])
+        )
+        lines.append(f"  each device sends {format_bytes(self.total_bytes)} in one call{': ' + kinds if kinds else ''}")
         if self.spmd.recomputed is not None:
             lines += ["", str(self.spmd.recomputed)]
         if self.replicated:
@@ -276,17 +280,3 @@ def _rows(collectives: tuple[Collective, ...], mesh: Mesh) -> tuple[CollectiveRo
         times, sent = c.times + (old.times if old else 0), c.total_bytes + (old.bytes if old else 0)
         rows[key] = CollectiveRow(c.kind, axes, times, sent, c.shape, c.line, c.why)
     return tuple(sorted(rows.values(), key=lambda r: -r.bytes))
-
-
-def _size(n: int) -> str:
-    """Bytes for people.
-
-    >>> _size(1536), _size(3 * 2**30)
-    ('1.5 KiB', '3.0 GiB')
-    """
-    value, unit = float(n), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"

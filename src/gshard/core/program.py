@@ -195,3 +195,17 @@ def short_dtype(dtype: Any) -> str:
         if name.startswith(long):
             return short + name[len(long) :]
     return "pred" if name == "bool" else name
+
+
+def format_bytes(n: int) -> str:
+    """Bytes for people.
+
+    >>> format_bytes(1536), format_bytes(3 * 2**30)
+    ('1.5 KiB', '3.0 GiB')
+    """
+    value, unit = float(n), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from gshard.analysis.machine import Machine
+from gshard.core.program import format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.compile import Executable, compile_spmd
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
@@ -45,7 +46,7 @@ def compiled_within(
         executable = compiled(program, donated)
         try:
             peak = peak_of(executable.compiled)
-            planned = f"the compiler needs {peak / 2**20:,.1f} MiB"
+            planned = f"the compiler needs {format_bytes(peak)}"
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -59,7 +60,7 @@ def compiled_within(
         except MemoryLimitError:
             break  # the model cannot go lower
     raise MemoryLimitError(
-        f"the compiled program does not fit in memory_limit ({limit / 2**20:,.1f} MiB), whatever is recomputed.",
+        f"the compiled program does not fit in memory_limit ({format_bytes(limit)}), whatever is recomputed.",
         None,
         planned,
         "Split more (marks, a larger mesh), use a smaller batch, donate arguments, or allow more memory.",

@@ -21,7 +21,7 @@ from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
-from gshard.core.program import Block, Equation, Value
+from gshard.core.program import Block, Equation, Value, format_bytes
 from gshard.core.spmd import Recomputation, Recomputed, SpmdProgram
 from gshard.remat.lives import Lives, lives_of
 from gshard.remat.loops import Stacked, stacked_over, without_stacking
@@ -212,17 +212,16 @@ class _Search:
 
 
 def _does_not_fit(memory: Memory, limit: int) -> MemoryLimitError:
-    mib = 2**20
     held = [
-        f"{v.dtype_name}[{','.join(map(str, v.shape))}] ({size(v) / mib:.1f} MiB) of {e.name} at {e.line}"
+        f"{v.dtype_name}[{','.join(map(str, v.shape))}] ({format_bytes(size(v))}) of {e.name} at {e.line}"
         for v, e in memory.alive[:5]
     ]
     fixed = memory.arguments + memory.results - memory.shared
     return MemoryLimitError(
-        f"the program needs {memory.peak / mib:,.1f} MiB on a device whatever is recomputed: "
-        f"{(memory.peak - limit) / mib:,.1f} MiB more than memory_limit ({limit / mib:,.1f} MiB).",
+        f"the program needs {format_bytes(memory.peak)} on a device whatever is recomputed: "
+        f"{format_bytes(memory.peak - limit)} more than memory_limit ({format_bytes(limit)}).",
         None,
-        f"arguments and results {fixed / mib:,.1f} MiB, values inside {memory.temporaries / mib:,.1f} MiB"
+        f"arguments and results {format_bytes(fixed)}, values inside {format_bytes(memory.temporaries)}"
         + (f": {'; '.join(held)}" if held else ""),
         "Split more (marks, a larger mesh), use a smaller batch, donate arguments, or allow more memory.",
     )
