@@ -111,9 +111,7 @@ def with_a_table(table: Any, start: Any) -> Any:
 def meeting(x: Any, n: Any) -> Any:
     """Examples meet in the body: each round adds their mean."""
     mean = lambda v: lax.pmean(v, "examples")  # noqa: E731
-    return jax.vmap(
-        lambda x, n: lax.fori_loop(0, n, lambda i, c: 0.5 * c + mean(c), x), axis_name="examples"
-    )(x, n)
+    return jax.vmap(lambda x, n: lax.fori_loop(0, n, lambda i, c: 0.5 * c + mean(c), x), axis_name="examples")(x, n)
 
 
 def forward(x: Any, n: Any) -> Any:
@@ -189,9 +187,11 @@ def twice_mapped(x: Any) -> Any:
 def constants(x: Any) -> Any:
     """Condition and body close over arrays, the condition over one that differs by example."""
     limit, step = jnp.abs(x) + 2, jnp.arange(1.0, 4.0)
-    return jax.vmap(lambda v, most: lax.while_loop(lambda c: c.sum() < most, lambda c: c + step * (1 + v**2), step * v))(
-        x, limit
-    )
+
+    def until(v: Any, most: Any) -> Any:
+        return lax.while_loop(lambda c: c.sum() < most, lambda c: c + step * (1 + v**2), step * v)
+
+    return jax.vmap(until)(x, limit)
 
 
 def never(x: Any) -> Any:
@@ -256,9 +256,7 @@ def specs(arguments: tuple[Any, ...]) -> tuple[P | None, ...]:
 
 
 def mesh(**axes: int) -> jax.sharding.Mesh:
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
-    )
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
 
 
 def check_same(got: Any, want: Any) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 from gshard.api.specs import as_array, spread

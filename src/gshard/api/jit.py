@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine
 from gshard.analysis.overlap import Windowed
-from gshard.api.boundary import mark_of_sharding, mark_of_spec, spread_specs, with_marked_arguments, with_marked_results
+from gshard.api.boundary import mark_of_sharding, marks_of_specs, with_marked_arguments, with_marked_results
 from gshard.api.lowered import Lowered, Traced
 from gshard.api.signature import Parameters, Signature
 from gshard.api.target import Options, Target
@@ -222,7 +222,7 @@ class Jitted:
             if marked and self._options.in_shardings is not None:
                 f = with_marked_arguments(f, self._options.in_shardings)
             if self._options.out_shardings is not None:
-                f = with_marked_results(f, self._options.out_shardings)
+                f = with_marked_results(f, self._options.out_shardings, even=not self._options.keep_uneven)
             args, kwargs = signature.arguments()
             return closed_of(f, *args, **kwargs)
 
@@ -259,8 +259,8 @@ class Jitted:
         pairs = zip(signature.leaves, shapes, strict=True)
         marks = [mark_of_sharding(x.sharding, len(shape.shape), devices) for x, shape in pairs]
         if self._options.in_shardings is not None:
-            given = spread_specs("in_shardings", self._options.in_shardings, signature.arguments()[0])
-            marks[: len(given)] = [mark_of_spec(s, x) or m for s, x, m in zip(given, shapes, marks, strict=False)]
+            given = marks_of_specs("in_shardings", self._options.in_shardings, signature.arguments()[0])
+            marks[: len(given)] = [said or own for said, own in zip(given, marks, strict=False)]
         return marks
 
 

@@ -72,7 +72,7 @@ def _planned(jaxpr: Any, target: Target) -> Plan:
 def _program(jaxpr: Any, marks: Sequence[Mark | None] | None = None) -> Program:
     names = [f"args[{i}]" for i in range(len(jaxpr.in_avals))]
     tree = jax.tree.structure([0] * len(jaxpr.out_avals))
-    return program_of(jaxpr, tree, "call", names, marks)
+    return program_of(jaxpr, tree, "call", names, marks, as_typed=True)
 
 
 @weakly_cached

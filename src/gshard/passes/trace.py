@@ -30,7 +30,8 @@ from gshard.core.jax_adapter import (
 from gshard.core.mark import Mark
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
-from gshard.rules.expand import expansion, mark_of_equation, needs_barrier
+from gshard.rules.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
+from gshard.rules.mark import mark_p
 from gshard.rules.opened import opened
 from gshard.rules.pieces import join_slices
 from gshard.rules.region import REGIONS
@@ -75,7 +76,13 @@ def trace(
 
 
 def program_of(
-    whole: Any, out_tree: Any, name: str, names: Sequence[str], argument_marks: Sequence[Mark | None] | None = None
+    whole: Any,
+    out_tree: Any,
+    name: str,
+    names: Sequence[str],
+    argument_marks: Sequence[Mark | None] | None = None,
+    *,
+    as_typed: bool = False,
 ) -> Program:
     """The program of a closed jaxpr.
 
@@ -85,12 +92,15 @@ def program_of(
         name: the function's.
         names: of its flat arguments.
         argument_marks: for each of them a mark or None.
+        as_typed: whether results must be sharded as their types say, also where these name no axis: what JAX's
+            transformations do with them depends on it.
 
     Raises:
         ShardingError: parts (``auto_to_manual``) and whole arrays are mixed.
     """
     jaxpr, consts = closed(whole)
-    block = _Builder().block(without_dead_code(jaxpr))
+    builder = _Builder()
+    block = builder.marked_by_type(builder.block(without_dead_code(jaxpr)), jaxpr.outvars, as_typed)
     check_zones(block)
     captured = tuple(consts)
     marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(names)
@@ -208,6 +218,18 @@ class _Builder:
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
         return Block(tuple(inputs), tuple(join_slices(body.equations, outputs)), outputs)
+
+    def marked_by_type(self, block: Block, variables: Sequence[Any], as_typed: bool) -> Block:
+        """The block with marks on those results whose types (of explicit axes) say how they are sharded."""
+        added, outputs = [], list(block.outputs)
+        for i, (v, variable) in enumerate(zip(block.outputs, variables, strict=True)):
+            mark = mark_of_type(getattr(variable.aval, "sharding", None), len(v.shape))
+            if mark is not None and isinstance(v, Value) and (as_typed or any(mark.spec)):
+                outputs[i] = result = self._new({}, variable)
+                call = Call(mark_p.name, {"mark": mark}, (v.shape,), (v.shape,), (v.dtype,), mark_p)
+                rule = self._rule(call, None)
+                added.append(Equation(mark_p, {"mark": mark}, (v,), (result,), rule, mark=mark))
+        return Block(block.inputs, (*block.equations, *added), tuple(outputs))
 
     def _equations(self, jaxpr: Any, env: dict[Any, Any], out: _Body, line: Any) -> None:
         for eqn in jaxpr.eqns:

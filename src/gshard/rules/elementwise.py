@@ -84,7 +84,7 @@ def _conversion(before: Any, after: Any) -> list[tuple[str, tuple[int, ...]]]:
     return [("max", (0,)), ("min", (0,)), *([sums(0)] if wider else [])]
 
 
-@rule("gshard_mark", "sharding_constraint")
+@rule("gshard_mark", "sharding_constraint", "reshard")
 def mark(call: Call) -> Rule:
     """A mark changes nothing: its result is its operand, lying as the user wants it."""
     make = RuleMaker()

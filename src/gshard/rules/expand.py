@@ -7,13 +7,14 @@ its own is its solver, a sum over an axis that ``vmap`` named a sum over a dimen
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.jax_adapter import body_of_call, closed, expand_high_primitive, expand_random_bits, shapes_of
 from gshard.core.mark import Mark, entries_of
@@ -67,7 +68,21 @@ def mark_of_equation(name: str, params: dict[str, Any], ndim: int) -> Mark | Non
         return params["mark"]  # type: ignore[no-any-return]
     if name == "sharding_constraint" and isinstance(params["sharding"], NamedSharding):
         return mark_of_named_sharding(params["sharding"], ndim)
+    if name == "reshard":
+        return mark_of_type(params["dst_sharding"], ndim)
     return None
+
+
+def mark_of_type(sharding: Any, ndim: int) -> Mark | None:
+    """What the sharding in an array's type says, where its mesh has axes of type Explicit; None if that is nothing."""
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or mesh.empty or not mesh.explicit_axes:
+        return None
+    mark = mark_of_named_sharding(sharding, ndim)
+    if not mesh.auto_axes:
+        return mark
+    open_dim = PartitionSpec.UNCONSTRAINED  # what an axis of type Auto does is not in the type
+    return dataclasses.replace(mark, spec=tuple(open_dim if entry is None else entry for entry in mark.spec))
 
 
 def mark_of_named_sharding(sharding: NamedSharding, ndim: int, leaf: str = "") -> Mark:

@@ -109,7 +109,13 @@ def _emit(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequen
         any_of_mine = jnp.any(_without_padding(mine, flags, lie))
         return emitter.combine(any_of_mine, "or", atoms, equation) if together else any_of_mine
 
-    return list(lax.while_loop(go_on, lambda carry: jaxpr_as_fun(once)(*carry), list(arrays[consts:])))
+    return list(
+        lax.while_loop(
+            go_on,  # type: ignore[arg-type]
+            lambda carry: jaxpr_as_fun(once)(*carry),
+            list(arrays[consts:]),
+        )
+    )
 
 
 def _without_padding(flags: Any, value: Value, lie: Sharding) -> Any:
