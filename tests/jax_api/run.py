@@ -1,0 +1,221 @@
+"""Claim: what JAX's own tests of ``jax.jit`` ask, ``gshard.jit`` does.
+
+JAX's ``tests/api_test.py`` runs three times: as it is, with ``gshard.jit`` on one device in the place of ``jax.jit``,
+and with ``gshard.jit`` on eight virtual devices and the first dimension of every array argument split over them. What
+counts is the share, of the tests that ``jax.jit`` passes here, that still pass. The tests are not part of JAX's wheel
+nor of this repository, and nothing is fetched: name the folder of a checkout of the release in use.
+
+    python tests/jax_api/run.py ~/jax/tests
+    python tests/jax_api/run.py ~/jax/tests --classes JitTest --side ours --only donate --json out.json
+
+``cannot_apply.toml`` names tests that ask for what only ``jax.jit`` can have, each with its reason. They run all the
+same, and are counted apart. Each class runs in a child process; when one dies, another goes on after the test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+import traceback
+import unittest
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+CLASSES = ("JitTest", "APITest", "RematTest", "JaxprTest", "BufferDonationTest", "NamedCallTest")
+SIDES = ("jax", "ours", "split")
+SECONDS = 300  # after which a child that says nothing is stopped
+PASSED, SKIPPED, FAILED, DIED = "passed", "skipped", "failed", "died"
+
+
+class Reporter(unittest.TestResult):
+    """Prints one line of JSON for each test."""
+
+    def startTest(self, test: unittest.TestCase) -> None:
+        super().startTest(test)
+        self.said: dict[str, Any] = {"status": PASSED}
+        self.begin = time.perf_counter()
+
+    def addError(self, test: Any, err: Any) -> None:
+        self.fail(err)
+
+    def addFailure(self, test: Any, err: Any) -> None:
+        self.fail(err)
+
+    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
+        if err is not None:
+            self.fail(err)
+
+    def addSkip(self, test: Any, reason: str) -> None:
+        self.said = {"status": SKIPPED, "error": reason}
+
+    def addUnexpectedSuccess(self, test: Any) -> None:
+        self.said = {"status": FAILED, "error": "unexpected success"}
+
+    def fail(self, err: Any) -> None:
+        if self.said["status"] == PASSED:  # the first of several subtests
+            kind, error, _ = err
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            text = "".join(traceback.format_exception(*err))
+            self.said = {"status": FAILED, "error": f"{kind.__name__}: {lines[0] if lines else ''}", "traceback": text}
+
+    def stopTest(self, test: unittest.TestCase) -> None:
+        seconds = round(time.perf_counter() - self.begin, 2)
+        say({"test": name_of(test), **self.said, "seconds": seconds})
+        super().stopTest(test)
+
+
+def say(result: dict[str, Any]) -> None:
+    print("\n" + json.dumps(result), file=sys.__stdout__, flush=True)
+
+
+def name_of(test: unittest.TestCase) -> str:
+    return ".".join(test.id().split(".")[-2:])
+
+
+def child(folder: Path, side: str, name: str, only: str, done: Sequence[str]) -> None:
+    """Runs the tests of a class that are not done yet."""
+    sys.argv = sys.argv[:1]  # JAX's tests read flags of their own
+    sys.path.insert(0, str(HERE))
+    import substitute
+
+    module = substitute.load(folder / "api_test.py", side)
+    tests = list(unittest.defaultTestLoader.loadTestsFromTestCase(getattr(module, name)))
+    say({"all": [name_of(t) for t in tests if re.search(only, name_of(t))]})
+    for test in tests:
+        if name_of(test) not in done and re.search(only, name_of(test)):
+            say({"begin": name_of(test)})
+            test.run(Reporter())
+
+
+def parent(folder: Path, side: str, name: str, only: str) -> dict[str, dict[str, Any]]:
+    """The results of a class by test; a child that dies is followed by another."""
+    found: dict[str, dict[str, Any]] = {}
+    every: list[str] = []
+    while True:
+        current, last_words = "", ""
+        command = [sys.executable, __file__, str(folder), "--child", side, name, "--only", only, "--done", *found]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+        ):
+            assert process.stdout is not None
+            watch = threading.Timer(SECONDS, process.kill)
+            watch.start()
+            for line in process.stdout:
+                watch.cancel()
+                watch = threading.Timer(SECONDS, process.kill)
+                watch.start()
+                result = read(line)
+                if "all" in result:
+                    every = result["all"]
+                elif "begin" in result:
+                    current = result["begin"]
+                elif "test" in result:
+                    found[result.pop("test")] = result
+                    current = ""
+            watch.cancel()
+            process.wait()
+            errors.seek(0)
+            last_words = errors.read()
+        if current:
+            text = f"the process ended with {process.returncode}"
+            found[current] = {"status": DIED, "error": text, "traceback": last_words[-4000:]}
+        elif process.returncode:
+            raise SystemExit(f"{name} on {side} could not be run:\n{last_words[-4000:]}")
+        if set(every) <= set(found):
+            return found
+
+
+def read(line: str) -> dict[str, Any]:
+    """What a child said, if it was the child and not a test of JAX's."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def cannot_apply() -> dict[str, str]:
+    """Reasons by test."""
+    table = tomllib.loads((HERE / "cannot_apply.toml").read_text())
+    return {f"{name}.{test}": reason for name, tests in table.items() for test, reason in tests.items()}
+
+
+def report(results: dict[str, dict[str, dict[str, dict[str, Any]]]]) -> None:
+    """Prints, for each class, how many of the tests that jax.jit passes still do, and then those that do not."""
+    reasons = cannot_apply()
+    sides = [s for s in SIDES[1:] if s in results]
+    failures: list[str] = []
+    print(f"\n{'class':<22}{'jax.jit':>8}" + "".join(f"{s:>8}{'':<14}" for s in sides) + "cannot apply")
+    for name in next(iter(results.values())):
+        passed = [t for t, r in results["jax"][name].items() if r["status"] == PASSED]
+        apart = [t for t in passed if t in reasons]
+        row = f"{name:<22}{len(passed):>8}"
+        for side in sides:
+            mine = results[side][name]
+            good = [t for t in passed if mine[t]["status"] == PASSED]
+            lost = [t for t in passed if mine[t]["status"] != PASSED and t not in reasons]
+            row += f"{len(good):>8} {f'{len(lost)} to do':<13}"
+            failures += [f"{side:<6}{t}  {mine[t]['status']}  {mine[t].get('error', '')[:200]}" for t in lost]
+        print(f"{row}{len(apart):>6}")
+    print(f"\n{len(failures)} that fail and should not:")
+    for text in failures:
+        print(text)
+    known = {t for side in results.values() for tests in side.values() for t in tests}
+    needless = [t for t in reasons if t in known and all(results[s][t.split(".")[0]][t]["status"] == PASSED for s in sides)]
+    for test in needless:
+        print(f"passes, and need not be in cannot_apply.toml: {test}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the folder tests/ of a checkout of JAX")
+    parser.add_argument("--classes", nargs="+", default=CLASSES, help="classes of api_test.py")
+    parser.add_argument("--side", action="append", choices=SIDES[1:], help="which; both unless named")
+    parser.add_argument("--only", default="", help="tests whose name matches")
+    parser.add_argument("--json", type=Path, help="write all results, with tracebacks")
+    parser.add_argument("--baseline", type=Path, help="a JSON of before, to take jax.jit's own results from")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--done", nargs="*", default=[], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not (options.folder / "api_test.py").is_file():
+        parser.error(f"{options.folder} holds no api_test.py: name the folder tests/ of a checkout of JAX")
+    if options.child:
+        child(options.folder, *options.child, options.only, options.done)
+        return
+    results: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    for side in ("jax", *(options.side or SIDES[1:])):
+        if side == "jax" and options.baseline:
+            before = json.loads(options.baseline.read_text())["jax"]
+            kept = {n: {t: r for t, r in before[n].items() if re.search(options.only, t)} for n in options.classes}
+            results[side] = kept
+            continue
+        results[side] = {}
+        for name in options.classes:
+            begin = time.perf_counter()
+            results[side][name] = parent(options.folder, side, name, options.only)
+            counts = summary(results[side][name].values())
+            print(f"{side:<6}{name:<22}{counts}  {time.perf_counter() - begin:.0f} s", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(results, indent=1) + "\n")
+    report(results)
+
+
+def summary(results: Iterable[dict[str, Any]]) -> str:
+    statuses = [r["status"] for r in results]
+    return ", ".join(f"{statuses.count(s)} {s}" for s in (PASSED, SKIPPED, FAILED, DIED) if s in statuses)
+
+
+if __name__ == "__main__":
+    main()
