@@ -7,6 +7,9 @@ constraints, and both results are compared with those of the unpartitioned progr
 chances: its own choice for the arguments, or the shardings that gshard found for them; results lie as each wants.
 
 Bytes that each device sends are read from both compiled programs, rounds of loops included (``gshard.analysis.hlo``).
+FLOPs that each device executes are XLA's own count of both compiled programs (``compiled.cost_analysis()``), to which
+the further rounds of loops are added, for XLA counts a body once (``tests/flops.py``). Temporaries are XLA's number too
+(``memory_analysis``). Each is compared with the chance of XLA's that needs less of it; a few thousand count as none.
 
     python benchmarks/bytes_against_xla.py                         all programs, about ten minutes on two cores
     python benchmarks/bytes_against_xla.py --only layers --only moves/roll [--jobs 2] [--json out.json]
@@ -44,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import jax
 import numpy as np
 
+import flops
 import gshard
 from families import CASES, Case
 from gshard.analysis import hlo, hlo_text
@@ -53,6 +57,8 @@ from gshard.passes.compile import named_sharding
 SECONDS = 400  # after which a child that says nothing is stopped
 LEAST = 0.01  # what a program in which only XLA sends counts in the mean
 PAGE = 4096  # less temporary memory counts as much as this
+FEW = 4096  # fewer FLOPs count as much as this
+LIMIT = 1.05  # of XLA's FLOPs: more is no rounding of uneven parts any more
 NEAR = 1e-3  # results that are further off, relative to the largest number, are wrong
 CHANCES = "its own arguments", "our arguments"
 
@@ -62,7 +68,8 @@ def measured(compiled: Any) -> dict[str, Any]:
     kinds = hlo.summary(hlo.collectives(text))
     total = sum(n for _, n in kinds.values())
     memory = compiled.memory_analysis().temp_size_in_bytes
-    return {"bytes": total, "at_best": total - reduce_scatters_missed(text), "kinds": kinds, "memory": memory}
+    at_best = total - reduce_scatters_missed(text)
+    return {"bytes": total, "at_best": at_best, "kinds": kinds, "memory": memory, "flops": flops.executed(compiled)}
 
 
 def reduce_scatters_missed(text: str) -> int:
@@ -214,6 +221,14 @@ def ratio_of(sides: dict[str, Any], what: str = "bytes") -> float | None:
     return float(ours["bytes"] / xla[what])
 
 
+def work_of(sides: dict[str, Any], what: str, least: int) -> float | None:
+    """Our FLOPs or temporaries over XLA's; None if one of us has no result."""
+    xla = xla_of(sides, what)
+    if xla is None or what not in sides["ours"]:
+        return None
+    return float(max(least, sides["ours"][what]) / max(least, xla[what]))
+
+
 def text_of(name: str, sides: dict[str, Any]) -> str:
     """A row of the table."""
     ours, xla, ratio = sides.get("ours", {}), xla_of(sides), ratio_of(sides)
@@ -225,8 +240,12 @@ def text_of(name: str, sides: dict[str, Any]) -> str:
     unlike = "" if as_predicted(ours) else f" predicted {ours.get('predicted')}"
     return (
         f"{name:<42}{cell(ours, ours.get('error', '')):<36}{cell(xla, f'fails ({failed})'):<36}"
-        f"{'-' if ratio is None else f'{ratio:.2f}'}{off}{unlike}"
+        f"{two(ratio):>6}{two(work_of(sides, 'flops', FEW)):>8}{two(work_of(sides, 'memory', PAGE)):>8}{off}{unlike}"
     )
+
+
+def two(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
 
 
 SHORT = {
@@ -247,11 +266,9 @@ def report(found: dict[str, dict[str, Any]]) -> None:
     at_best = [ratio_of(sides, "at_best") for sides in found.values()]
     given = [r for r in at_best if r is not None and r < math.inf]
     worse = {name: r for name, r in ratios.items() if r is not None and r > 1.0}
-    memory = [
-        max(PAGE, sides["ours"]["memory"]) / max(PAGE, xla["memory"])
-        for sides in found.values()
-        if (xla := xla_of(sides)) is not None and "memory" in sides["ours"]
-    ]
+    memory = [r for sides in found.values() if (r := work_of(sides, "memory", PAGE)) is not None]
+    work = {name: r for name, sides in found.items() if (r := work_of(sides, "flops", FEW)) is not None}
+    busier = sorted((n for n in work if work[n] > LIMIT), key=lambda n: -work[n])
     print(f"\n{len(found)} programs, {len(compared)} compared, jax {jax.__version__}")
     print(f"geometric mean of bytes, ours / XLA's       {mean([max(LEAST, r) for r in compared]):.3f}   (target 0.50)")
     print(f"  without those in which only XLA sends     {mean([r for r in compared if r]):.3f}")
@@ -259,6 +276,9 @@ def report(found: dict[str, dict[str, Any]]) -> None:
     print(f"programs above 1.0                          {len(worse)}   (target 0)")
     print(f"  if XLA scattered what it only slices      {sum(r is not None and r > 1.0 for r in at_best)}")
     print(f"geometric mean of temporary memory          {mean(memory):.3f}   (target 1.00)")
+    print(f"geometric mean of FLOPs                     {mean(list(work.values())):.3f}   (target 1.00)")
+    print(f"programs with more FLOPs                    {sum(r > 1.0 for r in work.values())}")
+    print(f"  with more than {LIMIT} of XLA's             {len(busier)}   (target 0)")
     lists: list[tuple[str, list[str]]] = [
         ("only XLA sends", [n for n, r in ratios.items() if r == 0.0]),
         ("XLA fails or is wrong", [n for n, r in ratios.items() if r is None]),
@@ -268,8 +288,13 @@ def report(found: dict[str, dict[str, Any]]) -> None:
     ]
     for title, names in lists:
         print(f"{title}: {len(names)}{': ' if names else ''}{', '.join(names)}")
+    if busier:
+        print(f"\nMORE THAN {LIMIT} OF XLA'S FLOPS")
+        for name in busier:
+            ours, xla = found[name]["ours"]["flops"], xla_of(found[name], "flops")
+            print(f"{name:<42}{ours:>14,.0f}{xla['flops'] if xla else 0:>14,.0f}{work[name]:>8.2f}")
     if worse:
-        print("\nWORSE THAN XLA")
+        print("\nSENDS MORE THAN XLA")
         for name in sorted(worse, key=lambda n: -worse[n]):
             print(text_of(name, found[name]))
 
@@ -293,7 +318,7 @@ def main() -> None:
         child(options.child)
         return
     names = [name for name in CASES if not options.only or any(text in name for text in options.only)]
-    print(f"{'program':<42}{'gshard: bytes, collectives':<36}{'XLA':<36}ratio")
+    print(f"{'program':<42}{'gshard: bytes, collectives':<36}{'XLA':<36} ratio   flops   temps")
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         parts = list(pool.map(parent, [names[i :: options.jobs] for i in range(options.jobs)]))
     found = {name: part[name] for name in names for part in parts if name in part}

@@ -173,7 +173,9 @@ def report(results: dict[str, dict[str, dict[str, dict[str, Any]]]]) -> None:
     for text in failures:
         print(text)
     known = {t for side in results.values() for tests in side.values() for t in tests}
-    needless = [t for t in reasons if t in known and all(results[s][t.split(".")[0]][t]["status"] == PASSED for s in sides)]
+    needless = [
+        t for t in reasons if t in known and all(results[s][t.split(".")[0]][t]["status"] == PASSED for s in sides)
+    ]
     for test in needless:
         print(f"passes, and need not be in cannot_apply.toml: {test}")
 

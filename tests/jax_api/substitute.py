@@ -1,7 +1,7 @@
 """Substitute: a module of JAX's own tests, loaded with another function in the place of ``jax.jit``.
 
-Only what the test module itself imports is replaced (``jax.jit``, ``from jax import jit``, ``api.jit`` of ``jax._src``),
-at import and later, inside its functions too. JAX's own calls of ``jax.jit`` and gshard's stay as they are.
+Only what the test module itself imports is replaced (``jax.jit``, ``from jax import jit``, ``jax._src.api.jit``), at
+import and later, inside its functions too. JAX's own calls of ``jax.jit`` and gshard's stay as they are.
 
     tests = load(Path("jax/tests/api_test.py"), "ours")
 """
