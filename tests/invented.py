@@ -1,7 +1,6 @@
 """Primitives that gshard has never heard of: one that reverses rows and adds them up from the left, and any other.
 
-Their lowering is their own, as a kernel's would be, so that gshard cannot look inside; that of ``made_of`` is a
-function.
+Their lowering is their own, as a kernel's would be, so that gshard cannot look inside.
 """
 
 from __future__ import annotations

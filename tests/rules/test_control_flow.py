@@ -187,11 +187,9 @@ def twice_mapped(x: Any) -> Any:
 def constants(x: Any) -> Any:
     """Condition and body close over arrays, the condition over one that differs by example."""
     limit, step = jnp.abs(x) + 2, jnp.arange(1.0, 4.0)
-
-    def until(v: Any, most: Any) -> Any:
-        return lax.while_loop(lambda c: c.sum() < most, lambda c: c + step * (1 + v**2), step * v)
-
-    return jax.vmap(until)(x, limit)
+    return jax.vmap(
+        lambda v, most: lax.while_loop(lambda c: c.sum() < most, lambda c: c + step * (1 + v**2), step * v)
+    )(x, limit)
 
 
 def never(x: Any) -> Any:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from gshard.core.rule import Rule, RuleMaker
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from gshard.comm.shards import Shards
+from gshard.core.rule import Rule, RuleMaker, moves
 from gshard.rules.registry import Call, rule
 
 _MATRIX = """
@@ -57,4 +61,29 @@ def fft(call: Call) -> Rule:
     operand, result = (
         [*shared, *(make.whole(n) for n in shape[leading:])] for shape in (call.in_shapes[0], call.out_shapes[0])
     )
-    return make.rule([operand], [result])
+    return make.rule([operand], [result], local=_row_major)
+
+
+def _row_major(shards: Shards, x: Any) -> list[Any]:
+    """The transform between arrays that lie in memory row by row, where XLA would have it otherwise.
+
+    On CPU it asks for such arrays when it runs, but lets a neighbour that likes another order (a gather along the last
+    dimension) choose when it compiles: "RET_CHECK failure (fft_thunk.cc) LayoutUtil::IsMonotonicWithDim0Major". Elsewhere
+    its compiler chooses.
+    """
+    if shards.mesh.devices is None or shards.mesh.devices[0].platform != "cpu":
+        return shards.bind(x)
+    (y,) = shards.bind(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
+    return [with_layout_constraint(y, Layout(tuple(range(y.ndim))))]
+
+
+@rule("layout_constraint")
+def layout_constraint(call: Call) -> Rule:
+    """The order of dimensions in memory is that of every part.
+
+    >>> print(layout_constraint(Call("layout_constraint", {}, ((4, 6),), ((4, 6),), ("f4",))))
+    a b -> a b
+    """
+    make = RuleMaker()
+    dims = make.parallel(call.in_shapes[0])
+    return make.rule([dims], [dims], linear=moves(0), passes=True)
