@@ -194,3 +194,21 @@ def test_marks_of_results_may_ask_for_equal_parts(mesh: jax.sharding.Mesh) -> No
     assert 'uneven="keep"' in caught.value.way_out
     _ = gshard.jit(with_marked_results(f, P("data", "model")), mesh=mesh).lower(A[:13]).plan
     assert Mesh.of(mesh).given is mesh
+
+
+def test_a_result_that_does_not_divide_is_refused_as_jax_refuses_it(
+    mesh: jax.sharding.Mesh, rng: np.random.Generator
+) -> None:
+    x = rng.standard_normal((13, 8)).astype(np.float32)
+    sharding = NamedSharding(mesh, P("data", "model"))
+    with pytest.raises(ValueError, match="divi"):
+        jax.jit(lambda x: x + 1, out_shardings=sharding)(x)
+    for spec in (sharding, P("data", "model")):
+        f = gshard.jit(lambda x: x + 1, mesh=mesh, out_shardings=spec)
+        for run in (f, jax.jit(f), jax.grad(lambda x, f=f: f(x).sum())):
+            with pytest.raises(ShardingError, match=r"13 elements(.|\n)*out_shardings(.|\n)*uneven=\"keep\""):
+                run(x)
+        keep = gshard.jit(lambda x: x + 1, mesh=mesh, out_shardings=spec, uneven="keep")
+        np.testing.assert_array_equal(keep(x).whole(), x + 1)
+    fits = gshard.jit(lambda x: x + 1, mesh=mesh, out_shardings=P(None, "model"))(x)
+    assert fits.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "model")), 2)
