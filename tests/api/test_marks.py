@@ -319,3 +319,12 @@ def test_a_traced_dimension_is_jaxs_error(x: np.ndarray) -> None:
         jax.jit(lambda x, d: split(x, d, 2))(x, 0)
     with pytest.raises(jax.errors.TracerIntegerConversionError):
         jax.jit(lambda x, n: split(x, 0, n))(x, 2)
+
+
+def test_a_sharding_of_jaxs_is_not_called_a_mark_of_ours(x: np.ndarray) -> None:
+    other = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:4]), ("q",)), P("q"))
+    with pytest.raises(ShardingError) as caught:
+        gshard.jit(lambda x: jax.lax.with_sharding_constraint(x, other), mesh=8)(x)
+    assert caught.value.got is not None
+    assert "NamedSharding of JAX's over q=4: P('q'" in caught.value.got
+    assert "shard(" not in caught.value.got

@@ -10,7 +10,7 @@ and where the tree has None there is no array for it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import is_mapped, user_line
-from gshard.core.mark import Mark, entries_of
+from gshard.core.mark import Mark, entries_of, text_of_spec
 from gshard.rules.expand import mark_of_named_sharding
 
 
@@ -62,11 +62,6 @@ def mark_of_spec(spec: Any, x: Any, leaf: str = "") -> Mark | None:
     if isinstance(spec, NamedSharding):
         return mark_of_named_sharding(spec, ndim, leaf)
     return Mark("spec", spec=entries, leaf=leaf)
-
-
-def text_of_spec(entries: Sequence[Any]) -> str:
-    """A ``PartitionSpec`` of these entries as it is written."""
-    return f"P({', '.join(map(repr, entries))})"
 
 
 def hidden_by_vmap(arrays: Iterable[Any]) -> str:

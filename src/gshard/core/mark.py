@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,16 @@ class Mark:
             case "assignment":
                 return f"shard(x, ids of shape {self.ids_shape})"
             case _:
-                return f"shard(x, P{self.spec})" if len(self.spec) != 1 else f"shard(x, P({self.spec[0]!r}))"
+                return f"shard(x, {text_of_spec(self.spec)})"
+
+
+def text_of_spec(entries: Iterable[Any]) -> str:
+    """A ``PartitionSpec`` of these entries as it is written."""
+    return f"P({', '.join(map(repr, entries))})"
+
+
+def _axes(axes: tuple[tuple[str, int], ...]) -> str:
+    return " ".join(f"{name}={size}" for name, size in axes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,7 +128,8 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
             _check_even(placed, shape, mesh)
     except ShardingError as reason:
         which = f"{mark.leaf}: " if mark.leaf else ""
-        got = f"{which}{_text(shape)}, {mark}; mesh: {mesh}{'; ' + reason.got if reason.got else ''}"
+        said = f"NamedSharding of JAX's over {_axes(mark.axes)}: {text_of_spec(mark.spec)}" if mark.axes else str(mark)
+        got = f"{which}{_text(shape)}, {said}; mesh: {mesh}{'; ' + reason.got if reason.got else ''}"
         raise ShardingError(reason.what, line, got, reason.way_out) from None
     return Demand(tuple(d or () for d in placed), tuple(d is None for d in placed), order)
 
