@@ -78,7 +78,7 @@ class Machine:
     """
 
     name: str
-    flops: Mapping[str, float]
+    flops: Mapping[str, float] = dataclasses.field(hash=False)  # a dictionary has no hash
     vector_flops: float
     memory_bandwidth: float
     memory: int

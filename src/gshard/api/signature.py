@@ -45,7 +45,10 @@ class Leaf:
             TypeError: it is no array, nor anything that JAX takes for one.
         """
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-            return Leaf(jax.typeof(x), x.sharding if x.committed else None)
+            aval = jax.typeof(x)
+            # Where its mesh has no explicit axes an array's type is the same wherever the array is.
+            aval = aval if _explicit_sharding(aval) is not None else aval.update(sharding=None)
+            return Leaf(aval, x.sharding if x.committed else None)
         if isinstance(x, UnevenArray):
             return Leaf(jax.core.ShapedArray(x.shape, x.dtype), x.sharding, x.lies)
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -66,9 +69,9 @@ def _plain(x: jax.ShapeDtypeStruct) -> Any:
 
 def _explicit_sharding(aval: Any) -> Any:
     """The sharding that is part of an array's type, where its mesh has axes of type Explicit."""
-    sharding = getattr(aval, "sharding", None)
+    sharding: Any = getattr(aval, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
-    return sharding if mesh is not None and not mesh.empty and any(sharding.spec) else None  # type: ignore[union-attr]
+    return sharding if mesh is not None and not mesh.empty and mesh.explicit_axes else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

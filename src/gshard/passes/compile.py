@@ -72,9 +72,14 @@ def relabelled(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
-@functools.lru_cache(maxsize=4096)
 def named_sharding(mesh: Mesh, sharding: Sharding) -> NamedSharding:
     """A sharding as JAX's, over the user's own mesh; over its atoms where a part of an axis splits a dimension."""
+    return _named_sharding(mesh, sharding, mesh.given)
+
+
+@functools.lru_cache(maxsize=4096)
+def _named_sharding(mesh: Mesh, sharding: Sharding, _: Any) -> NamedSharding:
+    # Meshes are equal whatever mesh of JAX's they were read from, so that one is a part of the key.
     own = mesh.spec_of(sharding.dims)
     return NamedSharding(mesh.jax_mesh, spec(sharding)) if own is None else NamedSharding(mesh.user_jax_mesh, own)
 

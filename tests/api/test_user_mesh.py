@@ -1,0 +1,123 @@
+"""Results, errors and plans speak of the mesh and the axis names that the user gave; explicit axes work."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gshard
+
+SHAPE = (4, 2)
+
+
+@pytest.fixture
+def auto() -> jax.sharding.Mesh:
+    return jax.make_mesh(SHAPE, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.fixture
+def explicit() -> jax.sharding.Mesh:
+    return jax.make_mesh(SHAPE, ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+
+@pytest.mark.parametrize(
+    "spec", [P("data"), P(None, "model"), P("data", "model"), P(("data", "model")), P(("model", "data")), P()]
+)
+def test_results_have_the_sharding_that_was_asked_for(spec: P, auto: jax.sharding.Mesh) -> None:
+    x = jnp.arange(64.0).reshape(8, 8)
+    y = gshard.jit(lambda x: gshard.shard(x * 2, spec), mesh=auto)(x)
+    assert y.sharding == NamedSharding(auto, spec)
+    assert y.sharding.mesh is auto
+    np.testing.assert_array_equal(y, x * 2)
+    under_jit = jax.jit(gshard.jit(lambda x: gshard.shard(x * 2, spec), mesh=auto))(x)
+    assert under_jit.sharding.is_equivalent_to(y.sharding, 2)
+    assert under_jit.sharding.mesh.axis_names == ("data", "model")
+
+
+def test_a_part_of_an_axis_is_said_in_parts_of_it(auto: jax.sharding.Mesh) -> None:
+    y = gshard.jit(lambda x: gshard.split(x, 0, 2), mesh=auto)(jnp.arange(8.0))
+    assert y.sharding.spec == P("data.0")
+    np.testing.assert_array_equal(y, np.arange(8.0))
+
+
+def test_what_is_in_place_is_passed_on(auto: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = jax.device_put(jnp.arange(8.0), NamedSharding(auto, P("data")))
+    step = gshard.jit(lambda x: x + 1, mesh=auto)
+    moved: list[Any] = []
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, *a, **k: moved.append(x) or put(x, *a, **k))
+    for _ in range(3):
+        assert step(x).sharding == x.sharding
+    assert not moved
+
+
+def test_meshes_in_every_form() -> None:
+    x = jnp.arange(8.0)
+
+    def f(x: Any) -> Any:
+        return gshard.split(x, 0, "data") * 2
+
+    named = {"data": 4, "model": 2}
+    y = gshard.jit(f, named)(x)
+    assert y.sharding.spec == P("data")
+    assert y.sharding.mesh.shape == named
+    with pytest.raises(gshard.MeshError, match="none is set"):
+        gshard.jit(f)(x)
+    with jax.set_mesh(jax.make_mesh(SHAPE, ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
+        assert gshard.jit(f)(x).sharding.spec == P("data")
+
+
+def test_explicit_arrays_come_and_go(explicit: jax.sharding.Mesh) -> None:
+    w = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(explicit, P("data", "model")))
+    step = gshard.jit(lambda x: (x * 2, x.sum()), mesh=explicit)
+
+    def checked() -> None:
+        y, loss = step(w)
+        assert jax.typeof(y).str_short() == "float32[8@data,4@model]"
+        assert jax.typeof(y + 1).str_short() == "float32[8@data,4@model]"
+        assert float(loss) == 496.0
+        assert bool(jnp.isfinite(loss))
+
+    checked()
+    with jax.set_mesh(explicit):
+        checked()
+        under_jit = jax.jit(lambda x: step(x)[0] + x)(w)
+        assert jax.typeof(under_jit).str_short() == "float32[8@data,4@model]"
+        np.testing.assert_array_equal(under_jit, w * 3)
+        gradient = jax.grad(lambda x: (step(x)[0] * x).sum() + step(x)[1])(w)
+        assert jax.typeof(gradient).str_short() == "float32[8@data,4@model]"
+        np.testing.assert_allclose(gradient, 4 * w + 1)
+        value, _ = jax.jit(jax.value_and_grad(lambda x: step(x)[1]))(w)
+        assert float(value) == 496.0
+        ys, sums = jax.vmap(step)(jnp.stack([w, w + 1]))
+        np.testing.assert_array_equal(ys[1], (w + 1) * 2)
+        assert float(sums[1]) == 528.0
+
+
+def test_reshard_inside_is_a_mark(explicit: jax.sharding.Mesh, rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.standard_normal((8, 8), np.float32))
+    with jax.set_mesh(explicit):
+        w = jax.device_put(x, NamedSharding(explicit, P("data", "model")))
+        turned = gshard.jit(lambda x: jax.sharding.reshard(x, P("model", "data")) * 2)
+        y = turned(w)
+        assert y.sharding.spec == P("model", "data")
+        np.testing.assert_array_equal(y, x * 2)
+
+        @jax.sharding.auto_axes(out_sharding=P("data", None))
+        def product(a: Any, b: Any) -> Any:
+            return a @ b
+
+        z = gshard.jit(lambda x: product(x, x) + 1)(w)
+        np.testing.assert_allclose(z, x @ x + 1, rtol=1e-5, atol=1e-5)
+        assert z.sharding.spec == P("data")
+
+
+def test_inside_shard_map_over_other_axes_says_why_not(explicit: jax.sharding.Mesh) -> None:
+    x = jnp.arange(8.0)
+    inner = gshard.jit(lambda y: y * 2, mesh=8)
+    with pytest.raises(gshard.GShardError, match="shard_map"):
+        jax.shard_map(inner, mesh=explicit, in_specs=P("data"), out_specs=P("data"))(x)

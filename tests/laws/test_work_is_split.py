@@ -1,0 +1,155 @@
+"""The law of work: a mark on a batch is data parallelism, whatever the sizes.
+
+No device does more than 1.05 of its share of the products (one device's operations times devices, over those of the
+unpartitioned program), unless a machine is named on which computing twice is faster; then explain tells so.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gshard
+from gshard.analysis.cost import cost
+from gshard.analysis.machine import Machine
+
+DEVICES = 8
+
+
+def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def trained(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """One step of gradient descent."""
+
+    def step(params: Any, *batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, *batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g.astype(w.dtype), params, gradients), value
+
+    return step
+
+
+def mlp(sizes: Sequence[int], batch: int) -> tuple[Callable[..., Any], Any]:
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        x = gshard.split(x, 0, "data")
+        for w in params[:-1]:
+            x = jax.nn.relu(x @ w)
+        return jnp.mean((x @ params[-1] - y) ** 2)
+
+    params = [shape(a, b) for a, b in itertools.pairwise(sizes)]
+    return trained(loss), (params, shape(batch, sizes[0]), shape(batch, sizes[-1]))
+
+
+def convolutions(batch: int) -> tuple[Callable[..., Any], Any]:
+    def loss(params: Any, x: Any) -> Any:
+        x = gshard.split(x, 0, "data")
+        for kernel in params["kernels"]:
+            dims = ("NHWC", "HWIO", "NHWC")
+            x = jax.nn.relu(jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=dims))
+        return jnp.sum((x.mean((1, 2)) @ params["out"]) ** 2)
+
+    kernels = [shape(3, 3, 3, 32), shape(3, 3, 32, 64)]
+    return trained(loss), ({"kernels": kernels, "out": shape(64, 10)}, shape(batch, 32, 32, 3))
+
+
+def megatron(model: int, hidden: int, tokens: int) -> tuple[Callable[..., Any], Any]:
+    def loss(params: Any, x: Any) -> Any:
+        up, down = gshard.split(params["up"], 1, "data"), gshard.split(params["down"], 0, "data")
+        return jnp.sum((jax.nn.relu(x @ up) @ down) ** 2)
+
+    return trained(loss), ({"up": shape(model, hidden), "down": shape(hidden, model)}, shape(4, tokens, model))
+
+
+def residual(layers: int, model: int, hidden: int, batch: int) -> tuple[Callable[..., Any], Any]:
+    def loss(params: Any, x: Any) -> Any:
+        x = gshard.split(x, 0, "data")
+        for up, down in params:
+            x = gshard.split(x + jax.nn.relu(x @ up) @ down, 0, "data")
+        return jnp.sum(x.astype(jnp.float32))
+
+    half = jnp.bfloat16
+    params = [(shape(model, hidden, dtype=half), shape(hidden, model, dtype=half)) for _ in range(layers)]
+    return trained(loss), (params, shape(batch, model, dtype=half))
+
+
+def transformer(model: int, vocabulary: int, batch: int, length: int, heads: int = 4) -> tuple[Callable[..., Any], Any]:
+    def loss(params: Any, tokens: Any) -> Any:
+        x = params["table"][gshard.split(tokens, 0, "data")]
+        for layer in params["layers"]:
+            n = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+            q, k, v = ((n @ layer[c]).reshape(batch, length, heads, -1) for c in "qkv")
+            scores = jnp.einsum("bshd,bthd->bhst", q, k)
+            mixed = jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores), v)
+            x = x + mixed.reshape(batch, length, model) @ layer["o"]
+            x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+        logits = jax.nn.log_softmax(x @ params["out"])
+        return -jnp.mean(jnp.take_along_axis(logits, tokens[..., None], -1))
+
+    layer = {c: shape(model, model) for c in "qkvo"}
+    layer |= {"up": shape(model, 4 * model), "down": shape(4 * model, model)}
+    params = {"table": shape(vocabulary, model), "layers": [layer] * 2, "out": shape(model, vocabulary)}
+    return trained(loss), (params, shape(batch, length, dtype=jnp.int32))
+
+
+PROGRAMS = {
+    **{f"mlp-{n}": mlp((784, 512, 512, 10), n) for n in (8, 32, 64, 128, 256, 512, 1024, 4096)},
+    "mlp-uneven": mlp((783, 511, 10), 129),
+    "mlp-wide": mlp((256, 1024, 256), 512),
+    "mlp-wider": mlp((1024, 4096, 1024), 512),
+    "convolutions": convolutions(64),
+    **{f"megatron-{n}": megatron(64, 256, n) for n in (16, 64, 128, 256)},
+    "megatron-768": megatron(768, 3072, 1024),
+    "residual": residual(4, 1024, 4096, 512),
+    "transformer-256": transformer(256, 2048, 8, 64),
+    "transformer-512": transformer(512, 8192, 8, 128),
+}
+
+
+def share_of_products(f: Callable[..., Any], arguments: Any, **options: Any) -> float:
+    def products(mesh: gshard.Mesh, **options: Any) -> int:
+        lowered = gshard.jit(f, mesh=mesh, **options).lower(*arguments)
+        kernels = cost(lowered.spmd, Machine.of("cpu", mesh.size)).kernels
+        return sum(k.flops * k.times for k in kernels if k.kind == "product")
+
+    return products(gshard.Mesh.abstract(data=DEVICES), **options) * DEVICES / products(gshard.Mesh.abstract(data=1))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_device_does_its_share_of_the_products(name: str) -> None:
+    f, arguments = PROGRAMS[name]
+    # Parts of an uneven dimension are padded: 129 rows over 8 devices are 17 on each, 511 columns 64.
+    most = 1.05 if "uneven" not in name else 17 * DEVICES / 129 * 1.05
+    assert share_of_products(f, arguments) <= most
+
+
+def test_a_named_machine_may_compute_twice_and_explain_tells_it() -> None:
+    f, arguments = PROGRAMS["mlp-32"]
+    assert share_of_products(f, arguments, machine="h100:1x8") > 2, "on it gathering a small batch is faster"
+    mesh = gshard.Mesh.abstract(data=DEVICES)
+    told = gshard.explain(gshard.jit(f, mesh=mesh, machine="h100:1x8"), *arguments)
+    assert told.replicated
+    for line in told.replicated:
+        assert "8 times its share" in line
+        assert "test_work_is_split.py" in line
+        assert "forbids it" in line
+    assert any("spares" in line for line in told.replicated), "why"
+    assert "work that is not split" in str(told)
+    assert told.data()["replicated"] == list(told.replicated)
+    followers = [row.reason for row in told.tensors if row.name.startswith("%") and not row.why and "dot" in row.name]
+    assert followers
+    assert not any("nothing asks" in reason for reason in followers), "a marked operand asks"
+    plain = gshard.explain(gshard.jit(f, mesh=mesh), *arguments)
+    assert not plain.replicated
+
+
+def test_results_of_sums_say_that_they_are_combined() -> None:
+    told = gshard.explain(lambda x: jnp.sum(gshard.split(x, 0, 8)) * 2, shape(64), mesh=gshard.Mesh.abstract(data=8))
+    assert [row.reason for row in told.tensors if "reduce_sum" in row.name] == [
+        f"the parts of a sum that {row.name.split(' ', 1)[1]} makes are combined for every device"
+        for row in told.tensors
+        if "reduce_sum" in row.name
+    ]
