@@ -13,7 +13,7 @@ WORKERS ?= logical
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-full lint format types docs operators demo bench lock clean
+.PHONY: help setup test test-full lint format types docs operators demo bench jax-tests lock clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -59,6 +59,10 @@ demo: $(STAMP)  ## train, evaluate and use a small translation model
 
 bench: $(STAMP)  ## run every script of benchmarks/
 	@for script in benchmarks/*.py; do test -e "$$script" || continue; echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+jax-tests: $(STAMP)  ## run JAX's own tests of jax.jit on gshard.jit (TESTS=path/to/jax/tests)
+	@test -n "$(TESTS)" || { echo "Name the tests of a checkout of JAX: make jax-tests TESTS=path/to/jax/tests" >&2; exit 1; }
+	$(BIN)/python tests/jax_api/run.py "$(TESTS)"
 
 # One interpreter for each Python whose versions the lock tells apart.
 LOCK_PYTHONS ?= python3.11 python3.12 python3.13
