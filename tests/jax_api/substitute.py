@@ -21,16 +21,11 @@ import jax
 
 import gshard
 
-SIDES = {
-    "jax": "jax.jit itself",
-    "ours": "gshard.jit on a mesh of one device",
-    "split": "gshard.jit on eight devices, the first dimension of every array split over all of them",
-}
 PARTS = 8
 
 
 def load(path: Path, side: str) -> types.ModuleType:
-    """Runs a module of JAX's tests with the ``jit`` of a side."""
+    """Runs a module of JAX's tests with the ``jit`` of a side: "jax", "ours" on one device, "split" over eight."""
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     if side != "jax":
