@@ -976,7 +976,7 @@ def affine(x: Any, *, b: Any) -> Any:
     return {"y": jnp.sqrt(x**2) @ jnp.ones((4, 2)) + b}
 
 
-X = np.arange(32, dtype=np.float32).reshape(8, 4)
+X = np.linspace(-1, 2, 32, dtype=np.float32).reshape(8, 4)
 
 
 @case
