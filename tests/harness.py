@@ -435,6 +435,9 @@ def others() -> Iterator[Row]:
     yield row("fft", jnp.fft.fft, X, tolerance=1e-5)
     yield row("cholesky", lax.linalg.cholesky, POSITIVE_DEFINITE, tolerance=1e-5)
     yield row("qr", lambda x: jnp.abs(jnp.linalg.qr(x)[1]), MATRICES, tolerance=1e-4)
+    yield row(
+        "ormqr", lambda a, t: lax.linalg.ormqr(a, t, a), MATRICES, normal(*MATRICES.shape[:-2], 3), tolerance=1e-4
+    )
     yield row("eigh", lambda x: jnp.linalg.eigvalsh(x), POSITIVE_DEFINITE, tolerance=1e-4)
     yield row("svd", lambda x: jnp.linalg.svd(x, compute_uv=False), MATRICES, tolerance=1e-4)
     yield row("lu", lambda x: lax.linalg.lu(x), MATRICES, tolerance=1e-5)

@@ -12,8 +12,8 @@ from gshard.core.rule import Rule, RuleMaker, moves
 from gshard.rules.registry import Call, rule
 
 _MATRIX = """
-cholesky cholesky_update eig eigh hessenberg householder_product lu lu_pivots_to_permutation qr geqrf geqp3 schur svd
-symmetric_product tridiagonal tridiagonal_solve triangular_solve
+cholesky cholesky_update eig eigh hessenberg householder_product lu lu_pivots_to_permutation ormqr qr geqrf geqp3 schur
+svd symmetric_product tridiagonal tridiagonal_solve triangular_solve
 """.split()
 
 
@@ -68,8 +68,8 @@ def _row_major(shards: Shards, x: Any) -> list[Any]:
     """The transform between arrays that lie in memory row by row, where XLA would have it otherwise.
 
     On CPU it asks for such arrays when it runs, but lets a neighbour that likes another order (a gather along the last
-    dimension) choose when it compiles: "RET_CHECK failure (fft_thunk.cc)
-    LayoutUtil::IsMonotonicWithDim0Major". Elsewhere its compiler chooses.
+    dimension) choose when it compiles: "RET_CHECK failure (fft_thunk.cc) LayoutUtil::IsMonotonicWithDim0Major".
+    Elsewhere its compiler chooses.
     """
     if shards.mesh.devices is None or shards.mesh.devices[0].platform != "cpu":
         return shards.bind(x)

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from gshard.core.jax_adapter import closed, function_of, retyped, shapes_of, sub_jaxprs
+from gshard.rules.batch import same
 from gshard.rules.region import REGIONS
 from gshard.rules.registry import has_rule
 
@@ -39,10 +40,21 @@ def opened(primitive: Any, params: dict[str, Any], in_avals: Sequence[Any], out_
         made = jax.make_jaxpr(typed)(*shapes_of(in_avals))
     except Exception:  # whatever it says to being traced here: it runs as it is
         return None
-    return None if made.effects or _contains(made, primitive) else made
+    return None if made.effects or _is_inside(made, primitive, params, in_avals) else made
 
 
-def _contains(jaxpr: Any, primitive: Any) -> bool:
-    """Whether a primitive stands anywhere in a jaxpr, such as in what was made by applying just itself."""
-    eqns = closed(jaxpr)[0].eqns
-    return any(e.primitive is primitive or any(_contains(x, primitive) for x in sub_jaxprs(e.params)) for e in eqns)
+def _is_inside(jaxpr: Any, primitive: Any, params: dict[str, Any], avals: Sequence[Any]) -> bool:
+    """Whether just this equation is somewhere in a jaxpr, such as in what was made by applying the primitive.
+
+    On other arrays it may be there: a solver that solves something smaller by the same primitive.
+    """
+    shapes = [(a.shape, a.dtype) for a in avals]
+    return any(
+        (
+            e.primitive is primitive
+            and [(v.aval.shape, v.aval.dtype) for v in e.invars] == shapes
+            and same(params, e.params)
+        )
+        or any(_is_inside(inner, primitive, params, avals) for inner in sub_jaxprs(e.params))
+        for e in closed(jaxpr)[0].eqns
+    )

@@ -1,0 +1,107 @@
+"""What stands for an equation, and transforms between gathers: solves, named axes, layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.scipy.sparse.linalg import bicgstab, cg, gmres
+from jax.sharding import PartitionSpec as P
+
+import gshard
+
+RNG = np.random.default_rng(11)
+X = RNG.standard_normal((8, 6)).astype(np.float32)
+SQUARE = RNG.standard_normal((8, 8)).astype(np.float32)
+SQUARE = SQUARE @ SQUARE.T + 4 * np.eye(8, dtype=np.float32)
+SQUARES = np.stack([SQUARE + i for i in range(8)])
+SIDE, SIDES = RNG.standard_normal(8).astype(np.float32), RNG.standard_normal((8, 8)).astype(np.float32)
+
+
+def exact(a: Any, b: Any) -> Any:
+    """A solve with derivatives of its own, and something that it says beside."""
+    solver = lambda mv, b: (jnp.linalg.solve(a, b), {"sum": b.sum()})  # noqa: E731
+    return lax.custom_linear_solve(lambda x: a @ x, b, solver, symmetric=True, has_aux=True)
+
+
+def by(solver: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: solver(lambda x: a @ x, b, tol=1e-6)[0]
+
+
+def of_trees(a: Any, b: Any) -> Any:
+    return cg(lambda x: {"p": a @ x["p"], "q": 2 * x["q"]}, {"p": b, "q": b})[0]
+
+
+SOLVERS = {"cg": by(cg), "gmres": by(gmres), "bicgstab": by(bicgstab), "solve": jnp.linalg.solve}
+SOLVES = [
+    *((name, f, (SQUARE, SIDE)) for name, f in SOLVERS.items()),
+    *((f"{name}, mapped", jax.vmap(f), (SQUARES, SIDES)) for name, f in SOLVERS.items()),
+    *((f"{name}, one matrix", jax.vmap(f, (None, 0)), (SQUARE, SIDES[:5])) for name, f in SOLVERS.items()),
+    *((f"{name}, gradient", jax.grad(lambda a, b, f=f: (f(a, b) ** 2).sum(), (0, 1)), (SQUARE, SIDE))
+      for name, f in SOLVERS.items()),
+    *((f"{name}, gradient of the mapped one", jax.grad(lambda a, b, f=f: (jax.vmap(f)(a, b) ** 2).sum(), (0, 1)),
+       (SQUARES, SIDES)) for name, f in SOLVERS.items()),
+    ("of trees", of_trees, (SQUARE, SIDE)),
+    ("custom_linear_solve", exact, (SQUARE, SIDE)),
+    ("custom_linear_solve, mapped", jax.vmap(exact), (SQUARES, SIDES)),
+    ("custom_linear_solve, forward", lambda a, b: jax.jvp(lambda a: exact(a, b)[0], (a,), (a,)), (SQUARE, SIDE)),
+]  # fmt: skip
+
+
+def check(function: Callable[..., Any], arguments: tuple[Any, ...], tolerance: float) -> Any:
+    jitted = gshard.jit(function, mesh=8, in_shardings=tuple(P("devices") for _ in arguments))
+    got, want = jitted(*arguments), jax.jit(function)(*arguments)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+    lowered = jitted.lower(*arguments)
+    assert lowered.plan.gathered == ()
+    return lowered
+
+
+@pytest.mark.parametrize("name, function, arguments", SOLVES, ids=[name for name, _, _ in SOLVES])
+def test_solves(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Solvers stop at a residual: what they have found agrees as well as that says."""
+    check(function, arguments, 2e-4)
+
+
+@pytest.mark.parametrize("f", [
+    lambda x: (lax.psum(x, "i"), lax.pmax(x, "i"), lax.pmin(x, "i"), lax.pmean(x, "i"), lax.psum(1, "i")),
+    lambda x: lax.psum({"a": x, "b": x * 2}, "i"),
+    lambda x: (lax.all_gather(x, "i"), lax.ppermute(x, "i", [(j, (j + 1) % 8) for j in range(8)]), lax.axis_index("i")),
+])  # fmt: skip
+def test_collectives_over_an_axis_that_vmap_named(f: Callable[..., Any]) -> None:
+    check(jax.vmap(f, axis_name="i"), (X,), 1e-6)
+    twice = jax.vmap(jax.vmap(lambda x: lax.psum(jnp.sin(x), ("i", "j")), axis_name="i"), axis_name="j")
+    check(twice, (X,), 1e-5)
+    check(jax.grad(lambda x: jax.vmap(lambda x: x * lax.psum(jnp.sin(x), "i"), axis_name="i")(x).sum()), (X,), 1e-5)
+
+
+def test_a_mapped_sum_stays_split_until_it_is_combined() -> None:
+    lowered = check(jax.vmap(lambda x: x - lax.pmean(x, "i"), axis_name="i"), (X,), 1e-6)
+    assert {c.kind for c in lowered.spmd.collectives} == {"all_reduce"}
+
+
+def test_a_transform_between_gathers_runs_on_cpu() -> None:
+    """A gather along the last dimension likes another order in memory than the transform can take."""
+
+    def spectrum(x: Any) -> Any:
+        y = gshard.split(jnp.real(jnp.fft.fft2(jnp.tanh(x * 2))), 2, 8)
+        return jnp.sum(gshard.replicate(-y), 1)
+
+    x = RNG.standard_normal((4, 4, 64)).astype(np.float32)
+    jitted = gshard.jit(spectrum, mesh=8, in_shardings=(P(None, "devices"),))
+    np.testing.assert_allclose(jitted(x), -np.real(np.fft.fft2(np.tanh(x * 2))).sum(1), rtol=1e-4, atol=1e-4)
+
+
+def test_an_order_in_memory_is_that_of_every_part() -> None:
+    f = lambda x: jnp.sin(with_layout_constraint(x * 2, Layout((1, 0)))) + 1  # noqa: E731
+    assert check(f, (X,), 1e-6).spmd.collectives == ()
+    check(f, (X[:5],), 1e-6)
