@@ -26,7 +26,7 @@ from gshard.api.lowered import Lowered, Traced
 from gshard.api.signature import Parameters, Signature
 from gshard.api.target import Options, Target
 from gshard.api.transformations import call
-from gshard.core.errors import ArgumentError, ShardingError
+from gshard.core.errors import ArgumentError, ShardingError, TraceError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import (
     ArrayImpl,
@@ -208,6 +208,13 @@ class Jitted:
                 f"{name_of(self._f)} has a memory_limit, and a transformation around it decides what is kept.",
                 user_line(),
                 way_out="Take the gradient inside: gshard.jit(jax.grad(f), mesh=..., memory_limit=...).",
+            )
+        if manual := jax.sharding.get_abstract_mesh().manual_axes:
+            raise TraceError(
+                f"{name_of(self._f)} is called inside jax.shard_map, where arrays are one device's parts.",
+                user_line(),
+                f"manual axes: {', '.join(map(str, manual))}",
+                "Partition outside: gshard.jit of the function that holds the jax.shard_map keeps it as it is written.",
             )
         whole, out_tree = self._closed(signature, leaves, marked=True)
         jaxpr, constants = without_constants(whole)
