@@ -34,6 +34,7 @@ from gshard.core.jax_adapter_dispatch import (
     SharedCaches,
     address_of,
     fast_path,
+    forget_traces,
     is_staging,
     looks_for_nans,
     nan_found,
@@ -114,6 +115,13 @@ class Jitted:
         for cache in (self._made, self._traced):
             cache.cache_clear()
         self._fast.clear()
+        forget_traces(self._f)
+
+    def __copy__(self) -> Jitted:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Jitted:
+        return self
 
     @without_our_frames
     def _seen_first(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:

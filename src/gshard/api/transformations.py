@@ -28,7 +28,7 @@ from gshard.api.boundary import mark_of_sharding
 from gshard.api.lowered import Lowered
 from gshard.api.signature import Leaf
 from gshard.api.target import Target
-from gshard.core.jax_adapter_dispatch import checked_by, is_staging, mapped_by, weakly_cached
+from gshard.core.jax_adapter_dispatch import checked_by, is_staging, mapped, mapped_by, weakly_cached
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
@@ -132,25 +132,12 @@ def _abstract(*arguments: Any, jaxpr: Any, target: Target) -> tuple[Any, Any]:
 # -- vmap ------------------------------------------------------------------------------------------------------------
 
 
-@weakly_cached
-def _mapped(jaxpr: Any, axes: tuple[int | None, ...], size: int, name: Any) -> Any:
-    def longer(aval: Any, axis: int | None) -> jax.ShapeDtypeStruct:
-        shape = list(aval.shape)
-        if axis is not None:
-            shape.insert(axis, size)
-        return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
-
-    mapped = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=axes, axis_size=size, axis_name=name)
-    return jax.make_jaxpr(mapped)(*map(longer, jaxpr.in_avals, axes))
-
-
 def _batch(
-    name: Any, size: int, arguments: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any, target: Target
-) -> tuple[list[Any], list[int]]:
-    """A call of the mapped function; the new dimension comes out in front."""
-    own = tuple(axis if isinstance(axis, int) else None for axis in axes)
-    results = call(_mapped(jaxpr, own, size, name), target, arguments)
-    return results, [0] * len(results)
+    axis: Any, arguments: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, target: Target
+) -> tuple[list[Any], tuple[Any, ...]]:
+    """A call of the mapped function."""
+    inner, out_dims = mapped(jaxpr, axis, dims)
+    return call(inner, target, arguments), out_dims
 
 
 mapped_by(call_p, _batch)

@@ -7,6 +7,7 @@ returns the results and what is to be run from then on. ``FastFunction`` is that
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -106,13 +107,13 @@ def without_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def mapped_by(primitive: Any, rule: Callable[..., Any]) -> None:
-    """Says how a primitive is mapped: ``rule(axis name or None, size, operands, dimensions, **parameters)``."""
+    """Says how a primitive is mapped: ``rule(mapped axis, operands, dimensions, **parameters)``."""
+    _batching.fancy_primitive_batchers[primitive] = rule
 
-    def batch(axis: Any, operands: Any, dims: Any, **parameters: Any) -> Any:
-        name = None if axis.name is _core.no_axis_name else axis.name
-        return rule(name, axis.size, operands, dims, **parameters)
 
-    _batching.fancy_primitive_batchers[primitive] = batch
+def mapped(jaxpr: Any, axis: Any, dims: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """A closed jaxpr mapped over an axis as a mapping rule gets it, and the dimensions of the results."""
+    return _batching.batch_jaxpr2(jaxpr, axis, tuple(dims))  # type: ignore[no-any-return]
 
 
 def checked_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
@@ -224,6 +225,17 @@ class FastFunction:
         self._cache.clear()
 
 
+def names_devices(jaxpr: Any) -> bool:
+    """Whether a program calls back to Python: then JAX takes shardings over one and the same mesh only."""
+    return bool(_dispatch.jaxpr_has_prim_requiring_devices(getattr(jaxpr, "jaxpr", jaxpr)))
+
+
+def forget_traces(f: Any) -> None:
+    """Drops JAX's own traces of a function."""
+    with contextlib.suppress(TypeError):  # no weak reference to it, so JAX has none either
+        _partial_eval.trace_to_jaxpr.evict_weakref(f)
+
+
 def kept_arguments(compiled: Any) -> frozenset[int]:
     """The flat arguments that a compiled program is given, by number."""
     return frozenset(compiled._executable._kept_var_idx)
@@ -253,7 +265,7 @@ def fast_path(compiled: Any, out_tree: Any, results: Sequence[Any], captured: Se
         executable.xla_executable,
         tree,
         _physical(executable._in_shardings, executable.in_avals),
-        _physical(executable._out_shardings, executable.out_avals),
+        [x.sharding for x in flat],
         [x.aval for x in flat],
         [x._committed for x in flat],
         kept,

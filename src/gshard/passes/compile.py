@@ -12,6 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from gshard.core.errors import MeshError
+from gshard.core.jax_adapter_dispatch import names_devices
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
@@ -36,9 +37,19 @@ class Executable:
         for i in spmd.in_orders:
             every[i] = relabelled(every[i], named_sharding(spmd.mesh, spmd.in_shardings[i]))
         results = list(self.compiled(*every))
+        if self._calls_back:
+            results = [relabelled(x, s) for x, s in zip(results, self._out_shardings, strict=True)]
         for i, order in spmd.out_orders.items():
             results[i] = relabelled(results[i], named_sharding(spmd.mesh.reordered(order), spmd.out_shardings[i]))
         return results
+
+    @functools.cached_property
+    def _calls_back(self) -> bool:
+        return names_devices(self.spmd.jaxpr)
+
+    @functools.cached_property
+    def _out_shardings(self) -> list[NamedSharding]:
+        return [named_sharding(self.spmd.mesh, s) for s in self.spmd.out_shardings]
 
     @functools.cached_property
     def captured(self) -> tuple[Any, ...]:
@@ -81,7 +92,11 @@ def named_sharding(mesh: Mesh, sharding: Sharding) -> NamedSharding:
 def _named_sharding(mesh: Mesh, sharding: Sharding, _: Any) -> NamedSharding:
     # Meshes are equal whatever mesh of JAX's they were read from, so that one is a part of the key.
     own = mesh.spec_of(sharding.dims)
-    return NamedSharding(mesh.jax_mesh, spec(sharding)) if own is None else NamedSharding(mesh.user_jax_mesh, own)
+    return _over_atoms(mesh, sharding) if own is None else NamedSharding(mesh.user_jax_mesh, own)
+
+
+def _over_atoms(mesh: Mesh, sharding: Sharding) -> NamedSharding:
+    return NamedSharding(mesh.jax_mesh, spec(sharding))
 
 
 def compile_spmd(
@@ -116,10 +131,11 @@ def compile_spmd(
 
     # XLA calls the program, and profilers what it runs, by the name of the user's function.
     program.__name__ = program.__qualname__ = spmd.program.name
+    said = _over_atoms if names_devices(spmd.jaxpr) else named_sharding
     function = jax.jit(
         program,
-        in_shardings=[named_sharding(spmd.mesh, s) for s in spmd.in_shardings],
-        out_shardings=[named_sharding(spmd.mesh, s) for s in spmd.out_shardings],
+        in_shardings=[said(spmd.mesh, s) for s in spmd.in_shardings],
+        out_shardings=[said(spmd.mesh, s) for s in spmd.out_shardings],
         donate_argnums=tuple(sorted(captured + i for i in donated)),
         keep_unused=keep_unused,
         compiler_options=None if compiler_options is None else dict(compiler_options),
