@@ -46,7 +46,7 @@ call_p.multiple_results = True
 
 def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     """Calls a function (a closed jaxpr), partitioned, with flat arguments of which some belong to a transformation."""
-    target = dataclasses.replace(target, reorders=False)
+    target = dataclasses.replace(target, reorders=False, keep_uneven=False)
     results: list[Any] = call_p.bind(*arguments, jaxpr=jaxpr, target=target)
     if target.mesh.devices is None or not is_staging() or target.mesh.user_jax_mesh.explicit_axes:
         return results

@@ -29,6 +29,8 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax
 
+from gshard.core.jax_adapter import closed as open_jaxpr
+
 ArrayImpl = _jax.ArrayImpl
 without_our_frames = _traceback_util.api_boundary
 
@@ -100,10 +102,11 @@ def named_arguments(
 
 def without_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
     """A closed jaxpr whose constants are its first arguments, and the constants."""
-    consts = tuple(closed.consts)
+    body, consts = open_jaxpr(closed)
     if not consts:
         return closed, ()
-    return _core.ClosedJaxpr(_partial_eval.convert_constvars_jaxpr(closed.jaxpr), ()), consts
+    lifted = _partial_eval.convert_constvars_jaxpr(body)
+    return lifted if body is closed else type(closed)(lifted, ()), consts
 
 
 def mapped_by(primitive: Any, rule: Callable[..., Any]) -> None:
