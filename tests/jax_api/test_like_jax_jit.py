@@ -802,7 +802,8 @@ def donated_name_that_does_not_exist(t: Tools) -> Any:
 def donated_inside_is_ignored(t: Tools) -> Any:
     inner = t.jit(lambda x: x + 1, donate_argnums=0)
     x = jnp.arange(3.0)
-    return jax.jit(lambda x: inner(x) + x)(x), jax.grad(lambda x: inner(x).sum())(x)
+    found = jax.jit(lambda x: inner(x) + x)(x), lax.scan(lambda c, _: (inner(c) + c, None), x, None, length=2)[0]
+    return found, jax.grad(lambda x: inner(x).sum())(x + 1), x
 
 
 ALIASED = """
