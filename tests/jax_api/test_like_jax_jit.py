@@ -732,6 +732,13 @@ def donated_is_deleted(t: Tools) -> Any:
     return found, x.is_deleted(), y.is_deleted()
 
 
+@case(meshes=(1,))
+def donated_at_the_first_call(t: Tools) -> Any:
+    """On one device nothing has to be moved."""
+    x, y = jnp.ones([]), jax.device_put(jnp.arange(8.0), jax.devices()[0])
+    return t.jit(lambda x, y: (x + x - x, y * 2), donate_argnums=(0, 1))(x, y), x.is_deleted(), y.is_deleted()
+
+
 @case
 def donated_by_name(t: Tools) -> Any:
     f = t.jit(lambda x, y: (x + 1, y + 1), donate_argnames="y")
