@@ -104,7 +104,7 @@ def _emit(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequen
     once = jax.make_jaxpr(step)(*arrays[consts:])
     together = bool(lie.unreduced) or _meets(once, frozenset(atoms))
 
-    def go_on(carry: Sequence[Any]) -> Any:
+    def go_on(carry: Any) -> Any:
         mine = emitter.move(flags, carry[0], Sharding(lie.dims), equation)
         any_of_mine = jnp.any(_without_padding(mine, flags, lie))
         return emitter.combine(any_of_mine, "or", atoms, equation) if together else any_of_mine
