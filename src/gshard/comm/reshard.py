@@ -39,7 +39,7 @@ from gshard.core.sharding import Sharding
 _LATENCY = 64
 # Two or three blocks of atoms are moved in every way; more of them, or a single one, only straight to the target.
 _FEW = 3
-_MONOIDS_WITH_REDUCE_SCATTER = frozenset({"add"})
+_WITH_REDUCE_SCATTER = frozenset({"add", "pick"})
 
 
 def plan_reshard(
@@ -142,14 +142,15 @@ def _cut_further(
     """A dimension cut over more atoms: sliced if they are free, scattered if they are to be combined."""
     have, waiting = here.dims[d], dict(here.unreduced)
     free = set(here.atoms).isdisjoint(atoms)
-    if not free and not (keep.isdisjoint(atoms) and {waiting.get(a) for a in atoms} <= _MONOIDS_WITH_REDUCE_SCATTER):
+    monoids = {waiting.get(a, "") for a in atoms}
+    if not free and not (keep.isdisjoint(atoms) and len(monoids) == 1 and monoids <= _WITH_REDUCE_SCATTER):
         return None
     if not aligned(shape[d], mesh.count(have), mesh.count(atoms)):
         return None
     cut = _with(here, {d: (*have, *atoms)})
     if free:
         return Step(ALL_SLICE, atoms, here, cut, d)
-    return Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d)
+    return Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d, monoid=monoids.pop())
 
 
 def _is_straight(step: Step, target: Sharding) -> bool:

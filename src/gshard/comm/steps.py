@@ -23,11 +23,12 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gshard.comm.local import slice_part
@@ -127,7 +128,8 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
             return lax.ppermute(x, mesh.atoms, permutation(step.before, step.after, mesh))
         case "reduce_scatter":
             padded = _pad(x, step.dim, g * local[step.dim])
-            return lax.psum_scatter(padded, step.atoms, scatter_dimension=step.dim, tiled=True)
+            bits, back = _as_bits(padded, step.dim) if step.monoid == "pick" else (padded, lambda summed: summed)
+            return back(lax.psum_scatter(bits, step.atoms, scatter_dimension=step.dim, tiled=True))
         case "one_owner":
             return jnp.where(lax.axis_index(step.atoms) == 0, x, jnp.asarray(identity(step.monoid, x.dtype), x.dtype))
         case _:
@@ -166,9 +168,10 @@ def identity(monoid: str, dtype: Any) -> Any:
     -128
     """
     dtype = jnp.dtype(dtype)
-    if monoid == "add" and jnp.issubdtype(dtype, jnp.floating):
-        return -0.0  # 0 + -0.0 is 0: the sign of a zero would be lost
-    if monoid in ("add", "or", "xor"):
+    if monoid == "add" and jnp.issubdtype(dtype, jnp.inexact):
+        # -0.0 + 0.0 is 0.0: the sign of a zero would be lost
+        return complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0
+    if monoid in ("add", "or", "xor", "pick"):
         return False if dtype == jnp.bool_ else 0
     if monoid == "mul":
         return 1
@@ -177,6 +180,8 @@ def identity(monoid: str, dtype: Any) -> Any:
     if dtype == jnp.bool_:
         return monoid == "min"
     if jnp.issubdtype(dtype, jnp.inexact):
+        if not has_infinities(dtype):
+            return float(jnp.finfo(dtype).min if monoid == "max" else jnp.finfo(dtype).max)
         least = float("-inf") if monoid == "max" else float("inf")
         # Complex numbers are ordered by their real parts, equal ones by their imaginary parts.
         return complex(least, least) if jnp.issubdtype(dtype, jnp.complexfloating) else least
@@ -184,7 +189,12 @@ def identity(monoid: str, dtype: Any) -> Any:
     return int(info.min) if monoid == "max" else int(info.max)
 
 
-_REDUCERS = {"add": lax.psum, "max": lax.pmax, "min": lax.pmin}
+def has_infinities(dtype: Any) -> bool:
+    """Whether a dtype of inexact numbers has infinities; some floats of eight bits and fewer have none."""
+    return bool(np.isinf(np.asarray(np.inf).astype(jnp.dtype(dtype))))
+
+
+_REDUCERS = {"add": lax.psum, "max": lax.pmax, "min": lax.pmin, "pick": lax.psum}
 _LOGICAL = {"or": lax.pmax, "and": lax.pmin}
 
 
@@ -192,19 +202,68 @@ def all_reduce(x: Any, atoms: Atoms, monoid: str) -> Any:
     """Combines every device's part; ``mul``, ``xor`` and bitwise monoids gather the parts and fold them."""
     if monoid == "add" and x.dtype == jnp.bool_:
         raise TypeError("booleans are combined by 'or', 'and' or 'xor'")
+    if monoid == "pick":
+        bits, back = _as_bits(x)
+        return back(lax.psum(bits, atoms))
     if not _folds(monoid, x.dtype):
         reducer = (_REDUCERS | _LOGICAL)[monoid]
+        if monoid in ("max", "min") and jnp.issubdtype(x.dtype, jnp.floating):
+            return _extreme(x, reducer, atoms, monoid)
         return reducer(x.astype(jnp.uint8), atoms).astype(jnp.bool_) if x.dtype == jnp.bool_ else reducer(x, atoms)
     parts = lax.all_gather(x, atoms, axis=0, tiled=False)
     return FOLDS[monoid](parts)
 
 
+def _as_bits(x: Any, dim: int | None = None) -> tuple[Any, Callable[[Any], Any]]:
+    """An array as integers of the same bytes, and the way back; dimension ``dim`` stays as it is.
+
+    Sums of floats lose the sign of a zero, what is very small and what a NaN says, also where all but one are zero.
+    """
+    dtype = x.dtype
+    if dtype == jnp.bool_:
+        return x.astype(jnp.uint8), lambda bits: bits.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        bits, back = _as_bits(jnp.stack([x.real, x.imag], -1), dim)
+        return bits, lambda bits: lax.complex(back(bits)[..., 0], back(bits)[..., 1])
+    width = (jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo)(dtype).bits
+    if width == 16 and x.ndim and dim != x.ndim - 1 and x.shape[-1] % 2 == 0:
+        # Two at a time: not every network adds integers of 16 bits.
+        pairs = lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint32)
+        return pairs, lambda bits: lax.bitcast_convert_type(bits, dtype).reshape(*bits.shape[:-1], -1)
+    if jnp.issubdtype(dtype, jnp.integer) and width >= 8:
+        return x, lambda bits: bits
+    same = lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}"))
+    return same.astype(jnp.dtype(f"uint{max(width, 8)}")), lambda bits: lax.bitcast_convert_type(
+        bits.astype(same.dtype), dtype
+    )
+
+
+def _extreme(x: Any, reducer: Any, atoms: Atoms, monoid: str) -> Any:
+    """The largest or smallest of floats, as integers in the same order: of NaN, and of the sign of a zero, collectives
+    of floats know nothing, or what they please. A NaN comes first, as in JAX.
+    """
+    integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    info = jnp.iinfo(integer)
+    first = jnp.asarray(info.max if monoid == "max" else info.min, integer)
+
+    def turned(bits: Any) -> Any:
+        return jnp.where(bits < 0, bits ^ jnp.asarray(info.max, integer), bits)
+
+    keys = jnp.where(jnp.isnan(x), first, turned(lax.bitcast_convert_type(x, integer)))
+    found = reducer(keys, atoms)
+    return jnp.where(found == first, jnp.asarray(jnp.nan, x.dtype), lax.bitcast_convert_type(turned(found), x.dtype))
+
+
 def _folds(monoid: str, dtype: Any) -> bool:
     """Whether no reducing collective knows the monoid, so that the parts are gathered and folded at home."""
+    if monoid in ("max", "min"):
+        return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize == 1
     return monoid not in _REDUCERS and not (monoid in _LOGICAL and dtype == jnp.bool_)
 
 
 FOLDS = {
+    "max": lambda parts: jnp.max(parts, axis=0),
+    "min": lambda parts: jnp.min(parts, axis=0),
     "mul": lambda parts: jnp.prod(parts, axis=0, dtype=parts.dtype),
     "or": lambda parts: jnp.bitwise_or.reduce(parts, axis=0),
     "and": lambda parts: jnp.bitwise_and.reduce(parts, axis=0),

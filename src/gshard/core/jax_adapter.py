@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import core as _core
+from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
@@ -23,6 +24,7 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
+from jax._src.lax.lax import _convert_element_type
 from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
 from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
@@ -155,6 +157,13 @@ def as_outside(f: Callable[..., Sequence[Any]], arrays: Sequence[Any]) -> list[A
     except Exception:  # it names an axis of a mesh, say; if it is wrong in itself, that is told here
         return list(f(*arrays))
     return list(f(*arrays)) if jaxpr.effects or jaxpr.consts else _as_written_p.bind(*arrays, jaxpr=jaxpr)
+
+
+def as_weak(x: Any, weak: bool) -> Any:
+    """An array whose dtype is, or is not, only a habit of Python's: a weak type gives way to that of others."""
+    if _core.typeof(x).weak_type == weak or _dtypes.issubdtype(x.dtype, _dtypes.extended):
+        return x
+    return _convert_element_type(x, x.dtype, weak_type=weak)
 
 
 def traced_together(a: Any, b: Any) -> bool:

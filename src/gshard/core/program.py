@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from gshard.core.jax_adapter import user_line
@@ -21,11 +22,16 @@ from gshard.core.rule import Dims, Factor, Rule
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """One array of a program: an argument or the result of an equation. Compared by identity."""
+    """One array of a program: an argument or the result of an equation. Compared by identity.
+
+    Attributes:
+        weak: whether its dtype gives way to that of others, as that of a Python number does.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
     index: int
+    weak: bool = False
 
     @property
     def bytes(self) -> int:
@@ -54,6 +60,12 @@ class Constant:
     @property
     def dtype(self) -> Any:
         return np.asarray(self.value).dtype
+
+    @property
+    def number(self) -> float | None:
+        """Its value if it is a real number."""
+        value = np.asarray(self.value) if self.shape == () else None
+        return float(value) if value is not None and _is_real(value.dtype) else None
 
     def __repr__(self) -> str:
         return f"{np.asarray(self.value).item()!r}" if np.ndim(self.value) == 0 else "const"
@@ -146,6 +158,7 @@ class Program:
         argument_marks: for each argument a mark (from its ``NamedSharding``) or None.
         names: for each input a name to show, such as ``params['wi']``.
         out_tree: the pytree of the results.
+        weak: for each result whether its type is weak; none are if it is empty.
     """
 
     block: Block
@@ -154,6 +167,7 @@ class Program:
     names: tuple[str, ...]
     out_tree: Any
     name: str = "f"
+    weak: tuple[bool, ...] = ()
 
     def __str__(self) -> str:
         return f"program {self.name}\n{format_block(self.block)}"
@@ -186,6 +200,10 @@ def _is_numpy(dtype: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _is_real(dtype: Any) -> bool:
+    return _is_numpy(dtype) and any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.floating, np.integer))
 
 
 def short_dtype(dtype: Any) -> str:

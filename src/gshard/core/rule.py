@@ -30,17 +30,13 @@ WHOLE = "whole"
 
 Dims = tuple[tuple[int, ...], ...]
 
-MONOIDS = ("add", "max", "min", "mul", "or", "and", "xor")
+# "pick" puts together what was looked up: one device holds an element, all others zero bits.
+MONOIDS = ("add", "max", "min", "mul", "or", "and", "xor", "pick")
 
 
 def moves(*positions: int) -> list[tuple[str, tuple[int, ...]]]:
     """``linear`` of a rule that only moves elements of these operands: parts of any kind may pass."""
     return [(monoid, positions) for monoid in MONOIDS]
-
-
-def sums(*positions: int) -> tuple[str, tuple[int, ...]]:
-    """One way in ``linear``: the results are additive in these operands together."""
-    return "add", positions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,12 +70,14 @@ class Rule:
         known: False for the rule made up for a primitive that has none.
         fixed: ``fixed(mesh)``: the one split that the equation can run in, if it has no choice: a manual region.
         linear: ways in which values still to be combined may pass: a monoid and the operands that must all be unreduced
-            alike, so that the parts of the results, combined, are the results. Way ``k`` of a split is key ``-1 - k``.
+            alike, so that the parts of the results, combined, are the results: also where parts are infinite, or so
+            large that scaling them would overflow (``rules.passing``). Way ``k`` of a split is key ``-1 - k``.
         component: for each factor a number; factors of arrays that have nothing to do with each other (the operands
             of a barrier) have different ones, and only those of one component compete for atoms.
         part: ``part(shards, *arrays) -> result``, run on a part of one factor after another while others are on their
             way (``core.ring``); what parts of a sum give may be of a wider dtype. None if it cannot be run so.
         passes: True if the results are the operands, as a barrier gives them.
+        sums: True if what was picked, when it passes, is a part of a sum afterwards.
     """
 
     factors: tuple[Factor, ...]
@@ -95,6 +93,11 @@ class Rule:
     linear: tuple[tuple[str, frozenset[int]], ...] = ()
     part: Callable[..., Any] | None = None
     passes: bool = False
+    sums: bool = False
+
+    def after(self, monoid: str) -> str:
+        """The monoid of the results where parts of this one pass."""
+        return "add" if self.sums and monoid == "pick" else monoid
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -169,6 +172,7 @@ class RuleMaker:
         linear: Iterable[tuple[str, Iterable[int]]] = (),
         part: Callable[..., Any] | None = None,
         passes: bool = False,
+        sums: bool = False,
     ) -> Rule:
         """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
         if flops is None:
@@ -188,6 +192,7 @@ class RuleMaker:
             tuple((monoid, frozenset(positions)) for monoid, positions in linear),
             part,
             passes,
+            sums,
         )
 
 

@@ -67,7 +67,7 @@ def operand_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding
 
 def result_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding:
     """How result ``i`` lies when the equation, split like this, has run: perhaps with parts still to be combined."""
-    unreduced = {a: monoid for monoid, _, atoms in passing(rule, split) for a in atoms}
+    unreduced = {a: rule.after(monoid) for monoid, _, atoms in passing(rule, split) for a in atoms}
     for f, factor in enumerate(rule.factors):
         if factor.kind == REDUCE:
             unreduced.update(dict.fromkeys(split.get(f, ()), factor.monoid or "add"))

@@ -63,7 +63,7 @@ class Executable:
     @functools.cached_property
     def lowered(self) -> Any:
         """JAX's lowered object, StableHLO for all devices."""
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.spmd.jaxpr.in_avals]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.spmd.jaxpr.in_avals]
         # The atoms replace whatever mesh the caller has set: they are the same devices under other names.
         with jax.sharding.use_abstract_mesh(self.spmd.mesh.abstract_jax_mesh):
             return self.function.lower(*shapes)  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from gshard.comm.shards import Fetched, Shards
 from gshard.comm.steps import PERMUTE, SILENT, run, spoken
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.garbage import collected_seldom
-from gshard.core.jax_adapter import as_if_at
+from gshard.core.jax_adapter import as_if_at, as_weak
 from gshard.core.mesh import Atoms
 from gshard.core.order import Order, moves
 from gshard.core.plan import Plan
@@ -86,10 +86,11 @@ def partition(
             emitter.step_to(x, v, plan.sharding(v), target, "result at the border", "")
             for x, v, target in zip(emitter.run(block, inside), block.outputs, leave, strict=True)
         ]
-        return [
+        ordered = [
             x if i not in out_orders else emitter.reorder(x, v, target, out_orders[i], leaving=True)
             for i, (x, v, target) in enumerate(zip(out, block.outputs, leave, strict=True))
         ]
+        return [as_weak(x, weak) for x, weak in zip(ordered, plan.program.weak or [False] * len(ordered), strict=True)]
 
     mapped = jax.shard_map(
         program,
@@ -101,7 +102,8 @@ def partition(
     # The atoms replace whatever mesh the caller has set: they are the same devices, named anew.
     with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
         shapes = (padded_shape(s, mesh, v.shape) for v, s in zip(block.inputs, entry, strict=True))
-        jaxpr = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(s, v.dtype) for v, s in zip(block.inputs, shapes)))
+        takes = (jax.ShapeDtypeStruct(s, v.dtype, weak_type=v.weak) for v, s in zip(block.inputs, shapes, strict=True))
+        jaxpr = jax.make_jaxpr(mapped)(*takes)
     return SpmdProgram(jaxpr, mesh, entry, leave, tuple(emitter.collectives), plan.program, in_orders, out_orders)
 
 

@@ -105,7 +105,8 @@ def program_of(
     captured = tuple(consts)
     marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(names)
     every = (*(f"captured[{i}]" for i in range(len(captured))), *names)
-    return Program(block, captured, marks, every, out_tree, name)
+    weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars)
+    return Program(block, captured, marks, every, out_tree, name, weak)
 
 
 def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -274,6 +275,7 @@ class _Builder:
             tuple(x.shape for x in outputs),
             tuple(x.dtype for x in inputs),
             primitive,
+            tuple(x.number if isinstance(x, Constant) else None for x in inputs),
         )
         return Equation(primitive, params, inputs, outputs, self._rule(call, source), source, mark=mark)
 
@@ -292,14 +294,16 @@ class _Builder:
         return None if made is None else closed(made)
 
     def _rule(self, call: Call, source: Any) -> Rule:
-        """The rule of a call; equal calls (those of equal layers) share one."""
+        """The rule of a call; equal calls (those of equal layers) share one, whatever numbers they are written with."""
         key = (call.primitive, tuple(call.params.items()), call.in_shapes, call.out_shapes, call.in_dtypes)
         try:
-            known = self.rules.get(key)
+            known = self.rules.get((key, call.literals))
         except TypeError:  # a parameter that cannot be compared
             return rule_of(call, source)
         if known is None:
-            self.rules[key] = known = rule_of(call, source)
+            made = rule_of(call, source)
+            known = self.rules.setdefault((key, made.linear), made)
+            self.rules[key, call.literals] = known
         return known
 
     def _barrier(self, inputs: tuple[Any, ...], out: _Body, source: Any) -> tuple[Any, ...]:
@@ -311,7 +315,8 @@ class _Builder:
         return tuple(hidden.get(i, x) for i, x in enumerate(inputs))
 
     def _new(self, env: dict[Any, Any], var: Any) -> Value:
-        value = Value(tuple(map(int, var.aval.shape)), var.aval.dtype, next(self.counter))
+        aval = var.aval
+        value = Value(tuple(map(int, aval.shape)), aval.dtype, next(self.counter), aval.weak_type)
         env[var] = value
         return value
 

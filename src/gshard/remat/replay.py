@@ -47,7 +47,8 @@ def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
         return [env[v] for v in outer.outvars]
 
     with jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh):
-        jaxpr = jax.make_jaxpr(program)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in spmd.jaxpr.in_avals))
+        takes = (jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in spmd.jaxpr.in_avals)
+        jaxpr = jax.make_jaxpr(program)(*takes)
     noted = _noted(spmd, before, kernels_of(block))
     return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=noted)
 

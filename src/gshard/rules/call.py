@@ -21,6 +21,7 @@ class Call:
         in_shapes, out_shapes: of operands and results.
         in_dtypes: of the operands.
         primitive: itself, where there is one.
+        literals: of the operands those that are real numbers written in the program, None for the others.
     """
 
     name: str
@@ -29,6 +30,11 @@ class Call:
     out_shapes: tuple[tuple[int, ...], ...]
     in_dtypes: tuple[Any, ...]
     primitive: Any = None
+    literals: tuple[float | None, ...] = ()
+
+    def literal(self, i: int) -> float | None:
+        """Operand ``i`` if it is a number of the program, else None."""
+        return self.literals[i] if i < len(self.literals) else None
 
     def __str__(self) -> str:
         shapes = [f"[{','.join(map(str, s))}]" for s in (*self.in_shapes, *self.out_shapes)]

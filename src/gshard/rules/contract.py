@@ -9,17 +9,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.shards import Shards
-from gshard.core.rule import REDUCE, Rule, RuleMaker, sums
+from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.rules.passing import Ways, is_exact
 from gshard.rules.registry import Call, rule
 
 
-def keeps_sums(call: Call) -> bool:
-    """Whether results are computed in the operands' dtype, or in a wider one of floats: then parts add up."""
+def in_either_operand(call: Call) -> Ways:
+    """``linear`` of a product whose other operand is known only when the program runs (``rules.passing``)."""
     wanted = call.params.get("preferred_element_type")
-    if wanted is None or all(dtype == wanted for dtype in call.in_dtypes):
-        return True
-    floats = all(jnp.issubdtype(dtype, jnp.inexact) for dtype in (*call.in_dtypes, wanted))
-    return floats and all(jnp.dtype(wanted).itemsize >= jnp.dtype(dtype).itemsize for dtype in call.in_dtypes)
+    exact = bool(call.in_dtypes) and all(is_exact(dtype) and wanted in (None, dtype) for dtype in call.in_dtypes)
+    return [("add", (0,)), ("add", (1,))] if exact else []
 
 
 @rule("dot_general")
@@ -49,7 +48,7 @@ def dot_general(call: Call) -> Rule:
     free_lhs = [dim for d, dim in enumerate(lhs) if d not in lhs_sum and d not in lhs_batch]
     free_rhs = [dim for d, dim in enumerate(rhs) if d not in shared]
     flops = 2 * math.prod(f.size for f in make.factors)
-    linear = [sums(0), sums(1)] if keeps_sums(call) and not logical else []
+    linear = in_either_operand(call)
     part = None if logical else _part
     return make.rule([lhs, rhs], [[*batch, *free_lhs, *free_rhs]], flops=flops, linear=linear, part=part)
 

@@ -4,7 +4,7 @@ The start is clamped for the whole array, as JAX does, before any shard looks at
 split, because XLA merges a slice of a slice (the second may be ours) and forgets to clamp the first.
 
     dynamic_slice            a split dimension that is cut is a ``reduce`` factor: every device contributes the elements
-                             that it holds and zero for the others, so as many bytes travel as the result has
+                             that it holds and zero bits for the others, so as many bytes travel as the result has
     dynamic_update_slice     a split dimension stays split: every device writes what falls into its part
 """
 
@@ -26,7 +26,7 @@ def dynamic_slice(call: Call) -> Rule:
 
     >>> params, dtypes = {"slice_sizes": (4, 2)}, ("f", "i", "i")
     >>> print(dynamic_slice(Call("dynamic_slice", params, ((4, 6), (), ()), ((4, 2),), dtypes)))
-    a b, (), () -> a c; add over b=6; whole c
+    a b, (), () -> a c; pick over b=6; whole c
     """
     shape, sizes = call.in_shapes[0], call.params["slice_sizes"]
     make = RuleMaker()
@@ -36,7 +36,7 @@ def dynamic_slice(call: Call) -> Rule:
             operand.append(make.factor(n))
             result.append(operand[-1])
         else:
-            operand.append(make.whole(n) if call.on_keys else make.factor(n, REDUCE, adding(call.in_dtypes[0])))
+            operand.append(make.whole(n) if call.on_keys else make.factor(n, REDUCE, "pick"))
             result.append(make.whole(m))
 
     def local(shards: Shards, x: Any, *starts: Any) -> list[Any]:
@@ -94,8 +94,3 @@ def clamped(start: Any, n: int, size: int) -> Any:
     if start.dtype.itemsize < 4:
         start = start.astype(jnp.int32)
     return jnp.clip(start, jnp.zeros((), start.dtype), jnp.asarray(max(n - size, 0), start.dtype)).astype(jnp.int32)
-
-
-def adding(dtype: Any) -> str:
-    """The monoid by which parts that are zero (or False) everywhere but on one device are put together."""
-    return "or" if dtype == jnp.bool_ else "add"

@@ -10,13 +10,16 @@ and has no factor.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.core.rule import Rule, RuleMaker, moves, sums
+from gshard.comm.steps import has_infinities
+from gshard.core.rule import Rule, RuleMaker, moves
+from gshard.rules.passing import Ways, added, combined, is_exact, sums_in_range
 from gshard.rules.registry import Call, rule
 
 UNARY = """
@@ -53,35 +56,64 @@ def elementwise(call: Call) -> Rule:
     return make.rule(operands, [dims for _ in call.out_shapes], linear=_linear(call))
 
 
-_LINEAR: dict[str, list[tuple[str, tuple[int, ...]]]] = {
-    **{name: [sums(0)] for name in ("neg", "real", "imag", "conj")},
-    **{name: [sums(0, 1)] for name in ("add", "add_any", "sub", "complex")},
-    **{name: moves(0) for name in ("copy", "copy_p", "name", "stop_gradient")},
-    **{name: [(name, (0, 1))] for name in ("max", "min", "and", "or", "xor")},
-    "mul": [sums(0), sums(1), ("mul", (0, 1))],
-}
+_MOVES = ("copy", "copy_p", "name", "stop_gradient")
+_ADDING = {"add": (0, 1), "add_any": (0, 1), "sub": (0, 1), "complex": (0, 1), "real": (0,), "imag": (0,)}
+_KEEPING_ZERO = ("abs", "square", "sqrt")  # 0.0 becomes 0.0
+_COMBINING = ("max", "min", "and", "or", "xor")
 
 
-def _linear(call: Call) -> list[tuple[str, tuple[int, ...]]]:
-    """The ways in which unreduced operands pass; those of a conversion or division depend on the dtype."""
-    dtypes = call.in_dtypes
-    if call.name == "select_n":
+def _linear(call: Call) -> Ways:
+    """The ways in which unreduced operands pass."""
+    name, dtypes = call.name, call.in_dtypes
+    if name == "select_n":
         return moves(*range(1, len(dtypes)))
-    if call.name == "div":
-        return [sums(0)] if jnp.issubdtype(dtypes[0], jnp.inexact) else []
-    if call.name == "convert_element_type":
+    if name in _MOVES:
+        return moves(0)
+    if name in _ADDING:
+        return [*added(dtypes[0], *_ADDING[name]), *([("pick", (0,))] if len(dtypes) == 1 else [])]
+    if name in _COMBINING:
+        return combined(name, dtypes[0], 0, 1)
+    if name in _KEEPING_ZERO:
+        return [("pick", (0,))]
+    if name == "neg":
+        return [*added(dtypes[0], 0), ("pick", (0,))] if is_exact(dtypes[0]) else []
+    if name in ("mul", "div"):
+        return _scaling(call)
+    if name == "convert_element_type":
         return _conversion(dtypes[0], call.params["new_dtype"])
-    return _LINEAR.get(call.name, [])
+    return []
 
 
-def _conversion(before: Any, after: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Rounding keeps the order of numbers, so extremes pass; sums pass where nothing is rounded away."""
+def _scaling(call: Call) -> Ways:
+    """A product of integers, or of floats by a number of the program that makes them smaller, but not zero."""
+    dtype, multiplies = call.in_dtypes[0], call.name == "mul"
+    if is_exact(dtype):
+        return [("add", (0,)), ("add", (1,)), ("mul", (0, 1))] if multiplies else []
+    if not jax.dtypes.issubdtype(dtype, np.floating) or not sums_in_range(dtype):
+        return []
+    numbers = [call.literal(1), call.literal(0) if multiplies else None]
+    scales = [c if multiplies or not c else 1 / c for c in numbers]
+    picked = [("pick", (i,)) for i, c in enumerate(scales) if c is not None and 0 < c < math.inf]
+    return [*(("add", (i,)) for i, c in enumerate(scales) if c is not None and _LEAST <= c <= 1), *picked]
+
+
+# Times less, too much that is not zero would become zero.
+_LEAST = 2.0**-32
+
+
+def _conversion(before: Any, after: Any) -> Ways:
+    """Rounding keeps the order of numbers, so extremes pass; sums pass where nothing is rounded away.
+
+    Floats without infinities make NaN of those that parts of extremes hold.
+    """
     if before == after:
         return moves(0)
+    picked: Ways = [("pick", (0,))]
     if not all(jax.dtypes.issubdtype(dtype, np.floating) for dtype in (before, after)):
-        return []
+        return picked
     wider = jnp.dtype(after).itemsize > jnp.dtype(before).itemsize
-    return [("max", (0,)), ("min", (0,)), *([sums(0)] if wider else [])]
+    extremes: Ways = [("max", (0,)), ("min", (0,))] if has_infinities(after) else []
+    return [*picked, *extremes, *(added(before, 0) if wider else [])]
 
 
 @rule("gshard_mark", "sharding_constraint", "reshard")

@@ -7,19 +7,20 @@ What splits:
     dimensions of the indices       parallel for a gather; for a scatter that accumulates, a reduce factor: every
                                     device scatters its own updates and the results are combined
     dimensions of the operand       where one element or a part is taken. Gather: a reduce factor, every device looks up
-                                    what it holds and contributes zero for the rest; scatter: parallel, every device
+                                    what it holds and contributes zero bits for the rest; scatter: parallel, every device
                                     writes what falls into its part
 
 Indices out of range keep JAX's meaning for the whole array (clip, drop or fill): that is decided before the part's
-offset is subtracted, and no index out of a part's range is ever emitted: a window that reaches over an end of a part
-finds, or writes to, some elements more there.
+offset is subtracted. A window that reaches over an end of a part finds, or writes to, some elements more there; a
+single element to be written elsewhere is out of the part's range and dropped, since what it would be combined with is not
+to be touched (-0.0 + 0.0 is 0.0, and sums lose what is very small).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,6 @@ from jax import lax
 
 from gshard.comm.shards import Shards, along, identity
 from gshard.core.rule import REDUCE, Rule, RuleMaker
-from gshard.rules.dynamic import adding
 from gshard.rules.registry import Call, rule
 
 _FILL = lax.GatherScatterMode.FILL_OR_DROP
@@ -59,7 +59,7 @@ def gather(call: Call) -> Rule:
     >>> numbers = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
     >>> params = {"dimension_numbers": numbers, "slice_sizes": (1, 6), "mode": None}
     >>> print(gather(Call("gather", params, ((10, 6), (4, 1)), ((4, 6),), ("f4", "i4"))))
-    a b, c d -> c b; add over a=10; whole d
+    a b, c d -> c b; pick over a=10; whole d
     """
     numbers, slice_sizes = call.params["dimension_numbers"], call.params["slice_sizes"]
     operand_shape, indices_shape = call.in_shapes
@@ -87,7 +87,7 @@ def gather(call: Call) -> Rule:
         if call.on_keys or not slice_sizes[d]:
             operand.append(make.whole(n))
         else:
-            operand.append(make.factor(n, REDUCE, adding(call.in_dtypes[0])))
+            operand.append(make.factor(n, REDUCE, "pick"))
             partial.append(_Partial(d, n, slice_sizes[d], column, axis))
         if axis is not None:
             result[axis] = make.whole(slice_sizes[d])
@@ -234,8 +234,8 @@ def scatter(call: Call) -> Rule:
         if not split:
             return shards.bind(x, indices, changes)
         indices, before = _signed(indices), x
-        # Single elements that are not ours may as well be combined with one of ours, if that is not noticed.
-        unnoticed = monoid is not None and all(p.size == 1 and p.column is not None for p in split)
+        # Single elements that are not ours are out of range, and dropped.
+        single = all(p.size == 1 and p.column is not None for p in split)
         mine: Any = jnp.ones(indices.shape[:-1], jnp.bool_)
         places: dict[int, tuple[int, Any]] = {}  # for each column the elsewhere of its dimension, and where to write
         written: Any = jnp.ones((1,) * x.ndim, jnp.bool_)
@@ -257,20 +257,31 @@ def scatter(call: Call) -> Rule:
             start = start - offset
             mine &= (start > -p.size) & (start < length)
             # Windows may begin up to ``size - 1`` elements before the part; those that do not touch it lie behind it.
-            x = x if unnoticed else _extended(x, p.dim, p.size - 1, p.size)
-            places[p.column] = (0 if unnoticed else length + p.size - 1, start + p.size - 1)
+            x = x if single else _extended(x, p.dim, p.size - 1, p.size)
+            places[p.column] = (length + p.size - 1, start + p.size - 1)
         for column, (elsewhere, start) in places.items():
             indices = _with_column(indices, column, jnp.where(mine, start, elsewhere))
-        if unnoticed:
-            flags = _over_windows(mine, changes.ndim, numbers.update_window_dims)
-            changes = jnp.where(flags, changes, jnp.asarray(identity(monoid or "", changes.dtype), changes.dtype))
-        (result,) = shards.bind(x, indices, changes, indices_are_sorted=False, unique_indices=False)
-        if unnoticed:
-            return [result]
+        changed: dict[str, Any] = {"indices_are_sorted": False, "unique_indices": False}
+        if single:
+            if call.params["mode"] != _FILL:
+                indices = _clipped(indices, x.shape, {p.column for p in split})
+            return shards.bind(x, indices, changes, mode=_FILL, **changed)
+        (result,) = shards.bind(x, indices, changes, **changed)
         for p in split:
             if p.column is not None:
                 result = lax.slice_in_dim(result, p.size - 1, p.size - 1 + before.shape[p.dim], axis=p.dim)
         return [jnp.where(written, result, before) if any(p.column is None for p in split) else result]
+
+    def _clipped(indices: Any, shape: Sequence[int], but: Container[int | None]) -> Any:
+        """Indices along other dimensions than those of some columns, moved so that windows fit."""
+        windows = dict(zip((d for d in range(len(shape)) if d not in numbers.inserted_window_dims and d not in batching),
+                           numbers.update_window_dims, strict=True))  # fmt: skip
+        for column, d in enumerate(numbers.scatter_dims_to_operand_dims):
+            if column not in but:
+                size = updates_shape[windows[d]] if d in windows else 1
+                last = 0 if size == operand_shape[d] else operand_shape[d] - size
+                indices = _with_column(indices, column, jnp.clip(indices[..., column], 0, last))
+        return indices
 
     indices = [*batch, make.whole(indices_shape[-1])]
     flops = math.prod(updates_shape)

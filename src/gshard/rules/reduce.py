@@ -16,6 +16,7 @@ from gshard.core.program import itemsize
 from gshard.core.rule import EXCHANGE, REDUCE, WHOLE, Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.rules.computation import monoid_of, skipping
+from gshard.rules.passing import combined
 from gshard.rules.registry import Call, rule
 
 _MONOIDS = {
@@ -50,7 +51,9 @@ def reduction(call: Call) -> Rule:
     def local(shards: Shards, x: Any) -> list[Any]:
         return [function(x, call.params["axes"])] if function else shards.bind(x)
 
-    return make.rule([dims], [result], local=local if function else None, linear=[(monoid, (0,))])
+    linear = combined(monoid, call.in_dtypes[0], 0)
+    picked = [("pick", (0,))] if linear and monoid == "add" else []
+    return make.rule([dims], [result], local=local if function else None, linear=[*linear, *picked], sums=True)
 
 
 @rule("reduce")
@@ -193,7 +196,8 @@ def cumulative(call: Call) -> Rule:
         parts = mesh.count(split.get(dims[axis][0], ()))
         return (parts - 1) * rest_bytes(shape, call.in_dtypes[0], axis, dims, split, mesh)
 
-    return make.rule([dims], [dims], local=local, sends=sends, linear=[] if monoid == "logaddexp" else [(monoid, (0,))])
+    linear = [] if monoid == "logaddexp" else combined(monoid, call.in_dtypes[0], 0)
+    return make.rule([dims], [dims], local=local, sends=sends, linear=linear)
 
 
 def _start(monoid: str, dtype: Any) -> Any:

@@ -230,4 +230,5 @@ def bitcast_convert_type(call: Call) -> Rule:
     return make.rule(
         [[*dims, *(make.whole(n) for n in operand[len(dims) :])]],
         [[*dims, *(make.whole(n) for n in result[len(dims) :])]],
+        linear=[("pick", (0,))],
     )

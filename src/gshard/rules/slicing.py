@@ -19,12 +19,11 @@ from jax import lax
 
 from gshard.comm.halo import Window
 from gshard.comm.route import Piece, Route, routed
-from gshard.comm.shards import Shards, identity, rest_bytes
+from gshard.comm.shards import Shards, rest_bytes
 from gshard.comm.steps import PERMUTE
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
 from gshard.core.split import Split
-from gshard.rules.dynamic import adding
 from gshard.rules.registry import Call, rule
 
 
@@ -40,7 +39,7 @@ def slice_(call: Call) -> Rule:
 
     >>> params = {"start_indices": (0, 2), "limit_indices": (4, 3), "strides": None}
     >>> print(slice_(Call("slice", params, ((4, 6),), ((4, 1),), ("f",))))
-    a b -> a c; add over b=6; whole c
+    a b -> a c; pick over b=6; whole c
     """
     (source,), (target,) = call.in_shapes, call.out_shapes
     starts, limits = call.params["start_indices"], call.params["limit_indices"]
@@ -52,7 +51,7 @@ def slice_(call: Call) -> Rule:
     for d, n in enumerate(source):
         if d in single:
             moved[d] = False
-            dims.append(make.factor(n, REDUCE, adding(call.in_dtypes[0])))
+            dims.append(make.factor(n, REDUCE, "pick"))
             result.append(make.whole(1))
         else:
             dims.append(cut(call, make, n) if moved[d] else make.factor(n))
@@ -97,12 +96,12 @@ def slice_(call: Call) -> Rule:
 
 
 def _element(shards: Shards, x: Any, dim: int, index: int, factor: int) -> Any:
-    """One element along a dimension, on devices that do not hold it what a sum does not notice."""
+    """One element along a dimension, on devices that do not hold it zero."""
     if not (atoms := shards.atoms(factor)):
         return lax.slice_in_dim(x, index, index + 1, axis=dim)
     holder, at = divmod(index, x.shape[dim])
-    nothing = jnp.asarray(identity(shards.rule.factors[factor].monoid or "add", x.dtype), x.dtype)
-    return jnp.where(lax.axis_index(atoms) == holder, lax.slice_in_dim(x, at, at + 1, axis=dim), nothing)
+    mine = lax.axis_index(atoms) == holder
+    return jnp.where(mine, lax.slice_in_dim(x, at, at + 1, axis=dim), jnp.zeros((), x.dtype))
 
 
 @rule("pad")

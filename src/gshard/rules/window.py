@@ -20,10 +20,11 @@ from gshard.comm.halo import Window
 from gshard.comm.shards import Shards, along, identity
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import itemsize
-from gshard.core.rule import REDUCE, Rule, RuleMaker, sums
+from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.core.split import Split, place
 from gshard.rules.computation import monoid_of, skipping
-from gshard.rules.contract import keeps_sums
+from gshard.rules.contract import in_either_operand
+from gshard.rules.passing import combined
 from gshard.rules.registry import Call, rule
 from gshard.rules.slicing import sends_of
 
@@ -132,7 +133,7 @@ def conv_general_dilated(call: Call) -> Rule:
     moved = [d in windows and 0 not in out_shape for d in range(len(lhs))]
     sends = sends_of(call, 0, lhs, moved, lambda d, parts: windows[d](parts))
     flops = 2 * math.prod(out_shape) * math.prod(rhs_shape[d] for d in rhs_spec[1:])
-    linear = [sums(0), sums(1)] if keeps_sums(call) else []
+    linear = in_either_operand(call)
     return make.rule([lhs, rhs], [out], local=local, flops=flops, masks_itself=True, sends=sends, linear=linear)
 
 
@@ -231,7 +232,7 @@ def pooling(call: Call) -> Rule:
     if not one_order:
         return make.rule(operands, results, flops=flops)
     sends = sends_in_turn(call, [(i, window, True) for i in range(count)], dims, moved)
-    linear = [(_MONOIDS[call.name], (0,))] if call.name in _MONOIDS else []
+    linear = combined(_MONOIDS[call.name], call.in_dtypes[0], 0) if call.name in _MONOIDS else []
     return make.rule(operands, results, local=local, flops=flops, sends=sends, linear=linear)
 
 

@@ -1,0 +1,50 @@
+"""Passing: which equations parts of a sum may pass before they are added up (``Rule.linear``).
+
+A part may be far larger than the sum: 3e38 on one device, -3e38 on another. What is done to parts must therefore never
+overflow, nor make NaN of infinities, where it would not do so to the sum:
+
+    moves               elements stay what they are: every monoid, every dtype
+    additions           the terms of two sums in another order, as in any sum over devices; no half precision, where
+                        sums come near the largest number of the dtype
+    multiplications     of integers (modulo 2^n all of it is exact); of floats only by a number of the program that makes
+                        nothing larger and nothing zero, such as the 1/n of a mean. Not by what is known only when the
+                        program runs: 10 makes infinities of 3e38 and -3e38, and 0 makes NaN of infinities
+    what was looked up  is picked, not added: one device holds it, the others zero bits. It passes what leaves zero as it
+                        is, and by a sum becomes a part of it
+
+A negation is none of these: the sum of 1 and -1 is 0.0, and minus that is -0.0, but the sum of -1 and 1 is 0.0 again,
+so that 1/x would be another infinity. A subtraction is an addition: it differs where -0.0 is what a sum is taken from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Ways = list[tuple[str, tuple[int, ...]]]
+
+
+def added(dtype: Any, *positions: int) -> Ways:
+    """``linear`` of a rule whose results are sums of elements of these operands together."""
+    return [("add", positions)] if sums_in_range(dtype) else []
+
+
+def combined(monoid: str, dtype: Any, *positions: int) -> Ways:
+    """``linear`` of a rule that combines elements of these operands by a monoid, in another order."""
+    if monoid == "mul":  # some of the factors may be 1e30, all others 1e-30
+        return [(monoid, positions)] if is_exact(dtype) else []
+    return added(dtype, *positions) if monoid == "add" else [(monoid, positions)]
+
+
+def sums_in_range(dtype: Any) -> bool:
+    """Whether parts of a sum may be added to others: not in floats whose largest number is near."""
+    return is_exact(dtype) or (
+        jax.dtypes.issubdtype(dtype, jnp.inexact) and float(jnp.finfo(dtype).max) > 1e38  # bfloat16 and wider
+    )
+
+
+def is_exact(dtype: Any) -> bool:
+    """Whether sums and products are exact in every order: those of integers, modulo a power of two."""
+    return jax.dtypes.issubdtype(dtype, jnp.integer)
