@@ -122,6 +122,10 @@ def elementwise() -> Iterator[Row]:
     names = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
     for name, both in binary.items():
         yield row(name, getattr(lax, names.get(name, name)), *both, tolerance=rounding(both[0]))
+    yield row("mul, by less", lambda x: x * 0.3, X, tolerance=rounding(X))
+    yield row("div, by more", lambda x: x / 7.0, X, tolerance=rounding(X))
+    yield row("mul, integers", lambda x, y: x * y, N, N[::-1].copy())
+    yield row("dot_general, integers", lambda x, y: x @ y.T, N, N[::-1].copy())
     yield row("mul, size 1 stretched", lambda x, y: lax.mul_p.bind(x, y), X, X[:1])
     yield row("clamp, scalars", lambda x: lax.clamp(-0.5, x, 0.5), X)
     yield row("select_n, scalar predicate", lambda p, x, y: lax.select_n(p, x, y), np.bool_(True), X, Y)

@@ -1,7 +1,9 @@
 """The law: parts that pass an equation uncombined, as its rule allows, combine to what the equation makes of the whole.
 
 The operands of one way in ``Rule.linear`` come as parts, different on every device and of both signs; the results are
-combined afterwards. With and without a factor split as well.
+combined afterwards. With and without a factor split as well. Then once more with the worst there is: parts that are
+very large where their sum is not, infinities, NaN, zeros of both signs and what is smaller than any normal number, in
+the parts and in the operands beside them.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from gshard.comm.simulate import simulate
 from gshard.comm.simulated_runs import AS_WRITTEN
 from gshard.core.program import Equation, Value
+from gshard.core.rule import MONOIDS
 from gshard.core.sharding import Sharding
 from gshard.core.split import is_valid, operand_sharding
 from gshard.passes.partition import partition
@@ -40,6 +44,7 @@ def divided(x: np.ndarray, monoid: str) -> list[np.ndarray]:
         return [*parts, rest]
     owner = rng.integers(0, PARTS, x.shape)
     others = {
+        "pick": np.zeros_like,
         "xor": np.zeros_like,
         "or": np.zeros_like,
         "and": lambda v: v | ~v,
@@ -71,6 +76,8 @@ def fits(monoid: str, x: np.ndarray) -> bool:
     """Whether numbers of this dtype can be combined so at all."""
     if x.dtype.kind not in "biufc":  # narrow floats and keys
         return False
+    if monoid == "pick":
+        return True
     if monoid in ("and", "or", "xor"):
         return x.dtype.kind in "biu"
     if monoid in ("max", "min"):
@@ -113,7 +120,18 @@ def test_parts_pass(row: Row) -> None:
                 check(program, equation, split, whole, {v: monoid for v in cut}, want, row.tolerance)
 
 
-def check(program: Any, equation: Equation, split: Any, whole: Any, cut: Any, want: Any, tolerance: float) -> None:
+def check(
+    program: Any,
+    equation: Equation,
+    split: Any,
+    whole: Any,
+    cut: Any,
+    want: Any,
+    tolerance: float,
+    *,
+    divide: Any = divided,
+    to_the_bit: bool = False,
+) -> None:
     plan = plan_of(program, equation, split)
     lies = {}
     for i, v in enumerate(equation.inputs):
@@ -133,7 +151,7 @@ def check(program: Any, equation: Equation, split: Any, whole: Any, cut: Any, wa
         if v is None:
             stacked.append([consts[var]] * MESH.size)
         elif v in cut:
-            parts = divided(whole[v], cut[v])
+            parts = divide(whole[v], cut[v])
             stacked.append([parts[device % PARTS] for device in range(MESH.size)])
         else:
             stacked.append(parts_of(whole[v], spmd.in_shardings[places[var]]))
@@ -143,10 +161,108 @@ def check(program: Any, equation: Equation, split: Any, whole: Any, cut: Any, wa
         for got in result:
             assert np.asarray(got).dtype == expected.dtype
             np.testing.assert_allclose(got, expected, rtol=close, atol=close, err_msg=f"{equation.rule}; split {split}")
+            if to_the_bit:
+                # Sums and products take for zero what is smaller than any normal number.
+                kept = (expected == 0) | (np.abs(expected) > 1e-37) | (not {"add", "mul"} & {*cut.values()})
+                known = ~np.isnan(expected) & kept
+                np.testing.assert_array_equal(np.signbit(got)[known], np.signbit(expected)[known])
+                np.testing.assert_array_equal(np.asarray(got)[known], expected[known])
+
+
+HUGE = np.float32(2.0**120)  # what is added up here stays below 2**128
+WORST = np.array([np.inf, -0.0, 2.0, 0.0, -3.0, np.nan, 1e-40, -np.inf, -0.0, 0.5, -1e-42], np.float32)
+
+
+def worst(x: np.ndarray) -> np.ndarray:
+    """The worst numbers in place of these, if they are floats."""
+    return np.resize(WORST, x.shape) if x.dtype == np.float32 else x
+
+
+def worst_parts(x: np.ndarray, monoid: str) -> list[np.ndarray]:
+    """Parts of ``worst`` numbers: those of a sum are huge and cancel, those of an extreme are infinite."""
+    none = {"max": -np.inf, "min": np.inf, "pick": 0.0, "mul": 1.0}
+    if monoid != "add":
+        return [np.full_like(x, none[monoid]), x, np.full_like(x, none[monoid])]
+    # Of a zero that is negative all parts are; what is added to an infinity or to NaN does not matter.
+    large = np.where(
+        np.signbit(x) & (x == 0), np.float32(-0.0), np.where(np.arange(x.size) % 2, HUGE, -HUGE).reshape(x.shape)
+    )
+    return [large, np.where(large == 0, large, -large), x]
+
+
+EXTREME = [
+    r
+    for r, e in LINEAR
+    if any(np.asarray(_array(x)).dtype == np.float32 for x in jax.tree.leaves(r.arguments))
+    and not any(monoid in ("and", "or", "xor") and len(e.rule.linear) < len(MONOIDS) for monoid, _ in e.rule.linear)
+]
+
+
+@pytest.mark.parametrize("row", [pytest.param(r, id=r.name) for r in EXTREME])
+def test_the_worst_parts_pass(row: Row) -> None:
+    program = trace(row.function, *row.arguments)
+    equation = the_equation(program, row.primitive)
+    assert equation is not None
+    assert equation.rule is not None
+    arguments = jax.tree.map(lambda x: worst(np.asarray(_array(x))), row.arguments)
+    given = [*program.captured, *jax.tree.leaves(arguments)]
+    whole = dict(zip(program.block.inputs, given, strict=True))
+    want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(row.function, compiler_options=AS_WRITTEN)(*arguments))]
+    moves = {monoid for monoid, _ in equation.rule.linear} == set(MONOIDS)
+    for k, (monoid, operands) in enumerate(equation.rule.linear):
+        values = {equation.inputs[i] for i in operands}
+        beside = [v for j, v in enumerate(equation.inputs) if j not in operands]
+        if monoid in ("and", "or", "xor") or not all(
+            v in whole and whole[v].dtype == np.float32 and v not in beside for v in values
+        ):
+            continue
+        check(
+            program, equation, {-1 - k: (ATOM,)}, whole, dict.fromkeys(values, monoid), want, row.tolerance,
+            divide=worst_parts, to_the_bit=moves,
+        )  # fmt: skip
+
+
+def test_products_by_what_is_not_known_do_not_pass() -> None:
+    """Ten times 3e38 is infinite, zero times infinite no number; what is written in the program can be looked at."""
+
+    def ways(f: Any, *dtypes: Any) -> set[str]:
+        (equation,) = trace(f, *(jnp.ones((4, 4), dtype) for dtype in dtypes)).block.equations
+        assert equation.rule is not None
+        return {monoid for monoid, _ in equation.rule.linear}
+
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.complex64):
+        for f in (jnp.multiply, jnp.divide, jnp.matmul):
+            assert ways(f, dtype, dtype) == set()
+        assert ways(jnp.add, dtype, dtype) == {"add"}
+        assert ways(jnp.negative, dtype) == set()  # the sum of 1 and -1 is 0.0, and so is that of -1 and 1
+    for number in (0.0, -0.5, 10.0, np.inf, np.nan, 1e-30):
+        assert "add" not in ways(lambda x, c=number: x * c, jnp.float32)
+        assert number == 10.0 or "add" not in ways(lambda x, c=number: x / c, jnp.float32)
+    for number in (0.5, 1 / 3, 1.0):
+        assert "add" in ways(lambda x, c=number: x * c, jnp.float32)
+    assert "add" in ways(lambda x: x / 30.0, jnp.bfloat16)
+    assert ways(jnp.multiply, jnp.int32, jnp.int32) == {"add", "mul"}
+    assert ways(jnp.matmul, jnp.int32, jnp.int32) == {"add"}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e5m2, jnp.float8_e4m3fn])
+def test_in_half_precision_nothing_is_added_late(dtype: Any) -> None:
+    x = jnp.ones((4, 4), dtype)
+    functions: list[Any] = [lambda x: lax.add(x, x), lambda x: lax.sub(x, x), lambda x: lax.mul(x, x.dtype.type(0.5)),
+                 lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None), lambda x: lax.cumsum(x),
+                 lambda x: lax.convert_element_type(x, np.float32)]  # fmt: skip
+    for f in functions:
+        equation = trace(f, x).block.equations[-1]
+        assert equation.rule is not None
+        assert "add" not in dict(equation.rule.linear)
+    (moved,) = trace(lambda x: x.T, x).block.equations
+    assert moved.rule is not None
+    assert dict(moved.rule.linear).keys() == set(MONOIDS)
 
 
 def test_most_ways_are_tried() -> None:
     """Rows whose operands cannot be cut are few: the law is not empty."""
     primitives = {r.primitive for r, _ in LINEAR}
-    assert {"add", "mul", "sub", "dot_general", "reduce_sum", "reduce_max", "reshape", "select_n", "pad"} <= primitives
+    assert {"add", "mul", "sub", "div", "reduce_sum", "reduce_max", "reshape", "select_n", "pad"} <= primitives
     assert len(LINEAR) > 60
+    assert len(EXTREME) > 40

@@ -30,7 +30,7 @@ def sum_of_products(x: Any, v: Any, w: Any) -> Any:
 
 def difference_of_choices(x: Any, v: Any, w: Any) -> Any:
     a, b = (x @ split(m, 0, 8) for m in (v, w))
-    return replicate(a.T.reshape(4, -1) - jnp.where(v[:1, :1] > 0, b, -b).T.reshape(4, -1) * 0.5)
+    return replicate(a.T.reshape(4, -1) - jnp.where(v[:1, :1] > 0, b, a).T.reshape(4, -1) * 0.5)
 
 
 def with_bias(x: Any, v: Any, bias: Any) -> Any:
@@ -42,7 +42,7 @@ def chain(u: Any, v: Any, w: Any) -> Any:
 
 
 def total(x: Any, v: Any, w: Any) -> Any:
-    return jnp.sum(x @ split(v, 0, 8)) * 3.0 + jnp.max(w)
+    return jnp.sum(x @ split(v, 0, 8)) * 0.3 + jnp.max(w)
 
 
 def into_a_split(x: Any, v: Any, w: Any) -> Any:
@@ -70,7 +70,7 @@ def stacked(w: Any, xs: Any) -> Any:
         return jnp.sum(lax.scan(lambda c, w: (jnp.tanh(c @ w), None), split(x, 0, 8), w)[0] ** 2)
 
     def step(so_far: Any, x: Any) -> tuple[Any, None]:
-        return so_far + jax.grad(loss)(w, x) * (x[0, 0] > 0), None
+        return so_far + jnp.where(x[0, 0] > 0, jax.grad(loss)(w, x), 0.0), None
 
     return lax.scan(step, jnp.zeros_like(w), xs)[0]
 
@@ -95,7 +95,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[tuple[str, int,
         [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8), ("all_reduce", 1, 2 * 4 * 7 // 8)],
     ),
     "a bias changes nothing": (with_bias, (X, V, normal(24)), [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8)]),
-    "U V W without a reduction between": (chain, (X, V, normal(24, 6)), [("all_reduce", 1, 2 * 16 * 3 * 4 * 7 // 8)]),
+    # What is in W is not known: it may be infinite where the sum is zero and its parts are not.
+    "U V, and then W": (chain, (X, V, normal(24, 6)), [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8)]),
+    "U V W of integers without a reduction between": (
+        chain, tuple((10 * x).astype(np.int32) for x in (X, V, normal(24, 6))),
+        [("all_reduce", 1, 2 * 16 * 3 * 4 * 7 // 8)],
+    ),
     "after the sum, not before": (total, (X, V, W), [("all_reduce", 1, 2 * 4 * 7 // 8)]),
     "into a split": (into_a_split, (X, V, W), [("reduce_scatter", 1, 16 * 24 * 4 * 7 // 8)]),
     "once after a loop": (
@@ -126,9 +131,10 @@ def test_parts_are_combined_where_it_costs_least(name: str) -> None:
     assert sorted((row.kind, row.times, row.bytes) for row in found.collectives) == sorted(expected)
 
 
-def test_the_signatures_of_a_matrix_product() -> None:
-    """OneFlow's table for one axis: S(0) B, B S(1), S(1) S(0) -> P, P B -> P, B P -> P, B B; nothing else."""
-    program = trace(lambda x, w: x @ w, X, V)
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_the_signatures_of_a_matrix_product(dtype: Any) -> None:
+    """OneFlow's table for one axis: S(0) B, B S(1), S(1) S(0) -> P, B B; P B -> P and B P -> P for integers alone."""
+    program = trace(lambda x, w: x @ w, X.astype(dtype), V.astype(dtype))
     rule = program.block.equations[0].rule
     assert rule is not None
     mesh = Mesh.abstract(a=2)
@@ -144,10 +150,9 @@ def test_the_signatures_of_a_matrix_product() -> None:
         for s in splits
         if is_valid(rule, s, mesh)
     }
-    assert found == {
-        ("S(0)", "B", "S(0)"), ("B", "S(1)", "S(1)"), ("S(1)", "S(0)", "P"),
-        ("P", "B", "P"), ("B", "P", "P"), ("B", "B", "B"),
-    }  # fmt: skip
+    unfinished = {("P", "B", "P"), ("B", "P", "P")} if dtype is np.int32 else set()
+    others = {("S(0)", "B", "S(0)"), ("B", "S(1)", "S(1)"), ("S(1)", "S(0)", "P"), ("B", "B", "B")}
+    assert found == others | unfinished
 
 
 def test_what_is_added_may_be_multiplied_by_itself_many_times() -> None:

@@ -266,8 +266,8 @@ def _stacked(v: Value, makers: Mapping[Value, Equation]) -> tuple[Value, ...]:
             if found := next(((v, edge.inner) for edge in e.edges if edge.stacked and edge.outer is v), ()):
                 return found
         elif e is not None and e.rule is not None and e.mark is None:
-            alone = [operands for monoid, operands in e.rule.linear if monoid == "add" and len(operands) == 1]
-            behind += [x for i, x in enumerate(e.inputs) if {i} in alone and isinstance(x, Value)]
+            added = {i for monoid, operands in e.rule.linear if monoid == "add" for i in operands}
+            behind += [x for i, x in enumerate(e.inputs) if i in added and isinstance(x, Value)]
     return ()
 
 

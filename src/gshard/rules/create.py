@@ -87,11 +87,22 @@ def random_unwrap(call: Call) -> Rule:
     return make.rule([dims], [[*dims, *words]])
 
 
+# Implementations that make of each of many keys what they make of it alone. ``unsafe_rbg`` is none of them: what it
+# makes of many keys depends on the first of them and on how many there are.
+_EACH_BY_ITSELF = ("key<fry>", "key<rbg>")
+
+
+def _per_key(call: Call, make: RuleMaker, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The dimensions of keys: parallel where each is by itself."""
+    alone = not call.on_keys or call.in_dtypes[0].name in _EACH_BY_ITSELF
+    return make.parallel(shape) if alone else [make.whole(n) for n in shape]
+
+
 @rule("random_seed", "random_fold_in")
 def per_key(call: Call) -> Rule:
     """One key from each seed, or from each key and number."""
     make = RuleMaker()
-    dims = make.parallel(call.out_shapes[0])
+    dims = _per_key(call, make, call.out_shapes[0])
     operands = [[dim if n == m else () for dim, n, m in zip(dims, s, call.out_shapes[0])] for s in call.in_shapes]
     return make.rule(operands, [dims])
 
@@ -100,7 +111,7 @@ def per_key(call: Call) -> Rule:
 def random_split(call: Call) -> Rule:
     """Keys are parallel; the new dimension, over the keys made of each, is whole."""
     make = RuleMaker()
-    dims = make.parallel(call.in_shapes[0])
+    dims = _per_key(call, make, call.in_shapes[0])
     return make.rule([dims], [[*dims, *(make.whole(n) for n in call.params["shape"])]])
 
 
@@ -117,9 +128,12 @@ def rng_bit_generator(call: Call) -> Rule:
 
 @rule("random_gamma")
 def random_gamma(call: Call) -> Rule:
-    """Keys are parallel; the samples drawn with keys split from each of them are whole."""
+    """Keys are parallel; the samples drawn with keys split from each of them are whole.
+
+    Only those of threefry: what else draws bits for many keys draws them all at once.
+    """
     keys, shape = call.in_shapes
     make = RuleMaker()
-    dims = make.parallel(keys)
+    dims = make.parallel(keys) if call.in_dtypes[0].name == "key<fry>" else [make.whole(n) for n in keys]
     dims += [make.whole(n) for n in shape[len(keys) :]]
     return make.rule([dims[: len(keys)], dims], [dims])

@@ -7,13 +7,13 @@ What splits:
     dimensions of the indices       parallel for a gather; for a scatter that accumulates, a reduce factor: every
                                     device scatters its own updates and the results are combined
     dimensions of the operand       where one element or a part is taken. Gather: a reduce factor, every device looks up
-                                    what it holds and contributes zero bits for the rest; scatter: parallel, every device
-                                    writes what falls into its part
+                                    what it holds and contributes zero bits for the rest; scatter: parallel, every
+                                    device writes what falls into its part
 
 Indices out of range keep JAX's meaning for the whole array (clip, drop or fill): that is decided before the part's
 offset is subtracted. A window that reaches over an end of a part finds, or writes to, some elements more there; a
-single element to be written elsewhere is out of the part's range and dropped, since what it would be combined with is not
-to be touched (-0.0 + 0.0 is 0.0, and sums lose what is very small).
+single element to be written elsewhere is out of the part's range and dropped, since what it would be combined with is
+not to be touched (-0.0 + 0.0 is 0.0, and sums lose what is very small).
 """
 
 from __future__ import annotations
@@ -274,8 +274,9 @@ def scatter(call: Call) -> Rule:
 
     def _clipped(indices: Any, shape: Sequence[int], but: Container[int | None]) -> Any:
         """Indices along other dimensions than those of some columns, moved so that windows fit."""
-        windows = dict(zip((d for d in range(len(shape)) if d not in numbers.inserted_window_dims and d not in batching),
-                           numbers.update_window_dims, strict=True))  # fmt: skip
+        outer = {*numbers.inserted_window_dims, *batching}
+        kept = (d for d in range(len(shape)) if d not in outer)
+        windows = dict(zip(kept, numbers.update_window_dims, strict=True))
         for column, d in enumerate(numbers.scatter_dims_to_operand_dims):
             if column not in but:
                 size = updates_shape[windows[d]] if d in windows else 1

@@ -6,11 +6,11 @@ overflow, nor make NaN of infinities, where it would not do so to the sum:
     moves               elements stay what they are: every monoid, every dtype
     additions           the terms of two sums in another order, as in any sum over devices; no half precision, where
                         sums come near the largest number of the dtype
-    multiplications     of integers (modulo 2^n all of it is exact); of floats only by a number of the program that makes
-                        nothing larger and nothing zero, such as the 1/n of a mean. Not by what is known only when the
-                        program runs: 10 makes infinities of 3e38 and -3e38, and 0 makes NaN of infinities
-    what was looked up  is picked, not added: one device holds it, the others zero bits. It passes what leaves zero as it
-                        is, and by a sum becomes a part of it
+    multiplications     of integers (modulo 2^n all of it is exact); of floats only by a number of the program that
+                        makes nothing larger and nothing zero, such as the 1/n of a mean. Not by what is known only
+                        when the program runs: 10 makes infinities of 3e38 and -3e38, and 0 makes NaN of infinities
+    what was looked up  is picked, not added: one device holds it, the others zero bits. It passes what leaves zero as
+                        it is, and by a sum becomes a part of it
 
 A negation is none of these: the sum of 1 and -1 is 0.0, and minus that is -0.0, but the sum of -1 and 1 is 0.0 again,
 so that 1/x would be another infinity. A subtraction is an addition: it differs where -0.0 is what a sum is taken from.

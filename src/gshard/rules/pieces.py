@@ -10,11 +10,13 @@ concatenation is a sum: each piece with zeros in the place of the others.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
@@ -29,13 +31,23 @@ pieces_p = Primitive("concatenate_slices")
 
 
 @pieces_p.def_impl
-def _run(*xs: Any, dimension: int, pieces: Sequence[tuple[int, int]]) -> Any:
+def _run(*xs: Any, dimension: int, pieces: Sequence[tuple[int, int]], added: bool) -> Any:
     cuts = zip(xs, pieces, strict=True)
-    return lax.concatenate([lax.slice_in_dim(x, start, end, axis=dimension) for x, (start, end) in cuts], dimension)
+    x = lax.concatenate([lax.slice_in_dim(x, start, end, axis=dimension) for x, (start, end) in cuts], dimension)
+    return _with_zero(x) if added else x
+
+
+def _with_zero(x: Any) -> Any:
+    """What is left of a sum with zeros: -0.0 + 0.0 is 0.0."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(_with_zero(x.real), _with_zero(x.imag))
+    return jnp.where(x == 0, jnp.zeros((), x.dtype), x)
 
 
 @pieces_p.def_abstract_eval
-def _shape(*xs: Any, dimension: int, pieces: Sequence[tuple[int, int]]) -> Any:
+def _shape(*xs: Any, dimension: int, pieces: Sequence[tuple[int, int]], added: bool) -> Any:
     return jax.core.ShapedArray(
         tuple(sum(b - a for a, b in pieces) if d == dimension else n for d, n in enumerate(xs[0].shape)), xs[0].dtype
     )
@@ -47,11 +59,17 @@ mlir.register_lowering(pieces_p, mlir.lower_fun(_run, multiple_results=False))
 @rule("concatenate_slices")
 def concatenate_slices(call: Call) -> Rule:
     """
-    >>> params = {"dimension": 0, "pieces": ((7, 8), (0, 7))}
+    >>> params = {"dimension": 0, "pieces": ((7, 8), (0, 7)), "added": False}
     >>> print(concatenate_slices(Call("concatenate_slices", params, ((8, 2), (8, 2)), ((8, 2),), ("f", "f"))))
     a b, a b -> a b; exchange a
     """
-    return joined(call, call.params["dimension"], call.params["pieces"])
+    made = joined(call, call.params["dimension"], call.params["pieces"])
+    if not call.params["added"]:
+        return made
+    join = made.local
+    assert join is not None
+    ways = tuple(way for way in made.linear if way[0] in ("add", "pick"))
+    return dataclasses.replace(made, local=lambda shards, *xs: [*map(_with_zero, join(shards, *xs))], linear=ways)
 
 
 def join_slices(equations: Iterable[Equation], outputs: Sequence[Value | Constant]) -> list[Equation]:
@@ -79,7 +97,7 @@ def _joined(e: Equation, makers: dict[Any, Equation]) -> Equation | None:
     if e.name == "concatenate" and all(source is v for (source, _), v in zip(cuts, values, strict=True)):
         return None
     sources, pieces = zip(*cuts, strict=True)
-    params = {"dimension": axis, "pieces": tuple(pieces)}
+    params = {"dimension": axis, "pieces": tuple(pieces), "added": e.name != "concatenate"}
     shapes, dtypes = tuple(x.shape for x in sources), tuple(x.dtype for x in sources)
     call = Call(pieces_p.name, params, shapes, tuple(v.shape for v in e.outputs), dtypes)
     return Equation(pieces_p, params, sources, e.outputs, rule_of(call), e.source_info)
