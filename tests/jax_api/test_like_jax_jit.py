@@ -1400,14 +1400,6 @@ def effects(t: Tools) -> Any:
 
 
 @case
-def tokens(t: Tools) -> Any:
-    token = lax.create_token()
-    x, out = t.jit(lambda x, token: (x + 1, token))(jnp.arange(3), token)
-    _, captured = t.jit(lambda x: (x, token))(1)
-    return x, type(out).__name__, type(captured).__name__
-
-
-@case
 def mutable_arrays(t: Tools) -> Any:
     def f(x: Any) -> Any:
         ref = jax.new_ref(x)

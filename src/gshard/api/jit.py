@@ -9,6 +9,7 @@ calls of the same kind go through JAX's own dispatch in C++ and run no Python of
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import types
@@ -143,7 +144,9 @@ class Jitted:
             return self._operation_by_operation(args, kwargs), None, False
         flat = lowered.flat_results(results)
         path = None
-        moved = any(lowered.argument_shardings[i] != signature.leaves[i].sharding for i in lowered.donated)
+        moved = lowered.mesh.size > 1 and any(
+            lowered.argument_shardings[i] != signature.leaves[i].sharding for i in lowered.donated
+        )
         # A donated argument that has to be moved first is copied, which C++ would not do (its memory might be shared).
         if not (moved or executable.spmd.in_orders or executable.spmd.out_orders or looks_for_nans()):
             if not any(isinstance(x, UnevenArray) for x in (*flat, *leaves)):
@@ -154,14 +157,16 @@ class Jitted:
         """The arguments where the program expects them; donated ones share no memory with anything else."""
         placed, donated, unread = [], lowered.donated, lowered.unread
         self._check_donations(lowered, leaves)
+        shared = collections.Counter(map(address_of, leaves)) if donated else {}
         for i, (x, target) in enumerate(zip(leaves, lowered.argument_shardings, strict=True)):
             if i in unread:
                 placed.append(x)
                 continue
             x = x.padded if isinstance(x, UnevenArray) else x
             if getattr(x, "sharding", None) != target:
-                # On a device of its own an array is not copied on its way.
-                x = jax.device_put(jnp.array(x, copy=True) if i in donated else x, target)
+                # An array that is on one of the devices already is not copied on its way.
+                is_shared = lowered.mesh.size > 1 or shared.get(address_of(x), 0) > 1
+                x = jax.device_put(jnp.array(x, copy=True) if i in donated and is_shared else x, target)
             placed.append(x)
         return placed
 
@@ -260,7 +265,7 @@ class Jitted:
         avals = tuple(x.aval for x in signature.leaves)
         made = Lowered(program, target.in_best_order(program), signature.tree, avals, donated, padded)
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
-        return next((known for known in self._made.values() if _is_same(known, made)), made)
+        return next((known for known in self._made.values() if known.is_as(made)), made)
 
     def _program(self, signature: Signature, leaves: Sequence[Any]) -> Program:
         jaxpr, out_tree = self._closed(signature, leaves)
@@ -283,22 +288,6 @@ def _may_crash(args: Any, kwargs: Any) -> bool:
     """Whether an array is given twice, or was overwritten by an earlier call: donated, it makes XLA:CPU crash."""
     arrays = [x for x in jax.tree.leaves((args, kwargs)) if type(x) is ArrayImpl]
     return len(set(map(id, arrays))) < len(arrays) or any([x.is_deleted() for x in arrays])
-
-
-def _is_same(known: Lowered, made: Lowered) -> bool:
-    """Whether a program that is there already was planned in the same way."""
-    alike = known.program.block is made.program.block and known.in_tree == made.in_tree
-    others = known.target == made.target and known.donated == made.donated and known.padded == made.padded
-    if not (alike and others):
-        return False
-    mine, yours = known.plan, made.plan
-    parts = (
-        (mine.shardings, yours.shardings),
-        (mine.splits, yours.splits),
-        (mine.orders, yours.orders),
-        (mine.rings, yours.rings),
-    )
-    return all(a == b for a, b in parts)
 
 
 def jit(

@@ -87,6 +87,17 @@ class Lowered:
         """
         return self.target.compiled(self.spmd, self._all_kept, self.donated)
 
+    def is_as(self, other: Lowered) -> bool:
+        """Whether another one is planned in the same way for the same program, so that this one will do for both."""
+        alike = self.program.block is other.program.block and self.in_tree == other.in_tree
+        same = self.target == other.target and self.donated == other.donated and self.padded == other.padded
+        if not (alike and same):
+            return False
+        ours, theirs = self.plan, other.plan
+        return (ours.shardings, ours.splits, ours.orders, ours.rings) == (
+            theirs.shardings, theirs.splits, theirs.orders, theirs.rings
+        )  # fmt: skip
+
     @functools.cached_property
     def unread(self) -> frozenset[int]:
         """The flat arguments that XLA is not given, because nothing reads them."""

@@ -53,7 +53,10 @@ class Leaf:
             return Leaf(jax.core.ShapedArray(x.shape, x.dtype), x.sharding, x.lies)
         if isinstance(x, jax.ShapeDtypeStruct):
             return Leaf(_plain(x), x.sharding)
-        return Leaf(jax.typeof(x))
+        aval = jax.typeof(x)
+        if not hasattr(aval, "shape"):
+            raise TypeError(f"{aval} has no shape")
+        return Leaf(aval)
 
     @property
     def shape(self) -> jax.ShapeDtypeStruct:

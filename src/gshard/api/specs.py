@@ -151,6 +151,7 @@ def as_array(x: Any, leaf: str, what: str) -> Any:
 
 
 def describe(x: Any) -> str:
-    """The type of an array as text, such as ``float32[8,4]``."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    """The type of an array as text, such as ``f32[8,4]``."""
+    is_shape = isinstance(x, jax.ShapeDtypeStruct)
+    aval = jax.core.ShapedArray(x.shape, x.dtype) if is_shape else jax.typeof(x)
     return aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else str(aval)
