@@ -30,7 +30,6 @@ from gshard.api.transformations import call
 from gshard.core.errors import ArgumentError, ShardingError, TraceError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import (
-    ArrayImpl,
     FastFunction,
     SharedCaches,
     address_of,
@@ -38,6 +37,7 @@ from gshard.core.jax_adapter_dispatch import (
     forget_traces,
     is_staging,
     looks_for_nans,
+    may_crash_donated,
     nan_found,
     refuse_what_is_no_function,
     refused_by_dispatch,
@@ -68,7 +68,7 @@ class Jitted:
             options.target()  # what is wrong with the mesh or the machine is told at once
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if self._donates and _may_crash(args, kwargs):
+        if self._donates and may_crash_donated((args, kwargs)):
             return self._seen_first(*args, **kwargs)[0]
         try:
             return self._call(*args, **kwargs)
@@ -282,12 +282,6 @@ class Jitted:
             given = marks_of_specs("in_shardings", self._options.in_shardings, signature.arguments()[0])
             marks[: len(given)] = [said or own for said, own in zip(given, marks, strict=False)]
         return marks
-
-
-def _may_crash(args: Any, kwargs: Any) -> bool:
-    """Whether an array is given twice, or was overwritten by an earlier call: donated, it makes XLA:CPU crash."""
-    arrays = [x for x in jax.tree.leaves((args, kwargs)) if type(x) is ArrayImpl]
-    return len(set(map(id, arrays))) < len(arrays) or any([x.is_deleted() for x in arrays])
 
 
 def jit(

@@ -78,6 +78,19 @@ def address_of(x: Any) -> int:
     return int(x.addressable_data(0).unsafe_buffer_pointer())
 
 
+def may_crash_donated(arguments: Any) -> bool:
+    """Whether an array is given twice, or was overwritten by an earlier call: donated, it makes XLA:CPU crash.
+
+    Asked before every call that donates, so it is written to take little time.
+    """
+    leaves = _tree_util.default_registry.flatten(arguments)[0]
+    if len(leaves) == 1:
+        (x,) = leaves
+        return type(x) is ArrayImpl and x.is_deleted()
+    arrays = [x for x in leaves if type(x) is ArrayImpl]
+    return len({id(x) for x in arrays}) < len(arrays) or any([x.is_deleted() for x in arrays])
+
+
 def refuse_what_is_no_function(f: Any) -> None:
     """Raises ``TypeError`` for what ``jax.jit`` refuses too: no callable, a generator function, a staticmethod."""
     _api_util.check_callable(f)
