@@ -1,23 +1,34 @@
 """gshard: automatic sharding of JAX programs that explains itself.
 
-split, replicate, shard     mark a few tensors of a program written for one device
-jit                         partition and run it on all devices, used like jax.jit
-manual, auto_to_manual ...  parts of a program that you partition yourself
-explain                     what each tensor got and why, and what the devices say to each other
-Machine, Cost               what that takes on given devices: time, bytes, memory
-Windowed                    which contractions run in steps instead of after a gather
-rule, testing               teach it a new operator, and check what you taught
-Mesh, Sharding, UnevenArray the nouns they speak of
-GShardError                 the base of all errors raised on purpose
+Mark a few tensors of a program written for one device, and run it on all of them::
+
+    split, replicate, shard     marks: how a tensor is sharded
+    jit                         partition and run on all devices; used like jax.jit
+    explain                     what each tensor got and why, and what the devices communicate
+
+What ``jit`` does, verb by verb, each from one noun to the next::
+
+    f, args --trace--> Program --propagate--> Plan --partition--> SpmdProgram --compile--> Executable --> results
+
+Besides::
+
+    Mesh, Sharding              the devices, and how an array is cut over them
+    Machine, Cost, Windowed     what a program takes on given devices; which contractions run in steps
+    manual, auto_to_manual ...  parts of a program that you partition yourself
+    rule, testing               teach it an operator (RuleMaker, Call, Shards, Rule), and check what you taught
+    GShardError                 the base of all errors raised on purpose
 """
 
 from gshard import testing as testing
 from gshard.analysis.cost import Cost as Cost
 from gshard.analysis.explain import Explanation as Explanation
 from gshard.analysis.machine import Machine as Machine
+from gshard.analysis.machine import MachineError as MachineError
 from gshard.analysis.overlap import Windowed as Windowed
 from gshard.api.explained import explain as explain
 from gshard.api.jit import jit as jit
+from gshard.api.lowered import Compiled as Compiled
+from gshard.api.lowered import Lowered as Lowered
 from gshard.api.manual_parts import auto_to_manual as auto_to_manual
 from gshard.api.manual_parts import manual as manual
 from gshard.api.manual_parts import manual_to_auto as manual_to_auto
@@ -42,5 +53,12 @@ from gshard.core.sharding import Sharding as Sharding
 from gshard.core.spmd import SpmdProgram as SpmdProgram
 from gshard.core.uneven import UnevenArray as UnevenArray
 from gshard.passes.compile import Executable as Executable
+from gshard.passes.compile import compile_spmd as compile
+from gshard.passes.partition import partition as partition
+from gshard.passes.propagate import propagate as propagate
+from gshard.passes.trace import trace as trace
+from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
 from gshard.rules.registry import Call as Call
 from gshard.rules.teach import rule as rule
+
+compile = _compile_spmd  # the verb of the picture

@@ -1,0 +1,35 @@
+"""The nouns and verbs of the picture are public, and one program goes through them by hand as through jit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gshard
+
+
+def test_the_chain_by_hand(rng: np.random.Generator) -> None:
+    x, w = (jnp.asarray(rng.standard_normal((8, 8), np.float32)) for _ in range(2))
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sin(gshard.split(x, 0, 8) @ w)
+
+    mesh = gshard.Mesh.of(8)
+    program = gshard.trace(f, x, w)
+    plan = gshard.propagate(program, mesh)
+    spmd = gshard.partition(plan)
+    executable = gshard.compile(spmd)
+    placed = [jax.device_put(a, s) for a, s in zip((x, w), executable.compiled.input_shardings[0], strict=True)]
+    kinds = program, plan, spmd, executable
+    assert [type(k) for k in kinds] == [gshard.Program, gshard.Plan, gshard.SpmdProgram, gshard.Executable]
+    (found,) = executable(*placed)
+    for expected in (f(x, w), gshard.jit(f, mesh=8)(x, w)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_exported_is_documented() -> None:
+    public = {name: thing for name, thing in vars(gshard).items() if not name.startswith("_")}
+    own = {name: thing for name, thing in public.items() if getattr(thing, "__module__", "").startswith("gshard")}
+    assert len(own) > 30
+    assert not [name for name, thing in own.items() if not thing.__doc__]
+    folders = {"analysis", "api", "comm", "core", "moe", "passes", "remat", "rules"}
+    assert folders.isdisjoint(own), "rooms are no names to be used"
