@@ -322,7 +322,9 @@ def _divides(x: Any, monoid: str) -> bool:
         return False
     kind = np.asarray(x).dtype.kind
     finite = kind not in "fc" or bool(np.isfinite(x).all())
-    return finite and kind in {"add": "iufc", "mul": "iufc", "max": "iuf", "min": "iuf"}.get(monoid, "biu")
+    return finite and kind in {"add": "iufc", "mul": "iufc", "max": "iuf", "min": "iuf", "pick": "biufc"}.get(
+        monoid, "biu"
+    )
 
 
 def _positions(mesh: Mesh) -> Iterator[dict[str, int]]:
