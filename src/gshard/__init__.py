@@ -52,8 +52,8 @@ from gshard.core.rule import RuleMaker as RuleMaker
 from gshard.core.sharding import Sharding as Sharding
 from gshard.core.spmd import SpmdProgram as SpmdProgram
 from gshard.core.uneven import UnevenArray as UnevenArray
+from gshard.passes import compile as _compile
 from gshard.passes.compile import Executable as Executable
-from gshard.passes.compile import compile_spmd as compile
 from gshard.passes.partition import partition as partition
 from gshard.passes.propagate import propagate as propagate
 from gshard.passes.trace import trace as trace
@@ -61,4 +61,4 @@ from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
 from gshard.rules.registry import Call as Call
 from gshard.rules.teach import rule as rule
 
-compile = _compile_spmd  # the verb of the picture
+compile = _compile.compile_spmd
