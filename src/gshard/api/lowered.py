@@ -279,6 +279,11 @@ class Compiled:
         return self.lowered.args_info
 
     @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The flat arguments that are donated."""
+        return self.lowered.donate_argnums
+
+    @property
     def out_info(self) -> Any:
         """Shapes, dtypes and shardings of the results, in their structure."""
         return self.lowered.out_info

@@ -145,7 +145,7 @@ class Parameters:
         except (ValueError, TypeError) as error:
             raise ArgumentError.like(
                 error,
-                str(error).rstrip("."),
+                str(error),
                 user_line(),
                 f"{name_of(f)}{_text_of_parameters(f)}",
                 "Name arguments that the function has, each as static or as donated.",

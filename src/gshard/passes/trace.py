@@ -143,7 +143,7 @@ def _refused(f: Callable[..., Any], error: Exception) -> Exception:
         error,
         f"{name} cannot be traced: it needs the value of an array, and only shapes are known.",
         line,
-        text.splitlines()[0],
+        "\n  ".join(words for words in text.splitlines() if words and not words.startswith("See ")),
         "Use jax.numpy instead of numpy on arrays (jnp.sin for np.sin), and static_argnums for plain values."
         if numpy
         else "Use jnp.where or jax.lax.cond instead of branching on array values, and static_argnums for plain values.",
