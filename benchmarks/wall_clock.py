@@ -271,23 +271,21 @@ def sides_of(made: Training) -> tuple[Side, Side]:
     """The same training under gshard and under XLA's partitioner."""
     mesh = Mesh(np.array(jax.devices()).reshape(tuple(made.axes.values())), tuple(made.axes))
     arguments = (made.state, made.batch)
-    if made.specs is None:
-        lowered = gshard.jit(made.step, mesh=mesh, donate_argnums=0).lower(*arguments)
-        placed = jax.tree.unflatten(jax.tree.structure(arguments), lowered.argument_shardings)
+    options: dict[str, Any] = {"donate_argnums": 0}
+    if made.specs is None:  # the marks say where arguments and results are; XLA is told what came of it
+        ours, theirs = gshard.jit(made.step, mesh=mesh, **options), constrained(made, mesh)
+        placed = jax.tree.unflatten(jax.tree.structure(arguments), ours.lower(*arguments).argument_shardings)
     else:
         placed = jax.tree.map(lambda s: NamedSharding(mesh, s), made.specs, is_leaf=lambda s: isinstance(s, P))
-    options = {"in_shardings": placed, "out_shardings": (placed[0], NamedSharding(mesh, P())), "donate_argnums": 0}
-    if made.specs is None:
-        options["out_shardings"] = (placed[0], NamedSharding(lowered.mesh.jax_mesh, P()))
-    ours = gshard.jit(made.step, mesh=mesh, **options)
-    theirs = jax.jit(made.step if made.specs is not None else constrained(made, mesh), **options)
-    sides = []
-    for step, compiled in (
-        (ours, ours.lower(*arguments).executable.compiled),
-        (theirs, theirs.lower(*arguments).compile()),
-    ):
-        sides.append(Side(step, compiled, *jax.device_put(arguments, placed)))
-    return sides[0], sides[1]
+    options |= {"in_shardings": placed, "out_shardings": (placed[0], NamedSharding(mesh, P()))}
+    if made.specs is not None:
+        ours, theirs = gshard.jit(made.step, mesh=mesh, **options), made.step
+    xla = jax.jit(theirs, **options)
+    mine, its = jax.device_put(arguments, placed), jax.device_put(arguments, placed)
+    return (
+        Side(ours, ours.lower(*mine).executable.compiled, *mine),
+        Side(xla, xla.lower(*its).compile(), *its),
+    )
 
 
 def constrained(made: Training, mesh: Mesh) -> Callable[[State, Batch], tuple[State, Any]]:
@@ -303,7 +301,7 @@ def constrained(made: Training, mesh: Mesh) -> Callable[[State, Batch], tuple[St
 
 def measure(made: Training, pairs: int) -> dict[str, float]:
     ours, xla = sides_of(made)
-    for side in (ours, xla):  # what was compiled beforehand may be compiled once more, for a call
+    for side in (ours, xla):
         side.train(2)
     first = [[float(x) for x in side.losses[:2]] for side in (ours, xla)]
     np.testing.assert_allclose(first[0], first[1], rtol=NEAR)

@@ -75,7 +75,7 @@ def address_of(x: Any) -> int:
         or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
     ):
         return id(x)
-    return int(x.addressable_data(0).unsafe_buffer_pointer())
+    return int(x.addressable_shards[0].data.unsafe_buffer_pointer())
 
 
 def may_crash_donated(arguments: Any) -> bool:

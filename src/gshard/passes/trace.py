@@ -127,12 +127,11 @@ def _refused(f: Callable[..., Any], error: Exception) -> Exception:
     text, name = str(error), name_of(f)
     line = line_of_exception(error)
     if "returned a value of type" in text:
-        what = text.split("returned a value of type ", 1)[1].split(", which is not")[0]
         return TraceError.like(
             error,
             f"{name} returns a value that is no array.",
             line,
-            f"a value of type {what}",
+            f"it returned a value of type {text.split('returned a value of type ', 1)[1].split(', which is not')[0]}",
             "Return arrays, or pytrees of them; what is known without running belongs outside of the function.",
         )
     is_shape = text.startswith("Shapes must be 1D sequences of concrete values")
