@@ -49,9 +49,11 @@ def prime_factors(n: int) -> tuple[int, ...]:
 class Prices:
     """What things count as, in bytes sent, when ways to split an equation are compared.
 
-    By default an operation counts as one byte, so that no work is done twice to send less: not to split the rows of a
-    product (m, k) @ (k, n) spares at most an all-reduce of the gradient of its weights, 8 k n bytes in float32, and
-    does up to 2 m k n operations more; m is at least the number of devices, and a device has 4 rows to work on.
+    By default an operation of a product counts as one byte, so that no product is computed twice to send less: not to
+    split the rows of (m, k) @ (k, n) spares at most an all-reduce of the gradient of its weights, 8 k n bytes in
+    float32, and does up to 2 m k n operations more; m is at least the number of devices, and 4 rows are enough. Other
+    operations count as a quarter: the compiler fuses some into one pass over memory. Adam on whole gradients, a dozen
+    of them for each weight, is not split if its three results would have to be gathered, 8 bytes a weight more.
     A named machine tells what operations and bytes really take.
 
     Attributes:
@@ -61,7 +63,7 @@ class Prices:
     """
 
     products: tuple[tuple[int, float], ...] = ((4, 1.0),)
-    other: float = 1.0
+    other: float = 0.25
     message: float = 16.0
 
     def product(self, itemsize: int) -> float:
