@@ -25,6 +25,7 @@ from gshard.analysis.overlap import Windowed
 from gshard.api.boundary import mark_of_sharding, marks_of_specs, with_marked_arguments, with_marked_results
 from gshard.api.lowered import Lowered, Traced
 from gshard.api.signature import Parameters, Signature
+from gshard.api.static_leaves import freed
 from gshard.api.target import Options, Target
 from gshard.api.transformations import call
 from gshard.core.errors import ArgumentError, ShardingError, TraceError
@@ -61,13 +62,20 @@ class Jitted:
         self._f, self._parameters, self._options = f, parameters, options
         self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
         numbers, names = parameters.static_numbers, parameters.static_names
-        self._fast = FastFunction(f, self._seen_first, numbers, names)
+        self._fast = FastFunction(parameters.plain, self._seen_first, numbers, names)
         self._call = self._fast.call
         self._donates = bool(parameters.donated_numbers or parameters.donated_names)
+        self._fixes = parameters.static_leaves
         if options.mesh is not None:
             options.target()  # what is wrong with the mesh or the machine is told at once
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self._fixes:
+            args, kwargs = self._parameters.fixed(args, kwargs)
+        results = self._dispatched(args, kwargs)
+        return freed(results) if self._fixes else results
+
+    def _dispatched(self, args: Any, kwargs: Any) -> Any:
         if self._donates and may_crash_donated((args, kwargs)):
             return self._seen_first(*args, **kwargs)[0]
         try:
@@ -97,7 +105,8 @@ class Jitted:
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
         """The function's jaxpr for these arguments, before anything is planned."""
-        signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
+        args, kwargs = self._on_this_mesh(args, kwargs)
+        signature, leaves = self._parameters.signature(args, kwargs)
         jaxpr, out_tree = self._closed(signature, leaves)
         lowered = functools.partial(self.lower, *args, **kwargs)
         by_jax = functools.partial(jax.jit(self).trace, *args, **kwargs)
@@ -200,10 +209,11 @@ class Jitted:
     def _operation_by_operation(self, args: Any, kwargs: Any) -> Any:
         """Runs the function as it is, to find the operation that made a NaN (``jax.debug_nans``)."""
         with jax.disable_jit():
-            return self._f(*args, **kwargs)
+            return self._parameters.plain(*args, **kwargs)
 
     def _on_this_mesh(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What is in padded parts on other devices is made whole."""
+        """What is in padded parts on other devices is made whole; static leaves become parts of the structure."""
+        args, kwargs = self._parameters.fixed(args, kwargs)
 
         def moved(x: Any) -> Any:
             if not isinstance(x, UnevenArray) or (self._options.mesh is not None and x.mesh == self._options.mesh):
@@ -292,6 +302,7 @@ def jit(
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
+    static_leaves: bool = False,
     in_shardings: Any = None,
     out_shardings: Any = None,
     keep_unused: bool = False,
@@ -313,6 +324,8 @@ def jit(
             takes the mesh that ``jax.set_mesh`` has set when the function is called.
         static_argnums, static_argnames: arguments that are plain (hashable) values, not arrays.
         donate_argnums, donate_argnames: arguments whose memory the results may take.
+        static_leaves: whether what is no array inside of arguments (activation functions, numbers of Python) is static
+            too, a new program for each value; results may hold such leaves as well. As ``eqx.filter_jit`` does.
         in_shardings: for the positional arguments (that are not static) a pytree prefix of ``PartitionSpec``,
             ``NamedSharding`` or None (not said); counts as marks on them.
         out_shardings: the same for the results.
@@ -366,7 +379,8 @@ def jit(
         )
     if uneven not in ("gather", "keep"):
         raise ShardingError(f"uneven={uneven!r} is not known.", way_out='Write uneven="gather" or uneven="keep".')
-    parameters = Parameters.of(f, (static_argnums, static_argnames), (donate_argnums, donate_argnames))
+    static, donated = (static_argnums, static_argnames), (donate_argnums, donate_argnames)
+    parameters = Parameters.of(f, static, donated, static_leaves)
     options = Options(
         None if mesh is None else Mesh.of(mesh),
         in_shardings,

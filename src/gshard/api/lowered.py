@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from gshard.api.static_leaves import fixed, freed, has_fixed
 from gshard.api.target import Target
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
@@ -107,7 +108,7 @@ class Lowered:
 
     def results(self, arrays: Sequence[Any]) -> Any:
         """The executable's flat results as the user gets them: a pytree, what left in padded parts as what it is."""
-        return jax.tree.unflatten(self.out_tree, self.flat_results(arrays))
+        return freed(jax.tree.unflatten(self.out_tree, self.flat_results(arrays)))
 
     def flat_results(self, arrays: Sequence[Any]) -> list[Any]:
         """The executable's results, those in padded parts as ``UnevenArray``."""
@@ -170,7 +171,7 @@ class Lowered:
         """Shapes, dtypes and shardings of the results, in their structure."""
         pairs = zip(self.program.block.outputs, self.spmd.out_shardings, strict=True)
         infos = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=named_sharding(self.mesh, s)) for v, s in pairs]
-        return jax.tree.unflatten(self.out_tree, infos)
+        return freed(jax.tree.unflatten(self.out_tree, infos))
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:
@@ -200,6 +201,8 @@ class Compiled:
         Raises:
             TypeError: another structure of arguments, or other shapes or dtypes, than it was compiled for.
         """
+        if has_fixed(self.in_tree):
+            args, kwargs = fixed(args, "arguments, "), fixed(kwargs, "arguments, ")
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             traced = next(type(x).__name__ for x in leaves if isinstance(x, jax.core.Tracer))
@@ -330,4 +333,4 @@ class Traced:
     def out_info(self) -> Any:
         """Shapes and dtypes of the results, in their structure."""
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.jaxpr.out_avals]
-        return jax.tree.unflatten(self.out_tree, shapes)
+        return freed(jax.tree.unflatten(self.out_tree, shapes))

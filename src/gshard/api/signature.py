@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from gshard.api.static_leaves import fixed, with_fixed_results, with_freed_arguments
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import named_arguments, trace_settings
@@ -120,6 +121,7 @@ class Parameters:
         f: the function.
         static_numbers, static_names: arguments that are no arrays.
         donated_numbers, donated_names: arguments whose memory results may take.
+        static_leaves: whether what is no array inside of the others is static as well.
     """
 
     f: Callable[..., Any]
@@ -127,21 +129,39 @@ class Parameters:
     static_names: tuple[str, ...]
     donated_numbers: tuple[int, ...]
     donated_names: tuple[str, ...]
+    static_leaves: bool = False
 
     @property
     def told(self) -> Hashable:
         """Which arguments, without the function."""
-        return self.static_numbers, self.static_names, self.donated_numbers, self.donated_names
+        return self.static_numbers, self.static_names, self.donated_numbers, self.donated_names, self.static_leaves
+
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The function, of arguments as ``fixed`` returns them."""
+        return with_freed_arguments(self.f) if self.static_leaves else self.f
+
+    def fixed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, their static leaves as parts of their structure.
+
+        Raises:
+            ArgumentError: such a leaf cannot be hashed.
+        """
+        if not self.static_leaves:
+            return args, kwargs
+        return fixed(args, f"arguments of {name_of(self.f)}, "), fixed(kwargs, f"arguments of {name_of(self.f)}, ")
 
     @staticmethod
-    def of(f: Callable[..., Any], static: tuple[Any, Any], donated: tuple[Any, Any]) -> Parameters:
+    def of(
+        f: Callable[..., Any], static: tuple[Any, Any], donated: tuple[Any, Any], static_leaves: bool = False
+    ) -> Parameters:
         """Completes what was given by number or by name.
 
         Raises:
             ArgumentError: the function has no such argument, or one is static and donated.
         """
         try:
-            return Parameters(f, *named_arguments(f, static, donated))
+            return Parameters(f, *named_arguments(f, static, donated), static_leaves)
         except (ValueError, TypeError) as error:
             raise ArgumentError.like(
                 error,
@@ -181,15 +201,16 @@ class Parameters:
     def with_statics(self, statics: tuple[Any, ...]) -> Callable[..., Any]:
         """The function of the arrays alone."""
         count, *given = statics
+        whole = with_fixed_results(self.plain, name_of(self.f)) if self.static_leaves else self.f
         if not given:
-            return self.f
+            return whole
         by_position = {key: value for key, _, value in given if isinstance(key, int)}
         by_name = {key: value for key, _, value in given if isinstance(key, str)}
 
         def f(*args: Any, **kwargs: Any) -> Any:
             rest = iter(args)
             full = [by_position[i] if i in by_position else next(rest) for i in range(count)]
-            return self.f(*full, **by_name, **kwargs)
+            return whole(*full, **by_name, **kwargs)
 
         f.__name__ = f.__qualname__ = name_of(self.f)
         f.__wrapped__ = self.f  # type: ignore[attr-defined]
@@ -225,7 +246,7 @@ class Parameters:
                     user_line(),
                     what,
                     f"A value that is no array is a static argument: gshard.jit(..., static_argnames={root!r}); "
-                    "it must be hashable. Of a structure that holds both, give the arrays alone.",
+                    "it must be hashable. With static_leaves=True all that is no array in a structure is static.",
                 )
         raise AssertionError
 

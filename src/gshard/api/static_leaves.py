@@ -1,0 +1,106 @@
+"""Static leaves: what is no array inside of an argument or a result, such as a module's activation function.
+
+Under ``gshard.jit(..., static_leaves=True)`` each becomes a node of the pytree, without children and with the leaf in
+the structure. So the structure, which is part of every key, tells calls with different leaves apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter import user_line
+from gshard.core.uneven import UnevenArray
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, UnevenArray)
+
+
+@jax.tree_util.register_pytree_node_class
+class Fixed:
+    """A leaf as a part of the structure; equal to others of the same type and value."""
+
+    __slots__ = ("key", "value")
+
+    def __init__(self, value: Any):
+        self.value = value
+        # Zeros of both signs are equal, and a NaN is not equal to itself; written out they are what they are.
+        self.key: Hashable = (type(value), repr(value) if isinstance(value, float | complex) else value)
+
+    def tree_flatten(self) -> tuple[tuple[()], Fixed]:
+        """No children, and itself."""
+        return (), self
+
+    @staticmethod
+    def tree_unflatten(itself: Fixed, children: tuple[()]) -> Fixed:
+        """The reverse of ``tree_flatten``."""
+        return itself
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fixed) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"Fixed({self.value!r})"
+
+
+def fixed(tree: Any, where: str) -> Any:
+    """The tree with all leaves that are no arrays as parts of its structure.
+
+    Raises:
+        ArgumentError: such a leaf has no hash; the message has its path, after ``where``.
+    """
+
+    def leaf(path: Any, x: Any) -> Any:
+        if isinstance(x, _ARRAYS) or hasattr(type(x), "__jax_array__"):
+            return x
+        try:
+            hash(x)
+        except TypeError as error:
+            raise ArgumentError.like(
+                ValueError(),
+                f"Non-hashable static leaves are not supported: {where}{jax.tree_util.keystr(path)}.",
+                user_line(),
+                f"a {type(x).__name__}",
+                "Put a value there that is hashable and does not change.",
+            ) from error
+        return Fixed(x)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def freed(tree: Any) -> Any:
+    """The tree with such leaves in their places again."""
+    return jax.tree.map(lambda x: x.value if isinstance(x, Fixed) else x, tree, is_leaf=lambda x: isinstance(x, Fixed))
+
+
+def has_fixed(structure: Any) -> bool:
+    """Whether there are such leaves in a structure."""
+    tree = jax.tree.unflatten(structure, [0] * structure.num_leaves)
+    return any(isinstance(x, Fixed) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Fixed)))
+
+
+def with_freed_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of arguments with fixed leaves."""
+
+    @functools.wraps(f)
+    def free(*args: Any, **kwargs: Any) -> Any:
+        return f(*freed(args), **freed(kwargs))
+
+    return free
+
+
+def with_fixed_results(f: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function with results whose leaves are fixed where they are no arrays."""
+
+    @functools.wraps(f)
+    def fix(*args: Any, **kwargs: Any) -> Any:
+        return fixed(f(*args, **kwargs), f"the result of {name}")
+
+    return fix
