@@ -57,6 +57,14 @@ def user_place(source_info: Any) -> tuple[str, int] | None:
     return None if frame is None else (frame.file_name, frame.start_line)
 
 
+def in_scopes_of(source_info: Any, call: Any) -> Any:
+    """Where an equation of a call's body stands: in the named scopes of the call, and in its own."""
+    outer = call.name_stack.stack
+    if not outer or source_info.name_stack.stack[: len(outer)] == outer:
+        return source_info
+    return source_info.replace(name_stack=call.name_stack + source_info.name_stack)
+
+
 @contextlib.contextmanager
 def as_if_at(source_info: Any) -> Iterator[None]:
     """What is traced inside gets the source line and the named scopes of another equation."""

@@ -22,6 +22,7 @@ from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import (
     as_if_at,
     closed,
+    in_scopes_of,
     line_of_exception,
     optimization_barrier_p,
     user_line,
@@ -236,6 +237,7 @@ class _Builder:
             name, params = eqn.primitive.name, eqn.params
             # An equation that JAX's own library made inside a call is blamed on the line that called it.
             source = eqn.source_info if user_line(eqn.source_info) or line is None else line
+            source = source if line is None else in_scopes_of(source, line)
             inputs = tuple(_read(env, v) for v in eqn.invars)
             with as_if_at(source):  # what stands for an equation has its line
                 body = expansion(name, params, [v.aval for v in eqn.invars]) or self._opened(eqn)
