@@ -107,7 +107,7 @@ class Options:
         windowed: which contractions run in steps.
         keep_uneven: whether results leave in padded parts where parts are unequal.
         memory_limit: bytes that a device may hold.
-        machine: what computing and sending take; None does no work twice to send less.
+        machine: what computing and sending take; None computes no product twice to send less.
         keep_unused: whether XLA is given arguments that nothing reads.
         compiler_options: XLA's.
     """

@@ -52,9 +52,9 @@ class Prices:
     By default an operation of a product counts as one byte, so that no product is computed twice to send less: not to
     split the rows of (m, k) @ (k, n) spares at most an all-reduce of the gradient of its weights, 8 k n bytes in
     float32, and does up to 2 m k n operations more; m is at least the number of devices, and 4 rows are enough. Other
-    operations count as a quarter: the compiler fuses some into one pass over memory. Adam on whole gradients, a dozen
-    of them for each weight, is not split if its three results would have to be gathered, 8 bytes a weight more.
-    A named machine tells what operations and bytes really take.
+    operations decide between equals only: the compiler fuses them into passes over memory, and to split an optimizer's
+    update of whole gradients, say, brings gathers of its results. A named machine tells what operations and bytes
+    really take.
 
     Attributes:
         products: for an operation of a product, by the bytes of an element; others count as elements of 4 bytes do.
@@ -63,7 +63,7 @@ class Prices:
     """
 
     products: tuple[tuple[int, float], ...] = ((4, 1.0),)
-    other: float = 0.25
+    other: float = 0.001
     message: float = 16.0
 
     def product(self, itemsize: int) -> float:
