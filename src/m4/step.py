@@ -58,9 +58,11 @@ def make_step(model: moe.TransformerConfig, options: TrainConfig) -> Callable[[S
     """
     specs = moe.param_specs(model)
 
-    def gradients(params: Any, batch: Batch, key: jax.Array) -> tuple[Any, Metrics]:
+    def gradients(params: Any, batch: Batch, key: jax.Array, weight: Any = None) -> tuple[Any, Metrics]:
         def objective(params: Any) -> tuple[jax.Array, Metrics]:
-            return moe.loss(model, params, dict(batch), key=key, label_smoothing=options.label_smoothing)
+            value, metrics = moe.loss(model, params, dict(batch), key=key, label_smoothing=options.label_smoothing)
+            # The loss is weighted, not its gradients: parts of a sum are not scaled before they are combined.
+            return value if weight is None else weight * value, metrics
 
         (_, metrics), grads = jax.value_and_grad(objective, has_aux=True)(params)
         return grads, metrics
@@ -72,8 +74,9 @@ def make_step(model: moe.TransformerConfig, options: TrainConfig) -> Callable[[S
 
         def add(total: Any, part: tuple[Batch, jax.Array, jax.Array]) -> tuple[Any, None]:
             micro_batch, weight, number = part
-            found = gradients(params, micro_batch, jax.random.fold_in(key, number))
-            return jax.tree.map(lambda sum_, x: sum_ + weight * x, total, found), None
+            found, metrics = gradients(params, micro_batch, jax.random.fold_in(key, number), weight)
+            weighted = found, jax.tree.map(lambda x: weight * x, metrics)
+            return jax.tree.map(jnp.add, total, weighted), None
 
         nothing = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype),

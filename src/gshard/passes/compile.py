@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from gshard.core.errors import MeshError
-from gshard.core.jax_adapter_dispatch import names_devices
+from gshard.core.jax_adapter_dispatch import executed, names_devices
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
@@ -36,7 +36,7 @@ class Executable:
         spmd, every = self.spmd, [*self.captured, *arguments]
         for i in spmd.in_orders:
             every[i] = relabelled(every[i], named_sharding(spmd.mesh, spmd.in_shardings[i]))
-        results = list(self.compiled(*every))
+        results = executed(self.compiled, every)
         if self._calls_back:
             results = [relabelled(x, s) for x, s in zip(results, self._out_shardings, strict=True)]
         for i, order in spmd.out_orders.items():
