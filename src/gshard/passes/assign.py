@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import ChainMap
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from gshard.comm.reshard import plan_reshard, reshard_bytes
@@ -286,6 +287,22 @@ def cost_around(
             if only is None or x in only:
                 available.add(x, wanted)
     return total
+
+
+def sends_more(
+    equations: Sequence[Equation],
+    before: Mapping[Value, Sharding],
+    shardings: Mapping[Value, Sharding],
+    mesh: Mesh,
+    only: Container[Value] | None = None,
+    elsewhere: Available | None = None,
+) -> bool:
+    """Whether some equations send more than they did ``before``: less work is not bought with bytes either."""
+    if mesh.by_bytes is mesh:
+        return False
+    old = ChainMap(dict(before), shardings)  # type: ignore[arg-type]
+    now = cost_around(equations, old, mesh.by_bytes, only, elsewhere)
+    return cost_around(equations, shardings, mesh.by_bytes, only, elsewhere, now + 1.0) > now + 1.0
 
 
 def entering(region: Equation, shardings: Mapping[Value, Sharding]) -> list[Sharding]:

@@ -17,7 +17,7 @@ from gshard.core.program import Block, Equation, Value
 from gshard.core.rule import PARALLEL, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, parts, result_sharding
-from gshard.passes.assign import cost_around, priced_near
+from gshard.passes.assign import cost_around, priced_near, sends_more
 from gshard.passes.candidates import Arrays, arrays_of, candidates
 from gshard.passes.settle import first_operand, fixed_values, makers_and_readers
 
@@ -60,7 +60,9 @@ def flip(
             before = {v: shardings[v] for v in trial}
             now = cost_around(touched, shardings, mesh)
             shardings.update(trial)
-            if cost_around(touched, shardings, mesh, most=now - 1.0) < now - 1.0:
+            if cost_around(touched, shardings, mesh, most=now - 1.0) < now - 1.0 and not sends_more(
+                touched, before, shardings, mesh
+            ):
                 changed = True
                 for v, sharding in trial.items():
                     if sharding != before[v]:

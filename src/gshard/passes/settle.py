@@ -29,6 +29,7 @@ from gshard.passes.assign import (
     cost_around,
     cost_of_moving,
     entering,
+    sends_more,
     taken,
 )
 from gshard.passes.candidates import arrays_of, candidates
@@ -88,7 +89,7 @@ def settle(
                 later = len(other.unreduced) > len(before.unreduced) or (other == made and not before.unreduced)
                 most = now + 1e-6 if later else now - 1e-6
                 trial = cost_around(around, shardings, mesh, {v}, elsewhere, most)
-                if trial > most:
+                if trial > most or sends_more(around, {v: before}, shardings, mesh, {v}, elsewhere):
                     shardings[v] = before
                 else:
                     now = trial
