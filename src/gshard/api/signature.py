@@ -22,6 +22,7 @@ from gshard.core.jax_adapter_dispatch import named_arguments, trace_settings
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import UnevenArray
 from gshard.passes.trace import leaf_names, name_of, parameters_of
+from gshard.rules.registry import taught_rules
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ class Parameters:
             read = tuple(map(Leaf.of, leaves))
         except TypeError as error:
             raise self._no_array(arrays, leaves) from error
-        return Signature(tree, read, statics, trace_settings()), leaves
+        return Signature(tree, read, statics, (trace_settings(), taught_rules())), leaves
 
     def _no_array(self, arrays: Any, leaves: Sequence[Any]) -> ArgumentError:
         for name, x in zip(leaf_names(self.f, arrays), leaves, strict=True):

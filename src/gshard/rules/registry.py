@@ -29,6 +29,11 @@ _RULES: dict[str, RuleFunction] = {}
 _TAUGHT: dict[str, dict[Any, RuleFunction]] = {}
 
 
+def taught_rules() -> tuple[Any, ...]:
+    """What users have taught, as a key: a program that was planned with other rules is another one."""
+    return tuple((name, target, id(f)) for name, found in _TAUGHT.items() for target, f in found.items())
+
+
 def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
     """Enters a function as the rule of the primitives of these names."""
 
