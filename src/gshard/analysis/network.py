@@ -183,7 +183,7 @@ def prices(mesh: Mesh, machine: Machine) -> Prices:
 
     >>> found = prices(Mesh.abstract(devices=8), Machine.of("h100:1x8"))
     >>> f"{found.product(4):.5f} {found.product(2):.5f} {found.other:.2f} {found.message:.0f}"
-    '0.00091 0.00045 0.27 900007'
+    '0.00091 0.00046 0.27 900007'
     """
     if mesh.size == 1:
         return Prices()
