@@ -2,8 +2,8 @@
 
 Two calls with equal signatures get the same program and the same shardings, whatever was called before. A signature
 holds the structure of the arguments, the type of each array (shape, dtype, weak type, memory, and the sharding where
-its mesh has explicit axes), the sharding of arrays that are committed to one, static arguments by type and value, and
-JAX's settings.
+its mesh has explicit axes), the sharding of arrays that are committed to one, static arguments by type and value,
+JAX's settings and the rules that were taught.
 """
 
 from __future__ import annotations
