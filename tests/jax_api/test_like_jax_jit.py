@@ -1549,6 +1549,39 @@ def test_a_dropped_function_is_freed(mesh: int, derivative: bool) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+def test_a_dropped_function_is_freed_at_once(mesh: int) -> None:
+    """Its arrays may be most of the memory: they must not wait for the next collection of garbage."""
+    weight = jnp.arange(8.0) + 1
+    f = (lambda weight: lambda: weight * 2)(weight)
+    g = gshard.jit(f, mesh=mesh)
+    g(), g()
+    left = [weakref.ref(x) for x in (weight, f, g)]
+    gc.collect()
+    gc.disable()
+    try:
+        del weight, f, g
+        assert [ref() is None for ref in left] == [True] * 3
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_tokens_come_and_go(mesh: int) -> None:
+    token = jax.lax.create_token()
+    f = gshard.jit(lambda x, t: (gshard.split(x, 0, mesh) + 1, t), mesh=mesh)
+    for _ in range(2):
+        result, new = f(jnp.arange(8), token)
+        assert result.tolist() == list(range(1, 9))
+        assert type(new) is type(token)
+        assert new is not token
+    result, captured = gshard.jit(lambda x: {"x": (x * 2, token)}, mesh=mesh)(jnp.arange(8))["x"]
+    assert result.tolist() == list(range(0, 16, 2))
+    assert type(captured) is type(token)
+    with pytest.raises(gshard.TraceError, match="create_token makes a token"):
+        gshard.jit(lambda x: jax.lax.optimization_barrier((x, jax.lax.create_token()))[0], mesh=mesh)(1)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 def test_arguments_and_results_are_freed(mesh: int) -> None:
     f = gshard.jit(lambda x: gshard.split(x, 0, mesh) + 1, mesh=mesh)
     x = jnp.arange(8.0)

@@ -9,23 +9,23 @@ calls of the same kind go through JAX's own dispatch in C++ and run no Python of
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine
 from gshard.analysis.overlap import Windowed
 from gshard.api.boundary import mark_of_sharding, marks_of_specs, with_marked_arguments, with_marked_results
+from gshard.api.donation import placed_arguments
 from gshard.api.lowered import Lowered, Traced
 from gshard.api.signature import Parameters, Signature
-from gshard.api.static_leaves import freed
+from gshard.api.static_leaves import freed, has_fixed
 from gshard.api.target import Options, Target
 from gshard.api.transformations import call
 from gshard.core.errors import ArgumentError, ShardingError, TraceError
@@ -33,7 +33,6 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import (
     FastFunction,
     SharedCaches,
-    address_of,
     fast_path,
     forget_traces,
     is_staging,
@@ -62,7 +61,9 @@ class Jitted:
         self._f, self._parameters, self._options = f, parameters, options
         self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
         numbers, names = parameters.static_numbers, parameters.static_names
-        self._fast = FastFunction(parameters.plain, self._seen_first, numbers, names)
+        # Weakly, so that a function is freed as soon as nothing needs it, and not when garbage is next collected.
+        seen_first = weakref.WeakMethod(self._seen_first)
+        self._fast = FastFunction(parameters.plain, lambda *a, **k: seen_first()(*a, **k), numbers, names)  # type: ignore[misc]
         self._call = self._fast.call
         self._donates = bool(parameters.donated_numbers or parameters.donated_names)
         self._fixes = parameters.static_leaves
@@ -101,13 +102,13 @@ class Jitted:
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
         signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
-        return self._lowered(signature, self._options.target(), leaves)
+        return self._lowered(signature, self._options.target())
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
         """The function's jaxpr for these arguments, before anything is planned."""
         args, kwargs = self._on_this_mesh(args, kwargs)
         signature, leaves = self._parameters.signature(args, kwargs)
-        jaxpr, out_tree = self._closed(signature, leaves)
+        jaxpr, out_tree = self._closed(signature)
         lowered = functools.partial(self.lower, *args, **kwargs)
         by_jax = functools.partial(jax.jit(self).trace, *args, **kwargs)
         return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), lowered, by_jax)
@@ -139,12 +140,12 @@ class Jitted:
         signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
         if is_staging() or any(isinstance(x, jax.core.Tracer) for x in leaves):
             return self._as_equation(signature, leaves), None, False
-        jaxpr, _ = self._closed(signature, leaves)
+        jaxpr, _ = self._closed(signature)
         if any(isinstance(x, jax.core.Tracer) for x in without_constants(jaxpr)[1]):
             return self._as_equation(signature, leaves), None, False
-        lowered = self._lowered(signature, self._options.target(), leaves)
+        lowered = self._lowered(signature, self._options.target())
         executable = lowered.executable
-        placed = self._placed(lowered, leaves)
+        placed = placed_arguments(lowered, leaves)
         try:
             results = executable(*placed)
         except Exception as error:
@@ -160,51 +161,10 @@ class Jitted:
         if not (moved or executable.spmd.in_orders or executable.spmd.out_orders or looks_for_nans()):
             if not any(isinstance(x, UnevenArray) for x in (*flat, *leaves)):
                 path = fast_path(executable.compiled, lowered.out_tree, flat, executable.captured, len(leaves))
-        return jax.tree.unflatten(lowered.out_tree, flat), path, False
-
-    def _placed(self, lowered: Lowered, leaves: Sequence[Any]) -> list[Any]:
-        """The arguments where the program expects them; donated ones share no memory with anything else."""
-        placed, donated, unread = [], lowered.donated, lowered.unread
-        self._check_donations(lowered, leaves)
-        shared = collections.Counter(map(address_of, leaves)) if donated else {}
-        for i, (x, target) in enumerate(zip(leaves, lowered.argument_shardings, strict=True)):
-            if i in unread:
-                placed.append(x)
-                continue
-            x = x.padded if isinstance(x, UnevenArray) else x
-            if getattr(x, "sharding", None) != target:
-                # An array that is on one of the devices already is not copied on its way.
-                is_shared = lowered.mesh.size > 1 or shared.get(address_of(x), 0) > 1
-                x = jax.device_put(jnp.array(x, copy=True) if i in donated and is_shared else x, target)
-            placed.append(x)
-        return placed
-
-    def _check_donations(self, lowered: Lowered, leaves: Sequence[Any]) -> None:
-        """Memory that is given twice must not be donated where it is: it would be overwritten twice."""
-        at: dict[int, int] = {}
-        names: tuple[str, ...] = ()
-        for i, x in enumerate(leaves if lowered.donated else ()):
-            in_place = getattr(x, "sharding", None) == lowered.argument_shardings[i]
-            first = at.setdefault(address_of(x), i) if in_place else i
-            wrong = first != i and bool({first, i} & lowered.donated)
-            deleted = i in lowered.donated and getattr(x, "is_deleted", bool)()
-            names = names or (lowered.program.names[len(lowered.program.captured) :] if wrong or deleted else ())
-            if wrong:
-                raise ShardingError.like(
-                    ValueError(),
-                    f"{name_of(self._f)} may overwrite an array that it was given twice, as {names[first]} and "
-                    f"{names[i]}.",
-                    user_line(),
-                    f"donated: {', '.join(names[k] for k in sorted(lowered.donated))}",
-                    "Give a copy (jnp.copy), or do not donate it.",
-                )
-            if deleted:
-                raise ShardingError.like(
-                    RuntimeError(),
-                    f"{name_of(self._f)} was given an array that an earlier call has overwritten, as {names[i]}.",
-                    user_line(),
-                    way_out="Use the earlier call's result, or do not donate it.",
-                )
+        results = jax.tree.unflatten(lowered.out_tree, flat)
+        if has_fixed(lowered.out_tree) and not self._fixes:
+            return freed(results), None, False
+        return results, path, False
 
     def _operation_by_operation(self, args: Any, kwargs: Any) -> Any:
         """Runs the function as it is, to find the operation that made a NaN (``jax.debug_nans``)."""
@@ -239,34 +199,35 @@ class Jitted:
                 f"manual axes: {', '.join(map(str, manual))}",
                 "Partition outside: gshard.jit of the function that holds the jax.shard_map keeps it as it is written.",
             )
-        whole, out_tree = self._closed(signature, leaves, marked=True)
+        whole, out_tree = self._closed(signature, marked=True)
         jaxpr, constants = without_constants(whole)
         leaves = [x.whole() if isinstance(x, UnevenArray) else x for x in leaves]
         return jax.tree.unflatten(out_tree, call(jaxpr, self._options.target(), [*constants, *leaves]))
 
-    def _closed(self, signature: Signature, leaves: Sequence[Any], marked: bool = False) -> tuple[Any, Any]:
+    def _closed(self, signature: Signature, marked: bool = False) -> tuple[Any, Any]:
         """The function's jaxpr for a kind of arguments; ``marked`` with its ``in_shardings`` on the arguments."""
 
-        def trace() -> tuple[Any, Any]:
-            f = self._parameters.with_statics(signature.statics)
+        def trace(tokens: bool) -> tuple[Any, Any]:
+            f = self._parameters.with_statics(signature.statics, tokens=tokens)
             if marked and self._options.in_shardings is not None:
                 f = with_marked_arguments(f, self._options.in_shardings)
             if self._options.out_shardings is not None:
                 f = with_marked_results(f, self._options.out_shardings, even=not self._options.keep_uneven)
             args, kwargs = signature.arguments()
-            return closed_of(f, *args, **kwargs)
+            made = closed_of(f, *args, **kwargs)
+            return made if tokens or all(hasattr(a, "shape") for a in made[0].out_avals) else trace(True)
 
         key = signature.traced, marked
-        found: tuple[Any, Any] = self._traced.get(key, trace)
+        found: tuple[Any, Any] = self._traced.get(key, lambda: trace(has_fixed(signature.tree)))
         if any(isinstance(x, jax.core.Tracer) for x in without_constants(found[0])[1]):
             self._traced.forget(key)  # what the function closed over belongs to the transformation of now
         return found
 
-    def _lowered(self, signature: Signature, target: Target, leaves: Sequence[Any]) -> Lowered:
-        return self._made.get((signature, target), lambda: self._lower(signature, target, leaves))  # type: ignore[no-any-return]
+    def _lowered(self, signature: Signature, target: Target) -> Lowered:
+        return self._made.get((signature, target), lambda: self._lower(signature, target))  # type: ignore[no-any-return]
 
-    def _lower(self, signature: Signature, target: Target, leaves: Sequence[Any]) -> Lowered:
-        program = self._traced.get((signature.traced, "program"), lambda: self._program(signature, leaves))
+    def _lower(self, signature: Signature, target: Target) -> Lowered:
+        program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
         marks = self._marks(signature, target.mesh)
         program = dataclasses.replace(program, argument_marks=tuple(marks))
         first = len(program.captured)
@@ -277,8 +238,8 @@ class Jitted:
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
         return next((known for known in self._made.values() if known.is_as(made)), made)
 
-    def _program(self, signature: Signature, leaves: Sequence[Any]) -> Program:
-        jaxpr, out_tree = self._closed(signature, leaves)
+    def _program(self, signature: Signature) -> Program:
+        jaxpr, out_tree = self._closed(signature)
         f = self._parameters.with_statics(signature.statics)
         names = leaf_names(f, jax.tree.unflatten(signature.tree, [0] * len(signature.leaves)))
         return program_of(jaxpr, out_tree, name_of(self._f), names)
@@ -355,8 +316,7 @@ def jit(
             argument. When called: ShardingError, TraceError, PlanError, ArgumentError, MemoryLimitError (the program
             does not fit, whatever is recomputed).
 
-    >>> import jax.numpy as jnp
-    >>> from gshard.api.marks import split
+    >>>     >>> from gshard.api.marks import split
     >>> double = jit(lambda x: 2 * split(x, 0, 1), mesh=1)
     >>> double(jnp.arange(3)).tolist()
     [0, 2, 4]

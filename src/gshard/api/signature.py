@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 
-from gshard.api.static_leaves import fixed, with_fixed_results, with_freed_arguments
+from gshard.api.static_leaves import fixed, refuse_without_hash, with_fixed_results, with_freed_arguments
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
-from gshard.core.jax_adapter_dispatch import named_arguments, trace_settings
+from gshard.core.jax_adapter_dispatch import is_token, named_arguments, trace_settings
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import UnevenArray
 from gshard.passes.trace import leaf_names, name_of, parameters_of
@@ -184,25 +184,24 @@ class Parameters:
         numbers = {i % count if -count <= i < 0 else i for i in self.static_numbers}
         statics: list[tuple[int | str, type, Any]] = [(i, type(args[i]), args[i]) for i in sorted(numbers) if i < count]
         statics += [(k, type(kwargs[k]), kwargs[k]) for k in sorted(kwargs) if k in self.static_names]
-        for key, kind, value in statics:
-            try:
-                hash(value)
-            except TypeError as error:
-                raise ArgumentError.like(
-                    ValueError(),
-                    f"Non-hashable static arguments are not supported: argument {key!r} of {name_of(self.f)}.",
-                    user_line(),
-                    f"a {kind.__name__}",
-                    "Give a tuple or another value that is hashable and does not change.",
-                ) from error
+        for key, _, value in statics:
+            said = f"Non-hashable static arguments are not supported: argument {key!r} of {name_of(self.f)}."
+            refuse_without_hash(value, said)
         positional = tuple(a for i, a in enumerate(args) if i not in numbers)
         named = {k: v for k, v in kwargs.items() if k not in self.static_names}
         return (positional, named), (count, *statics)
 
-    def with_statics(self, statics: tuple[Any, ...]) -> Callable[..., Any]:
-        """The function of the arrays alone."""
+    def with_statics(self, statics: tuple[Any, ...], *, tokens: bool = False) -> Callable[..., Any]:
+        """The function of the arrays alone; the function itself, where it can be: JAX knows its trace by it.
+
+        Args:
+            statics: of the signature.
+            tokens: whether there are some among its arguments or results.
+        """
         count, *given = statics
-        whole = with_fixed_results(self.plain, name_of(self.f)) if self.static_leaves else self.f
+        whole = self.f
+        if tokens or self.static_leaves:
+            whole = with_fixed_results(with_freed_arguments(whole), name_of(whole), self.static_leaves)
         if not given:
             return whole
         by_position = {key: value for key, _, value in given if isinstance(key, int)}
@@ -228,6 +227,8 @@ class Parameters:
         """
         arrays, statics = self.divide(args, kwargs)
         leaves, tree = jax.tree.flatten(arrays)
+        if any(map(is_token, leaves)):
+            leaves, tree = jax.tree.flatten(fixed(arrays, "", every=False))
         try:
             read = tuple(map(Leaf.of, leaves))
         except TypeError as error:

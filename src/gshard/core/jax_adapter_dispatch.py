@@ -50,6 +50,11 @@ def is_staging() -> bool:
     return isinstance(_core.trace_ctx.trace, _partial_eval.DynamicJaxprTrace)
 
 
+def is_token(x: Any) -> bool:
+    """Whether it is a token (``jax.lax.create_token``), of an array or a traced one."""
+    return isinstance(x, _core.Token) or (isinstance(x, _core.Tracer) and x.aval is _core.abstract_token)
+
+
 def looks_for_nans() -> bool:
     """Whether ``jax.debug_nans`` or ``jax.debug_infs`` is on."""
     return bool(_config.debug_nans.value or _config.debug_infs.value)

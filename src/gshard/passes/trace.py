@@ -254,6 +254,12 @@ class _Builder:
             if key is not None and key in out.known:
                 env.update(zip(eqn.outvars, out.known[key].outputs, strict=True))
                 continue
+            if not all(hasattr(v.aval, "shape") for v in eqn.outvars):
+                raise TraceError(
+                    f"{name} makes a token, which is no array.",
+                    user_line(source),
+                    way_out="Leave tokens out: jax.debug.callback(..., ordered=True) keeps callbacks in their order.",
+                )
             outputs = tuple(self._new(env, v) for v in eqn.outvars)
             out.equations.append(self._equation(eqn.primitive, params, inputs, outputs, source))
             if key is not None:
