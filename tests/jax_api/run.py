@@ -79,7 +79,8 @@ def say(result: dict[str, Any]) -> None:
 
 
 def name_of(test: unittest.TestCase) -> str:
-    return ".".join(test.id().split(".")[-2:])
+    """Class and method, without the parameters that absl adds: they may hold addresses."""
+    return ".".join(test.id().split(" ")[0].split(".")[-2:])
 
 
 def child(folder: Path, side: str, name: str, only: str, done: Sequence[str]) -> None:
