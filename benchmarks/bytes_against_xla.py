@@ -3,8 +3,9 @@
 The programs are those of ``tests/families``: layers with data, tensor and sequence parallelism, training steps,
 mixtures of experts, split vocabularies, contractions, moves, windows, indexing, loops; forward and gradient, in small,
 on 8 virtual CPU devices. Each goes through ``gshard.jit`` and through ``jax.jit`` with the same marks as sharding
-constraints, and both results are compared with those of the unpartitioned program. XLA is given the better of two
-chances: its own choice for the arguments, or the shardings that gshard found for them; results lie as each wants.
+constraints, and both results are compared with those of the unpartitioned program in float64. XLA is given the
+better of two chances: its own choice for the arguments, or the shardings that gshard found for them; results lie as
+each wants.
 
 Bytes that each device sends are read from both compiled programs, rounds of loops included (``gshard.analysis.hlo``).
 FLOPs that each device executes are XLA's own count of both compiled programs (``compiled.cost_analysis()``), to which
@@ -59,7 +60,8 @@ LEAST = 0.01  # what a program in which only XLA sends counts in the mean
 PAGE = 4096  # less temporary memory counts as much as this
 FEW = 4096  # fewer FLOPs count as much as this
 LIMIT = 1.05  # of XLA's FLOPs: more is no rounding of uneven parts any more
-NEAR = 1e-3  # results that are further off, relative to the largest number, are wrong
+NEAR = 1e-3  # results that are further off, relative to the largest number, are wrong,
+ROUNDING = 4  # unless it is no more than so many times as far as those of one device, in float32, are off
 CHANCES = "its own arguments", "our arguments"
 
 
@@ -118,14 +120,24 @@ def slices_read(module: hlo_text.Module, computation: hlo_text.Computation, name
     return largest
 
 
-def difference(compiled: Any, arguments: Sequence[Any], expected: Sequence[Any]) -> float:
-    """How far the results are off: the largest difference, relative to the largest number of each."""
+def results_of(compiled: Any, arguments: Sequence[Any]) -> list[np.ndarray]:
+    """What a compiled program gives for arguments on the host."""
     shardings = jax.tree.leaves(compiled.input_shardings[0])
     found = compiled(*[jax.device_put(x, s) for x, s in zip(arguments, shardings, strict=True)])
+    return [np.asarray(x) for x in jax.tree.leaves(found)]
+
+
+def difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
+    """How far results are from the exact ones: the largest difference, relative to the largest number of each.
+
+    Args:
+        found: the results.
+        expected: those of one device, of the same types.
+        exact: the same computed in float64.
+    """
     worst = 0.0
-    for x, y in zip(jax.tree.leaves(found), expected, strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        if x.shape != y.shape or x.dtype != y.dtype:
+    for x, like, y in zip(found, expected, exact, strict=True):
+        if x.shape != like.shape or x.dtype != like.dtype:
             return math.inf
         if x.size:
             x, y = x.astype(np.complex128), y.astype(np.complex128)
@@ -138,17 +150,23 @@ def run(case: Case) -> Iterable[dict[str, Any]]:
     """Measures one program: our side first, then each chance of XLA's."""
     arguments = case.arguments
     expected = [np.asarray(x) for x in jax.tree.leaves(jax.jit(case.function)(*arguments))]
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, arguments)
+        exact = [np.asarray(x) for x in jax.tree.leaves(jax.jit(case.function)(*wide))]
+    near = max(NEAR, ROUNDING * difference(expected, expected, exact))
+
+    def compared(compiled: Any) -> dict[str, Any]:
+        return {**measured(compiled), "off": difference(results_of(compiled, flat), expected, exact), "near": near}
+
     lowered = gshard.jit(case.function, mesh=case.jax_mesh).lower(*arguments)
     program, spmd = lowered.program, lowered.spmd
     flat = [*program.captured, *jax.tree.leaves(arguments)]
-    compiled = lowered.executable.compiled
     predicted = sum(c.total_bytes for c in spmd.collectives)
-    yield {"side": "ours", "predicted": predicted, **measured(compiled), "off": difference(compiled, flat, expected)}
+    yield {"side": "ours", "predicted": predicted, **compared(lowered.executable.compiled)}
     peer, shardings = xla_function(program, lowered.mesh), [named_sharding(lowered.mesh, s) for s in spmd.in_shardings]
     for side, function in zip(CHANCES, (jax.jit(peer), jax.jit(peer, in_shardings=shardings)), strict=True):
         try:
-            compiled = function.lower(*flat).compile()
-            yield {"side": side, **measured(compiled), "off": difference(compiled, flat, expected)}
+            yield {"side": side, **compared(function.lower(*flat).compile())}
         except Exception as error:
             yield {"side": side, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
 
@@ -203,9 +221,14 @@ def one_child(waiting: list[str], found: dict[str, dict[str, Any]]) -> str:
     return fatal[-1][-200:] if fatal else f"ended with {process.returncode}"
 
 
+def is_wrong(side: dict[str, Any]) -> bool:
+    """Whether a side has no results, or wrong ones."""
+    return bool(side.get("off", math.inf) > side.get("near", NEAR))
+
+
 def xla_of(sides: dict[str, Any], what: str = "bytes") -> dict[str, Any] | None:
     """The better of XLA's chances among those that are right; None if there is none."""
-    right = [sides[c] for c in CHANCES if c in sides and sides[c].get("off", math.inf) < NEAR]
+    right = [sides[c] for c in CHANCES if c in sides and not is_wrong(sides[c])]
     return min(right, key=lambda r: r[what]) if right else None
 
 
@@ -236,7 +259,7 @@ def text_of(name: str, sides: dict[str, Any]) -> str:
         (sides[c]["error"] for c in CHANCES if "error" in sides.get(c, {})),
         "wrong" if CHANCES[0] in sides else "not tried",
     )
-    off = " WRONG" if ours.get("off", 0) > NEAR else ""
+    off = " WRONG" if "off" in ours and is_wrong(ours) else ""
     unlike = "" if as_predicted(ours) else f" predicted {ours.get('predicted')}"
     return (
         f"{name:<42}{cell(ours, ours.get('error', '')):<36}{cell(xla, f'fails ({failed})'):<36}"
@@ -282,7 +305,7 @@ def report(found: dict[str, dict[str, Any]]) -> None:
     lists: list[tuple[str, list[str]]] = [
         ("only XLA sends", [n for n, r in ratios.items() if r == 0.0]),
         ("XLA fails or is wrong", [n for n, r in ratios.items() if r is None]),
-        ("our results are WRONG", [n for n, sides in found.items() if sides["ours"].get("off", 0) > NEAR]),
+        ("our results are WRONG", [n for n, s in found.items() if "off" in s["ours"] and is_wrong(s["ours"])]),
         ("we FAIL", [n for n, sides in found.items() if "error" in sides["ours"]]),
         ("bytes sent are not those predicted", [n for n, sides in found.items() if not as_predicted(sides["ours"])]),
     ]
