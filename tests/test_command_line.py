@@ -1,4 +1,4 @@
-"""``gshard explain``, ``plan`` and ``calibrate``: what they print and write, and errors in the user's terms."""
+"""The command line: what its commands print and write, and errors in the user's terms."""
 
 import json
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import gshard
 from gshard.__main__ import main
 from gshard.analysis.calibrate import calibrate
 from gshard.analysis.machine import Machine
@@ -49,6 +50,26 @@ def test_explain_writes_a_page_and_its_data(model, tmp_path, capsys):
     assert read["mesh"]["size"] == 8
     assert read["machine"]["name"] == "v3:2x2"
     assert "<title>gshard explain" in page.read_text()
+
+
+def test_search_prints_what_it_found_and_writes_the_plan(model, tmp_path, capsys):
+    page, saved = tmp_path / "page.html", tmp_path / "plan.json"
+    command = ["search", f"{model}:example", "--mesh", "data=2,model=4", "--machine", "v3:2x2", "--why", "w"]
+    assert main([*command, "--html", str(page), "--save", str(saved), "--memory-limit", "1GiB"]) == 0
+    printed = capsys.readouterr()
+    assert "ms a call on v3:2x2, mesh (data=2, model=4)" in printed.out
+    assert "as it is marked" in printed.out
+    assert "w: f32[4,2" in printed.out
+    assert "as it is marked: " in printed.err, "progress"
+    assert "<title>gshard explain" in page.read_text()
+    assert gshard.Recorded.load(saved).axes == (("data", 2), ("model", 4))
+
+
+def test_search_tries_the_shapes_of_a_number_of_devices(model, capsys):
+    assert main(["search", f"{model}:example", "--mesh", "4", "--machine", "h100:1x4", "--donate", "0", "--marks"]) == 0
+    printed = capsys.readouterr().out
+    assert "mesh (data=2, model=2)" in printed
+    assert "ms without further marks" in printed
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Mark a few tensors of a program written for one device, and run it on all of the
     split, replicate, shard     marks: how a tensor is sharded
     jit                         partition and run on all devices; used like jax.jit
     explain                     what each tensor got and why, and what the devices communicate
+    search                      the best plan for a machine, with no marks or some, and how near the best it is
 
 What ``jit`` does, verb by verb, each from one noun to the next::
 
@@ -36,6 +37,7 @@ from gshard.api.manual_parts import part_index as part_index
 from gshard.api.marks import replicate as replicate
 from gshard.api.marks import shard as shard
 from gshard.api.marks import split as split
+from gshard.api.search import search as search
 from gshard.comm.shards import Shards as Shards
 from gshard.core.errors import ArgumentError as ArgumentError
 from gshard.core.errors import GShardError as GShardError
@@ -56,9 +58,11 @@ from gshard.passes import compile as _compile
 from gshard.passes.compile import Executable as Executable
 from gshard.passes.partition import partition as partition
 from gshard.passes.propagate import propagate as propagate
+from gshard.passes.recorded import Recorded as Recorded
 from gshard.passes.trace import trace as trace
 from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
 from gshard.rules.registry import Call as Call
 from gshard.rules.teach import rule as rule
+from gshard.search.found import Found as Found
 
 compile = _compile.compile_spmd

@@ -1,4 +1,4 @@
-"""The command line: ``gshard explain``, ``gshard plan`` and ``gshard calibrate``."""
+"""The command line: ``gshard explain``, ``search``, ``plan`` and ``calibrate``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from gshard.analysis.calibrate import calibrate
 from gshard.api.explained import explain
 from gshard.api.jit import Jitted
+from gshard.api.search import search
 from gshard.core.errors import GShardError
 from gshard.planning import plan
 from gshard.target import load, mesh_of
@@ -30,6 +31,33 @@ def _explain(options: argparse.Namespace) -> None:
     if not options.html and not options.json:
         print(found)
         print(f"\n{found.cost(options.machine)}")
+
+
+def _search(options: argparse.Namespace) -> None:
+    f, arguments = load(options.target, options.arg)
+    mesh = int(options.mesh) if (options.mesh or "").isdecimal() else options.mesh and mesh_of(options.mesh)
+    found = search(
+        f,
+        *arguments,
+        mesh=mesh if mesh or isinstance(f, Jitted) else 8,
+        machine=options.machine,
+        memory_limit=options.memory_limit,
+        budget_seconds=options.seconds,
+        donate_argnums=options.donate or None,
+        on_better=lambda plan: print(f"{plan.name}: {plan.cost}", file=sys.stderr),
+    )
+    print(found)
+    if options.marks:
+        print(f"\n{found.marks}")
+    for what in options.why:
+        print("\n".join(["", *found.why(what)]))
+    if options.html:
+        print(f"wrote {found.explain().html(options.html, found.cost.machine)}")
+    if options.save:
+        found.save(options.save)
+        print(
+            f"wrote {options.save}: gshard.jit(f, mesh=..., plan=gshard.Recorded.load({str(options.save)!r})) runs it"
+        )
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -67,6 +95,36 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--html", type=Path, help="write the report as one page")
     command.add_argument("--json", type=Path, help="write everything the page shows")
     command.set_defaults(run=_explain)
+
+    command = commands.add_parser(
+        "search", help="the plan that takes least time on a machine, and how near the best it is"
+    )
+    command.add_argument("target", help="module:function or file.py:function")
+    command.add_argument(
+        "--arg", action="append", default=[], metavar="f32[64,512]", help="an argument; repeat for each"
+    )
+    command.add_argument(
+        "--mesh", help="data=4,model=2, or a number, which tries all shapes; they need not exist (default: 8)"
+    )
+    command.add_argument("--machine", help="v3:32x32, h100:4x8, cpu:8 or a file of gshard calibrate")
+    command.add_argument(
+        "--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)"
+    )
+    command.add_argument(
+        "--donate", action="append", type=int, default=[], metavar="0", help="an argument whose memory results take"
+    )
+    command.add_argument("--seconds", type=float, help="how long to search on each mesh, about")
+    command.add_argument(
+        "--why",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="what else could be: arguments or lines that contain this",
+    )
+    command.add_argument("--marks", action="store_true", help="say the plan in few marks, each tried; takes a while")
+    command.add_argument("--html", type=Path, help="write the report of the plan as one page")
+    command.add_argument("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
+    command.set_defaults(run=_search)
 
     command = commands.add_parser("plan", help="whether a model of the paper fits a machine, and what a step takes")
     command.add_argument("config", help='a model of Table 1, such as "MoE(128E, 12L)"')

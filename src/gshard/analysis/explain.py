@@ -92,7 +92,8 @@ class Explanation:
         collectives: all collectives, most bytes first.
         gathered: operations without a rule: line, operation, operands, bytes gathered on every device.
         argument_bytes: bytes of all arguments, whole and on one device.
-        plan, spmd: what it was read from.
+        plan: what it was read from;
+        spmd: and the per-device program.
         donated: arguments whose memory results may take.
         replicated: operations that every device computes whole although an operand is split: line, how many times its
             share, bytes spared, the mark that forbids it.

@@ -59,7 +59,7 @@ def proposal(c: Collective, plan: Plan, sent: int, budget: Iterator[int]) -> Pro
         return None
     found = None
     for sharding in _wanted(c.value, c.before, c.after, plan):
-        text = _text(sharding, plan.mesh)
+        text = text_of_mark(sharding, plan.mesh)
         if text is None or next(budget, None) is None:
             continue
         again = _sent_with(plan, c.value, sharding)
@@ -143,7 +143,7 @@ def _reading(e: Equation, old: Value, new: Value) -> Equation:
     return with_edges(changed) if e.blocks else changed
 
 
-def _text(sharding: Sharding, mesh: Mesh) -> str | None:
+def text_of_mark(sharding: Sharding, mesh: Mesh) -> str | None:
     """The mark as users write it; None where it is about a part of an axis that has no name."""
     if not sharding.atoms:
         return "gshard.replicate(x)"

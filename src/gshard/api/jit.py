@@ -45,8 +45,10 @@ from gshard.core.jax_adapter_dispatch import (
     without_our_frames,
 )
 from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
+from gshard.passes.recorded import Recorded
 from gshard.passes.trace import closed_of, leaf_names, name_of, program_of
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 
@@ -65,7 +67,9 @@ class Jitted:
         seen_first = weakref.WeakMethod(self._seen_first)
         self._fast = FastFunction(parameters.plain, lambda *a, **k: seen_first()(*a, **k), numbers, names)  # type: ignore[misc]
         self._call = self._fast.call
-        self._donates = bool(parameters.donated_numbers or parameters.donated_names)
+        # On one device XLA itself refuses to overwrite an array twice.
+        several = options.mesh is None or options.mesh.size > 1
+        self._may_crash = several and bool(parameters.donated_numbers or parameters.donated_names)
         self._fixes = parameters.static_leaves
         if options.mesh is not None:
             options.target()  # what is wrong with the mesh or the machine is told at once
@@ -77,7 +81,7 @@ class Jitted:
         return freed(results) if self._fixes else results
 
     def _dispatched(self, args: Any, kwargs: Any) -> Any:
-        if self._donates and may_crash_donated((args, kwargs)):
+        if self._may_crash and may_crash_donated((args, kwargs)):
             return self._seen_first(*args, **kwargs)[0]
         try:
             return self._call(*args, **kwargs)
@@ -85,6 +89,11 @@ class Jitted:
             if not refused_by_dispatch(error):
                 raise
         return self._seen_first(*args, **kwargs)[0]
+
+    @property
+    def options(self) -> Options:
+        """What ``jit`` was asked for."""
+        return self._options
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -228,8 +237,8 @@ class Jitted:
 
     def _lower(self, signature: Signature, target: Target) -> Lowered:
         program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
-        marks = self._marks(signature, target.mesh)
-        program = dataclasses.replace(program, argument_marks=tuple(marks))
+        if target.recorded is None:
+            program = dataclasses.replace(program, argument_marks=tuple(self._marks(signature, target.mesh)))
         first = len(program.captured)
         padded = {first + i: x.lies for i, x in enumerate(signature.leaves) if x.lies is not None}
         donated = signature.leaves_of(self._parameters.donated_numbers, self._parameters.donated_names)
@@ -276,6 +285,7 @@ def jit(
     uneven: str = "gather",
     windowed: bool | int | Windowed = False,
     memory_limit: int | str | None = None,
+    plan: Plan | Recorded | None = None,
 ) -> Any:
     """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator, on functions and methods.
 
@@ -306,6 +316,8 @@ def jit(
             for which a device would hold more bytes than that, and ``Windowed`` says it in detail.
         memory_limit: bytes that a device may hold, or text such as ``"14GiB"``. What would not fit is computed again
             when it is needed; ``gshard.explain`` says what, and the share of FLOPs.
+        plan: what ``gshard.search`` found (``found.plan``, or ``Recorded.load`` of what was saved): exactly this is
+            partitioned, whatever sharding arguments come with. Another program, or another mesh, is refused.
 
     Returns:
         a function with the same results; ``.lower(*args)`` gives the chain behind it, ``.trace``, ``.eval_shape``,
@@ -353,5 +365,6 @@ def jit(
         machine,
         keep_unused,
         tuple((compiler_options or {}).items()),
+        Recorded.of(plan) if isinstance(plan, Plan) else plan,
     )
     return Jitted(f, parameters, options)

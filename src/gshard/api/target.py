@@ -18,6 +18,7 @@ from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.compile import Executable, compile_spmd
 from gshard.passes.propagate import in_best_order, propagate
+from gshard.passes.recorded import Recorded
 from gshard.passes.windowed import Policy, windowed
 from gshard.remat.fit import compiled_within
 from gshard.remat.rematerialise import rematerialise
@@ -46,6 +47,7 @@ class Target:
         machine: tells what recomputing takes; None takes the devices of the mesh.
         keep_unused: whether XLA is given arguments that nothing reads.
         compiler_options: XLA's, as pairs.
+        recorded: a plan that was found or saved before; None propagates the marks.
     """
 
     mesh: Mesh
@@ -58,13 +60,20 @@ class Target:
     machine: Machine | None = None
     keep_unused: bool = False
     compiler_options: tuple[tuple[str, Any], ...] = ()
+    recorded: Recorded | None = None
 
     def in_best_order(self, program: Program) -> Target:
         """The same with the devices in the order that the program's marks ask for."""
-        return dataclasses.replace(self, mesh=in_best_order(program, self.mesh)) if self.reorders else self
+        return dataclasses.replace(self, mesh=in_best_order(program, self.mesh)) if self._chooses else self
+
+    @property
+    def _chooses(self) -> bool:
+        return self.reorders and self.recorded is None
 
     def plan(self, program: Program) -> Plan:
         """The program's plan."""
+        if self.recorded is not None:
+            return self.recorded.plan(program, self.mesh)
         made = windowed(propagate(program, self.mesh, strict=self.strict), self.windowed)
         return made if self.reorders else dataclasses.replace(made, orders={})
 
@@ -110,6 +119,7 @@ class Options:
         machine: what computing and sending take; None computes no product twice to send less.
         keep_unused: whether XLA is given arguments that nothing reads.
         compiler_options: XLA's.
+        recorded: a plan that was found or saved before.
     """
 
     mesh: Mesh | None
@@ -123,6 +133,7 @@ class Options:
     machine: str | Machine | None
     keep_unused: bool
     compiler_options: tuple[tuple[str, Any], ...]
+    recorded: Recorded | None = None
 
     @property
     def key(self) -> Hashable:
@@ -153,4 +164,5 @@ class Options:
             machine=machine,
             keep_unused=self.keep_unused,
             compiler_options=self.compiler_options,
+            recorded=self.recorded,
         )

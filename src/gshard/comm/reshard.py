@@ -115,7 +115,7 @@ def _moves(
 ) -> Iterator[tuple[Step, int]]:
     """The steps from here that may lead to the target, and what each device sends in them."""
     keep = frozenset(a for a, _ in target.unreduced)
-    steps = _steps(here, keep, blocks, shape, itemsize, mesh)
+    steps = single_steps(here, keep, blocks, shape, itemsize, mesh)
     yield from steps if 1 < len(blocks) <= _FEW else (s for s in steps if _is_straight(s[0], target))
     others = list(_at_once(here, target, keep, shape, mesh))
     arranged = _arranged(here, target, mesh)
@@ -161,7 +161,7 @@ def _is_straight(step: Step, target: Sharding) -> bool:
 
 
 @functools.lru_cache(maxsize=65536)
-def _steps(
+def single_steps(
     here: Sharding,
     keep: frozenset[str],
     blocks: tuple[Atoms, ...],
@@ -169,7 +169,15 @@ def _steps(
     itemsize: int,
     mesh: Mesh,
 ) -> tuple[tuple[Step, int], ...]:
-    """All steps from here that move whole blocks, but for permutations."""
+    """All steps from here that move whole blocks, and what each device sends in them; but for permutations.
+
+    Args:
+        here: where from.
+        keep: atoms that stay unreduced.
+        blocks: atoms that move together.
+        shape, itemsize: of the array.
+        mesh: the devices.
+    """
     found = []
     waiting = dict(here.unreduced)
     for d, have in enumerate(here.dims):

@@ -65,6 +65,11 @@ def in_scopes_of(source_info: Any, call: Any) -> Any:
     return source_info.replace(name_stack=call.name_stack + source_info.name_stack)
 
 
+def is_transposed(source_info: Any) -> bool:
+    """Whether an equation is of the backward half of a gradient: what the user wrote no line for."""
+    return "transpose(" in str(getattr(source_info, "name_stack", ""))
+
+
 @contextlib.contextmanager
 def as_if_at(source_info: Any) -> Iterator[None]:
     """What is traced inside gets the source line and the named scopes of another equation."""

@@ -68,7 +68,7 @@ def nan_found(error: BaseException) -> bool:
 def refused_by_dispatch(error: Exception) -> bool:
     """Whether C++ could not take an argument: a static one without a hash, what is not yet an array, a donated one."""
     static, array = "Non-hashable static arguments", "Triggering __jax_array__()"
-    return any(refusal in str(error) for refusal in (static, array, "has been deleted"))
+    return any(x in str(error) for x in (static, array, "has been deleted", "donate the same buffer twice"))
 
 
 def address_of(x: Any) -> int:

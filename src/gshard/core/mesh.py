@@ -81,6 +81,7 @@ class Mesh:
         devices: the devices in row-major order of the axes, or None for a mesh that is only planned for.
         order: which of the devices, as they came, stands at each position; () if they are left in their order.
         prices: what computing and messages count as against sending.
+        factored: whether axes are factored into primes; where only whole axes move, there is less to look at without.
         made_from: the mesh of JAX's that it was read from, if it was. Meshes are equal whatever they were read from.
     """
 
@@ -88,6 +89,7 @@ class Mesh:
     devices: tuple[Any, ...] | None = None
     order: tuple[int, ...] = ()
     prices: Prices = Prices()
+    factored: bool = True
     made_from: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
@@ -233,7 +235,7 @@ class Mesh:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.axes, self.devices, self.order, self.prices))
+        return hash((self.axes, self.devices, self.order, self.prices, self.factored))
 
     def __hash__(self) -> int:
         # Asked for at every step of planning, and the same for ever.
@@ -268,7 +270,7 @@ class Mesh:
         return {
             atom: prime
             for name, size in self.axes
-            for atom, prime in zip(self.atoms_of[name], prime_factors(size), strict=True)
+            for atom, prime in zip(self.atoms_of[name], self._factors(size), strict=True)
         }
 
     @functools.cached_property
@@ -282,7 +284,7 @@ class Mesh:
         taken = {name for name, _ in self.axes}
         atoms_of: dict[str, Atoms] = {}
         for name, size in self.axes:
-            count = len(prime_factors(size))
+            count = len(self._factors(size))
             own = [name] if count == 1 else []
             for i in range(count if count > 1 else 0):
                 atom = f"{name}.{i}"
@@ -292,6 +294,9 @@ class Mesh:
                 own.append(atom)
             atoms_of[name] = tuple(own)
         return atoms_of
+
+    def _factors(self, size: int) -> tuple[int, ...]:
+        return prime_factors(size) if self.factored or size == 1 else (size,)
 
     def count(self, atoms: Iterable[str]) -> int:
         """The number of parts that splitting over ``atoms`` makes."""

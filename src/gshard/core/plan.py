@@ -23,7 +23,8 @@ class Reason:
     """Why a dimension of a value got its atoms.
 
     Attributes:
-        kind: ``mark``, ``argument`` (the sharding it came with), ``propagated`` or ``cost`` (the cheapest of several).
+        kind: ``mark``, ``argument`` (the sharding it came with), ``propagated``, ``cost`` (the cheapest of several) or
+            ``searched`` (a part of the best plan that ``search`` found).
         line: the user's source line of the mark or equation.
         equation: name of the primitive, or the mark.
         source: the value that the atoms came from, None for marks and arguments.
@@ -40,6 +41,8 @@ class Reason:
             return f"marked {self.equation}{at}"
         if self.kind == "argument":
             return f"argument came so: {self.equation}"
+        if self.kind == "searched":
+            return f"chosen by search for {self.equation or 'an argument'}{at}"
         how = "cheapest for" if self.kind == "cost" else "through"
         return f"{how} {self.equation}{at}"
 

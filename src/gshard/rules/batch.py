@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from gshard.comm.collectives import KINDS
 from gshard.comm.shards import Shards
 from gshard.core.jax_adapter import as_outside, bind, closed
 from gshard.core.rule import Rule, RuleMaker
@@ -77,7 +78,7 @@ def _levels(call: Call) -> tuple[list[Level], dict[str, Any]]:
     """All dimensions that the equation is proven to be a map over, and the parameters of the map's body."""
     levels: list[Level] = []
     params = call.params
-    if call.primitive is None:
+    if call.primitive is None or call.name in KINDS:  # of a collective, in a per-device program, nobody asks it
         return levels, params
     trials = itertools.count()
     shapes = call.in_shapes, call.out_shapes

@@ -26,7 +26,7 @@ from gshard.comm.shards import mask
 from gshard.core.jax_adapter import closed, named_axes, shapes_of, sub_jaxprs
 from gshard.core.program import Block, Edge, Equation, Value
 from gshard.core.sharding import Sharding
-from gshard.rules.region import REGIONS, Emitter, Region, ShardingOf, edge
+from gshard.rules.region import REGIONS, Crossing, Emitter, Region, ShardingOf, crossing, edge
 
 mapped_while_p = Primitive("mapped_while")
 mapped_while_p.multiple_results = True
@@ -87,6 +87,14 @@ def _leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
     return [sharding(v) for v in equation.blocks[0].inputs[equation.params["consts"] :]]
 
 
+def _crossings(equation: Equation) -> list[Crossing]:
+    (body,), consts = equation.blocks, equation.params["consts"]
+    found = [crossing(x, v) for x, v in zip(equation.inputs, body.inputs, strict=True)]
+    found += [crossing(x, v, each_round=True) for x, v in zip(body.outputs, body.inputs[consts:], strict=True)]
+    found += [crossing(x, v, inward=False) for x, v in zip(equation.outputs, body.inputs[consts:], strict=True)]
+    return [c for some in found for c in some]
+
+
 def _emit(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
     (body,), consts = equation.blocks, equation.params["consts"]
     carried = body.inputs[consts:]
@@ -139,4 +147,4 @@ def _meets(jaxpr: Any, atoms: frozenset[str]) -> bool:
     return False
 
 
-REGIONS[mapped_while_p.name] = Region(lambda params: [params["body"]], _edges, _entry, _leave, _emit)
+REGIONS[mapped_while_p.name] = Region(lambda params: [params["body"]], _edges, _entry, _leave, _emit, _crossings)

@@ -57,6 +57,7 @@ class Region:
         entry: the sharding in which each operand enters.
         leave: the sharding in which each result leaves.
         emit: runs it on local arrays.
+        crossings: what is moved from where to where.
         trips: how often the bodies run, as far as known.
     """
 
@@ -65,7 +66,23 @@ class Region:
     entry: Callable[[Equation, ShardingOf], list[Sharding]]
     leave: Callable[[Equation, ShardingOf], list[Sharding]]
     emit: Callable[[Equation, Emitter, Sequence[Any]], Sequence[Any]]
+    crossings: Callable[[Equation], list[Crossing]]
     trips: Callable[[dict[str, Any]], int] = lambda params: 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that becomes another one at the border of a body, moved to that one's sharding on its way.
+
+    Attributes:
+        edge: both values.
+        inward: whether the outer value becomes the inner one.
+        each_round: whether this happens whenever the body runs, and not just before or after the region.
+    """
+
+    edge: Edge
+    inward: bool
+    each_round: bool = False
 
 
 def edge(outer: Any, inner: Any, stacked: int = 0) -> list[Edge]:
@@ -73,6 +90,13 @@ def edge(outer: Any, inner: Any, stacked: int = 0) -> list[Edge]:
     if isinstance(outer, Value) and isinstance(inner, Value) and outer is not inner:
         return [Edge(outer, inner, stacked)]
     return []
+
+
+def crossing(
+    outer: Any, inner: Any, stacked: int = 0, *, inward: bool = True, each_round: bool = False
+) -> list[Crossing]:
+    """What crosses the border between two values: nothing if one is a constant or both are the same."""
+    return [Crossing(e, inward, each_round) for e in edge(outer, inner, int(stacked))]
 
 
 def _stacked(sharding: Sharding) -> Sharding:
@@ -104,6 +128,17 @@ def _scan_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
     return [sharding(v) for v in body.inputs[consts : consts + carry]] + [
         _stacked(sharding(v)) for v in body.outputs[carry:]
     ]
+
+
+def _scan_crossings(equation: Equation) -> list[Crossing]:
+    consts, carry = scan_counts(equation.params)
+    (body,) = equation.blocks
+    carried = body.inputs[consts : consts + carry]
+    into = [crossing(x, v, i >= consts + carry) for i, (x, v) in enumerate(zip(equation.inputs, body.inputs))]
+    around = [crossing(x, v, each_round=True) for x, v in zip(body.outputs, carried, strict=False)]
+    ends = [crossing(x, v, inward=False) for x, v in zip(equation.outputs, carried, strict=False)]
+    stacks = [crossing(x, v, 1, inward=False) for x, v in zip(equation.outputs[carry:], body.outputs[carry:])]
+    return [c for found in (*into, *around, *ends, *stacks) for c in found]
 
 
 def _emit_scan(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
@@ -153,6 +188,17 @@ def _while_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
     return [sharding(v) for v in equation.blocks[1].inputs[equation.params["body_nconsts"] :]]
 
 
+def _while_crossings(equation: Equation) -> list[Crossing]:
+    condition, body = equation.blocks
+    a, b = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    carried = body.inputs[b:]
+    found = [crossing(x, v) for x, v in zip(equation.inputs, (*condition.inputs[:a], *body.inputs), strict=True)]
+    found += [crossing(x, v, each_round=True) for x, v in zip(carried, condition.inputs[a:], strict=True)]
+    found += [crossing(x, v, each_round=True) for x, v in zip(body.outputs, carried, strict=True)]
+    found += [crossing(x, v, inward=False) for x, v in zip(equation.outputs, carried, strict=True)]
+    return [c for some in found for c in some]
+
+
 def _emit_while(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
     condition, body = equation.blocks
     a, b = equation.params["cond_nconsts"], equation.params["body_nconsts"]
@@ -194,6 +240,16 @@ def _cond_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
     return [sharding(v) for v in equation.outputs]
 
 
+def _cond_crossings(equation: Equation) -> list[Crossing]:
+    found: list[Crossing] = []
+    for branch in equation.blocks:
+        for x, v in zip(equation.inputs[1:], branch.inputs, strict=True):
+            found += crossing(x, v)
+        for result, end in zip(equation.outputs, branch.outputs, strict=True):
+            found += crossing(result, end, inward=False)
+    return found
+
+
 def _emit_cond(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
     def branch(block: Block) -> Callable[..., list[Any]]:
         def run(*operands: Any) -> list[Any]:
@@ -219,6 +275,7 @@ REGIONS: dict[str, Region] = {
         _scan_entry,
         _scan_leave,
         _emit_scan,
+        _scan_crossings,
         lambda params: int(params["length"]),
     ),
     "while": Region(
@@ -227,6 +284,7 @@ REGIONS: dict[str, Region] = {
         _while_entry,
         _while_leave,
         _emit_while,
+        _while_crossings,
     ),
     "cond": Region(
         lambda params: list(params["branches"]),
@@ -234,6 +292,7 @@ REGIONS: dict[str, Region] = {
         _cond_entry,
         _cond_leave,
         _emit_cond,
+        _cond_crossings,
     ),
 }
 

@@ -1,0 +1,139 @@
+"""Recorded: a plan as plain data, to be applied to the same program when it is traced again, in another process too.
+
+A plan is about the values of one trace. What is recorded of it is how each of them is sharded and each equation is
+split, in program order, and the text of the program. A program that reads differently is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gshard.core.errors import MeshError, PlanError
+from gshard.core.mesh import Mesh
+from gshard.core.order import Order
+from gshard.core.plan import Plan, Reason
+from gshard.core.program import Block, Equation, Program, Value, format_block
+from gshard.core.sharding import Sharding
+from gshard.core.split import Split
+from gshard.passes.propagate import demands
+
+_FORMAT = 1
+_SHOWN = 6  # lines of what has changed
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A plan as plain data.
+
+    Attributes:
+        program: the text of its program.
+        axes: names and sizes of the mesh's axes.
+        shardings: of each value, as text.
+        splits: of each equation, pairs of a factor's number and the atoms that it was given.
+    """
+
+    program: str
+    axes: tuple[tuple[str, int], ...]
+    shardings: tuple[str, ...]
+    splits: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
+
+    @staticmethod
+    def of(plan: Plan) -> Recorded:
+        """Records a plan.
+
+        Raises:
+            PlanError: it has contractions that run in steps, which belong to ``windowed=``.
+        """
+        if plan.rings:
+            raise PlanError("a plan with contractions in steps cannot be recorded.", way_out="Give jit windowed= too.")
+        shardings = tuple(plan.format(v) for v in _values(plan.program.block))
+        splits = (plan.splits.get(e, {}) for e in plan.program.block.walk())
+        kept = tuple(tuple((f, atoms) for f, atoms in sorted(split.items()) if atoms) for split in splits)
+        return Recorded(format_block(plan.program.block), plan.mesh.axes, shardings, kept)
+
+    def plan(self, program: Program, mesh: Mesh) -> Plan:
+        """The plan for a program that reads the same.
+
+        Raises:
+            PlanError: the program is another one; the message has the first lines that differ.
+            MeshError: the mesh has other axes.
+        """
+        if mesh.axes != self.axes:
+            raise MeshError(
+                "the plan is for another mesh.",
+                got=f"the plan's axes: {dict(self.axes)}; the mesh's: {dict(mesh.axes)}",
+                way_out="Give jit the mesh that the plan was made for, or search again.",
+            )
+        text = format_block(program.block)
+        if text != self.program:
+            raise PlanError(
+                f"{program.name} is not the program that the plan was made for.",
+                got="\n  ".join(_changes(self.program, text)),
+                way_out="Search again, or give the arguments that it was searched with.",
+            )
+        values, equations = list(_values(program.block)), list(program.block.walk())
+        shardings = {v: Sharding.parse(t, mesh)[0] for v, t in zip(values, self.shardings, strict=True)}
+        splits = {e: dict(split) for e, split in zip(equations, self.splits, strict=True) if e.rule is not None}
+        return plan_of(program, mesh, shardings, splits)
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON, to be read by ``Recorded.load``."""
+        data = {"format": _FORMAT, **dataclasses.asdict(self)}
+        Path(path).write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Recorded:
+        """Reads what ``save`` wrote.
+
+        Raises:
+            PlanError: the file is no plan.
+        """
+        try:
+            data: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
+            if data["format"] != _FORMAT:
+                raise PlanError(f"{path} has format {data['format']}, and {_FORMAT} is known.", way_out="Search again.")
+            splits = tuple(tuple((int(f), tuple(atoms)) for f, atoms in split) for split in data["splits"])
+            axes = tuple((str(name), int(size)) for name, size in data["axes"])
+            return Recorded(data["program"], axes, tuple(data["shardings"]), splits)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PlanError(
+                f"{path} cannot be read as a plan: {error}.", way_out="Give a file that found.save wrote."
+            ) from error
+
+
+def plan_of(
+    program: Program, mesh: Mesh, shardings: Mapping[Value, Sharding], splits: Mapping[Equation, Split]
+) -> Plan:
+    """A plan that was not propagated but chosen as a whole. The shardings obey the program's marks."""
+    reasons: dict[tuple[Value, int], Reason] = {}
+    orders: dict[Value, Order] = {}
+    makers = {v: e for e in program.block.walk() for v in e.outputs}
+    for v, sharding in shardings.items():
+        e = makers.get(v)
+        because = Reason("searched", e.line if e else "", e.name if e else "")
+        reasons.update({(v, d): because for d, atoms in enumerate(sharding.dims) if atoms})
+    for v, demand, reason in demands(program, mesh):
+        reasons.update({(v, d): reason for d, atoms in enumerate(demand.dims) if atoms})
+        if demand.order != mesh.order and any(demand.dims):
+            orders[v] = demand.order
+    return Plan(program, mesh, dict(shardings), dict(splits), reasons, orders)
+
+
+def _values(block: Block) -> Iterator[Value]:
+    yield from block.inputs
+    for e in block.equations:
+        for body in e.blocks:
+            yield from _values(body)
+        yield from e.outputs
+
+
+def _changes(before: str, after: str) -> list[str]:
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
+    changed = (line for line in lines if not line.startswith(("---", "+++", "@@")))
+    return [line.replace("   # ", " # ")[:160] for line in itertools.islice(changed, _SHOWN)]

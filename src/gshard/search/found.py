@@ -1,0 +1,184 @@
+"""Found: what ``gshard.search`` returns: a plan, what it costs, and how near the best it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from gshard.analysis.cost import Cost, cost
+from gshard.analysis.device_program import size
+from gshard.analysis.explain import Explanation, explain_program
+from gshard.analysis.machine import Machine
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Value, format_bytes
+from gshard.core.sharding import Sharding
+from gshard.passes.partition import partition
+from gshard.passes.recorded import Recorded
+from gshard.search.find import Best
+from gshard.search.marks import Marks, marks_of
+
+_SHOWN = 24  # rows of arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """Another sharding of a value than the one that was found.
+
+    Attributes:
+        sharding: as text.
+        seconds: how much longer a call takes with it at least, in the model, whatever else is chosen.
+    """
+
+    sharding: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.sharding}: +{self.seconds * 1e3:.3g} ms" if np.isfinite(self.seconds) else f"{self.sharding}: no"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """The plan that was found for a function, and what is known of it.
+
+    Attributes:
+        best: the search on the mesh that was chosen.
+        tried: the searches on all meshes that were tried, where a number of devices was given.
+        donated: the arguments whose memory results may take.
+    """
+
+    best: Best
+    tried: tuple[Best, ...] = ()
+    donated: tuple[int, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, for ``gshard.jit(f, mesh=found.mesh, plan=found.plan)``."""
+        return self.best.chosen.plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it is for, with the names of its axes."""
+        return self.best.mesh
+
+    @property
+    def cost(self) -> Cost:
+        """What a call takes on each device, as ``gshard cost`` tells it."""
+        return self.best.chosen.cost
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no plan on this mesh goes below, in the model that was searched."""
+        return self.best.bound
+
+    @property
+    def gap(self) -> float:
+        """How much of the plan's time could at most be saved, as a part of it, in the model that was searched."""
+        return self.best.gap
+
+    @functools.cached_property
+    def marks(self) -> Marks:
+        """The plan said in few marks, each of them tried: how much of its speed they alone give. Takes a while."""
+        price = functools.partial(_seconds, machine=self.cost.machine, donated=self.donated)
+        return marks_of(self.plan, self.cost.seconds, price)
+
+    def why(self, what: str) -> list[str]:
+        """What else was possible for values, and what it would cost: those of a source line, or arguments by name.
+
+        Args:
+            what: a part of an argument's name (``"['w1']"``) or of a line (``"model.py:38"``).
+        """
+        graph = self.best.graph
+        names = dict(zip(self.plan.program.block.inputs, self.plan.program.names, strict=True))
+        makers = {v: e for e in self.plan.program.block.walk() for v in e.outputs}
+        told = []
+        for v, sharding in self.plan.shardings.items():
+            e = makers.get(v)
+            name = names.get(v) or (f"{e.name} at {e.line}" if e is not None and e.line else "")
+            if not name or what not in name or not v.shape:
+                continue
+            rows = self._alternatives(v, sharding)
+            lines = "".join(f"\n    instead {row}" for row in rows[:4])
+            told.append(f"{name}: {sharding.format(graph.mesh, v.shape, v.dtype_name)}{lines}")
+        return list(dict.fromkeys(told))
+
+    def _alternatives(self, v: Value, chosen: Sharding) -> list[Alternative]:
+        graph, solution = self.best.graph, self.best.solution
+        k = graph.bundles.of[v]
+        more = solution.alternatives(k) - solution.bound
+        rows = [
+            Alternative(s.format(graph.mesh, v.shape, v.dtype_name), float(max(extra, 0.0)))
+            for s, extra in zip(graph.states[k], more, strict=True)
+            if s != chosen
+        ]
+        return sorted(rows, key=lambda row: (row.seconds, row.sharding))
+
+    def explain(self) -> Explanation:
+        """What each tensor got and why, as ``gshard.explain`` tells it of a marked function."""
+        return explain_program(self.plan, partition(self.plan), frozenset(self.donated))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan; ``gshard.jit(f, mesh=..., plan=gshard.Recorded.load(path))`` runs it, in any process."""
+        Recorded.of(self.plan).save(path)
+
+    def __str__(self) -> str:
+        best, cost = self.best, self.cost
+        shape = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
+        memory = f"peak {format_bytes(cost.peak)} of {format_bytes(int(best.limit))}"
+        lines = [
+            f"{cost.seconds * 1e3:.4g} ms a call on {cost.machine.name}, mesh ({shape}); {memory}; "
+            f"{format_bytes(cost.sent)} sent by each device"
+        ]
+        if best.chosen.recomputed:
+            lines[0] += f"; give jit memory_limit={int(best.limit)} too, so that some values are computed again"
+        if not best.fits:
+            lines += ["this DOES NOT FIT, and needs least of all that was tried. At its peak it holds:", *self._held()]
+        elif best.chosen is best.searched:
+            near = "the best there is" if self.gap < 1e-5 else f"within {100 * self.gap:.2g} % of the best there is"
+            lines.append(f"in the model that was searched ({best.predicted * 1e3:.4g} ms) {near}; {best.seconds:.1f} s")
+        else:
+            lines.append(f"this is the plan of '{best.chosen.name}': search found none better in {best.seconds:.1f} s")
+        if best.others:
+            lines.append(" | ".join(f"{o.name} {o.cost.seconds * 1e3:.4g}{self._note(o.cost)}" for o in best.others))
+        for other in self.tried:
+            if other is not best:
+                axes = ", ".join(f"{name}={size}" for name, size in other.mesh.axes)
+                lines.append(f"mesh ({axes}): {other.chosen.cost.seconds * 1e3:.4g}{self._note(other.chosen.cost)}")
+        return "\n".join([*lines, *self._arguments()])
+
+    def _held(self) -> list[str]:
+        """What takes most memory at the peak."""
+        held = [
+            (size(v), f"{v.dtype_name}[{','.join(map(str, v.shape))}] of {e.name} at {e.line}")
+            for v, e in self.cost.memory.alive
+        ]
+        return [f"  {format_bytes(n):>10} {what}" for n, what in [(self.cost.memory.arguments, "arguments"), *held[:5]]]
+
+    def _note(self, cost: Cost) -> str:
+        return " ms" if cost.peak <= self.best.limit else " ms, does not fit"
+
+    def _arguments(self) -> Sequence[str]:
+        """The largest arguments with their shardings; those of equal layers in one row."""
+        rows: dict[tuple[str, str], int] = {}
+        program = self.plan.program
+        largest = sorted(zip(program.block.inputs, program.names, strict=True), key=lambda pair: -pair[0].bytes)
+        for v, name in largest:
+            if v.shape:
+                key = _without_numbers(name), self.plan.format(v)
+                rows[key] = rows.get(key, 0) + 1
+        shown = [f"  {text:<44} {name}{f'  x{n}' if n > 1 else ''}" for (name, text), n in rows.items()]
+        return shown[:_SHOWN] + ([f"  and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else [])
+
+
+def _seconds(plan: Plan, machine: Machine, donated: tuple[int, ...]) -> float:
+    return cost(partition(plan), machine, donated).seconds
+
+
+def _without_numbers(name: str) -> str:
+    """``params['layers'][3]['w']`` as ``params['layers'][*]['w']``."""
+    parts = name.split("[")
+    return "[".join("*]" + p.partition("]")[2] if p.partition("]")[0].isdigit() else p for p in parts)

@@ -1,0 +1,333 @@
+"""Graph: a program as a problem: what is to be chosen, and what each choice takes on a machine.
+
+    bundle      values with one sharding; its states are shardings             (``search.bundles``)
+    option      an equation that is no part of a bundle; its states are splits  (``search.ways``)
+    reading     how several readers take a value: moved there once, from there each goes its own way
+
+Between a bundle, its readings and the options that read or make it are moves (``comm.reshard``), between a value
+outside and inside of a loop as well. All costs are seconds, those of bodies as often as they run. Marks, and shardings
+of arguments, leave a bundle only the states that they allow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from gshard.analysis.device_program import PASSING, PRODUCT, REGION, Kernel, Kernels, flops, kernels_of
+from gshard.analysis.machine import Machine
+from gshard.core.mark import Demand
+from gshard.core.mesh import Mesh
+from gshard.core.plan import local_bytes
+from gshard.core.program import Block, Equation, Program, Value, itemsize
+from gshard.core.sharding import Sharding
+from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.passes.propagate import demands
+from gshard.rules.region import REGIONS, Crossing
+from gshard.search.bundles import Bundles, bundles_of
+from gshard.search.problem import Floats, Ints, Problem
+from gshard.search.seconds import Seconds
+from gshard.search.ways import shardings, share, splits
+
+_Options = Mapping[Equation, Sequence[Split]]
+_TIE = 1e-3  # of the time that a state's bytes take to read: among equals the one that takes less memory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """A program as a problem.
+
+    Attributes:
+        program: the program.
+        mesh, machine: what it is for.
+        problem: nodes, tables and loads; bundles come first, then options, then readings.
+        bundles: the values of each bundle.
+        states: of each bundle, its shardings.
+        options: the equations with a choice, and their splits.
+    """
+
+    program: Program
+    mesh: Mesh
+    machine: Machine
+    problem: Problem
+    bundles: Bundles
+    states: tuple[tuple[Sharding, ...], ...]
+    options: Mapping[Equation, tuple[Split, ...]]
+
+    def shardings(self, chosen: Sequence[int] | Ints) -> dict[Value, Sharding]:
+        """The sharding of every value, where these states are chosen."""
+        return {v: self.states[k][chosen[k]] for v, k in self.bundles.of.items()}
+
+    def splits(self, chosen: Sequence[int] | Ints) -> dict[Equation, Split]:
+        """The split of every equation with a choice."""
+        first = len(self.states)
+        return {e: ways[chosen[first + i]] for i, (e, ways) in enumerate(self.options.items())}
+
+
+def graph_of(
+    program: Program,
+    mesh: Mesh,
+    machine: Machine,
+    *,
+    donated: Iterable[int] = (),
+    memory_limit: float | None = None,
+) -> Graph:
+    """The problem of a program on a mesh of a machine.
+
+    Args:
+        program: with the user's marks.
+        mesh: the devices.
+        machine: as many.
+        donated: inputs of the program (captured arrays counted) whose memory results of the same kind take. Such a
+            result has its argument's sharding.
+        memory_limit: bytes of one device at any moment.
+
+    Raises:
+        ShardingError: a mark does not fit its value or the mesh.
+    """
+    return _Builder(program, mesh, machine).graph(list(donated), memory_limit)
+
+
+class _Builder:
+    def __init__(self, program: Program, mesh: Mesh, machine: Machine):
+        self.program, self.mesh, self.machine = program, mesh, machine
+        self.seconds = Seconds(mesh, machine)
+        self.times = dict(_times(program.block, 1))
+        said: dict[Value, list[Demand]] = {}
+        for v, demand, _ in demands(program, mesh):
+            said.setdefault(v, []).append(demand)
+        self.said = said
+        self.crossings = [
+            (c, self.times[e] * (e.trips if c.each_round else 1))
+            for e in program.block.walk()
+            if e.rule is None
+            for c in REGIONS[e.name].crossings(e)
+        ]
+        inner = {v for e in program.block.walk() for body in e.blocks for v in body.inputs}
+        results = {v for v in program.block.outputs if isinstance(v, Value)}
+        self.border = {*program.block.inputs, *results}
+        self.bundles = bundles_of(program, {*program.block.inputs, *said, *inner})
+        self.states = tuple(map(self._states, range(len(self.bundles.members))))
+        self.costs: list[Floats] = [np.zeros(len(states)) for states in self.states]
+        self.edges: list[tuple[int, int, Floats]] = []
+        self.names = [_name_of_bundle(group, program) for group in self.bundles.members]
+        self.tables: dict[object, Floats] = {}
+
+    def graph(self, donated: list[int], memory_limit: float | None) -> Graph:
+        equations = [e for e in self.program.block.walk() if e.rule is not None and e not in self.bundles.tied]
+        options = {e: self._options(e) for e in equations}
+        first = len(self.states)
+        number = {e: first + i for i, e in enumerate(options)}
+        self.costs += [self._inside(e, ways) for e, ways in options.items()]
+        self.names += [f"{e.name} at {e.line}" for e in options]
+        for kernels in _blocks(kernels_of(self.program.block)):
+            for kernel in kernels.kernels:
+                self._work(kernel, options, number)
+        for e, ways in options.items():
+            for i, v in enumerate(e.outputs):
+                self.edges.append((self.bundles.of[v], number[e], self._making(e, ways, i)))
+        self._readings(options, number)
+        for crossing, times in self.crossings:
+            self._crossing(crossing, times)
+        pairs = self._donations(donated)
+        loads = self._loads({after for _, after in pairs})
+        for k, group in enumerate(self.bundles.members):
+            held = [local_bytes(group[0], s, self.mesh) * len(group) for s in self.states[k]]
+            self.costs[k] = self.costs[k] + np.array(held) * (_TIE / self.machine.memory_bandwidth)
+        problem = Problem.of(self.costs, self.edges, loads, memory_limit, self.names)
+        return Graph(self.program, self.mesh, self.machine, problem, self.bundles, self.states, options)
+
+    def _states(self, k: int) -> tuple[Sharding, ...]:
+        """The shardings of a bundle that marks allow."""
+        group = self.bundles.members[k]
+        even = any(v in self.border for v in group)
+        waits = k in self.bundles.unreduced and not even and all(map(_can_be_added, group))
+        found = shardings(group[0].shape, self.mesh, unreduced=waits, even=even)
+        for demand in (d for v in group for d in self.said.get(v, ())):
+            pairs = [(s, zip(s.dims, demand.dims, demand.open, strict=True)) for s in found]
+            found = tuple(s for s, dims in pairs if all(is_open or have == asked for have, asked, is_open in dims))
+            found = found or (Sharding(demand.dims),)  # it names parts of axes, or axes in another order
+        return found
+
+    def _options(self, e: Equation) -> tuple[Split, ...]:
+        assert e.rule is not None
+        barred = _barred(e)
+        ways = splits(e.rule, self.mesh)
+        return tuple(split for split in ways if not any(atoms and f in barred for f, atoms in split.items()))
+
+    def _inside(self, e: Equation, ways: Sequence[Split]) -> Floats:
+        assert e.rule is not None
+        return np.array([self.times[e] * self.seconds.inside(e.rule, split) for split in ways])
+
+    def _work(self, kernel: Kernel, options: _Options, number: Mapping[Equation, int]) -> None:
+        """Adds what a kernel takes to what decides how much of it a device does: an option, or a bundle."""
+        e = kernel.equation
+        if kernel.kind in (REGION, PASSING) or e.rule is None:
+            return
+        if e not in options:
+            k, v = self.bundles.of[e.outputs[0]], e.outputs[0]
+            shares = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in self.states[k]]
+            taken = [self._kernel(kernel, part, kernel.moved * part) for part in shares]
+        else:
+            k, taken = number[e], []
+            for split in options[e]:
+                part = share(e.rule, split, self.mesh)
+                moved = sum(x.bytes * part for x in kernel.reads if x not in e.inputs)
+                for i, x in enumerate(e.inputs):
+                    if isinstance(x, Value) and x in kernel.reads:
+                        moved += local_bytes(x, operand_sharding(e.rule, i, split), self.mesh)
+                for i, x in enumerate(e.outputs):
+                    moved += local_bytes(x, result_sharding(e.rule, i, split), self.mesh)
+                taken.append(self._kernel(kernel, part, moved))
+        self.costs[k] = self.costs[k] + self.times[e] * np.array(taken)
+
+    def _kernel(self, kernel: Kernel, part: float, moved: float) -> float:
+        products = flops(kernel.equation) if kernel.kind == PRODUCT else 0
+        return self.seconds.work(kernel.equation, products * part, kernel.vector_flops * part, moved)
+
+    def _making(self, e: Equation, ways: Sequence[Split], i: int) -> Floats:
+        """Moves from how a result is made to its bundle's states."""
+        rule, v = e.rule, e.outputs[i]
+        assert rule is not None
+        states = self.states[self.bundles.of[v]]
+        key = "making", rule, _barred(e), i, v.shape, itemsize(v.dtype), states
+        if key not in self.tables:
+            made = [result_sharding(rule, i, split) for split in ways]
+            self.tables[key] = self._moves(made, states, v).T
+        return self.times[e] * self.tables[key]
+
+    def _readings(self, options: _Options, number: Mapping[Equation, int]) -> None:
+        """Moves from a bundle to how the options take a value; where several do, by a reading between them."""
+        readers: dict[Value, list[tuple[Equation, int]]] = {}
+        for e in options:
+            for i, x in enumerate(e.inputs):
+                if isinstance(x, Value):
+                    readers.setdefault(x, []).append((e, i))
+        for v, who in readers.items():
+            k = self.bundles.of[v]
+            home, states = k, self.states[k]
+            if len(who) > 1 and len(states) > 1:
+                waits = any(s.unreduced for s in states)
+                home, states = len(self.costs), shardings(v.shape, self.mesh, unreduced=waits)
+                self.costs.append(np.zeros(len(states)))
+                self.names.append(f"{self.names[k]}, as it is read")
+                times = min(self.times[e] for e, _ in who)
+                key = "read", v.shape, itemsize(v.dtype), self.states[k], states
+                if key not in self.tables:
+                    self.tables[key] = self._moves(self.states[k], states, v)
+                self.edges.append((k, home, times * self.tables[key]))
+            for e, i in who:
+                assert e.rule is not None
+                taken_key = "taking", e.rule, _barred(e), i, v.shape, itemsize(v.dtype), states
+                if taken_key not in self.tables:
+                    wanted = [operand_sharding(e.rule, i, split) for split in options[e]]
+                    self.tables[taken_key] = self._moves(states, wanted, v)
+                self.edges.append((home, number[e], self.times[e] * self.tables[taken_key]))
+
+    def _crossing(self, crossing: Crossing, times: int) -> None:
+        outer, inner = crossing.edge.outer, crossing.edge.inner
+        stacked = len(outer.shape) - len(inner.shape)
+        outside = self.states[self.bundles.of[outer]]
+        inside = self.states[self.bundles.of[inner]]
+        at_border = [Sharding(((),) * stacked + s.dims, s.unreduced) for s in inside]
+        inward = crossing.inward
+        table = self._moves(outside, at_border, outer) if inward else self._moves(at_border, outside, outer).T
+        self.edges.append((self.bundles.of[outer], self.bundles.of[inner], times * table))
+
+    def _moves(self, sources: Sequence[Sharding], targets: Sequence[Sharding], v: Value) -> Floats:
+        size = itemsize(v.dtype)
+        return np.array([[self.seconds.move(a, b, v.shape, size) for b in targets] for a in sources])
+
+    def _donations(self, donated: Iterable[int]) -> list[tuple[Value, Value]]:
+        """Arguments and the results that take their place, which have the same sharding."""
+        free = [v for v in self.program.block.outputs if isinstance(v, Value) and v not in self.program.block.inputs]
+        found = []
+        for i in donated:
+            v = self.program.block.inputs[i]
+            after = next((x for x in free if (x.shape, x.dtype) == (v.shape, v.dtype)), None)
+            if after is None:
+                continue
+            free.remove(after)
+            found.append((v, after))
+            a, b = self.bundles.of[v], self.bundles.of[after]
+            if a != b:
+                same = np.array([[0.0 if s == t else np.inf for t in self.states[b]] for s in self.states[a]])
+                if np.isfinite(same).any():
+                    self.edges.append((a, b, same))
+        return found
+
+    def _loads(self, elsewhere: set[Value]) -> list[tuple[int, int, int, list[int]]]:
+        """Bytes of every buffer from the moment when it is made until it is last read."""
+        clock = _Clock()
+        clock.run(kernels_of(self.program.block))
+        end = clock.now + 1
+        found = []
+        results = {v for v in self.program.block.outputs if isinstance(v, Value)}
+        for v in self.program.block.inputs:
+            found.append(self._load(v, 0, end + 1))
+        for v, start in clock.made.items():
+            if v not in elsewhere:
+                found.append(self._load(v, start, end + 1 if v in results else clock.last.get(v, start) + 1))
+        return found
+
+    def _load(self, v: Value, start: int, end: int) -> tuple[int, int, int, list[int]]:
+        k = self.bundles.of[v]
+        return k, start, end, [local_bytes(v, s, self.mesh) for s in self.states[k]]
+
+
+@dataclasses.dataclass
+class _Clock:
+    """When each buffer is made and last read; a body's moments are between those of its region."""
+
+    now: int = 0
+    made: dict[Value, int] = dataclasses.field(default_factory=dict)
+    last: dict[Value, int] = dataclasses.field(default_factory=dict)
+
+    def run(self, kernels: Kernels) -> None:
+        for kernel in kernels.kernels:
+            self.now += 1
+            for v in kernel.writes:
+                self.made[v] = self.now
+            for body in kernel.bodies:
+                self.run(body)
+            for v in kernel.reads:
+                self.last[v] = self.now
+        for out in kernels.block.outputs:
+            if isinstance(out, Value):
+                self.last[kernels.home.get(out, out)] = self.now + 1
+
+
+def _can_be_added(v: Value) -> bool:
+    return bool(jnp.issubdtype(v.dtype, jnp.number))
+
+
+def _barred(e: Equation) -> frozenset[int]:
+    """The ways for parts of sums to pass that are none, since what would pass cannot be added, such as booleans."""
+    assert e.rule is not None
+    numbers = {i for i, v in enumerate(e.inputs) if isinstance(v, Value) and _can_be_added(v)}
+    added = all(map(_can_be_added, e.outputs))
+    return frozenset(-1 - k for k, (_, operands) in enumerate(e.rule.linear) if not (added and operands <= numbers))
+
+
+def _blocks(kernels: Kernels) -> Iterator[Kernels]:
+    yield kernels
+    for kernel in kernels.kernels:
+        for body in kernel.bodies:
+            yield from _blocks(body)
+
+
+def _times(block: Block, times: int) -> Iterator[tuple[Equation, int]]:
+    """How often each equation runs in one call."""
+    for e in block.equations:
+        yield e, times
+        for body in e.blocks:
+            yield from _times(body, times * e.trips)
+
+
+def _name_of_bundle(group: Sequence[Value], program: Program) -> str:
+    named = dict(zip(program.block.inputs, program.names, strict=True))
+    return next((named[v] for v in group if v in named), f"%{group[0].index}")

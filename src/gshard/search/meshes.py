@@ -1,0 +1,29 @@
+"""Meshes: the shapes that so many devices can have, where a user names only their number.
+
+>>> [dict(mesh.axes) for mesh in meshes(8)]
+[{'data': 8}, {'data': 2, 'model': 4}, {'data': 4, 'model': 2}]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+from gshard.core.mesh import Mesh
+
+NAMES = ("data", "model")
+
+
+def meshes(size: int) -> Iterator[Mesh]:
+    """Meshes of so many devices with one axis and with two, over the first ``size`` devices if there are as many.
+
+    Args:
+        size: a number of devices.
+    """
+    available = tuple(jax.devices())
+    devices = available[:size] if len(available) >= size else None
+    for major in (size, *(n for n in range(2, size) if size % n == 0)):
+        sizes = (major,) if major == size else (major, size // major)
+        yield dataclasses.replace(Mesh.abstract(**dict(zip(NAMES, sizes, strict=False))), devices=devices)

@@ -1,0 +1,180 @@
+"""The problem of a program: what it says a plan takes is what the plan takes, and its best is the best there is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from families import CASES
+from gshard.analysis.cost import cost
+from gshard.analysis.machine import Machine
+from gshard.core.sharding import Sharding
+from gshard.passes.assign import assign
+from gshard.passes.partition import partition
+from gshard.passes.recorded import plan_of
+from gshard.search.bundles import bundles_of
+from gshard.search.find import best_plan
+from gshard.search.graph import graph_of
+from gshard.search.seconds import Seconds
+from gshard.search.ways import shardings, splits
+from search.test_search import shape, slow
+
+FOUR = gshard.Mesh.abstract(x=2, y=4)
+PREDICTED = (
+    "layers/mlp_data", "layers/attention_data", "training/clipped_gradients", "contractions/cube",
+    "statistics/extremes", "moves/reshape_across", "windows/convolution_grouped", "loops/tied_fsdp",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_the_time_of_a_plan_is_predicted(name: str) -> None:
+    case = CASES[name]
+    lowered = gshard.jit(case.function, mesh=case.jax_mesh).lower(*case.arguments)
+    best = best_plan(lowered.program, lowered.mesh, slow())
+    assert best.predicted / best.searched.cost.seconds == pytest.approx(1, abs=0.05)
+
+
+def product(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def two(x: Any, a: Any, b: Any) -> Any:
+    return jax.nn.relu(x @ a) @ b
+
+
+def turned(x: Any, w: Any) -> Any:
+    return (x.T @ w).sum(0) * 2
+
+
+def attended(q: Any, k: Any) -> Any:
+    scores = jnp.exp(q @ k.T)
+    return scores / scores.sum(-1, keepdims=True)
+
+
+def looked_up(table: Any, ids: Any) -> Any:
+    return jnp.take(table, ids, axis=0).reshape(16, -1)
+
+
+SMALL: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "product": (product, (shape(2048, 1024), shape(1024, 4096))),
+    "two": (two, (shape(8, 2048), shape(2048, 8192), shape(8192, 2048))),
+    "turned": (turned, (shape(4096, 2048), shape(4096, 1024))),
+    "attended": (attended, (shape(1024, 512), shape(8192, 512))),
+    "looked_up": (looked_up, (shape(65536, 512), shape(16, 512, dtype=jnp.int32))),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_plan_is_better(name: str) -> None:
+    """All choices of a sharding for every bundle are planned, partitioned and priced."""
+    f, arguments = SMALL[name]
+    mesh, machine = gshard.Mesh.abstract(x=4), Machine.of("h100:1x4")
+    program = gshard.trace(f, *arguments)
+    graph = graph_of(program, mesh, machine)
+    best = best_plan(program, mesh, machine)
+    least = np.inf
+    for chosen in itertools.product(*(range(len(states)) for states in graph.states)):
+        found = graph.shardings(chosen)
+        plan = plan_of(program, graph.mesh, found, assign(program.block, found, best.searched.plan.mesh))
+        least = min(least, cost(partition(plan), machine).seconds)
+    assert best.searched.cost.seconds <= least * 1.01
+    assert best.gap < 1e-6
+
+
+def test_elementwise_equations_tie_values_and_borders_do_not() -> None:
+    def f(x: Any, y: Any) -> Any:
+        h = jnp.exp(x + 1) * y
+        return gshard.split(h, 0, 2) - 1
+
+    program = gshard.trace(f, shape(8, 4), shape(8, 4))
+    bundles = bundles_of(program, {*program.block.inputs})
+    x, y = program.block.inputs
+    assert bundles.of[x] != bundles.of[y]
+    inner = {bundles.of[e.outputs[0]] for e in program.block.equations if e.name in ("exp", "mul")}
+    (marked,) = [e.outputs[0] for e in program.block.equations if e.mark is not None]
+    assert len(inner) == 1
+    assert bundles.of[marked] not in inner
+
+
+def test_parts_of_sums_go_where_all_are_linear() -> None:
+    def f(a: Any, b: Any, c: Any) -> Any:
+        return jnp.exp(-(a @ b + a @ c)) + 1
+
+    program = gshard.trace(f, shape(8, 4), shape(4, 8), shape(4, 8))
+    bundles = bundles_of(program, {*program.block.inputs})
+    by_name = {e.name: e.outputs[0] for e in program.block.equations}
+    assert bundles.of[by_name["add"]] == bundles.of[by_name["exp"]], "one chain of elementwise equations"
+    assert not bundles.unreduced, "which an exponential is part of"
+    program = gshard.trace(lambda a, b, c: (a @ b + a @ c).T, shape(8, 4), shape(4, 8), shape(4, 8))
+    bundles = bundles_of(program, {*program.block.inputs})
+    total = next(e.outputs[0] for e in program.block.equations if e.name == "add")
+    assert bundles.of[total] in bundles.unreduced
+
+
+def test_ways() -> None:
+    found = shardings((8, 6), FOUR)
+    assert found[0] == Sharding(((), ()))
+    assert len(set(found)) == len(found)
+    texts = {s.format(FOUR, (8, 6)) for s in found}
+    assert {"[8@(x,y),6]", "[8@y,6@x]", "[8@x,6]"} <= texts
+    assert not any("6@y" in text for text in texts), "6 over 4 would be a third of padding"
+    assert "[8@x,6]{U:y}" in {s.format(FOUR, (8, 6)) for s in shardings((8, 6), FOUR, unreduced=True)}
+    assert "[17@x]" in {s.format(FOUR, (17,)) for s in shardings((17,), FOUR)}
+    assert [s.format(FOUR, (17,)) for s in shardings((17,), FOUR, even=True)] == ["[17]"]
+    (e,) = gshard.trace(lambda a, b: a @ b, shape(8, 16), shape(16, 8)).block.equations
+    assert e.rule is not None
+    chosen = splits(e.rule, FOUR)
+    assert {} in chosen
+    assert len(chosen) >= 16, "two axes, each along rows, columns, the sum, or nowhere"
+
+
+def test_moves_cost_what_their_collectives_take() -> None:
+    machine = slow()
+    seconds = Seconds(FOUR, machine)
+    atoms = FOUR.atoms_of
+    rows, columns = Sharding((atoms["x"], ())), Sharding(((), atoms["x"]))
+    unreduced = Sharding(((), ())).with_unreduced(dict.fromkeys(atoms["x"], "add"))
+    whole = Sharding(((), ()))
+    size = (64, 64)
+    assert seconds.move(rows, rows, size, 4) == 0
+    assert seconds.move(whole, rows, size, 4) == 0, "a slice sends nothing, and nothing is launched here"
+    gather, turn = seconds.move(rows, whole, size, 4), seconds.move(rows, columns, size, 4)
+    assert 0 < turn < gather
+    assert seconds.move(unreduced, whole, size, 4) > seconds.move(unreduced, rows, size, 4) > 0
+    assert seconds.move(unreduced, whole, size, 4) == pytest.approx(
+        seconds.move(unreduced, rows, size, 4) + gather, rel=1e-6
+    )
+    part = Sharding((atoms["y"][:1], ()))
+    assert seconds.move(part, whole, size, 4) > 0, "a part of an axis"
+
+
+def test_a_loop_counts_as_often_as_it_runs() -> None:
+    def once(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w)
+
+    def often(x: Any, w: Any) -> Any:
+        return jax.lax.fori_loop(0, 12, lambda _, x: once(x, w), x)
+
+    arguments = (shape(32, 32), shape(32, 32))
+    one = best_plan(gshard.trace(once, *arguments), FOUR, slow())
+    twelve = best_plan(gshard.trace(often, *arguments), FOUR, slow())
+    assert 8 < twelve.predicted / one.predicted < 14
+    assert twelve.predicted / twelve.searched.cost.seconds == pytest.approx(1, abs=0.1)
+
+
+def test_what_is_donated_comes_back_as_it_was() -> None:
+    def step(state: Any, x: Any) -> Any:
+        return state + (x.T @ x).reshape(state.shape), x.sum()
+
+    arguments = (shape(16, 64), shape(128, 32))
+    program = gshard.trace(step, *arguments)
+    best = best_plan(program, FOUR, slow(), donated=[0])
+    plan = best.searched.plan
+    assert plan.sharding(program.block.inputs[0]) == plan.sharding(program.block.outputs[0])
