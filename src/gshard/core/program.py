@@ -113,6 +113,14 @@ class Block:
             for block in equation.blocks:
                 yield from block.walk()
 
+    def values(self) -> Iterator[Value]:
+        """All values in order: inputs, and the results of equations, each after what is inside of its bodies."""
+        yield from self.inputs
+        for equation in self.equations:
+            for block in equation.blocks:
+                yield from block.values()
+            yield from equation.outputs
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Equation:

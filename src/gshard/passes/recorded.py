@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from gshard.core.errors import MeshError, PlanError
 from gshard.core.mesh import Mesh
 from gshard.core.order import Order
 from gshard.core.plan import Plan, Reason
-from gshard.core.program import Block, Equation, Program, Value, format_block
+from gshard.core.program import Equation, Program, Value, format_block
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.passes.propagate import demands
@@ -52,7 +52,7 @@ class Recorded:
         """
         if plan.rings:
             raise PlanError("a plan with contractions in steps cannot be recorded.", way_out="Give jit windowed= too.")
-        shardings = tuple(plan.format(v) for v in _values(plan.program.block))
+        shardings = tuple(plan.format(v) for v in plan.program.block.values())
         splits = (plan.splits.get(e, {}) for e in plan.program.block.walk())
         kept = tuple(tuple((f, atoms) for f, atoms in sorted(split.items()) if atoms) for split in splits)
         return Recorded(format_block(plan.program.block), plan.mesh.axes, shardings, kept)
@@ -77,7 +77,7 @@ class Recorded:
                 got="\n  ".join(_changes(self.program, text)),
                 way_out="Search again, or give the arguments that it was searched with.",
             )
-        values, equations = list(_values(program.block)), list(program.block.walk())
+        values, equations = list(program.block.values()), list(program.block.walk())
         shardings = {v: Sharding.parse(t, mesh)[0] for v, t in zip(values, self.shardings, strict=True)}
         splits = {e: dict(split) for e, split in zip(equations, self.splits, strict=True) if e.rule is not None}
         return plan_of(program, mesh, shardings, splits)
@@ -123,14 +123,6 @@ def plan_of(
         if demand.order != mesh.order and any(demand.dims):
             orders[v] = demand.order
     return Plan(program, mesh, dict(shardings), dict(splits), reasons, orders)
-
-
-def _values(block: Block) -> Iterator[Value]:
-    yield from block.inputs
-    for e in block.equations:
-        for body in e.blocks:
-            yield from _values(body)
-        yield from e.outputs
 
 
 def _changes(before: str, after: str) -> list[str]:

@@ -10,9 +10,9 @@ may change.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
-from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.core.program import Constant, Equation, Program, Value
 from gshard.core.rule import PARALLEL, REDUCE
 
 
@@ -48,7 +48,7 @@ def bundles_of(program: Program, alone: Collection[Value]) -> Bundles:
         return v
 
     tied: dict[Equation, list[Value]] = {}
-    for v in _values(program.block):
+    for v in program.block.values():
         root(v)
     for e in program.block.walk():
         together = _together(e, alone)
@@ -57,18 +57,10 @@ def bundles_of(program: Program, alone: Collection[Value]) -> Bundles:
         if together and all(isinstance(v, Constant) or v in together for v in e.inputs):
             tied[e] = together
     members: dict[Value, list[Value]] = {}
-    for v in _values(program.block):
+    for v in program.block.values():
         members.setdefault(root(v), []).append(v)
     of = {v: k for k, group in enumerate(members.values()) for v in group}
     return Bundles(tuple(map(tuple, members.values())), of, frozenset(tied), _unreduced(program, of, tied, alone))
-
-
-def _values(block: Block) -> Iterator[Value]:
-    yield from block.inputs
-    for e in block.equations:
-        for body in e.blocks:
-            yield from _values(body)
-        yield from e.outputs
 
 
 def _together(e: Equation, alone: Collection[Value]) -> list[Value]:
