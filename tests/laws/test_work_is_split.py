@@ -95,7 +95,21 @@ def transformer(model: int, vocabulary: int, batch: int, length: int, heads: int
     return trained(loss), (params, shape(batch, length, dtype=jnp.int32))
 
 
+def attention_by_sequence() -> tuple[Callable[..., Any], Any]:
+    """Nothing but the sequence is split; what is looked up with the scores is a sum over the devices."""
+
+    def loss(p: Any, x: Any) -> Any:
+        x = gshard.split(x, 1, "data")
+        q, k, v = (jnp.einsum("bsm,mhd->bshd", x, p[c]) for c in "qkv")
+        scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), -1)
+        return jnp.mean(jnp.einsum("bqhd,hdm->bqm", jnp.einsum("bhqk,bkhd->bqhd", scores, v), p["o"]) ** 2)
+
+    layer = {**{c: shape(64, 8, 8) for c in "qkv"}, "o": shape(8, 8, 64)}
+    return trained(loss), (layer, shape(4, 128, 64))
+
+
 PROGRAMS = {
+    "attention-by-sequence": attention_by_sequence(),
     **{f"mlp-{n}": mlp((784, 512, 512, 10), n) for n in (8, 32, 64, 128, 256, 512, 1024, 4096)},
     "mlp-uneven": mlp((783, 511, 10), 129),
     "mlp-wide": mlp((256, 1024, 256), 512),

@@ -95,8 +95,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[tuple[str, int,
         [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8), ("all_reduce", 1, 2 * 4 * 7 // 8)],
     ),
     "a bias changes nothing": (with_bias, (X, V, normal(24)), [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8)]),
-    # What is in W is not known: it may be infinite where the sum is zero and its parts are not.
-    "U V, and then W": (chain, (X, V, normal(24, 6)), [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8)]),
+    # What is in W is not known: it may be infinite where the sum is zero and its parts are not. Devices go on with
+    # their rows of the sum.
+    "U V, and then W": (
+        chain, (X, V, normal(24, 6)),
+        [("reduce_scatter", 1, 16 * 24 * 4 * 7 // 8), ("all_gather", 1, 16 * 3 * 4 * 7 // 8)],
+    ),
     "U V W of integers without a reduction between": (
         chain, tuple((10 * x).astype(np.int32) for x in (X, V, normal(24, 6))),
         [("all_reduce", 1, 2 * 16 * 3 * 4 * 7 // 8)],

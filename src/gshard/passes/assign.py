@@ -197,9 +197,13 @@ def price(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Priced:
 
 def work_per_device(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> float:
     """A device's operations of an equation, as the bytes that they count as."""
-    is_product = len(rule.operands) > 1 and any(f.kind == REDUCE for f in rule.factors)
     size = next((x.itemsize for x in arrays if x is not None), 4)
-    return rule.flops / parts(split, mesh) * (mesh.prices.product(size) if is_product else mesh.prices.other)
+    return rule.flops / parts(split, mesh) * (mesh.prices.product(size) if is_product(rule) else mesh.prices.other)
+
+
+def is_product(rule: Rule) -> bool:
+    """Whether an equation multiplies arrays and adds up."""
+    return len(rule.operands) > 1 and any(f.kind == REDUCE for f in rule.factors)
 
 
 def _brought(

@@ -3,13 +3,14 @@
 Values tied by elementwise operators (an activation and all that is computed from it on the way) must move as one: each
 by itself would only add a move. ``settle`` changes one value at a time; here every such group is tried in the
 shardings in which the equations at its border (contractions, sums) could make or take it. What is made of them may
-follow.
+follow. So is a sum that all devices are given and multiply: each may go on with a part of it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Reason, note_cost
@@ -17,7 +18,7 @@ from gshard.core.program import Block, Equation, Value
 from gshard.core.rule import PARALLEL, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, parts, result_sharding
-from gshard.passes.assign import cost_around, priced_near, sends_more
+from gshard.passes.assign import Available, best_choice, cost_around, is_product, priced_near, sends_more
 from gshard.passes.candidates import Arrays, arrays_of, candidates
 from gshard.passes.settle import first_operand, fixed_values, makers_and_readers
 
@@ -52,17 +53,18 @@ def flip(
         found = dict.fromkeys(e for v in values for e in (makers[v], *readers.get(v, ())))
         return sorted(found, key=position.__getitem__)
 
-    for group in _groups(block, makers):
-        equations = around(group)
-        for other in _alternatives(group, equations, shardings, mesh):
+    chains = ((group, _alternatives(group, around(group), shardings, mesh)) for group in _groups(block, makers))
+    sums = (([v], ways) for v, ways in _scattered(makers, readers, free, shardings, mesh))
+    for group, others in itertools.chain(chains, sums):
+        for other in others:
             trial = _followed(dict.fromkeys(group, other), shardings, readers, free, mesh)
             touched = around(trial)
             before = {v: shardings[v] for v in trial}
             now = cost_around(touched, shardings, mesh)
             shardings.update(trial)
-            if cost_around(touched, shardings, mesh, most=now - 1.0) < now - 1.0 and not sends_more(
-                touched, before, shardings, mesh
-            ):
+            # A product is not computed by all devices in order to send a little less.
+            better = cost_around(touched, shardings, mesh, most=now - 1.0) < now - 1.0
+            if better and (len(group) == 1 or not sends_more(touched, before, shardings, mesh)):
                 changed = True
                 for v, sharding in trial.items():
                     if sharding != before[v]:
@@ -109,6 +111,49 @@ def _made_in_place(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Sharding, ..
     choices = priced_near(rule, arrays, mesh)
     split = min(choices, key=lambda choice: (sum(choice.moves), -parts(choice.split, mesh))).split
     return tuple(result_sharding(rule, i, split) for i in range(len(rule.results)))
+
+
+def _scattered(
+    makers: Mapping[Value, Equation],
+    readers: Mapping[Value, Sequence[Equation]],
+    free: Container[Value],
+    shardings: Mapping[Value, Sharding],
+    mesh: Mesh,
+) -> Iterator[tuple[Value, list[Sharding]]]:
+    """Sums that all devices are given though each could have a part, and products of them then be split."""
+    computed_by_all = {
+        e
+        for e in makers.values()
+        if e.rule is not None
+        and is_product(e.rule)
+        and parts(best_choice(e, shardings, mesh, Available())[0].split, mesh) == 1
+    }
+    if mesh.size == 1 or not computed_by_all:
+        return
+    for v, e in makers.items():
+        if v not in free or e.rule is None or shardings[v].unreduced or not _leads_to(v, computed_by_all, readers):
+            continue
+        made = result_sharding(e.rule, e.outputs.index(v), best_choice(e, shardings, mesh, Available())[0].split)
+        summed = tuple(a for a, monoid in made.unreduced if monoid == "add" and a not in shardings[v].atoms)
+        dims = shardings[v].dims
+        ways = [
+            Sharding(tuple((*own, *summed) if i == d else own for i, own in enumerate(dims)))
+            for d, n in enumerate(v.shape if summed else ())
+            if n and n % mesh.count((*dims[d], *summed)) == 0
+        ]
+        if ways:
+            yield v, ways
+
+
+def _leads_to(v: Value, ends: Container[Equation], readers: Mapping[Value, Sequence[Equation]]) -> bool:
+    """Whether an equation of these reads a value, or what some steps make of it."""
+    frontier = [v]
+    for _ in range(_STEPS):
+        following = [e for x in frontier for e in readers.get(x, ())]
+        if any(e in ends for e in following):
+            return True
+        frontier = list(dict.fromkeys(x for e in following if e.rule is not None for x in e.outputs))
+    return False
 
 
 def _groups(block: Block, makers: Mapping[Value, Equation]) -> list[list[Value]]:
