@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
+from families import CASES
 from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
 
@@ -95,21 +96,7 @@ def transformer(model: int, vocabulary: int, batch: int, length: int, heads: int
     return trained(loss), (params, shape(batch, length, dtype=jnp.int32))
 
 
-def attention_by_sequence() -> tuple[Callable[..., Any], Any]:
-    """Nothing but the sequence is split; what is looked up with the scores is a sum over the devices."""
-
-    def loss(p: Any, x: Any) -> Any:
-        x = gshard.split(x, 1, "data")
-        q, k, v = (jnp.einsum("bsm,mhd->bshd", x, p[c]) for c in "qkv")
-        scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), -1)
-        return jnp.mean(jnp.einsum("bqhd,hdm->bqm", jnp.einsum("bhqk,bkhd->bqhd", scores, v), p["o"]) ** 2)
-
-    layer = {**{c: shape(64, 8, 8) for c in "qkv"}, "o": shape(8, 8, 64)}
-    return trained(loss), (layer, shape(4, 128, 64))
-
-
 PROGRAMS = {
-    "attention-by-sequence": attention_by_sequence(),
     **{f"mlp-{n}": mlp((784, 512, 512, 10), n) for n in (8, 32, 64, 128, 256, 512, 1024, 4096)},
     "mlp-uneven": mlp((783, 511, 10), 129),
     "mlp-wide": mlp((256, 1024, 256), 512),
@@ -123,13 +110,14 @@ PROGRAMS = {
 }
 
 
-def share_of_products(f: Callable[..., Any], arguments: Any, **options: Any) -> float:
+def share_of_products(f: Callable[..., Any], arguments: Any, axis: str = "data", **options: Any) -> float:
     def products(mesh: gshard.Mesh, **options: Any) -> int:
         lowered = gshard.jit(f, mesh=mesh, **options).lower(*arguments)
         kernels = cost(lowered.spmd, Machine.of("cpu", mesh.size)).kernels
         return sum(k.flops * k.times for k in kernels if k.kind == "product")
 
-    return products(gshard.Mesh.abstract(data=DEVICES), **options) * DEVICES / products(gshard.Mesh.abstract(data=1))
+    whole, part = (gshard.Mesh.abstract(**{axis: n}) for n in (1, DEVICES))
+    return products(part, **options) * DEVICES / products(whole)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -138,6 +126,13 @@ def test_a_device_does_its_share_of_the_products(name: str) -> None:
     # Parts of an uneven dimension are padded: 129 rows over 8 devices are 17 on each, 511 columns 64.
     most = 1.05 if "uneven" not in name else 17 * DEVICES / 129 * 1.05
     assert share_of_products(f, arguments) <= most
+
+
+@pytest.mark.parametrize("name", ["layers/attention_sequence'", "contractions/chain_to_narrow"])
+def test_a_sum_that_is_multiplied_goes_on_in_parts(name: str) -> None:
+    """What all devices were given, they would all multiply."""
+    case = CASES[name]
+    assert share_of_products(case.function, case.arguments, "x") <= 1.05
 
 
 def test_a_named_machine_may_compute_twice_and_explain_tells_it() -> None:
