@@ -19,6 +19,7 @@ import gshard
 from families import CASES
 from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
+from gshard.search.find import best_plan
 
 f32 = jnp.float32
 ONE_OF_EACH = (
@@ -256,6 +257,35 @@ def test_a_plan_takes_arguments_as_they_come() -> None:
     expected = run(w, x)
     np.testing.assert_array_equal(run(placed, x), expected)
     assert run(placed, x).sharding == expected.sharding
+
+
+def test_jit_searches_once_for_a_kind_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+
+    def counted(program: Any, *args: Any, **kwargs: Any) -> Any:
+        searched.append(program.name)
+        return best_plan(program, *args, **kwargs)
+
+    monkeypatch.setattr("gshard.api.target.best_plan", counted)
+
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
+
+    rng = np.random.default_rng(0)
+    w, x = (rng.standard_normal(s).astype(np.float32) for s in ((32, 64), (16, 32)))
+    run = gshard.jit(step, mesh={"data": 2, "model": 4}, machine=slow(), search=True, donate_argnums=0)
+    state = w
+    for _ in range(3):  # the state comes back sharded as the plan has it
+        expected = jax.jit(step)(state, x)
+        state = run(state, x)
+        np.testing.assert_allclose(state, expected, rtol=1e-5, atol=1e-6)
+    assert searched == ["step"]
+    found = gshard.search(step, w, x, mesh={"data": 2, "model": 4}, machine=slow(), donate_argnums=0)
+    assert list(run.lower(w, x).plan.shardings.values()) == list(found.plan.shardings.values())
+    assert not state.sharding.is_fully_replicated
+    inside = jax.jit(lambda w: run(w, x).sum())
+    np.testing.assert_allclose(inside(w), jax.jit(step)(w, x).sum(), rtol=1e-4)
+    assert len(searched) > 1, "inside of another program too"
 
 
 def test_the_plan_can_be_explained() -> None:

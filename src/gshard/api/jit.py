@@ -237,8 +237,7 @@ class Jitted:
 
     def _lower(self, signature: Signature, target: Target) -> Lowered:
         program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
-        if target.recorded is None:
-            program = dataclasses.replace(program, argument_marks=tuple(self._marks(signature, target.mesh)))
+        program = dataclasses.replace(program, argument_marks=tuple(self._marks(signature, target)))
         first = len(program.captured)
         padded = {first + i: x.lies for i, x in enumerate(signature.leaves) if x.lies is not None}
         donated = signature.leaves_of(self._parameters.donated_numbers, self._parameters.donated_names)
@@ -253,11 +252,11 @@ class Jitted:
         names = leaf_names(f, jax.tree.unflatten(signature.tree, [0] * len(signature.leaves)))
         return program_of(jaxpr, out_tree, name_of(self._f), names)
 
-    def _marks(self, signature: Signature, mesh: Mesh) -> list[Any]:
-        devices = frozenset(mesh.devices or ())
-        shapes = [x.shape for x in signature.leaves]
-        pairs = zip(signature.leaves, shapes, strict=True)
-        marks = [mark_of_sharding(x.sharding, len(shape.shape), devices) for x, shape in pairs]
+    def _marks(self, signature: Signature, target: Target) -> list[Any]:
+        marks: list[Any] = [None] * len(signature.leaves)
+        if target.takes_arguments_as_marks:
+            devices = frozenset(target.mesh.devices or ())
+            marks = [mark_of_sharding(x.sharding, len(x.shape.shape), devices) for x in signature.leaves]
         if self._options.in_shardings is not None:
             given = marks_of_specs("in_shardings", self._options.in_shardings, signature.arguments()[0])
             marks[: len(given)] = [said or own for said, own in zip(given, marks, strict=False)]
@@ -286,6 +285,7 @@ def jit(
     windowed: bool | int | Windowed = False,
     memory_limit: int | str | None = None,
     plan: Plan | Recorded | None = None,
+    search: bool | float = False,
 ) -> Any:
     """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator, on functions and methods.
 
@@ -318,6 +318,9 @@ def jit(
             when it is needed; ``gshard.explain`` says what, and the share of FLOPs.
         plan: what ``gshard.search`` found (``found.plan``, or ``Recorded.load`` of what was saved): exactly this is
             partitioned, whatever sharding arguments come with. Another program, or another mesh, is refused.
+        search: whether to search for the plan, on ``machine`` and within ``memory_limit``, when a call of a new kind
+            comes, instead of propagating marks; a number gives it so many seconds. Marks in the function and
+            ``in_shardings`` are kept; arguments are moved to where the plan wants them.
 
     Returns:
         a function with the same results; ``.lower(*args)`` gives the chain behind it, ``.trace``, ``.eval_shape``,
@@ -366,5 +369,6 @@ def jit(
         keep_unused,
         tuple((compiler_options or {}).items()),
         Recorded.of(plan) if isinstance(plan, Plan) else plan,
+        search,
     )
     return Jitted(f, parameters, options)

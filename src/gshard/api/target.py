@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
 import jax
@@ -22,6 +22,7 @@ from gshard.passes.recorded import Recorded
 from gshard.passes.windowed import Policy, windowed
 from gshard.remat.fit import compiled_within
 from gshard.remat.rematerialise import rematerialise
+from gshard.search.find import best_plan
 
 
 class Limit(Protocol):
@@ -47,7 +48,8 @@ class Target:
         machine: tells what recomputing takes; None takes the devices of the mesh.
         keep_unused: whether XLA is given arguments that nothing reads.
         compiler_options: XLA's, as pairs.
-        recorded: a plan that was found or saved before; None propagates the marks.
+        recorded: a plan that was found or saved before; None makes one.
+        search: whether it is searched, or for how many seconds; else the marks are propagated.
     """
 
     mesh: Mesh
@@ -61,6 +63,7 @@ class Target:
     keep_unused: bool = False
     compiler_options: tuple[tuple[str, Any], ...] = ()
     recorded: Recorded | None = None
+    search: bool | float = False
 
     def in_best_order(self, program: Program) -> Target:
         """The same with the devices in the order that the program's marks ask for."""
@@ -68,12 +71,24 @@ class Target:
 
     @property
     def _chooses(self) -> bool:
-        return self.reorders and self.recorded is None
+        return self.reorders and self.recorded is None and self.search is False
 
-    def plan(self, program: Program) -> Plan:
-        """The program's plan."""
+    @property
+    def takes_arguments_as_marks(self) -> bool:
+        """Whether the shardings of arguments count as marks, and not just what ``in_shardings`` says."""
+        return self.recorded is None and self.search is False
+
+    def plan(self, program: Program, donated: Iterable[int] = ()) -> Plan:
+        """The program's plan; ``donated`` are arguments whose memory results may take."""
         if self.recorded is not None:
             return self.recorded.plan(program, self.mesh)
+        if self.search is not False:
+            seconds = None if self.search is True else float(self.search)
+            found = best_plan(
+                program, self.mesh, self._machine, donated=donated, memory_limit=self.memory_limit,
+                budget_seconds=seconds,
+            )  # fmt: skip
+            return found.chosen.plan
         made = windowed(propagate(program, self.mesh, strict=self.strict), self.windowed)
         return made if self.reorders else dataclasses.replace(made, orders={})
 
@@ -120,6 +135,7 @@ class Options:
         keep_unused: whether XLA is given arguments that nothing reads.
         compiler_options: XLA's.
         recorded: a plan that was found or saved before.
+        search: whether a plan is searched, or for how many seconds.
     """
 
     mesh: Mesh | None
@@ -134,6 +150,7 @@ class Options:
     keep_unused: bool
     compiler_options: tuple[tuple[str, Any], ...]
     recorded: Recorded | None = None
+    search: bool | float = False
 
     @property
     def key(self) -> Hashable:
@@ -165,4 +182,5 @@ class Options:
             keep_unused=self.keep_unused,
             compiler_options=self.compiler_options,
             recorded=self.recorded,
+            search=self.search,
         )

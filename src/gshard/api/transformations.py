@@ -118,7 +118,7 @@ def _run(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
 
 @weakly_cached
 def _lowered(jaxpr: Any, target: Target, shardings: tuple[Any, ...]) -> Lowered:
-    devices = target.mesh.devices or ()
+    devices = (target.mesh.devices or ()) if target.takes_arguments_as_marks else ()
     marks = [mark_of_sharding(s, len(a.shape), devices) for s, a in zip(shardings, jaxpr.in_avals, strict=True)]
     program = _program(jaxpr, marks)
     return Lowered(program, target, jax.tree.structure([0] * len(marks)), tuple(jaxpr.in_avals), frozenset())
