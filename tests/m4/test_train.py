@@ -74,6 +74,7 @@ def test_it_learns(tmp_path: Path) -> None:
     assert records[-1]["held_out"] == result.held_out[200]
 
 
+@pytest.mark.slow  # eight devices compute what one does in test_partitioned_step.py
 def test_two_devices_compute_what_one_does(tmp_path: Path) -> None:
     """The same groups, so the same routing; sums are added in another order."""
     groups = dataclasses.replace(MODEL, group_size=B * L // 2)
