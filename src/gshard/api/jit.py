@@ -331,7 +331,8 @@ def jit(
             argument. When called: ShardingError, TraceError, PlanError, ArgumentError, MemoryLimitError (the program
             does not fit, whatever is recomputed).
 
-    >>>     >>> from gshard.api.marks import split
+    >>> import jax.numpy as jnp
+    >>> from gshard.api.marks import split
     >>> double = jit(lambda x: 2 * split(x, 0, 1), mesh=1)
     >>> double(jnp.arange(3)).tolist()
     [0, 2, 4]
