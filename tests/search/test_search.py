@@ -298,5 +298,8 @@ def test_the_plan_can_be_explained() -> None:
 def test_what_is_wrong_is_told() -> None:
     with pytest.raises(gshard.MachineError, match="4 devices, and the mesh has 8"):
         gshard.search(small, shape(8, 8), shape(8, 8), mesh=gshard.Mesh.abstract(x=8), machine="h100:1x4")
+    jitted = gshard.jit(small, mesh=gshard.Mesh.abstract(x=8))
+    with pytest.raises(gshard.ArgumentError, match="plain function only"):  # it would be lost without a word
+        gshard.search(jitted, shape(8, 8), shape(8, 8), donate_argnums=0)
     with pytest.raises(gshard.MeshError, match="no mesh was given"):
         gshard.search(small, shape(8, 8), shape(8, 8))

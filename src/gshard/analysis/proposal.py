@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from gshard.core.errors import GShardError
-from gshard.core.mark import Mark
-from gshard.core.mesh import Atoms, Mesh
+from gshard.core.mark import Mark, mark_of_cut
+from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.sharding import Sharding
@@ -86,21 +86,13 @@ def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan) -> Iter
 
 def _sent_with(plan: Plan, value: Value, sharding: Sharding) -> int | None:
     """Bytes that each device sends where the value is marked; None if it cannot be marked so."""
-    program = with_mark(plan.program, value, Mark("spec", spec=_spec(sharding.dims), axes=_axes(plan.mesh)))
+    program = with_mark(plan.program, value, mark_of_cut(sharding.dims, plan.mesh))
     if program is None:
         return None
     try:
         return sum(c.total_bytes for c in partition(propagate(program, plan.mesh)).collectives)
     except GShardError:
         return None
-
-
-def _spec(dims: tuple[Atoms, ...]) -> tuple[Atoms | None, ...]:
-    return tuple(atoms or None for atoms in dims)
-
-
-def _axes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
-    return tuple(mesh.atom_sizes.items())
 
 
 def with_mark(program: Program, value: Value, mark: Mark) -> Program | None:

@@ -9,9 +9,10 @@ import numpy as np
 
 from gshard.analysis.machine import Machine, kind_of_devices
 from gshard.api.jit import Jitted, jit
+from gshard.core.errors import ArgumentError
 from gshard.core.mesh import Mesh
 from gshard.remat.rematerialise import bytes_of
-from gshard.search.find import Option, best_plan
+from gshard.search.find import PricedPlan, best_plan
 from gshard.search.found import Found
 from gshard.search.meshes import meshes
 
@@ -24,7 +25,7 @@ def search(
     memory_limit: int | str | None = None,
     budget_seconds: float | None = None,
     donate_argnums: int | Sequence[int] | None = None,
-    on_better: Callable[[Option], None] | None = None,
+    on_better: Callable[[PricedPlan], None] | None = None,
     **kwargs: Any,
 ) -> Found:
     """Searches for the plan of a function that takes least time on a machine, and tells how near the best it is.
@@ -50,6 +51,7 @@ def search(
 
     Raises:
         MachineError: there is no such machine, or it has another number of devices.
+        ArgumentError: ``donate_argnums`` for a function that ``gshard.jit`` returned, which has its own.
         ShardingError, TraceError: as ``jit``.
 
     >>> import jax
@@ -61,6 +63,12 @@ def search(
     """
     options: dict[str, Any] = {} if donate_argnums is None else {"donate_argnums": donate_argnums}
     if isinstance(f, Jitted):
+        if donate_argnums is not None:
+            raise ArgumentError(
+                "gshard.search takes donate_argnums for a plain function only.",
+                got=f"donate_argnums={donate_argnums!r}, for {f!r}",
+                way_out="Give it to gshard.jit, which made this function.",
+            )
         made, given = f, f.options
         mesh = given.mesh if mesh is None else mesh
         machine = given.machine if machine is None else machine
@@ -79,7 +87,7 @@ def search(
                 on_better=on_better,
             )
         )  # fmt: skip
-    best = min(tried, key=lambda b: (not b.fits, b.chosen.cost.seconds if b.fits else b.chosen.cost.peak))
+    best = min(tried, key=lambda b: b.chosen.rank(b.limit))
     return Found(best, tuple(tried), tuple(sorted(lowered.donated)))
 
 

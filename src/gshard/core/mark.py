@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,16 @@ class Mark:
                 return f"shard(x, ids of shape {self.ids_shape})"
             case _:
                 return f"shard(x, {text_of_spec(self.spec)})"
+
+
+def mark_of_cut(dims: Sequence[Atoms], mesh: Mesh) -> Mark:
+    """The mark that cuts each dimension over these atoms of a mesh, and replicates the others.
+
+    >>> mesh = Mesh.abstract(devices=8)
+    >>> resolve(mark_of_cut((("devices.1",), ()), mesh), mesh, (6, 8), "").dims
+    (('devices.1',), ())
+    """
+    return Mark("spec", spec=tuple(tuple(atoms) or None for atoms in dims), axes=tuple(mesh.atom_sizes.items()))
 
 
 def text_of_spec(entries: Iterable[Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -176,6 +176,21 @@ class Program:
     out_tree: Any
     name: str = "f"
     weak: tuple[bool, ...] = ()
+
+    def state(self, inputs: Iterable[int]) -> list[tuple[int, Value]]:
+        """Those of some inputs for which there is a result of the same shape and dtype, with that result.
+
+        In a training step these are the state that goes from call to call. Each result is taken once.
+        """
+        free = [v for v in self.block.outputs if isinstance(v, Value) and v not in self.block.inputs]
+        found = []
+        for i in inputs:
+            own = self.block.inputs[i]
+            after = next((v for v in free if (v.shape, v.dtype) == (own.shape, own.dtype)), None)
+            if after is not None:
+                free.remove(after)
+                found.append((i, after))
+        return found
 
     def __str__(self) -> str:
         return f"program {self.name}\n{format_block(self.block)}"

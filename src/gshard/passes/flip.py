@@ -53,9 +53,9 @@ def flip(
         found = dict.fromkeys(e for v in values for e in (makers[v], *readers.get(v, ())))
         return sorted(found, key=position.__getitem__)
 
-    chains = ((group, _alternatives(group, around(group), shardings, mesh)) for group in _groups(block, makers))
-    sums = (([v], ways) for v, ways in _scattered(makers, readers, free, shardings, mesh))
-    for group, others in itertools.chain(chains, sums):
+    chains = ((g, _alternatives(g, around(g), shardings, mesh), False) for g in _groups(block, makers))
+    sums = (([v], ways, True) for v, ways in _scattered(makers, readers, free, shardings, mesh))
+    for group, others, may_send_more in itertools.chain(chains, sums):
         for other in others:
             trial = _followed(dict.fromkeys(group, other), shardings, readers, free, mesh)
             touched = around(trial)
@@ -64,7 +64,7 @@ def flip(
             shardings.update(trial)
             # A product is not computed by all devices in order to send a little less.
             better = cost_around(touched, shardings, mesh, most=now - 1.0) < now - 1.0
-            if better and (len(group) == 1 or not sends_more(touched, before, shardings, mesh)):
+            if better and (may_send_more or not sends_more(touched, before, shardings, mesh)):
                 changed = True
                 for v, sharding in trial.items():
                     if sharding != before[v]:

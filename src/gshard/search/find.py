@@ -31,7 +31,7 @@ _ROUNDS = 4  # of solving, each after the first with less memory
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Option:
+class PricedPlan:
     """A plan and what it costs.
 
     Attributes:
@@ -47,6 +47,11 @@ class Option:
     cost: Cost
     kept: int
     recomputed: bool = False
+
+    def rank(self, limit: float) -> tuple[bool, float]:
+        """Orders plans, the better first: by time those that fit, by memory the others; rounding is no difference."""
+        fits = self.cost.peak <= limit
+        return not fits, float(f"{self.cost.seconds:.9g}") if fits else float(self.cost.peak)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,9 +71,9 @@ class Best:
     """
 
     mesh: Mesh
-    chosen: Option
-    searched: Option
-    others: tuple[Option, ...]
+    chosen: PricedPlan
+    searched: PricedPlan
+    others: tuple[PricedPlan, ...]
     graph: Graph
     solution: Solution
     bound: float
@@ -99,7 +104,7 @@ def best_plan(
     donated: Iterable[int] = (),
     memory_limit: float | None = None,
     budget_seconds: float | None = None,
-    on_better: Callable[[Option], None] | None = None,
+    on_better: Callable[[PricedPlan], None] | None = None,
 ) -> Best:
     """Searches for the plan of a program that takes least time.
 
@@ -126,7 +131,7 @@ def best_plan(
         pricing.add(name, plan)
     others = tuple(pricing.known)
     graph = graph_of(program, mesh, machine, donated=inputs)
-    solutions: dict[Option, Solution] = {}
+    solutions: dict[PricedPlan, Solution] = {}
     bound = 0.0
     try:
         for found, solution in _searched(graph, mesh, pricing, begin, budget_seconds):
@@ -138,14 +143,14 @@ def best_plan(
             raise
     # Of equals what was searched, since of that it is known what else was possible.
     order = sorted(pricing.known, key=lambda option: option not in solutions)
-    chosen = min(order, key=lambda option: _rank(option, limit))
-    searched = chosen if chosen in solutions else min(solutions, key=lambda option: _rank(option, limit))
+    chosen = min(order, key=lambda option: option.rank(limit))
+    searched = chosen if chosen in solutions else min(solutions, key=lambda option: option.rank(limit))
     return Best(given, chosen, searched, others, graph, solutions[searched], bound, limit, time.monotonic() - begin)
 
 
 def _searched(
     graph: Graph, mesh: Mesh, pricing: _Pricing, begin: float, budget_seconds: float | None
-) -> Iterator[tuple[Option, Solution]]:
+) -> Iterator[tuple[PricedPlan, Solution]]:
     """Solutions and their plans: without a limit of memory, with it, and with less, until one fits as it is."""
     problem, program, limit = graph.problem, graph.program, pricing.limit
     for _ in range(_ROUNDS):
@@ -172,10 +177,10 @@ class _Pricing:
     machine: Machine
     donated: list[int]
     limit: float
-    on_better: Callable[[Option], None] | None
-    known: list[Option] = dataclasses.field(default_factory=list)
+    on_better: Callable[[PricedPlan], None] | None
+    known: list[PricedPlan] = dataclasses.field(default_factory=list)
 
-    def add(self, name: str, plan: Plan) -> Option:
+    def add(self, name: str, plan: Plan) -> PricedPlan:
         """Prices a plan; what does not fit is recomputed as far as that helps."""
         spmd = partition(plan)
         costs = cost(spmd, self.machine, self.donated)
@@ -184,13 +189,8 @@ class _Pricing:
             with contextlib.suppress(MemoryLimitError):
                 again = rematerialise(spmd, int(self.limit), self.machine, self.donated)
                 costs, recomputed = cost(again, self.machine, self.donated), again is not spmd
-        found = Option(name, plan, costs, kept, recomputed)
-        if self.on_better is not None and all(_rank(found, self.limit) < _rank(x, self.limit) for x in self.known):
+        found = PricedPlan(name, plan, costs, kept, recomputed)
+        if self.on_better is not None and all(found.rank(self.limit) < x.rank(self.limit) for x in self.known):
             self.on_better(found)
         self.known.append(found)
         return found
-
-
-def _rank(option: Option, limit: float) -> tuple[bool, float]:
-    fits = option.cost.peak <= limit
-    return not fits, float(f"{option.cost.seconds:.9g}") if fits else float(option.cost.peak)

@@ -20,7 +20,7 @@ from gshard.core.sharding import Sharding
 from gshard.passes.partition import partition
 from gshard.passes.recorded import Recorded
 from gshard.search.find import Best
-from gshard.search.marks import Marks, marks_of
+from gshard.search.marks import Marks, marks_of, without_numbers
 
 _SHOWN = 24  # rows of arguments
 
@@ -168,7 +168,7 @@ class Found:
         largest = sorted(zip(program.block.inputs, program.names, strict=True), key=lambda pair: -pair[0].bytes)
         for v, name in largest:
             if v.shape:
-                key = _without_numbers(name), self.plan.format(v)
+                key = without_numbers(name), self.plan.format(v)
                 rows[key] = rows.get(key, 0) + 1
         shown = [f"  {text:<44} {name}{f'  x{n}' if n > 1 else ''}" for (name, text), n in rows.items()]
         return shown[:_SHOWN] + ([f"  and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else [])
@@ -176,9 +176,3 @@ class Found:
 
 def _seconds(plan: Plan, machine: Machine, donated: tuple[int, ...]) -> float:
     return cost(partition(plan), machine, donated).seconds
-
-
-def _without_numbers(name: str) -> str:
-    """``params['layers'][3]['w']`` as ``params['layers'][*]['w']``."""
-    parts = name.split("[")
-    return "[".join("*]" + p.partition("]")[2] if p.partition("]")[0].isdigit() else p for p in parts)

@@ -43,39 +43,24 @@ class Graph:
 
     Attributes:
         program: the program.
-        mesh, machine: what it is for.
-        problem: nodes, tables and loads; bundles come first, then options, then readings.
+        mesh: what it is for.
+        problem: nodes, tables and loads, without a limit; bundles come first, then options, then readings.
         bundles: the values of each bundle.
         states: of each bundle, its shardings.
-        options: the equations with a choice, and their splits.
     """
 
     program: Program
     mesh: Mesh
-    machine: Machine
     problem: Problem
     bundles: Bundles
     states: tuple[tuple[Sharding, ...], ...]
-    options: Mapping[Equation, tuple[Split, ...]]
 
     def shardings(self, chosen: Sequence[int] | Ints) -> dict[Value, Sharding]:
         """The sharding of every value, where these states are chosen."""
         return {v: self.states[k][chosen[k]] for v, k in self.bundles.of.items()}
 
-    def splits(self, chosen: Sequence[int] | Ints) -> dict[Equation, Split]:
-        """The split of every equation with a choice."""
-        first = len(self.states)
-        return {e: ways[chosen[first + i]] for i, (e, ways) in enumerate(self.options.items())}
 
-
-def graph_of(
-    program: Program,
-    mesh: Mesh,
-    machine: Machine,
-    *,
-    donated: Iterable[int] = (),
-    memory_limit: float | None = None,
-) -> Graph:
+def graph_of(program: Program, mesh: Mesh, machine: Machine, *, donated: Iterable[int] = ()) -> Graph:
     """The problem of a program on a mesh of a machine.
 
     Args:
@@ -84,18 +69,18 @@ def graph_of(
         machine: as many.
         donated: inputs of the program (captured arrays counted) whose memory results of the same kind take. Such a
             result has its argument's sharding.
-        memory_limit: bytes of one device at any moment.
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
     """
-    return _Builder(program, mesh, machine).graph(list(donated), memory_limit)
+    return _Builder(program, mesh, machine).graph(list(donated))
 
 
 class _Builder:
     def __init__(self, program: Program, mesh: Mesh, machine: Machine):
         self.program, self.mesh, self.machine = program, mesh, machine
         self.seconds = Seconds(mesh, machine)
+        self.kernels = kernels_of(program.block)
         self.times = dict(_times(program.block, 1))
         said: dict[Value, list[Demand]] = {}
         for v, demand, _ in demands(program, mesh):
@@ -117,29 +102,27 @@ class _Builder:
         self.names = [_name_of_bundle(group, program) for group in self.bundles.members]
         self.tables: dict[object, Floats] = {}
 
-    def graph(self, donated: list[int], memory_limit: float | None) -> Graph:
+    def graph(self, donated: list[int]) -> Graph:
         equations = [e for e in self.program.block.walk() if e.rule is not None and e not in self.bundles.tied]
         options = {e: self._options(e) for e in equations}
         first = len(self.states)
         number = {e: first + i for i, e in enumerate(options)}
         self.costs += [self._inside(e, ways) for e, ways in options.items()]
         self.names += [f"{e.name} at {e.line}" for e in options]
-        for kernels in _blocks(kernels_of(self.program.block)):
-            for kernel in kernels.kernels:
-                self._work(kernel, options, number)
+        for kernel, times in self.kernels.walk():
+            self._work(kernel, times, options, number)
         for e, ways in options.items():
             for i, v in enumerate(e.outputs):
                 self.edges.append((self.bundles.of[v], number[e], self._making(e, ways, i)))
         self._readings(options, number)
         for crossing, times in self.crossings:
             self._crossing(crossing, times)
-        pairs = self._donations(donated)
-        loads = self._loads({after for _, after in pairs})
+        loads = self._loads(self._donations(donated))
         for k, group in enumerate(self.bundles.members):
             held = [local_bytes(group[0], s, self.mesh) * len(group) for s in self.states[k]]
             self.costs[k] = self.costs[k] + np.array(held) * (_TIE / self.machine.memory_bandwidth)
-        problem = Problem.of(self.costs, self.edges, loads, memory_limit, self.names)
-        return Graph(self.program, self.mesh, self.machine, problem, self.bundles, self.states, options)
+        problem = Problem.of(self.costs, self.edges, loads, names=self.names)
+        return Graph(self.program, self.mesh, problem, self.bundles, self.states)
 
     def _states(self, k: int) -> tuple[Sharding, ...]:
         """The shardings of a bundle that marks allow."""
@@ -163,7 +146,7 @@ class _Builder:
         assert e.rule is not None
         return np.array([self.times[e] * self.seconds.inside(e.rule, split) for split in ways])
 
-    def _work(self, kernel: Kernel, options: _Options, number: Mapping[Equation, int]) -> None:
+    def _work(self, kernel: Kernel, times: int, options: _Options, number: Mapping[Equation, int]) -> None:
         """Adds what a kernel takes to what decides how much of it a device does: an option, or a bundle."""
         e = kernel.equation
         if kernel.kind in (REGION, PASSING) or e.rule is None:
@@ -183,7 +166,7 @@ class _Builder:
                 for i, x in enumerate(e.outputs):
                     moved += local_bytes(x, result_sharding(e.rule, i, split), self.mesh)
                 taken.append(self._kernel(kernel, part, moved))
-        self.costs[k] = self.costs[k] + self.times[e] * np.array(taken)
+        self.costs[k] = self.costs[k] + times * np.array(taken)
 
     def _kernel(self, kernel: Kernel, part: float, moved: float) -> float:
         products = flops(kernel.equation) if kernel.kind == PRODUCT else 0
@@ -242,28 +225,20 @@ class _Builder:
         size = itemsize(v.dtype)
         return np.array([[self.seconds.move(a, b, v.shape, size) for b in targets] for a in sources])
 
-    def _donations(self, donated: Iterable[int]) -> list[tuple[Value, Value]]:
-        """Arguments and the results that take their place, which have the same sharding."""
-        free = [v for v in self.program.block.outputs if isinstance(v, Value) and v not in self.program.block.inputs]
-        found = []
-        for i in donated:
-            v = self.program.block.inputs[i]
-            after = next((x for x in free if (x.shape, x.dtype) == (v.shape, v.dtype)), None)
-            if after is None:
-                continue
-            free.remove(after)
-            found.append((v, after))
+    def _donations(self, donated: Iterable[int]) -> set[Value]:
+        """The results that take the place of arguments; each gets the sharding of its argument."""
+        pairs = [(self.program.block.inputs[i], after) for i, after in self.program.state(donated)]
+        for v, after in pairs:
             a, b = self.bundles.of[v], self.bundles.of[after]
-            if a != b:
-                same = np.array([[0.0 if s == t else np.inf for t in self.states[b]] for s in self.states[a]])
-                if np.isfinite(same).any():
-                    self.edges.append((a, b, same))
-        return found
+            same = np.array([[0.0 if s == t else np.inf for t in self.states[b]] for s in self.states[a]])
+            if a != b and np.isfinite(same).any():
+                self.edges.append((a, b, same))
+        return {after for _, after in pairs}
 
     def _loads(self, elsewhere: set[Value]) -> list[tuple[int, int, int, list[int]]]:
         """Bytes of every buffer from the moment when it is made until it is last read."""
         clock = _Clock()
-        clock.run(kernels_of(self.program.block))
+        clock.run(self.kernels)
         end = clock.now + 1
         found = []
         results = {v for v in self.program.block.outputs if isinstance(v, Value)}
@@ -311,13 +286,6 @@ def _barred(e: Equation) -> frozenset[int]:
     numbers = {i for i, v in enumerate(e.inputs) if isinstance(v, Value) and _can_be_added(v)}
     added = all(map(_can_be_added, e.outputs))
     return frozenset(-1 - k for k, (_, operands) in enumerate(e.rule.linear) if not (added and operands <= numbers))
-
-
-def _blocks(kernels: Kernels) -> Iterator[Kernels]:
-    yield kernels
-    for kernel in kernels.kernels:
-        for body in kernel.bodies:
-            yield from _blocks(body)
 
 
 def _times(block: Block, times: int) -> Iterator[tuple[Equation, int]]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from gshard.analysis.proposal import text_of_mark, with_mark
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import is_transposed
-from gshard.core.mark import Mark
+from gshard.core.mark import mark_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value
@@ -85,8 +85,7 @@ class _Candidate:
         return sum(v.bytes for v in self.values)
 
     def marked(self, program: Program, mesh: Mesh) -> Program | None:
-        spec = tuple(atoms or None for atoms in self.sharding.dims)
-        mark = Mark("spec", spec=spec, axes=tuple(mesh.atom_sizes.items()))
+        mark = mark_of_cut(self.sharding.dims, mesh)
         for v in self.values:
             changed = with_mark(program, v, mark)
             if changed is None:
@@ -179,8 +178,13 @@ def _named(program: Program) -> Mapping[Value, str]:
     """What a user can mark, by what it is called: those of equal layers alike."""
     first = len(program.captured)
     arguments = zip(program.block.inputs[first:], program.names[first:], strict=True)
-    names = {v: re.sub(r"\[\d+\]", "[*]", name) for v, name in arguments}
+    names = {v: without_numbers(name) for v, name in arguments}
     for e in program.block.walk():
         if e.mark is None and e.line and not is_transposed(e.source_info):
             names.update({v: f"{e.name} at {e.line}" for v in e.outputs})
     return {v: f"{v.dtype_name}[{','.join(map(str, v.shape))}] of {name}" for v, name in names.items()}
+
+
+def without_numbers(name: str) -> str:
+    """``params['layers'][3]['w']`` as ``params['layers'][*]['w']``: those of equal layers are called alike."""
+    return re.sub(r"\[\d+\]", "[*]", name)

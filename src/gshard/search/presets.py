@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 
 from gshard.core.errors import GShardError
-from gshard.core.mark import Mark
+from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value
@@ -25,7 +25,7 @@ def presets(program: Program, mesh: Mesh, donated: Collection[int] = ()) -> Iter
         donated: inputs of the program (captured arrays counted) that are a training state.
     """
     yield "as it is marked", propagate(program, mesh)
-    state = set(donated) or state_of(program)
+    state = set(donated) or {i for i, _ in program.state(range(len(program.block.inputs)))}
     data = [i for i, v in enumerate(program.block.inputs) if v.shape and i not in state]
     by_batch = {i: _along(program.block.inputs[i], 0, mesh.atoms, mesh) for i in data}
     whole = {i: _along(program.block.inputs[i], None, (), mesh) for i in state}
@@ -44,17 +44,6 @@ def presets(program: Program, mesh: Mesh, donated: Collection[int] = ()) -> Iter
             continue
 
 
-def state_of(program: Program) -> set[int]:
-    """The inputs for which there is a result of the same kind: a training state, which goes from step to step."""
-    free = [(v.shape, v.dtype) for v in program.block.outputs if isinstance(v, Value) and v not in program.block.inputs]
-    found = set()
-    for i, v in enumerate(program.block.inputs):
-        if (v.shape, v.dtype) in free:
-            free.remove((v.shape, v.dtype))
-            found.add(i)
-    return found
-
-
 def _largest(v: Value, mesh: Mesh) -> int | None:
     """The largest dimension that all devices can have equal parts of."""
     even = [d for d, n in enumerate(v.shape) if n and n % mesh.size == 0]
@@ -67,8 +56,7 @@ def _along(v: Value, dim: int | None, atoms: Atoms, mesh: Mesh) -> Mark | None:
         return None
     if dim is None or v.shape[dim] % mesh.count(atoms):
         return Mark("replicate")
-    spec = tuple(atoms if d == dim else None for d in range(len(v.shape)))
-    return Mark("spec", spec=spec, axes=tuple(mesh.atom_sizes.items()))
+    return mark_of_cut([atoms if d == dim else () for d in range(len(v.shape))], mesh)
 
 
 def _marked(program: Program, marks: dict[int, Mark]) -> Program | None:
