@@ -66,6 +66,7 @@ def _plan(options: argparse.Namespace) -> None:
         options.topology,
         remat=options.remat,
         memory_limit=options.memory_limit,
+        search_plan=options.search,
         compiled=options.compile,
     )
     print(found)
@@ -136,6 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--memory-limit", metavar="14GiB", help="choose what to recompute so that a device holds no more"
+    )
+    command.add_argument(
+        "--search", action="store_true", help="search for the plan, without the model's marks (gshard search)"
     )
     command.add_argument("--compile", action="store_true", help="compile with libtpu (pip install libtpu) and compare")
     command.set_defaults(run=_plan)

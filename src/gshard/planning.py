@@ -27,6 +27,7 @@ from gshard.analysis.explain import explain_program
 from gshard.analysis.machine import Machine
 from gshard.api.jit import jit
 from gshard.api.lowered import Lowered
+from gshard.api.search import search
 from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.spmd import Recomputed
@@ -34,6 +35,8 @@ from gshard.moe.config import TABLE_1, TransformerConfig
 from gshard.moe.param import shapes
 from gshard.moe.transformer import loss, param_specs
 from gshard.remat.fit import peak_of
+from gshard.search.found import Found
+from gshard.search.meshes import meshes
 
 # Table 3: "Batch sz. (Tokens)", per side of the translation, by number of experts. The paper does not say how long
 # sentences are; ``LENGTH`` tokens is an assumption that only attention notices.
@@ -69,6 +72,7 @@ class Planned:
         replicated, distributed: bytes of a device's weights that all hold, and that are split.
         collectives: for each kind how often and how many bytes a device sends.
         recomputed: what a limit of memory made the step compute again.
+        found: the plan, if it was searched.
         compiled: what libtpu makes of it, by name, if asked for.
     """
 
@@ -81,6 +85,7 @@ class Planned:
     distributed: int
     collectives: dict[str, tuple[int, int]]
     recomputed: Recomputed | None = None
+    found: Found | None = None
     compiled: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -130,6 +135,8 @@ class Planned:
         lines += [f"  {kind:<20} x{n:<5} {size / gib:8.3f} GiB" for kind, (n, size) in self.collectives.items()]
         if self.recomputed is not None:
             lines += ["", str(self.recomputed)]
+        if self.found is not None:
+            lines += ["", "searched, without a mark", *(f"  {line}" for line in str(self.found).splitlines())]
         if self.compiled:
             lines += ["", "compiled by libtpu"]
             lines += [f"  {name:<20} {value}" for name, value in self.compiled.items()]
@@ -191,17 +198,45 @@ def lower(
     tokens_of_device: int | None = None,
     memory_limit: int | str | None = None,
     machine: Machine | None = None,
+    found: Found | None = None,
 ) -> tuple[Lowered, tuple[int, int]]:
     """The training step for a mesh, and its batch: that of Table 3, or so many tokens a side for each device.
 
-    With a memory limit, ``machine`` tells what recomputing takes.
+    With a memory limit, ``machine`` tells what recomputing takes. ``found`` is the plan, if it was searched.
     """
-    tokens = tokens_of_device * mesh.size if tokens_of_device else BATCH_TOKENS[config.experts]
-    batch = (tokens // LENGTH, LENGTH)
-    step = jit(training_step(config), mesh=mesh, donate_argnums=0, memory_limit=memory_limit)
-    lowered = step.lower(*arguments(config, *batch))
+    batch = _batch(config, mesh.size, tokens_of_device)
+    step = training_step(config)
+    made = jit(step, mesh=mesh, donate_argnums=0, memory_limit=memory_limit, plan=None if found is None else found.plan)
+    lowered = made.lower(*arguments(config, *batch))
     target = dataclasses.replace(lowered.target, machine=machine)
     return dataclasses.replace(lowered, target=target), batch
+
+
+def searched(
+    config: TransformerConfig,
+    mesh: Mesh,
+    machine: Machine,
+    tokens_of_device: int | None = None,
+    memory_limit: int | str | None = None,
+) -> tuple[TransformerConfig, Found]:
+    """The model without its marks, and the plan that search finds for it, on these devices in one or two axes."""
+    sentences, length = batch = _batch(config, mesh.size, tokens_of_device)
+    group = config.tokens_of_a_group(sentences * length) if config.experts else None
+    bare = dataclasses.replace(config, group_size=group, partitions=1)
+    found = search(
+        training_step(bare),
+        *arguments(bare, *batch),
+        mesh=list(meshes(mesh.size, mesh.devices)),
+        machine=machine,
+        memory_limit=memory_limit,
+        donate_argnums=0,
+    )
+    return bare, found
+
+
+def _batch(config: TransformerConfig, devices: int, tokens_of_device: int | None) -> tuple[int, int]:
+    tokens = tokens_of_device * devices if tokens_of_device else BATCH_TOKENS[config.experts]
+    return tokens // LENGTH, LENGTH
 
 
 def plan(
@@ -211,6 +246,7 @@ def plan(
     remat: bool | None = None,
     tokens_of_device: int | None = None,
     memory_limit: int | str | None = None,
+    search_plan: bool = False,
     compiled: bool = False,
 ) -> Planned:
     """Plans one of the paper's models for a machine.
@@ -221,6 +257,7 @@ def plan(
         remat: whether pairs of layers are recomputed; None does so from 36 layers on.
         tokens_of_device: tokens of a batch a side for each device; None takes the batch of Table 3.
         memory_limit: bytes that a device may hold, or text such as ``"14GiB"``; what does not fit is recomputed.
+        search_plan: search for the plan of the model without its marks, instead of taking that of the marks.
         compiled: compile with libtpu too.
 
     Raises:
@@ -230,7 +267,12 @@ def plan(
     """
     config, machine = configured(name, topology, remat)
     mesh = topology_mesh(machine) if compiled else Mesh.abstract(devices=machine.size)
-    lowered, batch = lower(config, mesh, tokens_of_device, memory_limit, machine)
+    found = None
+    if search_plan:
+        config, found = searched(config, mesh, machine, tokens_of_device, memory_limit)
+        mesh = found.mesh
+        memory_limit = int(found.best.limit)
+    lowered, batch = lower(config, mesh, tokens_of_device, memory_limit, machine, found)
     weights = [
         (v.bytes, local)
         for v, local in zip(lowered.program.block.inputs, _local_bytes(lowered), strict=True)
@@ -240,17 +282,18 @@ def plan(
     for c in lowered.spmd.collectives:
         n, size = collectives.get(c.kind, (0, 0))
         collectives[c.kind] = (n + c.times, size + c.total_bytes)
-    found = cost_of(lowered.spmd, machine, lowered.donated)
+    costs = cost_of(lowered.spmd, machine, lowered.donated)
     return Planned(
         name,
         config,
         sum(whole for whole, _ in weights) // 4,
         batch,
-        found,
+        costs,
         sum(local for whole, local in weights if local == whole),
         sum(local for whole, local in weights if local < whole),
         dict(sorted(collectives.items(), key=lambda pair: -pair[1][1])),
         lowered.spmd.recomputed,
+        found,
         _compiled(lowered, machine) if compiled else {},
     )
 

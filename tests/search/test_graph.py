@@ -23,7 +23,7 @@ from gshard.search.bundles import bundles_of
 from gshard.search.find import best_plan
 from gshard.search.graph import graph_of
 from gshard.search.seconds import Seconds
-from gshard.search.ways import shardings, splits
+from gshard.search.ways import pieces, shardings, splits
 from search.test_search import shape, slow
 
 FOUR = gshard.Mesh.abstract(x=2, y=4)
@@ -130,7 +130,7 @@ def test_ways() -> None:
     assert [s.format(FOUR, (17,)) for s in shardings((17,), FOUR, even=True)] == ["[17]"]
     (e,) = gshard.trace(lambda a, b: a @ b, shape(8, 16), shape(16, 8)).block.equations
     assert e.rule is not None
-    chosen = splits(e.rule, FOUR)
+    chosen = splits(e.rule, *pieces(e.rule), FOUR)
     assert {} in chosen
     assert len(chosen) >= 16, "two axes, each along rows, columns, the sum, or nowhere"
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from gshard.analysis.machine import Machine, kind_of_devices
 from gshard.api.jit import Jitted, jit
-from gshard.core.errors import ArgumentError
+from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.mesh import Mesh
 from gshard.remat.rematerialise import bytes_of
-from gshard.search.find import PricedPlan, best_plan
+from gshard.search.find import Best, PricedPlan, begin, finish
 from gshard.search.found import Found
 from gshard.search.meshes import meshes
+
+_FINISHED = 3  # of the meshes that are tried, the most promising ones, whose plans are priced
+_EFFORT = 0.1  # for each of many meshes
 
 
 def search(
@@ -37,8 +40,8 @@ def search(
         f: a function, or one that ``gshard.jit`` returned: then its mesh, machine, limit, marks and donated arguments
             count where others are not given.
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``.
-        mesh: as for ``jit``, or an abstract mesh of any size; a number of devices tries all shapes with up to two axes
-            and takes the best.
+        mesh: as for ``jit``, or an abstract mesh of any size, or a list of ``Mesh`` of one size to choose from; a
+            number of devices tries all shapes with up to two axes.
         machine: what the devices are, such as ``"h100:4x8"``; by default what the mesh's devices are.
         memory_limit: bytes that a device may hold, or text such as ``"14GiB"``; by default the machine's memory.
         budget_seconds: how long to search on each mesh, about. None goes on for a number of steps that follows from the
@@ -75,21 +78,43 @@ def search(
         memory_limit = given.memory_limit if memory_limit is None else memory_limit
     else:
         made = jit(f, mesh=1, **options)
-    tried = []
-    for one in meshes(int(mesh)) if _is_number(mesh) else [Mesh.of(mesh)]:
+    begun = []
+    candidates = list(_meshes(mesh))
+    for one in candidates:
         kind = machine or kind_of_devices(one)
         on = kind if isinstance(kind, Machine) else Machine.of(kind, one.size)
         lowered = made.on(one).lower(*args, **kwargs)
         limit = None if memory_limit is None else bytes_of(memory_limit)
-        tried.append(
-            best_plan(
-                lowered.program, one, on, donated=lowered.donated, memory_limit=limit, budget_seconds=budget_seconds,
-                on_better=on_better,
-            )
-        )  # fmt: skip
-    best = min(tried, key=lambda b: b.chosen.rank(b.limit))
-    return Found(best, tuple(tried), tuple(sorted(lowered.donated)))
+        started = begin(
+            lowered.program,
+            one,
+            on,
+            donated=lowered.donated,
+            memory_limit=limit,
+            budget_seconds=budget_seconds,
+            effort=1.0 if len(candidates) <= _FINISHED else _EFFORT,
+        )
+        begun.append(started)
+    tried: list[Best] = []
+    for started in sorted(begun, key=lambda started: started.rank)[:_FINISHED]:
+        best = finish(
+            started,
+            on,
+            donated=lowered.donated,
+            known=tried[0].others if tried else None,
+            budget_seconds=budget_seconds,
+            on_better=on_better,
+        )
+        tried.append(best)
+    return Found(min(tried, key=lambda b: b.chosen.rank(b.limit)), tuple(tried), tuple(sorted(lowered.donated)))
 
 
-def _is_number(mesh: Any) -> bool:
-    return isinstance(mesh, int | np.integer) and not isinstance(mesh, bool)
+def _meshes(mesh: Any) -> Iterable[Mesh]:
+    """The meshes to try."""
+    if isinstance(mesh, int | np.integer) and not isinstance(mesh, bool):
+        return meshes(int(mesh))
+    if isinstance(mesh, list | tuple) and mesh and all(isinstance(one, Mesh) for one in mesh):
+        if len({one.size for one in mesh}) > 1:
+            raise MeshError("meshes to choose from have one size.", got=", ".join(map(str, mesh)))
+        return mesh
+    return [Mesh.of(mesh)]

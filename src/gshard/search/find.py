@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
 
 from gshard.analysis.cost import Cost, cost
 from gshard.analysis.machine import Machine
@@ -27,7 +30,9 @@ from gshard.search.graph import Graph, graph_of
 from gshard.search.presets import presets
 from gshard.search.solve import Solution, solve
 
-_ROUNDS = 4  # of solving, each after the first with less memory
+_ROUNDS = 7  # of solving, each after the second with other memory
+_EFFORT = 0.2  # for these others
+_NEAR = 1.02  # limits of memory between which no further one is tried
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,6 +101,55 @@ class Best:
         return max(0.0, 1 - self.bound / self.predicted) if self.fits and self.predicted else float(not self.fits)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Begun:
+    """A search that has solved its problem, and does not know yet what becomes of the solutions.
+
+    Attributes:
+        mesh: the user's.
+        graph: the problem, on that mesh with the machine's prices.
+        solutions: without a limit of memory, and with the limit if the first does not keep to it.
+        limit: bytes that a device may hold.
+        since: when it began.
+    """
+
+    mesh: Mesh
+    graph: Graph
+    solutions: tuple[Solution, ...]
+    limit: float
+    since: float
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Orders searches on several meshes, the one that promises most first."""
+        last = self.solutions[-1]
+        fits = last.fits and last.peak <= self.limit
+        return not fits, float(f"{last.value:.9g}") if fits else last.peak
+
+
+def begin(
+    program: Program,
+    mesh: Mesh,
+    machine: Machine,
+    *,
+    donated: Iterable[int] = (),
+    memory_limit: float | None = None,
+    budget_seconds: float | None = None,
+    effort: float = 1.0,
+) -> Begun:
+    """Makes the problem of a program on a mesh and solves it; arguments as those of ``best_plan`` and ``solve``."""
+    since = time.monotonic()
+    priced = dataclasses.replace(mesh, prices=prices(mesh, machine))
+    limit = float(machine.memory if memory_limit is None else memory_limit)
+    inputs = [len(program.captured) + i for i in donated]
+    graph = graph_of(program, priced, machine, donated=inputs)
+    solutions = [solve(graph.problem, budget_seconds, effort=effort)]
+    if solutions[0].peak > limit:
+        left = None if budget_seconds is None else max(1.0, budget_seconds - (time.monotonic() - since))
+        solutions.append(solve(dataclasses.replace(graph.problem, limit=float(int(limit))), left, effort=effort))
+    return Begun(mesh, graph, tuple(solutions), limit, since)
+
+
 def best_plan(
     program: Program,
     mesh: Mesh,
@@ -121,20 +175,37 @@ def best_plan(
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
     """
-    given, begin = mesh, time.monotonic()
-    mesh = dataclasses.replace(mesh, prices=prices(mesh, machine))
     donated = list(donated)
-    limit = float(machine.memory if memory_limit is None else memory_limit)
-    pricing = _Pricing(machine, donated, limit, on_better)
-    inputs = [len(program.captured) + i for i in donated]
-    for name, plan in presets(program, mesh, inputs):
-        pricing.add(name, plan)
+    begun = begin(program, mesh, machine, donated=donated, memory_limit=memory_limit, budget_seconds=budget_seconds)
+    return finish(begun, machine, donated=donated, budget_seconds=budget_seconds, on_better=on_better)
+
+
+def finish(
+    begun: Begun,
+    machine: Machine,
+    *,
+    donated: Iterable[int] = (),
+    known: Iterable[PricedPlan] | None = None,
+    budget_seconds: float | None = None,
+    on_better: Callable[[PricedPlan], None] | None = None,
+) -> Best:
+    """Goes on with a search: prices what its solutions become, and solves again where that takes too much memory.
+
+    Args:
+        begun: the problem.
+        machine, donated, budget_seconds, on_better: as for ``best_plan``.
+        known: presets for another mesh of these devices, to be shown beside; None prices them for this one.
+    """
+    graph, mesh, limit, donated = begun.graph, begun.graph.mesh, begun.limit, list(donated)
+    pricing = _Pricing(machine, donated, limit, on_better, list(known or ()))
+    if known is None:
+        for name, plan in presets(graph.program, mesh, [len(graph.program.captured) + i for i in donated]):
+            pricing.add(name, plan)
     others = tuple(pricing.known)
-    graph = graph_of(program, mesh, machine, donated=inputs)
     solutions: dict[PricedPlan, Solution] = {}
     bound = 0.0
     try:
-        for found, solution in _searched(graph, mesh, pricing, begin, budget_seconds):
+        for found, solution in _searched(begun, pricing, budget_seconds):
             solutions[found] = solution
             if solution.problem.limit is None or solution.problem.limit >= limit:
                 bound = max(bound, solution.bound)
@@ -142,32 +213,44 @@ def best_plan(
         if not solutions:
             raise
     # Of equals what was searched, since of that it is known what else was possible.
-    order = sorted(pricing.known, key=lambda option: option not in solutions)
+    order = [*solutions, *(others if known is None else ())]
     chosen = min(order, key=lambda option: option.rank(limit))
     searched = chosen if chosen in solutions else min(solutions, key=lambda option: option.rank(limit))
-    return Best(given, chosen, searched, others, graph, solutions[searched], bound, limit, time.monotonic() - begin)
+    spent = time.monotonic() - begun.since
+    return Best(begun.mesh, chosen, searched, others, graph, solutions[searched], bound, limit, spent)
 
 
-def _searched(
-    graph: Graph, mesh: Mesh, pricing: _Pricing, begin: float, budget_seconds: float | None
-) -> Iterator[tuple[PricedPlan, Solution]]:
+def _searched(begun: Begun, pricing: _Pricing, budget_seconds: float | None) -> Iterator[tuple[PricedPlan, Solution]]:
     """Solutions and their plans: without a limit of memory, with it, and with less, until one fits as it is."""
-    problem, program, limit = graph.problem, graph.program, pricing.limit
+    graph, limit = begun.graph, begun.limit
+    mesh, program = graph.mesh, graph.program
+    solved = list(begun.solutions)
+    too_much, too_little = np.inf, 0.0
     for _ in range(_ROUNDS):
-        spent = time.monotonic() - begin
-        solution = solve(problem, None if budget_seconds is None else max(1.0, budget_seconds - spent))
+        solution = solved.pop(0)
         shardings = graph.shardings(solution.states)
         # Splits once more, since an equation inside of a bundle has one too, and moves are shared in ways that only the
         # order of the program tells.
         found = pricing.add("searched", plan_of(program, mesh, shardings, assign(program.block, shardings, mesh)))
         yield found, solution
-        late = budget_seconds is not None and time.monotonic() - begin >= budget_seconds
-        if late or not solution.fits or found.kept <= limit:
+        spent = time.monotonic() - begun.since
+        if (budget_seconds is not None and spent >= budget_seconds) or found.kept <= limit:
             return
-        # The graph does not know what moved copies and the like take: so much less is what it may use.
-        less = limit * solution.peak / found.kept
-        now = limit if problem.limit is None else min(less, problem.limit * 0.97)
-        problem = dataclasses.replace(graph.problem, limit=float(int(now)))
+        given = solution.problem.limit
+        if not solution.fits:
+            too_little = limit if given is None else given
+        elif given is not None:
+            too_much = given
+        if solved:
+            continue
+        # The graph does not know all that is held for a moment: so much less is what it may use.
+        now = limit if given is None else min(limit * solution.peak / found.kept, too_much * 0.97)
+        if now <= too_little:
+            now = math.sqrt(too_little * too_much)
+        if now <= too_little * _NEAR or now >= too_much:
+            return
+        left = None if budget_seconds is None else max(1.0, budget_seconds - spent)
+        solved.append(solve(dataclasses.replace(graph.problem, limit=float(int(now))), left, effort=_EFFORT))
 
 
 @dataclasses.dataclass(eq=False)

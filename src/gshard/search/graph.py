@@ -1,7 +1,7 @@
 """Graph: a program as a problem: what is to be chosen, and what each choice takes on a machine.
 
     bundle      values with one sharding; its states are shardings             (``search.bundles``)
-    option      an equation that is no part of a bundle; its states are splits  (``search.ways``)
+    option      an equation (or a piece of one) that is no part of a bundle; its states are splits  (``search.ways``)
     reading     how several readers take a value: moved there once, from there each goes its own way
 
 Between a bundle, its readings and the options that read or make it are moves (``comm.reshard``), between a value
@@ -24,6 +24,7 @@ from gshard.core.mark import Demand
 from gshard.core.mesh import Mesh
 from gshard.core.plan import local_bytes
 from gshard.core.program import Block, Equation, Program, Value, itemsize
+from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.passes.propagate import demands
@@ -31,9 +32,9 @@ from gshard.rules.region import REGIONS, Crossing
 from gshard.search.bundles import Bundles, bundles_of
 from gshard.search.problem import Floats, Ints, Problem
 from gshard.search.seconds import Seconds
-from gshard.search.ways import shardings, share, splits
+from gshard.search.ways import Piece, pieces, shardings, share, splits
 
-_Options = Mapping[Equation, Sequence[Split]]
+_Options = Mapping[tuple[Equation, Piece], Sequence[Split]]
 _TIE = 1e-3  # of the time that a state's bytes take to read: among equals the one that takes less memory
 
 
@@ -86,37 +87,33 @@ class _Builder:
         for v, demand, _ in demands(program, mesh):
             said.setdefault(v, []).append(demand)
         self.said = said
-        self.crossings = [
-            (c, self.times[e] * (e.trips if c.each_round else 1))
-            for e in program.block.walk()
-            if e.rule is None
-            for c in REGIONS[e.name].crossings(e)
-        ]
-        inner = {v for e in program.block.walk() for body in e.blocks for v in body.inputs}
+        self.crossings = [(e, c) for e in program.block.walk() if e.rule is None for c in REGIONS[e.name].crossings(e)]
+        self.inner = {v for e in program.block.walk() for body in e.blocks for v in body.inputs}
         results = {v for v in program.block.outputs if isinstance(v, Value)}
         self.border = {*program.block.inputs, *results}
-        self.bundles = bundles_of(program, {*program.block.inputs, *said, *inner})
+        self.bundles = bundles_of(program, {*program.block.inputs, *said, *self.inner})
         self.states = tuple(map(self._states, range(len(self.bundles.members))))
         self.costs: list[Floats] = [np.zeros(len(states)) for states in self.states]
         self.edges: list[tuple[int, int, Floats]] = []
         self.names = [_name_of_bundle(group, program) for group in self.bundles.members]
         self.tables: dict[object, Floats] = {}
+        self.held: list[tuple[int, Equation, list[int]]] = []  # nodes that hold bytes while a region runs
 
     def graph(self, donated: list[int]) -> Graph:
         equations = [e for e in self.program.block.walk() if e.rule is not None and e not in self.bundles.tied]
-        options = {e: self._options(e) for e in equations}
+        options = {(e, piece): self._options(e, piece) for e in equations for piece in pieces(_rule(e))}
         first = len(self.states)
-        number = {e: first + i for i, e in enumerate(options)}
-        self.costs += [self._inside(e, ways) for e, ways in options.items()]
-        self.names += [f"{e.name} at {e.line}" for e in options]
+        number = {option: first + i for i, option in enumerate(options)}
+        self.costs += [self._inside(e, ways) for (e, _), ways in options.items()]
+        self.names += [f"{e.name} at {e.line}" for e, _ in options]
         for kernel, times in self.kernels.walk():
             self._work(kernel, times, options, number)
-        for e, ways in options.items():
-            for i, v in enumerate(e.outputs):
-                self.edges.append((self.bundles.of[v], number[e], self._making(e, ways, i)))
+        for (e, piece), ways in options.items():
+            for i in piece.results:
+                self.edges.append((self.bundles.of[e.outputs[i]], number[e, piece], self._making(e, ways, i)))
         self._readings(options, number)
-        for crossing, times in self.crossings:
-            self._crossing(crossing, times)
+        for e, crossing in self.crossings:
+            self._crossing(e, crossing)
         loads = self._loads(self._donations(donated))
         for k, group in enumerate(self.bundles.members):
             held = [local_bytes(group[0], s, self.mesh) * len(group) for s in self.states[k]]
@@ -136,28 +133,29 @@ class _Builder:
             found = found or (Sharding(demand.dims),)  # it names parts of axes, or axes in another order
         return found
 
-    def _options(self, e: Equation) -> tuple[Split, ...]:
-        assert e.rule is not None
+    def _options(self, e: Equation, piece: Piece) -> tuple[Split, ...]:
         barred = _barred(e)
-        ways = splits(e.rule, self.mesh)
+        ways = splits(_rule(e), piece, self.mesh)
         return tuple(split for split in ways if not any(atoms and f in barred for f, atoms in split.items()))
 
     def _inside(self, e: Equation, ways: Sequence[Split]) -> Floats:
-        assert e.rule is not None
-        return np.array([self.times[e] * self.seconds.inside(e.rule, split) for split in ways])
+        return np.array([self.times[e] * self.seconds.inside(_rule(e), split) for split in ways])
 
-    def _work(self, kernel: Kernel, times: int, options: _Options, number: Mapping[Equation, int]) -> None:
+    def _work(
+        self, kernel: Kernel, times: int, options: _Options, number: Mapping[tuple[Equation, Piece], int]
+    ) -> None:
         """Adds what a kernel takes to what decides how much of it a device does: an option, or a bundle."""
         e = kernel.equation
         if kernel.kind in (REGION, PASSING) or e.rule is None:
             return
-        if e not in options:
+        if e in self.bundles.tied:
             k, v = self.bundles.of[e.outputs[0]], e.outputs[0]
             shares = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in self.states[k]]
             taken = [self._kernel(kernel, part, kernel.moved * part) for part in shares]
         else:
-            k, taken = number[e], []
-            for split in options[e]:
+            option, taken = (e, pieces(e.rule)[0]), []
+            k = number[option]
+            for split in options[option]:
                 part = share(e.rule, split, self.mesh)
                 moved = sum(x.bytes * part for x in kernel.reads if x not in e.inputs)
                 for i, x in enumerate(e.inputs):
@@ -174,8 +172,7 @@ class _Builder:
 
     def _making(self, e: Equation, ways: Sequence[Split], i: int) -> Floats:
         """Moves from how a result is made to its bundle's states."""
-        rule, v = e.rule, e.outputs[i]
-        assert rule is not None
+        rule, v = _rule(e), e.outputs[i]
         states = self.states[self.bundles.of[v]]
         key = "making", rule, _barred(e), i, v.shape, itemsize(v.dtype), states
         if key not in self.tables:
@@ -183,13 +180,13 @@ class _Builder:
             self.tables[key] = self._moves(made, states, v).T
         return self.times[e] * self.tables[key]
 
-    def _readings(self, options: _Options, number: Mapping[Equation, int]) -> None:
+    def _readings(self, options: _Options, number: Mapping[tuple[Equation, Piece], int]) -> None:
         """Moves from a bundle to how the options take a value; where several do, by a reading between them."""
-        readers: dict[Value, list[tuple[Equation, int]]] = {}
-        for e in options:
-            for i, x in enumerate(e.inputs):
-                if isinstance(x, Value):
-                    readers.setdefault(x, []).append((e, i))
+        readers: dict[Value, list[tuple[Equation, Piece, int]]] = {}
+        for e, piece in options:
+            for i in piece.operands:
+                if isinstance(x := e.inputs[i], Value):
+                    readers.setdefault(x, []).append((e, piece, i))
         for v, who in readers.items():
             k = self.bundles.of[v]
             home, states = k, self.states[k]
@@ -198,28 +195,44 @@ class _Builder:
                 home, states = len(self.costs), shardings(v.shape, self.mesh, unreduced=waits)
                 self.costs.append(np.zeros(len(states)))
                 self.names.append(f"{self.names[k]}, as it is read")
-                times = min(self.times[e] for e, _ in who)
+                times = min(self.times[e] for e, _, _ in who)
                 key = "read", v.shape, itemsize(v.dtype), self.states[k], states
                 if key not in self.tables:
                     self.tables[key] = self._moves(self.states[k], states, v)
                 self.edges.append((k, home, times * self.tables[key]))
-            for e, i in who:
-                assert e.rule is not None
-                taken_key = "taking", e.rule, _barred(e), i, v.shape, itemsize(v.dtype), states
+            for e, piece, i in who:
+                rule = _rule(e)
+                taken_key = "taking", rule, _barred(e), i, v.shape, itemsize(v.dtype), states
                 if taken_key not in self.tables:
-                    wanted = [operand_sharding(e.rule, i, split) for split in options[e]]
+                    wanted = [operand_sharding(rule, i, split) for split in options[e, piece]]
                     self.tables[taken_key] = self._moves(states, wanted, v)
-                self.edges.append((home, number[e], self.times[e] * self.tables[taken_key]))
+                self.edges.append((home, number[e, piece], self.times[e] * self.tables[taken_key]))
 
-    def _crossing(self, crossing: Crossing, times: int) -> None:
+    def _crossing(self, e: Equation, crossing: Crossing) -> None:
+        """Moves between a value outside of a region and one inside, and what is held while the region runs."""
         outer, inner = crossing.edge.outer, crossing.edge.inner
+        outside, inside = self.bundles.of[outer], self.bundles.of[inner]
         stacked = len(outer.shape) - len(inner.shape)
-        outside = self.states[self.bundles.of[outer]]
-        inside = self.states[self.bundles.of[inner]]
-        at_border = [Sharding(((),) * stacked + s.dims, s.unreduced) for s in inside]
-        inward = crossing.inward
-        table = self._moves(outside, at_border, outer) if inward else self._moves(at_border, outside, outer).T
-        self.edges.append((self.bundles.of[outer], self.bundles.of[inner], times * table))
+        at_border = [Sharding(((),) * stacked + s.dims, s.unreduced) for s in self.states[inside]]
+        times = self.times[e] * (e.trips if crossing.each_round else 1)
+        sizes = [local_bytes(outer, s, self.mesh) for s in at_border]
+        if crossing.inward and not crossing.each_round:
+            # Either it is taken as it is, or a copy of it is moved, which is there until the region ends.
+            copy = len(self.costs)
+            self.costs.append(np.zeros(2 * len(at_border)))
+            self.names.append(f"{self.names[outside]}, as it enters {e.name} at {e.line}")
+            moves = self._moves(self.states[outside], at_border, outer)
+            same = np.array([[0.0 if a == b else np.inf for b in at_border] for a in self.states[outside]])
+            self.edges.append((outside, copy, times * np.hstack([same, moves])))
+            equal = np.where(np.eye(len(at_border), dtype=bool), 0.0, np.inf)
+            self.edges.append((copy, inside, np.vstack([equal, equal])))
+            self.held.append((copy, e, [0] * len(sizes) + sizes))
+        elif crossing.inward:
+            self.edges.append((outside, inside, times * self._moves(self.states[outside], at_border, outer)))
+        else:
+            self.edges.append((outside, inside, times * self._moves(at_border, self.states[outside], outer).T))
+            if stacked or inner in self.inner:
+                self.held.append((inside, e, sizes))
 
     def _moves(self, sources: Sequence[Sharding], targets: Sequence[Sharding], v: Value) -> Floats:
         size = itemsize(v.dtype)
@@ -247,7 +260,7 @@ class _Builder:
         for v, start in clock.made.items():
             if v not in elsewhere:
                 found.append(self._load(v, start, end + 1 if v in results else clock.last.get(v, start) + 1))
-        return found
+        return found + [(k, *clock.spans[e], sizes) for k, e, sizes in self.held if e in clock.spans]
 
     def _load(self, v: Value, start: int, end: int) -> tuple[int, int, int, list[int]]:
         k = self.bundles.of[v]
@@ -261,19 +274,29 @@ class _Clock:
     now: int = 0
     made: dict[Value, int] = dataclasses.field(default_factory=dict)
     last: dict[Value, int] = dataclasses.field(default_factory=dict)
+    spans: dict[Equation, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def run(self, kernels: Kernels) -> None:
         for kernel in kernels.kernels:
             self.now += 1
+            if kernel.bodies:
+                start = self.now
+                for body in kernel.bodies:
+                    self.run(body)
+                self.now += 1
+                self.spans[kernel.equation] = start, self.now
             for v in kernel.writes:
                 self.made[v] = self.now
-            for body in kernel.bodies:
-                self.run(body)
             for v in kernel.reads:
                 self.last[v] = self.now
         for out in kernels.block.outputs:
             if isinstance(out, Value):
                 self.last[kernels.home.get(out, out)] = self.now + 1
+
+
+def _rule(e: Equation) -> Rule:
+    assert e.rule is not None
+    return e.rule
 
 
 def _can_be_added(v: Value) -> bool:

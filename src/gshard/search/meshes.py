@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -16,14 +17,16 @@ from gshard.core.mesh import Mesh
 NAMES = ("data", "model")
 
 
-def meshes(size: int) -> Iterator[Mesh]:
-    """Meshes of so many devices with one axis and with two, over the first ``size`` devices if there are as many.
+def meshes(size: int, devices: tuple[Any, ...] | None = None) -> Iterator[Mesh]:
+    """Meshes of so many devices with one axis and with two.
 
     Args:
         size: a number of devices.
+        devices: that many; None takes the first of those that there are, if there are as many.
     """
     available = tuple(jax.devices())
-    devices = available[:size] if len(available) >= size else None
+    if devices is None and len(available) >= size:
+        devices = available[:size]
     for major in (size, *(n for n in range(2, size) if size % n == 0)):
         sizes = (major,) if major == size else (major, size // major)
         yield dataclasses.replace(Mesh.abstract(**dict(zip(NAMES, sizes, strict=False))), devices=devices)

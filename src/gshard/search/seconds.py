@@ -76,7 +76,9 @@ class Seconds:
     def _steps_from(self, here: Sharding, shape: tuple[int, ...], itemsize: int) -> list[tuple[Sharding, float]]:
         key = here, shape, itemsize
         if key not in self._steps:
-            mesh, blocks = self._coarse, tuple((name,) for name in self._coarse.atoms)
+            mesh, names = self._coarse, self._coarse.atoms
+            # Axes that move in one message: a sum over two of them is cut over both at once.
+            blocks = tuple(b for k in range(1, len(names) + 1) for b in itertools.combinations(names, k))
             steps = [step for step, _ in single_steps(here, frozenset(), blocks, shape, itemsize, mesh)]
             free = [name for name in mesh.atoms if name not in here.atoms]
             for name in free:

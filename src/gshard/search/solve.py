@@ -114,6 +114,7 @@ def solve(
     on_better: Callable[[Solution], None] | None = None,
     tolerance: float = TOLERANCE,
     seed: int = 0,
+    effort: float = 1.0,
 ) -> Solution:
     """The best states that can be found, which an interrupt (Ctrl-C) ends early.
 
@@ -125,6 +126,7 @@ def solve(
         on_better: is called with each solution that is better than those before.
         tolerance: the gap at which to stop.
         seed: of the random numbers.
+        effort: scales the number of steps, where no time is given.
 
     Returns:
         a solution; one whose ``fits`` is False, with the least peak that was found, where nothing fits.
@@ -135,7 +137,7 @@ def solve(
     search = _Search(problem, on_better, seed)
     deadline = np.inf if budget_seconds is None else time.monotonic() + budget_seconds
     try:
-        search.run(start, deadline, tolerance)
+        search.run(start, deadline, tolerance, effort)
     except KeyboardInterrupt:
         if search.states is None:
             raise
@@ -162,7 +164,7 @@ class _Search:
             if self.on_better is not None:
                 self.on_better(self.solution())
 
-    def run(self, start: Sequence[Sequence[int] | Ints], deadline: float, tolerance: float) -> None:
+    def run(self, start: Sequence[Sequence[int] | Ints], deadline: float, tolerance: float, effort: float) -> None:
         for states in start:
             self.offer(np.array(states, dtype=np.int64))
         try:
@@ -180,16 +182,16 @@ class _Search:
             if descent.offer(small.lower(given)) and descent.states is not None:
                 self.offer(small.lift(descent.states))
         if outcome is None:
-            self._descend(descent, small, deadline, tolerance)
+            self._descend(descent, small, deadline, tolerance, effort)
         else:
             for _ in range(ALTERNATIVES):
                 descent.round()
         if self.states is None and not self._proven():
             self._peak(deadline)
 
-    def _descend(self, descent: Descent, small: Reduced, deadline: float, tolerance: float) -> None:
+    def _descend(self, descent: Descent, small: Reduced, deadline: float, tolerance: float, effort: float) -> None:
         entries = sum(table.size for table in small.problem.tables) + descent.flat.cost.size
-        rounds = int(min(MOST, max(LEAST, WORK / entries))) if np.isinf(deadline) else ENDLESS
+        rounds = int(min(MOST, max(LEAST, effort * WORK / entries))) if np.isinf(deadline) else ENDLESS
         last, stale, idle, begin = 0.0, 0, 0, time.monotonic()
         halfway, burnt = (begin + deadline) / 2, (2 * begin + deadline) / 3
         for number in range(rounds):
@@ -204,7 +206,7 @@ class _Search:
                     self.offer(small.lift(descent.states))
                     idle = 0
                 self.bound = max(self.bound, descent.prices.bound)
-            if idle > IDLE and stale > PATIENCE and np.isinf(deadline) and descent.states is not None:
+            if idle > effort * IDLE and stale > PATIENCE and np.isinf(deadline) and descent.states is not None:
                 return
             last, stale = (self.bound, 0) if self.bound > last * (1 + RISE) else (last, stale + 1)
             if descent.states is None and (number in (LEAST, 4 * LEAST) or time.monotonic() > halfway):

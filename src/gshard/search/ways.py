@@ -10,6 +10,7 @@ unreduced, to the sum. Axes that meet in a dimension stand there in the mesh's o
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -57,13 +58,48 @@ def shardings(
     return tuple(found)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a rule that is split whatever the others are: one operand of a barrier and its result; else all of it.
+
+    Attributes:
+        factors: its factors, and the ways in which sums pass it, by their keys in a split.
+        operands, results: which of the rule's.
+    """
+
+    factors: tuple[int, ...]
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
 @functools.lru_cache(maxsize=4096)
-def splits(rule: Rule, mesh: Mesh) -> tuple[Split, ...]:
-    """The splits of an equation, the one that splits nothing first; where the rule has no choice, its own."""
+def pieces(rule: Rule) -> tuple[Piece, ...]:
+    """The pieces of a rule, in the order of their operands.
+
+    >>> from gshard.core.rule import RuleMaker
+    >>> make = RuleMaker()
+    >>> arrays = [make.parallel((4, 2)), make.parallel((6,))]
+    >>> [piece.factors for piece in pieces(make.rule(arrays, arrays, passes=True))]
+    [(0, 1), (2,)]
+    """
+    first, ways = len(rule.factors), len(rule.linear)
+    if rule.fixed is not None or not rule.passes:
+        keys = (*range(first), *(-1 - k for k in range(ways)))
+        return (Piece(keys, tuple(range(len(rule.operands))), tuple(range(len(rule.results)))),)
+    found = []
+    for i, dims in enumerate(rule.operands):
+        sums = (-1 - k for k, (_, operands) in enumerate(rule.linear) if operands == {i})
+        found.append(Piece((*(f for dim in dims for f in dim), *sums), (i,), (i,)))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def splits(rule: Rule, piece: Piece, mesh: Mesh) -> tuple[Split, ...]:
+    """The splits of a piece, the one that splits nothing first; where the rule has no choice, its own."""
     if rule.fixed is not None:
         return (rule.fixed(mesh),)
-    factors = [f for f, factor in enumerate(rule.factors) if factor.kind != WHOLE and factor.size > 1]
-    sums = [-1 - k for k, (monoid, _) in enumerate(rule.linear) if monoid == "add"]
+    factors = [f for f in piece.factors if f >= 0 and rule.factors[f].kind != WHOLE and rule.factors[f].size > 1]
+    sums = [way for way in piece.factors if way < 0 and rule.linear[-1 - way][0] == "add"]
     given = axes(mesh)
     found = []
     for chosen in itertools.product([None, *factors, *sums], repeat=len(given)):
