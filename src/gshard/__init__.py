@@ -3,6 +3,7 @@
 Mark a few tensors of a program written for one device, and run it on all of them::
 
     split, replicate, shard     marks: how a tensor is sharded
+    name, Layout                names of dimensions, and a table of what they mean: marks for all of a program
     jit                         partition and run on all devices; used like jax.jit
     explain                     what each tensor got and why, and what the devices communicate
     search                      the best plan for a machine, with no marks or some, and how near the best it is
@@ -37,6 +38,7 @@ from gshard.api.manual_parts import part_index as part_index
 from gshard.api.marks import replicate as replicate
 from gshard.api.marks import shard as shard
 from gshard.api.marks import split as split
+from gshard.api.names import name as name
 from gshard.api.search import search as search
 from gshard.comm.shards import Shards as Shards
 from gshard.core.errors import ArgumentError as ArgumentError
@@ -46,6 +48,7 @@ from gshard.core.errors import PlanError as PlanError
 from gshard.core.errors import RuleError as RuleError
 from gshard.core.errors import ShardingError as ShardingError
 from gshard.core.errors import TraceError as TraceError
+from gshard.core.layout import Layout as Layout
 from gshard.core.mesh import Mesh as Mesh
 from gshard.core.plan import Plan as Plan
 from gshard.core.program import Program as Program

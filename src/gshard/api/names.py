@@ -1,0 +1,229 @@
+"""Names: what dimensions are called, in the program and of its arguments; a ``Layout`` says what they mean.
+
+    x = gshard.name(x, "batch length embed")
+    step = gshard.jit(f, mesh=mesh, layout=layout, names={"params/**/w1": "embed hidden", "tokens": "batch length"})
+
+``_`` says nothing about a dimension and ``...`` nothing about any number of them. Without a layout a name is nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from gshard.api.specs import as_array, describe, hidden_by_vmap, spread
+from gshard.core.errors import ShardingError, known_names
+from gshard.core.jax_adapter import user_line
+from gshard.core.layout import Named, Names
+from gshard.core.mark import Mark
+from gshard.core.paths import matches, path_of
+from gshard.core.program import Program
+from gshard.passes.trace import parameters_of
+from gshard.rules.mark import bind_names
+
+
+def name(x: Any, names: Any) -> Any:
+    """Names the dimensions of an array: a mark whose meaning comes from the layout.
+
+    ``gshard.jit(f, layout=Layout(batch="data", embed=None))`` splits what is called ``batch`` and keeps whole what is
+    called ``embed``; names that the layout does not mention are open, as all are without a layout. Outside of
+    gshard it is the identity; the cotangent of a named value has the same names; what ``vmap`` adds has none.
+
+    Args:
+        x: array, or pytree of arrays.
+        names: a word for each dimension: ``"batch length embed"``; ``_`` says nothing about one, and ``...`` nothing
+            about any number. Or a ``PartitionSpec`` of names, as ``flax.linen.get_partition_spec`` gives; or a
+            pytree prefix of these, in which None says nothing.
+
+    Returns:
+        the same values.
+
+    Raises:
+        ShardingError: there are more or fewer names than dimensions, a leaf is no array, or a pytree is no prefix.
+
+    >>> import jax.numpy as jnp
+    >>> name(jnp.zeros((2, 3, 4)), "batch ... embed").shape
+    (2, 3, 4)
+    """
+    leaves, tree = jax.tree.flatten(x)
+    named = []
+    for leaf, (path, said, _) in zip(leaves, spread("names", names, x, is_names), strict=True):
+        array = as_array(leaf, f"x{path}" if path else "", "name(x, ...)")
+        plain = array is None or said is None
+        named.append(leaf if plain else bind_names(array, names_of(said, array, f"x{path}" if path else "")))
+    return jax.tree.unflatten(tree, named)
+
+
+def is_names(x: Any) -> bool:
+    """Whether it says how the dimensions of one array are called."""
+    return x is None or isinstance(x, str | PartitionSpec)
+
+
+def names_of(said: Any, x: Any, leaf: str, at: str = "") -> Names:
+    """The names of one array.
+
+    Args:
+        said: words, or a ``PartitionSpec`` of names.
+        x: the array, for its rank.
+        leaf: what it is called in messages.
+        at: its path, if it is an argument.
+
+    Raises:
+        ShardingError: the names are not as many as dimensions, or are no words.
+    """
+    if not isinstance(said, str | PartitionSpec):
+        raise ShardingError(
+            f"{type(said).__name__} names no dimensions.",
+            user_line(),
+            f"{leaf}: {said!r}"[:200] if leaf else repr(said)[:200],
+            'Write a word for each dimension: "batch length embed".',
+        )
+    ndim = np.ndim(x)
+    if isinstance(said, str):
+        words: list[str | None] = [None if word == "_" else word for word in said.split()]
+    else:
+        words = list(said)
+        if len(words) < ndim:
+            words += [None] * (ndim - len(words))
+    shown = f"{leaf}: {describe(x)}, named {said!r}" if leaf else f"{describe(x)}, named {said!r}"
+    if wrong := [word for word in words if word is not None and not (isinstance(word, str) and ":" not in word)]:
+        raise ShardingError(f"{wrong[0]!r} is no name of a dimension.", user_line(), shown, "Names are words without ':'.")
+    if words.count("...") == 1:
+        i = words.index("...")
+        words = [*words[:i], *[None] * max(ndim - len(words) + 1, 0), *words[i + 1 :]]
+    if len(words) != ndim or "..." in words:
+        what = f"an array of {ndim} dimensions has {len(words)} names."
+        if "..." in words:
+            what = "'...' stands twice among the names of one array."
+        raise ShardingError(
+            what, user_line(), shown, "Name each dimension once; '_' says nothing about one, '...' about several."
+            + hidden_by_vmap([x]),
+        )  # fmt: skip
+    return Names(tuple(words), at)
+
+
+def names_of_arguments(
+    f: Callable[..., Any], names: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Names | None]:
+    """The names of each leaf of ``(args, kwargs)``, in JAX's order; None where nothing is said.
+
+    Args:
+        f: the function, for the names of its parameters.
+        names: what ``jit`` was given: a dictionary from patterns of paths to names, or to a pytree prefix of names for
+            what is at that path; or a pytree prefix of names for the positional arguments. None says nothing.
+        args, kwargs: arrays or shapes.
+
+    Raises:
+        ShardingError: a pattern matches nothing, two disagree, or names do not fit an argument.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    numbered = jax.tree.unflatten(tree, range(len(leaves)))
+    found: dict[int, tuple[str, Names]] = {}
+    nodes = list(_nodes(f, *numbered))
+    path_of_leaf = {part: path for path, part in nodes if isinstance(part, int)}
+
+    def put(i: int, said: Any, by: str) -> None:
+        if said is None:
+            return
+        path = path_of_leaf[i]
+        made = names_of(said, leaves[i], path, path)
+        other, known = found.setdefault(i, (by, made))
+        if known != made:
+            raise ShardingError(
+                f"{path} is named in two ways.",
+                user_line(),
+                f"{other!r}: {str(known)!r}; {by!r}: {str(made)!r}",
+                "Patterns have no order: make them such that one matches.",
+            )
+
+    if isinstance(names, Mapping):
+        for pattern, said in names.items():
+            at = [part for path, part in nodes if matches(str(pattern), path)]
+            if is_names(said):
+                at = [part for part in at if isinstance(part, int)]
+            if not at:
+                raise _matches_nothing(str(pattern), nodes)
+            for part in at:
+                for _, one, i in spread(f"names[{pattern!r}]", said, part, is_names):
+                    put(i, one, str(pattern))
+    elif names is not None:
+        prefix = tuple(names) if isinstance(names, list) else names
+        for _, one, i in spread("names", prefix, numbered[0], is_names):
+            put(i, one, "names")
+    return [found[i][1] if i in found else None for i in range(len(leaves))]
+
+
+def _nodes(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Everything in the arguments, inner nodes too, by path."""
+    parameters = parameters_of(f)
+    for i, x in enumerate(args):
+        yield from _below(parameters[i] if i < len(parameters) else f"args[{i}]", x)
+    for key, x in kwargs.items():
+        yield from _below(key, x)
+
+
+def _below(path: str, x: Any) -> Iterator[tuple[str, Any]]:
+    yield path, x
+    if not isinstance(x, int):
+        children, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda part: part is not x)
+        for keys, child in children:
+            yield from _below(path_of(path, keys), child)
+
+
+def _matches_nothing(pattern: str, nodes: Sequence[tuple[str, Any]]) -> ShardingError:
+    paths = [path for path, part in nodes if isinstance(part, int)]
+    way_out = known_names(pattern, paths[:20], "The arguments are at")
+    if any(matches(pattern, path) for path, _ in nodes):
+        way_out = f"There is no array there, but what holds some: write {pattern + '/**'!r} for all of them."
+    return ShardingError(f"no argument is at {pattern!r}, which names= speaks of.", user_line(), way_out=way_out)
+
+
+def with_named_arguments(f: Callable[..., Any], names: Any) -> Callable[..., Any]:
+    """The function with its arguments named."""
+
+    @functools.wraps(f)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        said = names_of_arguments(f, names, args, kwargs)
+        args, kwargs = jax.tree.unflatten(
+            tree, [x if s is None else bind_names(x, s) for x, s in zip(leaves, said, strict=True)]
+        )
+        return f(*args, **kwargs)
+
+    return named
+
+
+def with_names_of_arguments(
+    program: Program, said: Sequence[Names | None], in_shardings: Sequence[Mark | None]
+) -> Program:
+    """The program whose arguments have names, which are marks as far as its layout has rows for them.
+
+    Args:
+        program: with the marks that its arguments come with.
+        said: the names of each argument.
+        in_shardings: what else was said of them, of the positional ones at least.
+
+    Raises:
+        ShardingError: the layout and ``in_shardings`` both speak of an argument, or the names contradict the layout.
+    """
+    if not any(said):
+        return program
+    inputs, layout = program.block.inputs[len(program.captured) :], program.layout
+    named = [Named(v, names, "") for v, names in zip(inputs, said, strict=True) if names is not None]
+    made = [None if names is None or layout is None else layout.mark(names, f"argument {names.at}") for names in said]
+    for names, new, given in zip(said, made, in_shardings, strict=False):
+        if names is not None and new is not None and given is not None:
+            raise ShardingError(
+                f"{names.at} is marked by in_shardings and by its names.",
+                user_line(),
+                f"in_shardings: {given}; {new}",
+                "Leave one of them out: None in in_shardings says nothing.",
+            )
+    marks = tuple(new or old for new, old in zip(made, program.argument_marks, strict=True))
+    return dataclasses.replace(program, argument_marks=marks, named=(*named, *program.named))
