@@ -322,7 +322,8 @@ def jit(
         machine: what the devices are, such as ``"h100:1x8"``. Without it no product is computed twice to send less;
             with it splits are chosen by what both take there, and ``explain`` tells what is computed twice.
         strict: True refuses operations without a rule instead of gathering their operands. A number of bytes also
-            refuses a program in which each device sends more than that in one call, and names the lines that do.
+            refuses a program in which each device sends more than that in one call, and names the lines that do. Both
+            refuse a layout with rows for nothing.
         uneven: what becomes of results that are split in a dimension which does not divide: ``"gather"`` makes it
             whole, since JAX has no such arrays, or cuts a result that nobody marked along another one if that sends
             less; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it is.

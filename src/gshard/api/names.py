@@ -93,7 +93,8 @@ def names_of(said: Any, x: Any, leaf: str, at: str = "") -> Names:
             words += [None] * (ndim - len(words))
     shown = f"{leaf}: {describe(x)}, named {said!r}" if leaf else f"{describe(x)}, named {said!r}"
     if wrong := [word for word in words if word is not None and not (isinstance(word, str) and ":" not in word)]:
-        raise ShardingError(f"{wrong[0]!r} is no name of a dimension.", user_line(), shown, "Names are words without ':'.")
+        way_out = "Names are words without ':'."
+        raise ShardingError(f"{wrong[0]!r} is no name of a dimension.", user_line(), shown, way_out)
     if words.count("...") == 1:
         i = words.index("...")
         words = [*words[:i], *[None] * max(ndim - len(words) + 1, 0), *words[i + 1 :]]

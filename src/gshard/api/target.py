@@ -10,6 +10,7 @@ import jax
 
 from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine, kind_of_devices
+from gshard.analysis.named import refuse_unused
 from gshard.analysis.network import prices
 from gshard.analysis.overlap import Windowed
 from gshard.core.layout import Layout
@@ -83,6 +84,8 @@ class Target:
 
     def plan(self, program: Program, donated: Iterable[int] = ()) -> Plan:
         """The program's plan; ``donated`` are arguments whose memory results may take."""
+        if self.strict and self.reorders:  # a derivative, or one half of it, need not have all names
+            refuse_unused(program, self.mesh)
         if self.recorded is not None:
             return self.recorded.plan(program, self.mesh)
         if self.search is not False:

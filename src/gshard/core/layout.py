@@ -1,7 +1,7 @@
 """Layout: what names of dimensions mean on a mesh.
 
-A program says which dimensions are the batch, and a layout, one table for all of it, over which axis the batch is split.
-A name is nothing but a mark whose meaning comes from the layout:
+A program says which dimensions are the batch; a layout, one table for all of it, says over which axis the batch is
+split. A name is nothing but a mark whose meaning comes from the layout:
 
     >>> layout = Layout(batch="data", hidden="model", embed=None)
     >>> layout.mark(Names(("batch", "length", "embed"))).spec
@@ -155,9 +155,8 @@ class Layout:
         rows = []
         for rule in rules:
             if not isinstance(rule, tuple | list) or len(rule) != 2:
-                raise ShardingError(
-                    f"{rule!r} is no rule.", user_line(), way_out="A rule is a pair: (name, axis, tuple of axes or None)."
-                )
+                way_out = "A rule is a pair: (name, axis, tuple of axes or None)."
+                raise ShardingError(f"{rule!r} is no rule.", user_line(), way_out=way_out)
             rows.append(_row(*rule, pattern=False))
         made = Layout()
         made._fill(rows, True)

@@ -279,7 +279,8 @@ def _check_names(mark: Mark, dims: list[Atoms | None]) -> None:
             if mark.names[first] == mark.names[d]:
                 said = f"dimensions {first} and {d} are both called {mark.names[d]!r} and want {what}."
             else:
-                said = f"{mark.names[first]!r} (dimension {first}) and {mark.names[d]!r} (dimension {d}) both want {what}."
+                both = f"{mark.names[first]!r} (dimension {first}) and {mark.names[d]!r} (dimension {d})"
+                said = f"{both} both want {what}."
             raise ShardingError(
                 said,
                 way_out="An axis splits one dimension of an array: give one row of the layout another axis or None, "

@@ -28,7 +28,7 @@ from gshard.core.jax_adapter import (
     user_line,
     without_dead_code,
 )
-from gshard.core.layout import Layout, Named, Names
+from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule

@@ -1,4 +1,4 @@
-"""Marks and names as primitives: identities that JAX's transformations carry along; the cotangent of a mark is a mark."""
+"""Marks and names as primitives: identities that JAX's transformations carry along, cotangents included."""
 
 from __future__ import annotations
 
