@@ -6,6 +6,7 @@ Mark a few tensors of a program written for one device, and run it on all of the
     name, Layout                names of dimensions, and a table of what they mean: marks for all of a program
     jit                         partition and run on all devices; used like jax.jit
     explain                     what each tensor got and why, and what the devices communicate
+    dimensions                  which dimensions of a program are the same one, and what they are called
     search                      the best plan for a machine, with no marks or some, and how near the best it is
 
 What ``jit`` does, verb by verb, each from one noun to the next::
@@ -23,10 +24,12 @@ Besides::
 
 from gshard import testing as testing
 from gshard.analysis.cost import Cost as Cost
+from gshard.analysis.dimensions import Dimensions as Dimensions
 from gshard.analysis.explain import Explanation as Explanation
 from gshard.analysis.machine import Machine as Machine
 from gshard.analysis.machine import MachineError as MachineError
 from gshard.analysis.overlap import Windowed as Windowed
+from gshard.api.dimensions import dimensions as dimensions
 from gshard.api.explained import explain as explain
 from gshard.api.jit import jit as jit
 from gshard.api.lowered import Compiled as Compiled

@@ -119,7 +119,8 @@ def test_open_closed_and_split(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize(
     ("entry", "spec"),
-    [("data", P("data")), (("data", "model"), P(("data", "model"))), (("model", "data"), P(("model", "data"))), (None, P())],
+    [("data", P("data")), (("data", "model"), P(("data", "model"))), (("model", "data"), P(("model", "data"))),
+     (None, P())],
 )  # fmt: skip
 def test_entries_are_those_of_a_spec(entry: Any, spec: P, rng: np.random.Generator) -> None:
     x = rng.standard_normal((16, 3)).astype(np.float32)
@@ -387,7 +388,7 @@ def test_what_is_not_used_is_told_and_refused(arguments: Any) -> None:
 
 # -- ordered rules of other libraries --------------------------------------------------------------------------------
 
-# T5X, partitioning.standard_logical_axis_rules(activation_partitioning_dims=1 or 2, parameter_partitioning_dims=1 or 2).
+# T5X, partitioning.standard_logical_axis_rules, by activation_partitioning_dims and parameter_partitioning_dims.
 T5X = {
     (1, 1): [("batch", "data"), ("vocab", "model"), ("embed", None), ("mlp", "model"), ("heads", "model"),
              ("kv", None), ("joined_kv", "model")],

@@ -4,8 +4,8 @@ A program says which dimensions are the batch; a layout, one table for all of it
 split. A name is nothing but a mark whose meaning comes from the layout:
 
     >>> layout = Layout(batch="data", hidden="model", embed=None)
-    >>> layout.mark(Names(("batch", "length", "embed"))).spec
-    (('data',), UnconstrainedSingleton(), None)
+    >>> layout.mark(Names(("batch", "length", "embed"))).spec == (("data",), PartitionSpec.UNCONSTRAINED, None)
+    True
 
 ``embed`` is whole; ``length``, which the layout does not mention, is open: propagation decides. Rows have no order, and
 there are no second choices: two dimensions of one value that want the same axis are an error.
