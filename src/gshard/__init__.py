@@ -38,10 +38,10 @@ from gshard.api.manual_parts import auto_to_manual as auto_to_manual
 from gshard.api.manual_parts import manual as manual
 from gshard.api.manual_parts import manual_to_auto as manual_to_auto
 from gshard.api.manual_parts import part_index as part_index
+from gshard.api.marks import name as name
 from gshard.api.marks import replicate as replicate
 from gshard.api.marks import shard as shard
 from gshard.api.marks import split as split
-from gshard.api.names import name as name
 from gshard.api.search import search as search
 from gshard.comm.shards import Shards as Shards
 from gshard.core.errors import ArgumentError as ArgumentError

@@ -1,9 +1,8 @@
-"""Names: what dimensions are called, in the program and of its arguments; a ``Layout`` says what they mean.
+"""Names of arguments: what their dimensions are called, by path or by structure; a ``Layout`` says what that means.
 
-    x = gshard.name(x, "batch length embed")
     step = gshard.jit(f, mesh=mesh, layout=layout, names={"params/**/w1": "embed hidden", "tokens": "batch length"})
 
-``_`` says nothing about a dimension and ``...`` nothing about any number of them. Without a layout a name is nothing.
+The words are those of ``gshard.name``.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import PartitionSpec
 
-from gshard.api.specs import as_array, describe, hidden_by_vmap, spread
+from gshard.api.marks import is_names, names_of
+from gshard.api.specs import spread
 from gshard.core.errors import ShardingError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.layout import Named, Names
@@ -26,87 +24,6 @@ from gshard.core.paths import matches, path_of
 from gshard.core.program import Program
 from gshard.passes.trace import parameters_of
 from gshard.rules.mark import bind_names
-
-
-def name(x: Any, names: Any) -> Any:
-    """Names the dimensions of an array: a mark whose meaning comes from the layout.
-
-    ``gshard.jit(f, layout=Layout(batch="data", embed=None))`` splits what is called ``batch`` and keeps whole what is
-    called ``embed``; names that the layout does not mention are open, as all are without a layout. Outside of
-    gshard it is the identity; the cotangent of a named value has the same names; what ``vmap`` adds has none.
-
-    Args:
-        x: array, or pytree of arrays.
-        names: a word for each dimension: ``"batch length embed"``; ``_`` says nothing about one, and ``...`` nothing
-            about any number. Or a ``PartitionSpec`` of names, as ``flax.linen.get_partition_spec`` gives; or a
-            pytree prefix of these, in which None says nothing.
-
-    Returns:
-        the same values.
-
-    Raises:
-        ShardingError: there are more or fewer names than dimensions, a leaf is no array, or a pytree is no prefix.
-
-    >>> import jax.numpy as jnp
-    >>> name(jnp.zeros((2, 3, 4)), "batch ... embed").shape
-    (2, 3, 4)
-    """
-    leaves, tree = jax.tree.flatten(x)
-    named = []
-    for leaf, (path, said, _) in zip(leaves, spread("names", names, x, is_names), strict=True):
-        array = as_array(leaf, f"x{path}" if path else "", "name(x, ...)")
-        plain = array is None or said is None
-        named.append(leaf if plain else bind_names(array, names_of(said, array, f"x{path}" if path else "")))
-    return jax.tree.unflatten(tree, named)
-
-
-def is_names(x: Any) -> bool:
-    """Whether it says how the dimensions of one array are called."""
-    return x is None or isinstance(x, str | PartitionSpec)
-
-
-def names_of(said: Any, x: Any, leaf: str, at: str = "") -> Names:
-    """The names of one array.
-
-    Args:
-        said: words, or a ``PartitionSpec`` of names.
-        x: the array, for its rank.
-        leaf: what it is called in messages.
-        at: its path, if it is an argument.
-
-    Raises:
-        ShardingError: the names are not as many as dimensions, or are no words.
-    """
-    if not isinstance(said, str | PartitionSpec):
-        raise ShardingError(
-            f"{type(said).__name__} names no dimensions.",
-            user_line(),
-            f"{leaf}: {said!r}"[:200] if leaf else repr(said)[:200],
-            'Write a word for each dimension: "batch length embed".',
-        )
-    ndim = np.ndim(x)
-    if isinstance(said, str):
-        words: list[str | None] = [None if word == "_" else word for word in said.split()]
-    else:
-        words = list(said)
-        if len(words) < ndim:
-            words += [None] * (ndim - len(words))
-    shown = f"{leaf}: {describe(x)}, named {said!r}" if leaf else f"{describe(x)}, named {said!r}"
-    if wrong := [word for word in words if word is not None and not (isinstance(word, str) and ":" not in word)]:
-        way_out = "Names are words without ':'."
-        raise ShardingError(f"{wrong[0]!r} is no name of a dimension.", user_line(), shown, way_out)
-    if words.count("...") == 1:
-        i = words.index("...")
-        words = [*words[:i], *[None] * max(ndim - len(words) + 1, 0), *words[i + 1 :]]
-    if len(words) != ndim or "..." in words:
-        what = f"an array of {ndim} dimensions has {len(words)} names."
-        if "..." in words:
-            what = "'...' stands twice among the names of one array."
-        raise ShardingError(
-            what, user_line(), shown, "Name each dimension once; '_' says nothing about one, '...' about several."
-            + hidden_by_vmap([x]),
-        )  # fmt: skip
-    return Names(tuple(words), at)
 
 
 def names_of_arguments(
