@@ -467,3 +467,39 @@ def test_axes_are_looked_up_in_the_mesh_that_is_set(arguments: Any) -> None:
         close(step(*arguments), mlp(*arguments))
     with pytest.raises(ShardingError, match="no axis 'data'"):
         step.on(Mesh.abstract(a=4)).lower(*arguments)
+
+
+def test_names_that_come_with_flax() -> None:
+    nn, nnx = (pytest.importorskip(f"flax.{name}") for name in ("linen", "nnx"))
+    layout = Layout(batch="data", mlp="model", embed=None)
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+            return jnp.sin(nn.Dense(22, kernel_init=init)(x))
+
+    x = np.ones((9, 10), np.float32)
+    boxed = jax.eval_shape(Block().init, jax.random.key(0), x)
+    names = {"variables": nn.get_partition_spec(boxed), "x": "batch embed"}
+    f = gshard.jit(lambda variables, x: Block().apply(variables, x), mesh=MESH, layout=layout, names=names)
+    lowered = f.lower(nn.unbox(boxed), x)
+    said = {n.names.at: n.names.dims for n in lowered.program.named}
+    assert said == {
+        "variables/params/Dense_0/bias": (None,),
+        "variables/params/Dense_0/kernel": ("embed", "mlp"),
+        "x": ("batch", "embed"),
+    }
+    kernel = lowered.program.block.inputs[1]
+    assert lowered.plan.sharding(kernel).dims == ((), lowered.mesh.atoms_of["model"])
+
+    w = nnx.Param(jnp.ones((10, 22)), sharding_names=("embed", "mlp"), eager_sharding=False)
+    state = nnx.State({"w": w})
+    g = gshard.jit(
+        lambda state, x: x @ jax.tree.leaves(state)[0],
+        mesh=MESH,
+        layout=layout,
+        names=(nnx.get_partition_spec(state), None),
+    )
+    lowered = g.lower(state, x)
+    assert lowered.plan.sharding(lowered.program.block.inputs[0]).dims == ((), lowered.mesh.atoms_of["model"])
