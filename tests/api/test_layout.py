@@ -493,7 +493,7 @@ def test_names_that_come_with_flax() -> None:
     kernel = lowered.program.block.inputs[1]
     assert lowered.plan.sharding(kernel).dims == ((), lowered.mesh.atoms_of["model"])
 
-    w = nnx.Param(jnp.ones((10, 22)), sharding_names=("embed", "mlp"), eager_sharding=False)
+    w = nnx.Param(jnp.ones((10, 22)), out_sharding=("embed", "mlp"), eager_sharding=False)
     state = nnx.State({"w": w})
     g = gshard.jit(
         lambda state, x: x @ jax.tree.leaves(state)[0],
