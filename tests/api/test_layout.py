@@ -204,6 +204,9 @@ def test_a_function_inside_keeps_its_own_layout(arguments: Any) -> None:
         "name(x, 'batch embed') by batch='model'",
         "name(x, 'batch embed') by batch='data'",
     ]
+    found = gshard.explain(gshard.jit(f, mesh=MESH, layout=Layout(batch="data", hidden="model")), *arguments)
+    assert found.layout == ("batch='data': 1 value", "open, since no row mentions them: embed")
+    assert found.unused == ("hidden='model': nothing is called 'hidden'",)
     unsaid = gshard.jit(mlp, mesh=MESH)
     g = lambda p, x: unsaid(p, x) * 2  # noqa: E731
     assert len(said(gshard.jit(g, mesh=MESH, layout=Layout(batch="data")).lower(*arguments))) == 2

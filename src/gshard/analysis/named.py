@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from gshard.core.errors import PlanError
+from gshard.core.layout import Named
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
 from gshard.passes.propagate import demands
@@ -23,7 +24,7 @@ def uses_of_layout(program: Program) -> tuple[str, ...]:
     used: Counter[str] = Counter()
     left: dict[str, None] = {}
     decided: dict[str, list[str]] = {}
-    for named in program.named:
+    for named in _under(program):
         rows = layout.rows_of(named.names)
         used.update(dict.fromkeys((str(row) for row in rows if row is not None), 1))
         left |= dict.fromkeys(n for n, row in zip(named.names.dims, rows, strict=True) if n is not None and row is None)
@@ -46,8 +47,8 @@ def unused_of_layout(program: Program, mesh: Mesh) -> tuple[str, ...]:
     layout = program.layout
     if layout is None:
         return ()
-    names = {name for named in program.named for name in named.names.dims}
-    used = {row for named in program.named for row in layout.rows_of(named.names) if row is not None}
+    names = {name for named in _under(program) for name in named.names.dims}
+    used = {row for named in _under(program) for row in layout.rows_of(named.names) if row is not None}
     found = []
     for row in dict.fromkeys(layout.rows):
         if row.name not in names:
@@ -75,6 +76,11 @@ def refuse_unused(program: Program, mesh: Mesh) -> None:
             "\n  ".join([*found, f"mesh: {mesh}; {program.layout}"]),
             "Correct the names, leave out the rows, or allow it with strict=False.",
         )
+
+
+def _under(program: Program) -> list[Named]:
+    """The values for which the program's own layout says what their names mean."""
+    return [named for named in program.named if named.layout == program.layout]
 
 
 def _values(n: int) -> str:

@@ -281,11 +281,13 @@ class Named:
         value: the value (``core.program.Value``).
         names: its names.
         line: the user's source line; empty for arguments.
+        layout: what they mean here: that of the program, or of a partitioned function inside of it.
     """
 
     value: Any
     names: Names
     line: str
+    layout: Layout | None
 
     @property
     def place(self) -> str:

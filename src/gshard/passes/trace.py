@@ -314,7 +314,7 @@ class _Builder:
             (x,) = made.outputs
         env[variable] = x
         if isinstance(x, Value):
-            self.named.append(Named(x, names, line))
+            self.named.append(Named(x, names, line, self.layout))
 
     def _opened(self, eqn: Any) -> tuple[Any, tuple[Any, ...]] | None:
         """What a primitive without a rule is made of; equal equations (those of equal layers) share it."""
