@@ -2,8 +2,8 @@
 
     python examples/layout_transformer.py
 
-Two names inside, two of arguments, and the table says the rest. ``gshard.dimensions`` finds the names of all arguments
-from those of a few.
+Two names inside, two of arguments, and the table says the rest: ``gshard.dimensions`` finds the names of all arguments
+by those of a few.
 """
 
 import os
