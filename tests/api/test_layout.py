@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -252,6 +253,28 @@ def test_names_of_arguments(arguments: Any) -> None:
     }
     assert found(({"w1": "a b", "w2": None, "layers": [{"w1": None}]},)) == {"params/w1": "a b"}
     assert found({"params/w1": "a b", "params/**/w1": "a b"}) == {"params/layers/0/w1": "a b", "params/w1": "a b"}
+
+
+def test_paths_of_static_arguments_keywords_and_objects(arguments: Any) -> None:
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class State:
+        params: Any
+        count: Any
+
+    def f(n: int, state: State, *, batch: Any) -> Any:
+        return mlp(state.params, batch * n) + state.count
+
+    params, x = arguments
+    names = {"state/params/w*": "a b", "state/count": "", "batch": "c d"}
+    for static in ({"static_argnums": 0}, {"static_argnames": "n"}):
+        jitted = gshard.jit(f, mesh=MESH, layout=Layout(a="data", c="model"), names=names, **static)
+        lowered = jitted.lower(2, State(params, np.float32(1)), batch=x)
+        said = {n.names.at: n.names.dims for n in lowered.program.named if n.names.at}
+        assert said == {
+            "state/params/w1": ("a", "b"), "state/params/w2": ("a", "b"), "state/count": (), "batch": ("c", "d")
+        }  # fmt: skip
+        close(jitted(2, State(params, np.float32(1)), batch=x), f(2, State(params, np.float32(1)), batch=x))
 
 
 def test_the_layout_and_the_names_belong_to_the_cache(arguments: Any) -> None:
