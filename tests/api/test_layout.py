@@ -168,6 +168,22 @@ def test_transformations_around_take_the_layout_along(transformed: Callable[...,
     close(transformed(step)(*arguments), transformed(loss)(*arguments), 1e-4)
 
 
+def test_a_derivative_from_outside_is_split_as_the_layout_says(rng: np.random.Generator) -> None:
+    """Also where only one of its halves has what the layout speaks of, and ``strict`` is asked for."""
+    w, x = (rng.standard_normal(s).astype(np.float32) for s in ((8, 16), (12, 8)))
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def loss(w: Any, x: Any) -> Any:
+        mask = name(jax.lax.stop_gradient(jnp.floor(x)), "masked _")
+        return jnp.sum(jnp.sin((x * mask) @ w))
+
+    layout = Layout(hidden="model", masked="data", embed=None)
+    step = gshard.jit(loss, mesh=mesh, layout=layout, names={"w": "embed hidden"}, strict=True)
+    gradient = jax.grad(step)(w, x)
+    assert gradient.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "model")), 2)
+    close(gradient, jax.grad(loss)(w, x), 1e-4)
+
+
 def test_a_layout_under_vmap_leaves_the_new_dimension_open(arguments: Any) -> None:
     params, x = arguments
     xs = np.stack([x, -x, 2 * x])
