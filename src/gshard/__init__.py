@@ -3,8 +3,10 @@
 Mark a few tensors of a program written for one device, and run it on all of them::
 
     split, replicate, shard     marks: how a tensor is sharded
+    name, Layout                names of dimensions, and a table of what they mean: marks for all of a program
     jit                         partition and run on all devices; used like jax.jit
     explain                     what each tensor got and why, and what the devices communicate
+    dimensions                  which dimensions of a program are the same one, and what they are called
     search                      the best plan for a machine, with no marks or some, and how near the best it is
 
 What ``jit`` does, verb by verb, each from one noun to the next::
@@ -22,10 +24,12 @@ Besides::
 
 from gshard import testing as testing
 from gshard.analysis.cost import Cost as Cost
+from gshard.analysis.dimensions import Dimensions as Dimensions
 from gshard.analysis.explain import Explanation as Explanation
 from gshard.analysis.machine import Machine as Machine
 from gshard.analysis.machine import MachineError as MachineError
 from gshard.analysis.overlap import Windowed as Windowed
+from gshard.api.dimensions import dimensions as dimensions
 from gshard.api.explained import explain as explain
 from gshard.api.jit import jit as jit
 from gshard.api.lowered import Compiled as Compiled
@@ -34,6 +38,7 @@ from gshard.api.manual_parts import auto_to_manual as auto_to_manual
 from gshard.api.manual_parts import manual as manual
 from gshard.api.manual_parts import manual_to_auto as manual_to_auto
 from gshard.api.manual_parts import part_index as part_index
+from gshard.api.marks import name as name
 from gshard.api.marks import replicate as replicate
 from gshard.api.marks import shard as shard
 from gshard.api.marks import split as split
@@ -46,6 +51,7 @@ from gshard.core.errors import PlanError as PlanError
 from gshard.core.errors import RuleError as RuleError
 from gshard.core.errors import ShardingError as ShardingError
 from gshard.core.errors import TraceError as TraceError
+from gshard.core.layout import Layout as Layout
 from gshard.core.mesh import Mesh as Mesh
 from gshard.core.plan import Plan as Plan
 from gshard.core.program import Program as Program

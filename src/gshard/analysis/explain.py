@@ -4,6 +4,7 @@ print(gshard.explain(loss, params, batch, mesh=8))
 
 tensors     the largest ones: sharding, bytes of one device's part, the reasons back to a mark
 collectives kind, how often, bytes that each device sends, axes, the user's line, what needed it
+layout      what names of dimensions came to, if there is one
 gathered    operations without a rule, if there are any
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 
 from gshard.analysis.cost import Cost, cost
 from gshard.analysis.machine import Machine, kind_of_devices
+from gshard.analysis.named import unused_of_layout, uses_of_layout
 from gshard.analysis.replicated import notes_of_whole_values, replicated_work
 from gshard.analysis.report.data import report_data
 from gshard.analysis.report.page import page
@@ -97,6 +99,9 @@ class Explanation:
         donated: arguments whose memory results may take.
         replicated: operations that every device computes whole although an operand is split: line, how many times its
             share, bytes spared, the mark that forbids it.
+        layout: how many values each row of the layout applies to, which names are open, where the order of rules
+            decided;
+        unused: and what of it applies to nothing.
     """
 
     name: str
@@ -110,6 +115,8 @@ class Explanation:
     spmd: SpmdProgram = dataclasses.field(repr=False)
     donated: frozenset[int] = frozenset()
     replicated: tuple[str, ...] = ()
+    layout: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def cost(self, machine: Machine | str | None = None) -> Cost:
         """Time, FLOPs, bytes and memory of one call.
@@ -189,6 +196,12 @@ class Explanation:
         if self.replicated:
             lines += ["", "work that is not split although an operand is"]
             lines += [f"  {text}" for text in self.replicated]
+        if self.layout:
+            lines += ["", "layout"]
+            lines += [f"  {text}" for text in self.layout]
+        if self.unused:
+            lines += ["", "not used of the layout, most likely by mistake (strict=True refuses it)"]
+            lines += [f"  {text}" for text in self.unused]
         if self.gathered:
             lines += ["", "no rule, so operands are gathered and every device computes the same"]
             lines += [f"  {text}" for text in self.gathered]
@@ -251,6 +264,8 @@ def explain_program(plan: Plan, spmd: SpmdProgram, donated: frozenset[int] = fro
         spmd,
         donated,
         tuple(map(str, replicated)),
+        uses_of_layout(program),
+        unused_of_layout(program, mesh),
     )
 
 

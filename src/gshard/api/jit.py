@@ -24,6 +24,7 @@ from gshard.analysis.overlap import Windowed
 from gshard.api.boundary import mark_of_sharding, marks_of_specs, with_marked_arguments, with_marked_results
 from gshard.api.donation import placed_arguments
 from gshard.api.lowered import Lowered, Traced
+from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
 from gshard.api.signature import Parameters, Signature
 from gshard.api.static_leaves import freed, has_fixed
 from gshard.api.target import Options, Target
@@ -44,6 +45,7 @@ from gshard.core.jax_adapter_dispatch import (
     without_constants,
     without_our_frames,
 )
+from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
@@ -220,6 +222,8 @@ class Jitted:
             f = self._parameters.with_statics(signature.statics, tokens=tokens)
             if marked and self._options.in_shardings is not None:
                 f = with_marked_arguments(f, self._options.in_shardings)
+            if marked and self._options.names is not None:
+                f = with_named_arguments(f, self._options.names)
             if self._options.out_shardings is not None:
                 f = with_marked_results(f, self._options.out_shardings, even=not self._options.keep_uneven)
             args, kwargs = signature.arguments()
@@ -237,7 +241,12 @@ class Jitted:
 
     def _lower(self, signature: Signature, target: Target) -> Lowered:
         program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
-        program = dataclasses.replace(program, argument_marks=tuple(self._marks(signature, target)))
+        given = self._in_shardings(signature)
+        program = dataclasses.replace(program, argument_marks=tuple(self._marks(signature, target, given)))
+        if self._options.names is not None:
+            f = self._parameters.with_statics(signature.statics)
+            said = names_of_arguments(f, self._options.names, *signature.arguments())
+            program = with_names_of_arguments(program, said, given)
         first = len(program.captured)
         padded = {first + i: x.lies for i, x in enumerate(signature.leaves) if x.lies is not None}
         donated = signature.leaves_of(self._parameters.donated_numbers, self._parameters.donated_names)
@@ -250,15 +259,19 @@ class Jitted:
         jaxpr, out_tree = self._closed(signature)
         f = self._parameters.with_statics(signature.statics)
         names = leaf_names(f, jax.tree.unflatten(signature.tree, [0] * len(signature.leaves)))
-        return program_of(jaxpr, out_tree, name_of(self._f), names)
+        return program_of(jaxpr, out_tree, name_of(self._f), names, layout=self._options.layout)
 
-    def _marks(self, signature: Signature, target: Target) -> list[Any]:
+    def _in_shardings(self, signature: Signature) -> list[Any]:
+        if self._options.in_shardings is None:
+            return []
+        return marks_of_specs("in_shardings", self._options.in_shardings, signature.arguments()[0])
+
+    def _marks(self, signature: Signature, target: Target, given: Sequence[Any]) -> list[Any]:
         marks: list[Any] = [None] * len(signature.leaves)
         if target.takes_arguments_as_marks:
             devices = frozenset(target.mesh.devices or ())
             marks = [mark_of_sharding(x.sharding, len(x.shape.shape), devices) for x in signature.leaves]
-        if self._options.in_shardings is not None:
-            given = marks_of_specs("in_shardings", self._options.in_shardings, signature.arguments()[0])
+        if given:
             marks[: len(given)] = [said or own for said, own in zip(given, marks, strict=False)]
         return marks
 
@@ -286,6 +299,8 @@ def jit(
     memory_limit: int | str | None = None,
     plan: Plan | Recorded | None = None,
     search: bool | float = False,
+    layout: Layout | None = None,
+    names: Any = None,
 ) -> Any:
     """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator, on functions and methods.
 
@@ -307,7 +322,8 @@ def jit(
         machine: what the devices are, such as ``"h100:1x8"``. Without it no product is computed twice to send less;
             with it splits are chosen by what both take there, and ``explain`` tells what is computed twice.
         strict: True refuses operations without a rule instead of gathering their operands. A number of bytes also
-            refuses a program in which each device sends more than that in one call, and names the lines that do.
+            refuses a program in which each device sends more than that in one call, and names the lines that do. Both
+            refuse a layout with rows for nothing.
         uneven: what becomes of results that are split in a dimension which does not divide: ``"gather"`` makes it
             whole, since JAX has no such arrays, or cuts a result that nobody marked along another one if that sends
             less; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it is.
@@ -321,6 +337,9 @@ def jit(
         search: whether to search for the plan, on ``machine`` and within ``memory_limit``, when a call of a new kind
             comes, instead of propagating marks; a number gives it so many seconds. Marks in the function and
             ``in_shardings`` are kept; arguments are moved to where the plan wants them.
+        layout: what names of dimensions (``gshard.name``, ``names``) mean; without one they mean nothing.
+        names: what the dimensions of arguments are called: a dictionary from paths or patterns of them
+            (``"params/**/w1": "embed hidden"``), or a pytree prefix of names for the positional arguments.
 
     Returns:
         a function with the same results; ``.lower(*args)`` gives the chain behind it, ``.trace``, ``.eval_shape``,
@@ -371,5 +390,7 @@ def jit(
         tuple((compiler_options or {}).items()),
         Recorded.of(plan) if isinstance(plan, Plan) else plan,
         search,
+        Layout.checked(layout),
+        names,
     )
     return Jitted(f, parameters, options)

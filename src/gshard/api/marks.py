@@ -1,8 +1,9 @@
-"""Marks: the three words a user adds to a program (GShard paper, section 3.2).
+"""Marks: the words a user adds to a program (GShard paper, section 3.2).
 
     x = gshard.split(x, 0, 8)                  # dimension 0 in 8 partitions
     w = gshard.replicate(w)                    # the same on every device
     y = gshard.shard(y, P("data", "model"))    # or a NamedSharding, or an array of device ids
+    z = gshard.name(z, "batch length embed")   # a mark whose meaning comes from jit(..., layout=...)
 
 Outside of gshard a mark is an identity: under plain ``jax.jit``, ``grad``, ``vmap``, ``scan`` and on
 one device a marked program computes what the unmarked one does. Inside ``gshard.jit`` it fixes the
@@ -26,8 +27,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.api.specs import as_array, describe, hidden_by_vmap, is_spec, mark_of_spec, spread
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
+from gshard.core.layout import Names
 from gshard.core.mark import Mark
-from gshard.rules.mark import bind_mark
+from gshard.rules.mark import bind_mark, bind_names
 
 
 def replicate(x: Any) -> Any:
@@ -129,6 +131,87 @@ def shard(x: Any, device_assignment: Any) -> Any:
         for (name, array), s in zip(leaves, each, strict=True)
     ]
     return _marked(x, leaves, marks)
+
+
+def name(x: Any, names: Any) -> Any:
+    """Names the dimensions of an array: a mark whose meaning comes from the layout.
+
+    ``gshard.jit(f, layout=Layout(batch="data", embed=None))`` splits what is called ``batch`` and keeps whole what is
+    called ``embed``; names that the layout does not mention are open, as all are without a layout. Outside of
+    gshard it is the identity; the cotangent of a named value has the same names; what ``vmap`` adds has none.
+
+    Args:
+        x: array, or pytree of arrays.
+        names: a word for each dimension: ``"batch length embed"``; ``_`` says nothing about one, and ``...`` nothing
+            about any number. Or a ``PartitionSpec`` of names, as ``flax.linen.get_partition_spec`` gives; or a
+            pytree prefix of these, in which None says nothing.
+
+    Returns:
+        the same values.
+
+    Raises:
+        ShardingError: there are more or fewer names than dimensions, a leaf is no array, or a pytree is no prefix.
+
+    >>> import jax.numpy as jnp
+    >>> name(jnp.zeros((2, 3, 4)), "batch ... embed").shape
+    (2, 3, 4)
+    """
+    leaves, tree = jax.tree.flatten(x)
+    named = []
+    for leaf, (path, said, _) in zip(leaves, spread("names", names, x, is_names), strict=True):
+        array = as_array(leaf, f"x{path}" if path else "", "name(x, ...)")
+        plain = array is None or said is None
+        named.append(leaf if plain else bind_names(array, names_of(said, array, f"x{path}" if path else "")))
+    return jax.tree.unflatten(tree, named)
+
+
+def is_names(x: Any) -> bool:
+    """Whether it says how the dimensions of one array are called."""
+    return x is None or isinstance(x, str | PartitionSpec)
+
+
+def names_of(said: Any, x: Any, leaf: str, at: str = "") -> Names:
+    """The names of one array.
+
+    Args:
+        said: words, or a ``PartitionSpec`` of names.
+        x: the array, for its rank.
+        leaf: what it is called in messages.
+        at: its path, if it is an argument.
+
+    Raises:
+        ShardingError: the names are not as many as dimensions, or are no words.
+    """
+    if not isinstance(said, str | PartitionSpec):
+        raise ShardingError(
+            f"{type(said).__name__} names no dimensions.",
+            user_line(),
+            f"{leaf}: {said!r}"[:200] if leaf else repr(said)[:200],
+            'Write a word for each dimension: "batch length embed".',
+        )
+    ndim = np.ndim(x)
+    if isinstance(said, str):
+        words: list[str | None] = [None if word == "_" else word for word in said.split()]
+    else:
+        words = list(said)
+        if len(words) < ndim:
+            words += [None] * (ndim - len(words))
+    shown = f"{leaf}: {describe(x)}, named {said!r}" if leaf else f"{describe(x)}, named {said!r}"
+    if wrong := [word for word in words if word is not None and not (isinstance(word, str) and ":" not in word)]:
+        way_out = "Names are words without ':'."
+        raise ShardingError(f"{wrong[0]!r} is no name of a dimension.", user_line(), shown, way_out)
+    if words.count("...") == 1:
+        i = words.index("...")
+        words = [*words[:i], *[None] * max(ndim - len(words) + 1, 0), *words[i + 1 :]]
+    if len(words) != ndim or "..." in words:
+        what = f"an array of {ndim} dimensions has {len(words)} names."
+        if "..." in words:
+            what = "'...' stands twice among the names of one array."
+        raise ShardingError(
+            what, user_line(), shown, "Name each dimension once; '_' says nothing about one, '...' about several."
+            + hidden_by_vmap([x]),
+        )  # fmt: skip
+    return Names(tuple(words), at)
 
 
 def _arrays(x: Any, call: str) -> list[tuple[str, Any]]:

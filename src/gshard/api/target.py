@@ -10,8 +10,10 @@ import jax
 
 from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine, kind_of_devices
+from gshard.analysis.named import refuse_unused
 from gshard.analysis.network import prices
 from gshard.analysis.overlap import Windowed
+from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
@@ -50,6 +52,7 @@ class Target:
         compiler_options: XLA's, as pairs.
         recorded: a plan that was found or saved before; None makes one.
         search: whether it is searched, or for how many seconds; else the marks are propagated.
+        layout: what names of dimensions mean.
     """
 
     mesh: Mesh
@@ -64,6 +67,7 @@ class Target:
     compiler_options: tuple[tuple[str, Any], ...] = ()
     recorded: Recorded | None = None
     search: bool | float = False
+    layout: Layout | None = None
 
     def in_best_order(self, program: Program) -> Target:
         """The same with the devices in the order that the program's marks ask for."""
@@ -80,6 +84,8 @@ class Target:
 
     def plan(self, program: Program, donated: Iterable[int] = ()) -> Plan:
         """The program's plan; ``donated`` are arguments whose memory results may take."""
+        if self.strict and self.reorders:  # a derivative, or one half of it, need not have all names
+            refuse_unused(program, self.mesh)
         if self.recorded is not None:
             return self.recorded.plan(program, self.mesh)
         if self.search is not False:
@@ -136,6 +142,7 @@ class Options:
         compiler_options: XLA's.
         recorded: a plan that was found or saved before.
         search: whether a plan is searched, or for how many seconds.
+        layout, names: what names of dimensions mean, and those of arguments.
     """
 
     mesh: Mesh | None
@@ -151,12 +158,14 @@ class Options:
     compiler_options: tuple[tuple[str, Any], ...]
     recorded: Recorded | None = None
     search: bool | float = False
+    layout: Layout | None = None
+    names: Any = None
 
     @property
     def key(self) -> Hashable:
         """The options as something that has a hash, as far as what they hold has one."""
-        shardings, tree = jax.tree.flatten((self.in_shardings, self.out_shardings), is_leaf=lambda x: x is None)
-        rest = dataclasses.replace(self, in_shardings=None, out_shardings=None)
+        shardings, tree = jax.tree.flatten((self.in_shardings, self.out_shardings, self.names), is_leaf=_is_none)
+        rest = dataclasses.replace(self, in_shardings=None, out_shardings=None, names=None)
         return rest, self.mesh and self.mesh.given, tuple(shardings), tree
 
     def target(self) -> Target:
@@ -165,8 +174,11 @@ class Options:
         Raises:
             MeshError: no mesh was given and none is set.
             MachineError: there is no such machine, or it has another number of devices.
+            ShardingError: the layout names an axis that the mesh does not have.
         """
         mesh = Mesh.of(self.mesh)
+        if self.layout is not None:
+            self.layout.check(mesh)
         machine = self.machine
         if machine is not None:
             machine = machine if isinstance(machine, Machine) else Machine.of(machine, mesh.size)
@@ -183,4 +195,9 @@ class Options:
             compiler_options=self.compiler_options,
             recorded=self.recorded,
             search=self.search,
+            layout=self.layout,
         )
+
+
+def _is_none(x: Any) -> bool:
+    return x is None

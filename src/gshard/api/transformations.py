@@ -66,13 +66,13 @@ def _on(x: Any, mesh: Any) -> Any:
 
 @weakly_cached
 def _planned(jaxpr: Any, target: Target) -> Plan:
-    return target.plan(_program(jaxpr))
+    return target.plan(_program(jaxpr, target))
 
 
-def _program(jaxpr: Any, marks: Sequence[Mark | None] | None = None) -> Program:
+def _program(jaxpr: Any, target: Target, marks: Sequence[Mark | None] | None = None) -> Program:
     names = [f"args[{i}]" for i in range(len(jaxpr.in_avals))]
     tree = jax.tree.structure([0] * len(jaxpr.out_avals))
-    return program_of(jaxpr, tree, "call", names, marks, as_typed=True)
+    return program_of(jaxpr, tree, "call", names, marks, as_typed=True, layout=target.layout)
 
 
 @weakly_cached
@@ -120,7 +120,7 @@ def _run(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
 def _lowered(jaxpr: Any, target: Target, shardings: tuple[Any, ...]) -> Lowered:
     devices = (target.mesh.devices or ()) if target.takes_arguments_as_marks else ()
     marks = [mark_of_sharding(s, len(a.shape), devices) for s, a in zip(shardings, jaxpr.in_avals, strict=True)]
-    program = _program(jaxpr, marks)
+    program = _program(jaxpr, target, marks)
     return Lowered(program, target, jax.tree.structure([0] * len(marks)), tuple(jaxpr.in_avals), frozenset())
 
 

@@ -37,12 +37,15 @@ class Mark:
         partitions: a number of parts, or the name(s) of mesh axes.
         ids: device ids in row-major order.
         ids_shape: number of parts along each dimension.
-        spec: for each dimension None, an axis name, a tuple of names, or ``PartitionSpec.UNCONSTRAINED``.
+        spec: for each dimension None, an axis name, a tuple of names, a number of parts (by a layout), or
+            ``PartitionSpec.UNCONSTRAINED``.
         axes: names and sizes of the mesh that ``spec`` speaks of, if it came with one.
         devices: the devices of that mesh in row-major order, if it has any.
         batch_dims: dimensions that vmap added, in the order they were added; they stay open.
         even: whether parts must be equal, as JAX has it of the result of a program.
         leaf: which leaf of a pytree was marked, for messages: ``x['l1']['w']``.
+        names: what the user calls the dimensions, where a layout made this mark.
+        said: what the user wrote, where that is not in the other words of the mark.
     """
 
     kind: str
@@ -56,6 +59,8 @@ class Mark:
     batch_dims: tuple[int, ...] = ()
     even: bool = False
     leaf: str = dataclasses.field(default="", compare=False, repr=False)
+    names: tuple[str | None, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    said: str = dataclasses.field(default="", compare=False, repr=False)
 
     def with_batch_dimension(self, dim: int) -> Mark:
         """The same mark on an array that has one more dimension, at ``dim``."""
@@ -69,6 +74,8 @@ class Mark:
         return dims
 
     def __str__(self) -> str:
+        if self.said:
+            return self.said
         match self.kind:
             case "replicate":
                 return "replicate(x)"
@@ -132,6 +139,8 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
                 dims, order = _assignment(mark, mesh)
             case _:
                 dims, order = _spec(mark, mesh, ndim)
+        if mark.names:
+            _check_names(mark, dims)
         _check_once(dims, mesh)
         placed = mark.place(dims, None)
         if mark.even:
@@ -210,17 +219,21 @@ def _axis(name: str, mesh: Mesh) -> Atoms:
     raise ShardingError(f"the mesh has no axis {name!r}.", way_out=known_names(name, mesh.atoms_of))
 
 
-def _named(mark: Mark, ndim: int) -> list[tuple[str, ...] | None]:
+def _named(mark: Mark, mesh: Mesh, ndim: int) -> list[tuple[str, ...] | None]:
     """For each dimension the axes it is cut over; None where that is open."""
-    entries = (*mark.spec, *(None,) * (ndim - len(mark.spec)))
-    return [
-        None if e is PartitionSpec.UNCONSTRAINED else () if e is None else (e,) if isinstance(e, str) else tuple(e)
-        for e in entries
-    ]
+
+    def axes(entry: Any) -> tuple[str, ...] | None:
+        if entry is PartitionSpec.UNCONSTRAINED:
+            return None
+        if isinstance(entry, int):
+            return atoms_of_partitions(entry, mesh)
+        return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+    return [axes(entry) for entry in (*mark.spec, *(None,) * (ndim - len(mark.spec)))]
 
 
 def _spec(mark: Mark, mesh: Mesh, ndim: int) -> tuple[list[Atoms | None], Order]:
-    named = _named(mark, ndim)
+    named = _named(mark, mesh, ndim)
     ours = mesh.order_of(mark.devices)
     known = all(mesh.atoms_of.get(n, (n,)) and mesh.count(_axis_or_none(n, mesh)) == s for n, s in mark.axes)
     if known and ours == mesh.order:
@@ -252,6 +265,27 @@ def _found(table: np.ndarray, mesh: Mesh) -> tuple[tuple[Atoms, ...], Order]:
     """A cut in the mesh's own order of devices if there is one, else in the order that the table needs."""
     cuts = cut(table, mesh)
     return (cuts, mesh.order) if cuts is not None else order_for(table, mesh)
+
+
+def _check_names(mark: Mark, dims: list[Atoms | None]) -> None:
+    """Refuses two dimensions that want one axis by their names, also where the axis has one device."""
+    seen: dict[str, int] = {}
+    for d, (entry, atoms) in enumerate(zip(mark.spec, dims, strict=True)):
+        axes = entry if isinstance(entry, tuple) else ()
+        for one in dict.fromkeys((*axes, *(atoms or ()))):
+            if (first := seen.setdefault(one, d)) == d:
+                continue
+            what = f"axis {one!r}" if one in axes else f"{entry} parts: the same devices"
+            if mark.names[first] == mark.names[d]:
+                said = f"dimensions {first} and {d} are both called {mark.names[d]!r} and want {what}."
+            else:
+                both = f"{mark.names[first]!r} (dimension {first}) and {mark.names[d]!r} (dimension {d})"
+                said = f"{both} both want {what}."
+            raise ShardingError(
+                said,
+                way_out="An axis splits one dimension of an array: give one row of the layout another axis or None, "
+                "or write '_' for one of the names here.",
+            )
 
 
 def _check_once(dims: list[Atoms | None], mesh: Mesh) -> None:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from gshard.core.jax_adapter import user_line
+from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
 from gshard.core.rule import Dims, Factor, Rule
 
@@ -167,6 +168,8 @@ class Program:
         names: for each input a name to show, such as ``params['wi']``.
         out_tree: the pytree of the results.
         weak: for each result whether its type is weak; none are if it is empty.
+        named: the values that have names of dimensions, in order.
+        layout: what these mean; None if nothing.
     """
 
     block: Block
@@ -176,6 +179,8 @@ class Program:
     out_tree: Any
     name: str = "f"
     weak: tuple[bool, ...] = ()
+    named: tuple[Named, ...] = ()
+    layout: Layout | None = None
 
     def state(self, inputs: Iterable[int]) -> list[tuple[int, Value]]:
         """Those of some inputs for which there is a result of the same shape and dtype, with that result.

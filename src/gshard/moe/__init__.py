@@ -34,6 +34,7 @@ from gshard.moe.param import Param as Param
 from gshard.moe.param import batch_axes as batch_axes
 from gshard.moe.param import factor_axes as factor_axes
 from gshard.moe.param import init_params as init_params
+from gshard.moe.param import names as names
 from gshard.moe.param import parameter_count as parameter_count
 from gshard.moe.param import shapes as shapes
 from gshard.moe.transformer import forward as forward

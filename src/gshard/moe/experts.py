@@ -3,6 +3,8 @@
 The layer is written for one device. With ``config.partitions`` D above 1 it carries the paper's marks:
 tokens split by group, router weights replicated, dispatched tokens and experts split by expert. The
 change of the split dimension from G to E is the layer's AllToAll; the way back follows by propagation.
+With one partition the same arrays have names, for which a layout says the same:
+``gshard.Layout(groups="x", experts="x", tokens=None, model=None, gates=None)``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.api.marks import replicate, split
+from gshard.api.marks import name, replicate, split
 from gshard.moe.blocks import blocks_expert_layer
 from gshard.moe.config import TransformerConfig
 from gshard.moe.dispatch import (
@@ -79,8 +81,8 @@ def expert_layer(
     G = B * L // S
     capacity = S if config.dispatch == "blocks" else config.capacity(S)
 
-    inputs_GSM = _split(config, inputs_BLM.reshape(G, S, M))
-    wg_ME = replicate(params["wg"]) if config.partitions > 1 else params["wg"]
+    inputs_GSM = _split(config, inputs_BLM.reshape(G, S, M), "groups tokens model")
+    wg_ME = replicate(params["wg"]) if config.partitions > 1 else name(params["wg"], "model gates")
     # The router is float32 throughout: a rounded logit changes the route, not just a value.
     logits_GSE = jnp.einsum("GSM,ME->GSE", inputs_GSM.astype(jnp.float32), wg_ME)
     gating = top2_gating(
@@ -100,8 +102,8 @@ def _run_experts(
     config: TransformerConfig, params: dict[str, jax.Array], inputs_GSM: jax.Array, gating: Any, capacity: int
 ) -> jax.Array:
     """Dispatch, the two products of the experts and combine: outputs_GSM in float32."""
-    wi_EMH = _split(config, params["wi"]).astype(inputs_GSM.dtype)
-    wo_EHM = _split(config, params["wo"]).astype(inputs_GSM.dtype)
+    wi_EMH = _split(config, params["wi"], "experts model hidden").astype(inputs_GSM.dtype)
+    wo_EHM = _split(config, params["wo"], "experts hidden model").astype(inputs_GSM.dtype)
     if config.dispatch == "blocks":
         return blocks_expert_layer(gating, inputs_GSM, wi_EMH, wo_EHM)
 
@@ -110,7 +112,8 @@ def _run_experts(
         dispatched_EGCM = dispatch_einsum(dispatch_GSEC, inputs_GSM)
     else:
         dispatched_EGCM = dispatch_gather(token_of_slot(gating, config.experts, capacity), inputs_GSM)
-    dispatched_EGCM = _split(config, dispatched_EGCM)
+    # G has no name here: the axes over which groups are split are those of the experts now.
+    dispatched_EGCM = _split(config, dispatched_EGCM, "experts _ capacity model")
     hidden_EGCH = jax.nn.relu(jnp.einsum("EGCM,EMH->EGCH", dispatched_EGCM, wi_EMH))
     outputs_EGCM = jnp.einsum("EGCH,EHM->EGCM", hidden_EGCH, wo_EHM)
     if config.dispatch == "einsum":
@@ -118,5 +121,6 @@ def _run_experts(
     return combine_gather(gating, outputs_EGCM)
 
 
-def _split(config: TransformerConfig, x: jax.Array) -> jax.Array:
-    return split(x, 0, config.partitions) if config.partitions > 1 else x
+def _split(config: TransformerConfig, x: jax.Array, names: str) -> jax.Array:
+    """Split by the dimension in front, as ``config`` says, or as a layout says of these names."""
+    return split(x, 0, config.partitions) if config.partitions > 1 else name(x, names)

@@ -136,6 +136,15 @@ def shapes(specs: Any) -> Any:
     return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), specs)
 
 
+def names(specs: Any) -> Any:
+    """The tree of names of dimensions of a tree of ``Param``, as ``names=`` of ``gshard.jit`` takes it.
+
+    >>> names({"w": Param((2, 3), ("model", "hidden"))})
+    {'w': 'model hidden'}
+    """
+    return jax.tree.map(lambda spec: " ".join(spec.dims), specs)
+
+
 def parameter_count(specs: Any) -> int:
     """Number of weights of a tree of ``Param``.
 

@@ -103,7 +103,8 @@ def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reaso
         program.block.inputs[captured:], program.argument_marks, program.names[captured:], strict=True
     ):
         if mark is not None:
-            yield value, resolve(mark, mesh, value.shape, f"argument {name}"), Reason("argument", "", name)
+            came = f"{name}, {mark.said}" if mark.said else name
+            yield value, resolve(mark, mesh, value.shape, f"argument {name}"), Reason("argument", "", came)
     for e in program.block.walk():
         if e.mark is not None:
             (value,) = e.outputs

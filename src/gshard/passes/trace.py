@@ -28,11 +28,12 @@ from gshard.core.jax_adapter import (
     user_line,
     without_dead_code,
 )
+from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
 from gshard.rules.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
-from gshard.rules.mark import mark_p
+from gshard.rules.mark import mark_p, name_p
 from gshard.rules.opened import opened
 from gshard.rules.pieces import join_slices
 from gshard.rules.region import REGIONS
@@ -84,6 +85,7 @@ def program_of(
     argument_marks: Sequence[Mark | None] | None = None,
     *,
     as_typed: bool = False,
+    layout: Layout | None = None,
 ) -> Program:
     """The program of a closed jaxpr.
 
@@ -95,19 +97,20 @@ def program_of(
         argument_marks: for each of them a mark or None.
         as_typed: whether results must be sharded as their types say, also where these name no axis: what JAX's
             transformations do with them depends on it.
+        layout: what names of dimensions mean; without one they mean nothing.
 
     Raises:
         ShardingError: parts (``auto_to_manual``) and whole arrays are mixed.
     """
     jaxpr, consts = closed(whole)
-    builder = _Builder()
+    builder = _Builder(layout=layout)
     block = builder.marked_by_type(builder.block(without_dead_code(jaxpr)), jaxpr.outvars, as_typed)
     check_zones(block)
     captured = tuple(consts)
     marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(names)
     every = (*(f"captured[{i}]" for i in range(len(captured))), *names)
     weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars)
-    return Program(block, captured, marks, every, out_tree, name, weak)
+    return Program(block, captured, marks, every, out_tree, name, weak, tuple(builder.named), layout)
 
 
 def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -204,6 +207,8 @@ class _Builder:
     counter: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     rules: dict[Any, Rule] = dataclasses.field(default_factory=dict)
     bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    layout: Layout | None = None
+    named: list[Named] = dataclasses.field(default_factory=list)
 
     def block(self, jaxpr: Any, consts: Sequence[Any] | None = None) -> Block:
         """A block of a jaxpr; its constants are inputs in front, or written in where ``consts`` are given."""
@@ -239,6 +244,9 @@ class _Builder:
             source = eqn.source_info if user_line(eqn.source_info) or line is None else line
             source = source if line is None else in_scopes_of(source, line)
             inputs = tuple(_read(env, v) for v in eqn.invars)
+            if eqn.primitive is name_p:
+                self._named(eqn, inputs[0], env, out, source)
+                continue
             with as_if_at(source):  # what stands for an equation has its line
                 body = expansion(name, params, [v.aval for v in eqn.invars]) or self._opened(eqn)
             if body is not None:
@@ -247,7 +255,10 @@ class _Builder:
                 inner, consts = body
                 env_inner: dict[Any, Any] = {v: Constant(c) for v, c in zip(inner.constvars, consts, strict=True)}
                 env_inner.update(zip(inner.invars, inputs, strict=True))
+                around = self.layout  # a partitioned function that has a layout of its own keeps it
+                self.layout = getattr(params.get("target"), "layout", None) or around
                 self._equations(inner, env_inner, out, source)
+                self.layout = around
                 env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
                 continue
             key = None if eqn.effects else common_key(eqn.primitive, params, inputs)
@@ -285,6 +296,25 @@ class _Builder:
             tuple(x.number if isinstance(x, Constant) else None for x in inputs),
         )
         return Equation(primitive, params, inputs, outputs, self._rule(call, source), source, mark=mark)
+
+    def _named(self, eqn: Any, x: Value | Constant, env: dict[Any, Any], out: _Body, source: Any) -> None:
+        """A name is a mark where the layout has a row for it, and nothing otherwise."""
+        names, line = eqn.params["mark"], user_line(source)
+        (variable,) = eqn.outvars
+        mark = None if self.layout is None else self.layout.mark(names, line)
+        if mark is not None:
+            params = {"mark": mark}
+            key = common_key(mark_p, params, (x,))
+            made = None if key is None else out.known.get(key)
+            if made is None:
+                made = self._equation(mark_p, params, (x,), (self._new({}, variable),), source)
+                out.equations.append(made)
+                if key is not None:
+                    out.known[key] = made
+            (x,) = made.outputs
+        env[variable] = x
+        if isinstance(x, Value):
+            self.named.append(Named(x, names, line, self.layout))
 
     def _opened(self, eqn: Any) -> tuple[Any, tuple[Any, ...]] | None:
         """What a primitive without a rule is made of; equal equations (those of equal layers) share it."""

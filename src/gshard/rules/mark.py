@@ -1,4 +1,4 @@
-"""The mark as a primitive: an identity that JAX's transformations carry along; the cotangent of a mark is a mark."""
+"""Marks and names as primitives: identities that JAX's transformations carry along, cotangents included."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from gshard.core.layout import Names
 from gshard.core.mark import Mark
 
 mark_p = Primitive("gshard_mark")
+name_p = Primitive("gshard_name")  # a mark whose meaning comes from a layout; see passes.trace
 
 
 def bind_mark(x: Any, mark: Mark) -> Any:
@@ -19,19 +21,30 @@ def bind_mark(x: Any, mark: Mark) -> Any:
     return mark_p.bind(jax.numpy.asarray(x), mark=mark)
 
 
-@mark_p.def_impl
-def _impl(x: Any, *, mark: Mark) -> Any:
-    return x
+def bind_names(x: Any, names: Names) -> Any:
+    """Gives the dimensions of one array names."""
+    return name_p.bind(jax.numpy.asarray(x), mark=names)
 
 
-mark_p.def_abstract_eval(lambda x, *, mark: x)
-mlir.register_lowering(mark_p, lambda ctx, x, *, mark: [x])
-ad.deflinear2(mark_p, lambda ct, x, *, mark: [mark_p.bind(ct, mark=mark)])
+def _carried_along(primitive: Primitive) -> None:
+    """Makes a primitive an identity with a parameter ``mark``: on one device, in derivatives and under vmap."""
+
+    def impl(x: Any, *, mark: Mark | Names) -> Any:
+        return x
+
+    def transposed(ct: Any, x: Any, *, mark: Mark | Names) -> list[Any]:
+        return [primitive.bind(ct, mark=mark)]
+
+    def batched(args: Sequence[Any], dims: Sequence[int], *, mark: Mark | Names) -> tuple[Any, int]:
+        """A dimension that vmap adds is left open: the mark speaks of the others only."""
+        return primitive.bind(args[0], mark=mark.with_batch_dimension(dims[0])), dims[0]
+
+    primitive.def_impl(impl)
+    primitive.def_abstract_eval(impl)
+    mlir.register_lowering(primitive, lambda ctx, x, *, mark: [x])
+    ad.deflinear2(primitive, transposed)
+    batching.primitive_batchers[primitive] = batched
 
 
-def _batch(args: Sequence[Any], dims: Sequence[int], *, mark: Mark) -> tuple[Any, int]:
-    """A dimension that vmap adds is left open: the mark speaks of the others only."""
-    return mark_p.bind(args[0], mark=mark.with_batch_dimension(dims[0])), dims[0]
-
-
-batching.primitive_batchers[mark_p] = _batch
+_carried_along(mark_p)
+_carried_along(name_p)

@@ -76,6 +76,8 @@ def report_data(explanation: Explanation, plan: Plan, spmd: SpmdProgram, found: 
         "time": _time(found),
         "gathered": list(explanation.gathered),
         "replicated": list(explanation.replicated),
+        "layout": list(explanation.layout),
+        "unused": list(explanation.unused),
         "lines": (lines := _line_costs(found, places)),
         "files": sorted(places.files(), key=lambda f: -_sent_in(f["name"], lines)),
         "groups": {",".join(a): _groups(mesh, a) for a in {c.atoms for c in spmd.collectives}},

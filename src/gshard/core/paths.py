@@ -1,0 +1,65 @@
+"""Paths: where a leaf of the arguments is, and patterns of such paths.
+
+``params['layers'][0]['w1']`` is at ``params/layers/0/w1``. In a pattern ``*`` stands for anything inside of a component
+and ``**`` for any number of components.
+
+    >>> matches("params/**/w*", "params/layers/0/w1"), matches("params/*", "params/layers/0/w1")
+    (True, False)
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+
+def path_of(argument: str, keys: Sequence[Any]) -> str:
+    """The path of a leaf.
+
+    Args:
+        argument: the name of the argument it belongs to.
+        keys: JAX's key path below that.
+
+    >>> import jax
+    >>> [(keys, _)], _ = jax.tree_util.tree_flatten_with_path({"layers": [1.0]})
+    >>> path_of("params", keys)
+    'params/layers/0'
+    """
+    return "/".join([argument, *map(component, keys)])
+
+
+def component(key: Any) -> str:
+    """One entry of a key path as a component."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+@functools.lru_cache(maxsize=4096)
+def matches(pattern: str, path: str) -> bool:
+    """Whether a pattern is one of this path."""
+    return _match(tuple(pattern.split("/")), tuple(path.split("/")))
+
+
+def is_below(pattern: str, path: str) -> bool:
+    """Whether a pattern is one of this path, or of something that it is inside of.
+
+    >>> is_below("params", "params/layers/0/w1"), is_below("params", "state/params")
+    (True, False)
+    """
+    return matches(f"{pattern}/**", path)
+
+
+def _match(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return _match(pattern[1:], path) or (bool(path) and _match(pattern, path[1:]))
+    return bool(path) and _fits(pattern[0], path[0]) and _match(pattern[1:], path[1:])
+
+
+def _fits(pattern: str, word: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), word, re.DOTALL) is not None
