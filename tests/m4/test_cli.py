@@ -290,6 +290,7 @@ def test_training_resumes_from_the_command_line(trained: Path, tmp_path: Path) -
     assert [record["step"] for record in records] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow  # tests/m4/test_resume.py has the same below the command line
 def test_sigterm_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupting(Toy):
         def batch(self, step: int) -> dict[str, np.ndarray]:

@@ -199,7 +199,7 @@ def test_partitioned_equals_one_device(devices: int, rng: np.random.Generator) -
     assert sum("experts" in row.name for row in split if row.is_argument) == 4, "both products of both stacks"
 
 
-@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize("beam", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_long_sources_have_room_for_long_translations(beam: int) -> None:
     """No fixed length cuts them, and short ones do not wait for it; what is asked for is kept to."""
     params = random_model(4)

@@ -94,6 +94,7 @@ def test_activations_may_be_bfloat16_and_the_router_is_not(rng: np.random.Genera
     np.testing.assert_allclose(half, full, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_what_eight_devices_saved_computes_the_same_on_fewer(tmp_path: Path, rng: np.random.Generator) -> None:
     on_8 = dataclasses.replace(SPARSE, partitions=8, group_size=16)
     given = batch(rng)

@@ -71,7 +71,10 @@ SMALL: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+_LONG = {"attended", "looked_up"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _LONG else n for n in SMALL])
 def test_no_plan_is_better(name: str) -> None:
     """All choices of a sharding for every bundle are planned, partitioned and priced."""
     f, arguments = SMALL[name]
