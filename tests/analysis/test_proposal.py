@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from analysis.models import f32, model
-from gshard.analysis.proposal import proposal, with_mark
+from gshard.analysis.proposal import proposal, with_marks
 from gshard.core.mark import Mark
 from gshard.passes.propagate import propagate
 
@@ -70,7 +70,7 @@ def test_nothing_is_proposed_without_a_plan():
 def test_a_value_that_is_marked_is_not_marked_again():
     found = gshard.explain(layers, *LAYERS, mesh=MESH)
     marked = next(e.outputs[0] for e in found.plan.program.block.walk() if e.mark is not None)
-    assert with_mark(found.plan.program, marked, Mark("replicate")) is None
+    assert with_marks(found.plan.program, {marked: Mark("replicate")}) is None
 
 
 def test_a_mark_inside_a_loop_changes_the_plan_there():
@@ -79,7 +79,7 @@ def test_a_mark_inside_a_loop_changes_the_plan_there():
 
     program = gshard.jit(f, mesh=MESH).lower(np.ones((3, 16, 16), np.float32), np.ones((8, 16), np.float32)).program
     (product,) = [e for e in program.block.walk() if e.name == "dot_general"]
-    marked = with_mark(program, product.outputs[0], Mark("replicate"))
+    marked = with_marks(program, {product.outputs[0]: Mark("replicate")})
     (again,) = [e for e in marked.block.walk() if e.mark is not None and e.inputs[0] is product.outputs[0]]
     plan = propagate(marked, MESH)
     assert plan.sharding(again.outputs[0]).dims == ((), ())

@@ -66,7 +66,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kills, devices", [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(20, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kills, devices", [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(20, 4, marks=pytest.mark.slow)]
+)
 def test_killed_at_random_moments(kills: int, devices: int, whole: Path, rng: np.random.Generator) -> None:
     """Also while a checkpoint is written: every second step begins one."""
     folder = whole.with_name(f"killed-{kills}")

@@ -8,7 +8,9 @@ it is, the new plan tells: the bytes of the whole program are compared, and what
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from jax.sharding import PartitionSpec
 
 from gshard.core.errors import GShardError
 from gshard.core.mark import Mark, mark_of_cut
@@ -86,7 +88,7 @@ def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan) -> Iter
 
 def _sent_with(plan: Plan, value: Value, sharding: Sharding) -> int | None:
     """Bytes that each device sends where the value is marked; None if it cannot be marked so."""
-    program = with_mark(plan.program, value, mark_of_cut(sharding.dims, plan.mesh))
+    program = with_marks(plan.program, {value: mark_of_cut(sharding.dims, plan.mesh)})
     if program is None:
         return None
     try:
@@ -95,57 +97,61 @@ def _sent_with(plan: Plan, value: Value, sharding: Sharding) -> int | None:
         return None
 
 
-def with_mark(program: Program, value: Value, mark: Mark) -> Program | None:
-    """The program with one more mark; None where the value is marked already, or an input of a body."""
+def with_marks(program: Program, marks: Mapping[Value, Mark]) -> Program | None:
+    """The program with these values marked too; None where one is marked already, or is an input of a body."""
     inputs, captured = program.block.inputs, len(program.captured)
-    if value in inputs:
-        at = inputs.index(value) - captured
-        if at < 0 or program.argument_marks[at] is not None:
-            return None
-        marks = tuple(mark if i == at else m for i, m in enumerate(program.argument_marks))
-        return dataclasses.replace(program, argument_marks=marks)
-    block = _marked(program.block, value, mark)
-    return None if block is None else dataclasses.replace(program, block=block)
-
-
-def _marked(block: Block, value: Value, mark: Mark) -> Block | None:
-    for i, e in enumerate(block.equations):
-        if value in e.outputs:
-            if e.mark is not None:
+    arguments = list(program.argument_marks)
+    wanted = dict(marks)
+    for i, v in enumerate(inputs):
+        if v in wanted:
+            if i < captured or arguments[i - captured] is not None:
                 return None
-            marked = Value(value.shape, value.dtype, value.index)
-            call = Call(mark_p.name, {"mark": mark}, (value.shape,), (value.shape,), (value.dtype,), mark_p)
-            own = Equation(mark_p, {"mark": mark}, (value,), (marked,), rule_of(call, None), e.source_info, mark=mark)
-            later = tuple(_reading(x, value, marked) for x in block.equations[i + 1 :])
-            outputs = tuple(marked if v is value else v for v in block.outputs)
-            return Block(block.inputs, (*block.equations[: i + 1], own, *later), outputs)
-        for j, body in enumerate(e.blocks):
-            inner = _marked(body, value, mark)
-            if inner is not None:
-                blocks = (*e.blocks[:j], inner, *e.blocks[j + 1 :])
-                changed = with_edges(dataclasses.replace(e, blocks=blocks))
-                return Block(block.inputs, (*block.equations[:i], changed, *block.equations[i + 1 :]), block.outputs)
-    return None
+            arguments[i - captured] = wanted.pop(v)
+    block = _marked(program.block, wanted) if wanted else program.block
+    return None if wanted else dataclasses.replace(program, block=block, argument_marks=tuple(arguments))
 
 
-def _reading(e: Equation, old: Value, new: Value) -> Equation:
-    if not any(x is old for x in e.inputs):
-        return e
-    changed = dataclasses.replace(e, inputs=tuple(new if x is old else x for x in e.inputs))
-    return with_edges(changed) if e.blocks else changed
+def _marked(block: Block, wanted: dict[Value, Mark]) -> Block:
+    """The block with these of its values marked, which are taken from what is wanted."""
+    now: dict[Value, Value] = {}
+    equations = []
+    for e in block.equations:
+        bodies = tuple(_marked(body, wanted) for body in e.blocks)
+        reads = tuple(now.get(x, x) if isinstance(x, Value) else x for x in e.inputs)
+        if any(a is not b for a, b in zip((*bodies, *reads), (*e.blocks, *e.inputs), strict=True)):
+            e = dataclasses.replace(e, blocks=bodies, inputs=reads)
+            e = with_edges(e) if e.blocks else e
+        equations.append(e)
+        for value in e.outputs if e.mark is None else ():
+            if value in wanted:
+                mark = wanted.pop(value)
+                marked = now[value] = Value(value.shape, value.dtype, value.index)
+                call = Call(mark_p.name, {"mark": mark}, (value.shape,), (value.shape,), (value.dtype,), mark_p)
+                rule = rule_of(call, None)
+                equations.append(Equation(mark_p, {"mark": mark}, (value,), (marked,), rule, e.source_info, mark=mark))
+    if len(equations) == len(block.equations) and all(a is b for a, b in zip(equations, block.equations, strict=True)):
+        return block
+    outputs = tuple(now.get(v, v) if isinstance(v, Value) else v for v in block.outputs)
+    return Block(block.inputs, tuple(equations), outputs)
 
 
 def text_of_mark(sharding: Sharding, mesh: Mesh) -> str | None:
     """The mark as users write it; None where it is about a part of an axis that has no name."""
-    if not sharding.atoms:
-        return "gshard.replicate(x)"
+    spec = spec_of_cut(sharding, mesh)
+    if spec is None:
+        return None
+    return f"gshard.shard(x, P({', '.join(map(repr, spec))}))" if sharding.atoms else "gshard.replicate(x)"
+
+
+def spec_of_cut(sharding: Sharding, mesh: Mesh) -> PartitionSpec | None:
+    """How the dimensions are cut as a ``PartitionSpec``; None where it takes a part of an axis that has no name."""
     entries = []
     for atoms in sharding.dims:
         names = mesh.format_atoms(atoms).split(",") if atoms else []
         if any(name not in mesh.atoms_of for name in names):
             return None
-        entries.append("None" if not names else repr(names[0]) if len(names) == 1 else repr(tuple(names)))
-    return f"gshard.shard(x, P({', '.join(entries)}))"
+        entries.append(None if not names else names[0] if len(names) == 1 else tuple(names))
+    return PartitionSpec(*entries)
 
 
 def _place(value: Value, program: Program) -> str:

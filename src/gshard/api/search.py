@@ -106,7 +106,8 @@ def search(
             on_better=on_better,
         )
         tried.append(best)
-    return Found(min(tried, key=lambda b: b.chosen.rank(b.limit)), tuple(tried), tuple(sorted(lowered.donated)))
+    best = min(tried, key=lambda b: b.chosen.rank(b.limit))
+    return Found(best, tuple(tried), tuple(sorted(lowered.donated)), lowered.in_tree)
 
 
 def _meshes(mesh: Any) -> Iterable[Mesh]:

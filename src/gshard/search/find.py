@@ -197,7 +197,7 @@ def finish(
         known: presets for another mesh of these devices, to be shown beside; None prices them for this one.
     """
     graph, mesh, limit, donated = begun.graph, begun.graph.mesh, begun.limit, list(donated)
-    pricing = _Pricing(machine, donated, limit, on_better, list(known or ()))
+    pricing = Pricing(machine, donated, limit, on_better, list(known or ()))
     if known is None:
         for name, plan in presets(graph.program, mesh, [len(graph.program.captured) + i for i in donated]):
             pricing.add(name, plan)
@@ -220,7 +220,7 @@ def finish(
     return Best(begun.mesh, chosen, searched, others, graph, solutions[searched], bound, limit, spent)
 
 
-def _searched(begun: Begun, pricing: _Pricing, budget_seconds: float | None) -> Iterator[tuple[PricedPlan, Solution]]:
+def _searched(begun: Begun, pricing: Pricing, budget_seconds: float | None) -> Iterator[tuple[PricedPlan, Solution]]:
     """Solutions and their plans: without a limit of memory, with it, and with less, until one fits as it is."""
     graph, limit = begun.graph, begun.limit
     mesh, program = graph.mesh, graph.program
@@ -254,13 +254,13 @@ def _searched(begun: Begun, pricing: _Pricing, budget_seconds: float | None) -> 
 
 
 @dataclasses.dataclass(eq=False)
-class _Pricing:
+class Pricing:
     """Plans as they would run, with what they cost."""
 
     machine: Machine
     donated: list[int]
     limit: float
-    on_better: Callable[[PricedPlan], None] | None
+    on_better: Callable[[PricedPlan], None] | None = None
     known: list[PricedPlan] = dataclasses.field(default_factory=list)
 
     def add(self, name: str, plan: Plan) -> PricedPlan:

@@ -6,20 +6,22 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
-from gshard.analysis.cost import Cost, cost
+from gshard.analysis.cost import Cost
 from gshard.analysis.device_program import size
 from gshard.analysis.explain import Explanation, explain_program
-from gshard.analysis.machine import Machine
+from gshard.analysis.proposal import spec_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.passes.partition import partition
 from gshard.passes.recorded import Recorded
-from gshard.search.find import Best
+from gshard.search.find import Best, Pricing
 from gshard.search.marks import Marks, marks_of, without_numbers
 
 _SHOWN = 24  # rows of arguments
@@ -49,11 +51,13 @@ class Found:
         best: the search on the mesh that was chosen.
         tried: the searches on all meshes that were tried, where a number of devices was given.
         donated: the arguments whose memory results may take.
+        in_tree: the structure of the arguments, positional and named.
     """
 
     best: Best
     tried: tuple[Best, ...] = ()
     donated: tuple[int, ...] = ()
+    in_tree: Any = None
 
     @property
     def plan(self) -> Plan:
@@ -71,6 +75,14 @@ class Found:
         return self.best.chosen.cost
 
     @property
+    def in_shardings(self) -> Any:
+        """How the plan cuts the positional arguments, as ``in_shardings`` of ``gshard.jit`` takes it."""
+        program = self.plan.program
+        arguments = program.block.inputs[len(program.captured) :]
+        specs = [spec_of_cut(self.plan.shardings[v], self.plan.mesh) for v in arguments]
+        return jax.tree.unflatten(self.in_tree, specs)[0]
+
+    @property
     def bound(self) -> float:
         """Seconds that no plan on this mesh goes below, in the model that was searched."""
         return self.best.bound
@@ -83,8 +95,8 @@ class Found:
     @functools.cached_property
     def marks(self) -> Marks:
         """The plan said in few marks, each of them tried: how much of its speed they alone give. Takes a while."""
-        price = functools.partial(_seconds, machine=self.cost.machine, donated=self.donated)
-        return marks_of(self.plan, self.cost.seconds, price)
+        pricing = Pricing(self.cost.machine, list(self.donated), self.best.limit)
+        return marks_of(self.best.chosen, self.best.limit, lambda plan: pricing.add("marks", plan))
 
     def why(self, what: str) -> list[str]:
         """What else was possible for values, and what it would cost: those of a source line, or arguments by name.
@@ -172,7 +184,3 @@ class Found:
                 rows[key] = rows.get(key, 0) + 1
         shown = [f"  {text:<44} {name}{f'  x{n}' if n > 1 else ''}" for (name, text), n in rows.items()]
         return shown[:_SHOWN] + ([f"  and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else [])
-
-
-def _seconds(plan: Plan, machine: Machine, donated: tuple[int, ...]) -> float:
-    return cost(partition(plan), machine, donated).seconds

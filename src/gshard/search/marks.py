@@ -11,19 +11,19 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from gshard.analysis.proposal import text_of_mark, with_mark
+from gshard.analysis.proposal import text_of_mark, with_marks
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import is_transposed
 from gshard.core.mark import mark_of_cut
-from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Program, Value
+from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.passes.propagate import propagate
+from gshard.search.find import PricedPlan
 
-_TRIED = 6  # candidates of each round
+_LARGEST, _FIRST = 3, 2  # candidates of each round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,125 +53,140 @@ class Marks:
 
     Attributes:
         marks: in the order in which they were found.
-        seconds: of a call, with all of them.
-        without: with none of them.
-        goal: of the plan.
+        priced: the plan that follows from all of them.
+        bare: that without any of them.
+        goal: the plan that they are to say.
+        limit: bytes that a device may hold.
     """
 
     marks: tuple[FoundMark, ...]
-    seconds: float
-    without: float
-    goal: float
+    priced: PricedPlan
+    bare: PricedPlan
+    goal: PricedPlan
+    limit: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a call, with all of them."""
+        return self.priced.cost.seconds
+
+    @property
+    def without(self) -> float:
+        """Seconds of a call with none of them."""
+        return self.bare.cost.seconds
 
     def __str__(self) -> str:
-        over = 100 * (self.seconds / self.goal - 1)
+        over = 100 * (self.seconds / self.goal.cost.seconds - 1)
         near = "as the plan" if abs(over) < 0.05 else f"{abs(over):.2g} % {'above' if over > 0 else 'below'} the plan"
         rows = [f"  {i}  {mark}" for i, mark in enumerate(self.marks, 1)]
-        end = f"{self.seconds * 1e3:.4g} ms with them, {near} ({self.goal * 1e3:.4g} ms)"
-        return "\n".join([f"{self.without * 1e3:.4g} ms without further marks", *rows, end])
+        end = f"{self._text(self.priced)} with them, {near} ({self._text(self.goal)})"
+        return "\n".join([f"{self._text(self.bare)} without further marks", *rows, end])
+
+    def _text(self, plan: PricedPlan) -> str:
+        size = f", {format_bytes(plan.cost.peak)}: does not fit" if plan.cost.peak > self.limit else ""
+        return f"{plan.cost.seconds * 1e3:.4g} ms{size}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Candidate:
-    """Values that are to be marked together, and the sharding that the plan gives them."""
+    """Values that are to be marked together, and the shardings that the plan gives them."""
 
     at: str
-    values: tuple[Value, ...]
-    sharding: Sharding
     text: str
+    shardings: Mapping[Value, Sharding]
 
     @property
     def bytes(self) -> int:
-        return sum(v.bytes for v in self.values)
-
-    def marked(self, program: Program, mesh: Mesh) -> Program | None:
-        mark = mark_of_cut(self.sharding.dims, mesh)
-        for v in self.values:
-            changed = with_mark(program, v, mark)
-            if changed is None:
-                return None
-            program = changed
-        return program
+        return sum(v.bytes for v in self.shardings)
 
 
 def marks_of(
-    plan: Plan,
-    goal: float,
-    price: Callable[[Plan], float],
+    goal: PricedPlan,
+    limit: float,
+    price: Callable[[Plan], PricedPlan],
     *,
     tolerance: float = 0.01,
     most: int = 12,
-    budget_seconds: float = 60.0,
+    budget_seconds: float = 180.0,
 ) -> Marks:
     """Says a plan in marks.
 
     Args:
-        plan: the plan; its program has the marks that the user wrote.
-        goal: seconds that it takes.
-        price: tells the seconds of another plan of the program.
+        goal: the plan; its program has the marks that the user wrote.
+        limit: bytes that a device may hold; marks with which a call takes more are as good as none.
+        price: prices another plan of the program.
         tolerance: how far above the goal is near enough.
         most: how many marks at most.
         budget_seconds: when to stop looking for more.
     """
-    program, mesh = plan.program, plan.mesh
+    program, mesh = goal.plan.program, goal.plan.mesh
     end = time.monotonic() + budget_seconds
+    near = goal.cost.seconds * (1 + tolerance)
     chosen: list[_Candidate] = []
 
-    def tried(candidates: Sequence[_Candidate]) -> tuple[Plan, float] | None:
-        marked: Program | None = program
-        for candidate in candidates:
-            marked = None if marked is None else candidate.marked(marked, mesh)
-        if marked is None:
-            return None
+    def tried(candidates: Sequence[_Candidate]) -> PricedPlan | None:
+        marks = {v: mark_of_cut(s.dims, mesh) for c in candidates for v, s in c.shardings.items()}
+        marked = with_marks(program, marks)
         try:
-            made = propagate(marked, mesh)
-            return made, price(made)
+            return None if marked is None else price(propagate(marked, mesh))
         except GShardError:
             return None
 
-    here = tried([])
-    assert here is not None
-    now, seconds = here
-    without, saved = seconds, []
-    while seconds > goal * (1 + tolerance) and len(chosen) < most and time.monotonic() < end:
+    def is_near(found: PricedPlan) -> bool:
+        return found.cost.seconds <= near and (found.cost.peak <= limit or goal.cost.peak > limit)
+
+    without = tried([])
+    assert without is not None
+    now, saved = without, []
+    while not is_near(now) and len(chosen) < most and time.monotonic() < end:
         results = [
-            (found[1], candidate, found[0])
-            for candidate in _candidates(plan, now, chosen)
+            (found, candidate)
+            for candidate in _candidates(goal.plan, now.plan, chosen)
             if time.monotonic() < end and (found := tried([*chosen, candidate])) is not None
         ]
         if not results:
             break
-        after, candidate, planned = min(results, key=lambda result: result[0])
-        if after > seconds * 0.9999 and len(results) < 2:
+        after, candidate = min(results, key=lambda result: result[0].rank(limit))
+        enough = [result for result in results if is_near(result[0])]
+        if enough:
+            after, candidate = min(enough, key=lambda result: len(result[1].shardings))
+        elif not chosen:  # one is not enough: all arguments at once, and then the rest
+            after, candidate = results[0]
+        if after.rank(limit) >= now.rank(limit) and len(results) < 2:
             break
         chosen.append(candidate)
-        saved.append(seconds - after)
-        now, seconds = planned, after
+        saved.append(now.cost.seconds - after.cost.seconds)
+        now = after
     for candidate in list(chosen):
         rest = [c for c in chosen if c is not candidate]
         found = tried(rest) if len(chosen) > 1 and time.monotonic() < end else None
-        if found is not None and found[1] <= max(seconds, goal * (1 + tolerance)):
+        if found is not None and (is_near(found) or found.rank(limit) <= now.rank(limit)):
             del saved[chosen.index(candidate)]
-            chosen, seconds = rest, found[1]
-    marks = [FoundMark(c.at, c.text, s, len(c.values)) for c, s in zip(chosen, saved, strict=True)]
-    return Marks(tuple(marks), seconds, without, goal)
+            chosen, now = rest, found
+    marks = [FoundMark(c.at, c.text, s, len(c.shardings)) for c, s in zip(chosen, saved, strict=True)]
+    return Marks(tuple(marks), now, without, goal, limit)
 
 
-def _candidates(plan: Plan, now: Plan, chosen: Sequence[_Candidate]) -> Iterator[_Candidate]:
-    """What is sharded otherwise than in the plan: the largest, and the first."""
-    done = {v for c in chosen for v in c.values}
-    groups: dict[tuple[str, Sharding], list[Value]] = {}
+def _candidates(plan: Plan, now: Plan, chosen: Sequence[_Candidate]) -> list[_Candidate]:
+    """What is sharded otherwise than in the plan: all arguments; of values called alike the largest and the first."""
+    done = {v for c in chosen for v in c.shardings}
+    first = len(plan.program.captured)
+    arguments: dict[Value, Sharding] = {}
+    groups: dict[tuple[str, Sharding], dict[Value, Sharding]] = {}
     for v, name in _named(plan.program).items():
         target = Sharding(plan.shardings[v].dims)
-        if v not in done and v.shape and Sharding(now.shardings[v].dims) != target:
-            groups.setdefault((name, target), []).append(v)
-    found = [
-        _Candidate(name, tuple(values), sharding, text)
-        for (name, sharding), values in groups.items()
-        if (text := text_of_mark(sharding, plan.mesh)) is not None
+        nameable = text_of_mark(target, plan.mesh) is not None
+        if v not in done and nameable and v.shape and Sharding(now.shardings[v].dims) != target:
+            groups.setdefault((name, target), {})[v] = target
+            if v in plan.program.block.inputs[first:]:
+                arguments[v] = target
+    alike = [
+        _Candidate(name, text_of_mark(target, plan.mesh) or "", values) for (name, target), values in groups.items()
     ]
-    largest = sorted(found, key=lambda c: -c.bytes)[: _TRIED - 2]
-    return iter(dict.fromkeys([*largest, *found[:2]]))
+    largest = sorted(alike, key=lambda c: -c.bytes)[:_LARGEST]
+    together = [_Candidate("arguments", "in_shardings=found.in_shardings", arguments)]
+    together = together if len(arguments) > 1 and not chosen else []
+    return [*together, *dict.fromkeys([*largest, *alike[:_FIRST]])]
 
 
 def _named(program: Program) -> Mapping[Value, str]:

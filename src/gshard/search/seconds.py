@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import seconds
 from gshard.comm.reshard import plan_reshard, single_steps
-from gshard.comm.steps import ONE_OWNER, PERMUTE, SILENT, Step, bytes_sent
+from gshard.comm.steps import ALL_GATHER, ONE_OWNER, PERMUTE, SILENT, Step, bytes_sent
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Equation, short_dtype
 from gshard.core.rule import Rule
@@ -20,6 +20,9 @@ from gshard.core.split import Split
 
 # A collective may make two kernels of one. Of equal ways this takes the one with fewer.
 _SPLITS = 0.1
+# What is gathered or cut along a dimension that is not the first may have to be copied into place, which compilers
+# spare now and then. Of equal ways this takes the one that need not.
+_COPIES = 0.1
 
 
 class Seconds:
@@ -119,7 +122,13 @@ class Seconds:
     def _step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         if step.kind in SILENT:
             return self.machine.launch
-        return self._sent(step, shape, itemsize, mesh) + _SPLITS * self.machine.launch
+        taken = self._sent(step, shape, itemsize, mesh) + _SPLITS * self.machine.launch
+        if max(step.dim, step.to) > 0:
+            whole, parts = (step.after, step.before) if step.kind == ALL_GATHER else (step.before, step.after)
+            if any(n > 1 for n in parts.local_shape(mesh, shape)[: max(step.dim, step.to)]):
+                size = math.prod(whole.local_shape(mesh, shape)) * itemsize
+                taken += _COPIES * 2 * size / self.machine.memory_bandwidth
+        return taken
 
     def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         local = math.prod(step.before.local_shape(mesh, shape)) * itemsize
