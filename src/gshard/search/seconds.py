@@ -22,7 +22,7 @@ from gshard.core.split import Split
 _SPLITS = 0.1
 # What is gathered or cut along a dimension that is not the first may have to be copied into place, which compilers
 # spare now and then. Of equal ways this takes the one that need not.
-_COPIES = 0.1
+_COPIES = 0.02
 
 
 class Seconds:
@@ -123,9 +123,9 @@ class Seconds:
         if step.kind in SILENT:
             return self.machine.launch
         taken = self._sent(step, shape, itemsize, mesh) + _SPLITS * self.machine.launch
-        if max(step.dim, step.to) > 0:
+        if step.dim > 0 and step.to < 0:
             whole, parts = (step.after, step.before) if step.kind == ALL_GATHER else (step.before, step.after)
-            if any(n > 1 for n in parts.local_shape(mesh, shape)[: max(step.dim, step.to)]):
+            if any(n > 1 for n in parts.local_shape(mesh, shape)[: step.dim]):
                 size = math.prod(whole.local_shape(mesh, shape)) * itemsize
                 taken += _COPIES * 2 * size / self.machine.memory_bandwidth
         return taken
