@@ -268,7 +268,8 @@ class Pricing:
         spmd = partition(plan)
         costs = cost(spmd, self.machine, self.donated)
         kept, recomputed = costs.peak, False
-        if kept > self.limit:
+        always = costs.memory.arguments + costs.memory.results - costs.memory.shared
+        if kept > self.limit >= always:
             with contextlib.suppress(MemoryLimitError):
                 again = rematerialise(spmd, int(self.limit), self.machine, self.donated)
                 costs, recomputed = cost(again, self.machine, self.donated), again is not spmd

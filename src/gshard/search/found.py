@@ -25,6 +25,7 @@ from gshard.search.find import Best, Pricing
 from gshard.search.marks import Marks, marks_of, without_numbers
 
 _SHOWN = 24  # rows of arguments
+_PRESETS = 5  # that are shown beside, the best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,13 +155,14 @@ class Found:
             lines.append(f"in the model that was searched ({best.predicted * 1e3:.4g} ms) {near}; {best.seconds:.1f} s")
         else:
             lines.append(f"this is the plan of '{best.chosen.name}': search found none better in {best.seconds:.1f} s")
-        if best.others:
-            lines.append(" | ".join(f"{o.name} {o.cost.seconds * 1e3:.4g}{self._note(o.cost)}" for o in best.others))
+        shown = sorted(best.others, key=lambda o: o.rank(best.limit))[:_PRESETS]
+        lines += ["presets"] if shown else []
+        lines += [f"  {o.name} {o.cost.seconds * 1e3:.4g}{self._note(o.cost)}" for o in shown]
         for other in self.tried:
             if other is not best:
                 axes = ", ".join(f"{name}={size}" for name, size in other.mesh.axes)
                 lines.append(f"mesh ({axes}): {other.chosen.cost.seconds * 1e3:.4g}{self._note(other.chosen.cost)}")
-        return "\n".join([*lines, *self._arguments()])
+        return "\n".join([*lines, "arguments", *self._arguments()])
 
     def _held(self) -> list[str]:
         """What takes most memory at the peak."""

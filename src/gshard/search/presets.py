@@ -1,19 +1,27 @@
 """Presets: the plans that people write by hand, made by marks on the arguments and ``propagate``.
 
-They are priced beside what search finds, which is never worse than one of them.
+Data parallelism, a state that is split (ZeRO, FSDP), and one dimension over all devices or, beside the batch, over the
+last axis: the hidden one is Megatron's plan, that of experts GShard's, the length is sequence parallelism, the height
+of images spatial partitioning (``analysis.dimensions`` finds which dimensions are the same). They are priced beside
+what search finds, which is never worse than one of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from jax.sharding import PartitionSpec
+
+from gshard.analysis.dimensions import Dimensions, dimensions_of
 from gshard.core.errors import GShardError
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value
 from gshard.passes.propagate import propagate
+
+_OUTSIDE, _INSIDE = 3, 2  # the largest dimensions of arguments, and of all values, for which there are presets
 
 
 def presets(program: Program, mesh: Mesh, donated: Collection[int] = ()) -> Iterator[tuple[str, Plan]]:
@@ -30,18 +38,61 @@ def presets(program: Program, mesh: Mesh, donated: Collection[int] = ()) -> Iter
     by_batch = {i: _along(program.block.inputs[i], 0, mesh.atoms, mesh) for i in data}
     whole = {i: _along(program.block.inputs[i], None, (), mesh) for i in state}
     cut = {i: _along(v, _largest(v, mesh), mesh.atoms, mesh) for i in state for v in (program.block.inputs[i],)}
-    for name, marks in (
+    known: list[dict[int, Mark]] = []
+    for name, wanted in (
         ("data parallel", {**whole, **by_batch}),
         ("data parallel, state split (ZeRO, FSDP)", {**cut, **by_batch}),
         ("state split", cut),
+        *_by_dimension(program, mesh, data),
     ):
-        marked = _marked(program, {i: mark for i, mark in marks.items() if mark is not None})
+        marks = {i: mark for i, mark in wanted.items() if mark is not None}
+        marked = None if marks in known else _marked(program, marks)
+        known.append(marks)
         if marked is None:
             continue
         try:
             yield name, propagate(marked, mesh)
         except GShardError:  # a mark that does not fit one of the user's
             continue
+
+
+def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator[tuple[str, dict[int, Mark | None]]]:
+    """One of the largest dimensions over all devices; and over the last axis, with the batch over the others."""
+    axes = [atoms for atoms in mesh.atoms_of.values() if atoms]
+    found = dimensions_of(program)
+    inputs = program.block.inputs
+    everywhere, outside = (_bytes(found, values) for values in (found.labels, inputs))
+    first = sorted(found.classes, key=lambda c: -outside.get(c.label, 0))[:_OUTSIDE]
+    first += sorted(found.classes, key=lambda c: -everywhere.get(c.label, 0))[:_INSIDE]
+    for c in dict.fromkeys(first):
+        if not c.arguments or c.product:
+            continue
+        at = {i: found.labels[v].index(c.label) for i, v in enumerate(inputs) if c.label in found.labels[v]}
+        called = c.names[0] if c.names else f"the {c.size} of {c.arguments[0][0]}"
+        yield f"{called} over all devices", {i: _cut(inputs[i], d, mesh.atoms, mesh) for i, d in at.items()}
+        if len(axes) > 1:
+            rest = tuple(a for atoms in axes[:-1] for a in atoms)
+            batch = {i: _cut(inputs[i], 0, rest, mesh) for i in data if i not in at}
+            own = {i: _cut(inputs[i], d, axes[-1], mesh) for i, d in at.items()}
+            yield f"{called} over {[*mesh.atoms_of][-1]}, batch over the rest", {**batch, **own}
+
+
+def _bytes(found: Dimensions, values: Iterable[Value]) -> dict[str, int]:
+    """The bytes of the values that have a dimension of each class."""
+    held: dict[str, int] = {}
+    for v in values:
+        for label in set(found.labels[v]):
+            held[label] = held.get(label, 0) + v.bytes
+    return held
+
+
+def _cut(v: Value, dim: int, atoms: Atoms, mesh: Mesh) -> Mark | None:
+    """The mark that cuts a dimension over these atoms, and says nothing of the others; None where parts are unequal."""
+    if v.shape[dim] % mesh.count(atoms):
+        return None
+    mark = mark_of_cut([atoms if d == dim else () for d in range(len(v.shape))], mesh)
+    spec = [atoms if d == dim else PartitionSpec.UNCONSTRAINED for d in range(len(v.shape))]
+    return dataclasses.replace(mark, spec=tuple(spec))
 
 
 def _largest(v: Value, mesh: Mesh) -> int | None:

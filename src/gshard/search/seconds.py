@@ -22,7 +22,7 @@ from gshard.core.split import Split
 _SPLITS = 0.1
 # What is gathered or cut along a dimension that is not the first may have to be copied into place, which compilers
 # spare now and then. Of equal ways this takes the one that need not.
-_COPIES = 0.02
+_COPIES = 0.1
 
 
 class Seconds:
