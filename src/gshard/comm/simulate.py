@@ -147,7 +147,8 @@ def _run(step: PlacedRun, operands: list[PerDevice], devices: int) -> list[PerDe
         local = [operand[device] for operand in operands]
         key = device if step.repeat else tuple(map(id, local))
         if key not in done:
-            done[key] = function(*local)
+            # On the host, since JAX gives arrays the type of a mesh, and the next program has another one.
+            done[key] = [_on_host(result) for result in function(*local)]
         per_device.append(done[key])
     return [list(result) for result in zip(*per_device, strict=True)]
 
