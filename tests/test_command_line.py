@@ -126,6 +126,24 @@ def test_plan_of_a_model_of_table_1(capsys):
     assert found.parameters == pytest.approx(13e9, rel=0.05)
 
 
+@pytest.mark.slow
+def test_the_plan_of_the_paper_is_found_without_its_marks(capsys):
+    """MoE(128E, 12L): experts over devices, tokens by group, and less memory than with the marks, which do not fit."""
+    by_hand = plan("MoE(128E, 12L)", "v3:8x8")
+    assert not by_hand.cost.fits
+    assert main(["plan", "MoE(128E, 12L)", "--topology", "v3:8x8", "--search"]) == 0
+    text = capsys.readouterr().out
+    assert "searched, without a mark" in text
+    found = plan("MoE(128E, 12L)", "v3:8x8", search_plan=True)
+    assert found.cost.fits
+    assert found.cost.seconds <= 1.1 * by_hand.cost.seconds
+    assert "all_to_all" in found.collectives
+    program = found.found.plan.program
+    for v, name in zip(program.block.inputs, program.names, strict=True):
+        if "['experts']['wi']" in name:
+            assert found.found.plan.mesh.count(found.found.plan.shardings[v].dims[1]) == 128
+
+
 def test_memory_is_constant_from_128_to_2048_experts():
     """Figure 7: at fixed depth weights and activations of a device do not grow with the experts, nor does planning."""
     peaks = {}

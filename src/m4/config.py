@@ -144,6 +144,7 @@ class TrainConfig:
         accumulate: micro-batches that each batch is computed in, one after the other, to save memory.
         memory_limit: what a device may hold in a step, such as 14GiB; what does not fit is computed again in the
             backward pass. None keeps everything.
+        search: whether the plan of a step is searched (``gshard.search``), the marks of the MoE layers kept.
         skip_limit: steps whose loss or gradient is not finite are skipped; the run stops after this many.
         tensorboard: whether metrics are also written for TensorBoard.
     """
@@ -160,6 +161,7 @@ class TrainConfig:
     keep: int = 2
     accumulate: int = 1
     memory_limit: str | None = None
+    search: bool = False
     skip_limit: int = 10
     tensorboard: bool = False
 

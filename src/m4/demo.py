@@ -120,7 +120,7 @@ def plan_summary(model: moe.TransformerConfig, options: TrainConfig, batch: Mapp
     """How the training step is partitioned: what is split, what the devices send, what each one holds."""
     state = jax.eval_shape(lambda: initial_state(model, options.seed))
     mesh = gshard.Mesh.abstract(devices=model.partitions)  # it needs no devices to be planned
-    step = compile_step(make_step(model, options), mesh, memory_limit=options.memory_limit)
+    step = compile_step(make_step(model, options), mesh, memory_limit=options.memory_limit, search=options.search)
     found = gshard.explain(step, state, dict(batch))
     split = [row for row in found.tensors if row.is_argument and row.why]
     weights = [row for row in split if "params" in row.name]

@@ -124,7 +124,12 @@ def make_evaluation(model: moe.TransformerConfig) -> Callable[[Any, Batch], tupl
 
 
 def compile_step(
-    step: Callable[..., Any], mesh: int | gshard.Mesh, *, donate: bool = True, memory_limit: str | None = None
+    step: Callable[..., Any],
+    mesh: int | gshard.Mesh,
+    *,
+    donate: bool = True,
+    memory_limit: str | None = None,
+    search: bool = False,
 ) -> Callable[..., Any]:
     """Makes `step` run on devices.
 
@@ -133,11 +138,13 @@ def compile_step(
         mesh: the number of devices, the first there are; more than one partitions the step. Or a mesh.
         donate: whether the new state may take the memory of the old one.
         memory_limit: what a device may hold, such as ``"14GiB"``; what does not fit is computed again.
+        search: whether a plan is searched, instead of following from the marks alone.
     """
     donated = (0,) if donate else ()
     if mesh == 1 and memory_limit is None:
         return jax.jit(step, donate_argnums=donated)
-    return gshard.jit(step, mesh=mesh, donate_argnums=donated, memory_limit=memory_limit)  # type: ignore[no-any-return]
+    made = gshard.jit(step, mesh=mesh, donate_argnums=donated, memory_limit=memory_limit, search=search and mesh != 1)
+    return made  # type: ignore[no-any-return]
 
 
 def held_out_cross_entropy(evaluate: Callable[..., Any], params: Any, batches: Iterable[Batch]) -> float:

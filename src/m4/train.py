@@ -115,7 +115,7 @@ class _Loop:
         self.described = {"model": dataclasses.asdict(model), "train": dataclasses.asdict(options), **meta}
         self.group = group
         self.compiled: Any = compile_step(
-            make_step(model, options), model.partitions, memory_limit=options.memory_limit
+            make_step(model, options), model.partitions, memory_limit=options.memory_limit, search=options.search
         )
         self.take = group.runs(self.compiled)
         self.evaluate = group.runs(compile_step(make_evaluation(model), model.partitions, donate=False))

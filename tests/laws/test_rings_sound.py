@@ -102,7 +102,7 @@ def test_rings_of_every_kind_compute_the_whole(name: str, on: str) -> None:
 @pytest.mark.parametrize("on", MESHES)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_very_many_rings_compute_the_whole(name: str, on: str, dtype: Any) -> None:
-    check(name, on, 10, dtype)
+    check(name, on, 6, dtype)
 
 
 def check(name: str, on: str, most: int, dtype: Any) -> None:

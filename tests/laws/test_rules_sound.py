@@ -66,7 +66,7 @@ def test_every_split_computes_the_whole(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_very_many_splits_compute_the_whole(name: str) -> None:
-    check(ROWS[name], 40)
+    check(ROWS[name], 16)
 
 
 def check(row: Row, most: int) -> None:

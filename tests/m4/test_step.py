@@ -152,6 +152,29 @@ def test_a_limit_of_memory_is_kept_to(rng: np.random.Generator) -> None:
     assert peak_of(lowered.executable.compiled) <= needed * 9 // 10
 
 
+def test_a_plan_may_be_searched() -> None:
+    step = make_step(dataclasses.replace(SPARSE, partitions=8), TrainConfig(search=True))
+    assert compile_step(step, 8, search=True).options.search is True
+    assert compile_step(step, 8).options.search is False
+
+
+@pytest.mark.slow
+def test_a_searched_plan_is_told(rng: np.random.Generator) -> None:
+    model = dataclasses.replace(SPARSE, partitions=8, dropout=0.0)
+    assert "on 8 devices" in plan_summary(model, TrainConfig(search=True), batch(rng, 16, 8))
+
+
+@pytest.mark.slow
+def test_a_searched_step_computes_the_same(rng: np.random.Generator) -> None:
+    model = dataclasses.replace(SPARSE, partitions=8, dropout=0.0)
+    options, given = TrainConfig(search=True), batch(rng, 16, 8)
+    state, step = initial_state(model, 0), make_step(model, options)
+    _, want = compile_step(step, 8, donate=False)(state, given)
+    _, got = compile_step(step, 8, donate=False, search=True)(state, given)
+    np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
+    np.testing.assert_allclose(got["gradient_norm"], want["gradient_norm"], rtol=1e-4)
+
+
 def test_metrics_go_to_tensorboard_and_begin_where_the_run_does(tmp_path: Path) -> None:
     for first in (0, 2):
         with MetricsLog(tmp_path / "metrics.jsonl", first, tmp_path / "events") as log:

@@ -15,6 +15,7 @@ import gshard
 from families import CASES
 from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
+from gshard.core.program import Value
 from gshard.core.sharding import Sharding
 from gshard.passes.assign import assign
 from gshard.passes.partition import partition
@@ -22,11 +23,12 @@ from gshard.passes.recorded import plan_of
 from gshard.search.bundles import bundles_of
 from gshard.search.find import best_plan
 from gshard.search.graph import graph_of
+from gshard.search.presets import presets
 from gshard.search.seconds import Seconds
 from gshard.search.ways import pieces, shardings, splits
 from search.test_search import shape, slow
 
-FOUR = gshard.Mesh.abstract(x=2, y=4)
+FOUR, EIGHT = gshard.Mesh.abstract(x=2, y=4), gshard.Mesh.abstract(x=8)
 PREDICTED = (
     "layers/mlp_data", "layers/attention_data", "training/clipped_gradients", "contractions/cube",
     "statistics/extremes", "moves/reshape_across", "windows/convolution_grouped", "loops/tied_fsdp",
@@ -181,3 +183,57 @@ def test_what_is_donated_comes_back_as_it_was() -> None:
     best = best_plan(program, FOUR, slow(), donated=[0])
     plan = best.searched.plan
     assert plan.sharding(program.block.inputs[0]) == plan.sharding(program.block.outputs[0])
+
+
+def layered(weights: Any, x: Any) -> Any:
+    @jax.checkpoint
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        return jnp.tanh(x @ w[0]) @ w[1], None
+
+    return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+
+LAYERED = (shape(6, 1024, 4096), shape(6, 4096, 1024)), shape(512, 1024)
+
+
+def test_each_operand_of_a_barrier_is_split_for_itself() -> None:
+    """What is computed again in the backward pass goes through one barrier, weights and activations together."""
+    program = gshard.trace(jax.grad(layered), *LAYERED)
+    barrier = next(e for e in program.block.walk() if e.rule is not None and e.rule.passes and len(e.inputs) > 2)
+    found = pieces(barrier.rule)
+    assert [(piece.operands, piece.results) for piece in found] == [((i,), (i,)) for i in range(len(barrier.inputs))]
+    machine = slow()
+    best = best_plan(program, EIGHT, machine)
+    split = [v for v in barrier.inputs if isinstance(v, Value) and best.searched.plan.shardings[v].atoms]
+    assert len(split) > 1, "one axis splits several of its operands"
+    assert best.searched.cost.seconds <= 1.001 * min(o.cost.seconds for o in best.others)
+
+
+@pytest.mark.parametrize("limit", [None, 0.9])
+def test_what_a_loop_holds_is_known(limit: float | None) -> None:
+    """Stacks that are gathered before a loop, and those that it makes, are there while it runs."""
+    program = gshard.trace(jax.grad(layered), *LAYERED)
+    machine = Machine.of("h100:1x8")
+    free = best_plan(program, EIGHT, machine)
+    best = free if limit is None else best_plan(program, EIGHT, machine, memory_limit=limit * free.searched.kept)
+    assert best.fits
+    assert best.solution.peak == pytest.approx(best.searched.kept, rel=0.15)
+
+
+def test_a_sum_over_two_axes_is_cut_over_both_in_one_message() -> None:
+    seconds = Seconds(FOUR, slow())
+    x, y = FOUR.atoms_of["x"], FOUR.atoms_of["y"]
+    unreduced = Sharding(((), ())).with_unreduced(dict.fromkeys((*x, *y), "add"))
+    one, two = Sharding(((*x, *y), ())), Sharding((x, y))
+    assert seconds.move(unreduced, one, (64, 64), 4) < seconds.move(unreduced, two, (64, 64), 4)
+
+
+def test_presets_split_one_dimension_of_all_that_have_it() -> None:
+    program = gshard.trace(lambda w, v, x: jnp.tanh(x @ w) @ v, shape(64, 256), shape(256, 16), shape(32, 64))
+    found = dict(presets(program, FOUR))
+    w, v, x = program.block.inputs
+    hidden = found["the 256 of w over all devices"]
+    assert hidden.shardings[w].dims[1] == FOUR.atoms == hidden.shardings[v].dims[0]
+    beside = found["the 256 of w over y, batch over the rest"]
+    assert beside.shardings[w].dims[1] == FOUR.atoms_of["y"] == beside.shardings[v].dims[0]
+    assert beside.shardings[x].dims[0] == FOUR.atoms_of["x"]

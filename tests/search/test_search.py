@@ -303,3 +303,35 @@ def test_what_is_wrong_is_told() -> None:
         gshard.search(jitted, shape(8, 8), shape(8, 8), donate_argnums=0)
     with pytest.raises(gshard.MeshError, match="no mesh was given"):
         gshard.search(small, shape(8, 8), shape(8, 8))
+
+
+def test_several_meshes_to_choose_from() -> None:
+    given = [gshard.Mesh.abstract(a=8), gshard.Mesh.abstract(a=2, b=4)]
+    found = gshard.search(trained(False), *RESIDUAL, mesh=given, machine="h100:1x8", donate_argnums=0)
+    assert {best.mesh for best in found.tried} == set(given)
+    with pytest.raises(gshard.MeshError, match="one size"):
+        gshard.search(small, shape(8, 8), shape(8, 8), mesh=[*given, gshard.Mesh.abstract(a=4)], machine="h100:1x8")
+
+
+def test_the_arguments_of_the_plan_are_in_shardings_of_jit() -> None:
+    mesh = gshard.Mesh.abstract(x=8)
+    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine="h100:1x8", donate_argnums=0)
+    lowered = gshard.jit(trained(False), mesh=mesh, in_shardings=found.in_shardings).lower(*RESIDUAL)
+    program, again = found.plan.program, lowered.program
+    for v, w in zip(program.block.inputs, again.block.inputs, strict=True):
+        assert found.plan.shardings[v].dims == lowered.plan.shardings[w].dims
+
+
+def test_marks_keep_to_the_memory() -> None:
+    """Without a mark everything is everywhere, which does not fit."""
+    mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("h100:1x8")
+    weights = [(shape(1024, 4096), shape(4096, 1024)) for _ in range(3)]
+    free = gshard.search(trained(False), weights, shape(4096, 1024), mesh=mesh, machine=machine, donate_argnums=0)
+    limit = free.cost.peak * 11 // 10
+    found = gshard.search(
+        trained(False), weights, shape(4096, 1024), mesh=mesh, machine=machine, donate_argnums=0, memory_limit=limit
+    )
+    assert found.cost.peak <= limit
+    assert found.marks.priced.cost.peak <= limit
+    assert found.marks.bare.cost.peak > limit
+    assert "does not fit" in str(found.marks)
