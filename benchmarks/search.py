@@ -9,7 +9,7 @@ its literature has. Both are priced as they would run (``gshard cost``); ratios 
     vocabulary    an embedding and its logits, split by word
     tables        a recommendation model: tables over devices, layers by sample (Naumov et al. 2019)
     zero          Adam whose state does not fit whole (Rajbhandari et al. 2020): shares of what data parallelism needs
-    transformer   a layer of GPT-2 medium with gradients and Adam
+    transformer   a layer of GPT-2 medium with gradients and Adam; all 24 of them on 32 devices
 
     python benchmarks/search.py                     all, some minutes on one core
     python benchmarks/search.py --only experts
@@ -212,41 +212,46 @@ def zero(share: float | None) -> Case:
     return Case(name, adam(loss), marked, arguments, {"x": 8}, "h100:1x8", share=share)
 
 
-def transformer() -> Case:
+def transformer(layers: int, mesh: Mapping[str, int], machine: str) -> Case:
     model, heads, hidden, words, batch, length = 1024, 16, 4096, 50304, 32, 1024
 
     def norm(x: Any, w: Any) -> Any:
         return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * w
 
+    def block(x: Any, p: Any, marked: bool) -> Any:
+        if marked:
+            p = {**p, **{k: gshard.split(p[k], 1, "model") for k in ("q", "k", "v", "up")}}
+            p = {**p, **{k: gshard.split(p[k], 0, "model") for k in ("out", "down")}}
+        h = norm(x, p["n1"])
+        q, k, v = (jnp.reshape(h @ p[c], (batch, length, heads, -1)) for c in "qkv")
+        earlier = jnp.tril(jnp.ones((length, length), bool))
+        scores = jnp.where(earlier, jnp.einsum("bqhd,bkhd->bhqk", q, k) / 8, -1e9)
+        x = x + jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape) @ p["out"]
+        return x + jax.nn.gelu(norm(x, p["n2"]) @ p["up"]) @ p["down"]
+
     def loss(marked: bool) -> Callable[..., Any]:
         def f(p: Any, tokens: Any, targets: Any) -> Any:
-            if marked:
-                tokens = gshard.split(tokens, 0, "data")
-                p = {**p, **{k: gshard.split(p[k], 1, "model") for k in ("q", "k", "v", "up")}}
-                p = {**p, **{k: gshard.split(p[k], 0, "model") for k in ("out", "down")}}
+            tokens = gshard.split(tokens, 0, "data") if marked else tokens
             x = p["table"][tokens] + p["positions"]
-            h = norm(x, p["n1"])
-            q, k, v = (jnp.reshape(h @ p[c], (batch, length, heads, -1)) for c in "qkv")
-            earlier = jnp.tril(jnp.ones((length, length), bool))
-            scores = jnp.where(earlier, jnp.einsum("bqhd,bkhd->bhqk", q, k) / 8, -1e9)
-            seen = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
-            x = x + seen @ p["out"]
-            x = x + jax.nn.gelu(norm(x, p["n2"]) @ p["up"]) @ p["down"]
+            for layer in p["layers"]:
+                x = block(x, layer, marked)
             found = jax.nn.log_softmax(x @ p["table"].T)
             return -jnp.mean(jnp.take_along_axis(found, targets[..., None], -1))
 
         return f
 
-    p = {c: f32(model, model) for c in ("q", "k", "v", "out")}
-    p |= {"up": f32(model, hidden), "down": f32(hidden, model), "n1": f32(model), "n2": f32(model)}
-    p |= {"table": f32(words, model), "positions": f32(length, model)}
+    layer = {c: f32(model, model) for c in ("q", "k", "v", "out")}
+    layer |= {"up": f32(model, hidden), "down": f32(hidden, model), "n1": f32(model), "n2": f32(model)}
+    p = {"table": f32(words, model), "positions": f32(length, model), "layers": [layer] * layers}
     arguments = ((p, p, p), s32(batch, length), s32(batch, length))
-    mesh = {"data": 4, "model": 2}
-    return Case("transformer", adam(loss(False)), adam(loss(True)), arguments, mesh, "h100:1x8")
+    name = "transformer" if layers == 1 else f"{layers} layers"
+    return Case(name, adam(loss(False)), adam(loss(True)), arguments, mesh, machine)
 
 
 def cases() -> Iterator[Case]:
-    yield from (megatron(), experts(), one_trick(), vocabulary(), tables(), transformer())
+    yield from (megatron(), experts(), one_trick(), vocabulary(), tables())
+    yield transformer(1, {"data": 4, "model": 2}, "h100:1x8")
+    yield transformer(24, {"data": 8, "model": 4}, "h100:4x8")
     yield from map(zero, (None, 0.4, 0.25))
 
 

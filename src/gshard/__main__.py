@@ -52,7 +52,7 @@ def _search(options: argparse.Namespace) -> None:
     for what in options.why:
         print("\n".join(["", *found.why(what)]))
     if options.html:
-        print(f"wrote {found.explain().html(options.html, found.cost.machine)}")
+        print(f"wrote {found.html(options.html)}")
     if options.save:
         found.save(options.save)
         print(

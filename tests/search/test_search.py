@@ -335,3 +335,45 @@ def test_marks_keep_to_the_memory() -> None:
     assert found.marks.priced.cost.peak <= limit
     assert found.marks.bare.cost.peak > limit
     assert "does not fit" in str(found.marks)
+
+
+def test_one_mark_less_and_one_more() -> None:
+    mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("h100:1x8")
+    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
+    assert len(found.marks.marks) == 1
+    assert found.without(1).cost.seconds == pytest.approx(found.marks.without)
+    assert "without mark 1: " in str(found.without(1))
+    for i in (0, 2):
+        with pytest.raises(gshard.ArgumentError, match=f"no mark {i} to leave out"):
+            found.without(i)
+    worse = found.with_mark("weights[0][0]", P("x", None))
+    first = worse.plan.program.block.inputs[0]
+    assert worse.plan.shardings[first].dims == (mesh.atoms, ())
+    assert worse.cost.seconds > found.cost.seconds
+    assert found.with_mark("weights[0][0]", P(None, "x")).cost.seconds == pytest.approx(found.cost.seconds)
+    with pytest.raises(gshard.ArgumentError, match="nothing is called 'nobody'"):
+        found.with_mark("nobody", P())
+    with pytest.raises(gshard.ShardingError, match="no axis"):
+        found.with_mark("weights[0][0]", P("y"))
+
+
+def test_a_page_tells_of_the_search(tmp_path: Path) -> None:
+    found = gshard.search(small, shape(64, 64), shape(64, 64), mesh=gshard.Mesh.abstract(x=8), machine="h100:1x8")
+    assert found.html(tmp_path / "plan.html").read_text().count("the best there is") == 1
+    assert "ms without further marks" not in (tmp_path / "plan.html").read_text()
+    assert str(found.marks).splitlines()[0] in found.html(tmp_path / "plan.html").read_text()
+    assert repr(found) == str(found)
+
+
+def test_a_plan_is_said_as_a_layout() -> None:
+    """Megatron's is one row, the hidden dimension; to run it is to call it by its name."""
+    mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("h100:1x8")
+    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
+    told = found.layout
+    assert {row.axes for row in told.layout.rows} == {("x",)}
+    assert all(told.dimensions[row.name].size == 8192 for row in told.layout.rows)
+    assert told.priced.cost.seconds == pytest.approx(found.cost.seconds, rel=0.01)
+    assert "8192 of weights[0][0].1" in str(told)
+    run = gshard.jit(trained(False), mesh=mesh, layout=told.layout, names=told.names, donate_argnums=0)
+    lowered = run.lower(*RESIDUAL)
+    assert cost(lowered.spmd, machine, lowered.donated).seconds == pytest.approx(told.priced.cost.seconds)

@@ -35,7 +35,7 @@ _EFFORT = 0.2  # for these others
 _NEAR = 1.02  # limits of memory between which no further one is tried
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PricedPlan:
     """A plan and what it costs.
 
@@ -53,13 +53,18 @@ class PricedPlan:
     kept: int
     recomputed: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.name}: {self.cost}{', some of it computed twice to fit' if self.recomputed else ''}"
+
+    __repr__ = __str__
+
     def rank(self, limit: float) -> tuple[bool, float]:
         """Orders plans, the better first: by time those that fit, by memory the others; rounding is no difference."""
         fits = self.cost.peak <= limit
         return not fits, float(f"{self.cost.seconds:.9g}") if fits else float(self.cost.peak)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Best:
     """What was found.
 
@@ -101,7 +106,7 @@ class Best:
         return max(0.0, 1 - self.bound / self.predicted) if self.fits and self.predicted else float(not self.fits)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Begun:
     """A search that has solved its problem, and does not know yet what becomes of the solutions.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,19 @@ import numpy as np
 from gshard.analysis.cost import Cost
 from gshard.analysis.device_program import size
 from gshard.analysis.explain import Explanation, explain_program
-from gshard.analysis.proposal import spec_of_cut
+from gshard.analysis.proposal import spec_of_cut, with_marks
+from gshard.analysis.report.page import page
+from gshard.core.errors import ArgumentError
+from gshard.core.mark import Mark, entries_of, mark_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
 from gshard.passes.recorded import Recorded
-from gshard.search.find import Best, Pricing
+from gshard.search.find import Best, PricedPlan, Pricing, begin, finish
+from gshard.search.layouts import FoundLayout, layout_of
 from gshard.search.marks import Marks, marks_of, without_numbers
 
 _SHOWN = 24  # rows of arguments
@@ -44,7 +49,7 @@ class Alternative:
         return f"{self.sharding}: +{self.seconds * 1e3:.3g} ms" if np.isfinite(self.seconds) else f"{self.sharding}: no"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Found:
     """The plan that was found for a function, and what is known of it.
 
@@ -96,8 +101,71 @@ class Found:
     @functools.cached_property
     def marks(self) -> Marks:
         """The plan said in few marks, each of them tried: how much of its speed they alone give. Takes a while."""
-        pricing = Pricing(self.cost.machine, list(self.donated), self.best.limit)
-        return marks_of(self.best.chosen, self.best.limit, lambda plan: pricing.add("marks", plan))
+        return marks_of(self.best.chosen, self.best.limit, lambda plan: self._priced("marks", plan))
+
+    @functools.cached_property
+    def layout(self) -> FoundLayout:
+        """The plan said as a ``Layout``, a row for each class of dimensions, as far as that goes. Takes a while."""
+        positional = functools.partial(jax.tree.unflatten, self.in_tree)
+        return layout_of(
+            self.best.chosen,
+            self.best.limit,
+            lambda plan: self._priced("layout", plan),
+            lambda words: positional(words)[0],
+        )
+
+    def without(self, i: int) -> PricedPlan:
+        """The plan that follows from all of ``marks`` but one, and what it costs.
+
+        Args:
+            i: which one, from 1, as they are printed.
+
+        Raises:
+            ArgumentError: there are not so many.
+        """
+        found = self.marks.marks
+        if not 1 <= i <= len(found):
+            raise ArgumentError(
+                f"there is no mark {i} to leave out.",
+                got=f"{len(found)} marks",
+                way_out="They are counted from 1; print(found.marks) shows them.",
+            )
+        kept = (mark for k, mark in enumerate(found, 1) if k != i)
+        mesh = self.plan.mesh
+        marks = {v: mark_of_cut(s.dims, mesh) for mark in kept for v, s in mark.shardings.items()}
+        marked = with_marks(self.plan.program, marks)
+        assert marked is not None, "all of them were tried together"
+        return self._priced(f"without mark {i}", propagate(marked, mesh))
+
+    def with_mark(self, what: str, sharding: Any) -> Found:
+        """Searches again with one more mark, to see what insisting on it costs; it keeps the mesh.
+
+        Args:
+            what: the values: a part of an argument's name or of a line, as for ``why``; all that match are marked.
+            sharding: a ``PartitionSpec`` over the axes of ``mesh``.
+
+        Returns:
+            what is found then. To run its plan, write the mark into the program.
+
+        Raises:
+            ArgumentError: nothing matches, or what matches cannot be marked (it is marked already, or enters a loop).
+            ShardingError: the mark does not fit the mesh.
+        """
+        matching = [v for v, _ in self._matching(what)]
+        mark = Mark("spec", spec=entries_of(sharding), axes=tuple(self.mesh.axes))
+        marked = with_marks(self.plan.program, dict.fromkeys(matching, mark)) if matching else None
+        if marked is None:
+            raise ArgumentError(
+                f"{what!r} names nothing that can be marked." if matching else f"nothing is called {what!r}.",
+                got=f"{len(matching)} values match" if matching else None,
+                way_out="Give a part of an argument's name, or of a line that found.why(...) shows.",
+            )
+        limit, machine = self.best.limit, self.cost.machine
+        begun = begin(marked, self.mesh, machine, donated=self.donated, memory_limit=limit)
+        return dataclasses.replace(self, best=finish(begun, machine, donated=self.donated), tried=())
+
+    def _priced(self, name: str, plan: Plan) -> PricedPlan:
+        return Pricing(self.cost.machine, list(self.donated), self.best.limit).add(name, plan)
 
     def why(self, what: str) -> list[str]:
         """What else was possible for values, and what it would cost: those of a source line, or arguments by name.
@@ -106,18 +174,23 @@ class Found:
             what: a part of an argument's name (``"['w1']"``) or of a line (``"model.py:38"``).
         """
         graph = self.best.graph
-        names = dict(zip(self.plan.program.block.inputs, self.plan.program.names, strict=True))
-        makers = {v: e for e in self.plan.program.block.walk() for v in e.outputs}
         told = []
-        for v, sharding in self.plan.shardings.items():
-            e = makers.get(v)
-            name = names.get(v) or (f"{e.name} at {e.line}" if e is not None and e.line else "")
-            if not name or what not in name or not v.shape:
-                continue
+        for v, name in self._matching(what):
+            sharding = self.plan.shardings[v]
             rows = self._alternatives(v, sharding)
             lines = "".join(f"\n    instead {row}" for row in rows[:4])
             told.append(f"{name}: {sharding.format(graph.mesh, v.shape, v.dtype_name)}{lines}")
         return list(dict.fromkeys(told))
+
+    def _matching(self, what: str) -> Iterator[tuple[Value, str]]:
+        """The values whose argument's name, or line, has this in it."""
+        names = dict(zip(self.plan.program.block.inputs, self.plan.program.names, strict=True))
+        makers = {v: e for e in self.plan.program.block.walk() for v in e.outputs}
+        for v in self.plan.shardings:
+            e = makers.get(v)
+            name = names.get(v) or (f"{e.name} at {e.line}" if e is not None and e.line else "")
+            if name and what in name and v.shape:
+                yield v, name
 
     def _alternatives(self, v: Value, chosen: Sharding) -> list[Alternative]:
         graph, solution = self.best.graph, self.best.solution
@@ -133,6 +206,19 @@ class Found:
     def explain(self) -> Explanation:
         """What each tensor got and why, as ``gshard.explain`` tells it of a marked function."""
         return explain_program(self.plan, partition(self.plan), frozenset(self.donated))
+
+    def html(self, path: str | Path) -> Path:
+        """Writes the report of the plan as one page, with what the search tells of it.
+
+        Returns:
+            the path.
+        """
+        path, known = Path(path), [str(self)]
+        if "marks" in self.__dict__:  # they take a while
+            known.append(str(self.marks))
+        data = self.explain().data(self.cost.machine)
+        path.write_text(page({**data, "searched": "\n\n".join(known)}), "utf-8")
+        return path
 
     def save(self, path: str | Path) -> None:
         """Writes the plan; ``gshard.jit(f, mesh=..., plan=gshard.Recorded.load(path))`` runs it, in any process."""
@@ -163,6 +249,8 @@ class Found:
                 axes = ", ".join(f"{name}={size}" for name, size in other.mesh.axes)
                 lines.append(f"mesh ({axes}): {other.chosen.cost.seconds * 1e3:.4g}{self._note(other.chosen.cost)}")
         return "\n".join([*lines, "arguments", *self._arguments()])
+
+    __repr__ = __str__
 
     def _held(self) -> list[str]:
         """What takes most memory at the peak."""

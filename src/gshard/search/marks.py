@@ -34,13 +34,18 @@ class FoundMark:
         at: an argument, or the operation and line that make the value.
         text: as it is written, ``gshard.shard(x, P(None, 'model'))``.
         saved: seconds of a call that it saves, after those before it.
-        values: how many values it is about.
+        shardings: the values that it is about, as the plan cuts them.
     """
 
     at: str
     text: str
     saved: float
-    values: int
+    shardings: Mapping[Value, Sharding] = dataclasses.field(repr=False)
+
+    @property
+    def values(self) -> int:
+        """How many values it is about."""
+        return len(self.shardings)
 
     def __str__(self) -> str:
         times = f" ({self.values} values)" if self.values > 1 else ""
@@ -163,7 +168,7 @@ def marks_of(
         if found is not None and (is_near(found) or found.rank(limit) <= now.rank(limit)):
             del saved[chosen.index(candidate)]
             chosen, now = rest, found
-    marks = [FoundMark(c.at, c.text, s, len(c.shardings)) for c, s in zip(chosen, saved, strict=True)]
+    marks = [FoundMark(c.at, c.text, s, c.shardings) for c, s in zip(chosen, saved, strict=True)]
     return Marks(tuple(marks), now, without, goal, limit)
 
 

@@ -58,7 +58,7 @@ def presets(program: Program, mesh: Mesh, donated: Collection[int] = ()) -> Iter
 
 def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator[tuple[str, dict[int, Mark | None]]]:
     """One of the largest dimensions over all devices; and over the last axis, with the batch over the others."""
-    axes = [atoms for atoms in mesh.atoms_of.values() if atoms]
+    axes = {name: atoms for name, atoms in mesh.atoms_of.items() if atoms}
     found = dimensions_of(program)
     inputs = program.block.inputs
     everywhere, outside = (_bytes(found, values) for values in (found.labels, inputs))
@@ -71,10 +71,11 @@ def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator
         called = c.names[0] if c.names else f"the {c.size} of {c.arguments[0][0]}"
         yield f"{called} over all devices", {i: _cut(inputs[i], d, mesh.atoms, mesh) for i, d in at.items()}
         if len(axes) > 1:
-            rest = tuple(a for atoms in axes[:-1] for a in atoms)
+            *others, last = axes
+            rest = tuple(a for name in others for a in axes[name])
             batch = {i: _cut(inputs[i], 0, rest, mesh) for i in data if i not in at}
-            own = {i: _cut(inputs[i], d, axes[-1], mesh) for i, d in at.items()}
-            yield f"{called} over {[*mesh.atoms_of][-1]}, batch over the rest", {**batch, **own}
+            own = {i: _cut(inputs[i], d, axes[last], mesh) for i, d in at.items()}
+            yield f"{called} over {last}, batch over the rest", {**batch, **own}
 
 
 def _bytes(found: Dimensions, values: Iterable[Value]) -> dict[str, int]:

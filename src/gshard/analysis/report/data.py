@@ -78,6 +78,7 @@ def report_data(explanation: Explanation, plan: Plan, spmd: SpmdProgram, found: 
         "replicated": list(explanation.replicated),
         "layout": list(explanation.layout),
         "unused": list(explanation.unused),
+        "searched": "",  # what a search tells of its plan
         "lines": (lines := _line_costs(found, places)),
         "files": sorted(places.files(), key=lambda f: -_sent_in(f["name"], lines)),
         "groups": {",".join(a): _groups(mesh, a) for a in {c.atoms for c in spmd.collectives}},
