@@ -53,6 +53,9 @@ def _search(options: argparse.Namespace) -> None:
         print("\n".join(["", *found.why(what)]))
     if options.html:
         print(f"wrote {found.html(options.html)}")
+    if options.patch:
+        options.patch.write_text(found.patch(), "utf-8")
+        print(f"wrote {options.patch}: git apply {options.patch}")
     if options.save:
         found.save(options.save)
         print(
@@ -123,6 +126,9 @@ def _parser() -> argparse.ArgumentParser:
         help="what else could be: arguments or lines that contain this",
     )
     command.add_argument("--marks", action="store_true", help="say the plan in few marks, each tried; takes a while")
+    command.add_argument(
+        "--patch", type=Path, metavar="marks.diff", help="write these marks into the source files, as a diff"
+    )
     command.add_argument("--html", type=Path, help="write the report of the plan as one page")
     command.add_argument("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
     command.set_defaults(run=_search)

@@ -28,6 +28,7 @@ from gshard.passes.recorded import Recorded
 from gshard.search.find import Best, PricedPlan, Pricing, begin, finish
 from gshard.search.layouts import FoundLayout, layout_of
 from gshard.search.marks import Marks, marks_of, without_numbers
+from gshard.search.patch import patch_of
 
 _SHOWN = 24  # rows of arguments
 _PRESETS = 5  # that are shown beside, the best
@@ -113,6 +114,10 @@ class Found:
             lambda plan: self._priced("layout", plan),
             lambda words: positional(words)[0],
         )
+
+    def patch(self) -> str:
+        """The marks as a change of the source files, for ``git apply``; those that it leaves out in front of it."""
+        return patch_of(self.marks.marks, self.plan.program)
 
     def without(self, i: int) -> PricedPlan:
         """The plan that follows from all of ``marks`` but one, and what it costs.

@@ -1,0 +1,132 @@
+"""Patch: the marks of a plan as a change of the user's source files, a unified diff.
+
+A mark on what a statement assigns (``h = x @ w``) becomes a statement after it (``h = gshard.shard(h, P("x"))``), one
+on what is returned is put around it. Other marks (of arguments, of parts of expressions) are told in front of the
+diff, where ``git apply`` and ``patch`` pass over them.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from gshard.core.jax_adapter import is_transposed, user_place
+from gshard.core.program import Equation, Program
+from gshard.search.marks import FoundMark
+
+_SPEC = "from jax.sharding import PartitionSpec as P"
+
+
+def patch_of(marks: Sequence[FoundMark], program: Program) -> str:
+    """The diff; with the marks that it leaves out in lines that begin with ``#``.
+
+    Args:
+        marks: of values of the program.
+        program: as it was traced; its files must be as they were then.
+    """
+    makers = {v: e for e in program.block.walk() for v in e.outputs}
+    at: dict[tuple[str, int], list[tuple[int, Equation]]] = {}
+    for i, e in enumerate(program.block.walk()):
+        place = user_place(e.source_info)
+        if place is not None and not is_transposed(e.source_info):
+            at.setdefault(place, []).append((i, e))
+    files: dict[str, _File] = {}
+    left: list[str] = []
+    for mark in marks:
+        done = [_write(mark.text, makers.get(v), at, files) for v in mark.shardings]
+        if not all(done):
+            left.append(f"# {mark.text} {mark.at}: not written, do it by hand")
+    return "\n".join([*left, *(line for file in files.values() for line in file.diff())]) + "\n"
+
+
+def _write(
+    text: str,
+    e: Equation | None,
+    at: Mapping[tuple[str, int], Sequence[tuple[int, Equation]]],
+    files: dict[str, _File],
+) -> bool:
+    place = None if e is None else user_place(e.source_info)
+    if place is None or not Path(place[0]).is_file():
+        return False
+    path, line = place
+    file = files.get(path) or _File(path)
+    statement = file.statement(line)
+    if statement is None:
+        return False
+    lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+    made = [pair for n in lines for pair in at.get((path, n), ())]
+    # What a statement assigns or returns is what its last equation makes.
+    if not made or max(made, key=lambda pair: pair[0])[1] is not e:
+        return False
+    files[path] = file
+    return file.mark(statement, text)
+
+
+class _File:
+    """A source file that is being changed."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.text = Path(path).read_text("utf-8")
+        self.lines = self.text.splitlines()
+        self.tree = ast.parse(self.text)
+        self.after: dict[int, str] = {}
+        self.instead: dict[int, str] = {}
+
+    def statement(self, line: int) -> ast.stmt | None:
+        """The innermost statement at a line that has none inside."""
+        found = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return)
+            and node.lineno <= line <= (node.end_lineno or node.lineno)
+        ]
+        return max(found, key=lambda node: node.lineno, default=None)
+
+    def mark(self, statement: ast.stmt, text: str) -> bool:
+        """Puts a mark after or around a statement; False where that cannot be said."""
+        indent = " " * statement.col_offset
+        if isinstance(statement, ast.Return):
+            value = statement.value
+            if value is None or statement.lineno != statement.end_lineno:
+                return False
+            source = ast.get_source_segment(self.text, value)
+            self.instead[statement.lineno] = f"{indent}return {text.replace('(x', f'({source}', 1)}"
+            return True
+        targets: list[ast.expr] = getattr(statement, "targets", None) or [statement.target]  # type: ignore[attr-defined]
+        if len(targets) != 1 or not isinstance(targets[0], ast.Name) or not statement.end_lineno:
+            return False
+        name = targets[0].id
+        self.after[statement.end_lineno] = f"{indent}{name} = {text.replace('(x', f'({name}', 1)}"
+        return True
+
+    def diff(self) -> Iterator[str]:
+        """The change as lines of a unified diff."""
+        needed = [] if self._imports("gshard", None) else ["import gshard"]
+        written = [*self.after.values(), *self.instead.values()]
+        if any(" P(" in text for text in written) and not self._imports("jax.sharding", "P"):
+            needed.append(_SPEC)
+        new: list[str] = []
+        place = max(
+            (n.end_lineno or 0 for n in self.tree.body if isinstance(n, ast.Import | ast.ImportFrom)), default=0
+        )
+        for number, line in enumerate(self.lines, 1):
+            new.append(self.instead.get(number, line))
+            new += [self.after[number]] if number in self.after else []
+            new += needed if number == place else []
+        new = [*needed, *new] if not place else new
+        shown = os.path.relpath(self.path)
+        shown = self.path.lstrip("/") if shown.startswith("..") else shown
+        return difflib.unified_diff(self.lines, new, f"a/{shown}", f"b/{shown}", lineterm="")
+
+    def _imports(self, module: str, name: str | None) -> bool:
+        for node in self.tree.body:
+            if isinstance(node, ast.Import) and name is None and any(a.name == module for a in node.names):
+                return True
+            if isinstance(node, ast.ImportFrom) and name is not None:
+                if any((a.asname or a.name) == name for a in node.names):
+                    return True
+        return False
