@@ -62,7 +62,10 @@ def trained(marked: bool) -> Any:
 RESIDUAL = ([(shape(2048, 8192), shape(8192, 2048)) for _ in range(3)], shape(4, 2048))
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+EVERY = [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_a_plan_that_was_found_computes_the_same(name: str) -> None:
     case = CASES[name]
     found = gshard.search(case.function, *case.arguments, mesh=case.jax_mesh, machine=slow())
