@@ -18,6 +18,8 @@ SRC = ROOT / "src"
 WITH_DOCTESTS = [path for path in sorted(SRC.rglob("*.py")) if ">>> " in path.read_text()]
 PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if "_build" not in path.parts]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# What these show is tested elsewhere in the fast tests too.
+LONG = {"haiku_batch_norm.py", "orbax_restore.py", "local_gather.py", "pipeline.py", "layout_transformer.py"}
 
 
 def module_name(path: Path) -> str:
@@ -45,7 +47,9 @@ def test_python_blocks_of_a_page_run_in_order(page: Path) -> None:
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, id=p.name, marks=[pytest.mark.slow] if p.name in LONG else []) for p in EXAMPLES]
+)
 def test_example_runs(path: Path, tmp_path: Path) -> None:
     packages = re.findall(r"^(?:import|from) (\w+)", path.read_text(), flags=re.MULTILINE)
     missing = [name for name in packages if importlib.util.find_spec(name) is None]

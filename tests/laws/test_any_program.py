@@ -242,7 +242,7 @@ def check(
 
 
 @given(programs, all_shapes)
-@settings(max_examples=25, phases=PHASES)
+@settings(max_examples=15, phases=PHASES)
 def test_any_program(steps: list[Step], shapes: list[tuple[int, ...]]) -> None:
     check(steps, shapes)
 

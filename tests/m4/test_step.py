@@ -140,6 +140,7 @@ def test_a_plan_needs_no_devices(rng: np.random.Generator) -> None:
     assert "512@devices" in told
 
 
+@pytest.mark.slow
 def test_a_limit_of_memory_is_kept_to(rng: np.random.Generator) -> None:
     model = dataclasses.replace(SPARSE, encoder_layers=4, decoder_layers=4, partitions=8, dropout=0.0)
     given, mesh = batch(rng, 128, 16), gshard.Mesh.abstract(devices=8)

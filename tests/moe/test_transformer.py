@@ -166,6 +166,7 @@ def test_layers_draw_different_numbers():
     assert float(jnp.std(results, axis=0).min()) > 0
 
 
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_how():
     """Recomputing, marking, and multiplying instead of gathering; and every parameter has one."""
     config = dataclasses.replace(MOE, dropout=0.1)
