@@ -21,7 +21,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program, Value
 from gshard.passes.propagate import propagate
 
-_OUTSIDE, _INSIDE = 3, 2  # the largest dimensions of arguments, and of all values, for which there are presets
+_OUTSIDE, _INSIDE = 2, 1  # the largest dimensions of arguments, and of all values, for which there are presets
 
 
 def presets(program: Program, mesh: Mesh, donated: Collection[int] = ()) -> Iterator[tuple[str, Plan]]:
