@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,8 @@ from gshard.search.solve import Solution, solve
 
 _ROUNDS = 7  # of solving, each after the second with other memory
 _EFFORT = 0.2  # for these others
+_USUAL = 4  # presets that are always priced, the usual ones
+_PRESETS = 40_000  # equations of the presets together: of a large program only some more are priced
 _NEAR = 1.02  # limits of memory between which no further one is tried
 
 
@@ -204,7 +207,9 @@ def finish(
     graph, mesh, limit, donated = begun.graph, begun.graph.mesh, begun.limit, list(donated)
     pricing = Pricing(machine, donated, limit, on_better, list(known or ()))
     if known is None:
-        for name, plan in presets(graph.program, mesh, [len(graph.program.captured) + i for i in donated]):
+        every = presets(graph.program, mesh, [len(graph.program.captured) + i for i in donated])
+        most = max(_USUAL, _PRESETS // (1 + sum(1 for _ in graph.program.block.walk())))
+        for name, plan in itertools.islice(every, most):
             pricing.add(name, plan)
     others = tuple(pricing.known)
     solutions: dict[PricedPlan, Solution] = {}
