@@ -6,6 +6,9 @@ its literature has. Both are priced as they would run (``gshard cost``); ratios 
     megatron      residual MLPs with a batch too small for the devices (Shoeybi et al. 2019)
     experts       a MoE layer whose tokens come by group (Lepikhin et al. 2020, Algorithm 2)
     one trick     AlexNet: convolutions by sample, large weights not (Krizhevsky 2014)
+    vgg           VGG-16, the same way (Jia et al. 2018 have it as their largest gain)
+    stripes       a U-Net on one large image, by its rows, halos between them (Jin et al. 2018; the paper, section 4.4)
+    square        one product of 16,384 rows on 4 x 4 devices that cannot hold an operand (van de Geijn and Watts 1997)
     vocabulary    an embedding and its logits, split by word
     tables        a recommendation model: tables over devices, layers by sample (Naumov et al. 2019)
     zero          Adam whose state does not fit whole (Rajbhandari et al. 2020): shares of what data parallelism needs
@@ -35,6 +38,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.analysis.cost import cost
 
+_NHWC = ("NHWC", "HWIO", "NHWC")
 NEAR = 1.001  # of the time by hand: more is slower
 GAP = 0.005
 
@@ -52,6 +56,7 @@ class Case:
         machine: the devices.
         arrive: how arguments are sharded that cannot come otherwise.
         share: of what data parallelism needs, the memory there is; None for all of the machine's.
+        limit: bytes of memory that there are.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Case:
     machine: str
     arrive: Any = None
     share: float | None = None
+    limit: int | None = None
 
 
 def f32(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -138,7 +144,7 @@ def one_trick() -> Case:
             x = gshard.split(images, 0, 8) if marked else images
             for (size, _, _, stride), pool, w in zip(kernels, pooled, convolutions, strict=True):
                 x = lax.conv_general_dilated(x, w, (stride, stride), "SAME" if size < 11 else "VALID",
-                                             dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
+                                             dimension_numbers=_NHWC)  # fmt: skip
                 x = jax.nn.relu(x)
                 if pool:
                     x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "VALID")
@@ -154,6 +160,73 @@ def one_trick() -> Case:
     weights = ([f32(k, k, i, o) for k, i, o, _ in kernels], [f32(*s) for s in sizes])
     arguments = (weights, f32(1024, 227, 227, 3), s32(1024))
     return Case("one trick", descended(loss(False)), descended(loss(True)), arguments, {"x": 8}, "h100:1x8")
+
+
+def vgg() -> Case:
+    blocks = ((3, 64, 2), (64, 128, 2), (128, 256, 3), (256, 512, 3), (512, 512, 3))
+    sizes = ((25088, 4096), (4096, 4096), (4096, 1000))
+
+    def loss(marked: bool) -> Callable[..., Any]:
+        def f(weights: Any, images: Any, labels: Any) -> Any:
+            convolutions, layers = weights
+            x = gshard.split(images, 0, 16) if marked else images
+            for block in convolutions:
+                for w in block:
+                    x = jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=_NHWC))
+                x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+            x = x.reshape(x.shape[0], -1)
+            for i, w in enumerate(layers):
+                w = gshard.split(w, 1 - i % 2, 16) if marked and i < 2 else w
+                x = x @ w if i == 2 else jax.nn.relu(x @ w)
+            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), labels[:, None], 1))
+
+        return f
+
+    convolutions = [[f32(3, 3, i if k == 0 else o, o) for k in range(n)] for i, o, n in blocks]
+    arguments = ((convolutions, [f32(*s) for s in sizes]), f32(512, 224, 224, 3), s32(512))
+    return Case("vgg", descended(loss(False)), descended(loss(True)), arguments, {"x": 16}, "h100:2x8")
+
+
+def stripes() -> Case:
+    channels = {"fine": (4, 32), "coarse": (32, 64), "deep": (64, 64), "up": (128, 64), "out": (96, 4)}
+
+    def convolve(x: Any, w: Any) -> Any:
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=_NHWC)
+
+    def pool(x: Any) -> Any:
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+    def twice(x: Any) -> Any:
+        return jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
+
+    def loss(marked: bool) -> Callable[..., Any]:
+        def f(params: Any, image: Any) -> Any:
+            image = gshard.split(image, 1, 8) if marked else image
+            fine = jax.nn.relu(convolve(image, params["fine"]))
+            coarse = jax.nn.relu(convolve(pool(fine), params["coarse"]))
+            deep = jax.nn.relu(convolve(pool(coarse), params["deep"]))
+            coarse = jax.nn.relu(convolve(jnp.concatenate([twice(deep), coarse], -1), params["up"]))
+            return jnp.mean(convolve(jnp.concatenate([twice(coarse), fine], -1), params["out"]) ** 2)
+
+        return f
+
+    params = {n: f32(3, 3, *c) for n, c in channels.items()}
+    arguments = (params, f32(1, 4096, 2048, 4))
+    step, marked = descended(loss(False)), descended(loss(True))
+    return Case("stripes", step, marked, arguments, {"x": 8}, "h100:1x8", (None, P(None, "x")))
+
+
+def square() -> Case:
+    def marked(a: Any, b: Any) -> Any:
+        a, b = gshard.shard(a, P("x", "y")), gshard.shard(b, P("x", "y"))
+        return gshard.shard(gshard.shard(a, P("x")) @ gshard.shard(b, P(None, "y")), P("x", "y"))
+
+    def product(a: Any, b: Any) -> Any:
+        return a @ b
+
+    arguments = f32(16384, 16384), f32(16384, 16384)
+    given = P("x", "y"), P("x", "y")
+    return Case("square", product, marked, arguments, {"x": 4, "y": 4}, "h100:2x8", given, limit=800 << 20)
 
 
 def vocabulary() -> Case:
@@ -249,7 +322,7 @@ def transformer(layers: int, mesh: Mapping[str, int], machine: str) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    yield from (megatron(), experts(), one_trick(), vocabulary(), tables())
+    yield from (megatron(), experts(), one_trick(), vgg(), stripes(), square(), vocabulary(), tables())
     yield transformer(1, {"data": 4, "model": 2}, "h100:1x8")
     yield transformer(24, {"data": 8, "model": 4}, "h100:4x8")
     yield from map(zero, (None, 0.4, 0.25))
@@ -268,7 +341,9 @@ def run(case: Case) -> tuple[float, float]:
     """Prints a row; the ratio of times and the gap."""
     mesh = gshard.Mesh.abstract(**case.mesh)
     machine = gshard.Machine.of(case.machine)
-    limit = None if case.share is None else int(case.share * data_parallel_peak(case, mesh, machine))
+    limit = case.limit
+    if case.share is not None:
+        limit = int(case.share * data_parallel_peak(case, mesh, machine))
     marked = gshard.jit(
         case.marked, mesh=mesh, donate_argnums=0, machine=machine, in_shardings=case.arrive, memory_limit=limit
     ).lower(*case.arguments)
