@@ -62,6 +62,10 @@ def trained(marked: bool) -> Any:
 RESIDUAL = ([(shape(2048, 8192), shape(8192, 2048)) for _ in range(3)], shape(4, 2048))
 
 
+def in_double(x: Any) -> Any:
+    return np.asarray(x, np.float64) if np.asarray(x).dtype == np.float32 else x
+
+
 EVERY = [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
@@ -73,10 +77,16 @@ def test_a_plan_that_was_found_computes_the_same(name: str) -> None:
     assert searched is not None
     results = gshard.jit(case.function, mesh=case.jax_mesh, plan=searched.plan)(*case.arguments)
     expected = jax.jit(case.function)(*case.arguments)
-    for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+    with jax.enable_x64(True):  # where a step divides by the root of next to nothing, one device rounds as much
+        exact = jax.jit(case.function)(*jax.tree.map(in_double, case.arguments))
+    for x, y, z in zip(*map(jax.tree.leaves, (results, expected, exact)), strict=True):
         x, y = np.asarray(x), np.asarray(y)
         if x.dtype.kind == "f":
-            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4 * max(1.0, float(np.abs(y).max(initial=0))))
+            rounded = float(np.nanmax(np.abs(y - np.asarray(z)), initial=0)) if y.dtype == np.float32 else 0.0
+            scale = max(1.0, float(np.abs(y).max(initial=0)))
+            # More is no rounding: random numbers of another dtype.
+            atol = 1e-4 * scale + (4 * rounded if rounded < 0.01 * scale else 0.0)
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=atol)
         else:
             np.testing.assert_array_equal(x, y)
     assert found.cost.seconds <= min(other.cost.seconds for other in found.best.others)
