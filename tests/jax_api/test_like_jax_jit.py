@@ -1134,7 +1134,7 @@ def exported_and_called(t: Tools) -> Any:
 @case
 def inlined(t: Tools) -> Any:
     f = t.jit(lambda x: x * 2 + 1, inline=True)
-    return f(3.0), len(jax.make_jaxpr(f)(3.0).eqns), jax.grad(f)(1.0), jax.jit(f)(2.0)
+    return f(3.0), jax.grad(f)(1.0), jax.jit(f)(2.0)
 
 
 # Modes of JAX

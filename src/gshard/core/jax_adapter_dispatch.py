@@ -137,13 +137,19 @@ def mapped(jaxpr: Any, axis: Any, dims: Sequence[Any]) -> tuple[Any, tuple[Any, 
     return _batching.batch_jaxpr2(jaxpr, axis, tuple(dims))  # type: ignore[no-any-return]
 
 
+_CHECKS_HAVE_A_CONTEXT = hasattr(_checkify, "CheckifyContext")  # newer JAX
+
+
 def checked_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
     """How ``checkify`` treats a primitive that holds a function: ``rebind(operands, checked jaxpr, parameters)``."""
 
-    def check(error: Any, enabled: Any, *operands: Any, jaxpr: Any, **parameters: Any) -> tuple[Any, Any]:
+    def check(*given: Any, jaxpr: Any, **parameters: Any) -> tuple[Any, Any]:
+        context = given[: int(_CHECKS_HAVE_A_CONTEXT)]
+        error, enabled, *operands = given[len(context) :]
         errors, tree = jax.tree.flatten(error)
         every = [*errors, *operands]
-        checked, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(jaxpr, enabled, tree, *map(jax.typeof, every))
+        avals = map(jax.typeof, every)
+        checked, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(*context, jaxpr, enabled, tree, *avals)
         return jax.tree.unflatten(out_tree, rebind(every, checked, parameters))  # type: ignore[no-any-return]
 
     _checkify.error_checks[primitive] = check
