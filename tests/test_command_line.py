@@ -127,14 +127,13 @@ def test_plan_of_a_model_of_table_1(capsys):
 
 
 @pytest.mark.slow
-def test_the_plan_of_the_paper_is_found_without_its_marks(capsys):
+@pytest.mark.timeout(1800)
+def test_the_plan_of_the_paper_is_found_without_its_marks():
     """MoE(128E, 12L): experts over devices, tokens by group, and less memory than with the marks, which do not fit."""
     by_hand = plan("MoE(128E, 12L)", "v3:8x8")
     assert not by_hand.cost.fits
-    assert main(["plan", "MoE(128E, 12L)", "--topology", "v3:8x8", "--search"]) == 0
-    text = capsys.readouterr().out
-    assert "searched, without a mark" in text
     found = plan("MoE(128E, 12L)", "v3:8x8", search_plan=True)
+    assert "searched, without a mark" in str(found)
     assert found.cost.fits
     assert found.cost.seconds <= 1.1 * by_hand.cost.seconds
     assert "all_to_all" in found.collectives
