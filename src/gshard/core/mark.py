@@ -87,14 +87,15 @@ class Mark:
                 return f"shard(x, {text_of_spec(self.spec)})"
 
 
-def mark_of_cut(dims: Sequence[Atoms], mesh: Mesh) -> Mark:
-    """The mark that cuts each dimension over these atoms of a mesh, and replicates the others.
+def mark_of_cut(dims: Sequence[Atoms | None], mesh: Mesh) -> Mark:
+    """The mark that cuts each dimension over these atoms of a mesh: whole over none, open for None.
 
     >>> mesh = Mesh.abstract(devices=8)
     >>> resolve(mark_of_cut((("devices.1",), ()), mesh), mesh, (6, 8), "").dims
     (('devices.1',), ())
     """
-    return Mark("spec", spec=tuple(tuple(atoms) or None for atoms in dims), axes=tuple(mesh.atom_sizes.items()))
+    spec = tuple(PartitionSpec.UNCONSTRAINED if atoms is None else tuple(atoms) or None for atoms in dims)
+    return Mark("spec", spec=spec, axes=tuple(mesh.atom_sizes.items()))
 
 
 def text_of_spec(entries: Iterable[Any]) -> str:

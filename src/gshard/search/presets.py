@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from jax.sharding import PartitionSpec
-
 from gshard.analysis.dimensions import Dimensions, dimensions_of
 from gshard.core.errors import GShardError
 from gshard.core.mark import Mark, mark_of_cut
@@ -91,9 +89,7 @@ def _cut(v: Value, dim: int, atoms: Atoms, mesh: Mesh) -> Mark | None:
     """The mark that cuts a dimension over these atoms, and says nothing of the others; None where parts are unequal."""
     if v.shape[dim] % mesh.count(atoms):
         return None
-    mark = mark_of_cut([atoms if d == dim else () for d in range(len(v.shape))], mesh)
-    spec = [atoms if d == dim else PartitionSpec.UNCONSTRAINED for d in range(len(v.shape))]
-    return dataclasses.replace(mark, spec=tuple(spec))
+    return mark_of_cut([atoms if d == dim else None for d in range(len(v.shape))], mesh)
 
 
 def _largest(v: Value, mesh: Mesh) -> int | None:
