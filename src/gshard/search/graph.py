@@ -30,6 +30,7 @@ from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.passes.propagate import demands
 from gshard.rules.region import REGIONS, Crossing
 from gshard.search.bundles import Bundles, bundles_of
+from gshard.search.emitted import as_kernel
 from gshard.search.problem import Floats, Ints, Problem
 from gshard.search.seconds import Seconds
 from gshard.search.ways import Piece, pieces, shardings, share, splits
@@ -104,7 +105,7 @@ class _Builder:
         options = {(e, piece): self._options(e, piece) for e in equations for piece in pieces(_rule(e))}
         first = len(self.states)
         number = {option: first + i for i, option in enumerate(options)}
-        self.costs += [self._inside(e, ways) for (e, _), ways in options.items()]
+        self.costs += [np.zeros(len(ways)) for ways in options.values()]
         self.names += [f"{e.name} at {e.line}" for e, _ in options]
         for kernel, times in self.kernels.walk():
             self._work(kernel, times, options, number)
@@ -138,9 +139,6 @@ class _Builder:
         ways = splits(_rule(e), piece, self.mesh)
         return tuple(split for split in ways if not any(atoms and f in barred for f, atoms in split.items()))
 
-    def _inside(self, e: Equation, ways: Sequence[Split]) -> Floats:
-        return np.array([self.times[e] * self.seconds.inside(_rule(e), split) for split in ways])
-
     def _work(
         self, kernel: Kernel, times: int, options: _Options, number: Mapping[tuple[Equation, Piece], int]
     ) -> None:
@@ -157,18 +155,26 @@ class _Builder:
             k = number[option]
             for split in options[option]:
                 part = share(e.rule, split, self.mesh)
-                moved = sum(x.bytes * part for x in kernel.reads if x not in e.inputs)
-                for i, x in enumerate(e.inputs):
-                    if isinstance(x, Value) and x in kernel.reads:
-                        moved += local_bytes(x, operand_sharding(e.rule, i, split), self.mesh)
-                for i, x in enumerate(e.outputs):
-                    moved += local_bytes(x, result_sharding(e.rule, i, split), self.mesh)
-                taken.append(self._kernel(kernel, part, moved))
+                made = sum(
+                    local_bytes(x, result_sharding(e.rule, i, split), self.mesh) for i, x in enumerate(e.outputs)
+                )
+                read = {
+                    x: local_bytes(x, operand_sharding(e.rule, i, split), self.mesh)
+                    for i, x in enumerate(e.inputs)
+                    if isinstance(x, Value)
+                }
+                moved = made + sum(read.get(x, x.bytes * part) for x in kernel.reads)
+                more = self.seconds.own_way(e, split, *self._of(as_kernel(e), part), made + sum(read.values()))
+                taken.append(max(self._kernel(kernel, part, moved) + more, self.machine.launch))
         self.costs[k] = self.costs[k] + times * np.array(taken)
 
     def _kernel(self, kernel: Kernel, part: float, moved: float) -> float:
+        return self.seconds.work(kernel.equation, *self._of(kernel, part), moved)
+
+    def _of(self, kernel: Kernel, part: float) -> tuple[float, float]:
+        """The operations of products, and all others, in a part of a kernel."""
         products = flops(kernel.equation) if kernel.kind == PRODUCT else 0
-        return self.seconds.work(kernel.equation, products * part, kernel.vector_flops * part, moved)
+        return products * part, kernel.vector_flops * part
 
     def _making(self, e: Equation, ways: Sequence[Split], i: int) -> Floats:
         """Moves from how a result is made to its bundle's states."""

@@ -9,14 +9,14 @@ import math
 from collections.abc import Iterator
 
 from gshard.analysis.machine import Machine
-from gshard.analysis.network import seconds
+from gshard.analysis.network import permutation_seconds, seconds
 from gshard.comm.reshard import plan_reshard, single_steps
-from gshard.comm.steps import ALL_GATHER, ONE_OWNER, PERMUTE, SILENT, Step, bytes_sent
+from gshard.comm.steps import ALL_GATHER, ONE_OWNER, PERMUTE, SILENT, Step, bytes_sent, permutation
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Equation, short_dtype
-from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
+from gshard.search.emitted import has_own_way, seconds_alone
 
 # A collective may make two kernels of one. Of equal ways this takes the one with fewer.
 _SPLITS = 0.1
@@ -41,6 +41,8 @@ class Seconds:
         self._steps: dict[tuple[Sharding, tuple[int, ...], int], list[tuple[Sharding, float]]] = {}
         self._reached: dict[tuple[Sharding, tuple[int, ...], int], dict[Sharding, float]] = {}
         self._others: dict[tuple[Sharding, Sharding, tuple[int, ...], int], float] = {}
+        self._permutations: dict[tuple[Sharding, Sharding], tuple[float, float]] = {}
+        self._own_ways: dict[object, float] = {}
 
     def move(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
         """Of bringing an array of this global shape from one sharding to another."""
@@ -133,18 +135,36 @@ class Seconds:
     def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         local = math.prod(step.before.local_shape(mesh, shape)) * itemsize
         if step.kind == PERMUTE:
-            link = self.machine.network[-1]
-            return bytes_sent(step, shape, itemsize, mesh) / link.bandwidth + link.latency
+            latency, a_byte = self._permuting(step.before, step.after, mesh)
+            return latency + a_byte * bytes_sent(step, shape, itemsize, mesh)
         atoms = tuple(a for name in step.atoms for a in self.mesh.atoms_of.get(name, (name,)))
         return seconds(step.kind, local, self.mesh, self.machine, atoms)
 
-    def inside(self, rule: Rule, split: Split) -> float:
-        """Of what an equation's own way to run on shards sends: a halo, a prefix."""
-        if rule.sends is None:
+    def _permuting(self, before: Sharding, after: Sharding, mesh: Mesh) -> tuple[float, float]:
+        """What a permutation takes, and what a byte of it takes more: whatever the array."""
+        key = before, after
+        if key not in self._permutations:
+            pairs = permutation(before, after, mesh)
+            none, many = (permutation_seconds(sent, pairs, self.machine) for sent in (0, 1 << 30))
+            self._permutations[key] = none, (many - none) / (1 << 30)
+        return self._permutations[key]
+
+    def own_way(self, e: Equation, split: Split, products: float, others: float, moved: float) -> float:
+        """What an equation takes more than its device's share, where it runs on shards in a way of its own.
+
+        Args:
+            e, split: which.
+            products, others, moved: as for ``work``, of this equation alone.
+        """
+        rule = e.rule
+        assert rule is not None
+        if not has_own_way(rule, split):
             return 0.0
-        sent = rule.sends(self.mesh, split)
-        link = self.machine.network[-1]
-        return sent / link.bandwidth + link.latency if sent else 0.0
+        key = rule, tuple(sorted(split.items())), tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
+        if key not in self._own_ways:
+            alone = seconds_alone(e, split, self.mesh, self.machine)
+            self._own_ways[key] = alone - self.work(e, products, others, moved)
+        return self._own_ways[key]
 
     def work(self, e: Equation, products: float, others: float, moved: float) -> float:
         """Of one kernel on one device.
