@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +16,15 @@ import gshard
 from families import CASES
 from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
-from gshard.core.program import Value
+from gshard.analysis.network import prices
+from gshard.core.program import Program, Value
 from gshard.core.sharding import Sharding
 from gshard.passes.assign import assign
 from gshard.passes.partition import partition
 from gshard.passes.recorded import plan_of
 from gshard.search.bundles import bundles_of
 from gshard.search.find import best_plan
-from gshard.search.graph import graph_of
+from gshard.search.graph import Graph, graph_of
 from gshard.search.presets import presets
 from gshard.search.seconds import Seconds
 from gshard.search.ways import pieces, shardings, splits
@@ -84,13 +86,79 @@ def test_no_plan_is_better(name: str) -> None:
     program = gshard.trace(f, *arguments)
     graph = graph_of(program, mesh, machine)
     best = best_plan(program, mesh, machine)
-    least = np.inf
+    assert best.searched.cost.seconds <= least_of_all(program, graph, machine) * 1.01
+    assert best.gap < 1e-6
+
+
+def least_of_all(program: Program, graph: Graph, machine: Machine) -> float:
+    """Seconds of the best of all plans."""
+    mesh, least = dataclasses.replace(graph.mesh, prices=prices(graph.mesh, machine)), np.inf
     for chosen in itertools.product(*(range(len(states)) for states in graph.states)):
         found = graph.shardings(chosen)
-        plan = plan_of(program, graph.mesh, found, assign(program.block, found, best.searched.plan.mesh))
+        plan = plan_of(program, mesh, found, assign(program.block, found, mesh))
         least = min(least, cost(partition(plan), machine).seconds)
-    assert best.searched.cost.seconds <= least * 1.01
-    assert best.gap < 1e-6
+    return float(least)
+
+
+def any_small_program(rng: np.random.Generator) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A few products, sums, transpositions and reshapes in a row, of arrays of very different sizes."""
+    n, k = (int(2 ** rng.integers(3, 13)) for _ in range(2))
+    steps: list[tuple[str, int]] = []
+    weights = []
+    rows, columns = n, k
+    for what in rng.choice(["product", "turn", "square", "softmax", "halve", "residual"], size=rng.integers(2, 6)):
+        m = int(2 ** rng.integers(3, 13))
+        if what == "product":
+            weights.append(shape(columns, m))
+            columns = m
+        elif what == "turn":
+            rows, columns = columns, rows
+        elif what == "residual":
+            weights.append(shape(rows, columns))
+        elif what == "halve":
+            rows, columns = rows * 2, columns // 2
+        steps.append((str(what), m))
+
+    def f(x: Any, *weights: Any) -> Any:
+        left = list(weights)
+        for what, _ in steps:
+            if what == "product":
+                x = x @ left.pop(0)
+            elif what == "turn":
+                x = x.T
+            elif what == "square":
+                x = jnp.sin(x) ** 2
+            elif what == "softmax":
+                x = jax.nn.softmax(x)
+            elif what == "halve":
+                x = x.reshape(x.shape[0] * 2, -1)
+            else:
+                x = x + left.pop(0)
+        return x.sum(0) if sums else x
+
+    sums = bool(rng.integers(2))
+    return f, (shape(n, k), *weights)
+
+
+@pytest.mark.slow
+def test_no_plan_of_small_programs_is_better() -> None:
+    """As above for a sample of programs: within a percent of the best in 19 of 20, within five percent in all."""
+    ratios = []
+    for seed in itertools.count():
+        rng = np.random.default_rng(seed)
+        f, arguments = any_small_program(rng)
+        mesh = gshard.Mesh.abstract(x=2, y=2) if seed % 4 == 0 else gshard.Mesh.abstract(x=4)
+        machine = Machine.of("h100:1x4")
+        program = gshard.trace(f, *arguments)
+        graph = graph_of(program, mesh, machine)
+        if np.prod([float(len(states)) for states in graph.states]) > 600:
+            continue
+        best = best_plan(program, mesh, machine)
+        ratios.append(best.chosen.cost.seconds / least_of_all(program, graph, machine))
+        if len(ratios) == 60:
+            break
+    assert max(ratios) <= 1.05
+    assert np.mean(np.array(ratios) <= 1.01) >= 0.95
 
 
 def test_elementwise_equations_tie_values_and_borders_do_not() -> None:

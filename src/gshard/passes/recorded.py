@@ -19,11 +19,12 @@ from gshard.core.mesh import Mesh
 from gshard.core.order import Order
 from gshard.core.plan import Plan, Reason
 from gshard.core.program import Equation, Program, Value, format_block
+from gshard.core.ring import Ring
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.passes.propagate import demands
 
-_FORMAT = 1
+_FORMAT = 2
 _SHOWN = 6  # lines of what has changed
 
 
@@ -36,26 +37,23 @@ class Recorded:
         axes: names and sizes of the mesh's axes.
         shardings: of each value, as text.
         splits: of each equation, pairs of a factor's number and the atoms that it was given.
+        rings: the equations, by their number, that run in steps, and how.
     """
 
     program: str
     axes: tuple[tuple[str, int], ...]
     shardings: tuple[str, ...]
     splits: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
+    rings: tuple[tuple[int, Ring], ...] = ()
 
     @staticmethod
     def of(plan: Plan) -> Recorded:
-        """Records a plan.
-
-        Raises:
-            PlanError: it has contractions that run in steps, which belong to ``windowed=``.
-        """
-        if plan.rings:
-            raise PlanError("a plan with contractions in steps cannot be recorded.", way_out="Give jit windowed= too.")
+        """Records a plan."""
         shardings = tuple(plan.format(v) for v in plan.program.block.values())
         splits = (plan.splits.get(e, {}) for e in plan.program.block.walk())
         kept = tuple(tuple((f, atoms) for f, atoms in sorted(split.items()) if atoms) for split in splits)
-        return Recorded(format_block(plan.program.block), plan.mesh.axes, shardings, kept)
+        rings = tuple((i, plan.rings[e]) for i, e in enumerate(plan.program.block.walk()) if e in plan.rings)
+        return Recorded(format_block(plan.program.block), plan.mesh.axes, shardings, kept, rings)
 
     def plan(self, program: Program, mesh: Mesh) -> Plan:
         """The plan for a program that reads the same.
@@ -80,7 +78,8 @@ class Recorded:
         values, equations = list(program.block.values()), list(program.block.walk())
         shardings = {v: Sharding.parse(t, mesh)[0] for v, t in zip(values, self.shardings, strict=True)}
         splits = {e: dict(split) for e, split in zip(equations, self.splits, strict=True) if e.rule is not None}
-        return plan_of(program, mesh, shardings, splits)
+        rings = {equations[i]: ring for i, ring in self.rings}
+        return dataclasses.replace(plan_of(program, mesh, shardings, splits), rings=rings)
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON, to be read by ``Recorded.load``."""
@@ -100,11 +99,17 @@ class Recorded:
                 raise PlanError(f"{path} has format {data['format']}, and {_FORMAT} is known.", way_out="Search again.")
             splits = tuple(tuple((int(f), tuple(atoms)) for f, atoms in split) for split in data["splits"])
             axes = tuple((str(name), int(size)) for name, size in data["axes"])
-            return Recorded(data["program"], axes, tuple(data["shardings"]), splits)
+            rings = tuple((int(i), _ring(ring)) for i, ring in data["rings"])
+            return Recorded(data["program"], axes, tuple(data["shardings"]), splits, rings)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(
                 f"{path} cannot be read as a plan: {error}.", way_out="Give a file that found.save wrote."
             ) from error
+
+
+def _ring(data: dict[str, Any]) -> Ring:
+    operands = tuple((int(i), tuple(atoms)) for i, atoms in data["operands"])
+    return Ring(int(data["factor"]), operands, tuple(data["result"]), bool(data["both_ways"]))
 
 
 def plan_of(

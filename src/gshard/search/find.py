@@ -2,8 +2,8 @@
 
 The problem of ``search.graph`` is solved; the plan of the solution is partitioned and priced as it would run, and so
 are the presets. What the graph does not know (how kernels are fused, what a moved copy takes of the memory) is learned
-from that: where the plan needs more memory than there is, it is recomputed (``remat``), and the problem is solved again
-with a limit. The best of all that fit is returned.
+from that: where the plan needs more memory than there is, products run in steps (``passes.windowed``) or values are
+computed again (``remat``), and the problem is solved again with a limit. The best of all that fit is returned.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import numpy as np
 from gshard.analysis.cost import Cost, cost
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import prices
+from gshard.analysis.overlap import Windowed
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.passes.assign import assign
 from gshard.passes.partition import partition
 from gshard.passes.recorded import plan_of
+from gshard.passes.windowed import windowed
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
 from gshard.search.graph import Graph, graph_of
 from gshard.search.presets import presets
@@ -35,6 +37,7 @@ _ROUNDS = 7  # of solving, each after the second with other memory
 _EFFORT = 0.2  # for these others
 _USUAL = 4  # presets that are always priced, the usual ones
 _PRESETS = 40_000  # equations of the presets together: of a large program only some more are priced
+_LARGE = 1 / 64  # of the limit: what products gather is large from there on, and comes in parts where nothing fits
 _NEAR = 1.02  # limits of memory between which no further one is tried
 
 
@@ -274,17 +277,27 @@ class Pricing:
     known: list[PricedPlan] = dataclasses.field(default_factory=list)
 
     def add(self, name: str, plan: Plan) -> PricedPlan:
-        """Prices a plan; what does not fit is recomputed as far as that helps."""
-        spmd = partition(plan)
-        costs = cost(spmd, self.machine, self.donated)
-        kept, recomputed = costs.peak, False
-        always = costs.memory.arguments + costs.memory.results - costs.memory.shared
-        if kept > self.limit >= always:
-            with contextlib.suppress(MemoryLimitError):
-                again = rematerialise(spmd, int(self.limit), self.machine, self.donated)
-                costs, recomputed = cost(again, self.machine, self.donated), again is not spmd
-        found = PricedPlan(name, plan, costs, kept, recomputed)
+        """Prices a plan; where it does not fit, products run in steps, or values are computed again, if that helps."""
+        found = self._priced(name, plan)
+        if found.kept > self.limit:
+            in_steps = windowed(plan, Windowed(above=self.limit * _LARGE))
+            ways = [found] + [self._priced(name, in_steps)] * bool(in_steps.rings)
+            for way in ways.copy():
+                always = way.cost.memory.arguments + way.cost.memory.results - way.cost.memory.shared
+                if way.kept > self.limit >= always:
+                    ways.append(self._recomputed(way))
+            found = min(ways, key=lambda way: way.rank(self.limit))
         if self.on_better is not None and all(found.rank(self.limit) < x.rank(self.limit) for x in self.known):
             self.on_better(found)
         self.known.append(found)
         return found
+
+    def _priced(self, name: str, plan: Plan) -> PricedPlan:
+        costs = cost(partition(plan), self.machine, self.donated)
+        return PricedPlan(name, plan, costs, costs.peak)
+
+    def _recomputed(self, way: PricedPlan) -> PricedPlan:
+        with contextlib.suppress(MemoryLimitError):
+            again = rematerialise(partition(way.plan), int(self.limit), self.machine, self.donated)
+            return dataclasses.replace(way, cost=cost(again, self.machine, self.donated), recomputed=True)
+        return way
