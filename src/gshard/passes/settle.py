@@ -310,9 +310,9 @@ def _alternatives(
     """Shardings other than the present one in which the value is made, or in which some reader wants it."""
     made = _made(v, maker, best[maker])
     found = [made, Sharding(made.dims)]
-    if maker.rule is not None and any(shardings[x].unreduced for x in maker.inputs if isinstance(x, Value)):
-        passed = (_made(v, maker, s) for s in candidates(maker.rule, arrays_of(maker, shardings), mesh))
-        found += [s for s in passed if s.unreduced]
+    if maker.rule is not None:
+        ways = (_made(v, maker, s) for s in candidates(maker.rule, arrays_of(maker, shardings), mesh))
+        found += [s for s in ways if s.unreduced]
     for e in readers:
         if e.rule is None:
             entered = [s for x, s in zip(e.inputs, entering(e, shardings), strict=True) if x is v]

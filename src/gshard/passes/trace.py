@@ -33,6 +33,7 @@ from gshard.core.mark import Mark
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
 from gshard.rules.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
+from gshard.rules.known import Facts, without_unread
 from gshard.rules.mark import mark_p, name_p
 from gshard.rules.opened import opened
 from gshard.rules.pieces import join_slices
@@ -104,7 +105,8 @@ def program_of(
     """
     jaxpr, consts = closed(whole)
     builder = _Builder(layout=layout)
-    block = builder.marked_by_type(builder.block(without_dead_code(jaxpr)), jaxpr.outvars, as_typed)
+    block = builder.block(without_dead_code(jaxpr), captured=consts)
+    block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
     check_zones(block)
     captured = tuple(consts)
     marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(names)
@@ -209,9 +211,13 @@ class _Builder:
     bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     layout: Layout | None = None
     named: list[Named] = dataclasses.field(default_factory=list)
+    facts: Facts = dataclasses.field(default_factory=Facts)
 
-    def block(self, jaxpr: Any, consts: Sequence[Any] | None = None) -> Block:
-        """A block of a jaxpr; its constants are inputs in front, or written in where ``consts`` are given."""
+    def block(self, jaxpr: Any, consts: Sequence[Any] | None = None, captured: Sequence[Any] = ()) -> Block:
+        """A block of a jaxpr; its constants are inputs in front, or written in where ``consts`` are given.
+
+        Of those that are inputs the values are known where they are ``captured``.
+        """
         env: dict[Any, Value | Constant] = {}
         inputs: list[Value] = []
         for i, var in enumerate(jaxpr.constvars):
@@ -219,11 +225,14 @@ class _Builder:
                 env[var] = Constant(consts[i])
             else:
                 inputs.append(self._new(env, var))
+        for value, array in zip(inputs, captured, strict=False):
+            self.facts.note_captured(value, array)
         inputs += [self._new(env, var) for var in jaxpr.invars]
         body = _Body()
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
-        return Block(tuple(inputs), tuple(join_slices(body.equations, outputs)), outputs)
+        equations = without_unread(body.equations, outputs)
+        return Block(tuple(inputs), tuple(join_slices(equations, outputs)), outputs)
 
     def marked_by_type(self, block: Block, variables: Sequence[Any], as_typed: bool) -> Block:
         """The block with marks on those results whose types (of explicit axes) say how they are sharded."""
@@ -248,7 +257,10 @@ class _Builder:
                 self._named(eqn, inputs[0], env, out, source)
                 continue
             with as_if_at(source):  # what stands for an equation has its line
-                body = expansion(name, params, [v.aval for v in eqn.invars]) or self._opened(eqn)
+                body = expansion(name, params, [v.aval for v in eqn.invars])
+                if body is None and (simpler := self.facts.simpler(eqn.primitive, params, inputs)) is not None:
+                    body, inputs = closed(simpler[0]), tuple(simpler[1])
+                body = body or self._opened(eqn)
             if body is not None:
                 if needs_barrier(name, params):
                     inputs = self._barrier(inputs, out, source)
@@ -275,6 +287,8 @@ class _Builder:
             out.equations.append(self._equation(eqn.primitive, params, inputs, outputs, source))
             if key is not None:
                 out.known[key] = out.equations[-1]
+            if len(outputs) == 1:
+                self.facts.note(name, params, inputs, outputs[0])
 
     def _equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
         region = REGIONS.get(primitive.name)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.shards import Shards, along, identity
-from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
 from gshard.rules.registry import Call, rule
 
 _FILL = lax.GatherScatterMode.FILL_OR_DROP
@@ -128,7 +128,9 @@ def gather(call: Call) -> Rule:
         return [found]
 
     indices = [*batch, make.whole(indices_shape[-1])]
-    return make.rule([operand, indices], [result], local=local, flops=math.prod(call.out_shapes[0]), masks_itself=True)
+    flops = math.prod(call.out_shapes[0])
+    linear = [] if call.params["mode"] == _FILL else moves(0)  # what is filled in would be added up
+    return make.rule([operand, indices], [result], local=local, flops=flops, masks_itself=True, linear=linear)
 
 
 def _signed(indices: Any) -> Any:
@@ -174,6 +176,21 @@ _MONOIDS = {
     "scatter-max": "max",
     "scatter": None,
 }
+
+
+_COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "scatter": lambda x, y: y,
+    "scatter-add": lax.add,
+    "scatter-sub": lax.sub,
+    "scatter-mul": lax.mul,
+    "scatter-min": lax.min,
+    "scatter-max": lax.max,
+}
+
+
+def combination(name: str, params: Mapping[str, Any]) -> Callable[[Any, Any], Any] | None:
+    """What a scatter makes of an element and its update; None if the user's function does that."""
+    return None if name == "scatter" and params.get("update_jaxpr") is not None else _COMBINATIONS.get(name)
 
 
 @rule(*_MONOIDS)
@@ -262,6 +279,12 @@ def scatter(call: Call) -> Rule:
         for column, (elsewhere, start) in places.items():
             indices = _with_column(indices, column, jnp.where(mine, start, elsewhere))
         changed: dict[str, Any] = {"indices_are_sorted": False, "unique_indices": False}
+        if single and math.prod(indices.shape[:-1]) == 1:
+            combine = combination(call.name, call.params)
+            if combine is not None:
+                ours = {p.column for p in split}
+                return [_one_window(x, indices.reshape(-1), changes, mine.reshape(()), ours, combine)]
+            x = lax.optimization_barrier(x)  # as _one_window says
         if single:
             if call.params["mode"] != _FILL:
                 indices = _clipped(indices, x.shape, {p.column for p in split})
@@ -271,6 +294,25 @@ def scatter(call: Call) -> Rule:
             if p.column is not None:
                 result = lax.slice_in_dim(result, p.size - 1, p.size - 1 + before.shape[p.dim], axis=p.dim)
         return [jnp.where(written, result, before) if any(p.column is None for p in split) else result]
+
+    def _one_window(
+        x: Any, index: Any, changes: Any, mine: Any, ours: Container[int | None], combine: Callable[..., Any]
+    ) -> Any:
+        """Writes one window, or what is there already.
+
+        XLA reads another element than it should where a single index out of range meets a slice (openxla/xla#49121).
+        """
+        windows = iter(numbers.update_window_dims)
+        sizes, start = [], [jnp.zeros((), index.dtype)] * x.ndim
+        for d, n in enumerate(x.shape):
+            size = 1 if d in batching or d in numbers.inserted_window_dims else updates_shape[next(windows)]
+            sizes.append(n if size == operand_shape[d] else size)
+        for column, d in enumerate(numbers.scatter_dims_to_operand_dims):
+            start[d] = jnp.clip(index[column], 0, x.shape[d] - sizes[d])
+            if call.params["mode"] == _FILL and column not in ours:
+                mine &= start[d] == index[column]
+        there = lax.dynamic_slice(x, start, sizes)
+        return lax.dynamic_update_slice(x, jnp.where(mine, combine(there, changes.reshape(sizes)), there), start)
 
     def _clipped(indices: Any, shape: Sequence[int], but: Container[int | None]) -> Any:
         """Indices along other dimensions than those of some columns, moved so that windows fit."""
