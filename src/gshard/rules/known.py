@@ -31,7 +31,7 @@ from gshard.rules.indexing import combination
 
 _MOST = 1 << 18  # elements of an array that is followed
 _RUNS = 32  # slices in a row that stand for a look-up
-_WRITTEN = 4  # an array of which at least one in so many elements is written is written as a whole
+_WRITTEN = 0.75  # of a dimension: where what is written spans as much, it is cut as the array is, but for a halo
 
 _Array = Value | Constant
 
@@ -304,7 +304,7 @@ def _one_window(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] |
     if looked_up.name == "gather":
         end = [at + size for at, size in zip(start, sizes, strict=True)]
         return lambda x: lax.squeeze(lax.slice(x, start, end), looked_up.dropped)
-    if math.prod(sizes) * _WRITTEN < math.prod(shape):
+    if any(size < _WRITTEN * n for size, n in zip(sizes, shape, strict=True)):
         return None
     last = [at + size - 1 for at, size in zip(start, sizes, strict=True)]
     return lambda x, updates: _written(looked_up, x, updates.reshape(sizes), start, last, [1] * len(shape))
@@ -325,7 +325,7 @@ def _along_one(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | 
         taken = _taken(at, n, d)
         return None if taken is None else lambda x: jnp.moveaxis(taken(x), d, p)
     step = _step(at)
-    if step is not None and step > 0 and at.size * _WRITTEN >= n:
+    if step is not None and step > 0 and at[-1] - at[0] + 1 >= _WRITTEN * n:
         ones = [1] * len(shape)
         low, high = [0] * len(shape), [m - 1 for m in shape]
         low[d], high[d], ones[d] = int(at[0]), int(at[-1]), step
