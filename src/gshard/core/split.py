@@ -69,7 +69,7 @@ def result_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding:
     """How result ``i`` lies when the equation, split like this, has run: perhaps with parts still to be combined."""
     unreduced = {a: rule.after(monoid) for monoid, _, atoms in passing(rule, split) for a in atoms}
     for f, factor in enumerate(rule.factors):
-        if factor.kind == REDUCE:
+        if factor.kind == REDUCE and not any(f in dim for dim in rule.results[i]):
             unreduced.update(dict.fromkeys(split.get(f, ()), factor.monoid or "add"))
     return Sharding(place(rule.results[i], split)).with_unreduced(unreduced)
 

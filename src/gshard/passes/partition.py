@@ -196,8 +196,8 @@ class _Emitter:
             self.trips = before
 
     def _equation(self, e: Equation, env: dict[Value, _Made], unread: frozenset[int], fetched: Fetched) -> None:
-        region = REGIONS.get(e.name)
-        if region is not None:
+        if e.rule is None:
+            region = REGIONS[e.name]
             entry = region.entry(e, self.sharding)
             arrays = [
                 self._read(env, v, s, e.line, f"operand {i} of {e.name}")
@@ -206,7 +206,6 @@ class _Emitter:
             results = region.emit(e, self, arrays)
             leave = region.leave(e, self.sharding)
         else:
-            assert e.rule is not None
             split, ring = self.plan.splits[e], self.plan.rings.get(e)
             shards = Shards(e, split, self.plan.mesh, self._noting(e), unread, fetched)
             arrays = [

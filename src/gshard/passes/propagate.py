@@ -10,7 +10,8 @@ Priorities, each run until nothing changes before the next begins; any news retu
     2. equations that reduce or talk to neighbours (contractions, sums, scatters, slices)
     3. equations whose arrays disagree: the cheapest split wins, counting the bytes that each device must send
 
-Where a loop runs over a dimension that is split, its slices are split along another one; so are the results of an
+Where a loop runs over a dimension that is split, each device runs the rounds that it has, if these need nothing of each
+other and nothing is split inside; else its slices are split along another dimension. So are the results of an
 equation that cannot be split as an operand lies, if that sends less. Then values that nobody
 marked are settled where they cost least (``passes.settle``). The user's marks, and shardings that arguments came with,
 are set before all this and never changed.
@@ -29,13 +30,14 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.order import Order
 from gshard.core.plan import Plan, Reason
 from gshard.core.program import Edge, Equation, Program, Value
-from gshard.core.rule import EXCHANGE, REDUCE, Dims, Factor
+from gshard.core.rule import EXCHANGE, REDUCE, Dims, Factor, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, place, project
 from gshard.passes.assign import Available, assign, price
 from gshard.passes.candidates import arrays_of, candidates
 from gshard.passes.flip import flip
 from gshard.passes.settle import free_results, settle
+from gshard.rules.own_rounds import rule_of_rounds, with_operators
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +63,7 @@ def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
         strict: refuse primitives that have no rule instead of gathering their operands.
 
     Returns:
-        the plan.
+        the plan. Loops whose rounds are split are operators in its program (``rules.own_rounds``).
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
@@ -70,6 +72,8 @@ def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
     state = _State(program, mesh)
     state.seed()
     state.run()
+    if state.apart:
+        return propagate(with_operators(program, state.apart), mesh, strict=strict)
     shardings = {v: Sharding(tuple(dims)) for v, dims in state.dims.items()}
     splits = assign(program.block, shardings, mesh)
     for _ in range(2):  # chains that flip may let single values settle elsewhere, and once more the other way round
@@ -148,6 +152,7 @@ class _State:
                 self.nodes.append(node)
                 for value, _ in node.tensors:
                     self.users.setdefault(value, []).append(node)
+        self.apart: dict[Equation, Rule] = {}  # loops whose rounds are split
         self.stacks = [(edge, e) for e in program.block.walk() for edge in e.edges if edge.stacked]
         self.queues: tuple[deque[_Node], deque[_Node]] = (deque(), deque())
         self.waiting: set[_Node] = set()
@@ -194,10 +199,21 @@ class _State:
                 self._apply(node, agreed, "propagated")
             if any(self._resolve(node) for node in self._in_order(self.conflicts)):
                 continue
+            self.apart = dict(filter(None, map(self._run_apart, self.stacks)))
+            if self.apart:
+                return
             if any(self._rehome(edge, equation) for edge, equation in self.stacks):
                 continue
             if not any(self._resolve(node) for node in self.nodes if self._is_in_the_way(node)):
                 return
+
+    def _run_apart(self, stack: tuple[Edge, Equation]) -> tuple[Equation, Rule] | None:
+        """A loop over a split dimension with nothing split inside, whose rounds need nothing of each other."""
+        edge, loop = stack
+        if not self.dims[edge.outer][0] or any(any(self.dims[v]) for body in loop.blocks for v in body.values()):
+            return None
+        rule = rule_of_rounds(loop)
+        return None if rule is None else (loop, rule)
 
     def _rehome(self, edge: Edge, equation: Equation) -> bool:
         """Splits a loop's slices where the stack of them is split along the loop: an all-to-all instead of a gather.

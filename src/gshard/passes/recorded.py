@@ -22,7 +22,7 @@ from gshard.core.program import Equation, Program, Value, format_block
 from gshard.core.ring import Ring
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
-from gshard.passes.propagate import demands
+from gshard.passes.propagate import demands, propagate
 
 _FORMAT = 2
 _SHOWN = 6  # lines of what has changed
@@ -70,6 +70,8 @@ class Recorded:
             )
         text = format_block(program.block)
         if text != self.program:
+            program = propagate(program, mesh).program  # some loops may be operators in it
+        if format_block(program.block) != self.program:
             raise PlanError(
                 f"{program.name} is not the program that the plan was made for.",
                 got="\n  ".join(_changes(self.program, text)),

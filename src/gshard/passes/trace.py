@@ -34,6 +34,7 @@ from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
 from gshard.rules.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
 from gshard.rules.known import Facts, without_unread
+from gshard.rules.look_up import simpler
 from gshard.rules.mark import mark_p, name_p
 from gshard.rules.opened import opened
 from gshard.rules.pieces import join_slices
@@ -258,8 +259,8 @@ class _Builder:
                 continue
             with as_if_at(source):  # what stands for an equation has its line
                 body = expansion(name, params, [v.aval for v in eqn.invars])
-                if body is None and (simpler := self.facts.simpler(eqn.primitive, params, inputs)) is not None:
-                    body, inputs = closed(simpler[0]), tuple(simpler[1])
+                if body is None and (look_up := simpler(self.facts, eqn.primitive, params, inputs)) is not None:
+                    body, inputs = closed(look_up[0]), tuple(look_up[1])
                 body = body or self._opened(eqn)
             if body is not None:
                 if needs_barrier(name, params):

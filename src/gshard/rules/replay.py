@@ -43,10 +43,10 @@ class Replay:
 
         for e in block.equations:
             with as_if_at(e.source_info), jax.named_scope(e.name):
-                region, inputs = REGIONS.get(e.name), [read(v) for v in e.inputs]
-                if region is None:
+                inputs = [read(v) for v in e.inputs]
+                if e.rule is not None:
                     results = self.equation(e, inputs)
                 else:
-                    results = region.emit(e, self, [jnp.asarray(x) for x in inputs])
+                    results = REGIONS[e.name].emit(e, self, [jnp.asarray(x) for x in inputs])
             env.update(zip(e.outputs, results, strict=True))
         return [jnp.asarray(read(v)) for v in block.outputs]

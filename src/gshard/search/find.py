@@ -26,9 +26,11 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.passes.assign import assign
 from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
 from gshard.passes.recorded import plan_of
 from gshard.passes.windowed import windowed
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
+from gshard.rules.own_rounds import rule_of_rounds
 from gshard.search.graph import Graph, graph_of
 from gshard.search.presets import presets
 from gshard.search.solve import Solution, solve
@@ -153,6 +155,8 @@ def begin(
     priced = dataclasses.replace(mesh, prices=prices(mesh, machine))
     limit = float(machine.memory if memory_limit is None else memory_limit)
     inputs = [len(program.captured) + i for i in donated]
+    if any(rule_of_rounds(e) for e in program.block.walk() if e.rule is None):
+        program = propagate(program, priced).program  # in which loops may be operators
     graph = graph_of(program, priced, machine, donated=inputs)
     solutions = [solve(graph.problem, budget_seconds, effort=effort)]
     if solutions[0].peak > limit:

@@ -1,0 +1,106 @@
+"""Own rounds: a scan whose rounds need nothing of each other runs on each device the rounds whose slices it holds.
+
+``lax.map`` over a dimension that is split, its derivative, and every scan that only adds to what it carries: nothing
+is moved from round to round, and what was added up is combined once, at the end. Inside nothing is split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from gshard.comm.shards import Shards, identity
+from gshard.core.jax_adapter import scan_counts
+from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.rules.region import with_edges
+from gshard.rules.replay import Replay
+
+
+def rule_of_rounds(e: Equation) -> Rule | None:
+    """The rule of a loop as one operator whose rounds are split; None if its rounds need one another.
+
+    Nor has it one where something inside is marked, is a manual region, or has an effect.
+    """
+    if e.name != "scan" or e.trips < 2 or e.params["jaxpr"].effects:
+        return None
+    (body,) = e.blocks
+    if any(q.mark is not None or (q.rule is not None and q.rule.fixed is not None) for q in body.walk()):
+        return None
+    consts, carry = scan_counts(e.params)
+    carried = zip(body.inputs[consts : consts + carry], body.outputs[:carry], strict=True)
+    if not all(_is_only_added_to(body, start, end) for start, end in carried):
+        return None
+    make = RuleMaker()
+    rounds = make.factor(e.trips, REDUCE, "add") if carry else make.factor(e.trips)
+
+    def dims(shape: Sequence[int], *, stacked: bool) -> list[tuple[int, ...]]:
+        return [rounds, *map(make.whole, shape[1:])] if stacked else [*map(make.whole, shape)]
+
+    operands = [dims(v.shape, stacked=i >= consts + carry) for i, v in enumerate(e.inputs)]
+    results = [dims(v.shape, stacked=i >= carry) for i, v in enumerate(e.outputs)]
+
+    def local(shards: Shards, *arrays: Any) -> list[Any]:
+        atoms = shards.atoms(rounds[0])
+        given, carried, stacks = arrays[:consts], list(arrays[consts : consts + carry]), list(arrays[consts + carry :])
+        count = shards.size(rounds[0])
+        if atoms:
+            first = shards.is_first(atoms)
+            carried = [jnp.where(first, x, jnp.asarray(identity("add", x.dtype), x.dtype)) for x in carried]
+        at = shards.offset(rounds) + jnp.arange(count, dtype=jnp.int32)
+        replay = Replay()
+
+        def run(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            out = replay.run(body, [*given, *carried, *slices])
+            return out[:carry], out[carry:]
+
+        def skip(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            return list(carried), [jnp.zeros(v.shape, v.dtype) for v in body.outputs[carry:]]
+
+        def step(carried: Sequence[Any], round_: tuple[Any, Sequence[Any]]) -> tuple[list[Any], list[Any]]:
+            number, slices = round_
+            if not e.trips % count:  # all devices have as many
+                return run(carried, slices)
+            return lax.cond(number < e.trips, run, skip, list(carried), list(slices))
+
+        end, made = lax.scan(
+            step, carried, (at, stacks), length=count, reverse=e.params["reverse"], unroll=e.params["unroll"]
+        )
+        return [*end, *made]
+
+    return make.rule(operands, results, local=local, flops=e.trips * _flops(body), masks_itself=True)
+
+
+def with_operators(program: Program, rules: Mapping[Equation, Rule]) -> Program:
+    """The program with some loops as operators that have a rule."""
+
+    def changed(block: Block) -> Block:
+        if not any(e in rules for e in block.walk()):
+            return block
+        return Block(block.inputs, tuple(map(made, block.equations)), block.outputs)
+
+    def made(e: Equation) -> Equation:
+        if e in rules:
+            return dataclasses.replace(e, rule=rules[e], blocks=(), edges=())
+        blocks = tuple(map(changed, e.blocks))
+        return e if blocks == e.blocks else with_edges(dataclasses.replace(e, blocks=blocks))
+
+    return dataclasses.replace(program, block=changed(program.block))
+
+
+def _flops(block: Block) -> int:
+    own = sum(e.rule.flops for e in block.equations if e.rule is not None)
+    return own + sum(e.trips * _flops(body) for e in block.equations for body in e.blocks)
+
+
+def _is_only_added_to(body: Block, start: Value, end: Value | Constant) -> bool:
+    """Whether a round does nothing with what it carries but add something, or take something away."""
+    maker = next((q for q in body.equations if end in q.outputs), None)
+    readers = [q for q in body.equations for x in q.inputs if x is start or x is end]
+    if maker is None or readers != [maker] or sum(x is start or x is end for x in body.outputs) != 1:
+        return False
+    return maker.name in ("add", "add_any") or (maker.name == "sub" and maker.inputs[0] is start)
