@@ -14,7 +14,8 @@ such different things that hops would carry much for nobody, every piece gets a 
 Each hop carries only what one of its takers needs. Where it is laid down, between its neighbours' pieces, it is
 padded to a whole part.
 
-Elements before 0 or from ``n`` on are whatever happens to be there: the caller masks them.
+Elements before 0 or from ``n`` on are whatever happens to be there, and the caller masks them; where parts are equal
+that is zeros, because no device sends them.
 """
 
 from __future__ import annotations
@@ -106,6 +107,16 @@ class Window:
             return route.messages
         return tuple(hop.high - hop.low for hop in self.hops(size) if hop.distance and hop.takers) if size else ()
 
+    def zeros_outside(self, size: int) -> bool:
+        """Whether what is fetched from outside of the array is zeros: nobody sends it, and no part is padded.
+
+        >>> Window(n=12, first=-1, step=3, parts=4, extent=5).zeros_outside(3)
+        True
+        """
+        if self.dilation > 1 or size * self.parts != self.n or not size or self.route(size) is not None:
+            return False
+        return all(self.start(i) < self.n and self.start(i) + self.width > 0 for i in self.takers)
+
     def bytes(self, size: int, each: int) -> int:
         """What each device sends if parts have ``size`` elements of ``each`` bytes."""
         return each * sum(self.messages(size))
@@ -187,5 +198,8 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
     left = max(0, *(-offset(i) for i in used))
     right = max(0, *(offset(i) + width - buffer.shape[dim] for i in used))
     buffer = jnp.pad(buffer, [(left, right) if d == dim else (0, 0) for d in range(x.ndim)])
+    if len(begins := {offset(i) + left for i in used}) == 1:  # the same everywhere
+        begin = begins.pop()
+        return lax.slice_in_dim(buffer, begin, begin + width, axis=dim)
     begin = jnp.clip(offset(lax.axis_index(atoms)) + left, 0, buffer.shape[dim] - width)
     return lax.dynamic_slice_in_dim(apart(buffer, dim, width), begin, width, axis=dim)

@@ -134,6 +134,8 @@ class Shards:
 
     def _window(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
         got = self.fetch(x, dim, atoms, window)
+        if _is_zero(fill) and window.zeros_outside(x.shape[dim]):
+            return got
         position = window.position(lax.axis_index(atoms))
         at = position + jnp.arange(window.extent, dtype=jnp.int32)
         inside = (at >= 0) & (at < (window.n - 1) * window.dilation + 1)
@@ -175,6 +177,11 @@ class Shards:
     def reduced_atoms(self) -> Atoms:
         """All atoms over which reduce factors are split."""
         return tuple(a for f, factor in enumerate(self.rule.factors) if factor.kind == REDUCE for a in self.atoms(f))
+
+
+def _is_zero(x: Any) -> bool:
+    """Whether a number is known, and all its bits are zero."""
+    return isinstance(x, int | float | complex | np.generic) and not any(np.asarray(x).tobytes())
 
 
 def mask(x: Any, dim: int, valid: int, atoms: Atoms, fill: Any) -> Any:
