@@ -78,6 +78,10 @@ def near_and_far(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[tuple[Split, .
     for split in list(found.values()) or [{}]:
         for moved in _rehomed(rule, split, arrays, mesh):
             note(moved)
+    for spread in _spread(rule, arrays, mesh):
+        for claim in claims:
+            spread = _extend(spread, claim, rule, mesh)
+        note(spread)
     note({})
     for split in list(found.values()):
         for passed in _passing(rule, split, arrays, mesh):
@@ -117,6 +121,28 @@ def _passing(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[S
         atoms = tuple(a for a in mesh.atoms if a in waiting)
         if atoms and is_valid(rule, passed := {**split, -1 - k: atoms}, mesh):
             yield passed
+
+
+def _spread(rule: Rule, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:
+    """Splits in which atoms of a dimension that becomes the minor one of a product are spread over all of it.
+
+    Parts of a minor dimension are not contiguous where the major one is whole: some of its atoms move there.
+    """
+    products = [dim for dims in (*rule.operands, *rule.results) for dim in dims if len(dim) > 1]
+    for x, dims in zip(arrays, rule.operands if products else (), strict=False):
+        for dim, atoms in zip(dims, x.sharding.dims if x is not None else ()):
+            for product in products:
+                if len(dim) != 1 or len(atoms) < 2 or dim[0] not in product[1:]:
+                    continue
+                split, left = {}, atoms
+                for f in product[: product.index(dim[0])]:
+                    k = next((k for k in range(1, len(left)) if mesh.count(left[-k:]) == rule.factors[f].size), None)
+                    if k is None:
+                        break
+                    split[f], left = left[-k:], left[:-k]
+                else:
+                    if is_valid(rule, split := {**split, dim[0]: left}, mesh):
+                        yield split
 
 
 def _rehomed(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:

@@ -9,6 +9,7 @@ Priorities, each run until nothing changes before the next begins; any news retu
     1. equations that only move or combine elements where they are, and edges of regions
     2. equations that reduce or talk to neighbours (contractions, sums, scatters, slices)
     3. equations whose arrays disagree: the cheapest split wins, counting the bytes that each device must send
+    4. equations that make many elements of few: a mask says less of the scores than what they are made of
 
 Where a loop runs over a dimension that is split, each device runs the rounds that it has, if these need nothing of each
 other and nothing is split inside; else its slices are split along another dimension. So are the results of an
@@ -47,7 +48,7 @@ class _Node:
     factors: tuple[Factor, ...]
     component: tuple[int, ...]
     tensors: tuple[tuple[Value, Dims], ...]
-    reduces: bool
+    priority: int
     equation: Equation | None
     line_of: Equation | None
     fixed: Callable[[Mesh], Split] | None = None
@@ -154,7 +155,7 @@ class _State:
                     self.users.setdefault(value, []).append(node)
         self.apart: dict[Equation, Rule] = {}  # loops whose rounds are split
         self.stacks = [(edge, e) for e in program.block.walk() for edge in e.edges if edge.stacked]
-        self.queues: tuple[deque[_Node], deque[_Node]] = (deque(), deque())
+        self.queues: tuple[deque[_Node], ...] = (deque(), deque(), deque())
         self.waiting: set[_Node] = set()
         self.conflicts: dict[_Node, None] = {}
 
@@ -171,7 +172,7 @@ class _State:
         for node in self.nodes:
             if node.fixed is not None and node not in self.waiting:
                 self.waiting.add(node)
-                self.queues[0].append(node)
+                self.queues[node.priority].append(node)
 
     def _set(self, value: Value, dims: Sequence[Atoms], open_dims: Sequence[bool], reason: Reason) -> None:
         self.dims[value] = list(dims)
@@ -185,27 +186,31 @@ class _State:
         for node in self.users.get(value, ()):
             if node not in self.waiting:
                 self.waiting.add(node)
-                self.queues[node.reduces].append(node)
+                self.queues[node.priority].append(node)
 
     def run(self) -> None:
         """Asks equations until nothing changes, the conflicting ones last and cheapest first come."""
         while True:
-            while self.queues[0] or self.queues[1]:
-                node = (self.queues[0] or self.queues[1]).popleft()
-                self.waiting.discard(node)
-                agreed, conflict = self._agree(node)
-                if conflict:
-                    self.conflicts[node] = None
-                self._apply(node, agreed, "propagated")
+            while queue := self.queues[0] or self.queues[1]:
+                self._ask(queue.popleft())
             if any(self._resolve(node) for node in self._in_order(self.conflicts)):
                 continue
-            self.apart = dict(filter(None, map(self._run_apart, self.stacks)))
-            if self.apart:
+            if self.queues[2]:
+                self._ask(self.queues[2].popleft())
+                continue
+            if found := dict(filter(None, map(self._run_apart, self.stacks))):
+                self.apart = found
                 return
             if any(self._rehome(edge, equation) for edge, equation in self.stacks):
                 continue
             if not any(self._resolve(node) for node in self.nodes if self._is_in_the_way(node)):
                 return
+
+    def _ask(self, node: _Node) -> None:
+        self.waiting.discard(node)
+        agreed, conflict = self._agree(node)
+        self.conflicts.update({node: None} if conflict else {})
+        self._apply(node, agreed, "propagated")
 
     def _run_apart(self, stack: tuple[Edge, Equation]) -> tuple[Equation, Rule] | None:
         """A loop over a split dimension with nothing split inside, whose rounds need nothing of each other."""
@@ -258,10 +263,7 @@ class _State:
         claims: Split = {}
         conflict = False
         for value, dims in node.tensors:
-            current = self.dims[value]
-            if not any(current):
-                continue
-            for f, atoms in project(dims, current, node.factors, self.mesh).items():
+            for f, atoms in project(dims, self.dims[value], node.factors, self.mesh).items():
                 known = claims.get(f)
                 if known is None or known == atoms[: len(known)]:
                     claims[f] = atoms
@@ -358,15 +360,23 @@ def _nodes(equation: Equation) -> list[_Node]:
         for value, dims in zip((*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True)
         if isinstance(value, Value) and value.shape
     ]
-    reduces = any(f.kind in (REDUCE, EXCHANGE) for f in rule.factors)
-    node = _Node(rule.factors, rule.component, tuple(tensors), reduces, equation, equation, rule.fixed)
+    node = _Node(rule.factors, rule.component, tuple(tensors), _priority(rule), equation, equation, rule.fixed)
     return [node] if tensors else []
+
+
+def _priority(rule: Rule) -> int:
+    """0 where elements stay or are combined in place, 1 where some are summed or sent, 2 where few become many."""
+    if any(f.kind in (REDUCE, EXCHANGE) for f in rule.factors):
+        return 1
+    held = {f for dims in rule.operands for dim in dims for f in dim}
+    new = (f for dims in rule.results for dim in dims for f in dim if f not in held)
+    return 2 if held and any(rule.factors[f].size > 1 for f in new) else 0
 
 
 def _edge_node(edge: Edge, equation: Equation) -> _Node:
     rule = edge.rule
     tensors = ((edge.outer, rule.operands[0]), (edge.inner, rule.results[0]))
-    return _Node(rule.factors, rule.component, tensors, False, None, equation)
+    return _Node(rule.factors, rule.component, tensors, 0, None, equation)
 
 
 def _common(a: Atoms, b: Atoms) -> Atoms:
