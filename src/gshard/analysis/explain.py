@@ -164,16 +164,15 @@ class Explanation:
         return sum(row.bytes for row in self.collectives)
 
     def format(self, tensors: int = 12, collectives: int = 30) -> str:
-        """The report as text with at most so many rows of each kind."""
+        """The report as text with at most so many rows of each kind; with 0 ``tensors`` of the collectives only."""
         whole, local = self.argument_bytes
         lines = [
             f"{self.name} on {self.mesh.size} devices ({self.mesh}), {self.equations} equations",
             f"arguments: {format_bytes(whole)} in all, {format_bytes(local)} on each device",
         ]
-        for title, rows in (
-            ("arguments", [row for row in self.tensors if row.is_argument]),
-            ("values inside", [row for row in self.tensors if not row.is_argument]),
-        ):
+        own = [row for row in self.tensors if row.is_argument]
+        inside = [row for row in self.tensors if not row.is_argument]
+        for title, rows in [("arguments", own), ("values inside", inside)] if tensors else []:
             shown = rows[:tensors]
             wide = [max(map(len, column)) for column in zip(*((r.name, r.sharding) for r in shown), strict=True)]
             lines += ["", f"{title} (the largest {len(shown)} of {len(rows)}; bytes of one device's part)"]
