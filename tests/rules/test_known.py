@@ -70,6 +70,22 @@ def test_what_they_become(name: str) -> None:
     assert names & {"gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"} == left
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.uint8, jnp.complex64, jnp.bool_])
+def test_whatever_is_looked_up(dtype: Any) -> None:
+    functions = {name: LOOKED_UP[name][0] for name in ("labels", "each twice", "turned", "mixed", "one row read")}
+    x = jnp.abs(jnp.nan_to_num(X)).astype(dtype)
+    assert "gather" not in {e.name for e in gshard.trace(functions["turned"], x).block.walk()}
+    expected = jax.jit(all_of(functions, None))(x)
+    for name, found in gshard.jit(all_of(functions, 0), mesh=8)(x).items():
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected[name]), name)
+
+
+def test_random_keys_are_looked_up_as_they_are() -> None:
+    keys = jax.random.split(jax.random.key(0), N)
+    found = gshard.jit(lambda k: gshard.split(k, 0, 8)[TURNED], mesh=8)(keys)
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys[TURNED]))
+
+
 def all_of(functions: dict[str, Callable[..., Any]], dim: int | None) -> Callable[..., dict[str, Any]]:
     """One program of many."""
     return lambda x: {name: f(x if dim is None else gshard.split(x, dim, 8)) for name, f in functions.items()}

@@ -29,6 +29,7 @@ from jax import lax
 from gshard.rules.indexing import combination
 from gshard.rules.known import Array, Facts, Known
 
+_KEYS = jax.dtypes.extended
 _RUNS = 32  # slices in a row that stand for a look-up
 _WRITTEN = 0.75  # of a dimension: where what is written spans as much, it is cut as the array is, but for a halo
 
@@ -38,7 +39,7 @@ def simpler(
 ) -> tuple[Any, Sequence[Array]] | None:
     """A closed jaxpr, and its operands, for a look-up at indices of which something is known."""
     name = primitive.name
-    if not (name == "gather" or combination(name, params)) or getattr(inputs[0].dtype, "kind", "V") == "V":
+    if not (name == "gather" or combination(name, params)) or jax.dtypes.issubdtype(inputs[0].dtype, _KEYS):
         return None
     indices = facts.of(inputs[1])
     if indices is None or not all(math.prod(x.shape) for x in inputs):
