@@ -5,14 +5,17 @@ split, because XLA merges a slice of a slice (the second may be ours) and forget
 
     dynamic_slice            a split dimension that is cut is a ``reduce`` factor: every device contributes the elements
                              that it holds and zero bits for the others, so as many bytes travel as the result has
-    dynamic_update_slice     a split dimension stays split: every device writes what falls into its part
+    dynamic_update_slice     a split dimension stays split: every device writes what falls into its part, and touches no
+                             more than a window of it
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from gshard.comm.local import apart
 from gshard.comm.shards import Shards, along
@@ -77,12 +80,22 @@ def dynamic_update_slice(call: Call) -> Rule:
         starts = tuple(clamped(s, n, m) for s, n, m in zip(starts, shape, sizes, strict=True))
         if not any(shards.atoms(operand[d][0]) for d in covered) or not values.size:
             return shards.bind(x, values, *starts) if values.size else [x]
-        written = jnp.ones((1,) * x.ndim, jnp.bool_)
-        for d in covered:
-            index = shards.offset(operand[d]) + jnp.arange(x.shape[d], dtype=jnp.int32) - starts[d]
-            values = jnp.take(apart(values, d, x.shape[d]), jnp.clip(index, 0, sizes[d] - 1), axis=d)
-            written &= along((index >= 0) & (index < sizes[d]), d, x.ndim)
-        return [jnp.where(written, values, x)]
+        # Only the window is read and written, or what of it may lie in this part.
+        sizes_here = [min(m, length) if p else length for m, length, p in zip(sizes, x.shape, partial, strict=True)]
+        begins, written = list(starts), jnp.ones((1,) * x.ndim, jnp.bool_)
+        for d, size in enumerate(sizes_here):
+            if not partial[d]:
+                begins[d] = jnp.zeros((), jnp.int32)
+            elif shards.atoms(operand[d][0]):
+                first = starts[d] - shards.offset(operand[d])
+                begins[d] = jnp.clip(first, 0, x.shape[d] - size)
+                index = begins[d] - first + jnp.arange(size, dtype=jnp.int32)
+                values = jnp.take(apart(values, d, size), jnp.clip(index, 0, sizes[d] - 1), axis=d)
+                written &= along((index >= 0) & (index < sizes[d]), d, x.ndim)
+        if math.prod(sizes_here) == 1:
+            x = lax.optimization_barrier(x)  # as ``apart`` says
+        there = lax.dynamic_slice(x, begins, sizes_here)
+        return [lax.dynamic_update_slice(x, jnp.where(written, values, there), begins)]
 
     starts: list[list[tuple[int, ...]]] = [[] for _ in operand]
     return make.rule([operand, update, *starts], [operand], local=local, linear=moves(0, 1))

@@ -83,8 +83,10 @@ def _read(array: Any) -> Known | None:
     """The values of a concrete array, if it may be one of indices."""
     if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return None
-    kind = getattr(getattr(array, "dtype", np.asarray(array).dtype), "kind", "V")
-    return Known(np.asarray(array)) if kind in "iub" and np.size(array) <= _MOST else None
+    dtype = getattr(array, "dtype", None) or np.asarray(array).dtype
+    if getattr(dtype, "kind", "V") not in "iub" or np.size(array) > _MOST:
+        return None  # nor keys of random numbers
+    return Known(np.asarray(array))
 
 
 def _joined(inputs: Sequence[Array], given: Sequence[Known | None], output: Value) -> Known | None:
