@@ -174,7 +174,7 @@ def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> Ker
     bound = max(needs, key=lambda what: needs[what])
     return KernelCost(
         e.name, kernel.kind, e.line, result, times, products + kernel.vector_flops, kernel.moved, 0, (),
-        needs[bound] + machine.launch, bound, e,
+        needs[bound] + machine.starting(kernel.moved), bound, e,
     )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
 
 RING, LINE, SWITCH = "ring", "line", "switch"
+_NUMBERS = 32  # bytes of a few numbers
 
 
 class MachineError(GShardError):
@@ -94,6 +95,13 @@ class Machine:
     def rate(self, dtype: str) -> float:
         """Operations a second of products in a dtype (short name)."""
         return self.flops.get(dtype) or self.flops["f32"]
+
+    def starting(self, moved: float) -> float:
+        """Seconds that starting an operator takes which reads and writes so many bytes.
+
+        What is made of a few numbers (the place of a device, an offset) is computed where it is needed.
+        """
+        return self.launch if moved > _NUMBERS else 0.0
 
     @property
     def narrows(self) -> bool:

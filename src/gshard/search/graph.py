@@ -165,7 +165,7 @@ class _Builder:
                 }
                 moved = made + sum(read.get(x, x.bytes * part) for x in kernel.reads)
                 more = self.seconds.own_way(e, split, *self._of(as_kernel(e), part), made + sum(read.values()))
-                taken.append(max(self._kernel(kernel, part, moved) + more, self.machine.launch))
+                taken.append(max(self._kernel(kernel, part, moved) + more, self.machine.starting(moved)))
         self.costs[k] = self.costs[k] + times * np.array(taken)
 
     def _kernel(self, kernel: Kernel, part: float, moved: float) -> float:

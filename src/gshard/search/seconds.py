@@ -177,4 +177,4 @@ class Seconds:
         """
         dtype = short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
         computing = products / self.machine.rate(dtype) + others / self.machine.vector_flops
-        return max(computing, moved / self.machine.memory_bandwidth) + self.machine.launch
+        return max(computing, moved / self.machine.memory_bandwidth) + self.machine.starting(moved)
