@@ -56,8 +56,15 @@ class Kernel:
 
     @property
     def moved(self) -> int:
-        """Bytes read from memory and written to it in one run."""
-        return 0 if self.kind == REGION else sum(size(v) for v in (*self.reads, *self.writes))
+        """Bytes read from memory and written to it in one run; of what is looked up in, those that are found."""
+        return 0 if self.kind == REGION else sum(map(self._read, self.reads)) + sum(map(size, self.writes))
+
+    def _read(self, v: Value) -> int:
+        readers = [(e, i) for e in (self.equation, *self.fused) for i, x in enumerate(e.inputs) if x is v]
+        found = sum(map(size, self.equation.outputs))
+        return (
+            min(size(v), found) if readers and all(e.rule and is_looked_up(e.rule, i) for e, i in readers) else size(v)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +81,11 @@ class Kernels:
             yield kernel, times
             for body in kernel.bodies:
                 yield from body.walk(times * kernel.equation.trips)
+
+
+def is_looked_up(rule: Rule, operand: int) -> bool:
+    """Whether only some elements of an operand are read: those that are found."""
+    return any(rule.factors[f].monoid == "pick" for dim in rule.operands[operand] for f in dim)
 
 
 def size(value: Value) -> int:

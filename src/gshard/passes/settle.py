@@ -18,6 +18,7 @@ from collections.abc import Container, Mapping, Sequence
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Reason, local_bytes, note_cost
 from gshard.core.program import Block, Equation, Program, Value
+from gshard.core.rule import REDUCE
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.core.uneven import evened
@@ -310,7 +311,8 @@ def _alternatives(
     """Shardings other than the present one in which the value is made, or in which some reader wants it."""
     made = _made(v, maker, best[maker])
     found = [made, Sharding(made.dims)]
-    if maker.rule is not None:
+    may_wait = any(shardings[x].unreduced for x in maker.inputs if isinstance(x, Value))
+    if maker.rule is not None and (may_wait or any(f.kind == REDUCE for f in maker.rule.factors)):
         ways = (_made(v, maker, s) for s in candidates(maker.rule, arrays_of(maker, shardings), mesh))
         found += [s for s in ways if s.unreduced]
     for e in readers:

@@ -259,7 +259,8 @@ class _Builder:
                 continue
             with as_if_at(source):  # what stands for an equation has its line
                 body = expansion(name, params, [v.aval for v in eqn.invars])
-                if body is None and (look_up := simpler(self.facts, eqn.primitive, params, inputs)) is not None:
+                look_up = simpler(self.facts, eqn.primitive, params, inputs) if body is None else None
+                if look_up is not None and look_up[0].out_avals[0].weak_type == eqn.outvars[0].aval.weak_type:
                     body, inputs = closed(look_up[0]), tuple(look_up[1])
                 body = body or self._opened(eqn)
             if body is not None:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gshard.core.program import Value
 from gshard.rules.indexing import combination
 from gshard.rules.known import Array, Facts, Known
 
@@ -60,7 +61,8 @@ def simpler(
         made = _one_window(looked_up, indices.values) or _along_one(looked_up, indices.values)
     if made is None:
         return None
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    weak = [isinstance(x, Value) and x.weak for x in operands]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=w) for x, w in zip(operands, weak, strict=True)]
     return jax.make_jaxpr(made)(*shapes), operands
 
 

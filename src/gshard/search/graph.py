@@ -18,7 +18,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.analysis.device_program import PASSING, PRODUCT, REGION, Kernel, Kernels, flops, kernels_of
+from gshard.analysis.device_program import (
+    PASSING,
+    PRODUCT,
+    REGION,
+    Kernel,
+    Kernels,
+    flops,
+    is_looked_up,
+    kernels_of,
+)
 from gshard.analysis.machine import Machine
 from gshard.core.mark import Demand
 from gshard.core.mesh import Mesh
@@ -158,11 +167,11 @@ class _Builder:
                 made = sum(
                     local_bytes(x, result_sharding(e.rule, i, split), self.mesh) for i, x in enumerate(e.outputs)
                 )
-                read = {
-                    x: local_bytes(x, operand_sharding(e.rule, i, split), self.mesh)
-                    for i, x in enumerate(e.inputs)
-                    if isinstance(x, Value)
-                }
+                read = {}
+                for i, x in enumerate(e.inputs):
+                    if isinstance(x, Value):
+                        own = local_bytes(x, operand_sharding(e.rule, i, split), self.mesh)
+                        read[x] = min(own, made) if is_looked_up(e.rule, i) else own
                 moved = made + sum(read.get(x, x.bytes * part) for x in kernel.reads)
                 more = self.seconds.own_way(e, split, *self._of(as_kernel(e), part), made + sum(read.values()))
                 taken.append(max(self._kernel(kernel, part, moved) + more, self.machine.starting(moved)))
