@@ -312,7 +312,9 @@ def scatter(call: Call) -> Rule:
             if call.params["mode"] == _FILL and column not in ours:
                 mine &= start[d] == index[column]
         there = lax.dynamic_slice(x, start, sizes)
-        return lax.dynamic_update_slice(x, jnp.where(mine, combine(there, changes.reshape(sizes)), there), start)
+        return lax.dynamic_update_slice(
+            x, jnp.where(mine, combine(there, jnp.asarray(changes, x.dtype).reshape(sizes)), there), start
+        )
 
     def _clipped(indices: Any, shape: Sequence[int], but: Container[int | None]) -> Any:
         """Indices along other dimensions than those of some columns, moved so that windows fit."""
