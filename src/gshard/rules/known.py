@@ -25,7 +25,7 @@ class Known:
 
     Attributes:
         values: all of them, 0 where they are not known.
-        columns: those positions of the last dimension at which they are known.
+        columns: for each position of the last dimension, whether they are known there; () if all are known.
         pieces: what the last dimension was put together from, if it was: arrays and how many columns each has.
     """
 
