@@ -111,6 +111,10 @@ class _LookUp:
         combine = combination(name, params)
         return _LookUp(name, combine, numbers, shape, sizes, dropped, columns, tuple(batching), window, rank)
 
+    def replaces(self, count: int) -> bool:
+        """Whether so many elements, written, leave nothing of the array: it still says how the result is split."""
+        return self.name == "scatter" and count == math.prod(self.shape)
+
     def with_batching(self, more: Sequence[tuple[int, int]]) -> Any:
         """The dimension numbers where more dimensions go together, instead of being looked up in."""
         pairs = sorted((*self.batching, *more))
@@ -182,7 +186,7 @@ def _one_window(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] |
     if looked_up.name == "gather":
         end = [at + size for at, size in zip(start, sizes, strict=True)]
         return lambda x: lax.squeeze(lax.slice(x, start, end), looked_up.dropped)
-    if any(size < _WRITTEN * n for size, n in zip(sizes, shape, strict=True)):
+    if any(size < _WRITTEN * n for size, n in zip(sizes, shape, strict=True)) or looked_up.replaces(math.prod(sizes)):
         return None
     last = [at + size - 1 for at, size in zip(start, sizes, strict=True)]
     return lambda x, updates: _written(looked_up, x, updates.reshape(sizes), start, last, [1] * len(shape))
@@ -202,6 +206,8 @@ def _along_one(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | 
     if looked_up.name == "gather":
         taken = _taken(at, n, d)
         return None if taken is None else lambda x: jnp.moveaxis(taken(x), d, p)
+    if looked_up.replaces(np.unique(at).size * math.prod(shape) // n):
+        return None
     step = _step(at)
     if step is not None and step > 0 and at[-1] - at[0] + 1 >= _WRITTEN * n:
         ones = [1] * len(shape)
