@@ -53,8 +53,8 @@ def partition(
         plan: shardings and splits.
         padded_arguments: the inputs of the program that come as padded parts, with how they lie.
         keep_uneven: whether results leave as padded parts where they lie unevenly.
-        donated: the inputs whose memory results may take; they come as such a result leaves, so that a training state
-            goes from call to call.
+        donated: the inputs whose memory results may take; they come as such a result leaves, and if they came sharded
+            it leaves as they came, so that a training state goes from call to call.
 
     Returns:
         the program. JAX has no arrays with unequal parts: other arguments with dimensions that do not divide evenly
@@ -65,8 +65,11 @@ def partition(
     padded = padded_arguments or {}
     free = free_results(plan.program, plan.shardings)
     leave = tuple(plan.sharding(v) if keep_uneven else _leaving(v, plan, free=v in free) for v in block.outputs)
+    donated = list(donated)
     come = padded if keep_uneven else {**_as_they_leave(donated, leave, plan), **padded}
     entry = tuple(come.get(i) or _even(plan.sharding(v), v, plan, partly=False) for i, v in enumerate(block.inputs))
+    back = {} if keep_uneven else _as_they_came(donated, entry, plan)
+    leave = tuple(back.get(v, way) if v in free else way for v, way in zip(block.outputs, leave, strict=True))
     orders: Mapping[Any, Order] = plan.orders
     in_orders = {i: orders[v] for i, v in enumerate(block.inputs) if v in orders and any(entry[i].dims)}
     out_orders = {i: orders[v] for i, v in enumerate(block.outputs) if v in orders and any(leave[i].dims)}
@@ -139,6 +142,12 @@ def _as_they_leave(donated: Iterable[int], leave: Sequence[Sharding], plan: Plan
         results.setdefault((v.shape, v.dtype, plan.sharding(v)), []).append(way)
     kinds = {i: (v.shape, v.dtype, plan.sharding(v)) for i in donated for v in (block.inputs[i],)}
     return {i: results[kind].pop(0) for i, kind in kinds.items() if results.get(kind)}
+
+
+def _as_they_came(donated: Iterable[int], entry: Sequence[Sharding], plan: Plan) -> dict[Value | Constant, Sharding]:
+    """How results leave that take the place of donated arguments which came sharded."""
+    marks = (*(None for _ in plan.program.captured), *plan.program.argument_marks)
+    return {v: entry[i] for i, v in plan.program.state(donated) if marks[i] is not None}
 
 
 @dataclasses.dataclass(slots=True)
