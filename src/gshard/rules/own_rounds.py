@@ -48,6 +48,7 @@ def rule_of_rounds(e: Equation) -> Rule | None:
         atoms = shards.atoms(rounds[0])
         given, carried, stacks = arrays[:consts], list(arrays[consts : consts + carry]), list(arrays[consts + carry :])
         count = shards.size(rounds[0])
+        even = count * shards.mesh.count(atoms) == e.trips  # all devices have as many
         if atoms:
             first = shards.is_first(atoms)
             carried = [jnp.where(first, x, jnp.asarray(identity("add", x.dtype), x.dtype)) for x in carried]
@@ -63,7 +64,7 @@ def rule_of_rounds(e: Equation) -> Rule | None:
 
         def step(carried: Sequence[Any], round_: tuple[Any, Sequence[Any]]) -> tuple[list[Any], list[Any]]:
             number, slices = round_
-            if not e.trips % count:  # all devices have as many
+            if even:
                 return run(carried, slices)
             return lax.cond(number < e.trips, run, skip, list(carried), list(slices))
 
