@@ -37,3 +37,12 @@ def test_a_state_is_sharded_alike_after_every_call(shape: tuple[int, ...]) -> No
         for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(jax.jit(step)(before, x)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
         states.append(after)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_a_donated_argument_of_padded_parts_becomes_an_ordinary_result() -> None:
+    x = np.arange(30, dtype=np.float32).reshape(6, 5)
+    padded = gshard.jit(lambda w: gshard.split(w, 0, 4) * 2, mesh=4, uneven="keep")(x)
+    assert isinstance(padded, gshard.UnevenArray)
+    result = gshard.jit(lambda w: w + 1, mesh=4, donate_argnums=0)(padded)
+    np.testing.assert_array_equal(result, 2 * x + 1)

@@ -57,6 +57,10 @@ LOOKED_UP: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "turned, written": (lambda x: x.at[TURNED].set(2 * x), {"scatter"}),
     "all of it": (lambda x: x.at[jnp.array([0])].set(x[None, 0]).at[0:].set(x * 2), {"scatter"}),
     "turned, added to": (lambda x: x.at[TURNED].add(2 * x), set()),
+    "one of three": (
+        lambda x: x[jax.lax.select_n(jnp.int32(2), *(jnp.asarray(np.roll(np.arange(N), i)) for i in range(3)))],
+        set(),
+    ),
     "few": (lambda x: x[np.array([3, 1, 2])], {"gather"}),
     "mixed": (lambda x: x[MIXED], set()),
     "mapped": (lambda x: jax.vmap(lambda row: row.at[1:-1].set(0.0))(x), set()),

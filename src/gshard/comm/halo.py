@@ -14,8 +14,8 @@ such different things that hops would carry much for nobody, every piece gets a 
 Each hop carries only what one of its takers needs. Where it is laid down, between its neighbours' pieces, it is
 padded to a whole part.
 
-Elements before 0 or from ``n`` on are whatever happens to be there, and the caller masks them; where parts are equal
-that is zeros, because no device sends them.
+Elements before 0 or from ``n`` on are whatever happens to be there, and the caller masks them, but where they are known
+to be zeros because no device sends them (``Window.zeros_outside``).
 """
 
 from __future__ import annotations

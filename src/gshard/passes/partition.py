@@ -147,7 +147,8 @@ def _as_they_leave(donated: Iterable[int], leave: Sequence[Sharding], plan: Plan
 def _as_they_came(donated: Iterable[int], entry: Sequence[Sharding], plan: Plan) -> dict[Value | Constant, Sharding]:
     """How results leave that take the place of donated arguments which came sharded."""
     marks = (*(None for _ in plan.program.captured), *plan.program.argument_marks)
-    return {v: entry[i] for i, v in plan.program.state(donated) if marks[i] is not None}
+    pairs = ((entry[i], v) for i, v in plan.program.state(donated) if marks[i] is not None)
+    return {v: came for came, v in pairs if came.is_even(plan.mesh, v.shape)}
 
 
 @dataclasses.dataclass(slots=True)

@@ -114,6 +114,11 @@ def _sliced(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     return x[tuple(map(slice, params["start_indices"], params["limit_indices"], steps))]
 
 
+def _selected(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
+    at = np.clip(np.broadcast_to(which, cases[0].shape).astype(np.int64), 0, len(cases) - 1)
+    return np.take_along_axis(np.stack(cases), at[None], 0)[0]
+
+
 def _plain(f: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *arrays: f(*arrays)
 
@@ -127,7 +132,7 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
     "slice": _sliced,
     "concatenate": lambda params, *arrays: np.concatenate(arrays, params["dimension"]),
     "convert_element_type": _plain(lambda x: x),
-    "select_n": _plain(lambda which, *cases: np.choose(which.astype(np.int8), cases)),
+    "select_n": _plain(_selected),
     "neg": _plain(np.negative),
     "add": _plain(np.add),
     "sub": _plain(np.subtract),

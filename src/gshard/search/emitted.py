@@ -28,10 +28,9 @@ def has_own_way(rule: Rule, split: Split) -> bool:
 
 def seconds_alone(e: Equation, split: Split, mesh: Mesh, machine: Machine) -> float:
     """Seconds of one run of an equation, all that is emitted for it, its operands being where the split wants them."""
-    alone, plan = _alone(e, split, mesh)
+    plan = _alone(e, split, mesh)
     lies = {i: plan.shardings[v] for i, v in enumerate(plan.program.block.inputs)}
     program = device_program(partition(plan, lies, keep_uneven=True))
-    assert alone.rule is not None
     return sum(kernel_cost(kernel, times, mesh, machine).total_seconds for kernel, times in program.walk())
 
 
@@ -41,8 +40,8 @@ def as_kernel(e: Equation) -> Kernel:
     return Kernel(e, kind_of(e), (), reads, e.outputs)
 
 
-def _alone(e: Equation, split: Split, mesh: Mesh) -> tuple[Equation, Plan]:
-    """A program of nothing else, and its plan."""
+def _alone(e: Equation, split: Split, mesh: Mesh) -> Plan:
+    """The plan of a program of nothing else."""
     rule = e.rule
     assert rule is not None
     inputs = [dataclasses.replace(v) if isinstance(v, Value) else v for v in e.inputs]
@@ -53,4 +52,4 @@ def _alone(e: Equation, split: Split, mesh: Mesh) -> tuple[Equation, Plan]:
     shardings |= {v: result_sharding(rule, i, split) for i, v in enumerate(outputs)}
     block = Block(values, (alone,), tuple(outputs))
     program = Program(block, (), (None,) * len(values), tuple(f"operand {i}" for i in range(len(values))), None)
-    return alone, Plan(program, mesh, shardings, {alone: split}, {})
+    return Plan(program, mesh, shardings, {alone: split}, {})
