@@ -27,10 +27,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from gshard import GShardError
 from m4.corpus import hold_out, parallel, report
 from m4.corpus.extract import Extracted, Tally, extract_all
 from m4.corpus.fetch import Fetched, Fetcher
+from m4.corpus.known_english import KNOWN_DEV
 from m4.corpus.merge import merge
 from m4.corpus.pair import Pair
 from m4.corpus.part import OUT_OF_DOMAIN, PARTS, TESTED, Split, write_parts
@@ -38,6 +41,7 @@ from m4.encode import encode, learn_source, learn_target
 from m4.encoded import Encoded
 from m4.errors import CorpusError
 from m4.prepare_config import FORMAT, TIERS, PrepareConfig
+from m4.prepared import Prepared
 from m4.stages import Stages
 from m4.text import MANIFEST, PreparedText, read_manifest
 from m4.tokens import Vocabulary
@@ -46,60 +50,8 @@ __all__ = ["PrepareConfig", "Prepared", "open_text", "prepare"]
 
 _OWN = "your own files"
 _LEFT_OUT = "left-out"
-_SAID = 12  # sources that are told one by one
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """What came of it; print it.
-
-    Attributes:
-        manifest: the contents of manifest.json.
-        was_there: whether the folder had been prepared already.
-    """
-
-    manifest: dict[str, Any]
-    was_there: bool
-
-    def __str__(self) -> str:
-        m = self.manifest
-        lines = [f"corpus in {m['folder']}{' (prepared before)' if self.was_there else ''}"]
-        lines += _about_sources(m["sources"])
-        for f in m["files"]:
-            lines.append(f"  {f['path']}: {f['pairs']:,} pairs, {f['rejected']:,} lines rejected (rejected.tsv)")
-        lines += [f"    {n:,} lines with {reason}" for reason, n in list(m["rejected"].items())[:10]]
-        left_out = ", ".join(f"{n:,} {reason}" for reason, n in m["left_out"].items())
-        lines.append(f"  left out: {left_out}")
-        largest = ", ".join(f"{name} {n:,}" for name, n in list(m["languages"].items())[:8])
-        found = f" of {m['found']['languages']} found" if m["found"]["languages"] > len(m["languages"]) else ""
-        lines.append(f"  {len(m['languages'])} languages{found}; the largest: {largest}")
-        parts = ", ".join(f"{p} {m['pairs'][p]:,}" for p in PARTS)
-        lines.append(f"  pairs: {parts}; {m['english']:,} different English sentences, no one in two parts")
-        if m["out_of_domain"]:
-            lines.append(f"  out-of-domain test: {m['out_of_domain']:,} pairs")
-        lines.append(f"  vocabularies: {m['source_vocabulary']:,} and {m['target_vocabulary']:,} pieces")
-        if m["too_long"]:
-            length = m["settings"]["length"]
-            lines.append(f"  {m['too_long']:,} training pairs are longer than {length} tokens and will not be used")
-        return "\n".join(lines)
-
-
-def _about_sources(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    missing = [s for s in sources if s["problem"]]
-    there = sorted((s for s in sources if not s["problem"]), key=lambda s: -s["pairs"])
-    for s in missing:
-        yield f"  {_title(s)}: not to be had, going on without it ({s['problem']})"
-    for s in there[:_SAID]:
-        counts = f"{s['pairs']:,} pairs in {s['languages']} languages"
-        broken = f", {s['unreadable']:,} files cannot be read (rejected.tsv)" if s["unreadable"] else ""
-        yield f"  {_title(s)} ({s['licence']}): {counts}{broken}"
-    rest = there[_SAID:]
-    if rest:
-        yield f"  {len(rest)} more sources: {sum(s['pairs'] for s in rest):,} pairs (manifest.json)"
-
-
-def _title(source: Mapping[str, Any]) -> str:
-    return f"{source['name']} {source['version']}".strip()
+_ENCODED = (hold_out.TRAIN, hold_out.DEV, KNOWN_DEV)
+_FITS, _LONGEST = 0.99, 128  # of one's own text: the share of pairs a row should hold, and the longest row for that
 
 
 def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepared:
@@ -124,7 +76,9 @@ def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepar
     for file in config.files:
         parallel.read(file)  # what cannot be read is said before anything is downloaded
     fingerprint = config.fingerprint
-    same = known if known is not None and known.get("fingerprint") == fingerprint else None
+    if known is not None and known["fingerprint"] == config.former_fingerprint:
+        return Prepared({**known, "folder": str(output)}, was_there=True)  # its runs need its vocabularies
+    same = known if known is not None and known["fingerprint"] == fingerprint else None
     if same and not any(source["problem"] for source in same["sources"]):
         return Prepared({**same, "folder": str(output)}, was_there=True)
     fetched = list(_fetch(config, say))
@@ -167,14 +121,22 @@ def _build(
         return _save(learn_target(train, config.target_vocabulary, defaults.target_vocabulary), work / "target.model")
 
     source, target = stages("source", source_vocabulary), stages("target", target_vocabulary)
-    too_long = {
-        part: _encode(part, config, text["pairs"][part], stages, say) for part in (hold_out.TRAIN, hold_out.DEV)
-    }
+    for part in _ENCODED:
+        _encode(part, text["pairs"][part], stages, say)
+    lengths = {part: Encoded.load(work / part).lengths for part in _ENCODED}
+    length = settings["length"]
+    if config.length is None and config.files:
+        length = fitting(lengths[hold_out.TRAIN], length, min(_LONGEST, settings["tokens"]))
+    for part in (hold_out.TRAIN, hold_out.DEV):
+        _check_length(part, lengths[part], length)
+    settings = {**settings, "length": length, "sources": config.sources}
     manifest = {
         "fingerprint": fingerprint, "format": FORMAT,
-        "settings": {**settings, "sources": config.sources, "files": [str(file) for file in config.files]},
+        "settings": {**settings, "files": [str(file) for file in config.files]},
         **text, "source_vocabulary": source["size"], "target_vocabulary": target["size"],
-        "too_long": too_long[hold_out.TRAIN], "models": {"source": source["sha256"], "target": target["sha256"]},
+        "too_long": int((lengths[hold_out.TRAIN] > length).sum()),
+        "length_of_nearly_all": fitting(lengths[hold_out.TRAIN], length, 10**6),
+        "models": {"source": source["sha256"], "target": target["sha256"]},
     }  # fmt: skip
     (work / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     stages.forget()
@@ -217,7 +179,7 @@ def _write_text(
             way_out="Check the connection to the package index, or give text of your own with --files.",
         )
     tested = [by_name[got.source.name].pairs for got in fetched if got.folder and got.source.only_tests]
-    split = Split(config.dev, config.test, settings["quota"])
+    split = Split(config.dev, config.test, settings["quota"], settings["known"])
     say(f"splitting {sum(merged.languages[name] for name in merged.files):,} pairs by English sentence")
     parts = write_parts(
         merged.files, work, split, tested[0] if tested else None, left_out_folder / f"{OUT_OF_DOMAIN}.tsv.gz"
@@ -318,10 +280,9 @@ def _save(vocabulary: Vocabulary, path: Path) -> dict[str, Any]:
     return {"size": vocabulary.size, "sha256": vocabulary.sha256}
 
 
-def _encode(part: str, config: PrepareConfig, pairs: int, stages: Stages, say: Callable[[str], None]) -> int:
-    """Writes the ids of a part; how many pairs are too long."""
+def _encode(part: str, pairs: int, stages: Stages, say: Callable[[str], None]) -> None:
+    """Writes the ids of a part."""
     folder = stages.folder / part
-    length = config.settings["length"]
 
     def write() -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
@@ -334,16 +295,28 @@ def _encode(part: str, config: PrepareConfig, pairs: int, stages: Stages, say: C
                 say(f"encoded {done:,} of {pairs:,} pairs")
 
         encode(stages.folder / f"{part}.tsv", folder, source, target, progress)
-        return {"too_long": int((Encoded.load(folder).lengths > length).sum())}
+        return {}
 
-    too_long = int(stages(part, write)["too_long"])
-    if too_long == pairs:
+    stages(part, write)
+
+
+def fitting(lengths: np.ndarray, least: int, most: int) -> int:
+    """The tokens of a row that holds 99 % of the pairs, a multiple of 8, but at least and at most so many.
+
+    >>> fitting(np.arange(1, 101), 24, 128), fitting(np.arange(1, 11), 24, 128)
+    (104, 24)
+    """
+    needed = int(np.quantile(lengths, _FITS, method="higher")) if len(lengths) else least
+    return max(least, min(-(-needed // 8) * 8, most))
+
+
+def _check_length(part: str, lengths: np.ndarray, length: int) -> None:
+    if not (lengths <= length).any():
         raise CorpusError(
             f"no pair of the {part} part fits into {length} tokens.",
-            got=f"{pairs:,} pairs",
+            got=f"{len(lengths):,} pairs",
             way_out="Allow longer ones with --length, or give shorter sentences.",
         )
-    return too_long
 
 
 def _refuse_to_lose(output: Path, known: dict[str, Any] | None, fetched: Sequence[Fetched]) -> None:

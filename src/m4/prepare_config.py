@@ -15,8 +15,10 @@ from m4.corpus.fetch import checksum
 from m4.corpus.source import Licences, Source, Tier, chosen, of_tier
 from m4.errors import CorpusError
 
-FORMAT = 3
+FORMAT = 4
 """Raised when the same settings give another corpus than before."""
+
+_WITHOUT_KNOWN = 3  # the last format that had no test of known English
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Defaults:
     quota: int
     least: int
     languages: int | None
+    known: int = 100
 
 
 TIERS: Mapping[Tier, Defaults] = {
@@ -62,9 +65,12 @@ class PrepareConfig:
         temperature: 1 trains on languages as often as they occur, larger values on rare ones more often; by default
             5 (tiny: 2).
         tokens: tokens of a training batch on each side; by default 8192 (tiny: 3072).
-        length: the longest sentence, in tokens, end included; by default 128 (tiny: 24).
+        length: the longest sentence, in tokens, end included; by default 128 (tiny: 24, or with files of your own what
+            99 % of the pairs need, up to 128).
         quota: full sentences of each language that are held out for dev and for test, at most 8 % of what it has; by
             default 300. With 0, shares of all English sentences are held out instead (tiny).
+        known: pairs of each language that are held out for dev and for test while other languages keep their English,
+            at most 2 % of what it has; by default 100. They show what a language gains from the others.
         dev: share of English sentences held out to watch training, if there is no quota.
         test: share of English sentences held out to score translations, if there is no quota.
         sampling_seed: of the order of training.
@@ -84,6 +90,7 @@ class PrepareConfig:
     tokens: int | None = None
     length: int | None = None
     quota: int | None = None
+    known: int | None = None
     dev: float = 0.015
     test: float = 0.03
     sampling_seed: int = 0
@@ -99,7 +106,11 @@ class PrepareConfig:
             raise CorpusError(f"batches of {settings['tokens']} tokens cannot hold sentences of {settings['length']}.")
         if settings["temperature"] < 1:
             raise CorpusError(f"a temperature of {self.temperature} makes no sense.", way_out="Use 1 or more.")
-        if settings["quota"] < 0 or (self.languages is not None and self.languages < 1) or self.jobs < 1:
+        if (
+            min(settings["quota"], settings["known"]) < 0
+            or (self.languages is not None and self.languages < 1)
+            or self.jobs < 1
+        ):
             raise CorpusError("a quota below 0, or fewer than one language or process, makes no sense.")
         if not self.chosen_sources and not self.files:
             raise CorpusError("there is nothing to prepare.", way_out="Name a source or a file.")
@@ -121,7 +132,7 @@ class PrepareConfig:
         """What the result depends on, with the defaults of the tier filled in; without sources and files."""
         asked = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         defaults = TIERS[self.tier]
-        filled = ("languages", "temperature", "tokens", "length", "quota")
+        filled = ("languages", "temperature", "tokens", "length", "quota", "known")
         asked |= {name: getattr(defaults, name) for name in filled if asked[name] is None}
         for name in ("output", "cache", "sources", "files", "jobs"):
             del asked[name]
@@ -130,7 +141,17 @@ class PrepareConfig:
     @property
     def fingerprint(self) -> str:
         """Hash of everything that the result depends on."""
-        said: dict[str, Any] = {**self.settings, "format": FORMAT}
+        return self._hash({**self.settings, "format": FORMAT})
+
+    @property
+    def former_fingerprint(self) -> str | None:
+        """What an earlier version, which had no test of known English, calls the corpus of the same settings."""
+        if self.known is not None:
+            return None
+        settings = {name: value for name, value in self.settings.items() if name != "known"}
+        return self._hash({**settings, "format": _WITHOUT_KNOWN})
+
+    def _hash(self, said: dict[str, Any]) -> str:
         said["sources"] = [(s.title, s.packages) for s in self.chosen_sources]
         said["files"] = [[(f.name, checksum(f)) for f in parallel.files_of(file) if f.is_file()] for file in self.files]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

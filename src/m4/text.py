@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from m4.batches import Batches, in_order
+from m4.corpus.hold_out import DEV, TRAIN
 from m4.corpus.pair import Pair
+from m4.corpus.part import OUT_OF_DOMAIN
 from m4.encoded import Encoded, of_languages
 from m4.errors import CorpusError
 from m4.tokens import Vocabulary
@@ -145,16 +147,26 @@ class PreparedText:
             )
         return dataclasses.replace(self, only=tuple(languages))
 
-    @functools.cached_property
-    def _held_out(self) -> tuple[dict[str, np.ndarray], ...]:
-        dev = self._encoded("dev")
-        # A sample that is quickly evaluated, with all languages in it.
-        picked = np.random.default_rng(0).permutation(len(dev))[:_WATCHED]
-        return tuple(in_order(dev.only(np.sort(picked)), self.batches.shape, self.length))
+    def held_out(self, part: str = DEV) -> Sequence[dict[str, np.ndarray]]:
+        """Batches that are not trained on, all of one shape.
 
-    def held_out(self) -> Sequence[dict[str, np.ndarray]]:
-        """Batches that are not trained on, all of one shape."""
-        return self._held_out
+        Args:
+            part: ``dev`` or ``known_dev``; none of the latter where the corpus has none.
+        """
+        if part not in self._watched:
+            data = self._encoded(part) if self.has(part) else self._encoded(TRAIN).only([])
+            # A sample that is quickly evaluated, with all languages in it.
+            picked = np.random.default_rng(0).permutation(len(data))[:_WATCHED]
+            self._watched[part] = tuple(in_order(data.only(np.sort(picked)), self.batches.shape, self.length))
+        return self._watched[part]
+
+    @functools.cached_property
+    def _watched(self) -> dict[str, tuple[dict[str, np.ndarray], ...]]:
+        return {}
+
+    def has(self, part: str) -> bool:
+        """Whether there are pairs of a part; corpora of earlier versions have none with known English."""
+        return part == OUT_OF_DOMAIN or bool(self.manifest["pairs"].get(part))
 
     def examples(self, count: int, part: str = "test") -> Sequence[Example]:
         """Held-out sentences that fit the model, always the same ones, of as many languages as there are.
@@ -163,9 +175,11 @@ class PreparedText:
 
         Args:
             count: how many at most.
-            part: ``test``, ``dev``, or ``out_of_domain`` (empty unless the corpus has such a source).
+            part: ``test``, ``known_test``, ``dev``, ``known_dev``, or ``out_of_domain``; empty where the corpus has
+                none.
         """
-        pairs = [pair for pair in self._pairs(part) if not self.only or pair.language in self.only]
+        known = self._pairs(part) if self.has(part) else []
+        pairs = [pair for pair in known if not self.only or pair.language in self.only]
         sides = self.source.encode([p.foreign for p in pairs]), self.target.encode([p.english for p in pairs])
         by_language: dict[str, list[Pair]] = {}
         for pair, source, target in zip(pairs, *sides, strict=True):

@@ -20,7 +20,7 @@ from m4 import prepare as preparing
 from m4.corpus import hold_out
 from m4.corpus.extract import SAME_AGAIN
 from m4.corpus.merge import COPY, FEW, MORE, Merged, merge
-from m4.corpus.part import OUT_OF_DOMAIN, Split, write_parts
+from m4.corpus.part import OUT_OF_DOMAIN, PARTS, Split, write_parts
 from m4.prepare import PrepareConfig, open_text, prepare
 
 NOUNS = "house river stone bridge window garden letter doctor market winter summer candle forest island".split()
@@ -205,7 +205,7 @@ def test_the_table_and_the_plot_show_languages_by_size(config: PrepareConfig) ->
     assert [row["rank"] for row in rows] == ["1", "2", "3"]
     assert {row["language"] for row in rows} == {"de", "fr", "cy"}
     assert sum(int(row["train"]) for row in rows) == done.manifest["pairs"]["train"]
-    assert all(int(row["english_words"]) == 9 * sum(int(row[p]) for p in ("train", "dev", "test")) for row in rows)
+    assert all(int(row["english_words"]) == 9 * sum(int(row[p]) for p in PARTS) for row in rows)
     pytest.importorskip("matplotlib")
     assert "<svg" in (config.folder / "distribution.svg").read_text()
     assert open_text(config.folder).frequent_sentence() in set(sentences(2000))

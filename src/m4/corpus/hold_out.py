@@ -127,11 +127,21 @@ def parts(
     for k, own in grams.items():
         for gram in own:
             users[gram].append(k)
-    found = {}
-    place = {k: int.from_bytes(hashlib.blake2b(k.encode(), digest_size=8).digest()) / 2**64 for k in unique}
-    for k, at in place.items():
-        part = TEST if at < test else DEV if at < test + dev else TRAIN
-        found[k] = TRAIN if part != TRAIN and _has_twin(k, grams[k], users) else part
+    place = {k: int.from_bytes(hashlib.blake2b(k.encode(), digest_size=8).digest()) for k in unique}
+    ordered = sorted(unique, key=place.__getitem__)
+    found = dict.fromkeys(unique, TRAIN)
+    # From both ends, so that a larger share keeps what a smaller one holds out; the part that is further behind next,
+    # so that both get theirs of the few that have no twin.
+    ends = {TEST: iter(ordered), DEV: reversed(ordered)}
+    behind = {TEST: round(test * len(unique)), DEV: round(dev * len(unique))}
+    wanted = dict(behind)
+    while any(behind.values()):
+        part = max(behind, key=lambda part: behind[part] / max(wanted[part], 1))
+        k = next((k for k in ends[part] if found[k] == TRAIN and not _has_twin(k, grams[k], users)), None)
+        if k is None:
+            break
+        found[k] = part
+        behind[part] -= 1
     for known in sorted(by_language.values(), key=lambda known: (len(known), min(known, default=""))):
         wanted = min(LEAST, len(known) // 10) - sum(found[k] == TEST for k in known)
         for k in sorted(known, key=lambda k: place[k]):

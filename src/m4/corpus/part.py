@@ -1,7 +1,9 @@
-"""Part: the merged pairs written as training, dev and test text, split by English sentence.
+"""Part: the merged pairs written as training, dev and test text.
 
-train.tsv dev.tsv test.tsv    language, foreign, English; by language, the largest first
-out_of_domain.tsv             the same, from a source that stays out of training
+train.tsv                         language, foreign, English; by language, the largest first
+dev.tsv test.tsv                  the same, with English that no training pair has
+known_dev.tsv known_test.tsv      the same, with English that training pairs of other languages have
+out_of_domain.tsv                 the same, from a source that stays out of training
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from m4.corpus import hold_out
+from m4.corpus.known_english import KNOWN_DEV, KNOWN_TEST, choose
 from m4.errors import CorpusError
 
 OUT_OF_DOMAIN = "out_of_domain"
 TESTED = "in the out-of-domain test"
-PARTS = (hold_out.TRAIN, hold_out.DEV, hold_out.TEST)
+NEEDED = (hold_out.TRAIN, hold_out.DEV, hold_out.TEST)
+PARTS = (*NEEDED, KNOWN_DEV, KNOWN_TEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +33,17 @@ class Split:
     Attributes:
         dev, test: shares of the English sentences, if there is no quota.
         quota: full sentences of every language for dev and for test; 0 holds out shares.
+        known: sentences of every language for dev and for test whose English other languages keep; 0 for none.
         most: the most that a quota takes from a language, as a share of its full sentences.
+        most_known: the most that is kept out for each part of known English, as a share of the language's sentences.
     """
 
     dev: float
     test: float
     quota: int
+    known: int = 0
     most: float = 0.08
+    most_known: float = 0.02
 
 
 def write_parts(
@@ -72,8 +80,14 @@ def write_parts(
     else:
         part_of = dict(hold_out.parts(all_keys, split.dev, split.test, keys))
     part_of.update((key, OUT_OF_DOMAIN) for key in secret if key in all_keys)
-    found = _write(files, folder, {en: part_of.get(key, hold_out.TRAIN) for en, key in key_of.items()}, aside)
-    for part in PARTS:
+    training = {
+        name: {key for key in own if part_of.get(key, hold_out.TRAIN) == hold_out.TRAIN} for name, own in keys.items()
+    }
+    candidates = {name: own & prose[name] for name, own in training.items()} if split.quota else training
+    withheld = choose(files, key_of, candidates, training, split.known, split.most_known)
+    parts = {name: part_of | own for name, own in withheld.items()}
+    found = _write(files, folder, key_of, parts, aside)
+    for part in NEEDED:
         if not found["pairs"][part]:
             raise CorpusError(
                 f"too little text: not one sentence for the {part} part.",
@@ -83,7 +97,13 @@ def write_parts(
     return {**found, "english": len(all_keys), "out_of_domain": secret.total()}
 
 
-def _write(files: Mapping[str, Path], folder: Path, part_of: Mapping[str, str], aside: Path) -> dict[str, Any]:
+def _write(
+    files: Mapping[str, Path],
+    folder: Path,
+    key_of: Mapping[str, str],
+    parts: Mapping[str, Mapping[str, str]],
+    aside: Path,
+) -> dict[str, Any]:
     pairs = Counter[str](dict.fromkeys(PARTS, 0))
     table: list[dict[str, Any]] = []
     often, left_out = Counter[str](), 0
@@ -93,7 +113,7 @@ def _write(files: Mapping[str, Path], folder: Path, part_of: Mapping[str, str], 
         for language, path in files.items():
             counts, words = Counter[str](dict.fromkeys(PARTS, 0)), 0
             for foreign, english in _rows(path):
-                part = part_of[english]
+                part = parts[language].get(key_of[english], hold_out.TRAIN)
                 if part == OUT_OF_DOMAIN:
                     left_out += 1
                     secret.write(f"{TESTED}\t{language}\t{foreign}\t{english}\n")

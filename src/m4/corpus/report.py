@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("rank", "language", "train", "dev", "test", "english_words")
+COLUMNS = ("rank", "language", "train", "dev", "test", "known_dev", "known_test", "english_words")
 
 
 def write_table(distribution: Sequence[Mapping[str, Any]], path: Path) -> None:

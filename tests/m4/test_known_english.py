@@ -1,0 +1,172 @@
+"""Known English: what is kept out of a language is not told by its training text, and stays in others."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from m4.corpus import known_english
+from m4.corpus.hold_out import key
+from m4.corpus.known_english import KNOWN_DEV, KNOWN_TEST, OTHERS, units
+from m4.corpus.part import PARTS, Split, write_parts
+from m4.prepare import PrepareConfig, fitting, open_text, prepare
+from m4.prepared import Prepared
+
+WORDS = [a + b for a in ("ba", "ke", "lo", "mi", "du", "ra") for b in ("nat", "sor", "tel", "vim", "gus")]
+LANGUAGES = ("de", "fr", "nb", "nn", "th")
+
+
+def foreign(language: str, words: list[str]) -> str:
+    """Another spelling in each language; the two Norwegians often agree, and Thai puts no blanks."""
+    if language == "th":
+        return "".join(chr(0x0E01 + WORDS.index(word)) + chr(0x0E30) for word in words)
+    ending = {"de": "en", "fr": "er", "nb": "et", "nn": "et"}[language]
+    return " ".join(word[::-1] + (ending if language != "nn" or word[0] != "b" else "a") for word in words)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("files")
+    rng = np.random.default_rng(0)
+    said = [[WORDS[i] for i in rng.integers(0, len(WORDS), rng.integers(2, 7))] for _ in range(600)]
+    said += [[*words[:-1], WORDS[n % 30]] for n, words in enumerate(said[:200])]  # near twins
+    found = {}
+    for number, language in enumerate(LANGUAGES):
+        found[language] = folder / f"{language}.tsv"
+        lines = []
+        for n, words in enumerate(said):
+            if (n * 7 + number) % 4:  # no language has everything
+                lines.append(f"{foreign(language, words)}\t{' '.join(words)}")
+            if n % 5 == number:
+                lines.append(f"{foreign(language, words)} {n}!\t{' '.join(words).capitalize()} {n}.")
+        found[language].write_text("".join(line + "\n" for line in dict.fromkeys(lines)), encoding="utf-8")
+    return found
+
+
+def pairs(folder: Path, part: str) -> Iterator[tuple[str, str, str]]:
+    for line in (folder / f"{part}.tsv").read_text(encoding="utf-8").splitlines():
+        language, source, english = line.split("\t")
+        yield language, source, english
+
+
+def split(files: dict[str, Path], folder: Path, known: int = 10) -> dict[str, object]:
+    folder.mkdir()
+    return write_parts(files, folder, Split(0.02, 0.02, 0, known, most_known=0.05), None, folder / "aside.gz")
+
+
+def test_what_is_kept_out_is_not_told_by_the_training_text(files: dict[str, Path], tmp_path: Path) -> None:
+    found = split(files, tmp_path / "out")
+    train = list(pairs(tmp_path / "out", "train"))
+    has: dict[str, set[str]] = {}
+    for language, _, english in train:
+        has.setdefault(key(english), set()).add(language)
+    sources = {tuple(units(source)) for _, source, _ in train}
+    runs: dict[str, list[set[tuple[str, ...]]]] = {language: [] for language in files}
+    for language, source, _ in train:
+        own = units(source)
+        runs[language].append({tuple(own[i : i + 3]) for i in range(len(own) - 2)})
+    kept_out = [(part, *pair) for part in (KNOWN_DEV, KNOWN_TEST) for pair in pairs(tmp_path / "out", part)]
+    assert {language for _, language, _, _ in kept_out} == set(LANGUAGES)
+    for _, language, source, english in kept_out:
+        assert language not in has[key(english)], "the pair is new"
+        assert len(has[key(english)]) >= OTHERS, "its English is not"
+        assert tuple(units(source)) not in sources
+        own = units(source)
+        mine = {tuple(own[i : i + 3]) for i in range(len(own) - 2)}
+        assert not mine or max(len(mine & other) for other in runs[language]) < len(mine) / 2
+    parts = {language: {part for part, own, _, _ in kept_out if own == language} for language in files}
+    assert all(len(of) == 2 for of in parts.values()), "for dev and for the test"
+    for one, other in itertools.combinations(PARTS, 2):
+        assert not set(pairs(tmp_path / "out", one)) & set(pairs(tmp_path / "out", other))
+    lines = {language: path.read_text(encoding="utf-8").count("\n") for language, path in files.items()}
+    assert sum(lines.values()) == sum(found["pairs"].values()), "every pair is in one part"  # type: ignore[attr-defined]
+
+
+def test_the_choice_follows_from_hashes(files: dict[str, Path], tmp_path: Path) -> None:
+    split(files, tmp_path / "one")
+    split(dict(reversed(files.items())), tmp_path / "other")
+    one, other = ({part: set(pairs(tmp_path / of, part)) for part in PARTS} for of in ("one", "other"))
+    assert one["test"] == other["test"]
+    shared = len(one[KNOWN_TEST] & other[KNOWN_TEST])
+    assert shared > 0.8 * len(one[KNOWN_TEST]), "who comes first may matter where two want the same sentence"
+    assert split(files, tmp_path / "again") == split(files, tmp_path / "and_again")
+    split(files, tmp_path / "none", known=0)
+    assert not list(pairs(tmp_path / "none", KNOWN_TEST))
+
+
+def test_letters_count_where_words_are_not_parted() -> None:
+    assert units("Ouvrir %s fichier 3") == ["ouvrir", "fichier"]
+    assert units("打开文件 PDF") == ["打", "开", "文", "件", "pdf"]
+
+
+@pytest.fixture
+def config(files: dict[str, Path], tmp_path: Path) -> PrepareConfig:
+    mine = tmp_path / "mine.tsv"
+    with mine.open("w", encoding="utf-8") as out:
+        for language, path in files.items():
+            out.writelines(f"{language}\t{line}" for line in path.read_text(encoding="utf-8").splitlines(keepends=True))
+    return PrepareConfig(
+        output=tmp_path / "out", cache=tmp_path / "cache", sources=(), files=(mine,), source_vocabulary=400,
+        target_vocabulary=330, dev=0.05, test=0.05,
+    )  # fmt: skip
+
+
+def test_a_prepared_corpus_has_both_tests(config: PrepareConfig) -> None:
+    done = str(prepare(config, lambda line: None))
+    text = open_text(config.folder)
+    assert "known English: " in done
+    assert text.has(KNOWN_TEST)
+    known = text.examples(1000, KNOWN_TEST)
+    assert {tuple(e) for e in known} <= set(pairs(config.folder, KNOWN_TEST))
+    assert text.held_out(KNOWN_DEV)[0]["source"].shape == text.held_out()[0]["source"].shape
+    assert "warning" not in done
+    lengths = text.batches.data.lengths
+    assert text.length == fitting(lengths, 24, 128) > 24, "rows are as long as the text of one's own needs"
+    assert (lengths <= text.length).mean() >= 0.99
+
+
+def test_a_corpus_of_an_earlier_version_stays(config: PrepareConfig) -> None:
+    prepare(config, lambda line: None)
+    path = config.folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["fingerprint"] = config.former_fingerprint
+    for part in (KNOWN_DEV, KNOWN_TEST):
+        del manifest["pairs"][part]
+        (config.folder / f"{part}.tsv").unlink()
+    path.write_text(json.dumps(manifest))
+    stamp = path.stat().st_mtime_ns
+    again = prepare(config, lambda line: None)
+    assert again.was_there
+    assert path.stat().st_mtime_ns == stamp, "its runs need its vocabularies"
+    assert "prepared by an earlier version, without a test of known English" in str(again)
+    text = open_text(config.folder)
+    assert not text.has(KNOWN_TEST)
+    assert text.examples(10, KNOWN_TEST) == []
+    assert text.held_out(KNOWN_DEV) == ()
+    assert len(text.examples(10)) == 10
+
+
+def test_one_language_has_no_known_english(config: PrepareConfig, tmp_path: Path) -> None:
+    only = tmp_path / "only.tsv"
+    lines = config.files[0].read_text(encoding="utf-8").splitlines(keepends=True)
+    only.write_text("".join(line for line in lines if line.startswith("de\t")), encoding="utf-8")
+    done = prepare(
+        PrepareConfig(
+            output=tmp_path / "one", cache=tmp_path / "cache", sources=(), files=(only,), dev=0.05, test=0.05,
+            source_vocabulary=330, target_vocabulary=330,
+        ),
+        lambda line: None,
+    )  # fmt: skip
+    assert isinstance(done, Prepared)
+    assert "no second test" in str(done)
+    assert "warning: test has" in str(done), "a small test is no test"
+
+
+def test_nothing_is_read_where_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_english, "_rows", lambda path: pytest.fail("a file was read"))
+    assert known_english.choose({"de": Path("x")}, {}, {"de": set()}, {"de": set()}, 9, 0.1) == {"de": {}}
