@@ -253,6 +253,19 @@ def steps(directory: str | Path) -> list[int]:
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and p.is_dir())
 
 
+def described(directory: str | Path, step: int) -> dict[str, Any]:
+    """What a step was saved with as ``meta``; its arrays are not read.
+
+    Raises:
+        DamagedError: it cannot be read.
+    """
+    folder = Path(directory) / f"{step:08d}"
+    try:
+        return dict(json.loads((folder / META).read_text("utf-8"))["meta"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise manifest.damaged(folder, f"{META!r} cannot be read ({error})") from error
+
+
 def score(directory: str | Path, step: int) -> float:
     """The score that a step was saved with; NaN if there is none. Nothing is verified."""
     try:

@@ -195,6 +195,11 @@ class Run:
         return self.directory / "checkpoints"
 
     @property
+    def corpus(self) -> Path:
+        """Says where the corpus is that the run was trained on."""
+        return self.directory / "corpus.json"
+
+    @property
     def metrics(self) -> Path:
         """One line of JSON for each step."""
         return self.directory / "metrics.jsonl"

@@ -1,31 +1,49 @@
-"""The demo: everything once, small enough for two processor cores and a few minutes.
+"""The demo: everything once, small enough for two processor cores and ten minutes.
 
-It prepares the quick-start corpus, shows how the training step is partitioned, trains, and says what came of it, in
-numbers next to those of translators that know nothing, and in ten translations.
-
-The held-out sentences share no English sentence with the training data. Their cross entropy is compared with that of
-word frequencies: what a model would reach that had learnt how often each word occurs, and nothing about the source.
+It prepares a small corpus, shows how the training step is partitioned, trains, and says what came of it: scores on both
+tests of the corpus (`m4.held_out`) next to those of translators that know nothing, and translations drawn at random.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-import gshard
 from gshard import moe
-from m4 import score
+from m4 import near_copies, score
 from m4.config import Run, TrainConfig
 from m4.decode import PAD, DecodeConfig
-from m4.train import Result, compile_step, initial_state, make_step, train
-from m4.translate import Text, Translator
+from m4.held_out import BOTH, KNOWN_ENGLISH, NEW_ENGLISH, HeldOut
+from m4.planned import describe_model, plan_summary
+from m4.train import Result, train
+from m4.translate import Example, Text, Translator
 
 Say = Callable[[str], None]
+MODEL, COPY = "model", "copy the source"
+_SHOWN = 10
+_SEED = 0  # of the sentences that are shown
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scored:
+    """What came of one test.
+
+    Attributes:
+        examples: its sentences.
+        written: the model's translations.
+        scores: system -> score of all sentences; the model and the baselines.
+    """
+
+    examples: Sequence[Example]
+    written: Sequence[str]
+    scores: Mapping[str, score.Score]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,17 +51,17 @@ class Report:
     """What the demo found.
 
     Attributes:
-        before: cross entropy of the held-out sentences before training, nats a token.
+        before: cross entropy before training, nats a token of held-out sentences with new English.
         after: the same after training.
         frequencies: the same for a model of word frequencies.
-        scores: system -> language -> score; ``model`` and the baselines.
+        tests: name of a test -> what came of it.
         seconds: of everything.
     """
 
     before: float
     after: float
     frequencies: float
-    scores: Mapping[str, Mapping[str, score.Score]]
+    tests: Mapping[str, Scored]
     seconds: float
 
 
@@ -54,7 +72,8 @@ def demo(
     run: Run,
     search: DecodeConfig,
     *,
-    sentences: int = 200,
+    planned: int,
+    sentences: int = 300,
     say: Say = print,
     began: float | None = None,
 ) -> Report:
@@ -66,82 +85,54 @@ def demo(
         options: how long to train, and so on.
         run: where the model is saved; must not hold a checkpoint yet.
         search: how to translate.
-        sentences: held-out sentences to score, none longer than those of training.
+        planned: devices to show the plan of a step for.
+        sentences: held-out sentences of each test to score.
         say: takes each line of what is to be told.
         began: `time.perf_counter()` at the start of what is counted as the demo; now if None.
     """
     began = time.perf_counter() if began is None else began
     say(describe_model(model))
-    if model.partitions > 1:
-        say(plan_summary(model, options, text.batch(0)))
+    say(plan_summary(dataclasses.replace(model, partitions=planned), options, text.batch(0)))
     held_out = text.held_out()
     frequencies = frequency_cross_entropy(text.target_counts(), held_out)
+    say(f"\ntraining {options.steps:,} steps on {model.partitions} of these devices")
     result = train(model, options, run, text.batch, held_out, meta={"vocabularies": text.fingerprint})
     before, *_, after = result.held_out.values()
     say(_speed(result))
     say(
-        f"\nheld-out cross entropy: {before:.2f} before, {after:.2f} after training; "
+        f"cross entropy of sentences with new English: {before:.2f} before, {after:.2f} after training; "
         f"word frequencies alone: {frequencies:.2f} nats a token"
     )
 
     params = jax.device_put(jax.device_get(result.state["params"]), jax.devices()[0])
     translator = Translator(model, params, text, search)
-    # Only what a batch can hold: the model has never seen anything longer.
-    known = [e for e in text.examples(8 * sentences) if len(text.source_ids(e.source)) < text.length]
-    examples = known[:sentences]
-    sources, references, languages = ([e[i] for e in examples] for i in (1, 2, 0))
-    written = [t.text for t in translator.translate(sources)]
-    scores = {"model": score.score(written, references, languages)}
-    scores |= score.baselines(sources, references, languages, text.frequent_sentence())
-    count = len(set(languages))
-    say(f"\n{len(examples)} held-out sentences of {count} languages, with English that training never saw:")
-    for name, of_language in scores.items():
-        say(f"  {name:<28} {of_language[score.ALL]}")
-    say(f"  {scores['model'][score.ALL].signature}")
-    say("\nten of them:")
-    for at in _spread(len(examples), 10):
-        say(f"  [{languages[at]}] {sources[at]}\n    reference: {references[at]}\n    model:     {written[at]}")
+    tests = {}
+    for held in BOTH:
+        if examples := text.examples(sentences, held.test):
+            say(f"translating {len(examples)} sentences with {held.name} ...")
+            tests[held.name] = _scored(examples, translator, text.frequent_sentence())
+    say("\n" + _columns(tests))
+    for held in BOTH:
+        if held.name in tests:
+            say(_drawn(held, tests[held.name]))
+    say("\n" + _limits(text, tests))
     seconds = time.perf_counter() - began
     say(f"\n{seconds / 60:.1f} minutes in all; the model is in {run.directory}")
-    return Report(before, after, frequencies, scores, seconds)
+    return Report(before, after, frequencies, tests, seconds)
 
 
-def describe_model(model: moe.TransformerConfig) -> str:
-    """One line: layers, experts, sizes, number of weights."""
-    weights = moe.parameter_count(moe.param_specs(model))
-    kind = f"{model.experts} experts in every other layer" if model.experts else "no experts"
-    return (
-        f"model: {model.encoder_layers} + {model.decoder_layers} layers of {model.model_dim}, {kind}, hidden layers of "
-        f"{model.hidden_dim}; {weights / 1e6:.1f} million weights; on {model.partitions} devices"
+def what_next(run: Path) -> str:
+    """Lines to type after the demo."""
+    name = shlex.quote(str(run))
+    return "\n".join(
+        [
+            "next:",
+            f"  m4 translate --run {name}      type sentences, or name a file",
+            f"  m4 serve --run {name}          the same as a web page",
+            f"  m4 evaluate --run {name}       both tests in full",
+            "  gshard explain m4.planned:newest_step --mesh 8 --html step.html      why the step is split as it is",
+        ]
     )
-
-
-def plan_summary(model: moe.TransformerConfig, options: TrainConfig, batch: Mapping[str, np.ndarray]) -> str:
-    """How the training step is partitioned: what is split, what the devices send, what each one holds."""
-    state = jax.eval_shape(lambda: initial_state(model, options.seed))
-    mesh = gshard.Mesh.abstract(devices=model.partitions)  # it needs no devices to be planned
-    step = compile_step(make_step(model, options), mesh, memory_limit=options.memory_limit, search=options.search)
-    found = gshard.explain(step, state, dict(batch))
-    split = [row for row in found.tensors if row.is_argument and row.why]
-    weights = [row for row in split if "params" in row.name]
-    whole, local = found.argument_bytes
-    lines = [
-        f"\nthe training step, written for one device, on {model.partitions} devices "
-        f"({found.equations} operations, partitioned by the marks of its {model.moe_layers} MoE layers):",
-        f"  each device holds {_mib(local)} of the {_mib(whole)} of state and batch; split over the devices are:",
-    ]
-    lines += [f"    {row.name:<60} {row.sharding}" for row in weights]
-    lines.append(f"    and {len(split) - len(weights)} more: the batch, and the optimizer's state of these weights")
-    lines.append(f"  at the peak of a step each device holds {_mib(found.cost().peak)}, as modelled")
-    if found.spmd.recomputed is not None:
-        lines.append(f"  {str(found.spmd.recomputed).splitlines()[0]}")
-    lines.append(f"  in one step each device sends {_mib(found.total_bytes)}:")
-    for kind, sent in sorted(found.bytes_by_kind.items(), key=lambda pair: -pair[1]):
-        times = sum(row.times for row in found.collectives if row.kind == kind)
-        lines.append(f"    {kind:<18} {times:>4} times  {_mib(sent):>10}")
-    lines.append("  the all-to-alls carry tokens to their experts and back:")
-    lines += [f"    {row.times} times {row.shape}  {row.line}" for row in found.collectives if row.kind == "all_to_all"]
-    return "\n".join(lines)
 
 
 def frequency_cross_entropy(counts_V: np.ndarray, batches: Any) -> float:
@@ -156,17 +147,62 @@ def frequency_cross_entropy(counts_V: np.ndarray, batches: Any) -> float:
     return float(-np.mean(np.log(probability_V[ids[ids != PAD]])))
 
 
+def _scored(examples: Sequence[Example], translator: Translator, frequent: str) -> Scored:
+    sources, references, languages = ([e[i] for e in examples] for i in (1, 2, 0))
+    written = [t.text for t in translator.translate(sources)]
+    systems = {MODEL: score.score(written, references, languages)}
+    systems |= score.baselines(sources, references, languages, frequent)
+    return Scored(examples, written, {name: of[score.ALL] for name, of in systems.items()})
+
+
+def _columns(tests: Mapping[str, Scored]) -> str:
+    """Systems by tests, and what the tests are."""
+    heads = {name: f"{name} ({len(of.examples)} sentences)" for name, of in tests.items()}
+    lines = [f"{'':<28}" + "".join(f"{head:<34}" for head in heads.values())]
+    systems = list(next(iter(tests.values())).scores)
+    for system in systems:
+        cells = (of.scores[system] for of in tests.values())
+        told = (f"BLEU {cell.bleu:>4.1f}, chrF++ {cell.chrf:>4.1f}" for cell in cells)
+        lines.append(f"{system:<28}" + "".join(f"{cell:<34}" for cell in told))
+    lines = [line.rstrip() for line in lines]
+    lines += [f"{held.name}: {held.about}" for held in BOTH if held.name in tests]
+    for name, of in tests.items():
+        ours, copied = of.scores[MODEL].chrf, of.scores[COPY].chrf
+        lines.append(f"{name}: the model has {ours / max(copied, 1e-9):.1f} times the chrF++ of copying the source;")
+        sources, references = ([e[i] for e in of.examples] for i in (1, 2))
+        lines.append(near_copies.told(sources, references, of.written))
+    return "\n".join([*lines, next(iter(tests.values())).scores[MODEL].signature])
+
+
+def _drawn(held: HeldOut, of: Scored) -> str:
+    """Some translations, drawn at random."""
+    count = min(_SHOWN, len(of.examples))
+    picked = np.random.default_rng(_SEED).choice(len(of.examples), count, replace=False)
+    lines = [f"\n{held.name}, {count} of {len(of.examples)} drawn at random (seed {_SEED}):"]
+    for at in sorted(picked):
+        language, source, english = of.examples[at]
+        lines.append(f"  [{language}] {source}\n    reference: {english}\n    model:     {of.written[at]}")
+    return "\n".join(lines)
+
+
+def _limits(text: Text, tests: Mapping[str, Scored]) -> str:
+    """What the model cannot do yet."""
+    lines = [
+        "what it cannot do yet:",
+        f"  languages other than these {len(text.languages)}: {', '.join(text.languages)};",
+        f"  anything longer than {text.length - 1} tokens, and text that is not of the kind that programs show;",
+    ]
+    if {KNOWN_ENGLISH.name, NEW_ENGLISH.name} <= tests.keys():
+        known, new = (tests[held.name].scores[MODEL].chrf for held in (KNOWN_ENGLISH, NEW_ENGLISH))
+        lines.append(
+            f"  English that it has never seen (chrF++ {new:.1f} instead of {known:.1f}): it then writes the likeliest "
+            "of what\n  it has seen. More English and longer training help, see docs/training.md."
+        )
+    return "\n".join(lines)
+
+
 def _speed(result: Result) -> str:
     return (
         f"trained: {result.tokens_per_second:,.0f} target tokens/s, {result.seconds_per_step:.2f} s a step, "
         f"{result.compile_seconds:.0f} s to compile"
     )
-
-
-def _spread(total: int, count: int) -> list[int]:
-    """`count` places spread evenly over `total`."""
-    return [i * total // count for i in range(count)] if total > count else list(range(total))
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"

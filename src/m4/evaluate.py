@@ -1,19 +1,10 @@
-"""Evaluation of a run: scores of each language, beside another run's, kept in files that can be compared later.
+"""Evaluation of a run: scores of each language, and differences to another run's.
 
-An evaluation folder has
-
-    results.json       scores of each language, and hashes of the sentences they were measured on
-    scores.csv         the same as a table, with the differences to the baseline
-    translations.tsv   language, source, reference, translation, as they were scored
-    languages.svg      differences to the baseline (or scores), languages from high to low resource
-
-The figure is that of the paper's Figure 6: languages ordered by their training pairs, and for each one by how much the
-model is better than a baseline, in points of BLEU. A difference is only formed of scores of the same sentences.
+A difference is only ever formed of scores of the same sentences, computed in the same way.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import hashlib
 import json
@@ -22,17 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from gshard import GShardError
 from m4 import score
 from m4.significance import Sureness, compare
 from m4.translate import Example
 
 RESULTS = "results.json"
-TRANSLATIONS = "translations.tsv"
-SURE = 0.05
-"""The probability of chance below which a difference counts as one."""
 CLASSES = ("high", "medium", "low")
 
 
@@ -203,108 +189,6 @@ def sureness(
         references.append(example.english)
         written.append(translation)
     return {code: compare(*both, theirs.get(code)) for code, both in ours.items()}
-
-
-def read_translations(folder: Path) -> dict[str, list[str]]:
-    """What an evaluation wrote down: language -> translations; empty if the file is not there.
-
-    Raises:
-        EvaluateError: the file is something else.
-    """
-    path = folder / TRANSLATIONS
-    found: dict[str, list[str]] = {}
-    try:
-        for line in path.read_text("utf-8").splitlines():
-            code, _, _, translation = line.split("\t")
-            found.setdefault(code, []).append(translation)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise EvaluateError(
-            "these are no translations.", where=str(path), got=str(error), way_out="Run m4 evaluate again."
-        ) from error
-    return found
-
-
-def rows(
-    results: Results, deltas: Mapping[str, tuple[float, float]], sure: Mapping[str, Sureness] = MappingProxyType({})
-) -> list[dict[str, Any]]:
-    """One row for each language, from high to low resource; without a baseline there are no differences."""
-    classes = resource_classes(results)
-    found = []
-    for rank, (code, of) in enumerate(results.languages.items(), 1):
-        row: dict[str, Any] = {"rank": rank, "language": code, "class": classes[code], "pairs": of.pairs}
-        row |= {"sentences": of.sentences, "bleu": round(of.bleu, 2), "chrf++": round(of.chrf, 2)}
-        if sure:
-            row |= {"bleu_95": round(sure[code].bleu, 2), "chrf++_95": round(sure[code].chrf, 2)}
-        if deltas:
-            bleu, chrf = deltas.get(code, (None, None))
-            row |= {"delta_bleu": None if bleu is None else round(bleu, 2)}
-            row |= {"delta_chrf++": None if chrf is None else round(chrf, 2)}
-            if sure:
-                row |= {"p_bleu": _p(sure[code].bleu_p), "p_chrf++": _p(sure[code].chrf_p)}
-        found.append(row)
-    return found
-
-
-def _p(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
-
-
-def summary(
-    results: Results, deltas: Mapping[str, tuple[float, float]], sure: Mapping[str, Sureness] = MappingProxyType({})
-) -> str:
-    """Means over the languages of each resource class, as text; how many differences are more than chance."""
-    classes = resource_classes(results)
-    tested = {code for code in deltas if code in sure and sure[code].bleu_p is not None}
-    wide = " dBLEU  dchrF++ (languages)" if deltas else ""
-    wide += f"  surely better, worse (BLEU, p < {SURE})" if tested else ""
-    lines = [f"{'resource':<10} languages     pairs (each)   BLEU  chrF++{wide}"]
-    for name in (*CLASSES, "all"):
-        codes = [c for c in results.languages if name in ("all", classes[c])]
-        if not codes:
-            continue
-        of = [results.languages[c] for c in codes]
-        span = f"{min(o.pairs for o in of):,}-{max(o.pairs for o in of):,}"
-        line = f"{name:<10} {len(codes):>9}  {span:>15}  {np.mean([o.bleu for o in of]):>5.1f}  "
-        line += f"{np.mean([o.chrf for o in of]):>6.1f}"
-        compared = [deltas[c] for c in codes if c in deltas]
-        if compared:
-            bleu, chrf = np.mean(compared, axis=0)
-            line += f"  {bleu:>+5.1f}   {chrf:>+6.1f} ({len(compared)})"
-        if own := tested.intersection(codes):
-            surely = [deltas[c][0] for c in own if (sure[c].bleu_p or 0.0) < SURE]
-            line += f"  {sum(d > 0 for d in surely)}, {sum(d < 0 for d in surely)} of {len(own)}"
-        lines.append(line)
-    return "\n".join([*lines, "means over languages; " + results.signature])
-
-
-def save(
-    folder: Path,
-    results: Results,
-    deltas: Mapping[str, tuple[float, float]],
-    examples: Sequence[Example],
-    translations: Sequence[str],
-    sure: Mapping[str, Sureness] = MappingProxyType({}),
-) -> None:
-    """Writes the files of an evaluation, except the figure.
-
-    Raises:
-        EvaluateError: the folder cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        results.save(folder)
-        table = rows(results, deltas, sure)
-        with (folder / "scores.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(table[0]))
-            writer.writeheader()
-            writer.writerows(table)
-        with (folder / TRANSLATIONS).open("w", encoding="utf-8") as file:
-            for example, translation in zip(examples, translations, strict=True):
-                file.write("\t".join(" ".join(cell.split()) for cell in (*example, translation)) + "\n")
-    except OSError as error:
-        raise EvaluateError(f"results cannot be written: {error.strerror}.", where=str(folder)) from error
 
 
 def _hashes(examples: Sequence[Example]) -> dict[str, str]:

@@ -15,12 +15,13 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from gshard import GShardError
+from m4.corpus.language_names import name_of
 from m4.errors import CommandError
 from m4.translate import Translated
 
@@ -54,6 +55,24 @@ def decoded(lines: Iterable[bytes], name: str, *, replace: bool = False) -> Iter
                 got=repr(near)[2:-1],
                 way_out="Convert the file (iconv -t UTF-8), or add --replace-invalid. The lines before are translated.",
             ) from error
+
+
+def greeting(run: Path, languages: Sequence[str], room: int) -> str:
+    """What a person is told before the first prompt: which model, what it reads, and how to leave.
+
+    >>> print(greeting(Path("runs/demo"), ["de", "fr"], 23))
+    m4: runs/demo translates 2 languages into English: German, French.
+    Type a sentence of at most 23 tokens and Enter; Ctrl-D leaves. The first one of each length takes some seconds more,
+    to compile the search.
+    """
+    named = ", ".join(map(name_of, languages[:12])) + (
+        f" and {len(languages) - 12} more" if len(languages) > 12 else ""
+    )
+    return (
+        f"m4: {run} translates {len(languages)} languages into English: {named}.\n"
+        f"Type a sentence of at most {room} tokens and Enter; Ctrl-D leaves. The first one of each length takes some "
+        "seconds more,\nto compile the search."
+    )
 
 
 def typed(prompt: str = "> ") -> Iterator[str]:

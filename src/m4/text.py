@@ -22,6 +22,9 @@ from m4.errors import CorpusError
 from m4.tokens import Vocabulary
 from m4.translate import Example
 
+DATA = Path("data/quick-start")
+"""The folder of the corpus that `m4 prepare` makes if nothing else is asked for."""
+
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 24
 _WATCHED = 2000  # pairs that training is watched on
@@ -63,7 +66,9 @@ class PreparedText:
         """
         manifest = read_manifest(folder)
         if manifest is None:
-            way_out = "Run m4 prepare, or name the folder that it made."
+            others = sorted(str(path.parent) for path in folder.parent.glob(f"*/{MANIFEST}"))
+            there = f" There are: {', '.join(others)}." if others else ""
+            way_out = f"Run m4 prepare, or name the folder that it made.{there}"
             raise CorpusError("there is no prepared corpus.", str(folder), way_out=way_out)
         models = manifest["models"]
         source = Vocabulary.load(folder / "source.model", models["source"])

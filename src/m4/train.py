@@ -125,6 +125,8 @@ class _Loop:
     def run(self, resume: bool, stop: Callable[[], bool], show: Progress | None) -> Result:
         """From the first step to the last."""
         options, run, group = self.options, self.where, self.group
+        shown = show or Progress(options.steps, options.log_every, quiet=not group.first)
+        shown.note("making the first state ..." if not resume else "reading the newest checkpoint, if there is one ...")
         state = self._start(resume)
         first = done = int(state["step"])
         group.agree(self._settings(first))
@@ -133,7 +135,6 @@ class _Loop:
         seconds: list[float] = []
         tokens: list[float] = []
         stopped = False
-        shown = show or Progress(options.steps, options.log_every, quiet=not group.first)
         events = run.events if options.tensorboard else None
         with (
             MetricsLog(run.metrics, first, events) if group.first else group.nothing() as log,
@@ -142,6 +143,7 @@ class _Loop:
         ):
             if self.held_out:
                 group.at(first, "evaluation")
+                bar.note("compiling the evaluation of held-out text ...")
                 self._measure(first, state)
                 bar.note(f"held-out cross entropy before: {self.measured[first]:.3f} nats a token")
             for step in range(first, options.steps):
@@ -149,6 +151,8 @@ class _Loop:
                 group.at(step, "batch")
                 taken = self._checked(group.batch(self.batch, step), step)
                 group.at(step, "first step" if step == first else "step")
+                if step == first:
+                    bar.note(f"compiling the training step for {_devices(self.model.partitions)} ...")
                 before = int(state["skipped"])
                 state, metrics = self.take(state, taken)
                 values = {name: float(value) for name, value in metrics.items()}
@@ -290,3 +294,7 @@ class _Loop:
             way_out=(f"Look at that batch; resume from step {saved[-1]} with " if saved else "Start again with ")
             + "a smaller learning_rate, or a longer warm-up.",
         )
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count > 1 else ''}"

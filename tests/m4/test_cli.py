@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 
-from m4 import commands, lines
+from m4 import commands, demo_command, evaluate_command, lines, runs
 from m4.__main__ import main
 from m4.config import Run
 from m4.decode import DecodeConfig
@@ -51,11 +51,16 @@ class Toy:
         ids[np.arange(16), (ids != 0).sum(1)] = 1
         return {"source": ids.astype(np.int32), "target": ids.astype(np.int32)}
 
-    def held_out(self) -> list[dict[str, np.ndarray]]:
-        return [self.batch(10**6)]
+    def held_out(self, part: str = "dev") -> list[dict[str, np.ndarray]]:
+        return [self.batch(10**6 if part == "dev" else 10**6 + 2)]
 
-    def examples(self, count: int) -> list[Example]:
-        rows = [[ENGLISH[i - 3] for i in row if i > 2] for row in self.batch(10**6 + 1)["target"]]
+    def has(self, part: str) -> bool:
+        return True
+
+    def examples(self, count: int, part: str = "test") -> list[Example]:
+        rows = [
+            [ENGLISH[i - 3] for i in row if i > 2] for row in self.batch(10**6 + (1 if part == "test" else 3))["target"]
+        ]
         pairs = [(" ".join(w[::-1] for w in row), " ".join(row)) for row in rows]
         return [Example(("aa", "bb")[i % 2], *pair) for i, pair in enumerate(pairs)][:count]
 
@@ -75,11 +80,17 @@ class Toy:
 SMALL = ["--model-dim", "16", "--hidden-dim", "32", "--experts", "4"]
 
 
+def read_toys(patch: pytest.MonkeyPatch, toy: type) -> None:
+    for module in (commands, demo_command, evaluate_command):
+        patch.setattr(module, "open_text", lambda folder: toy())
+
+
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    monkeypatch.setattr(commands, "open_text", lambda folder: Toy())
+    read_toys(monkeypatch, Toy)
     monkeypatch.setattr(commands, "prepare", lambda options: "prepared")
+    monkeypatch.setattr(demo_command, "prepare", lambda options: "prepared")
     monkeypatch.chdir(tmp_path)
     levels = {name: logging.getLogger(name).level for name in ("absl", "asyncio")}
     yield
@@ -99,30 +110,42 @@ def quick_compilation() -> Iterator[None]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commands, "open_text", lambda folder: Toy())
+        read_toys(patch, Toy)
         patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
         assert main(["train", "--run", str(folder), "--devices", "1", "--steps", "3", *SMALL]) == 0
     return folder
 
 
 def test_the_demo_tells_its_story(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--devices", "2", "--steps", "2", "--sentences", "12", "--max-length", "8", *SMALL]) == 0
+    given = ["--devices", "2", "--plan", "4", "--steps", "2", "--sentences", "12", "--max-length", "8", *SMALL]
+    assert main(["demo", *given]) == 0
     told = capsys.readouterr().out
     for part in (
         "4 experts in every other layer",
         "on 2 devices",
+        "written for one device, on 4 devices",
         "['experts']['wi']",
         "all_to_all",
-        "held-out cross entropy:",
+        "compiling the training step for 2 devices",
+        "cross entropy of sentences with new English:",
         "word frequencies alone",
+        "known English (12 sentences)",
+        "new English (12 sentences)",
         "copy the source",
+        "times the chrF++ of copying the source",
+        "copying scores chrF++",
         "BLEU|nrefs:1",
+        "10 of 12 drawn at random (seed 0)",
         "reference:",
+        "what it cannot do yet:",
         "minutes in all",
+        "m4 translate --run runs/demo",
     ):
         assert part in told, f"{part!r} is missing from:\n{told}"
-    assert told.count("model:     ") == 10
+    assert told.count("model:     ") == 20
     assert (tmp_path / "runs" / "demo" / "checkpoints" / "00000002").is_dir()
+    where = runs.corpus_of(Run(Path("runs/demo")), None, Path("elsewhere"))
+    assert where == Path("data/demo"), "the run knows its corpus"
 
 
 def test_lines_in_are_lines_out(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +237,7 @@ def test_other_vocabularies_are_refused(
     class Other(Toy):
         fingerprint = "another"
 
-    monkeypatch.setattr(commands, "open_text", lambda folder: Other())
+    read_toys(monkeypatch, Other)
     assert main(["translate", "--run", str(trained)]) == 2
     assert "toy of the model, another of the corpus" in capsys.readouterr().err
     assert main(["train", "--run", str(trained), "--devices", "1", *SMALL, "--steps", "4", "--resume"]) == 2
@@ -260,27 +283,93 @@ def test_evaluation_writes_scores_that_can_be_compared(
     given = ["evaluate", "--run", str(trained), "--sentences", "10", "--max-length", "8", "--beam", "1"]
     assert main([*given, "--output", "first"]) == 0
     told = capsys.readouterr().out
-    assert "held-out cross entropy" in told
-    assert [line.split()[0] for line in told.splitlines() if line[:3] in ("aa ", "bb ", "all")][:3] == [
-        "aa",
-        "bb",
-        "all",
-    ]
-    assert "the most frequent sentence" in told
+    known, new = told.index("== known English"), told.index("== new English")
+    assert known < told.index("held-out cross entropy") < new
+    rows = [line.split()[:2] for line in told[known:new].splitlines() if line.strip()]
+    assert ["2", "medium"] in rows, "a language of five sentences has no line of its own"
+    assert "languages with fewer than 50 sentences are scored together, by class" in told
+    assert "copying scores chrF++" in told
     assert "nw:2" in told
-    assert {p.name for p in Path("first").iterdir()} >= {"results.json", "scores.csv", "translations.tsv"}
-    assert len(Path("first/translations.tsv").read_text().splitlines()) == 10
+    files = {"results.json", "scores.csv", "classes.csv", "translations.tsv"}
+    for folder in (Path("first"), Path("first/known-english")):
+        assert {p.name for p in folder.iterdir()} >= files
+        assert len((folder / "translations.tsv").read_text().splitlines()) == 10
+    assert Path("first/results.json").read_text() != Path("first/known-english/results.json").read_text()
 
     assert main([*given, "--output", "second", "--baselines", "first"]) == 0
     again = list(csv.DictReader(Path("second/scores.csv").read_text().splitlines()))
     assert [row["language"] for row in again] == ["aa", "bb"]
     assert [row["pairs"] for row in again] == ["900", "90"]
     assert {row["delta_bleu"] for row in again} == {"0.0"}
+    classes = list(csv.DictReader(Path("second/known-english/classes.csv").read_text().splitlines()))
+    assert classes[-1]["resource"] == "all"
+    assert (classes[-1]["sentences"], classes[-1]["compared"], classes[-1]["delta_chrf"]) == ("10", "2", "0.0")
+    assert "better than first" in capsys.readouterr().out
     assert main([*given, "--output", "third", "--baselines", f"{trained}@3"]) == 0
     assert Path("third/scores.csv").read_text() == Path("second/scores.csv").read_text()
 
-    assert main([*given[:3], "--sentences", "8", "--max-length", "8", "--baselines", "first"]) == 2
+    shutil.rmtree("first/known-english")
+    capsys.readouterr()
+    assert main([*given, "--output", "fourth", "--baselines", "first"]) == 0
+    assert "first was not scored on known English: no differences" in capsys.readouterr().out
+    assert main([*given[:3], "--sentences", "8", "--max-length", "8", "--baselines", "first", "--test", "new"]) == 2
     assert "not of the same sentences" in capsys.readouterr().err
+
+
+def test_a_corpus_without_known_english_says_so(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Former(Toy):
+        def has(self, part: str) -> bool:
+            return not part.startswith("known")
+
+    read_toys(monkeypatch, Former)
+    given = ["evaluate", "--run", str(trained), "--sentences", "4", "--max-length", "8", "--beam", "1"]
+    assert main([*given, "--output", "o"]) == 0
+    told = capsys.readouterr().out
+    assert "This corpus has no test of known English" in told
+    assert "== new English" in told
+    assert not Path("o/known-english").exists()
+    assert main([*given, "--test", "known"]) == 2
+    assert "there is nothing to score" in capsys.readouterr().err
+
+
+def test_the_newest_run_is_meant(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.txt").write_text("won\n")
+    given = ["translate", "in.txt", "--max-length", "4", "--beam", "1"]
+    assert main(given) == 2
+    told = capsys.readouterr().err
+    assert "there is no trained model" in told
+    assert "m4 demo trains one" in told
+    for number, name in enumerate(("runs/old", "runs/group/new", "runs/empty/checkpoints")):
+        if "empty" in name:
+            Path(name).mkdir(parents=True)
+        else:
+            shutil.copytree(trained, name)
+            os.utime(Path(name) / "checkpoints" / "00000003", (10**9 + number, 10**9 + number))
+    assert main(given) == 0
+    told = capsys.readouterr().err
+    assert "m4: using runs/group/new, the newest of 2 runs" in told
+    assert main([*given, "--run", "runs/nwe"]) == 2
+    assert "Name one of the runs there are: runs/group/new, runs/old." in capsys.readouterr().err
+
+
+def test_languages_are_called_by_their_names(trained: Path) -> None:
+    translator = load(Run(trained), Toy(), DecodeConfig(beam=1, max_length=4))
+
+    class Named(Toy):
+        languages: ClassVar = {"de": 900, "dsb": 30, "sr_Latn": 20, "zh_Hant": 9}
+
+    translator = dataclasses.replace(translator, text=Named())
+    for given, code in {"German": "de", "german": "de", "de-AT": "de", "Lower Sorbian": "dsb", "SR-latn": "sr_Latn",
+                        "traditional chinese": "zh_Hant"}.items():  # fmt: skip
+        assert translator.check_language(given) == code
+    with pytest.raises(Exception, match=r"4 languages: de, dsb, sr_Latn, zh_Hant(.|\n)*Did you mean de \(German\)\?"):
+        translator.check_language("Germn")
+    with pytest.raises(Exception, match=r"Did you mean sr_Latn \(Serbian \(Latin\)\)\?"):
+        translator.check_language("sr")
+    with pytest.raises(Exception, match="Name one of these"):
+        translator.check_language("klingon")
 
 
 def test_training_resumes_from_the_command_line(trained: Path, tmp_path: Path) -> None:

@@ -134,13 +134,13 @@ def parts(
     # so that both get theirs of the few that have no twin.
     ends = {TEST: iter(ordered), DEV: reversed(ordered)}
     behind = {TEST: round(test * len(unique)), DEV: round(dev * len(unique))}
-    wanted = dict(behind)
+    whole = {part: max(count, 1) for part, count in behind.items()}
     while any(behind.values()):
-        part = max(behind, key=lambda part: behind[part] / max(wanted[part], 1))
-        k = next((k for k in ends[part] if found[k] == TRAIN and not _has_twin(k, grams[k], users)), None)
-        if k is None:
+        part = max(behind, key=lambda part: behind[part] / whole[part])
+        free = next((k for k in ends[part] if found[k] == TRAIN and not _has_twin(k, grams[k], users)), None)
+        if free is None:
             break
-        found[k] = part
+        found[free] = part
         behind[part] -= 1
     for known in sorted(by_language.values(), key=lambda known: (len(known), min(known, default=""))):
         wanted = min(LEAST, len(known) // 10) - sum(found[k] == TEST for k in known)
