@@ -1,108 +1,52 @@
-"""The command line: ``python -m m4 demo``, ``m4 train --help``.
+"""The ``m4`` command: ``python -m m4 demo``, ``m4 train --help``.
 
-What belongs to the process is here and nowhere else: virtual devices and time limits of XLA, which must be set before
-JAX starts, the quieting of libraries, and the way errors are told. A mistake of the user's is told in a few lines,
-with exit code 2; ``--debug`` shows where it came from.
-
-    0 done    2 usage, configuration or data    4 loss not finite    5 checkpoint damaged, and no sound one
-    130 interrupted    141 the reader of the output went away    143 stopped by SIGTERM after saving
-    201 another process of the run is gone    202 a process of the run was stuck
+It only starts `m4.command_line`: where one of the packages that this needs is not installed, that is told in one
+sentence.
 """
 
 from __future__ import annotations
 
-import logging
-import os
+import importlib
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import tyro
+EXTRA = {
+    "orbax": "m4", "polib": "m4", "rich": "m4", "safetensors": "m4", "sacrebleu": "m4", "sentencepiece": "m4",
+    "tyro": "m4",
+}  # fmt: skip
+"""Module -> the extra of gshard that has it."""
+MISSING = 2
 
-from gshard import GShardError
-from m4.commands import COMMANDS
-from m4.errors import DamagedError, NotFiniteError
 
-EXIT_CODES = {NotFiniteError: 4, DamagedError: 5}
-
-DESCRIPTION = """Massively multilingual translation into English with a Mixture-of-Experts Transformer that gshard
-partitions. Start with: m4 demo. Add --debug to any command to see where an error comes from."""
+def _loaded() -> Any:
+    """The module that has the commands; None if a package is missing, which has been told then."""
+    try:
+        return importlib.import_module("m4.command_line")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA:
+            raise
+        print(
+            f"m4: the package {package!r} is not installed; m4 needs an extra of gshard: pip install "
+            f'"gshard[{EXTRA[package]}]" (in a clone: pip install -e ".[{EXTRA[package]}]").',
+            file=sys.stderr,
+        )
+        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        arguments: without the name of the program; those of the process if None.
-
-    Returns:
-        The exit code.
-    """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
-    try:
-        try:
-            command: Any = tyro.extras.subcommand_cli_from_dict(
-                COMMANDS, args=[word for word in given if word != "--debug"], prog="m4", description=DESCRIPTION
-            )
-            prepare_process(getattr(command, "virtual_devices", command.devices), debug)
-            return int(command())
-        finally:
-            sys.stdout.flush()  # here, where it is known what to do if nobody reads it
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to be flushed into the pipe
-        return 141
-    except KeyboardInterrupt:
-        print("m4: interrupted", file=sys.stderr)
-        return 130
-    except (GShardError, ValueError, OSError) as error:
-        if debug:
-            raise
-        print(f"m4: {type(error).__name__}: {error}", file=sys.stderr)
-        return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 2)
-
-
-def prepare_process(devices: int, debug: bool) -> None:
-    """Sets what must be set before JAX starts its backend.
-
-    Args:
-        devices: number of virtual devices of a processor; accelerators are as many as there are.
-        debug: whether libraries may log.
-    """
-    flags = {
-        "--xla_force_host_platform_device_count": max(devices, 1),
-        # A collective waits for all devices, and on few cores a virtual device may be late for long. XLA would abort
-        # after 60 seconds.
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
-        "--xla_cpu_collective_call_terminate_timeout_seconds": 3600,
-        "--xla_cpu_collective_timeout_seconds": 3600,
-    }
-    present = os.environ.get("XLA_FLAGS", "")
-    added = [f"{name}={value}" for name, value in flags.items() if name not in present]
-    os.environ["XLA_FLAGS"] = " ".join([present, *added]).strip()
-    if not debug:
-        # The checkpoint writer logs its own errors with tracebacks before they are told here.
-        logging.getLogger("absl").setLevel(logging.CRITICAL + 1)
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL + 1)
+    """Runs one command; see `m4.command_line.main`."""
+    found = _loaded()
+    return MISSING if found is None else int(found.main(arguments))
 
 
 def run() -> None:
     """The entry point of the ``m4`` script."""
-    try:
-        code = main()
-    except Exception:
-        if not jax.distributed.is_initialized():
-            raise
-        traceback.print_exc()
-        code = 1
-    if jax.distributed.is_initialized():
-        # It failed among others. The usual way out would wait for them at a barrier, for minutes.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    found = _loaded()
+    if found is None:
+        sys.exit(MISSING)
+    found.run()
 
 
 if __name__ == "__main__":

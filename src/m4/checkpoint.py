@@ -43,6 +43,7 @@ META = "meta.json"
 STATE = "state"
 _SAVING, _REMOVING = ".saving-", ".removing-"
 _WAIT = 1200  # seconds that processes wait for each other's parts
+_SMALL = 2**20  # bytes of an array that is not worth a file for each device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +144,7 @@ def begin(
     )
     saving = Saving(target, directory / f"{_SAVING}{step:08d}-{owner}", described, needed, writer)
     try:
-        saving._writer.save(saving.hidden.absolute() / STATE, state)
+        saving._writer.save(saving.hidden.absolute() / STATE, jax.tree.map(_in_one_file, state))
     except Exception as error:
         raise saving._failed(error) from error
     return saving
@@ -333,6 +334,16 @@ def _alive(pid: int) -> bool:
 def _handler() -> Any:
     """Orbax, writing a folder of plain chunk files for each array."""
     return ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+
+
+def _in_one_file(leaf: Any) -> Any:
+    """A small array as a whole, where this process has all of it; a large one stays in its devices' parts.
+
+    Every part is a file, and a model of some megabytes would have a thousand of them.
+    """
+    if _bytes(leaf) >= _SMALL or not getattr(leaf, "is_fully_addressable", True):
+        return leaf
+    return np.asarray(leaf)
 
 
 def _as_numpy() -> Any:

@@ -135,6 +135,8 @@ class TrainConfig:
         label_smoothing: share of the probability spread evenly over the vocabulary.
         learning_rate: factor of the learning rate; 1 in the paper.
         warmup_steps: steps of linear growth of the learning rate; 0 in the paper.
+        cooldown_steps: steps before the last one in which the learning rate falls linearly, to nothing; 0 in the paper.
+            A run that is to go on for longer needs none.
         peak_step: step until which the learning rate is flat, and from which it falls as 1/sqrt(step). The flat rate is
             ``learning_rate / sqrt(peak_step)``, relative to the size of each parameter. The paper has 10000.
         log_every: steps between lines of progress where there is no terminal to draw a bar on.
@@ -154,6 +156,7 @@ class TrainConfig:
     label_smoothing: float = 0.1
     learning_rate: float = 1.0
     warmup_steps: int = 100
+    cooldown_steps: int = 0
     peak_step: int = 400
     log_every: int = 50
     evaluate_every: int = 0
@@ -169,7 +172,7 @@ class TrainConfig:
         for name in ("steps", "peak_step", "log_every", "keep", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "evaluate_every", "save_every", "skip_limit"):
+        for name in ("warmup_steps", "cooldown_steps", "evaluate_every", "save_every", "skip_limit"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0.0 <= self.label_smoothing < 1.0:
@@ -180,7 +183,10 @@ class TrainConfig:
     @property
     def optimizer(self) -> Adafactor:
         """The optimizer's constants."""
-        return Adafactor(scale=self.learning_rate, peak_step=self.peak_step, warmup_steps=self.warmup_steps)
+        return Adafactor(
+            scale=self.learning_rate, peak_step=self.peak_step, warmup_steps=self.warmup_steps, steps=self.steps,
+            cooldown_steps=self.cooldown_steps,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

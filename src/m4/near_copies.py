@@ -45,8 +45,8 @@ def told(sources: Sequence[str], references: Sequence[str], written: Sequence[st
     """In a few lines: how many near copies there are, and what copying and the model score without them.
 
     >>> print(told(["Django 5", "a b"], ["Django 5", "c d"], ["Django 6", "c d"]))
-    copying scores chrF++ 77.3 because 1 of 2 sentences are near copies (half of the English words are in the source:
-    names, numbers, placeholders): 100.0 on these, 0.0 on the others. The model: 65.9 on these, 100.0 on the others.
+    copying scores chrF++ 82.9 because 1 of 2 sentences are near copies (half of the English words are in the source:
+    names, numbers, placeholders): 100.0 on these, 0.0 on the others. The model: 61.3 on these, 100.0 on the others.
     """
     found = apart(sources, references, {"model": written, "copying": sources})
     copying, model = found["copying"], found["model"]

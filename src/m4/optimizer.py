@@ -52,6 +52,8 @@ class Adafactor:
         scale: factor of the learning rate.
         peak_step: the step until which the learning rate is flat; it falls as ``1/sqrt(step)`` after it.
         warmup_steps: steps of linear growth at the start; 0 for none, as in the paper.
+        steps, cooldown_steps: the number of all steps, of which the last ones fall linearly, to nothing after the end;
+            0 for none, as in the paper.
         decay_exponent: the second moments decay by ``1 - (step + 1)**-decay_exponent``.
         clip: the largest root mean square of an update before the learning rate is applied.
         smallest_size: floor under a parameter's root mean square, so that a zero parameter can move.
@@ -61,6 +63,8 @@ class Adafactor:
     scale: float = 1.0
     peak_step: int = 10_000
     warmup_steps: int = 0
+    steps: int = 0
+    cooldown_steps: int = 0
     decay_exponent: float = 0.8
     clip: float = 1.0
     smallest_size: float = 1e-3
@@ -68,11 +72,16 @@ class Adafactor:
 
 
 def learning_rate(step: jax.Array | int, config: Adafactor = Adafactor()) -> jax.Array:
-    """The relative step size at `step`, counted from 0: ``scale * rsqrt(max(step, peak_step))`` after the warm-up."""
+    """The relative step size at `step`, counted from 0.
+
+    It is ``scale * rsqrt(max(step, peak_step))`` between the warm-up and the cool-down.
+    """
     step = jnp.asarray(step, jnp.float32)
     rate = config.scale * jax.lax.rsqrt(jnp.maximum(step, float(max(config.peak_step, 1))))
     if config.warmup_steps:
         rate = rate * jnp.minimum(1.0, (step + 1.0) / config.warmup_steps)
+    if config.cooldown_steps:
+        rate = rate * jnp.clip((config.steps - step) / config.cooldown_steps, 0.0, 1.0)
     return rate
 
 

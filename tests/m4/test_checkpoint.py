@@ -89,6 +89,17 @@ def test_another_number_of_devices(before: int, after: int, tmp_path: Path, rng:
     assert len(found["params"]["experts"]["wi"].sharding.device_set) == after
 
 
+def test_small_arrays_are_one_file_each_on_any_number_of_devices(tmp_path: Path, rng: np.random.Generator) -> None:
+    mesh = jax.make_mesh((8,), ("expert",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("expert"))
+    small, large = (jnp.asarray(rng.standard_normal((8, n)), jnp.float32) for n in (100, 2**15))
+    state = {"small": jax.device_put(small, split), "large": jax.device_put(large, split)}
+    folder = checkpoint.save(tmp_path, 1, state, {}) / "state"
+    count = {name: sum(not p.name.startswith(".") for p in (folder / name).rglob("*") if p.is_file()) for name in state}
+    assert count == {"small": 1, "large": 8}
+    assert_same(checkpoint.restore(tmp_path, like=state)[1], state)
+
+
 def test_every_damaged_file_is_named(tmp_path: Path, rng: np.random.Generator) -> None:
     checkpoint.save(tmp_path / "good", 3, random_state(rng), META)
     names = sorted(p.relative_to(tmp_path / "good") for p in (tmp_path / "good").rglob("*") if p.is_file())

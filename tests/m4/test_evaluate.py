@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sacrebleu
 
-from m4 import evaluate
+from m4 import by_class, evaluate, evaluation_files, near_copies
 from m4.evaluate import EvaluateError, Results
 from m4.translate import Example
 
@@ -69,16 +69,12 @@ def test_table_and_summary(tmp_path: Path) -> None:
     better, worse = (evaluate.measure(str(n), EXAMPLES, written(n), PAIRS) for n in (1, 2))
     worse = dataclasses.replace(worse, languages={c: worse.languages[c] for c in ("de", "gd")})
     deltas = evaluate.differences(better, [worse])
-    evaluate.save(tmp_path, better, deltas, EXAMPLES, written(1))
+    evaluation_files.save(tmp_path, better, deltas, EXAMPLES, written(1))
     with (tmp_path / "scores.csv").open() as file:
         table = list(csv.DictReader(file))
     assert [row["class"] for row in table] == ["high", "medium", "medium", "low"]
     assert [bool(row["delta_bleu"]) for row in table] == [True, False, True, False]
     assert float(table[0]["delta_bleu"]) == pytest.approx(deltas["de"][0], abs=0.005)
-    text = evaluate.summary(better, deltas)
-    mean = sum(of.bleu for of in better.languages.values()) / 4
-    assert f"{mean:.1f}" in next(line for line in text.splitlines() if line.startswith("all"))
-    assert f"{(deltas['de'][0] + deltas['gd'][0]) / 2:+.1f}" in text.splitlines()[-2]
     assert json.loads((tmp_path / "results.json").read_text())["signature"] == better.signature
 
 
@@ -92,8 +88,8 @@ def test_what_is_more_than_chance(tmp_path: Path) -> None:
     theirs = [line.replace("open", "shut") if n % 2 and n >= 40 else line for n, line in enumerate(theirs)]
     ours = [line.replace("open", "shut") if n % 2 == 0 and n >= 40 else line for n, line in enumerate(right)]
     results, baseline = (evaluate.measure(name, examples, w, PAIRS) for name, w in (("a", ours), ("b", theirs)))
-    evaluate.save(tmp_path, baseline, {}, examples, theirs)
-    read = evaluate.read_translations(tmp_path)
+    evaluation_files.save(tmp_path, baseline, {}, examples, theirs)
+    read = evaluation_files.read_translations(tmp_path)
     assert [line for own in read.values() for line in own] == theirs
     sure = evaluate.sureness(examples, ours, read)
     assert sure["de"].bleu_p is not None
@@ -101,18 +97,79 @@ def test_what_is_more_than_chance(tmp_path: Path) -> None:
     assert sure["de"].bleu_p < 0.01 < 0.1 < sure["yo"].bleu_p
     assert sure["de"].bleu == 0.0 < sure["yo"].bleu
     deltas = evaluate.differences(results, [baseline])
-    told = evaluate.summary(results, deltas, sure).splitlines()
-    assert told[-2].endswith("1, 0 of 2")
-    evaluate.save(tmp_path, results, deltas, examples, ours, sure)
+    evaluation_files.save(tmp_path, results, deltas, examples, ours, sure)
     with (tmp_path / "scores.csv").open() as file:
         de, yo = csv.DictReader(file)
     assert float(de["p_bleu"]) < 0.01
     assert float(yo["bleu_95"]) > 0
     assert evaluate.sureness(examples, ours)["yo"].bleu_p is None
-    assert evaluate.read_translations(tmp_path / "nowhere") == {}
+    assert evaluation_files.read_translations(tmp_path / "nowhere") == {}
     (tmp_path / "translations.tsv").write_text("two\tfields\n")
     with pytest.raises(EvaluateError, match="no translations"):
-        evaluate.read_translations(tmp_path)
+        evaluation_files.read_translations(tmp_path)
+
+
+def test_classes_are_scored_as_one_text(tmp_path: Path) -> None:
+    examples = [
+        Example(f"l{n % 8}", "x", f"open the file number {n} of the window {n * n}") for n in range(80)
+    ]  # l0 to l1 are high, l6 to l7 low
+    pairs = {f"l{n}": 1000 - n for n in range(8)}
+    right = [e.english for e in examples]
+    ours = [line.replace("open", "shut") if e.language in ("l6", "l7") else line for e, line in zip(examples, right)]
+    worse = [line.replace("file", "door") if e.language in ("l0", "l7") else line for e, line in zip(examples, ours)]
+    results = evaluate.measure("a", examples, ours, pairs)
+    theirs: dict[str, list[str]] = {}
+    for example, line in zip(examples, worse, strict=True):
+        if example.language != "l1":  # a baseline that was not trained on it
+            theirs.setdefault(example.language, []).append(line)
+    rows = {row.resource: row for row in by_class.by_class(results, examples, ours, theirs)}
+    assert {name: (row.languages, row.sentences, row.compared) for name, row in rows.items()} == {
+        "high": (2, 20, 1), "medium": (4, 40, 4), "low": (2, 20, 2), "all": (8, 80, 7)
+    }  # fmt: skip
+    low = [n for n, e in enumerate(examples) if e.language in ("l6", "l7")]
+    bleu = sacrebleu.corpus_bleu([ours[n] for n in low], [[right[n] for n in low]]).score
+    assert rows["low"].bleu == pytest.approx(bleu)
+    other = sacrebleu.corpus_bleu([worse[n] for n in low], [[right[n] for n in low]]).score
+    assert bleu > other
+    assert rows["low"].delta_bleu == pytest.approx(bleu - other)
+    assert rows["high"].p_bleu is not None
+    assert rows["high"].p_bleu < 0.05
+    assert rows["medium"].delta_bleu == 0.0
+    assert rows["medium"].p_bleu == pytest.approx(1.0)
+    told = by_class.summary(list(rows.values()), "dense").splitlines()
+    assert "better than dense" in told[0]
+    assert told[1].endswith("1 languages")
+    evaluation_files.save(tmp_path, results, {}, examples, ours, {}, list(rows.values()))
+    with (tmp_path / "classes.csv").open() as file:
+        assert [row["resource"] for row in csv.DictReader(file)] == ["high", "medium", "low", "all"]
+
+
+@pytest.mark.parametrize(
+    ("source", "english", "near"),
+    [
+        ("Python 3.11 installieren", "Install Python 3.11", True),
+        ("{name} wurde gelöscht", "{name} was deleted", False),
+        ("Datei %(name)s", "%(name)s file", True),
+        ("OPEN the FILE", "open the file", True),
+        ("Datei öffnen", "Open file", False),
+        ("", "Open file", False),
+        ("Datei", "…", False),
+    ],
+)
+def test_near_copies(source: str, english: str, near: bool) -> None:
+    assert near_copies.is_near_copy(source, english) == near
+
+
+def test_why_copying_scores_what_it_scores() -> None:
+    sources, references = ["Python 3", "aaa", "Django 5"], ["Python 3", "one two", "Django 5"]
+    told = near_copies.told(sources, references, ["Python 2", "one two", "Django 5"])
+    assert "2 of 3 sentences are near copies" in told
+    assert "100.0 on these, 0.0 on the others" in told
+    assert told.endswith("100.0 on the others.")
+    assert near_copies.told(["eins"], ["one"], ["one"]).endswith(
+        "no sentence has half of its English words in the source."
+    )
+    assert near_copies.told(["one"], ["one"], ["one"]).endswith("placeholders).")
 
 
 def test_figure(tmp_path: Path) -> None:

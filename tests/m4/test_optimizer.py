@@ -143,6 +143,11 @@ def test_learning_rate_is_flat_then_falls_with_the_square_root() -> None:
     np.testing.assert_allclose(
         [float(optimizer.learning_rate(t, warm)) for t in (0, 9, 50)], [0.01, 0.1, 0.1], rtol=1e-6
     )
+    cool = Adafactor(peak_step=100, steps=100, cooldown_steps=20)
+    np.testing.assert_allclose(
+        [float(optimizer.learning_rate(t, cool)) for t in (0, 79, 80, 90, 99, 100, 200)],
+        [0.1, 0.1, 0.1, 0.05, 0.005, 0.0, 0.0], rtol=1e-5,
+    )  # fmt: skip
 
 
 def test_low_precision_parameters_keep_their_type() -> None:

@@ -158,7 +158,7 @@ def test_processes_are_started_alike_and_draw_their_own_rows(tmp_path: Path) -> 
 
 SLOW_DEVICE = """
 import time
-from m4.__main__ import prepare_process
+from m4.command_line import prepare_process
 prepare_process(2, debug=False)
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import PartitionSpec as P
