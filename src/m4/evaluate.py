@@ -54,6 +54,8 @@ class Results:
         overall: BLEU and chrF++ of all sentences together.
         signature: how sacrebleu computed the scores.
         step: of the checkpoint.
+        cross_entropy: of the dev part that belongs to the test, nats a token; None if it was not measured.
+        beside: translators that know nothing -> their BLEU and chrF++ on the same sentences.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Results:
     overall: tuple[float, float]
     signature: str
     step: int | None = None
+    cross_entropy: float | None = None
+    beside: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Writes ``results.json``."""

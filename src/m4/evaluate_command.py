@@ -78,10 +78,11 @@ class Evaluate:
         folder = self.output or run.directory / "evaluation"
         for held in tests:
             print(f"== {held.name}: {held.about} ==")
+            value = None
             if batches := text.held_out(held.dev):
                 value = held_out_cross_entropy(held_out, translator.params, batches)
                 print(f"held-out cross entropy: {value:.3f} nats a token, of the dev part")
-            self._one(held, run, text, translator, others, folder / held.folder)
+            self._one(held, run, text, translator, others, folder / held.folder, value)
         print(f"written: {folder}")
         return 0
 
@@ -93,6 +94,7 @@ class Evaluate:
         translator: Translator,
         others: dict[str, dict[str, evaluate.Results] | Translator],
         folder: Path,
+        cross_entropy: float | None,
     ) -> None:
         """Scores one test, tells and writes it."""
         examples = text.examples(self.sentences, held.test)
@@ -105,6 +107,8 @@ class Evaluate:
         labels = [lines[code] for code in languages]
         systems = {"model": score.score(written, references, labels)}
         systems |= score.baselines(sources, references, labels, text.frequent_sentence())
+        beside = {name: (of[score.ALL].bleu, of[score.ALL].chrf) for name, of in systems.items() if name != "model"}
+        results = dataclasses.replace(results, cross_entropy=cross_entropy, beside=beside)
         print(f"\n{score.table(systems)}")
         if len(set(lines.values())) < len(lines):
             print(f"languages with fewer than {by_class.ALONE} sentences are scored together, by class")

