@@ -8,8 +8,8 @@ a size take the same steps on the same batches, and the dense one has hidden lay
 experts. They are scored on both tests of the corpus (docs/translating.md), and so are models of single languages.
 
 With --slice-minutes the script ends by itself after about so many minutes, with exit code 75 if there is more to do:
-the same line goes on where it was, in the middle of a training from its checkpoint. Nothing here is chosen by the tests: what is
-to be chosen (--training) is chosen by the cross entropy of the dev parts, which is on the page, too.
+the same line goes on where it was, in the middle of a training from its checkpoint. Nothing here is chosen by the
+tests: what is to be chosen (--training) is chosen by the cross entropy of the dev parts, which is on the page, too.
 """
 
 import argparse

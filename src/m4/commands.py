@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from m4 import lines, runs
+from m4 import checkpoint, lines, runs
 from m4.checkpoint_command import Checkpoint
 from m4.config import ModelChoice, Run, TrainConfig
 from m4.decode import DecodeConfig
@@ -120,6 +120,8 @@ class Train:
             run = Run(self.run)
             if group.first:
                 print(describe_model(model), flush=True)
+                if not checkpoint.steps(run.checkpoints):  # else it may be a mistake, which training refuses
+                    runs.remember_corpus(run, self.data)
             result = train(
                 model,
                 self.train,

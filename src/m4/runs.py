@@ -6,6 +6,7 @@ says which names there are.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -59,10 +60,11 @@ def chosen(asked: Path | None, quiet: bool = False) -> Run:
 
 
 def remember_corpus(run: Run, data: Path) -> None:
-    """Writes down, beside the checkpoints, where the corpus of a run is."""
-    run.directory.mkdir(parents=True, exist_ok=True)
+    """Writes down, beside the checkpoints, where the corpus of a run is; a folder that cannot be written is left."""
     where = os.path.relpath(data, run.directory)  # both may be moved together
-    run.corpus.write_text(json.dumps({"corpus": where}) + "\n", "utf-8")
+    with contextlib.suppress(OSError):  # what is to be told of it, training tells
+        run.directory.mkdir(parents=True, exist_ok=True)
+        run.corpus.write_text(json.dumps({"corpus": where}) + "\n", "utf-8")
 
 
 def corpus_of(run: Run, asked: Path | None, otherwise: Path) -> Path:
