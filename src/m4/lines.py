@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TextIO
 
 from gshard import GShardError
-from m4.corpus.language_names import name_of
 from m4.errors import CommandError
+from m4.language_names import name_of
 from m4.translate import Translated
 
 

@@ -19,7 +19,6 @@ from gshard import GShardError, moe
 from m4 import checkpoint
 from m4.config import Run
 from m4.corpus.language import language as canonical
-from m4.corpus.language_names import name_of
 from m4.decode import EOS, PAD, DecodeConfig, ids_of, make_decode
 
 
@@ -151,7 +150,7 @@ class Translator:
         return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
     def check_language(self, language: str) -> str:
-        """The code in this corpus of a language that is called by its code or its English name.
+        """The name of a language in this corpus.
 
         Raises:
             TranslateError: the model was not trained on it.
@@ -164,17 +163,12 @@ class Translator:
         merged = canonical(language)  # de-AT is de, iw is he
         if merged is not None and merged in known:
             return merged
-        by_name = {name_of(code).casefold(): code for code in known}
-        if language.casefold() in by_name:
-            return by_name[language.casefold()]
-        near = [by_folded[name] for name in difflib.get_close_matches(folded, by_folded, cutoff=0.5) if len(folded) < 4]
-        near += [by_name[name] for name in difflib.get_close_matches(language.casefold(), by_name, cutoff=0.6)]
-        near += [code for name, code in by_folded.items() if name.split("_")[0] == folded.split("_")[0]]
-        meant = " or ".join(f"{code} ({name_of(code)})" for code in list(dict.fromkeys(near))[:3])
+        near = difflib.get_close_matches(folded, by_folded, cutoff=0.5)
+        near += [name for name in by_folded if name.split("_")[0] == folded.split("_")[0] and name not in near]
         raise TranslateError(
             f"the model knows no language {language!r}.",
-            got=f"{len(known)} languages: {', '.join(sorted(known))}",
-            way_out=f"Did you mean {meant}?" if near else "Name one of these, or leave --from out.",
+            got=f"{len(known)} languages: {', '.join(list(known)[:12])}{', ...' if len(known) > 12 else ''}",
+            way_out=f"Did you mean {' or '.join(by_folded[n] for n in near[:3])}?" if near else "Leave --from out.",
         )
 
     def translate(

@@ -354,24 +354,6 @@ def test_the_newest_run_is_meant(trained: Path, tmp_path: Path, capsys: pytest.C
     assert "Name one of the runs there are: runs/group/new, runs/old." in capsys.readouterr().err
 
 
-def test_languages_are_called_by_their_names(trained: Path) -> None:
-    translator = load(Run(trained), Toy(), DecodeConfig(beam=1, max_length=4))
-
-    class Named(Toy):
-        languages: ClassVar = {"de": 900, "dsb": 30, "sr_Latn": 20, "zh_Hant": 9}
-
-    translator = dataclasses.replace(translator, text=Named())
-    for given, code in {"German": "de", "german": "de", "de-AT": "de", "Lower Sorbian": "dsb", "SR-latn": "sr_Latn",
-                        "traditional chinese": "zh_Hant"}.items():  # fmt: skip
-        assert translator.check_language(given) == code
-    with pytest.raises(Exception, match=r"4 languages: de, dsb, sr_Latn, zh_Hant(.|\n)*Did you mean de \(German\)\?"):
-        translator.check_language("Germn")
-    with pytest.raises(Exception, match=r"Did you mean sr_Latn \(Serbian \(Latin\)\)\?"):
-        translator.check_language("sr")
-    with pytest.raises(Exception, match="Name one of these"):
-        translator.check_language("klingon")
-
-
 def test_training_resumes_from_the_command_line(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "r")
     assert main(["train", "--run", "r", "--devices", "1", *SMALL, "--steps", "4", "--resume"]) == 0

@@ -11,7 +11,8 @@ language.py    one name for each language
 clean.py       which pairs are worth training on
 extract.py     the clean pairs of each source, kept
 merge.py       the pairs of all sources, each once
-hold_out.py    sentences that training never sees
+hold_out.py    sentences that training never sees in any language
+known_english.py   pairs that training never sees, of sentences that it sees in other languages
 part.py        training, dev and test text
 report.py      languages by size, as a table and a plot
 """
