@@ -33,10 +33,10 @@ from m4.held_out import BOTH, HeldOut
 ROOT = Path(__file__).resolve().parent.parent
 M4 = [sys.executable, "-m", "m4"]
 STOPPED, AGAIN = 143, 75
-DENSE = "dense"
+DENSE, DONE = "dense", "done"
 LAST = 500  # steps whose training cross entropy is told
 SAVING = 20  # seconds that stopping may take
-SCORING = 120  # seconds that a slice must have left to begin scoring
+SCORING = 240  # seconds that a slice must have left to begin scoring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Size:
     Attributes:
         models: name -> options of m4 train; the dense one first.
         alone: options of the models of one language.
+        languages: that have a model of their own.
         training: options of all models, by default.
         steps: of the models of all languages.
         alone_steps: of the models of one language.
@@ -55,6 +56,7 @@ class Size:
 
     models: Mapping[str, str]
     alone: str
+    languages: int
     training: str
     steps: int
     alone_steps: int
@@ -70,11 +72,11 @@ SIZES = {
             DENSE: f"{_TINY} --experts 0 --hidden-dim 96", "moe-8": f"{_TINY} --hidden-dim 64",
             "moe-32": f"{_TINY} --hidden-dim 64 --experts 32",
         },
-        f"{_TINY} --experts 0 --hidden-dim 96", "--warmup-steps 5", 20, 10, 512, 40,
+        f"{_TINY} --experts 0 --hidden-dim 96", 2, "--warmup-steps 5", 20, 10, 512, 40,
     ),
     "cpu": Size(
         {DENSE: "--preset dense-4l-wide", "moe-8": "--preset moe-8e-4l", "moe-32": "--preset moe-32e-4l"},
-        "--preset bilingual-4l", "--learning-rate 0.4 --warmup-steps 100 --peak-step 400 --dropout 0.1",
+        "--preset bilingual-4l", 5, "--learning-rate 0.4 --warmup-steps 100 --peak-step 400 --dropout 0.1",
         20_000, 2000, 2048, 2000,
     ),
     "gpu": Size(
@@ -82,7 +84,7 @@ SIZES = {
             DENSE: "--preset dense-12l-wide --dtype bfloat16", "moe-8": "--preset moe-8e-12l --dtype bfloat16",
             "moe-32": "--preset moe-32e-12l --dtype bfloat16", "moe-128": "--preset moe-128e-12l --dtype bfloat16",
         },
-        "--preset bilingual-4l --dtype bfloat16",
+        "--preset bilingual-4l --dtype bfloat16", 5,
         "--learning-rate 0.4 --warmup-steps 500 --peak-step 1000 --cooldown-steps 2000 --dropout 0.1",
         8000, 2000, 16_384, 5000,
     ),
@@ -113,6 +115,10 @@ class Job:
         """Where the scores of a run are."""
         return self.runs / name / "evaluation" / (held.folder if held else "")
 
+    def alone_evaluation(self, name: str, held: HeldOut | None = None) -> Path:
+        """Where the scores of a run are beside those of models of one language."""
+        return self.runs / name / "beside-one-language" / (held.folder if held else "")
+
     def seconds_left(self) -> float:
         """Of this slice."""
         return self.until - time.monotonic()
@@ -127,7 +133,7 @@ def asked() -> Job:
     parser.add_argument("--steps", type=int, help="of every model of all languages; what the size has by default")
     parser.add_argument("--sentences", type=int, help="scored of each test; what the size has by default")
     parser.add_argument("--training", help="options of m4 train for all models; what the size has by default")
-    parser.add_argument("--alone", nargs="*", default=None, help="languages with a model of their own; five by default")
+    parser.add_argument("--alone", nargs="*", default=None, help="languages with a model of their own")
     parser.add_argument(
         "--slice-minutes", type=float, default=float("inf"), help="end after so many, to be gone on with"
     )
@@ -135,7 +141,7 @@ def asked() -> Job:
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
     given = parser.parse_args()
     size = SIZES[given.size]
-    alone = five(manifest(given.data)["languages"]) if given.alone is None else tuple(given.alone)
+    alone = some(manifest(given.data)["languages"], size.languages) if given.alone is None else tuple(given.alone)
     return Job(
         given.data, given.runs or Path("runs") / f"figure6-{given.size}", size, given.steps or size.steps,
         given.sentences or size.sentences,
@@ -150,11 +156,11 @@ def manifest(data: Path) -> dict:
     return json.loads((data / "manifest.json").read_text("utf-8"))
 
 
-def five(languages: Mapping[str, int]) -> tuple[str, ...]:
-    """Two languages of the most text, one of the middle and two of the least, but for the very ends."""
+def some(languages: Mapping[str, int], count: int) -> tuple[str, ...]:
+    """Languages from those with much text to those with little, but for the very ends."""
     ordered = sorted(languages, key=lambda name: -languages[name])
-    last = len(ordered) - 1
-    return tuple(dict.fromkeys(ordered[round(last * share)] for share in (0.03, 0.12, 0.5, 0.88, 0.97)))
+    places = np.linspace(0.03, 0.97, count) * (len(ordered) - 1)
+    return tuple(dict.fromkeys(ordered[round(place)] for place in places))
 
 
 def records(run: Path) -> list[dict]:
@@ -189,22 +195,18 @@ def train(job: Job, name: str, options: str, steps: int, extra: Sequence[str] = 
     return line
 
 
-def score(
-    job: Job, name: str, held: HeldOut, sentences: int, output: Path | None = None, extra: Sequence[str] = ()
-) -> list[str]:
-    """Scores a run on one test; gives the command line."""
+def score(job: Job, name: str, sentences: int, output: Path | None = None, extra: Sequence[str] = ()) -> list[str]:
+    """Scores a run on both tests; gives the command line."""
     output = output or job.evaluation(name)
-    test = "known" if held.folder else "new"
-    line = ["evaluate", "--data", str(job.data), "--run", str(job.runs / name), "--test", test]
+    line = ["evaluate", "--data", str(job.data), "--run", str(job.runs / name)]
     line += ["--sentences", str(sentences), "--beam", "4", "--output", str(output), *extra]
-    place = output / held.folder
-    if not (place / "done").exists():
+    if not (output / DONE).exists():
         if job.seconds_left() < SCORING:
             raise SliceOverError
         print(f"$ m4 {shlex.join(line)}", flush=True)
         if code := subprocess.run([*M4, *line]).returncode:
             sys.exit(f"scoring of {name} ended with {code}")
-        (place / "done").touch()
+        (output / DONE).touch()
     return line
 
 
@@ -214,23 +216,27 @@ def run(job: Job) -> None:
     for name, options in job.size.models.items():
         lines.append(train(job, name, options, job.steps))
         versus = [] if name == DENSE else ["--baselines", str(job.evaluation(DENSE))]
-        lines += [score(job, name, held, job.sentences, extra=versus) for held in BOTH]
+        lines.append(score(job, name, job.sentences, extra=versus))
         write(job, lines)
     each = max(job.sentences // len(manifest(job.data)["languages"]), min(job.sentences, 100))
     for code in job.alone:
-        name = f"only-{code}"
-        lines.append(train(job, name, job.size.alone, job.size.alone_steps, ["--languages", code]))
-        for held in BOTH:
-            lines.append(score(job, name, held, each))
-            for model in job.size.models:
-                versus = ["--languages", code, "--baselines", str(job.evaluation(name))]
-                lines.append(score(job, model, held, each, job.runs / model / f"evaluation-{code}", versus))
+        lines.append(train(job, f"only-{code}", job.size.alone, job.size.alone_steps, ["--languages", code]))
+        lines.append(score(job, f"only-{code}", each, extra=["--each", str(each)]))
+    if job.alone:  # the first sentences of a language are the same ones, whatever other languages there are
+        versus = [
+            "--languages",
+            *job.alone,
+            "--baselines",
+            *(str(job.evaluation(f"only-{code}")) for code in job.alone),
+        ]
+        for name in job.size.models:
+            lines.append(score(job, name, each * len(job.alone), job.alone_evaluation(name), versus))
         write(job, lines)
 
 
 def write(job: Job, lines: Sequence[Sequence[str]]) -> None:
     """Writes the page and its figures from what is there."""
-    there = [name for name in job.size.models if all((job.evaluation(name, h) / "done").exists() for h in BOTH)]
+    there = [name for name in job.size.models if (job.evaluation(name) / DONE).exists()]
     parts = [HEAD, corpus(job), models(job, there)]
     for held in BOTH:
         parts += [versus_dense(job, held, there), draw(job, held, there)]
@@ -347,17 +353,14 @@ def draw(job: Job, held: HeldOut, there: Sequence[str]) -> str:
 def versus_one_language(job: Job, there: Sequence[str]) -> str:
     """The comparison with models of one language, as far as they are there."""
     rows = []
-    for code in job.alone:
-        for held in BOTH:
-            for name in there:
-                place = job.runs / name / f"evaluation-{code}" / held.folder
-                if (place / "done").exists():
-                    (row,) = (row for row in table(place / "classes.csv") if row["resource"] == "all")
-                    rows.append(
-                        f"| {code} | {row['most']:,.0f} | {held.name} | {name} | {row['sentences']:.0f} "
-                        f"| {row['chrf']:.1f} ± {row['chrf_95']:.1f} | {row['chrf'] - row['delta_chrf']:.1f} "
-                        f"| {row['delta_chrf']:+.2f} (p = {row['p_chrf']:.3f}) |"
-                    )
+    for held in BOTH:
+        for name in (name for name in there if (job.alone_evaluation(name) / DONE).exists()):
+            for row in table(job.alone_evaluation(name, held) / "scores.csv"):
+                rows.append(
+                    f"| {row['language']} | {row['pairs']:,.0f} | {held.name} | {name} | {row['sentences']:.0f} "
+                    f"| {row['chrf++']:.1f} ± {row['chrf++_95']:.1f} | {row['chrf++'] - row['delta_chrf++']:.1f} "
+                    f"| {row['delta_chrf++']:+.2f} (p = {row['p_chrf++']:.3f}) |"
+                )
     if not rows:
         return ""
     head = [

@@ -181,6 +181,8 @@ class Translate:
         check_devices(self.devices)
         lines.check_files(self.input, self.output)
         run, text = _opened(self.run, self.data, self.quiet)
+        if not self.quiet and sys.stderr.isatty():
+            print(f"m4: reading the model of {run.directory} ...", file=sys.stderr)
         translator = load(run, text, self.search, self.step, batch=self.batch, devices=self.devices)
         language = None if self.language is None else translator.check_language(self.language)
         by_hand = self.input is None and sys.stdin.isatty()

@@ -36,6 +36,7 @@ class Evaluate:
         test: ``known`` scores pairs that are new although other languages have their English in training, ``new``
             sentences whose English is in no training pair, ``both`` the one after the other.
         sentences: held-out sentences of each test to translate, as many of each language as there are.
+        each: sentences of each language at most.
         languages: score these languages only; all that the model was trained on if not given.
         output: where to write results.json, scores.csv, classes.csv, translations.tsv and languages.svg, and in a
             folder known-english the same of that test; if not given, the folder "evaluation" of the run.
@@ -51,6 +52,7 @@ class Evaluate:
     step: int | None = None
     test: Literal["both", "known", "new"] = "both"
     sentences: int = 1000
+    each: int | None = None
     languages: tuple[str, ...] = ()
     output: Path | None = None
     baselines: tuple[str, ...] = ()
@@ -60,11 +62,13 @@ class Evaluate:
 
     def __call__(self) -> int:
         """Evaluates; what can be wrong with the baselines is told before anything is translated."""
-        if self.sentences < 1:
-            raise CommandError(f"cannot score {self.sentences} sentences.", way_out="Ask for at least one.")
+        few = self.sentences if self.each is None else min(self.sentences, self.each)
+        if few < 1:
+            raise CommandError(f"cannot score {few} sentences.", way_out="Ask for at least one.")
         check_devices(self.devices)
         run = runs.chosen(self.run)
         corpus = runs.corpus_of(run, self.data, DATA)
+        print(f"reading the model of {run.directory} and the corpus in {corpus} ...", flush=True)
         translator = self._load(open_text(corpus), run, self.step)
         text = translator.text.of_languages(self.languages) if self.languages else translator.text
         tests = [held for held in _TESTS[self.test] if text.has(held.test)]
@@ -97,7 +101,7 @@ class Evaluate:
         cross_entropy: float | None,
     ) -> None:
         """Scores one test, tells and writes it."""
-        examples = text.examples(self.sentences, held.test)
+        examples = text.examples(self.sentences, held.test, self.each)
         sources, references, languages = ([e[i] for e in examples] for i in (1, 2, 0))
         print(f"translating {len(examples):,} sentences of {len(set(languages))} languages ...", flush=True)
         written = [t.text for t in translator.translate(sources)]

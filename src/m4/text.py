@@ -173,7 +173,7 @@ class PreparedText:
         """Whether there are pairs of a part; corpora of earlier versions have none with known English."""
         return part == OUT_OF_DOMAIN or bool(self.manifest["pairs"].get(part))
 
-    def examples(self, count: int, part: str = "test") -> Sequence[Example]:
+    def examples(self, count: int, part: str = "test", each: int | None = None) -> Sequence[Example]:
         """Held-out sentences that fit the model, always the same ones, of as many languages as there are.
 
         The first ones of a language are the same whatever other languages there are, and however many are asked for.
@@ -182,6 +182,7 @@ class PreparedText:
             count: how many at most.
             part: ``test``, ``known_test``, ``dev``, ``known_dev``, or ``out_of_domain``; empty where the corpus has
                 none.
+            each: how many at most of each language.
         """
         known = self._pairs(part) if self.has(part) else []
         pairs = [pair for pair in known if not self.only or pair.language in self.only]
@@ -193,7 +194,7 @@ class PreparedText:
         queues = []
         for name, own in sorted(by_language.items()):
             shuffled = np.random.default_rng((1, zlib.crc32(name.encode()))).permutation(len(own))
-            queues.append([own[i] for i in shuffled])
+            queues.append([own[i] for i in shuffled[:each]])
         order = np.random.default_rng(1).permutation(len(queues))
         found: list[Example] = []
         for turn in range(max(map(len, queues), default=0)):

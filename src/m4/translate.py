@@ -66,7 +66,7 @@ class Text(Protocol):
     def has(self, part: str) -> bool:
         """Whether the corpus has pairs of a part."""
 
-    def examples(self, count: int, part: str = "test") -> Sequence[Example]:
+    def examples(self, count: int, part: str = "test", each: int | None = None) -> Sequence[Example]:
         """Sentences of a held-out part, always the same ones, of as many languages as there are."""
 
     def target_counts(self) -> np.ndarray:

@@ -57,7 +57,7 @@ class Toy:
     def has(self, part: str) -> bool:
         return True
 
-    def examples(self, count: int, part: str = "test") -> list[Example]:
+    def examples(self, count: int, part: str = "test", each: int | None = None) -> list[Example]:
         rows = [
             [ENGLISH[i - 3] for i in row if i > 2] for row in self.batch(10**6 + (1 if part == "test" else 3))["target"]
         ]

@@ -123,6 +123,9 @@ def test_a_prepared_corpus_has_both_tests(config: PrepareConfig) -> None:
     assert text.has(KNOWN_TEST)
     known = text.examples(1000, KNOWN_TEST)
     assert {tuple(e) for e in known} <= set(pairs(config.folder, KNOWN_TEST))
+    few = text.examples(1000, KNOWN_TEST, each=3)
+    assert len(few) == 3 * len(LANGUAGES)
+    assert set(few) <= set(known)
     assert text.held_out(KNOWN_DEV)[0]["source"].shape == text.held_out()[0]["source"].shape
     assert "warning" not in done
     lengths = text.batches.data.lengths
