@@ -324,6 +324,8 @@ def table(path: Path) -> list[dict]:
         except ValueError:
             return value
 
+    if not path.exists():  # of this test there are no sentences
+        return []
     with path.open(encoding="utf-8") as file:
         return [{name: read(value) for name, value in row.items()} for row in csv.DictReader(file)]
 

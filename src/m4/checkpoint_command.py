@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from m4 import checkpoint
-from m4.config import Run
+from m4 import checkpoint, runs
 from m4.errors import CheckpointError
 from m4.export import export
 
@@ -21,31 +20,31 @@ class Checkpoint:
     Attributes:
         action: ``list`` names the steps, ``verify`` reads every file of them against its SHA-256, ``export`` writes the
             parameters of one as a safetensors file.
-        run: folder of the run.
+        run: folder of the run; the newest one if not given.
         step: which step; all of them, or the newest sound one for ``export``, if not given.
         output: the file that ``export`` writes.
     """
 
     action: Annotated[Literal["list", "verify", "export"], tyro.conf.Positional]
-    run: Path = Path("runs/first")
+    run: Path | None = None
     step: int | None = None
     output: Path = Path("model.safetensors")
     devices: tyro.conf.Suppress[int] = 1
 
     def __call__(self) -> int:
         """Does it; 5 if a step is damaged."""
-        run = Run(self.run)
+        run = runs.chosen(self.run)
         if self.action == "export":
             step = export(run, self.output, self.step)
             print(f"wrote the parameters of step {step} to {self.output}")
             return 0
         steps = checkpoint.steps(run.checkpoints)
-        if not steps or self.step not in (None, *steps):
+        if self.step not in (None, *steps):
             raise CheckpointError(
-                "there is no checkpoint." if self.step is None else f"there is no step {self.step}.",
+                f"there is no step {self.step}.",
                 where=str(run.checkpoints),
-                got=f"steps: {', '.join(map(str, steps)) or 'none'}",
-                way_out="Train first, or name another run or step.",
+                got=f"steps: {', '.join(map(str, steps))}",
+                way_out="Name one of these, or another run.",
             )
         best, damaged = checkpoint.best(run.checkpoints), 0
         for step in steps if self.step is None else [self.step]:

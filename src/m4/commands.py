@@ -28,7 +28,7 @@ from m4.stopping import STOPPED, asked_to_stop
 from m4.text import DATA, PreparedText
 from m4.together import Processes, Together
 from m4.train import train
-from m4.translate import Text, load
+from m4.translate import load
 
 RUN = Path("runs/first")
 
@@ -258,7 +258,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _opened(run: Path | None, data: Path | None, quiet: bool = False) -> tuple[Run, Text]:
+def _opened(run: Path | None, data: Path | None, quiet: bool = False) -> tuple[Run, PreparedText]:
     """The run that was asked for, or the newest, and its corpus."""
     chosen = runs.chosen(run, quiet)
     return chosen, open_text(runs.corpus_of(chosen, data, DATA))

@@ -102,6 +102,9 @@ class Evaluate:
     ) -> None:
         """Scores one test, tells and writes it."""
         examples = text.examples(self.sentences, held.test, self.each)
+        if not examples:
+            print(f"these languages have no sentences with {held.name}\n")
+            return
         sources, references, languages = ([e[i] for e in examples] for i in (1, 2, 0))
         print(f"translating {len(examples):,} sentences of {len(set(languages))} languages ...", flush=True)
         written = [t.text for t in translator.translate(sources)]
