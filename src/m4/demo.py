@@ -72,7 +72,6 @@ def demo(
     run: Run,
     search: DecodeConfig,
     *,
-    planned: int,
     sentences: int = 300,
     say: Say = print,
     began: float | None = None,
@@ -85,17 +84,17 @@ def demo(
         options: how long to train, and so on.
         run: where the model is saved; must not hold a checkpoint yet.
         search: how to translate.
-        planned: devices to show the plan of a step for.
         sentences: held-out sentences of each test to score.
         say: takes each line of what is to be told.
         began: `time.perf_counter()` at the start of what is counted as the demo; now if None.
     """
     began = time.perf_counter() if began is None else began
     say(describe_model(model))
-    say(plan_summary(dataclasses.replace(model, partitions=planned), options, text.batch(0)))
+    if model.partitions > 1:
+        say(plan_summary(model, options, text.batch(0)))
     held_out = text.held_out()
     frequencies = frequency_cross_entropy(text.target_counts(), held_out)
-    say(f"\ntraining {options.steps:,} steps on {model.partitions} of these devices")
+    say(f"\ntraining {options.steps:,} steps")
     result = train(model, options, run, text.batch, held_out, meta={"vocabularies": text.fingerprint})
     before, *_, after = result.held_out.values()
     say(_speed(result))
