@@ -21,6 +21,7 @@ from m4 import near_copies, score
 from m4.config import Run, TrainConfig
 from m4.decode import PAD, DecodeConfig
 from m4.held_out import BOTH, KNOWN_ENGLISH, NEW_ENGLISH, HeldOut
+from m4.language_names import name_of
 from m4.planned import describe_model, plan_summary
 from m4.train import Result, train
 from m4.translate import Example, Text, Translator
@@ -188,7 +189,7 @@ def _limits(text: Text, tests: Mapping[str, Scored]) -> str:
     """What the model cannot do yet."""
     lines = [
         "what it cannot do yet:",
-        f"  languages other than these {len(text.languages)}: {', '.join(text.languages)};",
+        f"  languages other than these {len(text.languages)}: {', '.join(map(name_of, text.languages))};",
         f"  anything longer than {text.length - 1} tokens, and text that is not of the kind that programs show;",
     ]
     if {KNOWN_ENGLISH.name, NEW_ENGLISH.name} <= tests.keys():

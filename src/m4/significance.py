@@ -7,8 +7,8 @@ chance. Both are sacrebleu's, with its seed, so the same translations have the s
 >>> english = [f"open the new file number {n} now" for n in range(30)]
 >>> worse = [line.replace("file", "door") if n % 2 else line for n, line in enumerate(english)]
 >>> found = compare(english, english, worse)
->>> found.bleu_p < 0.01
-True
+>>> found.bleu_p < 0.01, compare(english, english, english).bleu_p
+(True, 1.0)
 """
 
 from __future__ import annotations
@@ -52,4 +52,7 @@ def compare(references: Sequence[str], ours: Sequence[str], theirs: Sequence[str
     metrics = {"BLEU": BLEU(), "chrF++": CHRF(word_order=2)}
     _, scores = PairedTest(systems, metrics, [list(references)], "bs", SAMPLES)()
     bleu, chrf = (cast(Result, scores[name][-1]) for name in ("BLEU", "chrF2++"))
-    return Sureness(float(bleu.ci or 0.0), float(chrf.ci or 0.0), bleu.p_value, chrf.p_value)
+    # sacrebleu counts larger differences than the one there is, and finds none where all of them are zero.
+    same = theirs is not None and list(theirs) == list(ours)
+    p = (1.0, 1.0) if same else (bleu.p_value, chrf.p_value)
+    return Sureness(float(bleu.ci or 0.0), float(chrf.ci or 0.0), *p)
