@@ -122,7 +122,7 @@ def summary(rows: Sequence[OfClass], baseline: str = "") -> str:
         if row.delta_bleu is not None and row.delta_chrf is not None:
             line += f"   {row.delta_bleu:+.2f} ({row.p_bleu:.3f}), {row.delta_chrf:+.2f} ({row.p_chrf:.3f})"
             if row.compared < row.languages:
-                line += f", {row.compared} languages"
+                line += f", languages compared: {row.compared}"
         lines.append(line)
     return "\n".join(lines)
 

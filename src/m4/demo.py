@@ -7,7 +7,10 @@ tests of the corpus (`m4.held_out`) next to those of translators that know nothi
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -122,17 +125,17 @@ def demo(
 
 
 def what_next(run: Path) -> str:
-    """Lines to type after the demo."""
+    """Lines to type after the demo, with the folder of the commands where the shell would not find them."""
     name = shlex.quote(str(run))
-    return "\n".join(
-        [
-            "next:",
-            f"  m4 translate --run {name}      type sentences, or name a file",
-            f"  m4 serve --run {name}          the same as a web page",
-            f"  m4 evaluate --run {name}       both tests in full",
-            "  gshard explain m4.planned:newest_step --mesh 8 --html step.html      why the step is split as it is",
-        ]
-    )
+    folder = "" if shutil.which("m4") else f"{os.path.relpath(Path(sys.executable).parent)}/"
+    lines = {
+        f"m4 translate --run {name}": "type sentences, or name a file",
+        f"m4 serve --run {name}": "the same as a web page",
+        f"m4 evaluate --run {name}": "both tests in full",
+        "gshard explain m4.planned:newest_step --mesh 8 --html step.html": "why a step is split as it is",
+    }
+    wide = max(map(len, lines))
+    return "\n".join(["next:", *(f"  {folder}{line:<{wide}}  {why}" for line, why in lines.items())])
 
 
 def frequency_cross_entropy(counts_V: np.ndarray, batches: Any) -> float:
@@ -168,7 +171,7 @@ def _columns(tests: Mapping[str, Scored]) -> str:
     lines += [f"{held.name}: {held.about}" for held in BOTH if held.name in tests]
     for name, of in tests.items():
         ours, copied = of.scores[MODEL].chrf, of.scores[COPY].chrf
-        lines.append(f"{name}: the model has {ours / max(copied, 1e-9):.1f} times the chrF++ of copying the source;")
+        lines.append(f"{name}: the model has {ours / max(copied, 1e-9):.1f} times the chrF++ of copying the source")
         sources, references = ([e[i] for e in of.examples] for i in (1, 2))
         lines.append(near_copies.told(sources, references, of.written))
     return "\n".join([*lines, next(iter(tests.values())).scores[MODEL].signature])

@@ -61,9 +61,7 @@ class Demo:
         model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
         run = _unused(self.run)
         runs.remember_corpus(run, self.corpus.folder)
-        demo(
-            text, model, self.train, run, self.search, sentences=self.sentences, began=began,
-        )  # fmt: skip
+        demo(text, model, self.train, run, self.search, sentences=self.sentences, began=began)
         print(what_next(run.directory))
         return 0
 

@@ -125,7 +125,7 @@ class Evaluate:
         deltas = evaluate.differences(results, compared)
         sure = evaluate.sureness(examples, written, theirs)
         classes = by_class.by_class(results, examples, written, theirs)
-        names = " and ".join(Path(name).name for name in self.baselines)
+        names = " and ".join(map(_name, self.baselines))
         print(f"\n{by_class.summary(classes, names)}\n{results.signature}\n")
         evaluation_files.save(folder, results, deltas, examples, written, sure, classes)
         try:
@@ -175,6 +175,12 @@ class Evaluate:
         if there:
             return {held.name: evaluate.Results.load(place / held.folder) for held in there}
         return self._load(text, runs.chosen(Path(name)), None)
+
+
+def _name(baseline: str) -> str:
+    """What a baseline is called: ``runs/dense/evaluation`` is ``dense``."""
+    path = Path(baseline)
+    return path.parent.name if path.name == "evaluation" else path.name
 
 
 def _place(name: str) -> Path:

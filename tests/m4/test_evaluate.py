@@ -138,7 +138,7 @@ def test_classes_are_scored_as_one_text(tmp_path: Path) -> None:
     assert rows["medium"].p_bleu == 1.0
     told = by_class.summary(list(rows.values()), "dense").splitlines()
     assert "better than dense" in told[0]
-    assert told[1].endswith("1 languages")
+    assert told[1].endswith("languages compared: 1")
     evaluation_files.save(tmp_path, results, {}, examples, ours, {}, list(rows.values()))
     with (tmp_path / "classes.csv").open() as file:
         assert [row["resource"] for row in csv.DictReader(file)] == ["high", "medium", "low", "all"]
