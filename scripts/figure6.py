@@ -140,6 +140,8 @@ def asked() -> Job:
     parser.add_argument("--machine", default="a machine that was not named", help="in words, for the page")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
     given = parser.parse_args()
+    if 60 * given.slice_minutes < SCORING + SAVING:
+        parser.error(f"a slice of {given.slice_minutes:g} minutes is too short to score a model in: give 5 or more")
     size = SIZES[given.size]
     alone = some(manifest(given.data)["languages"], size.languages) if given.alone is None else tuple(given.alone)
     return Job(
