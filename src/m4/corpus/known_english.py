@@ -8,7 +8,8 @@ A pair that is kept out takes with it every pair of that language whose English 
 punctuation and placeholders. It is not kept out at all where training would still tell its translation by heart:
 
 - another pair of the training text, in any language, has the same source (a close relative, a second catalogue);
-- another pair of the same language has half of the runs of three words of its source.
+- another pair of the same language has half of the runs of three words of its source, or, where that has only two
+  words, these two one after the other.
 
 Which pairs are kept out follows from hashes, so they are the same for everybody.
 
@@ -117,17 +118,17 @@ def _told(
                 continue
             source = units(foreign)
             found.update(pair for pair in same.get(" ".join(source), ()) if pair != (name, key))
-            shared = Counter(
-                row for run in _runs(source) if run in own_runs for other, row in own_runs[run] if other != key
-            )
+            theirs = _runs(source) | _runs(source, _RUN - 1)
+            shared = Counter(row for run in theirs if run in own_runs for other, row in own_runs[run] if other != key)
             for row, count in shared.items():
                 if 2 * count >= len(own_rows[row][1]):
                     found.add((name, own_rows[row][0]))
     return found
 
 
-def _runs(source: list[str]) -> set[str]:
-    return {" ".join(source[i : i + _RUN]) for i in range(len(source) - _RUN + 1)} or {" ".join(source)}
+def _runs(source: list[str], length: int = _RUN) -> set[str]:
+    """Runs of so many words; the whole where it has fewer."""
+    return {" ".join(source[i : i + length]) for i in range(len(source) - length + 1)} or {" ".join(source)}
 
 
 def _place(language: str, key: str) -> bytes:
