@@ -26,12 +26,17 @@ from m4.decode import PAD, DecodeConfig
 from m4.held_out import BOTH, KNOWN_ENGLISH, NEW_ENGLISH, HeldOut
 from m4.language_names import name_of
 from m4.planned import describe_model, plan_summary
+from m4.step import compile_step, initial_state, make_step
 from m4.train import Result, train
 from m4.translate import Example, Text, Translator
 
 Say = Callable[[str], None]
 MODEL, COPY = "model", "copy the source"
+LEAST = 50
+"""Steps that are trained however long they take."""
+
 _SHOWN = 10
+_TIMED = 8  # steps
 _SEED = 0  # of the sentences that are shown
 
 
@@ -76,6 +81,7 @@ def demo(
     run: Run,
     search: DecodeConfig,
     *,
+    minutes: float,
     sentences: int = 300,
     say: Say = print,
     began: float | None = None,
@@ -88,6 +94,7 @@ def demo(
         options: how long to train, and so on.
         run: where the model is saved; must not hold a checkpoint yet.
         search: how to translate.
+        minutes: of training: as many steps as fit, but no more than those of the options; 0 for all of these.
         sentences: held-out sentences of each test to score.
         say: takes each line of what is to be told.
         began: `time.perf_counter()` at the start of what is counted as the demo; now if None.
@@ -98,6 +105,9 @@ def demo(
         say(plan_summary(model, options, text.batch(0)))
     held_out = text.held_out()
     frequencies = frequency_cross_entropy(text.target_counts(), held_out)
+    if minutes and options.steps > LEAST:
+        say("\nmeasuring how long a step takes here ...")
+        options = within(options, seconds_per_step(model, options, text.batch), minutes)
     say(f"\ntraining {options.steps:,} steps")
     result = train(model, options, run, text.batch, held_out, meta={"vocabularies": text.fingerprint})
     before, *_, after = result.held_out.values()
@@ -122,6 +132,32 @@ def demo(
     seconds = time.perf_counter() - began
     say(f"\n{seconds / 60:.1f} minutes in all; the model is in {run.directory}")
     return Report(before, after, frequencies, tests, seconds)
+
+
+def seconds_per_step(
+    model: moe.TransformerConfig, options: TrainConfig, batch: Callable[[int], Mapping[str, np.ndarray]]
+) -> float:
+    """Median of some steps, whose results are thrown away."""
+    step = compile_step(make_step(model, options), model.partitions)
+    state = initial_state(model, options.seed)
+    seconds = []
+    for number in range(_TIMED + 1):
+        begin = time.perf_counter()
+        state, metrics = step(state, dict(batch(number)))
+        float(metrics["loss"])
+        seconds.append(time.perf_counter() - begin)
+    return float(np.median(seconds[1:]))  # the first one compiles
+
+
+def within(options: TrainConfig, seconds: float, minutes: float) -> TrainConfig:
+    """The options with as many steps of so many seconds as fit into some minutes, and a cool-down of the same share.
+
+    >>> fit = within(TrainConfig(steps=2000, cooldown_steps=600), 0.3, 6.0)
+    >>> fit.steps, fit.cooldown_steps
+    (1200, 360)
+    """
+    steps = min(options.steps, max(LEAST, int(60 * minutes / seconds) // LEAST * LEAST))
+    return dataclasses.replace(options, steps=steps, cooldown_steps=options.cooldown_steps * steps // options.steps)
 
 
 def what_next(run: Path) -> str:

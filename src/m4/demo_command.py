@@ -26,7 +26,7 @@ def _corpus() -> PrepareConfig:
 
 
 def _training() -> TrainConfig:
-    return TrainConfig(steps=2000, warmup_steps=50, cooldown_steps=600)
+    return TrainConfig(steps=4000, warmup_steps=50, cooldown_steps=1200)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Demo:
     Attributes:
         run: folder of the run; a number is added if it has a model already.
         devices: devices to train on; on a machine without accelerators they are virtual ones.
+        minutes: of training: as many steps as fit on this machine, but no more than --steps; 0 takes all of them, which
+            gives the same numbers everywhere.
         sentences: held-out sentences of each test to score.
         corpus: the corpus.
         model: which model.
@@ -45,6 +47,7 @@ class Demo:
 
     run: Path = Path("runs/demo")
     devices: int = 8
+    minutes: float = 6.0
     sentences: int = 300
     corpus: tyro.conf.OmitArgPrefixes[PrepareConfig] = dataclasses.field(default_factory=_corpus)
     model: tyro.conf.OmitArgPrefixes[ModelChoice] = dataclasses.field(default_factory=ModelChoice)
@@ -61,7 +64,9 @@ class Demo:
         model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
         run = _unused(self.run)
         runs.remember_corpus(run, self.corpus.folder)
-        demo(text, model, self.train, run, self.search, sentences=self.sentences, began=began)
+        demo(
+            text, model, self.train, run, self.search, minutes=self.minutes, sentences=self.sentences, began=began
+        )  # fmt: skip
         print(what_next(run.directory))
         return 0
 

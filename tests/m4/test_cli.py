@@ -117,7 +117,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_demo_tells_its_story(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--devices", "2", "--steps", "2", "--sentences", "12", "--max-length", "8", *SMALL]
+    given = ["--devices", "2", "--steps", "51", "--minutes", "0.001", "--sentences", "12", "--max-length", "8", *SMALL]
     assert main(["demo", *given]) == 0
     told = capsys.readouterr().out
     for part in (
@@ -126,6 +126,8 @@ def test_the_demo_tells_its_story(tmp_path: Path, capsys: pytest.CaptureFixture[
         "written for one device, on 2 devices",
         "['experts']['wi']",
         "all_to_all",
+        "measuring how long a step takes here",
+        "training 50 steps",
         "compiling the training step for 2 devices",
         "cross entropy of sentences with new English:",
         "word frequencies alone",
@@ -143,7 +145,7 @@ def test_the_demo_tells_its_story(tmp_path: Path, capsys: pytest.CaptureFixture[
     ):
         assert part in told, f"{part!r} is missing from:\n{told}"
     assert told.count("model:     ") == 20
-    assert (tmp_path / "runs" / "demo" / "checkpoints" / "00000002").is_dir()
+    assert (tmp_path / "runs" / "demo" / "checkpoints" / "00000050").is_dir()
     where = runs.corpus_of(Run(Path("runs/demo")), None, Path("elsewhere"))
     assert where == Path("data/demo"), "the run knows its corpus"
 
