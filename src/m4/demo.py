@@ -137,8 +137,12 @@ def demo(
 def seconds_per_step(
     model: moe.TransformerConfig, options: TrainConfig, batch: Callable[[int], Mapping[str, np.ndarray]]
 ) -> float:
-    """Median of some steps, whose results are thrown away."""
-    step = compile_step(make_step(model, options), model.partitions)
+    """Median of some steps on one device, whose results are thrown away.
+
+    Virtual devices share the cores and take as long together (docs/benchmarks.md), but longer to compile for.
+    """
+    model = dataclasses.replace(model, partitions=1)
+    step = compile_step(make_step(model, options), 1)
     state = initial_state(model, options.seed)
     seconds = []
     for number in range(_TIMED + 1):
