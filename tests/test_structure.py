@@ -17,7 +17,7 @@ SRC = ROOT / "src"
 
 # An import may point to an earlier layer or to its own.
 LAYERS = [
-    "core", "comm", "rules", "passes", "analysis", "remat", "search", "testing", "api", "moe",
+    "core", "comm", "rules", "solver", "passes", "analysis", "remat", "search", "testing", "api", "moe",
     "planning", "target", "__main__",
 ]  # fmt: skip
 MAX_LINES = 400

@@ -22,7 +22,6 @@ from jax.experimental import topologies
 from gshard.analysis.cost import Cost, KernelCost
 from gshard.analysis.cost import cost as cost_of
 from gshard.analysis.cycles import estimated_cycles
-from gshard.analysis.device_program import PRODUCT
 from gshard.analysis.explain import explain_program
 from gshard.analysis.machine import Machine
 from gshard.api.jit import jit
@@ -34,6 +33,7 @@ from gshard.core.spmd import Recomputed
 from gshard.moe.config import TABLE_1, TransformerConfig
 from gshard.moe.param import shapes
 from gshard.moe.transformer import loss, param_specs
+from gshard.passes.device_program import PRODUCT
 from gshard.remat.fit import peak_of
 from gshard.search.found import Found
 from gshard.search.meshes import meshes

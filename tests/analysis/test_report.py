@@ -149,7 +149,7 @@ def test_the_page_runs_in_a_browser(attention, tmp_path):
     for section in ("source", "collectives", "time", "memory", "tensors", "devices"):
         assert f'id="{section}"' in document
     assert document.count("<polygon") == 1
-    assert "all_reduce" in document.split('id="collective-table"')[1].split("</table>")[0]
+    assert "reduce_scatter" in document.split('id="collective-table"')[1].split("</table>")[0]
     assert len(re.findall(r"device \d+: \[", document)) == 8
 
 

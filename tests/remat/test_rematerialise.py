@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import gshard
 from analysis.models import f32, model
 from gshard.analysis.cost import cost
-from gshard.analysis.device_program import device_program
 from gshard.analysis.emitted import emitted, reported
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import memory_of
 from gshard.core.spmd import SpmdProgram
+from gshard.passes.device_program import device_program
 from gshard.remat.fit import peak_of
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of, rematerialise
 from laws.test_any_program import PHASES, Step, all_shapes, check, programs

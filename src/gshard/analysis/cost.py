@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gshard.analysis.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, device_program, flops, size
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.analysis.network import permutation_seconds, seconds
@@ -23,6 +22,7 @@ from gshard.comm.collectives import KINDS, sent_bytes
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Equation, Value, short_dtype
 from gshard.core.spmd import SpmdProgram
+from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, device_program, flops, size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class Prices:
 
     products: tuple[tuple[int, float], ...] = ((4, 1.0),)
     other: float = 0.001
-    message: float = 16.0
+    message: float = 256.0
 
     def product(self, itemsize: int) -> float:
         """What an operation of a product of such elements counts as."""
@@ -225,13 +225,6 @@ class Mesh:
     def _axis_at(self, atoms: Sequence[str], i: int) -> str | None:
         """The axis all of whose atoms stand at this place, if there is one."""
         return next((n for n, own in self.atoms_of.items() if own and tuple(atoms[i : i + len(own)]) == own), None)
-
-    @functools.cached_property
-    def by_bytes(self) -> Mesh:
-        """The same with work that decides between equals only; itself, if a machine says what work takes."""
-        if self.prices != Prices():
-            return self
-        return dataclasses.replace(self, prices=Prices(products=((4, Prices().other),)))
 
     @functools.cached_property
     def _hash(self) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from gshard.comm.reshard import plan_reshard, reshard_bytes
+from gshard.comm.reshard import plan_reshard
 from gshard.comm.ring import Note, run_in_steps
 from gshard.comm.shards import Fetched, Shards
 from gshard.comm.steps import PERMUTE, SILENT, run, spoken
@@ -34,8 +34,7 @@ from gshard.core.ring import Ring, entering, leaving
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
-from gshard.core.uneven import evened, padded_shape
-from gshard.passes.settle import free_results
+from gshard.core.uneven import cut_evenly, padded_shape
 from gshard.rules.region import REGIONS
 
 
@@ -63,17 +62,21 @@ def partition(
     """
     mesh, block = plan.mesh, plan.program.block
     padded = padded_arguments or {}
-    free = free_results(plan.program, plan.shardings)
-    leave = tuple(plan.sharding(v) if keep_uneven else _leaving(v, plan, free=v in free) for v in block.outputs)
+    leave = tuple(_leaving(v, plan, keep_uneven=keep_uneven) for v in block.outputs)
     donated = list(donated)
-    come = padded if keep_uneven else {**_as_they_leave(donated, leave, plan), **padded}
-    entry = tuple(come.get(i) or _even(plan.sharding(v), v, plan, partly=False) for i, v in enumerate(block.inputs))
+    come = (
+        padded
+        if keep_uneven
+        else {**_as_they_leave(donated, dict(zip(block.outputs, leave, strict=True)), plan), **padded}
+    )
+    entry = tuple(come.get(i) or _whole_if_uneven(plan.sharding(v), v, plan) for i, v in enumerate(block.inputs))
     back = {} if keep_uneven else _as_they_came(donated, entry, plan)
-    leave = tuple(back.get(v, way) if v in free else way for v, way in zip(block.outputs, leave, strict=True))
+    leave = tuple(back.get(v, way) if v in plan.leaves else way for v, way in zip(block.outputs, leave, strict=True))
     orders: Mapping[Any, Order] = plan.orders
     in_orders = {i: orders[v] for i, v in enumerate(block.inputs) if v in orders and any(entry[i].dims)}
     out_orders = {i: orders[v] for i, v in enumerate(block.outputs) if v in orders and any(leave[i].dims)}
     emitter = _Emitter(plan)
+    makers: Mapping[Any, Equation] = {v: e for e in block.equations for v in e.outputs}
 
     def program(*arrays: Any) -> list[Any]:
         emitter.start()
@@ -86,7 +89,7 @@ def partition(
             for x, v, source in zip(came, block.inputs, entry, strict=True)
         ]
         out = [
-            emitter.step_to(x, v, plan.sharding(v), target, "result at the border", "")
+            emitter.leave(x, v, target, makers.get(v))
             for x, v, target in zip(emitter.run(block, inside), block.outputs, leave, strict=True)
         ]
         ordered = [
@@ -115,33 +118,23 @@ def spec(sharding: Sharding) -> PartitionSpec:
     return PartitionSpec(*(None if not atoms else atoms[0] if len(atoms) == 1 else atoms for atoms in sharding.dims))
 
 
-def _even(sharding: Sharding, value: Value | Constant, plan: Plan, *, partly: bool) -> Sharding:
-    """The same without cuts into unequal parts; ``partly`` keeps of them what makes equal ones."""
-    dims = []
-    for n, atoms in zip(value.shape, sharding.dims, strict=True):
-        while n % plan.mesh.count(atoms):
-            atoms = atoms[:-1] if partly else ()
-        dims.append(atoms)
-    return Sharding(tuple(dims))
+def _whole_if_uneven(sharding: Sharding, value: Value, plan: Plan) -> Sharding:
+    """The same without dimensions that are cut into unequal parts."""
+    pairs = zip(value.shape, sharding.dims, strict=True)
+    return Sharding(tuple(() if n % plan.mesh.count(atoms) else atoms for n, atoms in pairs))
 
 
-def _leaving(value: Value | Constant, plan: Plan, *, free: bool) -> Sharding:
-    """How a result leaves: cut into equal parts. One that is ``free`` may be cut along another dimension instead."""
-    lies = plan.sharding(value)
-    ways = [_even(lies, value, plan, partly=True)]
-    if free and ways[0] != lies:
-        ways += evened(lies, value.shape, plan.mesh)
-    return min(ways, key=lambda way: reshard_bytes(lies, way, value.shape, itemsize(value.dtype), plan.mesh))
+def _leaving(value: Value | Constant, plan: Plan, *, keep_uneven: bool) -> Sharding:
+    """How a result leaves: as was decided; else as it is, cut into equal parts."""
+    lies = plan.leaves.get(value, plan.sharding(value)) if isinstance(value, Value) else plan.sharding(value)
+    return lies if keep_uneven else cut_evenly(lies, value.shape, plan.mesh)
 
 
-def _as_they_leave(donated: Iterable[int], leave: Sequence[Sharding], plan: Plan) -> dict[int, Sharding]:
-    """How donated arguments come for which there is a result of the same kind that lies as they do inside."""
-    block = plan.program.block
-    results: dict[Any, list[Sharding]] = {}
-    for v, way in zip(block.outputs, leave, strict=True):
-        results.setdefault((v.shape, v.dtype, plan.sharding(v)), []).append(way)
-    kinds = {i: (v.shape, v.dtype, plan.sharding(v)) for i in donated for v in (block.inputs[i],)}
-    return {i: results[kind].pop(0) for i, kind in kinds.items() if results.get(kind)}
+def _as_they_leave(donated: Iterable[int], leave: Mapping[Any, Sharding], plan: Plan) -> dict[int, Sharding]:
+    """How donated arguments come whose place a result takes: as it leaves."""
+    marks = (*(None for _ in plan.program.captured), *plan.program.argument_marks)
+    pairs = ((i, after) for i, after in plan.program.state(donated) if marks[i] is None)
+    return {i: leave[after] for i, after in pairs if after in plan.leaves}
 
 
 def _as_they_came(donated: Iterable[int], entry: Sequence[Sharding], plan: Plan) -> dict[Value | Constant, Sharding]:
@@ -294,13 +287,24 @@ class _Emitter:
             x = made.arrays[made.source]
             made.arrays[planned] = self.step_to(x, value, made.source, planned, made.why, made.line)
         if target not in made.arrays:
-            made.arrays[target] = self.step_to(made.arrays[planned], value, planned, target, why, line)
+            read = self.plan.readings.get(value, planned)
+            if read not in made.arrays:
+                made.arrays[read] = self.step_to(made.arrays[planned], value, planned, read, why, line)
+            if target not in made.arrays:
+                made.arrays[target] = self.step_to(made.arrays[read], value, read, target, why, line)
         return made.arrays[target]
 
     def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
         """Moves an array that lies as ``value`` does to another sharding."""
         why = f"value carried by {equation.name}"
         return self.step_to(array, value, self.sharding(value), target, why, equation.line)
+
+    def leave(self, x: Any, value: Value | Constant, target: Sharding, maker: Equation | None) -> Any:
+        """Moves a result to how it leaves, as part of the equation that makes it."""
+        if maker is None:
+            return self.step_to(x, value, self.sharding(value), target, "result at the border", "")
+        with as_if_at(maker.source_info):
+            return self.step_to(x, value, self.sharding(value), target, "result at the border", maker.line)
 
     def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
         """One flag on all devices, of each device's own."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from gshard.analysis.device_program import COLLECTIVE, Kernels, kernels_of, size
 from gshard.comm.collectives import KINDS, sent_bytes
 from gshard.core.jax_adapter import optimization_barrier_p
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import MADE_AGAIN, Collective, SpmdProgram
+from gshard.passes.device_program import COLLECTIVE, Kernels, kernels_of, size
 from gshard.rules.barrier import held_back
 from gshard.rules.replay import Replay
 

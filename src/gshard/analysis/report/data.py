@@ -12,7 +12,6 @@ import jax
 
 from gshard.analysis.advice import advice
 from gshard.analysis.cost import Cost
-from gshard.analysis.device_program import size
 from gshard.analysis.network import groups
 from gshard.analysis.network import seconds as network_seconds
 from gshard.analysis.proposal import proposal
@@ -21,6 +20,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Value
 from gshard.core.spmd import Collective, SpmdProgram
+from gshard.passes.device_program import size
 
 if TYPE_CHECKING:
     from gshard.analysis.explain import Explanation

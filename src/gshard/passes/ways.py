@@ -1,10 +1,10 @@
-"""Ways: the shardings of a value and the splits of an equation among which search chooses.
+"""Ways: the shardings of a value and the splits of an equation among which a plan chooses.
 
-Each axis of the mesh is given as a whole: to one dimension (or factor), to none, or, where parts of a sum may stay
-unreduced, to the sum. Axes that meet in a dimension stand there in the mesh's order.
+Each axis (``moves.axes_of``) is given as a whole: to one dimension (or factor), to none, or, where parts of a sum may
+stay unreduced, to the sum. Axes that meet in a dimension stand there in the mesh's order.
 
     >>> mesh = Mesh.abstract(data=4, model=2)
-    >>> [s.format(mesh, (8, 3)) for s in shardings((8, 3), mesh)]
+    >>> [s.format(mesh, (8, 3)) for s in shardings((8, 3), mesh, tuple(mesh.atoms_of.values()))]
     ['[8,3]', '[8@model,3]', '[8@data,3]', '[8@(data,model),3]']
 """
 
@@ -23,37 +23,41 @@ from gshard.core.split import Split, is_valid
 # Unequal parts are considered where the devices compute at most this much more for padding.
 WASTE = 1.125
 _SUM = -1  # in the place of a dimension: parts of a sum
-
-
-def axes(mesh: Mesh) -> tuple[Atoms, ...]:
-    """The atoms of each axis that has more than one device, in the mesh's order."""
-    return tuple(own for own in mesh.atoms_of.values() if own)
+Cuts = frozenset[tuple[int, Atoms]]
 
 
 @functools.lru_cache(maxsize=4096)
 def shardings(
-    shape: tuple[int, ...], mesh: Mesh, *, unreduced: bool = False, even: bool = False
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    given: tuple[Atoms, ...],
+    *,
+    unreduced: str = "",
+    even: bool = False,
+    also: Cuts = frozenset(),
 ) -> tuple[Sharding, ...]:
     """The shardings of an array of this shape, the replicated one first.
 
     Args:
         shape: global.
         mesh: the devices.
-        unreduced: whether parts may be those of a sum.
+        given: the axes.
+        unreduced: the monoid by which parts may still have to be combined; "" for none.
         even: whether all parts must be equal, as at the border of a program.
+        also: dimensions and what may cut them, however unequal the parts are.
     """
     found = []
     places = [None, *range(len(shape)), *([_SUM] if unreduced else [])]
-    given = axes(mesh)
     for chosen in itertools.product(places, repeat=len(given)):
         dims: list[Atoms] = [()] * len(shape)
         waiting: dict[str, str] = {}
         for place, atoms in zip(chosen, given, strict=True):
             if place == _SUM:
-                waiting.update(dict.fromkeys(atoms, "add"))
+                waiting.update(dict.fromkeys(atoms, unreduced))
             elif place is not None:
                 dims[place] += atoms
-        if all(_is_worth(n, mesh.count(own), even=even) for n, own in zip(shape, dims, strict=True)):
+        pairs = zip(shape, dims, strict=True)
+        if all(_is_worth(n, mesh.count(own), even=even) or (d, own) in also for d, (n, own) in enumerate(pairs)):
             found.append(Sharding(tuple(dims)).with_unreduced(waiting))
     return tuple(found)
 
@@ -94,20 +98,35 @@ def pieces(rule: Rule) -> tuple[Piece, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def splits(rule: Rule, piece: Piece, mesh: Mesh) -> tuple[Split, ...]:
-    """The splits of a piece, the one that splits nothing first; where the rule has no choice, its own."""
+def splits(
+    rule: Rule,
+    piece: Piece,
+    mesh: Mesh,
+    given: tuple[Atoms, ...],
+    passing: frozenset[int] = frozenset(),
+    also: Cuts = frozenset(),
+) -> tuple[Split, ...]:
+    """The splits of a piece, the one that splits nothing first; where the rule has no choice, its own.
+
+    Args:
+        rule, piece: which.
+        mesh: the devices.
+        given: the axes.
+        passing: the ways, by their keys in a split, in which parts still to be combined may pass.
+        also: factors and what may split them, however unequal the parts are.
+    """
     if rule.fixed is not None:
         return (rule.fixed(mesh),)
     factors = [f for f in piece.factors if f >= 0 and rule.factors[f].kind != WHOLE and rule.factors[f].size > 1]
-    sums = [way for way in piece.factors if way < 0 and rule.linear[-1 - way][0] == "add"]
-    given = axes(mesh)
+    sums = [way for way in piece.factors if way < 0 and way in passing]
     found = []
     for chosen in itertools.product([None, *factors, *sums], repeat=len(given)):
         split: Split = {}
         for f, atoms in zip(chosen, given, strict=True):
             if f is not None:
                 split[f] = (*split.get(f, ()), *atoms)
-        worth = all(_is_worth(rule.factors[f].size, mesh.count(own)) for f, own in split.items() if f >= 0)
+        own = ((f, rule.factors[f].size, atoms) for f, atoms in split.items() if f >= 0)
+        worth = all(_is_worth(n, mesh.count(atoms)) or (f, atoms) in also for f, n, atoms in own)
         if worth and is_valid(rule, split, mesh):
             found.append(split)
     return tuple(found)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gshard.search.flat import Flat
-from gshard.search.problem import Floats, Ints, accumulated
+from gshard.solver.flat import Flat
+from gshard.solver.problem import Floats, Ints, accumulated
 
 SMALL = 1e-9  # of the value: a change that saves less is none
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gshard.search.problem import Floats, Ints, Problem, accumulated, offsets
+from gshard.solver.problem import Floats, Ints, Problem, accumulated, offsets
 
 PADDING = 10_000  # entries that a batch may hold in vain: about what one more batch would cost in time
 BATCH = 40_000  # entries of a batch that is not one edge: what is added to them stays in the processor's cache

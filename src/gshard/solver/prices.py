@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gshard.search.flat import Flat
-from gshard.search.messages import ROUNDING
-from gshard.search.problem import Floats
+from gshard.solver.flat import Flat
+from gshard.solver.messages import ROUNDING
+from gshard.solver.problem import Floats
 
 ABOVE = 10.0  # of the value without memory: what a full memory costs at the first prices
 COOLING = 60  # rounds after which changes are half as large

@@ -16,8 +16,8 @@ import dataclasses
 
 import numpy as np
 
-from gshard.search.flat import Flat, grouped
-from gshard.search.problem import Floats, Ints
+from gshard.solver.flat import Flat, grouped
+from gshard.solver.problem import Floats, Ints
 
 ROUNDING = 1e-11  # by which a bound is lowered, of the numbers that it is the sum of
 

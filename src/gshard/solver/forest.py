@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gshard.search.flat import Flat, grouped
-from gshard.search.problem import Floats, Ints
+from gshard.solver.flat import Flat, grouped
+from gshard.solver.problem import Floats, Ints
 
 
 class Forest:

@@ -11,12 +11,12 @@ import time
 
 import numpy as np
 
-from gshard.search.flat import Flat
-from gshard.search.forest import Forest
-from gshard.search.messages import Messages
-from gshard.search.problem import Ints, Problem
-from gshard.search.reduce import reduce
-from gshard.search.walk import Walk
+from gshard.solver.flat import Flat
+from gshard.solver.forest import Forest
+from gshard.solver.messages import Messages
+from gshard.solver.problem import Ints, Problem
+from gshard.solver.reduce import reduce
+from gshard.solver.walk import Walk
 
 ROUNDS = 60
 TRIES = 40

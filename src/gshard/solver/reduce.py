@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gshard.search.moments import fullest_moments
-from gshard.search.problem import Floats, Ints, Load, Problem, ProblemError, accumulated
-from gshard.search.reduced import DoesNotFit, Dominated, Reduced, Step
+from gshard.solver.moments import fullest_moments
+from gshard.solver.problem import Floats, Ints, Load, Problem, ProblemError, accumulated
+from gshard.solver.reduced import DoesNotFit, Dominated, Reduced, Step
 
 TABLE = 4096  # entries of the table that the elimination of a node with two neighbours may leave
 GROWTH = 100_000  # entries by which a merge may make the tables larger

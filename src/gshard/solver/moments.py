@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gshard.search.problem import Floats, Ints
+from gshard.solver.problem import Floats, Ints
 
 
 def fullest_moments(spans: Sequence[tuple[int, tuple[int, int], Floats]], count: int) -> Ints:

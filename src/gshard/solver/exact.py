@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from gshard.search.problem import Floats, Ints, Problem
+from gshard.solver.problem import Floats, Ints, Problem
 
 TABLE = 1_000_000  # entries of the largest table
 NODES = 500  # that are eliminated: for more, messages are quicker

@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gshard.search.descent import Descent
-from gshard.search.exact import exact
-from gshard.search.peak import least_peak
-from gshard.search.problem import Floats, Ints, Problem
-from gshard.search.reduce import reduce
-from gshard.search.reduced import DoesNotFit, Reduced
+from gshard.solver.descent import Descent
+from gshard.solver.exact import exact
+from gshard.solver.peak import least_peak
+from gshard.solver.problem import Floats, Ints, Problem
+from gshard.solver.reduce import reduce
+from gshard.solver.reduced import DoesNotFit, Reduced
 
 TOLERANCE = 1e-6  # a gap that is none
 WORK = 1e8  # entries of tables that rounds go through if no time is given

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from gshard.search.flat import Flat
-from gshard.search.forest import Forest
-from gshard.search.messages import Messages
-from gshard.search.prices import Prices, paid
-from gshard.search.problem import Floats, Ints, Problem
-from gshard.search.walk import Walk
+from gshard.solver.flat import Flat
+from gshard.solver.forest import Forest
+from gshard.solver.messages import Messages
+from gshard.solver.prices import Prices, paid
+from gshard.solver.problem import Floats, Ints, Problem
+from gshard.solver.walk import Walk
 
 SWEEPS = 4  # pairs of sweeps, each with prices of its own, in a round
 FREE_ROUNDS = 3  # before memory is looked at

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gshard.search.problem import Floats, Ints, Problem, ProblemError
+from gshard.solver.problem import Floats, Ints, Problem, ProblemError
 
 
 class DoesNotFit(ProblemError):
