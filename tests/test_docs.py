@@ -1,4 +1,4 @@
-"""What the documentation shows runs: doctests, the README, the examples."""
+"""What the documentation shows runs: doctests, the README, the pages (``tests/pages.py``), the examples."""
 
 import doctest
 import importlib
@@ -9,9 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pages
 import pytest
-
-import gshard
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
@@ -26,10 +25,6 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
 
 
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
 @pytest.mark.parametrize("path", WITH_DOCTESTS, ids=module_name)
 def test_doctests(path: Path) -> None:
     module = importlib.import_module(module_name(path))
@@ -38,13 +33,9 @@ def test_doctests(path: Path) -> None:
     assert not failed, f"{failed} of {tried} examples fail; see the output above"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_python_blocks_of_a_page_run_in_order(page: Path) -> None:
-    if not hasattr(gshard, "jit"):
-        pytest.skip("gshard.jit does not exist yet")
-    namespace = {"__name__": "__main__"}
-    for number, block in enumerate(python_blocks(page), 1):
-        exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+@pytest.mark.parametrize("page", [p for p in PAGES if pages.blocks(p)], ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_pages_run_and_print_what_they_show(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    pages.run(page, tmp_path, update=request.config.getoption("--update-golden"))
 
 
 @pytest.mark.parametrize(
