@@ -20,6 +20,7 @@ import os
 import re
 import runpy
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -68,7 +69,8 @@ def run(page: Path, folder: Path, update: bool = False) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
     printed, wrong = "", []
     name, written = FILES.get(page.name, f"{page.stem}.py"), ""
-    with contextlib.chdir(folder), mock.patch.dict(os.environ):
+    arguments = mock.patch.object(sys, "argv", [name])
+    with contextlib.chdir(folder), mock.patch.dict(os.environ, COLUMNS="100"), arguments:
         for block in blocks(page):
             if block.kind == "python":
                 if title := re.match(r"# (\w+\.py)\n", block.text):
@@ -80,6 +82,7 @@ def run(page: Path, folder: Path, update: bool = False) -> None:
                     exec(compile("\n" * before + block.text, str(folder / name), "exec"), namespace)
                 printed = out.getvalue()
             elif block.kind == "output":
+                assert printed.strip(), f"{page.name}: a block of output stands after code that prints nothing"
                 if differs(block.text, printed):
                     wrong.append((block, block.text, printed))
             else:
@@ -109,9 +112,8 @@ def _answer(command: str, folder: Path) -> str:
     program, *arguments = shlex.split(command)
     with _printing() as out:
         if program == "gshard":
-            status = gshard.__main__.main(arguments)
-            if status:
-                print(f"(exit status {status})")
+            with contextlib.suppress(SystemExit):  # --help
+                gshard.__main__.main(arguments)
         elif program == "python":
             runpy.run_path(str(folder / arguments[0]), run_name="__main__")
         elif program == "cat":

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pages
 import pytest
+from test_structure import exported
+
+import gshard
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
@@ -50,3 +53,10 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
         [sys.executable, path], cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    told = re.findall(r"^\.\. auto(?:function|class|exception):: gshard\.(\w+)$", text, flags=re.MULTILINE)
+    public = {name for name in vars(gshard) if not name.startswith("_")} & exported("gshard")
+    assert sorted(told) == sorted(public - {"testing"}), "docs/api.md lists each public name once"
