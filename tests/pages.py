@@ -69,8 +69,11 @@ def run(page: Path, folder: Path, update: bool = False) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
     printed, wrong = "", []
     name, written = FILES.get(page.name, f"{page.stem}.py"), ""
-    arguments = mock.patch.object(sys, "argv", [name])
-    with contextlib.chdir(folder), mock.patch.dict(os.environ, COLUMNS="100"), arguments:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir(folder))
+        stack.enter_context(mock.patch.dict(os.environ, COLUMNS="100"))
+        stack.enter_context(mock.patch.object(sys, "argv", [name]))
+        stack.enter_context(mock.patch.object(sys, "path", list(sys.path)))
         for block in blocks(page):
             if block.kind == "python":
                 if title := re.match(r"# (\w+\.py)\n", block.text):

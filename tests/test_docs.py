@@ -21,7 +21,9 @@ WITH_DOCTESTS = [path for path in sorted(SRC.rglob("*.py")) if ">>> " in path.re
 PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if "_build" not in path.parts]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What these show is tested elsewhere in the fast tests too.
-LONG = {"haiku_batch_norm.py", "orbax_restore.py", "local_gather.py", "pipeline.py", "layout_transformer.py"}
+LONG = {
+    "translating.md", "haiku_batch_norm.py", "orbax_restore.py", "local_gather.py", "pipeline.py", "layout_transformer.py",
+}  # fmt: skip
 
 
 def module_name(path: Path) -> str:
@@ -36,23 +38,31 @@ def test_doctests(path: Path) -> None:
     assert not failed, f"{failed} of {tried} examples fail; see the output above"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if pages.blocks(p)], ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_pages_run_and_print_what_they_show(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    pages.run(page, tmp_path, update=request.config.getoption("--update-golden"))
+def each(paths: list[Path]) -> pytest.MarkDecorator:
+    marked = [
+        pytest.param(p, id=p.relative_to(ROOT).as_posix(), marks=[pytest.mark.slow] if p.name in LONG else [])
+        for p in paths
+    ]
+    return pytest.mark.parametrize("path", marked)
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, id=p.name, marks=[pytest.mark.slow] if p.name in LONG else []) for p in EXAMPLES]
-)
-def test_example_runs(path: Path, tmp_path: Path) -> None:
+@each([page for page in PAGES if pages.blocks(page)])
+def test_page_runs_and_prints_what_it_shows(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    pages.run(path, tmp_path, update=request.config.getoption("--update-golden"))
+
+
+@each(EXAMPLES)
+def test_example_runs_and_is_in_the_gallery(path: Path, tmp_path: Path) -> None:
     packages = re.findall(r"^(?:import|from) (\w+)", path.read_text(), flags=re.MULTILINE)
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}, which the extra dev installs")
+    command = [sys.executable, ROOT / "scripts" / "gallery.py", path]
     done = subprocess.run(
-        [sys.executable, path], cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.stdout.strip() in (ROOT / "docs" / "gallery.md").read_text(), f"run make gallery:\n{done.stdout}"
 
 
 def test_the_reference_has_every_public_name() -> None:
