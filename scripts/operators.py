@@ -41,7 +41,7 @@ nothing, and what would have to be combined by an unknown function may have to b
 Functions of `jax.numpy`, `jax.nn` and so on are made of these operators. One that is **not listed** is gathered,
 reported by `gshard.explain`, and refused with `strict=True`; but batch dimensions that its own `vmap` rule proves are
 split for nothing. `gshard.rule` registers an operator in a line, and `gshard.testing.check_rule` finds out whether
-the line is true: see [Teaching gshard an operator](custom_operators.md).
+the line is true: see [An operator of your own](own_operators.md).
 """
 
 
