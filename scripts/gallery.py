@@ -36,8 +36,9 @@ HEAD = """# Gallery
 
 <!-- Written by `make gallery` from examples/: change those, not this. -->
 
-Each of these is a program of a page that runs on a laptop, compares its numbers with one device, and asserts what it sends. The tables are
-what `gshard.explain` says of the programs in it: collectives of one call, and the bytes that each device sends.
+Each of these is a program of a page that runs on a laptop, compares its numbers with one device, and asserts what it
+sends. The tables are what `gshard.explain` says of the programs in it: collectives of one call, and the bytes that each
+device sends.
 """
 
 
@@ -95,6 +96,7 @@ def page(sections: dict[str, str]) -> str:
 
 
 def main() -> None:
+    """Runs one example, or all."""
     if len(sys.argv) > 1:
         print(section(Path(sys.argv[1]).resolve()))
         return

@@ -1,4 +1,4 @@
-"""Pages that run: the code of a page of the documentation is run in order, and what the page shows of its output is compared.
+"""Pages that run: the code of a page is run in order, and what the page shows of its output is compared.
 
 What a block is, its language says:
 
@@ -7,8 +7,8 @@ What a block is, its language says:
     output     what the block before printed; a line ``...`` stands for any lines, and in a line for any text.
     console    ``$ gshard ...``, ``$ python train.py`` or ``$ cat file``, each followed by what it prints.
 
-Other blocks (``bash``, ``text``, ``diff``) are only read. ``pytest --update-golden -k pages`` writes what was printed into the pages
-where it differs, but for those outputs that leave something out.
+Other blocks (``bash``, ``text``, ``diff``) are only read. ``pytest --update-golden tests/test_docs.py`` writes what was
+printed into the pages where it differs, but not into a page with an output that leaves something out.
 """
 
 from __future__ import annotations

@@ -5,15 +5,17 @@ import importlib
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-import pages
+import numpy as np
 import pytest
-from test_structure import exported
 
 import gshard
+import pages
+from test_structure import exported
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
@@ -22,7 +24,8 @@ PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What these show is tested elsewhere in the fast tests too.
 LONG = {
-    "translating.md", "haiku_batch_norm.py", "orbax_restore.py", "local_gather.py", "pipeline.py", "layout_transformer.py",
+    "translating.md",
+    "haiku_batch_norm.py", "orbax_restore.py", "local_gather.py", "pipeline.py", "layout_transformer.py",
 }  # fmt: skip
 
 
@@ -70,3 +73,41 @@ def test_the_reference_has_every_public_name() -> None:
     told = re.findall(r"^\.\. auto(?:function|class|exception):: gshard\.(\w+)$", text, flags=re.MULTILINE)
     public = {name for name in vars(gshard) if not name.startswith("_")} & exported("gshard")
     assert sorted(told) == sorted(public - {"testing"}), "docs/api.md lists each public name once"
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.slow
+def test_the_program_for_many_hosts_runs_in_two_processes(tmp_path: Path) -> None:
+    block = next(b.text for b in pages.blocks(ROOT / "docs" / "hosts.md") if b.text.startswith("# train_hosts.py"))
+    (tmp_path / "train_hosts.py").write_text(block)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    four = {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"), "JAX_PLATFORMS": "cpu"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "train_hosts.py", address, "2", str(index)],
+            cwd=tmp_path, env=os.environ | four, stdout=subprocess.PIPE, text=True,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    try:
+        printed = [process.communicate(timeout=250)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0]
+
+    rng = np.random.default_rng(0)
+    weights, expected = rng.normal(size=(64, 16)).astype(np.float32), []
+    for _ in range(3):
+        x = rng.normal(size=(128, 64)).astype(np.float32)
+        expected.append(np.mean((x @ weights) ** 2))
+        weights -= 0.1 * 2 / (128 * 16) * x.T @ (x @ weights)
+    losses = [float(line.removeprefix("loss ")) for line in printed[0].splitlines() if line.startswith("loss ")]
+    assert losses == pytest.approx(expected, rel=1e-4)
