@@ -4,7 +4,7 @@ What a block is, its language says:
 
     python     run. Blocks make up a file, as if pasted one after the other: its name is the page's, or that of a first
                line ``# train.py``, which begins another file. Lines in explanations are lines of these files.
-    output     what the block before printed; a line ``...`` stands for any lines, and in a line for any text.
+    output     what the block before printed; ``[...]`` stands for any text or lines.
     console    ``$ gshard ...``, ``$ python train.py`` or ``$ cat file``, each followed by what it prints.
 
 Other blocks (``bash``, ``text``, ``diff``) are only read. ``pytest --update-golden tests/test_docs.py`` writes what was
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import os
 import re
@@ -47,10 +48,10 @@ def blocks(page: Path) -> list[Block]:
 def differs(expected: str, got: str) -> bool:
     """Whether an output is not as the page has it.
 
-    >>> differs("a 1\\n...\\nb ... c", "a 1\\n2\\n3\\nb 4 c"), differs("a", "b")
+    >>> differs("a 1\\n[...]\\nb [...] c", "a 1\\n2\\n3\\nb 4 c"), differs("a", "b")
     (False, True)
     """
-    pattern = re.escape(expected.strip("\n")).replace(re.escape("..."), r"(?:.|\n)*?")
+    pattern = re.escape(expected.strip("\n")).replace(re.escape("[...]"), r"(?:.|\n)*?")
     lines = [line.rstrip() for line in got.strip("\n").split("\n")]
     return not re.fullmatch(pattern, "\n".join(lines))
 
@@ -92,14 +93,18 @@ def run(page: Path, folder: Path, update: bool = False) -> None:
                 shown = "".join(f"$ {command}\n{_answer(command, folder)}" for command, _ in _commands(block.text))
                 if differs(block.text, shown):
                     wrong.append((block, block.text, shown))
-    if update and wrong and not any("..." in expected for _, expected, _ in wrong):
+    if update and wrong and not any("[...]" in expected for _, expected, _ in wrong):
         text = page.read_text()
         for block, _, got in reversed(wrong):
             lines = [line.rstrip() for line in got.strip("\n").split("\n")]
             text = text[: block.span[0]] + "\n".join(lines) + "\n" + text[block.span[1] :]
         page.write_text(text)
         return
-    assert not wrong, "\n".join(f"{page.name} shows\n{e}\nand what was printed is\n{got}" for _, e, got in wrong)
+    shown = (
+        difflib.unified_diff(e.splitlines(), got.splitlines(), page.name, "printed", n=0, lineterm="")
+        for _, e, got in wrong
+    )
+    assert not wrong, "\n".join(line for difference in shown for line in difference)
 
 
 def _commands(text: str) -> Iterator[tuple[str, str]]:
