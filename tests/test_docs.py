@@ -41,6 +41,13 @@ def test_doctests(path: Path) -> None:
     assert not failed, f"{failed} of {tried} examples fail; see the output above"
 
 
+def skip_without_packages(code: str) -> None:
+    packages = re.findall(r"^(?:import|from) (\w+)", code, flags=re.MULTILINE)
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}, which the extra dev installs")
+
+
 def each(paths: list[Path]) -> pytest.MarkDecorator:
     marked = [
         pytest.param(p, id=p.relative_to(ROOT).as_posix(), marks=[pytest.mark.slow] if p.name in LONG else [])
@@ -51,15 +58,14 @@ def each(paths: list[Path]) -> pytest.MarkDecorator:
 
 @each([page for page in PAGES if pages.blocks(page)])
 def test_page_runs_and_prints_what_it_shows(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    code = "\n".join(block.text for block in pages.blocks(path) if block.kind == "python")
+    skip_without_packages(code)
     pages.run(path, tmp_path, update=request.config.getoption("--update-golden"))
 
 
 @each(EXAMPLES)
 def test_example_runs_and_is_in_the_gallery(path: Path, tmp_path: Path) -> None:
-    packages = re.findall(r"^(?:import|from) (\w+)", path.read_text(), flags=re.MULTILINE)
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(f"needs {', '.join(missing)}, which the extra dev installs")
+    skip_without_packages(path.read_text())
     command = [sys.executable, ROOT / "scripts" / "gallery.py", path]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=280, check=False
