@@ -117,3 +117,19 @@ def test_the_program_for_many_hosts_runs_in_two_processes(tmp_path: Path) -> Non
         weights -= 0.1 * 2 / (128 * 16) * x.T @ (x @ weights)
     losses = [float(line.removeprefix("loss ")) for line in printed[0].splitlines() if line.startswith("loss ")]
     assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_output_or_a_line_that_is_not_true_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    code = "```python\ndef f():\n    return 1 / 0\n```\n\ntext\n\n```python\n"
+    code += "try:\n    f()\nexcept ZeroDivisionError as error:\n"
+    code += "    print('at line', error.__traceback__.tb_next.tb_lineno)\n    print(3, 'equations')\n```\n"
+    page.write_text(f"{code}\n```output\nat line 2\n4 equations\n```\n")
+    pages.run(page, tmp_path)
+    page.write_text(f"{code}\n```output\nat [...]\n4 equations\n```\n")
+    pages.run(page, tmp_path)
+    page.write_text(f"{code}\n```output\nat line 1\n4 equations\n```\n")
+    with pytest.raises(AssertionError, match="-at line 1"):
+        pages.run(page, tmp_path)
+    pages.run(page, tmp_path, update=True)
+    assert "```output\nat line 2\n3 equations\n```" in page.read_text()
