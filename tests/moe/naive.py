@@ -1,6 +1,27 @@
-"""Routers, experts and a whole decoder as plain as can be: numpy, float64, one token after the other."""
+"""Routers, experts and a whole decoder as plain as can be: numpy, float64, one token after the other; and test data."""
 
+import jax
 import numpy as np
+
+
+def values(specs, seed=0):
+    """Values for a tree of ``Param``, drawn by numpy: nothing is compiled for them."""
+    rng = np.random.default_rng(seed)
+
+    def draw(spec):
+        if spec.init == "constant":
+            return np.full(spec.shape, spec.scale, np.float32)
+        return (spec.scale * rng.normal(size=spec.shape)).astype(np.float32)
+
+    return jax.tree.map(draw, specs)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def ids(seed, vocabulary, *shape):
+    return np.random.default_rng(seed).integers(2, vocabulary, shape).astype(np.int32)
 
 
 def softmax(x):

@@ -14,7 +14,6 @@ from gshard.moe import (
     TransformerConfig,
     decode_step,
     forward,
-    init,
     init_cache,
     loss,
     param_specs,
@@ -37,12 +36,11 @@ step = jax.jit(decode_step, static_argnums=0, static_argnames="dropless", compil
 
 
 def case(config, rows=3, length=7):
-    params = init(config, jax.random.key(0))
+    params = naive.values(param_specs(config))
     if config.balance == "bias":  # not what it starts with
         experts = params["decoder"]["blocks"]["sparse"]["experts"]
-        experts["bias"] = 0.2 * jax.random.normal(jax.random.key(4), experts["bias"].shape)
-    ids_BL = jax.random.randint(jax.random.key(1), (rows, length), 2, 20, jnp.int32).at[:, 0].set(0)
-    return params, ids_BL
+        experts["bias"] = 0.2 * naive.normal(4, *experts["bias"].shape)
+    return params, jnp.asarray(naive.ids(1, 20, rows, length)).at[:, 0].set(0)
 
 
 @MODELS
@@ -84,7 +82,7 @@ def test_texts_of_a_row_do_not_see_each_other():
 
 def test_rotary_scores_depend_on_the_distance_alone():
     config = dataclasses.replace(PLAIN, head_dim=8)
-    query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+    query, key = naive.normal(0, 2, 1, 1, 1, 8)
 
     def score(at, other):
         at, other = (rotation(config, jnp.full((1, 1), position)) for position in (at, other))
@@ -124,7 +122,7 @@ def test_eight_devices_train_as_one(dispatch):
     """Loss and gradients of a model of all kinds of layers, tokens and experts split."""
     config = dataclasses.replace(DEEPSEEK, experts=8, kv_heads=2, dispatch=dispatch, partitions=8, decoder_layers=2)
     params, _ = case(config)
-    batch = {"target": jax.random.randint(jax.random.key(1), (8, 8), 2, 20, jnp.int32).at[2, 4:].set(0)}
+    batch = {"target": jnp.asarray(naive.ids(1, 20, 8, 8)).at[2, 4:].set(0)}
     f = jax.value_and_grad(lambda p, b: loss(config, p, b), has_aux=True)
     expected = jax.jit(f, compiler_options=FAST)(params, batch)
     got = gshard.jit(f, mesh=8)(params, batch)

@@ -16,8 +16,7 @@ from gshard.moe import (
     expert_layer,
     expert_specs,
     forward,
-    init,
-    init_params,
+    param_specs,
 )
 from moe import naive
 
@@ -28,10 +27,9 @@ layer = jax.jit(expert_layer, static_argnums=0, compiler_options=FAST)
 
 
 def case(seed=0):
-    params = init_params(expert_specs(CONFIG), jax.random.key(seed))
-    x_BLM = jax.random.normal(jax.random.key(seed + 1), (4, 6, CONFIG.model_dim))
-    valid_BL = jax.random.uniform(jax.random.key(seed + 2), (4, 6)) >= 0.3
-    return params, x_BLM, valid_BL
+    x_BLM = naive.normal(seed + 1, 4, 6, CONFIG.model_dim)
+    valid_BL = naive.normal(seed + 2, 4, 6) > -0.5
+    return naive.values(expert_specs(CONFIG), seed), x_BLM, valid_BL
 
 
 def by_hand(params, x_SM, valid_S, capacity):
@@ -64,13 +62,12 @@ def test_equals_a_loop_over_experts(dispatch):
 
 def test_both_dispatches_have_the_same_gradients():
     params, x_BLM, valid_BL = case()
-    direction = jax.random.normal(jax.random.key(9), x_BLM.shape)
+    direction = naive.normal(9, *x_BLM.shape)
 
     def gradient(dispatch):
         config = dataclasses.replace(CONFIG, dispatch=dispatch)
-        return jax.grad(lambda p, x: jnp.sum(expert_layer(config, p, x, valid_BL)[0] * direction), argnums=(0, 1))(
-            params, x_BLM
-        )
+        f = jax.grad(lambda p, x: jnp.sum(expert_layer(config, p, x, valid_BL)[0] * direction), argnums=(0, 1))
+        return jax.jit(f, compiler_options=FAST)(params, x_BLM)
 
     expected = gradient("einsum")
     assert float(jnp.abs(expected[0]["wg"]).max()) > 1e-3
@@ -78,7 +75,7 @@ def test_both_dispatches_have_the_same_gradients():
 
 
 def test_every_expert_has_the_same_load():
-    logits = jax.random.normal(jax.random.key(0), (2, 16, 4)) + jnp.array([5.0, 0.0, 0.0, 0.0])
+    logits = naive.normal(0, 2, 16, 4) + np.array([5.0, 0.0, 0.0, 0.0])
     routed = expert_choice_gating(logits, 4)
     assert routed.load_E.tolist() == [8] * 4
     assert float(routed.metrics["load_entropy"]) == pytest.approx(1.0, abs=1e-6)
@@ -88,30 +85,30 @@ def test_every_expert_has_the_same_load():
 @pytest.mark.parametrize("dispatch", ["einsum", "gather"])
 def test_on_four_devices(dispatch):
     config = dataclasses.replace(CONFIG, dispatch=dispatch, partitions=4)
-    params = init_params(expert_specs(config), jax.random.key(0))
-    x_BLM, direction = jax.random.normal(jax.random.key(1), (2, 4, 8, 8))
+    params = naive.values(expert_specs(config))
+    x_BLM, direction = naive.normal(1, 2, 4, 8, 8)
 
     def run(params, x_BLM):
         outputs = expert_layer(config, params, x_BLM)[0]
         return jnp.sum(outputs * direction), outputs
 
     f = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
-    got, expected = gshard.jit(f, mesh=4)(params, x_BLM), jax.jit(f)(params, x_BLM)
+    got, expected = gshard.jit(f, mesh=4)(params, x_BLM), jax.jit(f, compiler_options=FAST)(params, x_BLM)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
 
 
 def test_a_model_whose_encoder_chooses():
     """The decoder routes by token and sees nothing later; encoding knows of its groups alone."""
-    params = init(CONFIG, jax.random.key(0))
-    source = jax.random.randint(jax.random.key(1), (4, 8), 2, 20, jnp.int32)
-    target = jax.random.randint(jax.random.key(2), (4, 6), 2, 18, jnp.int32)
+    params = naive.values(param_specs(CONFIG))
+    source, target = jnp.asarray(naive.ids(1, 20, 4, 8)), jnp.asarray(naive.ids(2, 18, 4, 6))
     run = jax.jit(forward, static_argnums=0, compiler_options=FAST)
     roomy = dataclasses.replace(CONFIG, dispatch="gather", capacity_factor=4.0)
     logits, metrics = run(roomy, params, source, target)
     changed, _ = run(roomy, params, source, target.at[:, 5].set(2))
     np.testing.assert_allclose(changed[:, :5], logits[:, :5], rtol=1e-5, atol=1e-5)
     assert {"aux_loss", "dropped_share", "kept_share"} <= set(metrics)
-    assert encode(CONFIG, params, source).shape == (4, 8, 8)
+    memory = jax.jit(encode, static_argnums=0, compiler_options=FAST)(CONFIG, params, source)
+    assert memory.shape == (4, 8, 8)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,9 @@ def _run_experts(
         def mark(x_PXM: jax.Array) -> jax.Array:
             return _split(config, x_PXM, "_ _ model")
 
-        return ragged_expert_layer(gating, inputs_GSM, weights, config.activation, config.partitions, mark)
+        outputs_GSM = ragged_expert_layer(gating, inputs_GSM, weights, config.activation, config.partitions, mark)
+        # The sum over partitions goes back to the groups: without the mark it might come whole to every device.
+        return _split(config, outputs_GSM, "groups tokens model")
 
     if config.dispatch == "einsum":
         combine_GSEC, dispatch_GSEC = one_hot_weights(gating, config.experts, capacity)

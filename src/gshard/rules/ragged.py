@@ -41,10 +41,16 @@ def ragged_dot_general(call: Call) -> Rule:
     each_its_own = lhs_batch if not alike and (by_rows or by_sums) else ()  # batches whose sizes come first in `sizes`
     make = RuleMaker()
 
+    def concerned(d: int) -> bool:
+        """Whether sizes that differ speak of a dimension of the rows: the ragged one, and those before it."""
+        if alike:
+            return False
+        return (d <= ragged and d not in lhs_sum) if by_rows else not by_sums or d in lhs_sum
+
     def left(d: int, n: int) -> tuple[int, ...]:
         if d in each_its_own:
             return make.factor(n)
-        if not alike and not (d in lhs_sum and by_rows):
+        if concerned(d):
             return make.whole(n)
         return make.factor(n, REDUCE, "add") if d in lhs_sum else make.factor(n)
 
