@@ -42,10 +42,10 @@ def test_it_is_no_part_of_the_loss_and_has_no_gradient():
     assert load.shape == (2, 4)  # layers with experts
     assert load.dtype == jnp.int32
     assert load.sum(1).tolist() == [2 * 4 * 8] * 2
-    moved = balanced(params, metrics["load"])
+    moved = balanced(params, metrics["load"], rate=0.5)
     assert jax.tree.structure(moved) == jax.tree.structure(params)
     (_, after), _ = run(moved)
-    assert float(after["cross_entropy"]) != float(metrics["cross_entropy"]) or (load == 16).all()
+    assert float(after["cross_entropy"]) != float(metrics["cross_entropy"])
 
 
 @pytest.mark.parametrize("gates", ["sigmoid", "softmax"])

@@ -117,6 +117,7 @@ def test_a_memory_comes_with_an_encoder():
         decode_step(PLAIN, params, init_cache(PLAIN, 3, 4), ids_BL[:, 0], 0, jnp.ones((3, 2, 12)), ids_BL[:, :2] != 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["gather", "ragged"])
 def test_eight_devices_train_as_one(dispatch):
     """Loss and gradients of a model of all kinds of layers, tokens and experts split."""

@@ -90,7 +90,7 @@ def test_nothing_is_dropped_when_all_want_the_same(partitions):
     np.testing.assert_allclose(np.asarray(got).reshape(-1, 6), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_eight_devices_compute_what_one_does(dtype):
     config = dataclasses.replace(BASE, experts=8, dispatch="ragged", partitions=8, group_size=4, dtype=dtype)
     params, x_BLM, valid_BL = case(config)
