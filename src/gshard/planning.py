@@ -51,15 +51,9 @@ LENGTH = 128
 # A decoder's batch, ours: a million tokens in texts of 4,096, or more if devices would have none.
 DECODER_TOKENS, DECODER_LENGTH = 1 << 20, 4096
 # Experts over one axis, tokens over both; a weight is split over all devices, an expert's over those that hold it.
-DECODER_LAYOUT = Layout(
-    groups=("data", "experts"),
-    experts="experts",
-    weights=("data", "experts"),
-    expert_weights="data",
-    tokens=None,
-    model=None,
-    gates=None,
-)
+DECODER_AXES = ("data", "experts")
+DECODER_LAYOUT = Layout(groups=DECODER_AXES, experts="experts", weights=DECODER_AXES, expert_weights="data",
+    tokens=None, model=None, gates=None)  # fmt: skip
 CYCLES_A_SECOND = {"v3": 940e6}
 
 # Figure 8's classes by the function that a kernel comes from; collectives have their own.
@@ -231,7 +225,7 @@ def mesh_for(config: TransformerConfig, machine: Machine, compiled: bool = False
         return Mesh.abstract(data=machine.size // experts, experts=experts)
     devices = topology_mesh(machine).devices
     assert devices is not None, "a topology has devices"
-    return Mesh.of(jax.sharding.Mesh(np.reshape(devices, (-1, experts)), ("data", "experts")))
+    return Mesh.of(jax.sharding.Mesh(np.reshape(devices, (-1, experts)), DECODER_AXES))
 
 
 def _names(config: TransformerConfig) -> dict[str, Any]:
