@@ -576,6 +576,9 @@ def grouped() -> Iterator[Row]:
     yield row("ragged_dot_general, batches", of_batches, x, y, sizes, tolerance=SUM)
     each = np.stack([sizes, sizes[::-1], sizes + 1][:3]).astype(np.int32)
     yield row("ragged_dot_general, each batch its own", of_batches, x, y, each, tolerance=SUM)
+    sums = numbers((((1,), (1,)), ((0,), (0,))), (1,), ())
+    sums_of_each = lambda x, y, n: lax.ragged_dot_general(x, y, n, sums)  # noqa: E731
+    yield row("ragged_dot_general, sums of each batch", sums_of_each, x, normal(3, 10, 4), each, tolerance=SUM)
     batch_sizes = np.array([1, 0, 1, 1, 0], np.int32)
     which = lambda x, y, n: lax.ragged_dot_general(x, y, n, numbers((((2,), (1,)), ((0,), (0,))), (0,), ()))  # noqa: E731
     yield row("ragged_dot_general, ragged batch", which, x, normal(3, 6, 4), batch_sizes, tolerance=SUM)

@@ -133,8 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
     command.set_defaults(run=_search)
 
-    command = commands.add_parser("plan", help="whether a model of the paper fits a machine, and what a step takes")
-    command.add_argument("config", help='a model of Table 1, such as "MoE(128E, 12L)"')
+    command = commands.add_parser("plan", help="whether a named model fits a machine, and what a step takes")
+    command.add_argument("config", help='a model of Table 1, such as "MoE(128E, 12L)", or one such as mixtral-8x7b')
     command.add_argument(
         "--topology", required=True, help="v3:32x32 names chips; v3 takes as many as there are experts"
     )
