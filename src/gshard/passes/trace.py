@@ -33,11 +33,11 @@ from gshard.core.mark import Mark
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
 from gshard.rules.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
+from gshard.rules.in_a_row import one_equation_each
 from gshard.rules.known import Facts, without_unread
 from gshard.rules.look_up import simpler
 from gshard.rules.mark import mark_p, name_p
 from gshard.rules.opened import opened
-from gshard.rules.pieces import join_slices
 from gshard.rules.region import REGIONS
 from gshard.rules.registry import Call, rule_of
 from gshard.rules.subexpression import common_key
@@ -233,7 +233,8 @@ class _Builder:
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
         equations = without_unread(body.equations, outputs)
-        return Block(tuple(inputs), tuple(join_slices(equations, outputs)), outputs)
+        equations = one_equation_each(equations, outputs, self._fresh, self._equation)
+        return Block(tuple(inputs), tuple(equations), outputs)
 
     def marked_by_type(self, block: Block, variables: Sequence[Any], as_typed: bool) -> Block:
         """The block with marks on those results whose types (of explicit axes) say how they are sharded."""
@@ -366,6 +367,9 @@ class _Builder:
         out.equations.append(self._equation(optimization_barrier_p, {}, given, fresh, source))
         hidden = dict(zip(at, fresh, strict=True))
         return tuple(hidden.get(i, x) for i, x in enumerate(inputs))
+
+    def _fresh(self, shape: tuple[int, ...], dtype: Any) -> Value:
+        return Value(shape, dtype, next(self.counter))
 
     def _new(self, env: dict[Any, Any], var: Any) -> Value:
         aval = var.aval
