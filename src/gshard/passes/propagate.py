@@ -12,9 +12,9 @@ Priorities, each run until nothing changes before the next begins; any news retu
     4. equations that make many elements of few: a mask says less of the scores than what they are made of
 
 Where a loop runs over a dimension that is split, each device runs the rounds that it has, if these need nothing of each
-other and nothing is split inside; else its slices are split along another dimension. So are the results of an
-equation that cannot be split as an operand lies, if that sends less. Then values that nobody
-marked are settled where they cost least (``passes.settle``). The user's marks, and shardings that arguments came with,
+other and nothing is split inside (``passes.apart``); else its slices are split along another dimension. So are the
+results of an equation that cannot be split as an operand lies, if that sends less. Then values that nobody marked are
+settled where they cost least (``passes.settle``). The user's marks, and shardings that arguments came with,
 are set before all this and never changed.
 """
 
@@ -34,11 +34,11 @@ from gshard.core.program import Edge, Equation, Program, Value
 from gshard.core.rule import EXCHANGE, REDUCE, Dims, Factor, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, place, project
+from gshard.passes.apart import Apart
 from gshard.passes.assign import Available, assign, price
 from gshard.passes.candidates import arrays_of, candidates
 from gshard.passes.flip import flip
 from gshard.passes.settle import free_results, settle
-from gshard.rules.own_rounds import rule_of_rounds, with_operators
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
         strict: refuse primitives that have no rule instead of gathering their operands.
 
     Returns:
-        the plan. Loops whose rounds are split are operators in its program (``rules.own_rounds``).
+        the plan. In its program some equations are others, as they are split (``passes.apart``).
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
@@ -73,8 +73,8 @@ def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
     state = _State(program, mesh)
     state.seed()
     state.run()
-    if state.apart:
-        return propagate(with_operators(program, state.apart), mesh, strict=strict)
+    if state.other is not None:
+        return propagate(state.other, mesh, strict=strict)
     shardings = {v: Sharding(tuple(dims)) for v, dims in state.dims.items()}
     splits = assign(program.block, shardings, mesh)
     for _ in range(2):  # chains that flip may let single values settle elsewhere, and once more the other way round
@@ -153,8 +153,8 @@ class _State:
                 self.nodes.append(node)
                 for value, _ in node.tensors:
                     self.users.setdefault(value, []).append(node)
-        self.apart: dict[Equation, Rule] = {}  # loops whose rounds are split
-        self.stacks = [(edge, e) for e in program.block.walk() for edge in e.edges if edge.stacked]
+        self.apart = Apart(program)
+        self.other: Program | None = None  # the program that this one is, as its values are split
         self.queues: tuple[deque[_Node], ...] = (deque(), deque(), deque())
         self.waiting: set[_Node] = set()
         self.conflicts: dict[_Node, None] = {}
@@ -198,10 +198,10 @@ class _State:
             if self.queues[2]:
                 self._ask(self.queues[2].popleft())
                 continue
-            if found := dict(filter(None, map(self._run_apart, self.stacks))):
-                self.apart = found
+            self.other = self.apart.taken(self.dims, self.mesh)
+            if self.other is not None:
                 return
-            if any(self._rehome(edge, equation) for edge, equation in self.stacks):
+            if any(self._rehome(edge, equation) for edge, equation in self.apart.loops):
                 continue
             if not any(self._resolve(node) for node in self.nodes if self._is_in_the_way(node)):
                 return
@@ -211,14 +211,6 @@ class _State:
         agreed, conflict = self._agree(node)
         self.conflicts.update({node: None} if conflict else {})
         self._apply(node, agreed, "propagated")
-
-    def _run_apart(self, stack: tuple[Edge, Equation]) -> tuple[Equation, Rule] | None:
-        """A loop over a split dimension with nothing split inside, whose rounds need nothing of each other."""
-        edge, loop = stack
-        if not self.dims[edge.outer][0] or any(any(self.dims[v]) for body in loop.blocks for v in body.values()):
-            return None
-        rule = rule_of_rounds(loop)
-        return None if rule is None else (loop, rule)
 
     def _rehome(self, edge: Edge, equation: Equation) -> bool:
         """Splits a loop's slices where the stack of them is split along the loop: an all-to-all instead of a gather.

@@ -161,6 +161,22 @@ def block_of(jaxpr: Any) -> Block:
     return _Builder().block(without_dead_code(jaxpr))
 
 
+def equations_of(whole: Any, e: Equation, first: int) -> tuple[Equation, ...]:
+    """The equations of a closed jaxpr that stands for an equation; new values are numbered from ``first`` on."""
+    jaxpr, consts = closed(whole)
+    env: dict[Any, Any] = {v: Constant(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+    env.update(zip(jaxpr.invars, e.inputs, strict=True))
+    builder, body = _Builder(itertools.count(first)), _Body()
+    builder._equations(jaxpr, env, body, e.source_info)
+    result = {_read(env, v): out for v, out in zip(jaxpr.outvars, e.outputs, strict=True)}
+    return tuple(
+        dataclasses.replace(
+            q, inputs=tuple(result.get(x, x) for x in q.inputs), outputs=tuple(result.get(x, x) for x in q.outputs)
+        )
+        for q in body.equations
+    )
+
+
 def name_of(f: Any) -> str:
     """What a function is called in messages, HLO and profiles; partial functions and callables have names too."""
     while not hasattr(f, "__name__") and hasattr(f, "func"):
