@@ -38,6 +38,7 @@ from gshard.rules.known import Facts, without_unread
 from gshard.rules.look_up import simpler
 from gshard.rules.mark import mark_p, name_p
 from gshard.rules.opened import opened
+from gshard.rules.padded import padded_by_windows
 from gshard.rules.region import REGIONS
 from gshard.rules.registry import Call, rule_of
 from gshard.rules.subexpression import common_key
@@ -250,6 +251,7 @@ class _Builder:
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
         equations = without_unread(body.equations, outputs)
         equations = one_equation_each(equations, outputs, self._fresh, self._equation)
+        equations = padded_by_windows(equations, outputs, self._equation)
         return Block(tuple(inputs), tuple(equations), outputs)
 
     def marked_by_type(self, block: Block, variables: Sequence[Any], as_typed: bool) -> Block:

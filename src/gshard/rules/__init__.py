@@ -2,6 +2,7 @@
 
 from gshard.rules import callback as callback
 from gshard.rules import contract as contract
+from gshard.rules import convolution as convolution
 from gshard.rules import create as create
 from gshard.rules import dynamic as dynamic
 from gshard.rules import elementwise as elementwise
