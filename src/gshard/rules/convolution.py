@@ -16,12 +16,11 @@ from jax import lax
 
 from gshard.comm.halo import Window
 from gshard.comm.shards import Shards
-from gshard.core.mesh import Atoms
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.rules.contract import in_either_operand
 from gshard.rules.registry import Call, rule
 from gshard.rules.slicing import sends_of
-from gshard.rules.window import elements_of, sliding
+from gshard.rules.window import reached, sliding
 
 
 def sliding_with_kernel(
@@ -91,7 +90,7 @@ def conv_general_dilated(call: Call) -> Rule:
         padding, base = list(p["padding"]), list(p["lhs_dilation"])
         for i, d in enumerate(lhs_spec[2:]):
             if atoms := shards.atoms(lhs[d][0]):
-                x, padding[i], base[i] = _reached(shards, x, d, atoms, windows[d](shards.mesh.count(atoms)))
+                x, padding[i], base[i] = reached(shards, x, d, atoms, windows[d](shards.mesh.count(atoms)), 0)
         groups = shards.size(group[0]) if group else 1
 
         def convolve(x: Any, kernel: Any) -> list[Any]:
@@ -113,19 +112,6 @@ def conv_general_dilated(call: Call) -> Rule:
     flops = 2 * math.prod(out_shape) * math.prod(rhs_shape[d] for d in rhs_spec[1:]) // math.prod(p["lhs_dilation"])
     linear = in_either_operand(call)
     return make.rule([lhs, rhs], [out], local=local, flops=flops, masks_itself=True, sends=sends, linear=linear)
-
-
-def _reached(shards: Shards, x: Any, dim: int, atoms: Atoms, window: Window) -> tuple[Any, tuple[int, int], int]:
-    """What a part's kernels reach into, the padding that remains around it, and how far apart elements then stand.
-
-    Where all parts begin alike between two elements only these are laid side by side: nothing is multiplied by the
-    zeros between them.
-    """
-    if window.dilation == 1 or window.step % window.dilation or not window.width:
-        return shards.window(x, dim, atoms, window, 0), (0, 0), 1
-    low = window.start(0) * window.dilation - window.first
-    high = window.extent - low - (window.width - 1) * window.dilation - 1
-    return elements_of(shards, x, dim, atoms, window), (low, high), window.dilation
 
 
 def _with_kernels_of(

@@ -48,8 +48,7 @@ def one_by_one(e: Equation, parts: Sequence[Mapping[int, int]]) -> Any:
     if not any(d >= first for cut in parts for d in cut) or 0 in x.shape or 0 in y.shape:
         return None
     if len(lengths) > 1:
-        most = {d: max(cut.get(d, 1) for cut in parts) for d in range(len(x.shape))}
-        made: Any = lambda x: _each(x, kind, lengths, first, most)  # noqa: E731
+        made: Any = lambda x: _each(x, kind, lengths, first, *parts)  # noqa: E731
     else:
         count, n = max(cut.get(first, 1) for cut in parts), lengths[0]
         others = [m for cut in parts if first in cut for d, m in enumerate(x.shape[:first]) if d not in cut]
@@ -64,10 +63,13 @@ _FFT, _IFFT, _RFFT, _IRFFT = (jax.lax.FftType[name] for name in ("FFT", "IFFT", 
 _COMPLEX = (_FFT, _IFFT)
 
 
-def _each(x: Any, kind: Any, lengths: tuple[int, ...], first: int, parts: Mapping[int, int]) -> Any:
+def _each(
+    x: Any, kind: Any, lengths: tuple[int, ...], first: int, before: Mapping[int, int], after: Mapping[int, int]
+) -> Any:
     """The transforms of one dimension each: of real numbers the last dimension comes first, to real numbers last."""
     last = x.ndim - 1
-    others = sorted(range(first, last if kind not in _COMPLEX else last + 1), key=lambda d: parts.get(d, 1))
+    others = list(range(first, last if kind not in _COMPLEX else last + 1))
+    others.sort(key=lambda d: (before.get(d, 1), -after.get(d, 1)))  # what is whole first, what will not be before it
     order = [last, *others] if kind == _RFFT else [*others, last] if kind == _IRFFT else others
     for d in order:
         of_one = kind if d == last else {_RFFT: _FFT, _IRFFT: _IFFT}.get(kind, kind)

@@ -86,12 +86,15 @@ def pooling(call: Call) -> Rule:
             return shards.bind(*operands)
         xs, inits = operands[:count], operands[count:]
         fill = identity(monoid, xs[0].dtype) if monoid else 0
+        padding, base = [tuple(pad) for pad in p["padding"]], list(p["base_dilation"])
         for d, w in windows.items():
-            xs = tuple(shards.window(x, d, shards.atoms(dims[d][0]), w, fill) for x in xs)
-        done: dict[str, Any] = {
-            "padding": tuple((0, 0) if d in windows else tuple(pad) for d, pad in enumerate(p["padding"])),
-            "base_dilation": tuple(1 if d in windows else n for d, n in enumerate(p["base_dilation"])),
-        }
+            if monoid:
+                x, padding[d], base[d] = reached(shards, xs[0], d, shards.atoms(dims[d][0]), w, fill)
+                xs = (x,)
+            else:
+                xs = tuple(shards.window(x, d, shards.atoms(dims[d][0]), w, fill) for x in xs)
+                padding[d], base[d] = (0, 0), 1
+        done: dict[str, Any] = {"padding": tuple(padding), "base_dilation": tuple(base)}
         if monoid:
             return shards.bind(*xs, *inits, **done)
         flags = _inside(shards, xs[0].shape, dims, windows)
@@ -111,7 +114,11 @@ def pooling(call: Call) -> Rule:
     results = [dims for _ in call.out_shapes]
     if not one_order:
         return make.rule(operands, results, flops=flops)
-    sends = sends_in_turn(call, [(i, window, True) for i in range(count)], dims, moved)
+
+    def length(w: Window) -> int:
+        return w.width if monoid and _begin_alike(w) else w.extent
+
+    sends = sends_in_turn(call, [(i, window, length) for i in range(count)], dims, moved)
     linear = combined(_MONOIDS[call.name], call.in_dtypes[0], 0) if call.name in _MONOIDS else []
     return make.rule(operands, results, local=local, flops=flops, sends=sends, linear=linear)
 
@@ -150,7 +157,7 @@ def _inside(
 
 def sends_in_turn(
     call: Call,
-    fetched: Sequence[tuple[int, Callable[[int, int], Window], bool]],
+    fetched: Sequence[tuple[int, Callable[[int, int], Window], Callable[[Window], int]]],
     dims: Sequence[tuple[int, ...]],
     moved: Sequence[bool],
 ) -> Callable[[Mesh, Split], int]:
@@ -158,20 +165,20 @@ def sends_in_turn(
 
     Args:
         call: the equation.
-        fetched: operands, their windows, and whether elements are then spread over the positions of a window.
+        fetched: operands, their windows, and how long what is fetched then is.
         dims: the dimensions of all these operands.
         moved: which of them have windows.
     """
 
     def sends(mesh: Mesh, split: Split) -> int:
         total = 0
-        for operand, window, spread in fetched:
+        for operand, window, length in fetched:
             cut = place(tuple(dims), split)
             sizes = [-(-n // mesh.count(atoms)) for n, atoms in zip(call.in_shapes[operand], cut, strict=True)]
             for d, w in _windows(split, mesh, dims, moved, window).items():
                 rest = math.prod(n for e, n in enumerate(sizes) if e != d) * itemsize(call.in_dtypes[operand])
                 total += w.bytes(sizes[d], rest) if sizes[d] else 0
-                sizes[d] = w.extent if spread else w.width
+                sizes[d] = length(w)
         return total
 
     return sends
@@ -228,7 +235,7 @@ def select_and_scatter_add(call: Call) -> Rule:
         part = {d: lax.axis_index(shards.atoms(dims[d][0])) for d in windows}
         begin = {d: w.start(part[d]) * strides[d] - p["padding"][d][0] for d, w in windows.items()}
         for d, w in windows.items():
-            values = elements_of(shards, values, d, shards.atoms(dims[d][0]), w)
+            values = _elements(shards, values, d, shards.atoms(dims[d][0]), w)
             x = shards.window(x, d, shards.atoms(dims[d][0]), around[d], fill)
         for d, w in windows.items():
             reached = (w.width - 1) * strides[d] + sizes[d]
@@ -244,15 +251,36 @@ def select_and_scatter_add(call: Call) -> Rule:
         return [result]
 
     flops = math.prod(sources) * math.prod(sizes)
-    sends = sends_in_turn(call, [(0, source, False), (1, operand, True)], dims, moved)
+    sends = sends_in_turn(call, [(0, source, lambda w: w.width), (1, operand, lambda w: w.extent)], dims, moved)
     return make.rule([dims, dims], [dims], local=local, flops=flops, sends=sends)
 
 
-def elements_of(shards: Shards, x: Any, dim: int, atoms: Atoms, window: Window) -> Any:
-    """The elements that stand in this device's window, side by side; those outside of the array are zeros."""
+def reached(
+    shards: Shards, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any
+) -> tuple[Any, tuple[int, int], int]:
+    """What a device's windows reach into, the padding that remains around it, and how far apart elements then stand.
+
+    Where all parts begin alike between two elements only these are laid side by side: nothing is done with what would
+    fill the room between them.
+    """
+    if not _begin_alike(window):
+        return shards.window(x, dim, atoms, window, fill), (0, 0), 1
+    low = window.start(0) * window.dilation - window.first
+    high = window.extent - low - (window.width - 1) * window.dilation - 1
+    return _elements(shards, x, dim, atoms, window, fill), (low, high), window.dilation
+
+
+def _begin_alike(window: Window) -> bool:
+    return window.dilation > 1 and window.step % window.dilation == 0 and window.width > 0
+
+
+def _elements(shards: Shards, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any = 0) -> Any:
+    """The elements that stand in this device's window, side by side; ``fill`` for those outside of the array."""
+    got = shards.fetch(x, dim, atoms, window)
+    if all(0 <= window.start(i) <= window.n - window.width for i in range(window.parts)):
+        return got
     at = window.start(lax.axis_index(atoms)) + jnp.arange(window.width, dtype=jnp.int32)
-    inside = along((at >= 0) & (at < window.n), dim, x.ndim)
-    return jnp.where(inside, shards.fetch(x, dim, atoms, window), jnp.zeros((), x.dtype))
+    return jnp.where(along((at >= 0) & (at < window.n), dim, x.ndim), got, jnp.asarray(fill, x.dtype))
 
 
 @rule("select_and_scatter")
