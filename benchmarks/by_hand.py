@@ -193,7 +193,38 @@ def convolutions() -> Iterator[Program]:
     yield Program("gradient of a transposed one", up_gradient, up_gradient_by_hand, (image, kernel), specs, rows, 1e-5)
 
 
-GROUPS = in_a_row, transforms, convolutions
+def searches() -> Iterator[Program]:
+    places, numbers = np.sort(normal(1 << 16)), normal(512)
+    steps = np.sort(RNG.integers(-(1 << 20), 1 << 20, 1 << 16).astype(np.int32))
+    specs = P("x"), P()
+
+    def place(a: Any, v: Any) -> Any:
+        return jnp.searchsorted(a, v)
+
+    def place_by_hand(a: Any, v: Any) -> Any:
+        return lax.psum(place(a, v), "x")
+
+    yield Program("places of numbers", place, place_by_hand, (places, numbers), specs, P())
+
+    def between(a: Any, v: Any) -> Any:
+        return jnp.searchsorted(a, v + 99, side="right") - jnp.searchsorted(a, v)
+
+    def between_by_hand(a: Any, v: Any) -> Any:
+        return lax.psum(between(a, v), "x")
+
+    yield Program("how many lie between", between, between_by_hand, (steps, steps[::128].copy()), specs, P())
+
+    def quantiles(a: Any, v: Any) -> Any:
+        """How large a part of the sorted numbers is below each of others."""
+        return jnp.digitize(v, a) / a.shape[0]
+
+    def quantiles_by_hand(a: Any, v: Any) -> Any:
+        return lax.psum(jnp.searchsorted(a, v, side="right"), "x") / (a.shape[0] * PARTS)
+
+    yield Program("parts below", quantiles, quantiles_by_hand, (places, numbers), specs, P())
+
+
+GROUPS = in_a_row, transforms, convolutions, searches
 
 
 @dataclasses.dataclass(frozen=True)

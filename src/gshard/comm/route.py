@@ -154,7 +154,7 @@ def _alike(route: Route, parts: int, room: int) -> list[tuple[Piece, tuple[Piece
         found.append((pieces[0], pieces if is_sent else ()))
     found.sort(key=lambda f: f[0].at)
     ends = [0, *(p.at + p.length for p, _ in found)]
-    return found if [p.at for p, _ in found] == ends[:-1] and ends[-1] == room else None
+    return found if found and [p.at for p, _ in found] == ends[:-1] and ends[-1] == room else None
 
 
 def _cut(piece: Piece, length: int, size: int) -> int:

@@ -16,4 +16,5 @@ from gshard.rules import ragged as ragged
 from gshard.rules import reduce as reduce
 from gshard.rules import shape as shape
 from gshard.rules import slicing as slicing
+from gshard.rules import sorted_search as sorted_search
 from gshard.rules import window as window
