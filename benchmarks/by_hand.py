@@ -7,7 +7,7 @@ compiled programs (``gshard.analysis.hlo``), FLOPs are XLA's own count. Seconds 
 message, 100 GB/s between devices, 50 TFLOP/s, 450 GB/s of memory; they are the same formula for all sides, and only
 their ratios mean anything.
 
-    python benchmarks/by_hand.py [--only shift]          about a minute
+    python benchmarks/by_hand.py [--only shift]          two minutes
 
 Programs by cause: elements that are cut, padded and joined in a row; Fourier transforms; convolutions of what is
 dilated; searches in sorted arrays.
