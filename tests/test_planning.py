@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
+from gshard.analysis.device_program import PRODUCT
 
 from gshard.__main__ import main
 from gshard.analysis.cost import cost
-from gshard.analysis.device_program import PRODUCT
 from gshard.analysis.explain import explain_program
 from gshard.core.mesh import Mesh
 from gshard.moe import param_specs, parameter_count

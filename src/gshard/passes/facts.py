@@ -12,7 +12,7 @@ Priorities, each run until nothing changes before the next begins; any news retu
     4. equations that make many elements of few: a mask says less of the scores than what they are made of
 
 Where a loop runs over a dimension that is split, each device runs the rounds that it has, if these need nothing of each
-other and nothing is split inside; else its slices are split along another dimension. So are the results of an
+other and nothing is split inside (``passes.apart``); else its slices are split along another dimension. So are the results of an
 equation that cannot be split as an operand lies, if that sends less. The user's marks, and shardings that arguments
 came with, are set before all this and never changed.
 """
@@ -32,9 +32,9 @@ from gshard.core.program import Edge, Equation, Program, Value
 from gshard.core.rule import EXCHANGE, REDUCE, Dims, Factor, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, place, project
+from gshard.passes.apart import Apart
 from gshard.passes.candidates import arrays_of, candidates
 from gshard.passes.price import price
-from gshard.rules.own_rounds import rule_of_rounds, with_operators
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class Facts:
     """What follows from the marks of a program.
 
     Attributes:
-        program: loops whose rounds are split are operators in it (``rules.own_rounds``).
+        program: in which some equations are others, as they are split (``passes.apart``).
         mesh: the devices.
         shardings: of every value; what nothing is known of is replicated.
         reasons: for each value and dimension that is split, why.
@@ -82,8 +82,8 @@ def facts_of(program: Program, mesh: Mesh) -> Facts:
     state = _State(program, mesh)
     state.seed()
     state.run()
-    if state.apart:
-        return facts_of(with_operators(program, state.apart), mesh)
+    if state.other is not None:
+        return facts_of(state.other, mesh)
     shardings = {v: Sharding(tuple(dims)) for v, dims in state.dims.items()}
     return Facts(program, mesh, shardings, state.reasons, state.orders)
 
@@ -143,8 +143,8 @@ class _State:
                 self.nodes.append(node)
                 for value, _ in node.tensors:
                     self.users.setdefault(value, []).append(node)
-        self.apart: dict[Equation, Rule] = {}  # loops whose rounds are split
-        self.stacks = [(edge, e) for e in program.block.walk() for edge in e.edges if edge.stacked]
+        self.apart = Apart(program)
+        self.other: Program | None = None  # the program that this one is, as its values are split
         self.queues: tuple[deque[_Node], ...] = (deque(), deque(), deque())
         self.waiting: set[_Node] = set()
         self.conflicts: dict[_Node, None] = {}
@@ -188,10 +188,10 @@ class _State:
             if self.queues[2]:
                 self._ask(self.queues[2].popleft())
                 continue
-            if found := dict(filter(None, map(self._run_apart, self.stacks))):
-                self.apart = found
+            self.other = self.apart.taken(self.dims, self.mesh)
+            if self.other is not None:
                 return
-            if any(self._rehome(edge, equation) for edge, equation in self.stacks):
+            if any(self._rehome(edge, equation) for edge, equation in self.apart.loops):
                 continue
             if not any(self._resolve(node) for node in self.nodes if self._is_in_the_way(node)):
                 return
@@ -201,14 +201,6 @@ class _State:
         agreed, conflict = self._agree(node)
         self.conflicts.update({node: None} if conflict else {})
         self._apply(node, agreed, "propagated")
-
-    def _run_apart(self, stack: tuple[Edge, Equation]) -> tuple[Equation, Rule] | None:
-        """A loop over a split dimension with nothing split inside, whose rounds need nothing of each other."""
-        edge, loop = stack
-        if not self.dims[edge.outer][0] or any(any(self.dims[v]) for body in loop.blocks for v in body.values()):
-            return None
-        rule = rule_of_rounds(loop)
-        return None if rule is None else (loop, rule)
 
     def _rehome(self, edge: Edge, equation: Equation) -> bool:
         """Splits a loop's slices where the stack of them is split along the loop: an all-to-all instead of a gather.

@@ -45,7 +45,7 @@ def propagate(
         donated: inputs (captured arrays counted) whose place results take, which then leave as these come.
 
     Returns:
-        the plan. Loops whose rounds are split are operators in its program (``rules.own_rounds``).
+        the plan. In its program some equations are others, as they are split (``passes.apart``).
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
