@@ -135,8 +135,8 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
     earlier: dict[str, Figures] = {}
     for place, row in before["lines"].items():
         name, _, number = place.rpartition(":")
-        now = moved.get((name, int(number)), place if (name, int(number)) not in moved else None)
-        earlier[now if now is not None else f"{place} (gone)"] = _figures(row)
+        found = moved.get((name, int(number)), place if (name, int(number)) not in moved else None)
+        earlier[found if found is not None else f"{place} (gone)"] = _figures(row)
     later = {place: _figures(row) for place, row in after["lines"].items()}
     changed = [
         LineChange(place, texts.get(place.removesuffix(" (gone)"), ""), earlier.get(place, Figures()), b)
@@ -145,9 +145,9 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
     ]
     changed.sort(key=lambda line: (-abs(line.more), -abs(line.after.seconds - line.before.seconds), line.place))
     a, b = (data["totals"] for data in (before, after))
-    totals = [Figures(t["sent"], t["flops"], t["seconds"]) for t in (a, b)]
+    was, now = (Figures(t["sent"], t["flops"], t["seconds"]) for t in (a, b))
     names = (str(before.get("label") or before["name"]), str(after.get("label") or after["name"]))
-    return Difference(names, *totals, (a["peak"], b["peak"]), tuple(changed))
+    return Difference(names, was, now, (a["peak"], b["peak"]), tuple(changed))
 
 
 def _figures(row: Sequence[float]) -> Figures:

@@ -59,7 +59,7 @@ class MergedCollective:
 
     Attributes:
         collective: one of them, with the times of all.
-        seconds: of one run, as modelled.
+        seconds: of all runs, as modelled. Of equal ones in one place the compiler keeps one, and so does the model.
         kernels: their numbers among the costed kernels.
         pairs: of a permutation, which position of a group sends to which.
     """
@@ -94,8 +94,7 @@ def rows_of(collectives: Sequence[Collective]) -> list[list[Collective]]:
 def _merge(same: list[Collective], kernels: list[int], found: Cost) -> MergedCollective:
     times = sum(c.times for c in same)
     costed = [found.kernels[i] for i in kernels]
-    runs = sum(k.times for k in costed)
-    seconds = sum(k.total_seconds for k in costed) / runs if runs else 0.0
+    seconds = sum(k.total_seconds for k in costed)
     pairs = next((tuple(map(tuple, k.equation.params["perm"])) for k in costed if "perm" in k.equation.params), ())
     return MergedCollective(dataclasses.replace(same[0], times=times), seconds, tuple(kernels), pairs)
 

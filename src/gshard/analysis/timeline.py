@@ -19,7 +19,7 @@ from gshard.analysis.device_program import COLLECTIVE, REGION, Kernels
 from gshard.analysis.origin import cause_of
 from gshard.core.spmd import Collective
 
-ROUNDS = 600  # events that the rounds of one loop are drawn with
+ROUNDS = 3000  # events that the rounds of one loop are drawn with
 FIRST = 2  # rounds that are drawn of a longer loop, at least
 
 

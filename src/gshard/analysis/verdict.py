@@ -10,14 +10,16 @@ An even share of the matrix products takes 0.92 ms at the machine's peak rate: 2
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from gshard.analysis.cost import Cost
 from gshard.analysis.device_program import PRODUCT, flops, kind_of
 from gshard.analysis.origin import MergedCollective
 from gshard.analysis.proposal import Proposal
+from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Block, format_bytes, short_dtype
+from gshard.core.program import Block, Equation, format_bytes, short_dtype
 
 BOUNDS = {"network": "communication", "compute": "arithmetic", "memory": "memory traffic"}
 EVEN = 1.02  # of its share of the products: more is no rounding of uneven parts any more
@@ -29,19 +31,23 @@ class Verdict:
 
     Attributes:
         cost: what it was read from.
+        mesh: the devices.
         ideal: seconds that an even share of all products takes at the machine's peak rate.
-        work: products that a device computes, as a multiple of an even share.
-        largest: the collectives of a kind at a line that send most; None if nothing is sent.
-        axes: the axes of the mesh these run over.
+        work: operations of products that a device computes, as a multiple of an even share.
+        repeated: the line whose products exceed their share most, and how many times it; None if none does.
+        sent: bytes that each device sends.
+        largest: the collectives of a kind at a line that send most, and those that take longest; none if nothing is sent.
         proposal: the mark that lowers the bytes sent most, of those that were tried.
         tried: for how many collectives marks were tried.
     """
 
     cost: Cost
+    mesh: Mesh
     ideal: float
     work: float
-    largest: MergedCollective | None
-    axes: str
+    repeated: tuple[str, float] | None
+    sent: int
+    largest: tuple[MergedCollective, ...]
     proposal: Proposal | None
     tried: int
 
@@ -80,20 +86,24 @@ class Verdict:
             return "There is no matrix product."
         text = f"An even share of the matrix products takes {_time(self.ideal)} at the peak rate: "
         text += f"{100 * self.share:.0f} % of the call (an upper limit of MFU). "
-        if self.work <= EVEN:
+        if self.repeated is None:
             return text + "No product is computed by more than one device."
-        return text + f"Each device computes {self.work:.2f} times its even share: some products are not fully split."
+        line, times = self.repeated
+        return f"{text}Each device computes {self.work:.2f} times its share, most at {line}: {times:.3g} times."
 
     def _network(self) -> str:
-        if self.largest is None:
+        if not self.largest:
             return "No device sends anything."
-        c, total = self.largest.collective, max(self.cost.sent, 1)
+        most, *longest = self.largest
+        share = 100 * most.collective.total_bytes / max(self.sent, 1)
+        text = f"Of {format_bytes(self.sent)} that each device sends, {share:.0f} % is the {self._named(most)}."
+        return text + "".join(f" Longest takes the {self._named(c)}." for c in longest)
+
+    def _named(self, row: MergedCollective) -> str:
+        c = row.collective
         times = f", {c.times} times" if c.times > 1 else ""
-        seconds = self.largest.seconds * c.times
-        return (
-            f"Of {format_bytes(self.cost.sent)} that each device sends, {100 * c.total_bytes / total:.0f} % is the "
-            f"{c.kind} of {c.shape} over {self.axes}{times}, {_time(seconds)}, caused at {c.line or 'the border'}."
-        )
+        over = self.mesh.format_atoms(c.atoms)
+        return f"{c.kind} of {c.shape} over {over}{times}, {_time(row.seconds)}, caused at {c.line or 'the border'}"
 
     def _way_out(self) -> str:
         p = self.proposal
@@ -125,26 +135,35 @@ def verdict(
         proposals: for each a mark that would lower the bytes sent.
         tried: for how many of them marks were tried.
     """
-    whole = dict[str, int]()
-    for dtype, n in _products(plan.program.block):
-        whole[dtype] = whole.get(dtype, 0) + n
     machine, devices = found.machine, plan.mesh.size
-    ideal = sum(n / machine.rate(dtype) for dtype, n in whole.items()) / devices
-    own = sum(flops(k.equation) * k.times for k in found.kernels if k.kind == PRODUCT)
-    work = own * devices / sum(whole.values()) if sum(whole.values()) else 1.0
+    whole: Counter[str] = Counter()
+    ideal = 0.0
+    for e, times in _products(plan.program.block):
+        whole[e.line] += flops(e) * times
+        ideal += flops(e) * times / machine.rate(short_dtype(e.inputs[0].dtype)) / devices
+    own: Counter[str] = Counter()
+    for k in found.kernels:
+        if k.kind == PRODUCT:
+            own[k.line] += flops(k.equation) * k.times * devices
+    total = sum(whole.values())
+    extra = {line: n - whole[line] for line, n in own.items() if n > EVEN * whole[line] and whole[line]}
+    worst = max(extra, key=lambda line: extra[line], default=None)
+    repeated = None if worst is None else (worst, own[worst] / whole[worst])
+    work = sum(own.values()) / total if total else 1.0
     best = min((p for p in proposals if p is not None), key=lambda p: p.after, default=None)
-    largest = rows[0] if rows else None
-    axes = plan.mesh.format_atoms(largest.collective.atoms) if largest else ""
-    return Verdict(found, ideal, work, largest, axes, best, tried)
+    sent = sum(row.collective.total_bytes for row in rows)
+    longest = max(rows, key=lambda row: row.seconds, default=None)
+    largest = rows[:1] if longest is None or longest is rows[0] else (rows[0], longest)
+    return Verdict(found, plan.mesh, ideal, work, repeated, sent, tuple(largest), best, tried)
 
 
-def _products(block: Block, times: int = 1) -> Iterator[tuple[str, int]]:
-    """The operations of all products of the program as it was written, by dtype."""
+def _products(block: Block, times: int = 1) -> Iterator[tuple[Equation, int]]:
+    """The products of the program as it was written, and how often each is computed."""
     for e in block.equations:
         for body in e.blocks:
             yield from _products(body, times * e.trips)
-        if not e.blocks and e.rule is not None and e.rule.flops and kind_of(e) == PRODUCT:
-            yield short_dtype(e.inputs[0].dtype), times * e.rule.flops
+        if e.rule is not None and flops(e) and kind_of(e) == PRODUCT:
+            yield e, times
 
 
 def _time(seconds: float) -> str:

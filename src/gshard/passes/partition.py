@@ -166,6 +166,10 @@ class _Made:
     marked: bool = False
 
 
+# An array that is moved (if it has a name), its shardings before and after, and the one before the first of all steps.
+_Moved = tuple[Value | None, Sharding | None, Sharding | None, Sharding | None]
+
+
 @dataclasses.dataclass
 class _Emitter:
     """Replays blocks on local arrays and notes every collective."""
@@ -291,21 +295,28 @@ class _Emitter:
                 if i is None
                 else (entering(rule, split, ring, i), operand_sharding(rule, i, split))
             )
-            lies = (value if isinstance(value, Value) else None, *moved, moved[0])
+            lies: _Moved = (value if isinstance(value, Value) else None, *moved, moved[0])
             sent, trips = x.size * x.dtype.itemsize, self.trips * times
-            self._note(PERMUTE, atoms, sent, trips, shape, f"steps of {e.name}", e, *lies)
+            self._note(PERMUTE, atoms, sent, trips, shape, f"steps of {e.name}", e, lies)
 
         return note
 
     def _note(
-        self, kind: str, atoms: Atoms, sent: int, times: int, shape: str, why: str, cause: Equation | None, *moved: Any
+        self,
+        kind: str,
+        atoms: Atoms,
+        sent: int,
+        times: int,
+        shape: str,
+        why: str,
+        cause: Equation | None,
+        moved: _Moved = (None, None, None, None),
     ) -> None:
-        """Notes a collective that is emitted here; ``moved``: the value, its shardings before and after, the first."""
+        """Notes a collective that is emitted here."""
+        cause = cause if cause is not None and cause.line else self.here  # a barrier of JAX's has no line
         line = "" if cause is None else cause.line
-        value, *shardings = moved or (None, None, None, None)
-        self.collectives.append(
-            Collective(kind, atoms, sent, times, shape, line, why, value, *shardings, cause, self.here or cause)
-        )
+        made = Collective(kind, atoms, sent, times, shape, line, why, *moved, cause, self.here or cause)
+        self.collectives.append(made)
 
     def _read(
         self, env: dict[Value, _Made], value: Value | Constant, target: Sharding, user: Equation | None, why: str
@@ -363,8 +374,8 @@ class _Emitter:
         for step in plan_reshard(source, target, shape, size, mesh):
             if step.kind not in SILENT and x.size:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
-                lies = (value if isinstance(value, Value) else None, step.before, step.after, source)
+                lies: _Moved = (value if isinstance(value, Value) else None, step.before, step.after, source)
                 for kind, sent in spoken(step, shape, value.dtype, size, mesh):
-                    self._note(kind, step.atoms, sent, self.trips, local, why, cause, *lies)
+                    self._note(kind, step.atoms, sent, self.trips, local, why, cause, lies)
             x = run(step, x, shape, mesh)
         return x

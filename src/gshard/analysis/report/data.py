@@ -12,7 +12,6 @@ from gshard.analysis.cost import Cost
 from gshard.analysis.device_program import COLLECTIVE, size
 from gshard.analysis.difference import FORMAT
 from gshard.analysis.network import groups
-from gshard.analysis.network import seconds as network_seconds
 from gshard.analysis.origin import MergedCollective, cause_of, origins
 from gshard.analysis.proposal import Proposal
 from gshard.analysis.report.places import Places
@@ -22,7 +21,7 @@ from gshard.analysis.verdict import Verdict
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Value
-from gshard.core.spmd import Collective
+from gshard.core.spmd import Collective, SpmdProgram
 
 if TYPE_CHECKING:
     from gshard.analysis.explain import Explanation
@@ -52,7 +51,7 @@ def report_data(
     places, plan, mesh = Places(), explanation.plan, explanation.mesh
     makers = {v: e for e in plan.program.block.walk() for v in e.outputs}
     owners = origins(explanation.spmd, found)
-    lines = _line_costs(found, owners, places)
+    lines = _line_costs(explanation.spmd, found, owners, places)
     return {
         "format": FORMAT,
         "name": explanation.name,
@@ -85,7 +84,7 @@ def report_data(
             "work": verdict.work,
         },
         "collectives": [
-            _collective(row, plan, makers, found, places) | {"proposal": "" if p is None else str(p)}
+            _collective(row, plan, makers, places) | {"proposal": "" if p is None else str(p)}
             for row, p in zip(rows, proposals, strict=True)
         ],
         "timeline": _timeline(found, owners, rows, places),
@@ -103,9 +102,7 @@ def report_data(
     }
 
 
-def _collective(
-    row: MergedCollective, plan: Plan, makers: Mapping[Value, Equation], found: Cost, places: Places
-) -> dict[str, Any]:
+def _collective(row: MergedCollective, plan: Plan, makers: Mapping[Value, Equation], places: Places) -> dict[str, Any]:
     mesh, c = plan.mesh, row.collective
     moved = ""
     if c.value is not None and c.before is not None and c.after is not None:
@@ -117,7 +114,7 @@ def _collective(
         "group": ",".join(c.atoms),
         "bytes": c.total_bytes,
         "times": c.times,
-        "seconds": c.times * (row.seconds or _seconds_of(c, mesh, found)),
+        "seconds": row.seconds,
         "shape": c.shape,
         "moved": moved,
         "line": c.line,
@@ -127,13 +124,6 @@ def _collective(
         "advice": advice(c, plan, makers),
         "pairs": row.pairs,
     }
-
-
-def _seconds_of(c: Collective, mesh: Mesh, found: Cost) -> float:
-    """Of one run of a collective that no costed kernel is."""
-    g = mesh.count(c.atoms)
-    operand = {"all_reduce": c.bytes * g // max(2 * (g - 1), 1), "all_gather": c.bytes // max(g - 1, 1)}
-    return network_seconds(c.kind, operand.get(c.kind, c.bytes), mesh, found.machine, c.atoms)
 
 
 def _groups(mesh: Mesh, atoms: tuple[str, ...]) -> str:
@@ -217,13 +207,16 @@ def _sent_in(file: str, lines: Mapping[str, Sequence[float]]) -> float:
     return sum(row[1] for at, row in lines.items() if at.rpartition(":")[0] == file)
 
 
-def _line_costs(found: Cost, owners: Sequence[Collective | None], places: Places) -> dict[str, list[float]]:
+def _line_costs(
+    spmd: SpmdProgram, found: Cost, owners: Sequence[Collective | None], places: Places
+) -> dict[str, list[float]]:
     """For each source line the seconds, bytes sent and FLOPs that it causes."""
     lines: dict[str, list[float]] = {}
     for k, c in zip(found.kernels, owners, strict=True):
         row = lines.setdefault(places.of(cause_of(k, c)), [0.0, 0, 0])
         row[0] += k.total_seconds
-        row[1] += k.sent * k.times
         row[2] += k.flops * k.times
+    for c in spmd.collectives:
+        lines.setdefault(places.of(c.cause), [0.0, 0, 0])[1] += c.total_bytes
     lines.pop("", None)
     return lines

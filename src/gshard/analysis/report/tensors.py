@@ -32,6 +32,7 @@ def tensor_rows(
                 "name": row.name,
                 "sharding": row.sharding,
                 "dtype": v.dtype_name,
+                "spec": _spec(plan, v) if row.is_argument else "",
                 "dims": [list(atoms) for atoms in plan.shardings[v].dims],
                 "shape": list(v.shape),
                 "bytes": row.bytes,
@@ -44,6 +45,12 @@ def tensor_rows(
             }
         )
     return rows
+
+
+def _spec(plan: Plan, v: Value) -> str:
+    """How an argument is split as JAX writes it, where that can say it."""
+    spec = plan.mesh.spec_of(plan.shardings[v].dims)
+    return "" if spec is None else f"P({', '.join(map(repr, spec))})"
 
 
 def _dimension(plan: Plan, source: Value, dim: int, atoms: set[str]) -> int:
