@@ -17,8 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 
-import chromium
 import explained_transformer
+
+import chromium
 import gshard
 
 IMAGES = ROOT / "docs" / "images"

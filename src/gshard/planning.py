@@ -184,7 +184,11 @@ def configured(name: str, topology: str, remat: bool | None = None) -> tuple[Tra
         MachineError: no such machine.
     """
     if name not in TABLE_1:
-        raise PlanningError(f"no model is called {name!r}.", got=f"models: {', '.join(TABLE_1)}")
+        raise PlanningError(
+            f"no model is called {name!r}.",
+            got=f"models: {', '.join(TABLE_1)}",
+            way_out="Write one of them, or a function of yours: gshard plan train.py:example --topology v5e:4x4",
+        )
     config = TABLE_1[name]
     machine = Machine.of(topology, None if ":" in topology else config.experts or 2048)
     deep = config.encoder_layers + config.decoder_layers >= 36

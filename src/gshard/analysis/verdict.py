@@ -36,7 +36,7 @@ class Verdict:
         work: operations of products that a device computes, as a multiple of an even share.
         repeated: the line whose products exceed their share most, and how many times it; None if none does.
         sent: bytes that each device sends.
-        largest: the collectives of a kind at a line that send most, and those that take longest; none if nothing is sent.
+        largest: the collectives of a kind at a line that send most and, if they are others, those that take longest.
         proposal: the mark that lowers the bytes sent most, of those that were tried.
         tried: for how many collectives marks were tried.
     """
@@ -97,7 +97,7 @@ class Verdict:
         most, *longest = self.largest
         share = 100 * most.collective.total_bytes / max(self.sent, 1)
         text = f"Of {format_bytes(self.sent)} that each device sends, {share:.0f} % is the {self._named(most)}."
-        return text + "".join(f" Longest takes the {self._named(c)}." for c in longest)
+        return text + "".join(f" In time the largest is the {self._named(c)}." for c in longest)
 
     def _named(self, row: MergedCollective) -> str:
         c = row.collective
@@ -167,7 +167,7 @@ def _products(block: Block, times: int = 1) -> Iterator[tuple[Equation, int]]:
 
 
 def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+    return f"{seconds * 1e9:.3g} ns"

@@ -28,7 +28,10 @@ function unit(n, base, names) {
 }
 const bytes = n => unit(n, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
 const flop = n => unit(n, 1000, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"]);
-const seconds = s => s < 1e-9 ? "0" : s >= 1 ? `${s.toPrecision(3)} s` : s >= 1e-3 ? `${(s * 1e3).toPrecision(3)} ms` : `${(s * 1e6).toPrecision(3)} µs`;
+function seconds(s) {
+  const [size, name] = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]].find(([size]) => s >= size) || [1e-9, "ns"];
+  return s ? `${Number((s / size).toPrecision(3))} ${name}` : "0";
+}
 const percent = part => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0)} %`;
 const signed = (n, show) => !n ? "=" : `${n > 0 ? "+" : "−"}${show(Math.abs(n))}`;
 const change = n => n > 0 ? "worse" : n < 0 ? "better" : "soft";
