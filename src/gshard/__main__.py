@@ -7,6 +7,7 @@ The exit status is 0; 1 after an error that is the user's to mend; 2 after one i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -38,14 +39,19 @@ from gshard.target import TargetError, load, mesh_of
 FAILED = 3  # exit status
 
 
-def _mesh(options: argparse.Namespace, f: Any) -> Mesh | None:
-    """The mesh that was asked for; without one the machine's devices, or 8; None if the function has its own."""
+def _mesh(options: argparse.Namespace) -> Mesh:
+    """The mesh that was asked for; without one the machine's devices, or 8."""
     if options.mesh:
         return mesh_of(options.mesh)
-    if isinstance(f, Jitted):
-        return None
     machine = options.machine or ""
     return mesh_of(str(Machine.of(machine).size) if ":" in machine or machine.endswith(".json") else "8")
+
+
+def _cpu_devices(count: int) -> None:
+    """Has JAX play so many devices on one CPU, unless it has begun with others: XLA compiles for devices that exist."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def _write(path: Path, text: str) -> None:
@@ -54,14 +60,19 @@ def _write(path: Path, text: str) -> None:
 
 
 def _explain(options: argparse.Namespace) -> None:
-    before, baseline = (None if path is None else explanation_in(path) for path in (options.against, options.baseline))
+    with_xla = options.against == "xla"
+    paths = (None if with_xla else options.against, options.baseline)
+    before, baseline = (None if path is None else explanation_in(path) for path in paths)
     limit = None if options.fail_above is None else limit_of(options.fail_above)
+    if with_xla:
+        _cpu_devices(_mesh(options).size)
     f, arguments = load(options.target, options.arg)
-    found = explain(f, *arguments, mesh=_mesh(options, f))
+    mesh = None if isinstance(f, Jitted) and not options.mesh else _mesh(options)
+    found = explain(f, *arguments, mesh=dict(mesh.axes) if with_xla and mesh is not None else mesh)
     data = found.data(options.machine)
     print(found.format(tensors=0, collectives=8) if options.html else found)
     print(f"\n{found.verdict(options.machine)}\n\n{found.cost(options.machine)}")
-    against = None if before is None else difference(before, data)
+    against = found.against_xla(options.machine) if with_xla else None if before is None else difference(before, data)
     if against is not None:
         print(f"\n{against}\n")
     if options.html:
@@ -187,7 +198,10 @@ def _parser() -> argparse.ArgumentParser:
         "--trace", type=Path, metavar="trace.json", help="write the modelled timeline of a call, for Perfetto"
     )
     command.add_argument(
-        "--against", metavar="before.json", help="show what changed, line by line, since this --json was written"
+        "--against",
+        metavar="before.json",
+        help="show what changed, line by line, since this --json was written; or 'xla': against XLA's own partitioner, "
+        "both compiled for CPU devices",
     )
     command.add_argument("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
     command.add_argument(

@@ -89,7 +89,7 @@ def check_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         grown.append("bytes sent")
     if found.after.flops > _GROWTH * found.before.flops:
         grown.append("FLOPs of a device")
-    if found.peaks[1] > _GROWTH * found.peaks[0]:
+    if found.peaks is not None and found.peaks[1] > _GROWTH * found.peaks[0]:
         grown.append("peak memory of a device")
     if not grown:
         return

@@ -68,14 +68,14 @@ class Difference:
     Attributes:
         names: what they are of, before and after.
         before, after: the totals.
-        peaks: the peaks of a device's memory.
+        peaks: the peaks of a device's memory, None where they are not known.
         lines: those whose figures changed, the largest changes in bytes first.
     """
 
     names: tuple[str, str]
     before: Figures
     after: Figures
-    peaks: tuple[int, int]
+    peaks: tuple[int, int] | None
     lines: tuple[LineChange, ...]
 
     @property
@@ -91,7 +91,8 @@ class Difference:
         """The totals, and at most so many lines."""
         a, b = self.before, self.after
         rows = [("sent by each device", a.sent, b.sent, format_bytes), ("FLOPs of a device", a.flops, b.flops, _flops)]
-        rows += [("peak memory of a device", *self.peaks, format_bytes)]
+        if self.peaks is not None:
+            rows.append(("peak memory of a device", *self.peaks, format_bytes))
         text = [f"{self.names[0]} -> {self.names[1]}"]
         text += [f"  {what:<24} {show(x):>12} -> {show(y):>12}  {_percent(x, y)}" for what, x, y, show in rows]
         text.append(
@@ -146,8 +147,8 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
     changed.sort(key=lambda line: (-abs(line.more), -abs(line.after.seconds - line.before.seconds), line.place))
     a, b = (data["totals"] for data in (before, after))
     was, now = (Figures(t["sent"], t["flops"], t["seconds"]) for t in (a, b))
-    names = (str(before.get("label") or before["name"]), str(after.get("label") or after["name"]))
-    return Difference(names, was, now, (a["peak"], b["peak"]), tuple(changed))
+    peaks = None if a["peak"] is None or b["peak"] is None else (a["peak"], b["peak"])
+    return Difference((str(before["name"]), str(after["name"])), was, now, peaks, tuple(changed))
 
 
 def _figures(row: Sequence[float]) -> Figures:

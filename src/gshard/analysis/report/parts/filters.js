@@ -51,5 +51,5 @@ $("search").oninput = event => choose("query", event.target.value.trim());
 document.addEventListener("keydown", event => {
   const typing = document.activeElement === $("search");
   if (event.key === "/" && !typing) { $("search").focus(); event.preventDefault(); }
-  if (event.key === "Escape" && undo.length) choose(undo[undo.length - 1], "");
+  if (event.key === "Escape" && undo.length) { choose(undo[undo.length - 1], ""); event.preventDefault(); }
 });

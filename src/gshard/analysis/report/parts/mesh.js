@@ -26,12 +26,14 @@ function receivers(c, position) {
 
 const SAYS = { all_gather: "its part", all_reduce: "parts of the sum, and what it has summed,", reduce_scatter: "a different part of the sum", all_to_all: "a different slice", collective_permute: "its part" };
 
-function exchange() {
+function exchange(asked) {
   const c = D.collectives[chosen.row];
   $("exchange").hidden = !c || D.mesh.size < 2;
   if ($("exchange").hidden) return;
+  if (asked !== undefined) sender = asked;
+  else if (!receivers(c, sender).length) sender = Math.max(0, [...Array(D.mesh.size).keys()].findIndex(d => receivers(c, d).length));
   const total = Math.min(D.mesh.size, DRAWN), columns = columnsOf(total), wide = 620 / columns, small = wide < 44, high = small ? Math.max(wide, 14) : 40, gap = small ? 2 : 12;
-  const rows = Math.ceil(total / columns), picture = svg("svg", { viewBox: `0 0 620 ${rows * (high + gap)}`, class: "exchange", role: "group", "aria-label": "devices" });
+  const rows = Math.ceil(total / columns), picture = svg("svg", { viewBox: `0 0 620 ${rows * (high + gap) + 24}`, class: "exchange", role: "group", "aria-label": "devices" });
   const atoms = c.group.split(","), first = new Map(), to = receivers(c, sender);
   const middle = position => [(position % columns + 0.5) * wide, (Math.floor(position / columns) + 0.5) * (high + gap)];
   for (let position = 0; position < total; position++) {
@@ -42,8 +44,8 @@ function exchange() {
     svg("rect", { x: x - wide / 2 + gap / 2, y: y - high / 2, width: wide - gap, height: high, rx: small ? 2 : 6, fill: `hsl(${(first.get(key) * 137.5 + 210) % 360} 60% ${others || position === sender ? 68 : 84}%)`, stroke: position === sender ? "var(--network)" : "none", "stroke-width": 3 }, made);
     svg("title", {}, made).textContent = `device ${device(position)}: ${D.mesh.axes.length > 1 ? coordinates(position) : ""}`;
     if (!small) svg("text", { x, y }, made).textContent = device(position);
-    made.onclick = () => { sender = position; exchange(); };
-    made.onkeydown = event => { if (event.key === "Enter" || event.key === " ") { sender = position; exchange(); $("senders").querySelectorAll("g.device")[position].focus(); event.preventDefault(); } };
+    made.onclick = () => exchange(position);
+    made.onkeydown = event => { if (event.key === "Enter" || event.key === " ") { exchange(position); $("senders").querySelectorAll("g.device")[position].focus(); event.preventDefault(); } };
   }
   to.filter(([m]) => m < total).slice(0, 64).forEach(([m]) => arrow(picture, middle(sender), middle(m)));
   $("senders").replaceChildren(el("p", {}, ...sentence(c, to)), picture, el("p", { className: "soft" }, `Each colour is a group over ${c.axes}. Select a device to see whom it sends to.${D.mesh.size > total ? ` The first ${total} of ${D.mesh.size} devices.` : ""}`));

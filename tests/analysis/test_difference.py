@@ -1,0 +1,110 @@
+"""Two explanations by line: lines are matched by their text, totals are those of both, and nothing else is compared."""
+
+import copy
+import linecache
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gshard
+from analysis.models import f32, model
+from gshard.analysis.difference import DifferenceError, Figures, difference
+
+MESH = gshard.Mesh.abstract(d=4)
+BEFORE = """
+def f(x, w, v):
+    x = gshard.split(x, 1, "d")
+    h = x @ w
+    return jnp.tanh(h) @ v
+"""
+AFTER = BEFORE.replace(
+    "    h = x @ w\n", "    # one line more, and a mark\n    h = gshard.shard(x @ w, P('d', None))\n"
+)
+
+
+def program(text, name):
+    """A function of a file of its own, which need not exist."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    module = types.ModuleType("written")
+    module.__dict__.update(gshard=gshard, jnp=jnp, P=jax.P)
+    exec(compile(text, name, "exec"), module.__dict__)
+    return module.f
+
+
+def explained(text, name):
+    return gshard.explain(program(text, name), f32(64, 512), f32(512, 64), f32(64, 8), mesh=MESH)
+
+
+def test_a_line_that_was_added_moves_no_other():
+    before, after = explained(BEFORE, "written.py"), explained(AFTER, "written.py")
+    found = after.difference(before.data("v3:1x2"), "v3:1x2")
+    assert found.before.sent == before.total_bytes
+    assert found.after.sent == after.total_bytes
+    assert found.after.sent < found.before.sent
+    assert sum(line.more for line in found.lines) == found.after.sent - found.before.sent
+    changed = {line.place: line for line in found.lines}
+    assert "written.py:4 (gone)" not in changed, "the edited line is the same line"
+    product = changed["written.py:5"]
+    assert product.before.sent > product.after.sent
+    assert "P('d', None)" in product.text
+    assert str(found).startswith("f -> f\n  sent by each device")
+    assert "written.py:5" in str(found)
+
+
+def test_a_renamed_file_is_the_same_file():
+    before, after = explained(BEFORE, "old.py"), explained(BEFORE, "new.py")
+    assert after.difference(before).lines == ()
+    assert "no line changed" in str(after.difference(before))
+
+
+def test_a_line_that_is_gone_is_told():
+    before = explained(BEFORE, "gone.py")
+    after = gshard.explain(program("def f(x, w, v):\n    return x\n", "gone.py"), f32(64, 512), f32(512, 64), f32(64, 8), mesh=MESH)  # fmt: skip  # noqa: E501
+    found = after.difference(before)
+    assert sum(line.before.sent for line in found.lines) == before.total_bytes
+    assert any(line.place.endswith(" (gone)") and line.after == Figures() for line in found.lines)
+    assert found.worse == ()
+
+
+def test_nothing_differs_from_itself():
+    f, args, axes, _ = model("attention")
+    found = gshard.explain(f, *args, mesh=gshard.Mesh.abstract(**axes))
+    same = found.difference(found)
+    assert same.lines == ()
+    assert same.before == same.after
+    assert same.before.seconds == found.cost().seconds
+
+
+def test_turned_round_it_has_the_other_sign():
+    a, b = explained(BEFORE, "a.py"), explained(AFTER, "a.py")
+    there, back = b.difference(a), a.difference(b)
+    assert sum(x.more for x in there.lines) == -sum(x.more for x in back.lines)
+    assert (there.before, there.after) == (back.after, back.before)
+
+
+@pytest.mark.parametrize("wrong", [{}, {"format": 1, "totals": {}}, [], "text", None])
+def test_what_is_no_explanation_is_refused(wrong):
+    good = explained(BEFORE, "good.py").data()
+    with pytest.raises(DifferenceError, match="no explanation that can be compared"):
+        difference(copy.deepcopy(wrong), good)
+
+
+def test_against_xla_counts_what_both_compilers_made():
+    """The same marks and arguments: XLA gathers where we gather, and the products are those of the program."""
+
+    def f(x, w):
+        return jnp.tanh(gshard.split(x, 0, "data") @ w)
+
+    mesh = {"data": 8}
+    found = gshard.explain(f, f32(512, 64), f32(64, 32), mesh=mesh).against_xla("h100:1x8")
+    assert found.before.flops == found.after.flops == 2 * 512 * 64 * 32 // 8
+    assert found.peaks is None
+    g = gshard.explain(
+        lambda x, w: gshard.replicate(gshard.split(x, 1, "data") @ w), f32(64, 512), f32(512, 32), mesh=mesh
+    )
+    both = g.against_xla("h100:1x8")
+    assert both.after.sent == g.total_bytes == both.before.sent
+    with pytest.raises(gshard.MeshError, match="abstract mesh"):
+        explained(BEFORE, "abstract.py").against_xla()
