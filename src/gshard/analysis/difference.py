@@ -128,7 +128,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise DifferenceError(
                 "this is no explanation that can be compared.",
-                got="it was written by another version of gshard" if "totals" in data else "it has no totals",
+                got="it was written by another version of gshard" if "totals" in (data or ()) else "it has no totals",
                 way_out="Write it with: gshard explain TARGET --json FILE",
             )
     moved = dict(_matched(before["files"], after["files"]))
