@@ -196,4 +196,6 @@ def _signed(n: Any, show: Any) -> str:
 def _percent(before: float, after: float) -> str:
     if before == after:
         return "unchanged"
-    return f"{100 * (after - before) / before:+.1f} %" if before else "new"
+    if not before:
+        return "new"
+    return f"x {after / before:.4g}" if after > 10 * before else f"{100 * (after - before) / before:+.1f} %"

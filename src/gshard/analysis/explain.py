@@ -94,7 +94,7 @@ class CollectiveRow:
     why: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
     """Everything ``explain`` found; print it, or read its rows.
 
@@ -308,6 +308,8 @@ class Explanation:
 
     def __str__(self) -> str:
         return self.format()
+
+    __repr__ = __str__
 
 
 def explain_program(plan: Plan, spmd: SpmdProgram, donated: frozenset[int] = frozenset()) -> Explanation:
