@@ -28,7 +28,7 @@ from gshard.analysis.report.page import page
 from gshard.api.explained import explain
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
-from gshard.checked import CheckFailed, check_baseline, check_limit, explanation_in, limit_of
+from gshard.checked import CheckFailed, explanation_in, limit_of, over_baseline, over_limit
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import line_of_exception
 from gshard.core.mesh import Mesh
@@ -81,10 +81,12 @@ def _explain(options: argparse.Namespace) -> None:
         _write(options.json, json.dumps(data))
     if options.trace:
         print(f"wrote {found.trace(options.trace, options.machine)}: open it in ui.perfetto.dev")
-    if limit is not None:
-        check_limit(data, limit)
-    if baseline is not None:
-        check_baseline(baseline, data)
+    failures = [
+        "" if limit is None else over_limit(data, limit),
+        "" if baseline is None else over_baseline(baseline, data),
+    ]
+    if any(failures):
+        raise CheckFailed("\n\n".join(filter(None, failures)))
 
 
 def _search(options: argparse.Namespace) -> None:
@@ -141,6 +143,8 @@ def _planned(options: argparse.Namespace) -> str:
             way_out="For a function of yours: gshard search TARGET, or jax.checkpoint and --memory-limit.",
         )
     f, arguments = load(options.config, options.arg)
+    if isinstance(f, Jitted) and options.memory_limit:
+        raise TargetError(f"{options.config!r} is jitted already.", way_out="Give its own gshard.jit the memory_limit.")
     machine = Machine.of(
         options.topology, None if ":" in options.topology else (options.mesh and mesh_of(options.mesh).size)
     )

@@ -52,35 +52,31 @@ def limit_of(text: str) -> int:
         raise TargetError(f"--fail-above {text} is no number of bytes.", way_out="Write 50MiB, 1.5GB or 0.") from error
 
 
-def check_limit(data: Mapping[str, Any], limit: int) -> None:
-    """Fails if each device sends more than so many bytes in one call.
+def over_limit(data: Mapping[str, Any], limit: int) -> str:
+    """The lines that send most, if each device sends more than so many bytes in one call; else nothing.
 
     Args:
         data: an explanation, as data.
         limit: bytes.
-
-    Raises:
-        CheckFailed: with the lines that send most.
     """
     total = data["totals"]["sent"]
     if total <= limit:
-        return
+        return ""
     most = sorted(data["lines"].items(), key=lambda pair: -pair[1][1])[:_SHOWN]
     texts = {f"{f['name']}:{n}": text.strip() for f in data["files"] for n, text in f["lines"]}
     sent = f"each device sends {format_bytes(total)} in one call of {data['name']}"
     rows = [f"  {format_bytes(row[1]):>10}  {place}  {texts.get(place, '')}" for place, row in most if row[1]]
-    raise CheckFailed("\n".join([f"{sent}, and --fail-above allows {format_bytes(limit)}. Most is sent by", *rows]))
+    return "\n".join([f"{sent}, and --fail-above allows {format_bytes(limit)}. Most is sent by", *rows])
 
 
-def check_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Fails if a program sends more bytes than it did, or computes or holds more than a percent more.
+def over_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What grew, with its lines, if a program sends more bytes than it did, or computes or holds a percent more.
 
     Args:
         before: what ``--json`` wrote earlier.
         after: the data of the explanation now.
 
     Raises:
-        CheckFailed: with the lines that got worse.
         DifferenceError: ``before`` is no explanation.
     """
     found = difference(before, after)
@@ -92,7 +88,7 @@ def check_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     if found.peaks is not None and found.peaks[1] > _GROWTH * found.peaks[0]:
         grown.append("peak memory of a device")
     if not grown:
-        return
+        return ""
     rows = [line for line in found.lines if line.more > 0 or line.after.flops > _GROWTH * line.before.flops]
     lines = [f"{' and '.join(grown)} grew since the baseline.", *found.format(lines=0).splitlines()[:5], "", "worse"]
     for line in rows[:_SHOWN]:
@@ -101,4 +97,4 @@ def check_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         lines.append(f"  {line.place}  {sent}{flops}  {line.text.strip()[:70]}")
     if len(rows) > _SHOWN:
         lines.append(f"  and {len(rows) - _SHOWN} more lines")
-    raise CheckFailed("\n".join(lines if rows else lines[:-2]))
+    return "\n".join(lines if rows else lines[:-2])
