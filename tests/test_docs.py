@@ -19,7 +19,14 @@ WITH_DOCTESTS = [path for path in sorted(SRC.rglob("*.py")) if ">>> " in path.re
 PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if "_build" not in path.parts]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What these show is tested elsewhere in the fast tests too.
-LONG = {"haiku_batch_norm.py", "orbax_restore.py", "local_gather.py", "pipeline.py", "layout_transformer.py"}
+LONG = {
+    "haiku_batch_norm.py",
+    "orbax_restore.py",
+    "local_gather.py",
+    "pipeline.py",
+    "layout_transformer.py",
+    "explained_transformer.py",
+}
 
 
 def module_name(path: Path) -> str:
