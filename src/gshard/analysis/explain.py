@@ -217,7 +217,7 @@ class Explanation:
         Raises:
             MeshError: the mesh is abstract: XLA compiles for devices that exist.
         """
-        return against_xla(self, self.cost(machine).machine, self.data(machine))
+        return against_xla(self.plan, self.spmd, self.donated, self.cost(machine).machine, self.data(machine))
 
     def trace(self, path: str | Path, machine: Machine | str | None = None) -> Path:
         """Writes the modelled timeline of a call in the Trace Event Format, for ui.perfetto.dev or chrome://tracing.

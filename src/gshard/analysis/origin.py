@@ -61,7 +61,7 @@ class MergedCollective:
         collective: one of them, with the times of all.
         seconds: of all runs, as modelled. Of equal ones in one place the compiler keeps one, and so does the model.
         kernels: their numbers among the costed kernels.
-        pairs: of a permutation, which position of a group sends to which.
+        pairs: of permutations, which position of a group sends to which, in one of them or another.
     """
 
     collective: Collective
@@ -95,8 +95,8 @@ def _merge(same: list[Collective], kernels: list[int], found: Cost) -> MergedCol
     times = sum(c.times for c in same)
     costed = [found.kernels[i] for i in kernels]
     seconds = sum(k.total_seconds for k in costed)
-    pairs = next((tuple(map(tuple, k.equation.params["perm"])) for k in costed if "perm" in k.equation.params), ())
-    return MergedCollective(dataclasses.replace(same[0], times=times), seconds, tuple(kernels), pairs)
+    pairs = {(int(a), int(b)) for k in costed for a, b in k.equation.params.get("perm", ())}
+    return MergedCollective(dataclasses.replace(same[0], times=times), seconds, tuple(kernels), tuple(sorted(pairs)))
 
 
 def _place(e: Equation | None) -> tuple[str, int] | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -24,26 +24,27 @@ from gshard.analysis.network import members, permutation_seconds, seconds
 from gshard.analysis.peer import xla_function
 from gshard.core.errors import MeshError
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.plan import Plan
+from gshard.core.spmd import SpmdProgram
 from gshard.passes.compile import compile_spmd, named_sharding
-
-if TYPE_CHECKING:
-    from gshard.analysis.explain import Explanation
 
 Lines = dict[str, list[float]]  # by place: seconds, bytes sent, FLOPs of products
 
 
-def against_xla(explanation: Explanation, machine: Machine, data: Mapping[str, Any]) -> Difference:
+def against_xla(
+    plan: Plan, spmd: SpmdProgram, donated: frozenset[int], machine: Machine, data: Mapping[str, Any]
+) -> Difference:
     """The difference from XLA's partitioner to ours.
 
     Args:
-        explanation: ours, for devices that exist.
+        plan, spmd: ours, for devices that exist.
+        donated: arguments whose memory results may take.
         machine: what times are modelled on.
         data: ours as data, for its places in the source.
 
     Raises:
         MeshError: the mesh is abstract, so that XLA cannot compile for it.
     """
-    plan, spmd = explanation.plan, explanation.spmd
     if plan.mesh.devices is None:
         raise MeshError(
             "XLA cannot compile for an abstract mesh.",
@@ -54,12 +55,14 @@ def against_xla(explanation: Explanation, machine: Machine, data: Mapping[str, A
     shardings = [named_sharding(plan.mesh, s) for s in spmd.in_shardings]
     theirs = jax.jit(xla_function(plan.program, plan.mesh), in_shardings=shardings)
     takes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in plan.program.block.inputs]
-    compiled = (theirs.lower(*takes).compile(), compile_spmd(spmd, explanation.donated).compiled)
+    compiled = (theirs.lower(*takes).compile(), compile_spmd(spmd, donated).compiled)
     places = {place.rpartition("/")[2]: place for place in data["lines"]}
     sides = []
     for by, program in zip(("XLA's partitioner", "gshard"), compiled, strict=True):
         lines = _of_text(str(program.as_text()), plan.mesh, machine)
-        sides.append(_side(f"{explanation.name} by {by}", {places.get(at, at): row for at, row in lines.items()}, data))
+        sides.append(
+            _side(f"{plan.program.name} by {by}", {places.get(at, at): row for at, row in lines.items()}, data)
+        )
     return difference(*sides)
 
 

@@ -59,7 +59,7 @@ function coordinates(position) {
 function sentence(c, to) {
   const names = to.slice(0, 8).map(([m]) => device(m)).join(", ") + (to.length > 8 ? `, … (${to.length} devices)` : "");
   const what = to.length ? `device ${device(sender)} sends ${SAYS[c.kind] || "its part"} (${bytes(to[0][1])}) to ${to.length > 1 ? "each of " : "device "}${names}` : `device ${device(sender)} sends nothing`;
-  return [el("b", {}, c.kind), ` of ${c.shape} over ${c.axes}: ${what}${c.times > 1 ? `, ${c.times} times a call` : ""}. `, placeLink(c.cause)];
+  return [el("b", {}, c.kind), ` of ${c.shape} over ${c.axes}: ${what}${c.times > 1 ? (c.kind === "collective_permute" && to.length > 1 ? `, in ${c.times} rounds` : `, ${c.times} times a call`) : ""}. `, placeLink(c.cause)];
 }
 
 function arrow(picture, [x1, y1], [x2, y2]) {
