@@ -46,13 +46,29 @@ def test_a_line_that_was_added_moves_no_other():
     assert found.after.sent == after.total_bytes
     assert found.after.sent < found.before.sent
     assert sum(line.more for line in found.lines) == found.after.sent - found.before.sent
-    changed = {line.place: line for line in found.lines}
-    assert "written.py:4 (gone)" not in changed, "the edited line is the same line"
-    product = changed["written.py:5"]
-    assert product.before.sent > product.after.sent
-    assert "P('d', None)" in product.text
+    (changed,) = found.lines  # the edited line sends what it did, and no result has to be gathered any more
+    assert (changed.place, changed.text) == ("written.py:6", "    return jnp.tanh(h) @ v")
+    assert changed.after.sent == 0
     assert str(found).startswith("f -> f\n  sent by each device")
-    assert "written.py:5" in str(found)
+    assert "written.py:6" in str(found)
+
+
+def test_an_edited_line_is_the_same_line():
+    """Wrapped in a mark, between lines that were added."""
+    texts = ("    h = x @ w", "    h = gshard.shard(x @ w, P('d', None))")
+    sides = []
+    for lines in (["a = 1", texts[0], "b = 2"], ["a = 1", "# more", texts[1], "print(a)", "b = 2"]):
+        at = next(n for n, text in enumerate(lines, 1) if text in texts)
+        totals = {"seconds": 1.0, "sent": 8 * at, "flops": 0, "peak": 1}
+        numbered = [list(pair) for pair in enumerate(lines, 1)]
+        files = [{"name": "f.py", "lines": numbered}]
+        sides.append(
+            {"format": 2, "name": "f", "totals": totals, "lines": {f"f.py:{at}": [1.0, 8 * at, 0]}, "files": files}
+        )
+    (changed,) = difference(*sides).lines
+    assert (changed.place, changed.before.sent, changed.after.sent) == ("f.py:3", 16, 24)
+    (back,) = difference(*reversed(sides)).lines
+    assert (back.place, back.more) == ("f.py:2", -8)
 
 
 def test_a_renamed_file_is_the_same_file():

@@ -18,6 +18,7 @@ from gshard.core.program import format_bytes
 
 FORMAT = 2  # of the data that is compared; it is written into it
 _ALIKE = 0.3  # files of two names with so much in common are one that was renamed
+_LIKE = 0.6  # a line of which so much is left is one that was edited
 _SHOWN = 20  # lines in the text
 
 
@@ -132,7 +133,8 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
                 way_out="Write it with: gshard explain TARGET --json FILE",
             )
     moved = dict(_matched(before["files"], after["files"]))
-    texts = {f"{f['name']}:{n}": text for side in (before, after) for f in side["files"] for n, text in f["lines"]}
+    texts = {f"{f['name']}:{n} (gone)": text for f in before["files"] for n, text in f["lines"]}
+    texts |= {f"{f['name']}:{n}": text for f in after["files"] for n, text in f["lines"]}
     earlier: dict[str, Figures] = {}
     for place, row in before["lines"].items():
         name, _, number = place.rpartition(":")
@@ -140,7 +142,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
         earlier[found if found is not None else f"{place} (gone)"] = _figures(row)
     later = {place: _figures(row) for place, row in after["lines"].items()}
     changed = [
-        LineChange(place, texts.get(place.removesuffix(" (gone)"), ""), earlier.get(place, Figures()), b)
+        LineChange(place, texts.get(place, ""), earlier.get(place, Figures()), b)
         for place, b in {**dict.fromkeys(earlier, Figures()), **later}.items()
         if earlier.get(place, Figures()) != b
     ]
@@ -167,10 +169,28 @@ def _matched(
         if g is None or (g["name"] != f["name"] and _matcher(f, g).ratio() < _ALIKE):
             continue
         for kind, i, end, j, stop in _matcher(f, g).get_opcodes():
-            same = kind == "equal" or (kind == "replace" and end - i == stop - j)  # as many lines: each was edited
+            pairs = zip(range(i, end), range(j, stop)) if kind == "equal" else _edited(f, g, i, end, j, stop)
+            same = dict(pairs)
             for k in range(i, end):
-                number = f["lines"][k][0]
-                yield (f["name"], number), f"{g['name']}:{g['lines'][j + k - i][0]}" if same else None
+                yield (f["name"], f["lines"][k][0]), f"{g['name']}:{g['lines'][same[k]][0]}" if k in same else None
+
+
+def _edited(
+    f: Mapping[str, Any], g: Mapping[str, Any], i: int, end: int, j: int, stop: int
+) -> Iterator[tuple[int, int]]:
+    """Of lines that were replaced by others, those that are still much alike, in order."""
+    for k in range(i, end):
+        kept = {m: _kept(f["lines"][k][1].strip(), g["lines"][m][1].strip()) for m in range(j, stop)}
+        best = max(kept, key=lambda m: kept[m], default=None)
+        if best is not None and kept[best] > _LIKE:
+            yield k, best
+            j = best + 1
+
+
+def _kept(before: str, after: str) -> float:
+    """How much of the shorter of two lines is in the longer one: what is wrapped in a mark is all there."""
+    blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks()
+    return sum(block.size for block in blocks if block.size > 1) / max(1, min(len(before), len(after)))
 
 
 def _matcher(f: Mapping[str, Any], g: Mapping[str, Any]) -> difflib.SequenceMatcher[str]:
