@@ -75,3 +75,13 @@ def test_what_a_memory_limit_runs_again_has_a_line():
     again = [c for c in found.spmd.collectives if c.why.startswith("made again")]
     assert all(c.cause.line == c.line != "" for c in found.spmd.collectives)
     assert found.spmd.recomputed is not None or not again
+
+
+def test_a_permutation_along_some_axes_is_emitted_over_all():
+    mesh = gshard.Mesh.abstract(a=2, b=4)
+    found = gshard.explain(lambda x: jnp.roll(gshard.split(x, 0, "b"), 3, 0), f32(32, 4), mesh=mesh)
+    (row,) = merged(found.spmd, found.cost())
+    assert row.collective.atoms == ("b.0", "b.1")
+    assert row.over == mesh.atoms
+    assert set(row.pairs) == {(4 * i + b, 4 * i + (b + 1) % 4) for i in range(2) for b in range(4)}
+    assert row.seconds > 0

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 from gshard.analysis.cost import Cost, KernelCost
 from gshard.analysis.device_program import COLLECTIVE
 from gshard.core.jax_adapter import user_place
+from gshard.core.mesh import Atoms
 from gshard.core.program import Equation
 from gshard.core.spmd import Collective, SpmdProgram
 
@@ -32,25 +33,23 @@ def origins(spmd: SpmdProgram, found: Cost) -> tuple[Collective | None, ...]:
     sought = [(i, k) for i, k in enumerate(found.kernels) if k.kind == COLLECTIVE]
     left = list(spmd.collectives)
     pairs: dict[int, Collective] = {}
-    for exact in (True, False):
+    for told in _KEYS:
         queues: dict[Hashable, deque[Collective]] = {}
         for c in left:
-            queues.setdefault(_key_of_collective(c, exact=exact), deque()).append(c)
+            known = (c.kind, c.bytes, c.times, _place(c.emitted), c.atoms)
+            queues.setdefault(tuple(known[i] for i in told), deque()).append(c)
         for i, k in sought:
-            waiting = queues.get(_key_of_kernel(k, exact=exact))
+            known = (k.name, k.sent, k.times, _place(k.equation), k.axes)
+            waiting = queues.get(tuple(known[i] for i in told))
             if i not in pairs and waiting:
                 pairs[i] = waiting.popleft()
         left = [c for queue in queues.values() for c in queue]
     return tuple(pairs.get(i) for i in range(len(found.kernels)))
 
 
-def _key_of_collective(c: Collective, *, exact: bool) -> Hashable:
-    place = None if c.emitted is None else user_place(c.emitted.source_info)
-    return (c.kind, c.atoms, c.bytes, *((c.times, place) if exact else ()))
-
-
-def _key_of_kernel(k: KernelCost, *, exact: bool) -> Hashable:
-    return (k.name, k.axes, k.sent, *((k.times, user_place(k.equation.source_info)) if exact else ()))
+# By what they are told apart: kind, bytes, times, place and atoms; else without the atoms, for what permutes along some
+# of them is emitted over all; else without times and place.
+_KEYS = ((0, 1, 2, 3, 4), (0, 1, 2, 3), (0, 1, 4))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,12 +61,14 @@ class MergedCollective:
         seconds: of all runs, as modelled. Of equal ones in one place the compiler keeps one, and so does the model.
         kernels: their numbers among the costed kernels.
         pairs: of permutations, which position of a group sends to which, in one of them or another.
+        over: the atoms that these groups are over.
     """
 
     collective: Collective
     seconds: float
     kernels: tuple[int, ...]
-    pairs: tuple[tuple[int, int], ...]
+    pairs: tuple[tuple[int, int], ...] = ()
+    over: Atoms = ()
 
 
 def merged(spmd: SpmdProgram, found: Cost) -> tuple[MergedCollective, ...]:
@@ -95,8 +96,10 @@ def _merge(same: list[Collective], kernels: list[int], found: Cost) -> MergedCol
     times = sum(c.times for c in same)
     costed = [found.kernels[i] for i in kernels]
     seconds = sum(k.total_seconds for k in costed)
-    pairs = {(int(a), int(b)) for k in costed for a, b in k.equation.params.get("perm", ())}
-    return MergedCollective(dataclasses.replace(same[0], times=times), seconds, tuple(kernels), tuple(sorted(pairs)))
+    one = dataclasses.replace(same[0], times=times)
+    over = costed[0].axes if costed else one.atoms
+    pairs = {(int(a), int(b)) for k in costed if k.axes == over for a, b in k.equation.params.get("perm", ())}
+    return MergedCollective(one, seconds, tuple(kernels), tuple(sorted(pairs)), over)
 
 
 def _place(e: Equation | None) -> tuple[str, int] | None:

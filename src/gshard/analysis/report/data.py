@@ -123,6 +123,7 @@ def _collective(row: MergedCollective, plan: Plan, makers: Mapping[Value, Equati
         "why": c.why,
         "advice": advice(c, plan, makers),
         "pairs": row.pairs,
+        "over": row.over,
     }
 
 

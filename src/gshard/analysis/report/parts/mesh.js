@@ -19,8 +19,12 @@ function group(position, atoms) {
 
 // Whom a position sends to, and how many bytes to each.
 function receivers(c, position) {
-  const members = group(position, c.group.split(",")), each = c.bytes / c.times;
-  if (c.kind === "collective_permute") return c.pairs.filter(([a, b]) => members[a] === position && a !== b).map(([, b]) => [members[b], each]);
+  const each = c.bytes / c.times;
+  if (c.kind === "collective_permute") {
+    const all = group(position, c.over);
+    return c.pairs.filter(([a, b]) => all[a] === position && a !== b).map(([, b]) => [all[b], each]);
+  }
+  const members = group(position, c.group.split(","));
   return members.filter(m => m !== position).map(m => [m, each / (members.length - 1)]);
 }
 
