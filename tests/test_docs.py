@@ -25,8 +25,13 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What these show is tested elsewhere in the fast tests too.
 LONG = {
     "translating.md",
-    "haiku_batch_norm.py", "orbax_restore.py", "local_gather.py", "pipeline.py", "layout_transformer.py",
-}  # fmt: skip
+    "haiku_batch_norm.py",
+    "orbax_restore.py",
+    "local_gather.py",
+    "pipeline.py",
+    "layout_transformer.py",
+    "explained_transformer.py",
+}
 
 
 def module_name(path: Path) -> str:

@@ -3,13 +3,13 @@
 import dataclasses
 
 import pytest
-from gshard.analysis.device_program import PRODUCT
 
 from gshard.__main__ import main
 from gshard.analysis.cost import cost
 from gshard.analysis.explain import explain_program
 from gshard.core.mesh import Mesh
 from gshard.moe import param_specs, parameter_count
+from gshard.passes.device_program import PRODUCT
 from gshard.planning import configured, lower, mesh_for, searched
 
 SMALL = {"decoder_layers": 2, "model_dim": 256, "hidden_dim": 512, "heads": 4, "kv_heads": 2, "head_dim": 64,
