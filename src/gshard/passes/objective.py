@@ -16,7 +16,7 @@ import numpy as np
 from gshard.comm.steps import SILENT, Step, bytes_sent
 from gshard.core.mesh import Atoms, Mesh, Prices
 from gshard.core.program import Block, Equation, Value, itemsize
-from gshard.core.rule import REDUCE, Rule
+from gshard.core.rule import EXCHANGE, REDUCE, WHOLE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.passes.device_program import Kernel, kind_of
@@ -81,12 +81,12 @@ class Bytes(Moves):
         assert rule is not None
         done = np.array([rule.flops * share(rule, split, self.mesh) for split in ways])
         sent = [rule.sends(self.mesh, split) if rule.sends is not None else 0 for split in ways]
-        # No product is computed more often than the marks say, to send less. That one is computed less often than they
-        # say is worth what it is worth on most machines.
+        # Nothing that takes long is computed more often than the marks say, to send less. That it is computed less
+        # often than they say is worth what it is worth on most machines.
         asked = min((rule.flops * share(rule, split, self.mesh) for split in marked), default=math.inf)
-        price, spared = self.price(rule, size), min(self.price(rule, size), _SPARED)
-        if self.mesh.prices != Prices():
-            spared = price
+        price = spared = self.price(rule, size)
+        if self.mesh.prices == Prices():
+            price, spared = (self.mesh.prices.product(size) if _takes_long(rule) else price), min(price, _SPARED)
         return price * np.maximum(done - asked, 0) + spared * np.minimum(done, asked) + np.array(sent)
 
     def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
@@ -112,6 +112,11 @@ def bytes_on(mesh: Mesh, axes: tuple[Atoms, ...]) -> Bytes:
 def is_product(rule: Rule) -> bool:
     """Whether an equation multiplies arrays and adds up."""
     return len(rule.operands) > 1 and any(f.kind == REDUCE for f in rule.factors)
+
+
+def _takes_long(rule: Rule) -> bool:
+    """Whether an equation is a product, or mixes elements along a dimension: a sort, a transform."""
+    return is_product(rule) or any(f.kind in (EXCHANGE, WHOLE) for f in rule.factors)
 
 
 def _size(e: Equation) -> int:

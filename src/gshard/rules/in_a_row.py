@@ -123,7 +123,7 @@ class _Row:
             return all(int(interior) == 0 for _, _, interior in e.params["padding_config"])
         if e.name in _SUMS:
             return all(x in self.makers and self.makers[x].name in ("pad", *_SUMS) for x in e.inputs)
-        return e.name in ("split", "concatenate") or e.outputs[0] in self.numbers
+        return bool(e.outputs) and (e.name in ("split", "concatenate") or e.outputs[0] in self.numbers)
 
     def _number(self, e: Equation) -> Array | None:
         """The number of which all that an equation makes are copies, if that is so."""
