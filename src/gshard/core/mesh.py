@@ -63,7 +63,7 @@ class Prices:
     """
 
     products: tuple[tuple[int, float], ...] = ((4, 1.0),)
-    other: float = 0.001
+    other: float = 0.0001
     message: float = 256.0
 
     def product(self, itemsize: int) -> float:

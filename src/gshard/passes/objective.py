@@ -62,7 +62,7 @@ class Objective(Protocol):
 class Bytes(Moves):
     """Bytes that each device sends, with messages and operations counted as bytes."""
 
-    a_byte = 1 / 32
+    a_byte = 1e-9
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         if step.kind in SILENT:

@@ -126,11 +126,12 @@ def _leaving(value: Value | Constant, plan: Plan, *, keep_uneven: bool) -> Shard
     return lies if keep_uneven else cut_evenly(lies, value.shape, plan.mesh)
 
 
-def _as_they_leave(donated: Iterable[int], leave: Mapping[Any, Sharding], plan: Plan) -> dict[int, Sharding]:
+def _as_they_leave(donated: Sequence[int], leave: Mapping[Any, Sharding], plan: Plan) -> dict[int, Sharding]:
     """How donated arguments come whose place a result takes: as it leaves."""
     marks = (*(None for _ in plan.program.captured), *plan.program.argument_marks)
     pairs = ((i, after) for i, after in plan.program.state(donated) if marks[i] is None)
-    return {i: leave[after] for i, after in pairs if after in plan.leaves}
+    lies = {i: plan.sharding(plan.program.block.inputs[i]) for i in donated}
+    return {i: leave[after] for i, after in pairs if after in plan.leaves or lies[i] == plan.sharding(after)}
 
 
 def _as_they_came(donated: Iterable[int], entry: Sequence[Sharding], plan: Plan) -> dict[Value | Constant, Sharding]:

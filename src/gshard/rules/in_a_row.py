@@ -88,6 +88,8 @@ class _Row:
 
     def instead_of(self, e: Equation) -> list[Equation] | None:
         """The equations that stand for one, or None if it stays."""
+        if not e.outputs:
+            return None
         result = e.outputs[0]
         if result not in self.makers or result in self.numbers or not any(x in self.makers for x in e.inputs):
             return None
