@@ -78,7 +78,6 @@ assert np.mean(losses[-5:]) < 0.75 * losses[0], losses
 assert float(metrics["load_entropy"]) > 0.9
 
 print(f"\n{told}")
-assert told.bytes_by_kind.keys() == {"all_to_all", "all_reduce"}
 # Each layer: to the experts and back, forward, and the same again for the gradients.
 assert sum(row.times for row in told.collectives if row.kind == "all_to_all") == 4 * CONFIG.moe_layers
 

@@ -233,7 +233,7 @@ class _Builder:
         if key not in self.tables:
             made = [result_sharding(rule, i, split) for split in ways]
             self.tables[key] = (self._moves(made, states, v) + self._cut(v, made, states)).T
-        return self.times[e] * self.tables[key]
+        return _often(self.times[e], self.tables[key])
 
     def _cut(self, v: Value, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Floats | float:
         """float64 [sources, targets]: ``inf`` where a sum would be cut in order to leave cut, though no mark cuts it.
@@ -266,14 +266,14 @@ class _Builder:
                 key = "read", v.shape, itemsize(v.dtype), self.states[k], states
                 if key not in self.tables:
                     self.tables[key] = self._moves(self.states[k], states, v)
-                self.edges.append((k, home, times * self.tables[key]))
+                self.edges.append((k, home, _often(times, self.tables[key])))
             for e, piece, i in who:
                 rule, (node, ways) = _rule(e), self.options[e, piece]
                 taken_key = "taking", rule, id(ways), i, v.shape, itemsize(v.dtype), states, k in self.leaving
                 if taken_key not in self.tables:
                     wanted = [operand_sharding(rule, i, split) for split in ways]
                     self.tables[taken_key] = self._moves(states, wanted, v) + self._cut(v, states, wanted)
-                self.edges.append((home, node, self.times[e] * self.tables[taken_key]))
+                self.edges.append((home, node, _often(self.times[e], self.tables[taken_key])))
 
     def _crossing(self, e: Equation, crossing: Crossing) -> None:
         """Moves between a value outside of a region and one inside, and what is held while the region runs."""
@@ -296,14 +296,14 @@ class _Builder:
                 else:
                     self.brought.append((copy, e, np.concatenate([np.zeros(len(sizes)), more])))
             same = np.array([[0.0 if a == b else np.inf for b in at_border] for a in self.states[outside]])
-            self.edges.append((outside, copy, times * np.hstack([same, moves])))
+            self.edges.append((outside, copy, _often(times, np.hstack([same, moves]))))
             equal = np.where(np.eye(len(at_border), dtype=bool), 0.0, np.inf)
             self.edges.append((copy, inside, np.vstack([equal, equal])))
             self.held.append((copy, e, [0] * len(sizes) + sizes))
         elif crossing.inward:
-            self.edges.append((outside, inside, times * self._moves(self.states[outside], at_border, outer)))
+            self.edges.append((outside, inside, _often(times, self._moves(self.states[outside], at_border, outer))))
         else:
-            self.edges.append((outside, inside, times * self._moves(at_border, self.states[outside], outer).T))
+            self.edges.append((outside, inside, _often(times, self._moves(at_border, self.states[outside], outer).T)))
             if stacked or inner in self.carried:
                 self.held.append((inside, e, sizes))
 
@@ -352,6 +352,11 @@ class _Builder:
         if lies is None or not (keep_uneven or lies.is_even(self.mesh, v.shape)):
             return np.zeros(len(states))
         return _AFTERWARDS * self._moves(states, (lies,), v)[:, 0]
+
+
+def _often(times: int, table: Floats) -> Floats:
+    """What something costs that happens so often; what cannot be cannot, also in a loop without rounds."""
+    return np.where(np.isinf(table), np.inf, times * np.where(np.isinf(table), 0.0, table))
 
 
 def _key(split: Split) -> tuple[tuple[int, tuple[str, ...]], ...]:
