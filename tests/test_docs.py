@@ -31,6 +31,7 @@ LONG = {
     "pipeline.py",
     "layout_transformer.py",
     "explained_transformer.py",
+    "decoder_moe.py",
 }
 
 
