@@ -59,6 +59,7 @@ def section(path: Path) -> str:
     gshard.explain, gshard.search = (  # type: ignore[assignment]
         functools.wraps(real)(ours) for real, ours in ((real_explain, explain), (real_search, search))
     )
+    sys.argv = [str(path)]  # some examples take arguments
     with contextlib.redirect_stdout(io.StringIO()):
         runpy.run_path(str(path), run_name="__main__")
     rows = list(dict.fromkeys(map(_row, programs)))
