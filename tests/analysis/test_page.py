@@ -10,7 +10,7 @@ import pytest
 
 import chromium
 import gshard
-from analysis.models import f32, model
+from analysis.models import explained, f32, model
 from gshard.analysis.network import groups
 
 pytestmark = pytest.mark.skipif(chromium.FOUND is None, reason="no Chromium on the path: apt-get install chromium")
@@ -20,11 +20,6 @@ pytestmark = pytest.mark.skipif(chromium.FOUND is None, reason="no Chromium on t
 def browser():
     with chromium.Chromium() as page:
         yield page
-
-
-def explained(name):
-    f, args, axes, donated = model(name)
-    return gshard.explain(gshard.jit(f, mesh=gshard.Mesh.abstract(**axes), donate_argnums=donated), *args)
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,9 @@ import numpy as np
 import pytest
 
 import gshard
-from analysis.models import f32, model
+from analysis.models import explained, f32
 from gshard.analysis.emitted import emitted
 from gshard.analysis.machine import MachineError
-
-
-def explained(name):
-    f, args, axes, donated = model(name)
-    return gshard.explain(gshard.jit(f, mesh=gshard.Mesh.abstract(**axes), donate_argnums=donated), *args)
 
 
 @pytest.fixture(scope="module")

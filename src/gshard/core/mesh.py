@@ -59,7 +59,8 @@ class Prices:
     Attributes:
         products: for an operation of a product, by the bytes of an element; others count as elements of 4 bytes do.
         other: for any other operation.
-        message: for each collective, besides its bytes: among equals prefer fewer of them.
+        message: for each collective, besides its bytes: prefer fewer of them. On every real network it is more; then
+            small programs would be planned otherwise than large ones.
     """
 
     products: tuple[tuple[int, float], ...] = ((4, 1.0),)

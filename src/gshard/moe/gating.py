@@ -19,6 +19,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+# The least sum that gates are divided by: the square, which the gradient divides by, is a normal float32 too.
+_LEAST = 1e-18
+
 
 class Choice(NamedTuple):
     """What became of each token's first, or second, or later choice.
@@ -159,7 +162,7 @@ def top_k_gating(
     if normalise:
         sum_GS = functools.reduce(operator.add, gates_GS)
         # Gates of a softmax never vanish together.
-        sum_GS = sum_GS if gates == "softmax" else jnp.maximum(sum_GS, 1e-20)
+        sum_GS = sum_GS if gates == "softmax" else jnp.maximum(sum_GS, _LEAST)
         gates_GS = [gate_GS / sum_GS for gate_GS in gates_GS]
 
     wanted_GS = [valid_GS] * k
@@ -190,7 +193,7 @@ def top_k_gating(
     counts_GE = first_GE.astype(jnp.float32) if routing != "top_k" else slots_GE.astype(jnp.float32) / k
     shares_GSE = gates_GSE
     if gates == "sigmoid":
-        shares_GSE = gates_GSE / jnp.maximum(jnp.sum(gates_GSE, axis=-1, keepdims=True), 1e-20)
+        shares_GSE = gates_GSE / jnp.maximum(jnp.sum(gates_GSE, axis=-1, keepdims=True), _LEAST)
     kept = [choice.kept_GS for choice in choices]
     return Gating(
         tuple(choices),

@@ -9,6 +9,7 @@ searched, and as a beginning for smaller ones: ``dataclasses.replace(model("mixt
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from types import MappingProxyType
@@ -16,41 +17,30 @@ from types import MappingProxyType
 from gshard.moe.checked import ModelError
 from gshard.moe.config import TABLE_1, TransformerConfig
 
+# Jiang et al. 2024, "Mixtral of Experts": 46.7e9 weights, 12.9e9 of them for a token.
+_MIXTRAL = TransformerConfig.decoder_only(
+    32_000,
+    32,
+    model_dim=4096,
+    hidden_dim=14_336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    experts=8,
+    top_k=2,
+    capacity_factor=2.5,
+    group_size=4096,
+    aux_weight=0.02,
+    rotary_base=1e6,
+    dtype="bfloat16",
+)
+
 DECODERS = MappingProxyType(
     {
-        # Jiang et al. 2024, "Mixtral of Experts": 46.7e9 weights, 12.9e9 of them for a token.
-        "Mixtral-8x7B": TransformerConfig.decoder_only(
-            32_000,
-            32,
-            model_dim=4096,
-            hidden_dim=14_336,
-            heads=32,
-            kv_heads=8,
-            head_dim=128,
-            experts=8,
-            top_k=2,
-            capacity_factor=2.5,
-            group_size=4096,
-            aux_weight=0.02,
-            rotary_base=1e6,
-            dtype="bfloat16",
-        ),
+        "Mixtral-8x7B": _MIXTRAL,
         # The same authors, 2024: 141e9 weights, 39e9 of them for a token.
-        "Mixtral-8x22B": TransformerConfig.decoder_only(
-            32_000,
-            56,
-            model_dim=6144,
-            hidden_dim=16_384,
-            heads=48,
-            kv_heads=8,
-            head_dim=128,
-            experts=8,
-            top_k=2,
-            capacity_factor=2.5,
-            group_size=4096,
-            aux_weight=0.001,
-            rotary_base=1e6,
-            dtype="bfloat16",
+        "Mixtral-8x22B": dataclasses.replace(
+            _MIXTRAL, decoder_layers=56, model_dim=6144, hidden_dim=16_384, heads=48, aux_weight=0.001
         ),
         # Dai et al. 2024, "DeepSeekMoE": 16.4e9 weights, 2.8e9 of them for a token.
         "DeepSeekMoE-16B": TransformerConfig.decoder_only(

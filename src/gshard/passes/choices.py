@@ -205,7 +205,7 @@ class _Builder:
             found = splits(rule, piece, self.mesh, self.objective.axes, passing, uneven)
             known = {_key(split) for split in found}
             new = {_key(s): s for s in suggested if all(f >= 0 or f in passing for f, a in s.items() if a)}
-            self.ways[key] = found + tuple(s for key, s in new.items() if key not in known), suggested
+            self.ways[key] = found + tuple(s for own, s in new.items() if own not in known), suggested
         return self.ways[key]
 
     def _may_pass(self, e: Equation, monoid: str, operands: Collection[int]) -> bool:

@@ -55,7 +55,7 @@ class Facts:
     reasons: Mapping[tuple[Value, int], Reason]
     orders: Mapping[Value, Order]
 
-    @property
+    @functools.cached_property
     def arguments(self) -> frozenset[Value]:
         """The inputs of the program: they come as the facts say."""
         return frozenset(self.program.block.inputs)
