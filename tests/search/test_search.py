@@ -197,8 +197,9 @@ def test_a_plan_is_said_in_few_marks_that_were_tried() -> None:
     assert mark.at == "f32[2048,8192] of weights[*][*]"
     assert mark.values == 3
     written = gshard.jit(
-        trained(False), mesh=mesh, in_shardings=([(P(None, "devices"), None)] * 3, None), donate_argnums=0
-    )
+        trained(False), mesh=mesh, in_shardings=([(P(None, "devices"), None)] * 3, None), donate_argnums=0,
+        machine="h100:1x8",
+    )  # fmt: skip
     lowered = written.lower(*RESIDUAL)
     assert cost(lowered.spmd, machine, lowered.donated).seconds == pytest.approx(found.marks.seconds, rel=1e-9)
     assert found.marks.seconds <= found.cost.seconds * 1.01
@@ -409,6 +410,8 @@ def test_a_plan_is_said_as_a_layout() -> None:
     assert all(told.dimensions[row.name].size == 8192 for row in told.layout.rows)
     assert told.priced.cost.seconds == pytest.approx(found.cost.seconds, rel=0.01)
     assert "8192 of weights[0][0].1" in str(told)
-    run = gshard.jit(trained(False), mesh=mesh, layout=told.layout, names=told.names, donate_argnums=0)
+    run = gshard.jit(
+        trained(False), mesh=mesh, layout=told.layout, names=told.names, donate_argnums=0, machine="h100:1x8"
+    )
     lowered = run.lower(*RESIDUAL)
     assert cost(lowered.spmd, machine, lowered.donated).seconds == pytest.approx(told.priced.cost.seconds)

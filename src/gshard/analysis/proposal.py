@@ -8,7 +8,8 @@ it is, the new plan tells: the bytes of the whole program are compared, and what
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -46,6 +47,27 @@ class Proposal:
             f"Marked {self.mark} ({self.at}), it would go or be less: planned again so, each device sends "
             f"{self.after:,} bytes a call instead of {self.before:,}."
         )
+
+
+REPLANNED = 1000  # equations that are planned again, all in all, to find marks that would remove collectives
+
+
+def proposals(collectives: Sequence[Collective], plan: Plan, equations: int) -> tuple[tuple[Proposal | None, ...], int]:
+    """For each collective the mark that would lower the bytes sent, if one is found, and for how many it was sought.
+
+    Args:
+        collectives: one of each kind, those that send most first.
+        plan: the plan they were made from.
+        equations: of the program; large ones are planned again for few marks, or for none.
+    """
+    sent = sum(c.total_bytes for c in collectives)
+    budget = iter(range(REPLANNED // max(equations, 1)))
+    found, tried = [], 0
+    for c in collectives:
+        left = operator.length_hint(budget)
+        found.append(proposal(c, plan, sent, budget) if left else None)
+        tried += operator.length_hint(budget) < left
+    return tuple(found), tried
 
 
 def proposal(c: Collective, plan: Plan, sent: int, budget: Iterator[int]) -> Proposal | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 
 from gshard.analysis.cost import kernel_cost
-from gshard.analysis.device_program import Kernel, device_program, kind_of
 from gshard.analysis.machine import Machine
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import PARALLEL, Rule
 from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.passes.device_program import Kernel, device_program, kind_of
 from gshard.passes.partition import partition
 
 

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from gshard.analysis.cost import Cost
-from gshard.analysis.device_program import size
 from gshard.analysis.explain import Explanation, explain_program
 from gshard.analysis.proposal import spec_of_cut, with_marks
 from gshard.analysis.report.page import page
@@ -22,6 +21,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Value, format_bytes
 from gshard.core.sharding import Sharding
+from gshard.passes.device_program import size
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.passes.recorded import Recorded
