@@ -32,8 +32,10 @@ class TransformerConfig:
         model_dim, hidden_dim, heads, head_dim: M, H, N and D.
         encoder_layers, decoder_layers: layers of each stack (the paper's 36L is 18 and 18).
         experts: E; 0 makes a dense model.
-        group_size: S, the tokens that are routed together; it must divide batch times length. None takes
-            one group for each partition.
+        group_size: S, the tokens that are routed together; it must divide batch times length. None cuts a batch into
+            ``groups``.
+        groups: G where no size is given; it must divide batch times length. None takes one group for each partition, so
+            that what a group has room for depends on the number of devices.
         capacity_factor: C = floor(capacity_factor * S / E) slots for each expert and group, never more than S
             (which drops nothing, as does ``math.inf``). The paper's C = 2S/E is 2.0.
         routing: ``paper`` is Algorithm 1 to the letter, where a second choice that the coin rejects still uses
@@ -64,6 +66,7 @@ class TransformerConfig:
     decoder_layers: int = 6
     experts: int = 0
     group_size: int | None = 1024
+    groups: int | None = None
     capacity_factor: float = 2.0
     routing: str = "paper"
     second_expert: str = "random"
@@ -115,6 +118,13 @@ class TransformerConfig:
         _require(
             self.group_size is None or self.group_size >= 1, "a group needs a token.", f"group_size={self.group_size}"
         )
+        _require(self.groups is None or self.groups >= 1, "a batch needs a group.", f"groups={self.groups}")
+        _require(
+            self.groups is None or self.group_size is None,
+            "the groups of a batch are given by their size or by their number.",
+            f"group_size={self.group_size}, groups={self.groups}",
+            "Give group_size=None with a number of groups.",
+        )
         _require(
             self.capacity_factor > 0, "capacity_factor must be positive.", f"capacity_factor={self.capacity_factor}"
         )
@@ -135,11 +145,21 @@ class TransformerConfig:
         """S for a batch of ``tokens`` tokens.
 
         Raises:
-            ModelError: ``group_size`` does not divide ``tokens``.
+            ModelError: ``group_size``, or ``groups``, does not divide ``tokens``.
 
         >>> TransformerConfig(9, 9, experts=2, group_size=None, partitions=4).tokens_of_a_group(96)
         24
+        >>> TransformerConfig(9, 9, experts=2, group_size=None, groups=8, partitions=4).tokens_of_a_group(96)
+        12
         """
+        if self.groups is not None:
+            _require(
+                tokens % self.groups == 0,
+                f"{tokens} tokens cannot be dealt out to {self.groups} groups.",
+                f"batch times length is {tokens}; groups={self.groups}",
+                "Choose a number of groups that divides batch times length, or of rows.",
+            )
+            return tokens // self.groups
         if self.group_size is None:
             return tokens // math.gcd(tokens, self.partitions)
         _require(
@@ -188,7 +208,7 @@ class TransformerConfig:
         if not self.experts:
             return self
         dispatch = "blocks" if self.partitions == 1 else "gather"
-        return dataclasses.replace(self, capacity_factor=math.inf, group_size=None, dispatch=dispatch)
+        return dataclasses.replace(self, capacity_factor=math.inf, group_size=None, groups=None, dispatch=dispatch)
 
 
 def _require(holds: bool, what: str, got: str, way_out: str | None = None) -> None:
