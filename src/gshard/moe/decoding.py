@@ -13,6 +13,7 @@ experts for a large share of its tokens, and what a sentence gets would depend o
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -131,7 +132,7 @@ def decode_flat_step(
         params: see ``transformer.param_specs``.
         cache: keys and values of the positions before; see ``init_cache``, with a length of T*Q.
         tokens_BQ: int32, the decoder's input at ``position`` for each hypothesis.
-        position: int scalar, below T.
+        position: int scalar, below T; or int32 [B] where sentences did not begin together, each below T.
         memory: the result of ``encode``, or, faster, of ``project_memory``.
         source_valid_BL: bool, False where the source is padding.
         seen_BQK: bool, the slots each hypothesis attends to: those of its ancestors and its own, t*Q + q.
@@ -148,6 +149,12 @@ def decode_flat_step(
     slot = position * hypotheses
     memory_BQK = source_valid_BL[:, None, :]
 
+    def write(old_BKND: jax.Array, new_BQND: jax.Array) -> jax.Array:
+        if jnp.ndim(slot) == 0:
+            return jax.lax.dynamic_update_slice_in_dim(old_BKND, new_BQND, slot, axis=1)
+        of_sentence = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
+        return jax.vmap(of_sentence)(old_BKND, new_BQND, slot)
+
     def block(x_BLM: jax.Array, of_block: tuple[Any, Cache, Cache]) -> tuple[jax.Array, Cache]:
         layers, cache, memory = of_block
         filled: Cache = {}
@@ -155,16 +162,17 @@ def decode_flat_step(
             layer = layers[kind]
             inputs_BLM = norm(layer["attention_norm"], x_BLM)
             new = keys_values(layer["attention"], inputs_BLM)
-            filled[kind] = jax.tree.map(
-                lambda old, now: jax.lax.dynamic_update_slice_in_dim(old, now, slot, axis=1), cache[kind], new
-            )
+            filled[kind] = jax.tree.map(write, cache[kind], new)
             x_BLM = x_BLM + attend(layer["attention"], inputs_BLM, filled[kind], seen_BQK)
             inputs_BLM = norm(layer["memory_attention_norm"], x_BLM)
             x_BLM = x_BLM + attend(layer["memory_attention"], inputs_BLM, memory[kind], memory_BQK)
             x_BLM, _ = feed_forward_branch(config, layer, x_BLM, None, None)
         return x_BLM, filled
 
-    position_LM = positions(config, jnp.full((hypotheses,), position, jnp.int32))
-    x_BLM = embed(config, params["target_embedding"], tokens_BQ, position_LM)
+    if jnp.ndim(position) == 0:
+        position_BLM = positions(config, jnp.full((hypotheses,), position, jnp.int32))
+    else:
+        position_BLM = positions(config, jnp.asarray(position))[:, None]
+    x_BLM = embed(config, params["target_embedding"], tokens_BQ, position_BLM)
     x_BLM, cache = jax.lax.scan(block, x_BLM, (params["decoder"]["blocks"], cache, memory))
     return logits(config, params, x_BLM), cache
