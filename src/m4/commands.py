@@ -20,6 +20,7 @@ from m4.config import ModelChoice, Run, TrainConfig
 from m4.decode import DecodeConfig
 from m4.demo import demo, describe_model, plan_summary
 from m4.errors import CommandError
+from m4.groups import model_for
 from m4.prepare import PrepareConfig, open_text, prepare
 from m4.processes import Alone, Group
 from m4.serve.config import ServeConfig
@@ -95,7 +96,7 @@ class Train:
 
     def _plan(self) -> int:
         text = self._text()
-        model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
+        model = model_for(self.model, text, self.devices, self.train)
         print(describe_model(model))
         print(plan_summary(model, self.train, text.batch(0)))
         return 0
@@ -116,7 +117,7 @@ class Train:
         with group, asked_to_stop() as asked:
             _check_devices(self.devices)
             text = self._text()
-            model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
+            model = model_for(self.model, text, self.devices, self.train, print if group.first else lambda line: None)
             result = train(
                 model,
                 self.train,
@@ -327,7 +328,7 @@ class Serve:
             _check_devices(self.devices)
             text = open_text(self.data)
             translator = load(Run(self.run), text, self.search, self.step, batch=self.batch, devices=self.devices)
-            ended_by: int = server.serve(translator, self.listen, bound)
+            ended_by: int = server.serve(translator, self.listen, bound, identify=text.identify)
         return 128 + ended_by if ended_by else 1
 
 
@@ -363,7 +364,7 @@ class Demo:
         _check_devices(self.devices)
         print(prepare(self.corpus))
         text = open_text(self.corpus.folder)
-        model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
+        model = model_for(self.model, text, self.devices, self.train)
         demo(text, model, self.train, _unused(self.run), self.search, sentences=self.sentences, began=began)
         return 0
 
