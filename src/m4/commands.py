@@ -20,6 +20,7 @@ from m4.demo_command import Demo
 from m4.devices import check_devices
 from m4.errors import CommandError
 from m4.evaluate_command import Evaluate
+from m4.groups import model_for
 from m4.planned import describe_model, plan_summary
 from m4.prepare import PrepareConfig, open_text, prepare
 from m4.processes import Alone, Group
@@ -95,7 +96,7 @@ class Train:
 
     def _plan(self) -> int:
         text = self._text()
-        model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
+        model = model_for(self.model, text, self.devices, self.train)
         print(describe_model(model))
         print(plan_summary(model, self.train, text.batch(0)))
         return 0
@@ -116,7 +117,7 @@ class Train:
         with group, asked_to_stop() as asked:
             check_devices(self.devices)
             text = self._text()
-            model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
+            model = model_for(self.model, text, self.devices, self.train, print if group.first else lambda line: None)
             run = Run(self.run)
             if group.first:
                 print(describe_model(model), flush=True)
@@ -243,7 +244,7 @@ class Serve:
             check_devices(self.devices)
             run, text = _opened(self.run, self.data)
             translator = load(run, text, self.search, self.step, batch=self.batch, devices=self.devices)
-            ended_by: int = server.serve(translator, self.listen, bound)
+            ended_by: int = server.serve(translator, self.listen, bound, identify=text.identify)
         return 128 + ended_by if ended_by else 1
 
 

@@ -54,7 +54,7 @@ def _paper_name(name: str) -> str:
 
 def _differences(model: moe.TransformerConfig) -> dict[str, Any]:
     """Everything of a model that is not its vocabularies or its place."""
-    left_out = {"source_vocabulary", "target_vocabulary", "partitions", "group_size"}
+    left_out = {"source_vocabulary", "target_vocabulary", "partitions", "group_size", "groups"}
     return {name: value for name, value in dataclasses.asdict(model).items() if name not in left_out}
 
 
@@ -95,6 +95,8 @@ class ModelChoice:
         hidden_dim: width of an expert or feed-forward layer (H in the paper).
         dropout: rate for embeddings and residual branches.
         capacity_factor: slots of all experts together for each token; the paper has 2.
+        groups: groups that the tokens of a batch (or micro-batch) are routed in; each has its own slots. By default as
+            many as have about 1,024 tokens, at least 8: they follow the batch, never the devices.
         routing: ``paper`` is Algorithm 1 to the letter, ``lingvo`` what produced the paper's numbers.
         dispatch: how tokens get to their experts: ``gather`` by index tables, ``einsum`` by one-hot matrices.
         dtype: dtype of activations: float32 or bfloat16.
@@ -107,22 +109,33 @@ class ModelChoice:
     hidden_dim: int | None = None
     dropout: float | None = None
     capacity_factor: float | None = None
+    groups: int | None = None
     routing: Literal["paper", "lingvo"] | None = None
     dispatch: Literal["gather", "einsum"] | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
 
-    def transformer(self, source_vocabulary: int, target_vocabulary: int, partitions: int = 1) -> moe.TransformerConfig:
-        """The model for vocabularies of these sizes, with one group of tokens for each partition.
+    def transformer(
+        self, source_vocabulary: int, target_vocabulary: int, partitions: int = 1, groups: int | None = None
+    ) -> moe.TransformerConfig:
+        """The model for vocabularies of these sizes.
+
+        Args:
+            source_vocabulary, target_vocabulary: number of ids.
+            partitions: devices to partition it over.
+            groups: of tokens, where this choice names no number; None takes one for each partition.
 
         Raises:
             gshard.moe.ModelError: the choice makes no sense, such as one expert, or an odd number of layers.
         """
         chosen = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        settings = {**PRESETS[chosen.pop("preset")], "group_size": None, "partitions": partitions}
+        settings = {**PRESETS[chosen.pop("preset")], "group_size": None, "groups": groups, "partitions": partitions}
         if "layers" in chosen:
             layers = chosen.pop("layers")
             settings |= {"encoder_layers": layers - layers // 2, "decoder_layers": layers // 2}
-        return moe.TransformerConfig(source_vocabulary, target_vocabulary, **(settings | chosen))
+        settings |= chosen
+        if not settings.get("experts"):
+            settings["groups"] = None  # nothing is routed
+        return moe.TransformerConfig(source_vocabulary, target_vocabulary, **settings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

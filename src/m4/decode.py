@@ -29,6 +29,8 @@ import numpy as np
 
 import gshard
 from gshard import moe
+from m4 import copying
+from m4.copying import Copied, Progress
 
 PAD, EOS, UNK = 0, 1, 2
 FORBIDDEN = (PAD, UNK)
@@ -63,12 +65,14 @@ class DecodeConfig:
         max_length: longest translation in tokens, end token included; by default 16 more than the row that holds the
             source, which has 16, 32, 64, ... tokens.
         n_best: translations that are wanted for each sentence, at most as many as the beam holds.
+        placeholders: whether placeholders, tags and accelerators (%s, {name}, <b>, &File) are carried over as they are.
     """
 
     beam: int = 4
     alpha: float = 0.6
     max_length: int | None = None
     n_best: int = 1
+    placeholders: bool = True
 
     def __post_init__(self) -> None:
         for name in ("beam", "max_length", "n_best"):
@@ -90,10 +94,9 @@ class DecodeConfig:
 
 
 @functools.lru_cache(maxsize=64)
-def make_decode(
-    config: moe.TransformerConfig, options: DecodeConfig, devices: int = 1
-) -> Callable[[Any, jax.Array | np.ndarray], Decoded]:
-    """A function of parameters and a batch of padded sources ``source_BL`` that translates it.
+def make_decode(config: moe.TransformerConfig, options: DecodeConfig, devices: int = 1) -> Callable[..., Decoded]:
+    """A function of parameters and a batch of padded sources ``source_BL`` that translates it; and of what is to be
+    copied in it, if anything is (`copying.Copied`).
 
     Args:
         config: the model; its routing is replaced by one that drops nothing.
@@ -102,8 +105,8 @@ def make_decode(
     """
     config = dataclasses.replace(config, partitions=devices)
 
-    def run(params: Any, source_BL: jax.Array) -> Decoded:
-        return search(config, params, source_BL, options)
+    def run(params: Any, source_BL: jax.Array, copied: Copied | None = None) -> Decoded:
+        return search(config, params, source_BL, options, copied)
 
     return jax.jit(run) if devices == 1 else gshard.jit(run, mesh=devices)  # type: ignore[no-any-return]
 
@@ -122,7 +125,13 @@ def decode(
     return make_decode(config, options)(params, source_BL)
 
 
-def search(config: moe.TransformerConfig, params: Any, source_BL: jax.Array, options: DecodeConfig) -> Decoded:
+def search(
+    config: moe.TransformerConfig,
+    params: Any,
+    source_BL: jax.Array,
+    options: DecodeConfig,
+    copied: Copied | None = None,
+) -> Decoded:
     """What `decode` compiles: encodes, and searches with `greedy` or `beam_search`.
 
     Args:
@@ -130,40 +139,62 @@ def search(config: moe.TransformerConfig, params: Any, source_BL: jax.Array, opt
         params: its parameters.
         source_BL: source ids, 0 where padded.
         options: beam size, normalisation, number of translations and longest length.
+        copied: the placeholders of the sources.
     """
     config = config.dropless()
     source_valid_BL = source_BL != PAD
     memory = moe.project_memory(config, params, moe.encode(config, params, source_BL))
+    step = make_scorer(config, params, memory, source_valid_BL)
+    sentences, longest = source_BL.shape[0], options.longest(source_BL.shape[1])
+    cache = moe.init_cache(config, sentences, longest * options.beam)
+    decoder = greedy if options.beam == 1 else beam_search
+    return decoder(step, cache, sentences, longest, options, copied)
+
+
+def make_scorer(config: moe.TransformerConfig, params: Any, memory: Any, source_valid_BL: jax.Array) -> Step:
+    """What scores the next tokens of hypotheses of sources that are encoded.
+
+    Args:
+        config: the model, dropless.
+        params: its parameters.
+        memory: what ``moe.project_memory`` made of the sources.
+        source_valid_BL: False where they are padded.
+    """
 
     def step(cache: Any, tokens_BK: jax.Array, position: jax.Array, seen_BKP: jax.Array) -> tuple[jax.Array, Any]:
         return moe.decode_flat_step(config, params, cache, tokens_BK, position, memory, source_valid_BL, seen_BKP)
 
-    sentences, longest = source_BL.shape[0], options.longest(source_BL.shape[1])
-    cache = moe.init_cache(config, sentences, longest * options.beam)
-    decoder = greedy if options.beam == 1 else beam_search
-    return decoder(step, cache, sentences, longest, options)
+    return step
 
 
-def greedy(step: Step, cache: Any, sentences: int, longest: int, options: DecodeConfig) -> Decoded:
+def greedy(
+    step: Step, cache: Any, sentences: int, longest: int, options: DecodeConfig, copied: Copied | None = None
+) -> Decoded:
     """The most likely token each time, until every sentence has ended or the longest length is reached."""
     B, T = sentences, longest
+    same_B1 = jnp.zeros((B, 1), jnp.int32)
 
     def unfinished(carry: tuple[Any, ...]) -> jax.Array:
         position, ended_B = carry[0], carry[2]
         return (position < T) & ~jnp.all(ended_B)
 
     def extend(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        position, last_B, ended_B, score_B, tokens_BT, cache = carry
+        position, last_B, ended_B, score_B, tokens_BT, progress, cache = carry
         seen_BKP = jnp.broadcast_to(jnp.arange(T) <= position, (B, 1, T))
         logits_BKV, cache = step(cache, last_B[:, None], position, seen_BKP)
-        logp_BV = _log_probabilities(logits_BKV[:, 0])
+        logp_BKV = _log_probabilities(logits_BKV)
+        if copied is not None:
+            logp_BKV = copying.constrain(copied, progress, logp_BKV, T - position)
+        logp_BV = logp_BKV[:, 0]
         next_B = jnp.argmax(logp_BV, axis=-1).astype(jnp.int32)
         gained_B = jnp.take_along_axis(logp_BV, next_B[:, None], axis=-1)[:, 0]
         score_B = score_B + jnp.where(ended_B, 0.0, gained_B)
         ended_B = ended_B | (next_B == EOS)
         next_B = jnp.where(ended_B, PAD, next_B)
         tokens_BT = jax.lax.dynamic_update_slice(tokens_BT, next_B[:, None], (0, position))
-        return position + 1, next_B, ended_B, score_B, tokens_BT, cache
+        if copied is not None:
+            progress = copying.follow(copied, progress, same_B1, next_B[:, None])
+        return position + 1, next_B, ended_B, score_B, tokens_BT, progress, cache
 
     start = (
         jnp.int32(0),
@@ -171,13 +202,40 @@ def greedy(step: Step, cache: Any, sentences: int, longest: int, options: Decode
         jnp.zeros(B, bool),
         jnp.zeros(B, jnp.float32),
         jnp.zeros((B, T), jnp.int32),
+        None if copied is None else copying.begin(copied, 1),
         cache,
     )
-    _, _, _, score_B, tokens_BT, _ = jax.lax.while_loop(unfinished, extend, start)
+    _, _, _, score_B, tokens_BT, _, _ = jax.lax.while_loop(unfinished, extend, start)
     return Decoded(tokens_BT[:, None], score_B[:, None])
 
 
-def beam_search(step: Step, cache: Any, sentences: int, longest: int, options: DecodeConfig) -> Decoded:
+class Beam(NamedTuple):
+    """How far the search is in B sentences.
+
+    Attributes:
+        position: tokens that are written; a scalar where all sentences began together, else [B].
+        live_BK: log-probabilities of the hypotheses that go on, best first.
+        live_BKT: their tokens.
+        seen_BKP: the slots that they see.
+        best_BN: scores of the best endings, best first.
+        best_BNT: their tokens.
+        progress: in copying placeholders.
+        cache: keys and values.
+    """
+
+    position: jax.Array
+    live_BK: jax.Array
+    live_BKT: jax.Array
+    seen_BKP: jax.Array
+    best_BN: jax.Array
+    best_BNT: jax.Array
+    progress: Progress | None
+    cache: Any
+
+
+def beam_search(
+    step: Step, cache: Any, sentences: int, longest: int, options: DecodeConfig, copied: Copied | None = None
+) -> Decoded:
     """The best finished hypotheses of each sentence. Of equals, the one found first, and in the better place, wins.
 
     Args:
@@ -186,53 +244,89 @@ def beam_search(step: Step, cache: Any, sentences: int, longest: int, options: D
         sentences: B.
         longest: tokens T of the longest translation, end token included.
         options: beam size K, normalisation and number of translations N.
+        copied: the placeholders of the sentences.
+    """
+    start = begin_beam(cache, jnp.int32(0), sentences, longest, options, copied)
+    found = jax.lax.while_loop(
+        lambda beam: jnp.any(unfinished(beam, options)),
+        lambda beam: extend_beam(step, beam, options, copied),
+        start,
+    )
+    return Decoded(found.best_BNT, found.best_BN)
+
+
+def begin_beam(
+    cache: Any, position: jax.Array, sentences: int, longest: int, options: DecodeConfig, copied: Copied | None
+) -> Beam:
+    """Nothing is written yet; see `beam_search`.
+
+    Args:
+        cache: empty keys and values.
+        position: 0, a scalar or one for each sentence.
+        sentences: B.
+        longest: T.
+        options: K and N.
+        copied: the placeholders.
     """
     B, K, T, N = sentences, options.beam, longest, options.n_best
-    own_KP = jnp.arange(K)[:, None] == jnp.arange(T * K) % K  # slots that hypothesis k writes, over all steps
-
-    normal_T = jnp.asarray(length_normaliser(np.arange(1, T + 1), options.alpha))
-
-    def unfinished(carry: tuple[Any, ...]) -> jax.Array:
-        position, live_BK, _, _, best_BN, _, _ = carry
-        can_improve_B = jnp.max(live_BK, axis=1) / normal_T[-1] > best_BN[:, -1]
-        return (position < T) & jnp.any(can_improve_B)
-
-    def extend(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        position, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, cache = carry
-        last_BK = jax.lax.dynamic_index_in_dim(live_BKT, jnp.maximum(position - 1, 0), 2, keepdims=False)
-        seen_BKP = seen_BKP | (own_KP & (jnp.arange(T * K) // K == position))
-        logits_BKV, cache = step(cache, last_BK, position, seen_BKP)
-        total_BKV = live_BK[:, :, None] + _log_probabilities(logits_BKV)
-
-        # Every live hypothesis could end here, with |Y| = position + 1.
-        endings_BX = jnp.concatenate([best_BN, total_BKV[:, :, EOS] / normal_T[position]], axis=1)
-        endings_BXT = jnp.concatenate([best_BNT, live_BKT], axis=1)
-        best_BN, winner_BN = jax.lax.top_k(endings_BX, N)
-        best_BNT = jnp.take_along_axis(endings_BXT, winner_BN[:, :, None], axis=1)
-
-        # Or go on: the K best of all continuations.
-        V = total_BKV.shape[-1]
-        going_on = total_BKV.at[:, :, EOS].set(-jnp.inf).reshape(B, K * V)
-        live_BK, chosen_BK = jax.lax.top_k(going_on, K)
-        parent_BK, token_BK = chosen_BK // V, (chosen_BK % V).astype(jnp.int32)
-        live_BKT = jnp.take_along_axis(live_BKT, parent_BK[:, :, None], axis=1)
-        live_BKT = jax.lax.dynamic_update_slice(live_BKT, token_BK[:, :, None], (0, 0, position))
-        seen_BKP = jnp.take_along_axis(seen_BKP, parent_BK[:, :, None], axis=1)
-        return position + 1, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, cache
-
-    # All beams start equal; only the first may be continued, or the beam would hold K copies of one hypothesis.
-    first_BK = jnp.where(jnp.arange(K) == 0, 0.0, -jnp.inf) + jnp.zeros((B, 1))
-    start = (
-        jnp.int32(0),
-        first_BK,
+    return Beam(
+        position,
+        # All beams start equal; only the first may be continued, or the beam would hold K copies of one hypothesis.
+        jnp.where(jnp.arange(K) == 0, 0.0, -jnp.inf) + jnp.zeros((B, 1)),
         jnp.zeros((B, K, T), jnp.int32),
         jnp.zeros((B, K, T * K), bool),
         jnp.full((B, N), -jnp.inf),
         jnp.zeros((B, N, T), jnp.int32),
+        None if copied is None else copying.begin(copied, K),
         cache,
     )
-    _, _, _, _, best_BN, best_BNT, _ = jax.lax.while_loop(unfinished, extend, start)
-    return Decoded(best_BNT, best_BN)
+
+
+def unfinished(beam: Beam, options: DecodeConfig) -> jax.Array:
+    """For each sentence whether a continuation can displace one of its best endings."""
+    T = beam.live_BKT.shape[2]
+    last = jnp.asarray(length_normaliser(np.array([T]), options.alpha))[0]
+    can_improve_B = jnp.max(beam.live_BK, axis=1) / last > beam.best_BN[:, -1]
+    return can_improve_B & (beam.position < T)
+
+
+def extend_beam(step: Step, beam: Beam, options: DecodeConfig, copied: Copied | None) -> Beam:
+    """One more token for every hypothesis of every sentence that is not finished."""
+    position, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, progress, cache = beam
+    B, K, T = live_BKT.shape
+    position_B = jnp.broadcast_to(position, (B,))
+    now_BT = jnp.arange(T) == position_B[:, None]
+    running_B = unfinished(beam, options)
+    normal_T = jnp.asarray(length_normaliser(np.arange(1, T + 1), options.alpha))
+    own_KP = jnp.arange(K)[:, None] == jnp.arange(T * K) % K  # slots that hypothesis k writes, over all steps
+
+    before_B11 = jnp.maximum(position_B - 1, 0)[:, None, None]
+    last_BK = jnp.take_along_axis(live_BKT, before_B11, axis=2, mode="clip")[:, :, 0]
+    seen_BKP = seen_BKP | (own_KP & jnp.repeat(now_BT, K, axis=1)[:, None])
+    logits_BKV, cache = step(cache, last_BK, position, seen_BKP)
+    logp_BKV = _log_probabilities(logits_BKV)
+    if copied is not None and progress is not None:
+        logp_BKV = copying.constrain(copied, progress, logp_BKV, T - position)
+    total_BKV = live_BK[:, :, None] + logp_BKV
+
+    # Every live hypothesis could end here, with |Y| = position + 1.
+    ending_BK = total_BKV[:, :, EOS] / jnp.take(normal_T, position_B, mode="clip")[:, None]
+    endings_BX = jnp.concatenate([best_BN, jnp.where(running_B[:, None], ending_BK, -jnp.inf)], axis=1)
+    endings_BXT = jnp.concatenate([best_BNT, live_BKT], axis=1)
+    best_BN, winner_BN = jax.lax.top_k(endings_BX, options.n_best)
+    best_BNT = jnp.take_along_axis(endings_BXT, winner_BN[:, :, None], axis=1)
+
+    # Or go on: the K best of all continuations.
+    V = total_BKV.shape[-1]
+    going_on = total_BKV.at[:, :, EOS].set(-jnp.inf).reshape(B, K * V)
+    live_BK, chosen_BK = jax.lax.top_k(going_on, K)
+    parent_BK, token_BK = chosen_BK // V, (chosen_BK % V).astype(jnp.int32)
+    live_BKT = jnp.take_along_axis(live_BKT, parent_BK[:, :, None], axis=1)
+    live_BKT = jnp.where(now_BT[:, None], token_BK[:, :, None], live_BKT)
+    seen_BKP = jnp.take_along_axis(seen_BKP, parent_BK[:, :, None], axis=1)
+    if copied is not None and progress is not None:
+        progress = copying.follow(copied, progress, parent_BK, token_BK)
+    return Beam(position + 1, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, progress, cache)
 
 
 def length_normaliser(length: np.ndarray, alpha: float) -> np.ndarray:

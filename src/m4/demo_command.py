@@ -13,6 +13,7 @@ from m4.config import ModelChoice, Run, TrainConfig
 from m4.decode import DecodeConfig
 from m4.demo import demo, what_next
 from m4.devices import check_devices
+from m4.groups import model_for
 from m4.prepare import PrepareConfig, open_text, prepare
 
 DATA = Path("data/demo")
@@ -61,7 +62,7 @@ class Demo:
         print("preparing a corpus of translated texts of programs (downloads 54 MB the first time)", flush=True)
         print(prepare(self.corpus))
         text = open_text(self.corpus.folder)
-        model = self.model.transformer(text.source_vocabulary, text.target_vocabulary, self.devices)
+        model = model_for(self.model, text, self.devices, self.train)
         run = _unused(self.run)
         runs.remember_corpus(run, self.corpus.folder)
         demo(

@@ -149,11 +149,18 @@ class Speed:
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty() if live is None else live
         self._since, self.lines, self.tokens, self.cut = time.perf_counter(), 0, 0, 0
+        self.unlike, self._first_unlike = 0, ""  # lines whose placeholders are not those of their source
 
     def add(self, translated: Iterable[Translated]) -> None:
         """Counts some more."""
         for of in translated:
             self.lines, self.tokens, self.cut = self.lines + 1, self.tokens + of.tokens, self.cut + of.cut
+            if of.lost or of.invented:
+                self.unlike += 1
+                said = [f"lacks {' '.join(of.lost)}"] * bool(of.lost) + [f"adds {' '.join(of.invented)}"] * bool(
+                    of.invented
+                )
+                self._first_unlike = self._first_unlike or f"line {self.lines} {' and '.join(said)}"
         if self._live:
             print(f"\r{self}\x1b[K", end="", file=self._stream, flush=True)
 
@@ -163,6 +170,10 @@ class Speed:
         if self.cut:
             were = "line was" if self.cut == 1 else "lines were"
             print(f"m4: {self.cut} {were} longer than {room} tokens; only the beginning was read", file=self._stream)
+        if self.unlike:
+            were = "translation does" if self.unlike == 1 else "translations do"
+            told = f"m4: {self.unlike} {were} not have the placeholders of the source: {self._first_unlike}"
+            print(told + (", ..." if self.unlike > 1 else ""), file=self._stream)
 
     def __str__(self) -> str:
         seconds = max(time.perf_counter() - self._since, 1e-9)

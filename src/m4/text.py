@@ -19,6 +19,7 @@ from m4.corpus.pair import Pair
 from m4.corpus.part import OUT_OF_DOMAIN
 from m4.encoded import Encoded, of_languages
 from m4.errors import CorpusError
+from m4.identify import Identifier, learn
 from m4.tokens import Vocabulary
 from m4.translate import Example
 
@@ -223,6 +224,22 @@ class PreparedText:
     def english(self, ids: Sequence[int]) -> str:
         """The text of target ids."""
         return self.target.decode(ids)
+
+    def identify(self, lines: Sequence[str]) -> str | None:
+        """The language of lines of text, one of `languages`, or None if that is not sure."""
+        return self._identifier.of([i for ids in self.source.encode(lines) for i in ids])
+
+    @functools.cached_property
+    def _identifier(self) -> Identifier:
+        return learn(self._encoded("train"), self.source_vocabulary)
+
+    def target_pieces(self) -> list[str]:
+        """The text of each target id, ``▁`` for a blank."""
+        return self.target.pieces()
+
+    def target_ids(self, text: str) -> list[int]:
+        """The target ids of a text, without an end token."""
+        return self.target.encode([text])[0]
 
     def _encoded(self, part: str) -> Encoded:
         found = Encoded.load(self.folder / part)

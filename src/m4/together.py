@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from jax.experimental import multihost_utils
 from m4 import checkpoint
 from m4.errors import TrainError
 from m4.processes import Draw
+from m4.relay import Relay
 from m4.rows import OwnRows
 from m4.step import Batch
 from m4.watchdog import Hub, Watch
@@ -63,12 +65,10 @@ class Processes:
         Raises:
             TrainError: they did not come in time, or the coordinator's port is taken.
         """
-        if not self.cluster and self.process_index == 0:
-            self._check_port()
         given: dict[str, Any] = {}
         if not self.cluster:
             given = {
-                "coordinator_address": self.coordinator,
+                "coordinator_address": self._address(),
                 "num_processes": self.processes,
                 "process_id": self.process_index,
             }
@@ -86,16 +86,26 @@ class Processes:
                 way_out="Start all of them with the same --coordinator and --processes, or raise --init-timeout.",
             ) from error
 
-    def _check_port(self) -> None:
-        host, _, port = (self.coordinator or "").rpartition(":")
+    def _address(self) -> str:
+        """Where JAX finds the coordinator: the first process has it, the others have a relay to it."""
+        told = self.coordinator or ""
+        host, _, port = told.rpartition(":")
         try:
-            socket.create_server((host.strip("[]"), int(port))).close()
+            where = host.strip("[]"), int(port)
+            if self.process_index == 0:
+                socket.create_server(where).close()
         except (OSError, ValueError) as error:
             raise TrainError(
                 f"the coordinator cannot listen: {getattr(error, 'strerror', None) or error}.",
-                where=str(self.coordinator),
+                where=told,
                 way_out="Give --coordinator as host:port, with an address of this machine and a port that is free.",
             ) from error
+        if self.process_index == 0:
+            return told
+        for name in ("no_proxy", "no_grpc_proxy"):  # gRPC would look for the relay behind a proxy
+            if name == "no_proxy" or name in os.environ:
+                os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+        return Relay(*where).address
 
 
 class Together:
@@ -196,7 +206,9 @@ class Together:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None:
-            self._watch.failed(f"{type(error).__name__}: {error}".splitlines()[0])
+            # A collective fails when another process dies: whose end it was the watchdog knows, a moment later.
+            following = isinstance(error, jax.errors.JaxRuntimeError)
+            self._watch.failed(f"{type(error).__name__}: {error}".splitlines()[0], after=1.0 if following else 0.0)
             return
         self.any(False)  # nobody says goodbye while another one still trains
         self._watch.bye()

@@ -248,8 +248,11 @@ class _Loop:
                     got=f"{saved.get(name)} there, {self.described.get(name)} here",
                     way_out="Use the corpus and the languages of the first run, or name another folder.",
                 )
-        theirs, ours = saved.get("model", {}), json.loads(json.dumps(self.described["model"]))
-        for name in sorted((theirs.keys() | ours.keys()) - changeable):
+        theirs, ours = dict(saved.get("model", {})), json.loads(json.dumps(self.described["model"]))
+        for of in (theirs, ours):  # what the groups come to: those of older runs had no number of their own
+            if of.get("experts") and of.get("group_size") is None:
+                of["groups"] = of.get("groups") or of.get("partitions")
+        for name in sorted((theirs.keys() | ours.keys()) - changeable - {"groups"}):
             if theirs.get(name) != ours.get(name):
                 raise TrainError(
                     f"the checkpoint was made by another model: {name} is {theirs.get(name)!r} there and "
@@ -257,6 +260,13 @@ class _Loop:
                     where=str(self.where.checkpoints),
                     way_out="Use the settings of the first run, or name another folder.",
                 )
+        if theirs and theirs.get("groups") != ours.get("groups"):
+            raise TrainError(
+                f"the run routes its tokens in {theirs.get('groups')} groups, and here there would be "
+                f"{ours.get('groups')}: other tokens would find an expert full.",
+                where=str(self.where.checkpoints),
+                way_out=f"Add --groups {theirs.get('groups')}, or name another folder.",
+            )
 
     def _best_before(self, first: int) -> float:
         """The best score of the steps that are kept."""

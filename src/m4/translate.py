@@ -1,16 +1,16 @@
 """From sentences to sentences: vocabularies around the search.
 
 `Text` is all that training and translating ask of a prepared corpus. A `Translator` is a trained model with the
-vocabularies it was trained with; it splits any number of sentences into batches of few shapes, so that the search is
-compiled once for each.
+vocabularies it was trained with; it pads sentences to few widths, so that the search is compiled once for each.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -18,8 +18,12 @@ import numpy as np
 from gshard import GShardError, moe
 from m4 import checkpoint
 from m4.config import Run
+from m4.copying import Copier
 from m4.corpus.language import language as canonical
-from m4.decode import EOS, PAD, DecodeConfig, ids_of, make_decode
+from m4.decode import EOS, DecodeConfig, ids_of
+from m4.language_names import code_of, name_of
+from m4.placeholders import Marked, lost_and_invented, mark, without
+from m4.stream import Continuous, Found, InBatches, Search, Sentence
 
 
 class TranslateError(GShardError):
@@ -92,6 +96,20 @@ class Text(Protocol):
         """The text of target ids."""
 
 
+@runtime_checkable
+class Spelling(Protocol):
+    """A corpus that tells how its target vocabulary spells a text."""
+
+    def target_pieces(self) -> Sequence[str]:
+        """The text of each id, see `copying.Copier`."""
+
+    def target_ids(self, text: str) -> list[int]:
+        """The ids of a text, without an end token."""
+
+    def english(self, ids: Sequence[int]) -> str:
+        """The text of target ids."""
+
+
 class Hypothesis(NamedTuple):
     """One of several translations, and the normalised log-probability that it is ranked by."""
 
@@ -107,11 +125,15 @@ class Translated:
         hypotheses: its translations, best first; none for an empty sentence. Each is a single line.
         cut: whether the source was longer than the model reads and its end was not read.
         tokens: how many source tokens were read, end included.
+        lost: placeholders, tags and accelerators of the sentence that the best translation does not have.
+        invented: those that it has and the sentence does not.
     """
 
     hypotheses: tuple[Hypothesis, ...] = ()
     cut: bool = False
     tokens: int = 0
+    lost: tuple[str, ...] = ()
+    invented: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -119,12 +141,28 @@ class Translated:
         return self.hypotheses[0].text if self.hypotheses else ""
 
 
+class Prepared(NamedTuple):
+    """A sentence on its way into the search.
+
+    Attributes:
+        sentence: as it came.
+        marked: what was taken out of it.
+        searched: what the search is given; None if there is nothing to translate.
+        cut: see `Translated`.
+    """
+
+    sentence: str
+    marked: Marked
+    searched: Sentence | None = None
+    cut: bool = False
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Translator:
     """A trained model and its vocabularies.
 
-    A sentence is padded to a width that depends on its own length only, and translated among ``batch`` sentences of
-    that width, made up if need be. Every batch of a width runs the same compiled program, in which rows do not see each
+    A sentence is padded to a width that depends on its own length only, and searched for among ``batch`` sentences of
+    that width, made up if need be. All of a width run the same compiled program, in which rows do not see each
     other, so the translation of a sentence is the same, to the last bit, whatever it is translated with.
 
     Attributes:
@@ -134,6 +172,7 @@ class Translator:
         options: how to search.
         batch: sentences that are translated together.
         devices: how many to partition the search over.
+        copier: knows how placeholders are spelt, if they are copied and the vocabularies can tell.
     """
 
     model: moe.TransformerConfig
@@ -142,6 +181,13 @@ class Translator:
     options: DecodeConfig
     batch: int = 32
     devices: int = 1
+    copier: Copier | None = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        text, copier = self.text, None
+        if self.options.placeholders and isinstance(text, Spelling):
+            copier = Copier(tuple(text.target_pieces()), text.target_ids, text.english)
+        object.__setattr__(self, "copier", copier)
 
     @property
     def languages(self) -> Mapping[str, int]:
@@ -150,7 +196,10 @@ class Translator:
         return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
     def check_language(self, language: str) -> str:
-        """The name of a language in this corpus.
+        """The code of a language in this corpus.
+
+        Args:
+            language: a code, or the English name of a language.
 
         Raises:
             TranslateError: the model was not trained on it.
@@ -160,15 +209,20 @@ class Translator:
         folded = language.casefold().replace("-", "_")
         if folded in by_folded:
             return by_folded[folded]
+        named = code_of(language)
+        if named is not None and named in known:
+            return named
         merged = canonical(language)  # de-AT is de, iw is he
         if merged is not None and merged in known:
             return merged
-        near = difflib.get_close_matches(folded, by_folded, cutoff=0.5)
-        near += [name for name in by_folded if name.split("_")[0] == folded.split("_")[0] and name not in near]
+        words = by_folded | {name_of(code).casefold(): code for code in known}
+        near = [words[word] for word in difflib.get_close_matches(folded, words, cutoff=0.6)]
+        near += [name for name in by_folded.values() if name.split("_")[0] == folded.split("_")[0]]
+        near = [f"{code} ({name_of(code)})" for code in dict.fromkeys(near)]
         raise TranslateError(
             f"the model knows no language {language!r}.",
             got=f"{len(known)} languages: {', '.join(list(known)[:12])}{', ...' if len(known) > 12 else ''}",
-            way_out=f"Did you mean {' or '.join(by_folded[n] for n in near[:3])}?" if near else "Leave --from out.",
+            way_out=f"Did you mean {' or '.join(near[:3])}?" if near else "Leave --from out.",
         )
 
     def translate(
@@ -186,45 +240,87 @@ class Translator:
         """
         if languages is None or isinstance(languages, str):
             languages = [languages] * len(sentences)
-        tags = [[] if name is None else [self.text.tag(name)] for name in languages]
+        prepared = [self.prepare(*one) for one in zip(sentences, languages, strict=True)]
+        out = [None if one.searched else self.finish(one) for one in prepared]
+        waiting: dict[int, deque[tuple[int, Sentence]]] = {}
+        for number, one in enumerate(prepared):
+            if one.searched:
+                waiting.setdefault(one.searched.width, deque()).append((number, one.searched))
+        search = self.search(steps=1 << 20)
+        while search.busy or any(waiting.values()):
+            for width, queue in waiting.items():
+                for _ in range(min(len(queue), search.room(width))):
+                    search.add(*queue.popleft())
+            for found in search.step(more=any(waiting.values())):
+                out[found.ticket] = self.finish(prepared[found.ticket], found)
+        return [one for one in out if one is not None]
+
+    def prepare(self, sentence: str, language: str | None = None) -> Prepared:
+        """What the search is given of a sentence.
+
+        Args:
+            sentence: a line of text.
+            language: its language, as `check_language` returns it, or None.
+        """
+        marked = mark(sentence) if self.options.placeholders else Marked(sentence)
+        if marked != Marked(sentence) and not any(map(str.isalpha, without(marked.plain))):
+            return Prepared(sentence, marked)  # nothing but placeholders, tags and signs
         room = self.text.length - 1
         # A piece has 16 letters at most: what lies behind could only be cut off.
-        shown = [sentence[: 32 * self.text.length] for sentence in sentences]
-        own = [self.text.source_ids(sentence) for sentence in shown]
-        ids = [tag + row if row else [] for tag, row in zip(tags, own, strict=True)]
-        out = [
-            Translated((), len(row) > room or len(seen) < len(given), min(len(row), room) + 1 if row else 0)
-            for row, seen, given in zip(ids, shown, sentences, strict=True)
-        ]
-        run = make_decode(self.model, self.options, self.devices)
-        by_width: dict[int, list[int]] = {}
-        for i, row in enumerate(ids):
-            if row:
-                by_width.setdefault(_width(out[i].tokens, self.text.length), []).append(i)
-        for width, waiting in sorted(by_width.items()):
-            for begin in range(0, len(waiting), self.batch):
-                rows = waiting[begin : begin + self.batch]
-                source_BL = np.full((self.batch, width), PAD, np.int32)
-                for place, i in enumerate(rows):
-                    kept = [*ids[i][:room], EOS]
-                    source_BL[place, : len(kept)] = kept
-                source_BL[len(rows) :] = source_BL[0]  # thrown away, and no longer on the way than a real one
-                found = jax.device_get(run(self.params, source_BL))
-                for place, i in enumerate(rows):
-                    hypotheses = self._hypotheses(found.tokens_BNT[place], found.score_BN[place])
-                    out[i] = dataclasses.replace(out[i], hypotheses=hypotheses)
-        return out
+        shown = marked.plain[: 32 * self.text.length]
+        ids = self.text.source_ids(shown)
+        if not ids:
+            return Prepared(sentence, marked)
+        if language is not None:
+            ids = [self.text.tag(language), *ids]
+        cut = len(ids) > room or len(shown) < len(marked.plain)
+        kept = (*ids[:room], EOS)
+        width = _width(len(kept), self.text.length)
+        return Prepared(sentence, marked, Sentence(kept, width, marked.plain, marked.placeholders), cut)
 
-    def _hypotheses(self, tokens_NT: np.ndarray, score_N: np.ndarray) -> tuple[Hypothesis, ...]:
-        if not np.isfinite(score_N[0]):
+    def search(self, steps: int = 8) -> Search:
+        """A search for sentences that are prepared.
+
+        Args:
+            steps: tokens after which others are let in.
+        """
+        if self.devices > 1 or self.options.beam == 1:
+            return InBatches(self.model, self.params, self.options, self.copier, self.batch, self.devices)
+        return Continuous(self.model, self.params, self.options, self.copier, self.batch, steps)
+
+    def finish(self, prepared: Prepared, found: Found | None = None) -> Translated:
+        """What became of a sentence.
+
+        Args:
+            prepared: the sentence.
+            found: what the search found, if it was searched for.
+
+        Raises:
+            TranslateError: the model gives no finite probability to any translation.
+        """
+        sentence, marked, searched, cut = prepared
+        if searched is None or found is None:
+            copied = sentence.strip() and marked != Marked(sentence)
+            return Translated((Hypothesis(sentence, 0.0),) if copied else ())
+        if not np.isfinite(found.score_N[0]):
             raise TranslateError(
                 "the model gives no finite probability to any translation.",
-                got=f"score {score_N[0]}",
+                got=f"score {found.score_N[0]}",
                 way_out="The run has diverged: use an earlier checkpoint with --step, or train again.",
             )
-        # Bytes that spell a line break must not become one: lines out are lines in.
-        texts = [" ".join(self.text.english(ids_of(tokens_T)).split()) for tokens_T in tokens_NT]
-        return tuple(Hypothesis(t, float(s)) for t, s in zip(texts, score_N, strict=True) if np.isfinite(s))
+        hypotheses = []
+        for tokens_T, score in zip(found.tokens_NT, found.score_N, strict=True):
+            if np.isfinite(score):
+                # Bytes that spell a line break must not become one: lines out are lines in.
+                text = " ".join(self.text.english(ids_of(tokens_T)).split())
+                hypotheses.append(Hypothesis(marked.restore(text), float(score)))
+        lost: list[str] = []
+        invented: list[str] = []
+        if self.options.placeholders:
+            # Of several translations those that keep everything come first.
+            hypotheses.sort(key=lambda of: lost_and_invented(sentence, of.text) != ([], []))
+            lost, invented = lost_and_invented(sentence, hypotheses[0].text)
+        return Translated(tuple(hypotheses), cut, len(searched.ids), tuple(lost), tuple(invented))
 
 
 def _width(tokens: int, longest: int) -> int:

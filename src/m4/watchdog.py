@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 LOST, STUCK = 201, 202
@@ -28,6 +28,7 @@ LOST, STUCK = 201, 202
 
 BEAT = 0.4  # seconds between two messages of a process
 NAMED = 1.6  # seconds of silence, or of being behind the others, after which a process is named
+_LAST = 0.5  # seconds that the others have to end before the first process does
 _LONGEST = 4096  # bytes of a message
 
 
@@ -46,7 +47,9 @@ class Hub:
         self._server = socket.create_server((host, 0), backlog=count)
         self.port = int(self._server.getsockname()[1])
         self._lock = threading.Lock()
+        self._one_less = threading.Condition(self._lock)
         self._lines: dict[int, socket.socket] = {}
+        self._closed: set[int] = set()
         self._heard: dict[int, float] = {}
         self._at: dict[int, tuple[int, int, str, float]] = {}  # marks passed, step, phase, since when
         self._behind: dict[int, tuple[int, float]] = {}  # mark, and since when others have been further
@@ -82,6 +85,8 @@ class Hub:
                 self._heard[rank] = time.monotonic()
                 self._hear(rank, message)
         with self._lock:
+            self._closed.add(rank)
+            self._one_less.notify_all()
             if rank not in self._gone:
                 self._end(LOST, rank, "its connection ended: it was killed, or its machine went down")
 
@@ -120,7 +125,7 @@ class Hub:
         elif rank not in self._named:
             self._named.add(rank)
             what = "has said nothing for" if silent >= NAMED else f"is {where}, and the others have waited for it for"
-            self._tell({"late": [rank, f"{what} {max(silent, behind):.1f} s"]})
+            self._tell({"late": [rank, f"{what} {max(silent, behind):.1f} s"]}, sorted(self._lines))
         if max(silent, behind) > limit:
             self._end(STUCK, rank, f"it has been {where} for {now - since:.0f} s; {limit:.0f} s are allowed")
         elif now - since > 2 * limit:  # nobody is behind: all of them wait for each other
@@ -129,13 +134,20 @@ class Hub:
     def _end(self, code: int, rank: int, reason: str) -> None:
         if not self._over:
             self._over = True
-            self._tell({"end": [code, rank, reason[: _LONGEST // 2]]})
+            message = {"end": [code, rank, reason[: _LONGEST // 2]]}
+            self._tell(message, sorted(self._lines.keys() - {0}))
+            threading.Thread(target=self._end_here, args=(message,), daemon=True).start()
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
-        # Process 0 last: told of the end it exits, and this hub with it.
-        for rank, line in sorted(self._lines.items(), reverse=True):
-            if rank not in self._gone:
-                _send(line, message)
+    def _end_here(self, message: Mapping[str, Any]) -> None:
+        """Tells process 0, this one, last: it ends at once, and with it JAX's coordinator, which ends all others."""
+        with self._one_less:
+            self._one_less.wait_for(lambda: self._lines.keys() - self._closed <= {0}, timeout=_LAST)
+            self._tell(message, [0])
+
+    def _tell(self, message: Mapping[str, Any], ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank not in self._gone and rank in self._lines:
+                _send(self._lines[rank], message)
 
     def close(self) -> None:
         """Listens no more."""
@@ -173,6 +185,7 @@ class Watch:
         self._line.settimeout(None)
         self._lock = threading.Lock()
         self._done = False
+        self._told, self._left = threading.Event(), threading.Event()  # of the end of the run; and has left
         self._say({"token": token, "hello": rank})
         for work in (self._beat, self._listen):
             threading.Thread(target=work, daemon=True).start()
@@ -181,8 +194,16 @@ class Watch:
         """Says what this process is about to do; all processes say the same things in the same order."""
         self._at = (self._at[0] + 1, step, phase)
 
-    def failed(self, reason: str) -> None:
-        """Says that this process is about to end, and why."""
+    def failed(self, reason: str, after: float = 0.0) -> None:
+        """Says that this process is about to end, and why.
+
+        Args:
+            reason: in one line.
+            after: seconds to listen first, for a failure that may follow from the end of another process: if the hub
+                tells of one, this process ends as it is told to, and not by its own failure.
+        """
+        if self._told.wait(after):
+            self._left.wait(after)  # another thread ends this process, with its exit code
         if not self._done:
             self._done = True
             self._say({"failed": reason[: _LONGEST // 2]}, last=True)
@@ -211,11 +232,13 @@ class Watch:
 
     def _end(self, code: int, rank: int, reason: str) -> None:
         self._done = True
+        self._told.set()
         fate = "is stuck" if code == STUCK else "is gone"
         print(f"m4: process {rank} {fate}: {reason}. {self._hint()}", file=sys.stderr, flush=True)
         if code == STUCK:
             faulthandler.dump_traceback()
         self._leave(code)
+        self._left.set()
 
     def _say(self, message: Mapping[str, Any], *, last: bool = False) -> None:
         with self._lock, contextlib.suppress(OSError):

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn (the extra serve) is not installed")
@@ -26,31 +27,55 @@ import serving
 from m4.__main__ import main
 from m4.serve.batcher import Batcher, QueueFullError
 from m4.serve.config import ServeConfig
-from m4.serve.limits import Rate
-from m4.translate import Hypothesis, Translated
+from m4.serve.connections import Connections
+from m4.serve.limits import Rate, client_of
+from m4.stream import Found, Sentence
+from m4.translate import Hypothesis, Marked, Prepared, Translated
 
 TESTS = Path(__file__).parents[1]
 JSON = {"Content-Type": "application/json"}
 
 
+RUNNING: list[Served] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """A test that fails leaves no server behind."""
+    yield
+    for server in RUNNING:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.communicate()
+
+
 class Served:
     """A running server."""
 
-    def __init__(self, **options: Any):
+    def __init__(self, *, exact: bool = False, **options: Any):
+        """Compiled for speed where its scores are compared with those of this process; else quickly compiled."""
         path = os.pathsep.join(filter(None, [str(TESTS.parent / "src"), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, str(TESTS / "serving.py"), json.dumps(options)],
-            env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+            env=os.environ
+            | {"PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+            | ({} if exact else {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
+        RUNNING.append(self)
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        found = re.search(r"serving on http://127\.0\.0\.1:(\d+)/", line)
-        assert found, (line, self.process.communicate(timeout=10))
-        self.port = int(found.group(1))
+        said = ""
+        for line in self.process.stdout:
+            said += line
+            if found := re.search(r"serving on http://127\.0\.0\.1:(\d+)/", line):
+                self.port = int(found.group(1))
+                return
+        raise AssertionError((said, self.process.communicate(timeout=10)))
 
-    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] = JSON) -> tuple[int, dict, Any]:
-        return asyncio.run(ask(self.port, method, path, body, headers))
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] = JSON, local: str = "127.0.0.1"
+    ) -> tuple[int, dict, Any]:
+        return asyncio.run(ask(self.port, method, path, body, headers, local))
 
     def memory(self) -> int:
         """Most bytes that were ever resident."""
@@ -60,22 +85,23 @@ class Served:
     def end(self) -> tuple[int, str]:
         """Ends it with SIGTERM: exit code and what it wrote."""
         self.process.send_signal(signal.SIGTERM)
-        _, told = self.process.communicate(timeout=30)
-        return self.process.returncode, told
+        assert self.process.stderr is not None
+        told = self.process.stderr.read()
+        return self.process.wait(timeout=30), told
 
 
 async def ask(
-    port: int, method: str, path: str, body: Any = None, headers: dict[str, str] = JSON
+    port: int, method: str, path: str, body: Any = None, headers: dict[str, str] = JSON, local: str = "127.0.0.1"
 ) -> tuple[int, dict[str, str], Any]:
-    """Status, headers and body of an answer."""
+    """Status, headers and body of an answer to a client at a local address."""
     raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/1.1", "Host: test", "Connection: close"]
     lines += [f"{k}: {v}" for k, v in ({"Content-Length": str(len(raw))} | headers).items()]
-    return await speak(port, "\r\n".join([*lines, "", ""]).encode() + raw)
+    return await speak(port, "\r\n".join([*lines, "", ""]).encode() + raw, local)
 
 
-async def speak(port: int, sent: bytes) -> tuple[int, dict[str, str], Any]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def speak(port: int, sent: bytes, local: str = "127.0.0.1") -> tuple[int, dict[str, str], Any]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(local, 0))
     try:
         with contextlib.suppress(ConnectionError):  # a refused body is not read to its end
             writer.write(sent)
@@ -96,7 +122,7 @@ async def speak(port: int, sent: bytes) -> tuple[int, dict[str, str], Any]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    server = Served(rate=0, queue=400, characters=2000, lines=40)
+    server = Served(exact=True, rate=0, queue=400, characters=2000, lines=40, per_address=1500, cache=0)
     yield server
     code, told = server.end()
     assert code == 143
@@ -125,7 +151,12 @@ def test_translations_are_those_of_the_model_whoever_asks_at_the_same_time(serve
             (h.text, round(h.score, 6)) for h in of.hypotheses
         ]
     assert [answer["text"] for _, _, answer in single] == [of.text for of in want]
-    assert served.ask("POST", "/translate", {"text": ""})[2] == {"text": "", "lines": []}
+    assert served.ask("POST", "/translate", {"text": ""})[2] == {"text": "", "language": None, "lines": []}
+    assert found["language"] == "de"
+    assert served.ask("POST", "/translate", {"text": "now\nopen"})[2]["language"] == "sr_Latn"
+    named = {of["code"]: of["name"] for of in served.ask("GET", "/languages")[2]["languages"]}
+    assert named["sr_Latn"] == "Serbian (Latin)"
+    assert named["yo"] == "Yoruba"
     assert served.ask("POST", "/translate", {"text": "now " * 30})[2]["lines"][0]["cut"] is True
 
 
@@ -143,6 +174,7 @@ def test_translations_are_those_of_the_model_whoever_asks_at_the_same_time(serve
         (422, {"text": "now", "alternatives": 4}, JSON, "from 1 to 3"),
         (422, {"text": "now", "alternatives": True}, JSON, "from 1 to 3"),
         (422, b'{"text": "\\ud800"}', JSON, "surrogate"),
+        (422, b'{"text": "now\\u0000"}', JSON, "NUL"),
         (413, {"text": "a" * 2001}, JSON, "2000 is the most"),
         (413, {"text": "\n" * 41}, JSON, "40 is the most"),
         (413, b"a" * 65_537, JSON, "longer than 65536 bytes"),
@@ -180,10 +212,12 @@ def test_what_is_no_request_is_refused(served: Served) -> None:
 def test_a_thousand_at_once(served: Served) -> None:
     """Those for which there is room are answered, the others refused at once, and nothing piles up."""
     lines = ["save the file", "open a new window", "close now please"]
-    want = {line: of.text for line, of in zip(lines, serving.translator().translate(lines), strict=True)}
+    # A number is an unknown word, whichever it is; but each is another sentence.
+    done = serving.translator().translate([f"{line} 0" for line in lines])
+    want = {line: of.text for line, of in zip(lines, done, strict=True)}
 
     async def all_at_once(count: int) -> list[tuple[int, dict, Any]]:
-        asked = [ask(served.port, "POST", "/translate", {"text": lines[n % 3]}) for n in range(count)]
+        asked = [ask(served.port, "POST", "/translate", {"text": f"{lines[n % 3]} {n}"}) for n in range(count)]
         return await asyncio.gather(*asked)
 
     before = served.memory()
@@ -228,7 +262,128 @@ def test_limits_of_rate_and_time_and_a_graceful_end() -> None:
     assert server.process.wait(20) == 143
     with pytest.raises(ConnectionRefusedError):
         server.ask("GET", "/health")
-    server.process.communicate()
+
+
+def test_half_open_connections_of_one_address_leave_the_others_served(tmp_path: Path) -> None:
+    """2,000 connections that never end their headers: most are refused at once, the rest after some seconds."""
+    log = tmp_path / "access.log"
+    server = Served(rate=0, headers=4, per_address=50, access_log=str(log))
+    answers: list[bytes] = []
+
+    async def half_open() -> None:
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"GET /health HTTP/1.1\r\nX-a: ")
+            answers.append(await asyncio.wait_for(reader.read(), 30))
+            writer.close()
+        except ConnectionError:
+            answers.append(b"")
+
+    async def story() -> tuple[float, float]:
+        many = [asyncio.create_task(half_open()) for _ in range(2000)]
+        while sum(b"429" in answer for answer in answers) < 1000:
+            await asyncio.sleep(0.05)
+        began = time.monotonic()
+        for _ in range(3):
+            assert (await ask(server.port, "GET", "/health", local="127.0.0.2"))[0] == 200
+            status, _, answer = await ask(server.port, "POST", "/translate", {"text": "now"}, local="127.0.0.2")
+            assert (status, bool(answer["text"])) == (200, True)
+        served_in = time.monotonic() - began
+        held = re.search(r"m4_connections (\d+)", (await ask(server.port, "GET", "/metrics", local="127.0.0.2"))[2])
+        assert held is not None
+        assert int(held[1]) <= 52, "no more than one address may have, and the two of this one"
+        await asyncio.gather(*many)
+        return served_in, time.monotonic() - began
+
+    served_in, all_closed_in = asyncio.run(story())
+    assert served_in < 3.0
+    assert all_closed_in < 25.0
+    late = sum(b"408" in answer for answer in answers)
+    assert late >= 50, "and some more on a machine that is slow to open 2,000"
+    assert b"did not come within 4 seconds" in b"".join(answers)
+    assert server.ask("GET", "/health")[0] == 200, "and the address is served again"
+    metrics = server.ask("GET", "/metrics")[2]
+    counted = dict(re.findall(r'm4_connections_refused_total\{reason="(\w+)"\} (\S+)', metrics))
+    assert float(counted["headers"]) >= late
+    assert float(counted["address"]) >= 1000
+    assert "m4_connections 1.0" in metrics
+
+    server.ask("GET", "/x%22%0a%5c")
+    code, told = server.end()
+    assert (code, told) == (143, "")
+    lines = log.read_text().splitlines()
+    assert sum(' "-" 408 ' in line for line in lines) == late
+    assert sum(' "-" 429 ' in line for line in lines) > 1000
+    (asked,) = (line for line in lines if "/x" in line)
+    assert re.fullmatch(r'127\.0\.0\.1 - - \[[^]]+\] "GET /x%22%0a%5c HTTP/1.1" 404 \d+ \d\.\d+', asked)
+    assert any("127.0.0.2" in line and '"POST /translate HTTP/1.1" 200 ' in line for line in lines)
+    assert not any("now" in line for line in lines), "no word of a text"
+
+
+def test_bodies_that_nobody_asked_for_and_answers_that_nobody_reads(served: Served) -> None:
+    async def dribble() -> float:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(b"POST /nothing HTTP/1.1\r\nHost: t\r\nContent-Length: 1000000\r\n\r\n")
+        assert b"404" in await reader.readuntil(b"\r\n")
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - began < 40:
+                writer.write(b"a")
+                await writer.drain()
+                await asyncio.sleep(0.2)
+        return time.monotonic() - began
+
+    assert asyncio.run(dribble()) < 20, "ten seconds for headers are not prolonged by a byte now and then"
+
+
+def test_while_it_stops_requests_are_refused_and_nothing_is_cancelled() -> None:
+    """Requests that outlast the grace, in their body and in the queue: 503 for both, and not a line of a traceback."""
+    server = Served(rate=0, wait=60_000, grace=1)
+
+    async def story() -> list[tuple[int, dict, Any]]:
+        waiting = [asyncio.create_task(ask(server.port, "POST", "/translate", {"text": "now"})) for _ in range(5)]
+        head = b"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        waiting.append(asyncio.create_task(speak(server.port, head)))
+        await asyncio.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        return await asyncio.gather(*waiting)
+
+    answers = asyncio.run(story())
+    for status, headers, answer in answers:
+        assert status == 503
+        assert answer == {"error": "The server is stopping."}
+        assert headers["retry-after"] == "5"
+        assert headers["connection"] == "close"
+    assert server.process.wait(20) == 143
+    assert server.process.stderr is not None
+    assert server.process.stderr.read() == ""
+
+
+def test_sentences_are_remembered() -> None:
+    server = Served(rate=0)
+    first = server.ask("POST", "/translate", {"text": "save the file\nnow"})
+    again = server.ask("POST", "/translate", {"text": "now\nsave the file"})
+    other = server.ask("POST", "/translate", {"text": "now", "from": "de"})
+    assert [line["text"] for line in again[2]["lines"]] == [line["text"] for line in first[2]["lines"]][::-1]
+    assert other[0] == 200
+    metrics = server.ask("GET", "/metrics")[2]
+    assert "m4_cached_sentences_total 2.0" in metrics
+    assert "m4_sentences_total 3.0" in metrics, "told the language, it is another question"
+    server.end()
+
+
+def test_connections_are_counted_by_client_and_those_of_proxies_are_not() -> None:
+    options = ServeConfig(connections=6, per_address=2, proxies="10.0.0.0/8, 2001:db8::1")
+    all_of_them = Connections(options, lambda reason: None, lambda *told: None)
+    network = client_of("2001:db8:0:5::7")
+    assert client_of("2001:db8:0:5:9::") == network != client_of("2001:db8:0:6::7")
+    assert [all_of_them.take(network) for _ in range(3)] == [None, None, "address"]
+    assert [all_of_them.take("10.1.2.3") for _ in range(3)] == [None, None, None]
+    assert all_of_them.take("192.0.2.1") is None
+    assert all_of_them.take("192.0.2.2") == "all"
+    all_of_them.give_back(network)
+    assert all_of_them.take(network) is None
+    assert all_of_them.open == 6
 
 
 @pytest.mark.slow
@@ -247,7 +402,8 @@ def test_a_second_signal_does_not_wait() -> None:
             await waiting
 
     asyncio.run(twice())
-    assert server.process.communicate()[1] == ""
+    assert server.process.stderr is not None
+    assert server.process.stderr.read() == ""
 
 
 def test_too_many_requests_of_one_address() -> None:
@@ -274,44 +430,123 @@ def test_a_port_in_use_is_told_before_the_model_is_read(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"queue": 0}, {"rate": -1}, {"port": 70_000}, {"timeout": 0}, {"rate": float("nan")}]
+    "wrong",
+    [
+        {"queue": 0},
+        {"rate": -1},
+        {"port": 70_000},
+        {"timeout": 0},
+        {"rate": float("nan")},
+        {"headers": 0},
+        {"per_address": 0},
+        {"cache": -1},
+        {"proxies": "10.0.0.1, example.org"},
+    ],
 )
 def test_impossible_options_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ServeConfig(**wrong)
 
 
-def shout(sentences: list[str], languages: list[str | None]) -> list[Translated]:
-    time.sleep(0.02)
-    if "fail" in sentences:
-        raise RuntimeError("as asked")
-    return [Translated((Hypothesis(sentence.upper(), 0.0),)) for sentence in sentences]
+class Shouting:
+    """An engine that writes capitals, a letter in each step; a search has room for four sentences."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Any, str, int]] = []
+        self.searches = 0
+
+    def prepare(self, sentence: str, language: str | None) -> Prepared:
+        return Prepared(sentence, Marked(sentence), Sentence((1,), 16, sentence) if sentence else None)
+
+    def search(self) -> Any:
+        self.held, self.searches = [], self.searches + 1
+        return self
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.held)
+
+    def room(self, width: int) -> int:
+        return 4 - len(self.held)
+
+    def add(self, ticket: Any, sentence: Sentence) -> None:
+        assert self.room(16) > 0
+        self.held.append((ticket, sentence.plain, len(sentence.plain)))
+
+    def step(self, *, more: bool = False) -> list[Found]:
+        time.sleep(0.02)
+        if any(text == "fail" for _, text, _ in self.held):
+            raise RuntimeError("as asked")
+        self.held = [(ticket, text, left - 1) for ticket, text, left in self.held]
+        ended = [Found(ticket, np.array([[0]]), np.array([0.0])) for ticket, _, left in self.held if not left]
+        self.held = [of for of in self.held if of[2]]
+        return ended
+
+    def finish(self, prepared: Prepared, found: Found | None = None) -> Translated:
+        if prepared.sentence == "odd":
+            raise ValueError("this one only")
+        return Translated((Hypothesis(prepared.sentence.upper(), 0.0),))
 
 
-def test_batches_fill_up_and_a_failure_stays_in_its_batch() -> None:
-    async def story() -> list[int]:
-        sizes: list[int] = []
-        batcher = Batcher(shout, 4, 20, 0.02, lambda size, seconds: sizes.append(size))
+def test_sentences_join_a_search_and_a_failure_stays_in_it() -> None:
+    async def story() -> list[tuple[int, int]]:
+        sizes: list[tuple[int, int]] = []
+        engine = Shouting()
+        batcher = Batcher(engine, 20, 0.02, lambda held, ended, seconds: sizes.append((held, ended)))
+        long = asyncio.create_task(batcher.translate(["a" * 30]))
+        await asyncio.sleep(0.1)
+        assert (await batcher.translate(["b"]))[0].text == "B"
+        assert not long.done(), "who came later and had less to say is answered before"
         many = [batcher.translate([f"s{n}"]) for n in range(8)]
         assert [of[0].text for of in await asyncio.gather(*many)] == [f"S{n}" for n in range(8)]
+        assert (await long)[0].text == "A" * 30
+        assert max(held for held, _ in sizes) == 4
+
         with pytest.raises(RuntimeError, match="as asked"):
             await batcher.translate(["fail"])
-        assert [of.text for of in await batcher.translate(list("abcdef"))] == list("ABCDEF")
+        with pytest.raises(ValueError, match="this one only"):
+            await asyncio.gather(batcher.translate(["odd"]), other := asyncio.ensure_future(batcher.translate(["x"])))
+        assert (await other)[0].text == "X"
+        assert engine.searches == 2, "what failed is begun anew, for all but the one sentence"
+        assert [of.text for of in await batcher.translate(["a", "", "c"])] == ["A", "", "C"]
+
         with pytest.raises(QueueFullError):
             await batcher.translate(["x"] * 21)
-        waiting = asyncio.create_task(batcher.translate(["y"] * 20))
+        waiting = asyncio.create_task(batcher.translate([f"y{n}" for n in range(20)]))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.sleep(0)
-        assert (await batcher.translate(["z"] * 20))[0].text == "Z", "what is given up makes room"
+        assert (await batcher.translate([f"z{n}" for n in range(20)]))[0].text == "Z0", "what is given up makes room"
+
+        before = sum(ended for _, ended in sizes)
+        same = await asyncio.gather(*(batcher.translate(["both"]) for _ in range(5)))
+        assert [of[0].text for of in same] == ["BOTH"] * 5
+        assert sum(ended for _, ended in sizes) == before + 1, "asked for by five, translated once"
+        gone = asyncio.create_task(batcher.translate(["once more"]))
+        stays = asyncio.create_task(batcher.translate(["once more"]))
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        assert (await stays)[0].text == "ONCE MORE", "one that gives up takes nothing from the other"
         await batcher.close()
         with pytest.raises(QueueFullError):
             await batcher.translate(["late"])
         return sizes
 
-    sizes = asyncio.run(story())
-    assert sizes[:2] == [4, 4]
-    assert sizes[2:4] == [4, 2]
+    asyncio.run(story())
+
+
+def test_what_is_remembered_is_limited() -> None:
+    async def story() -> None:
+        hits: list[None] = []
+        batcher = Batcher(Shouting(), 20, 0.0, cache=2, hit=lambda: hits.append(None))
+        for text, count in (("a", 0), ("b", 0), ("a", 1), ("c", 1), ("a", 2), ("b", 2)):  # b went for c
+            assert (await batcher.translate([text]))[0].text == text.upper()
+            assert len(hits) == count, text
+        assert (await batcher.translate(["a"], "de"))[0].text == "A"
+        assert len(hits) == 2, "in another language it is another sentence"
+        await batcher.close()
+
+    asyncio.run(story())
 
 
 def luminance(colour: str) -> float:

@@ -120,6 +120,13 @@ def _check_experts(config: TransformerConfig) -> None:
     require(
         config.group_size is None or config.group_size >= 1, "a group needs a token.", f"group_size={config.group_size}"
     )
+    require(config.groups is None or config.groups >= 1, "a batch needs a group.", f"groups={config.groups}")
+    require(
+        config.groups is None or config.group_size is None,
+        "the groups of a batch are given by their size or by their number.",
+        f"group_size={config.group_size}, groups={config.groups}",
+        "Give group_size=None with a number of groups.",
+    )
     require(
         config.capacity_factor > 0, "capacity_factor must be positive.", f"capacity_factor={config.capacity_factor}"
     )

@@ -29,8 +29,10 @@ class TransformerConfig:
         encoder_layers, decoder_layers: layers of each stack (the paper's 36L is 18 and 18). Without encoder layers
             there is a decoder alone, and ``source_vocabulary`` is 0.
         experts: E; 0 makes a dense model.
-        group_size: S, the tokens that are routed together; it must divide batch times length. None takes
-            one group for each partition.
+        group_size: S, the tokens that are routed together; it must divide batch times length. None cuts a batch into
+            ``groups``.
+        groups: G where no size is given; it must divide batch times length. None takes one group for each partition, so
+            that what a group has room for depends on the number of devices.
         capacity_factor: C = floor(capacity_factor * S / E) slots for each expert and group, never more than S
             (which drops nothing, as does ``math.inf``). The paper's C = 2S/E is 2.0. With k experts a token, k is
             just enough for an even load.
@@ -83,6 +85,7 @@ class TransformerConfig:
     decoder_layers: int = 6
     experts: int = 0
     group_size: int | None = 1024
+    groups: int | None = None
     capacity_factor: float = 2.0
     routing: str = "paper"
     second_expert: str = "random"
@@ -171,11 +174,21 @@ class TransformerConfig:
         """S for a batch of ``tokens`` tokens.
 
         Raises:
-            ModelError: ``group_size`` does not divide ``tokens``.
+            ModelError: ``group_size``, or ``groups``, does not divide ``tokens``.
 
         >>> TransformerConfig(9, 9, experts=2, group_size=None, partitions=4).tokens_of_a_group(96)
         24
+        >>> TransformerConfig(9, 9, experts=2, group_size=None, groups=8, partitions=4).tokens_of_a_group(96)
+        12
         """
+        if self.groups is not None:
+            require(
+                tokens % self.groups == 0,
+                f"{tokens} tokens cannot be dealt out to {self.groups} groups.",
+                f"batch times length is {tokens}; groups={self.groups}",
+                "Choose a number of groups that divides batch times length, or of rows.",
+            )
+            return tokens // self.groups
         if self.group_size is None:
             return tokens // math.gcd(tokens, self.partitions)
         require(
@@ -226,7 +239,7 @@ class TransformerConfig:
         if self.routing == "expert_choice":  # the model of experts that choose has a capacity, and batch mates matter
             return dataclasses.replace(self, group_size=None)
         dispatch = "blocks" if self.partitions == 1 else "gather"
-        return dataclasses.replace(self, capacity_factor=math.inf, group_size=None, dispatch=dispatch)
+        return dataclasses.replace(self, capacity_factor=math.inf, group_size=None, groups=None, dispatch=dispatch)
 
 
 def _paper(layers: int, experts: int, **changes: int | str) -> TransformerConfig:

@@ -153,7 +153,7 @@ def decode_flat_step(
         params: see ``transformer.param_specs``.
         cache: keys and values of the positions before; see ``init_cache``, with a length of T*Q.
         tokens_BQ: int32, the decoder's input at ``position`` for each hypothesis.
-        position: int scalar, below T.
+        position: int scalar, below T; or int32 [B] where sentences did not begin together, each below T.
         memory: the result of ``encode``, or, faster, of ``project_memory``; None for a decoder alone.
         source_valid_BL: bool, False where the source is padding; None for a decoder alone.
         seen_BQK: bool, the slots each hypothesis attends to: those of its ancestors and its own, t*Q + q.
@@ -174,8 +174,15 @@ def decode_flat_step(
     hypotheses = tokens_BQ.shape[1]
     slot = position * hypotheses
     memory_BQK = None if source_valid_BL is None else source_valid_BL[:, None, :]
-    position_Q = jnp.full((hypotheses,), position, jnp.int32)
-    turn = rotation(config, position_Q[None])
+    position_B = jnp.reshape(jnp.asarray(position, jnp.int32), (-1,))  # B is 1 where all are at the same one
+    position_BQ = jnp.broadcast_to(position_B[:, None], (position_B.size, hypotheses))
+    turn = rotation(config, position_BQ)
+
+    def write(old_BKND: jax.Array, new_BQND: jax.Array) -> jax.Array:
+        if jnp.ndim(slot) == 0:
+            return jax.lax.dynamic_update_slice_in_dim(old_BKND, new_BQND, slot, axis=1)
+        of_sentence = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
+        return jax.vmap(of_sentence)(old_BKND, new_BQND, slot)
 
     def block(
         kinds: tuple[str, ...], x_BLM: jax.Array, of_block: tuple[Any, Cache, Cache | None]
@@ -186,9 +193,7 @@ def decode_flat_step(
             layer = layers[kind]
             inputs_BLM = norm(layer["attention_norm"], x_BLM)
             new = keys_values(layer["attention"], inputs_BLM, turn)
-            filled[kind] = jax.tree.map(
-                lambda old, now: jax.lax.dynamic_update_slice_in_dim(old, now, slot, axis=1), cache[kind], new
-            )
+            filled[kind] = jax.tree.map(write, cache[kind], new)
             x_BLM = x_BLM + attend(layer["attention"], inputs_BLM, filled[kind], seen_BQK, rotation=turn)
             if memory is not None and memory_BQK is not None:
                 inputs_BLM = norm(layer["memory_attention_norm"], x_BLM)
@@ -196,8 +201,8 @@ def decode_flat_step(
             x_BLM, _ = feed_forward_branch(config, layer, x_BLM, None, None)
         return x_BLM, filled
 
-    position_LM = None if turn is not None else positions(config, position_Q)
-    x_BLM = embed(config, params["target_embedding"], tokens_BQ, position_LM)
+    position_BLM = None if turn is not None else positions(config, position_BQ[:, 0])[:, None]
+    x_BLM = embed(config, params["target_embedding"], tokens_BQ, position_BLM)
     filled: dict[str, Cache] = {}
     for name, (kinds, _) in _parts(config).items():
         remembered = None if memory is None else _of_part(name, kinds, memory)

@@ -1,11 +1,13 @@
 """Serving: a page and an HTTP interface for translation, on one machine.
 
-    config.py   addresses and limits
-    batcher.py  sentences of many requests are translated together
-    limits.py   how much, and how often, a client may ask
-    app.py      what is asked and what is answered
-    server.py   the process: its socket, its signals, its end
-    page/       the page; it asks nothing of any other server
+    config.py       addresses and limits
+    batcher.py      sentences of many requests are translated together, and remembered
+    limits.py       how much, how often and for how long a client may ask
+    connections.py  how many connections there may be, and how long each may take
+    access.py       the access log
+    app.py          what is asked and what is answered
+    server.py       the process: its socket, its signals, its end
+    page/           the page; it loads nothing from any other server
 
 Needs starlette, uvicorn and prometheus-client.
 """

@@ -1,26 +1,27 @@
 """The application: what is asked and what is answered.
 
     POST /translate  {"text": "...", "from": "de", "alternatives": 3}   "from" and "alternatives" may be left out
-                  -> {"text": "...", "lines": [{"source", "text", "cut", "alternatives": [{"text", "score"}]}]}
-    GET  /languages  the languages of the model, with their numbers of training pairs
+                  -> {"text": "...", "language": "de", "lines": [{"source", "text", "cut", "lost", "invented",
+                      "alternatives": [{"text", "score"}]}]}
+    GET  /languages  the languages of the model, with their names and numbers of training pairs
     GET  /health     200 while translations can be asked for, else 503
     GET  /metrics    counters in the text format of Prometheus
     GET  /           the page
 
 An error is ``{"error": "..."}`` with a status from 400 on: 400 no JSON, 408 the body came too slowly, 413 too large,
-415 not application/json, 422 something else than what is described here, 429 too often, 503 too much at the moment.
+415 not application/json, 422 something else than what is described here, 429 too often, 503 too much at the moment, or
+the server is about to end.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from importlib import resources
 from typing import Any
 
@@ -33,9 +34,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from m4.language_names import name_of
+from m4.serve import access
 from m4.serve.batcher import Batcher, QueueFullError
 from m4.serve.config import ServeConfig
-from m4.serve.limits import Rate, read_body
+from m4.serve.limits import Patience, Rate, client_of, read_body
 from m4.translate import Translated, TranslateError, Translator
 
 log = logging.getLogger("m4.serve")
@@ -51,7 +54,11 @@ _HEADERS = {
 
 
 class Metrics:
-    """What is counted; each application has its own."""
+    """What is counted; each application has its own.
+
+    Args:
+        waiting: how many sentences wait.
+    """
 
     def __init__(self, waiting: Callable[[], int]):
         self.registry = CollectorRegistry()
@@ -63,15 +70,18 @@ class Metrics:
         self.seconds = made(Histogram, "m4_request_seconds", "From request to answer.", ["route"])
         self.sentences = made(Counter, "m4_sentences_total", "Sentences translated.")
         self.tokens = made(Counter, "m4_source_tokens_total", "Source tokens read.")
+        self.remembered = made(Counter, "m4_cached_sentences_total", "Sentences answered from memory.")
+        self.refused = made(Counter, "m4_connections_refused_total", "Connections closed unanswered.", ["reason"])
+        self.open = made(Gauge, "m4_connections", "Open connections.")
         sizes = [1, 2, 4, 8, 16, 32, 64, 128]
-        self.batches = made(Histogram, "m4_batch_sentences", "Sentences of a batch.", buckets=sizes)
-        self.batch_seconds = made(Histogram, "m4_batch_seconds", "Time that a batch took.")
+        self.batches = made(Histogram, "m4_batch_sentences", "Sentences searched for together.", buckets=sizes)
+        self.batch_seconds = made(Histogram, "m4_batch_seconds", "Time that some steps of a search took.")
         made(Gauge, "m4_waiting_sentences", "Sentences that wait.").set_function(waiting)
 
-    def batch(self, size: int, seconds: float) -> None:
-        """Counts one batch."""
-        self.sentences.inc(size)
-        self.batches.observe(size)
+    def batch(self, held: int, ended: int, seconds: float) -> None:
+        """Counts some steps of a search."""
+        self.sentences.inc(ended)
+        self.batches.observe(held)
         self.batch_seconds.observe(seconds)
 
 
@@ -102,6 +112,8 @@ def understand(body: bytes, options: ServeConfig, translator: Translator) -> Ask
     text = found["text"]
     if len(text) > options.characters:
         raise HTTPException(413, f"The text has {len(text)} characters; {options.characters} is the most.")
+    if "\0" in text:
+        raise HTTPException(422, "The text has a NUL character.")
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise HTTPException(422, "The text has half a surrogate pair.")
     lines = text.splitlines()
@@ -122,18 +134,28 @@ def understand(body: bytes, options: ServeConfig, translator: Translator) -> Ask
     return Asked(lines, count, language)
 
 
-def make_app(translator: Translator, options: ServeConfig, stopping: Callable[[], bool] = lambda: False) -> Starlette:
-    """The application.
+_STOPPING = HTTPException(503, "The server is stopping.", {"Retry-After": "5", "Connection": "close"})
+
+
+def make_app(
+    translator: Translator,
+    options: ServeConfig,
+    stopping: Callable[[], bool] = lambda: False,
+    identify: Callable[[Sequence[str]], str | None] = lambda lines: None,
+) -> Starlette:
+    """The application. Its ``state`` has ``metrics``, and ``patience``, whose end is that of every request.
 
     Args:
         translator: what translates; its `options.n_best` is the most alternatives that can be asked for.
         options: limits.
         stopping: whether the server is about to end.
+        identify: tells the language of lines of text, if it can.
     """
     rate = Rate(options.rate, options.burst)
     page = {at: resources.files("m4.serve").joinpath("page", name).read_bytes() for at, name in PAGE.items()}
-    languages = [{"code": code, "pairs": pairs} for code, pairs in translator.languages.items()]
+    languages = [{"code": code, "name": name_of(code), "pairs": n} for code, n in translator.languages.items()]
     shown = {"languages": languages, "characters": options.characters, "alternatives": translator.options.n_best}
+    patience = Patience()
     batcher: Batcher
 
     metrics = Metrics(lambda: batcher.waiting)
@@ -142,26 +164,34 @@ def make_app(translator: Translator, options: ServeConfig, stopping: Callable[[]
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         nonlocal batcher
         wait = options.wait / 1000
-        batcher = Batcher(translator.translate, translator.batch, options.queue, wait, metrics.batch)
+        seen, hit = metrics.batch, metrics.remembered.inc
+        batcher = Batcher(translator, options.queue, wait, seen, options.cache, hit)
         yield
         await batcher.close()
 
     async def translate(request: Request) -> Response:
-        seconds = rate.ask(request.client.host if request.client else "")
+        seconds = rate.ask(client_of(request.client.host) if request.client else "")
         if seconds:
             raise HTTPException(429, "Too many requests from this address.", {"Retry-After": str(math.ceil(seconds))})
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "The body must be of the type application/json.")
-        asked = understand(await read_body(request, options.body, options.timeout), options, translator)
         try:
-            async with asyncio.timeout(options.timeout):
+            async with patience.within(options.timeout):
+                body = await read_body(request, options.body)
+        except TimeoutError:
+            late = f"The body did not come within {options.timeout:.0f} seconds."
+            raise _STOPPING if patience.over else HTTPException(408, late, {"Connection": "close"}) from None
+        asked = understand(body, options, translator)
+        try:
+            async with patience.within(options.timeout):
                 done = await batcher.translate(asked.lines, asked.language)
         except (QueueFullError, TimeoutError):
-            raise HTTPException(503, "Too much is asked at the moment.", {"Retry-After": "5"}) from None
+            much = HTTPException(503, "Too much is asked at the moment.", {"Retry-After": "5"})
+            raise _STOPPING if stopping() else much from None
         except Exception:  # the log has it already
             raise HTTPException(500, "The translation failed; the log of the server says why.") from None
         metrics.tokens.inc(sum(of.tokens for of in done))
-        return JSONResponse(_answer(asked, done))
+        return JSONResponse(_answer(asked, done, asked.language or identify(asked.lines)))
 
     async def known(request: Request) -> Response:
         return JSONResponse(shown)
@@ -190,22 +220,26 @@ def make_app(translator: Translator, options: ServeConfig, stopping: Callable[[]
         exception_handlers={HTTPException: _refused},
     )
     app.router.redirect_slashes = False
+    app.state.metrics, app.state.patience = metrics, patience
     paths = {route.path for route in routes}
-    app.add_middleware(_Around, metrics=metrics, paths=paths)  # type: ignore[arg-type]
+    log_access = access.logger(options.access_log).info
+    app.add_middleware(_Around, metrics=metrics, paths=paths, log_access=log_access)  # type: ignore[arg-type]
     return app
 
 
-def _answer(asked: Asked, done: list[Translated]) -> dict[str, Any]:
+def _answer(asked: Asked, done: list[Translated], language: str | None) -> dict[str, Any]:
     lines = [
         {
             "source": source,
             "text": of.text,
             "cut": of.cut,
+            "lost": list(of.lost),
+            "invented": list(of.invented),
             "alternatives": [{"text": h.text, "score": round(h.score, 6)} for h in of.hypotheses[: asked.alternatives]],
         }
         for source, of in zip(asked.lines, done, strict=True)
     ]
-    return {"text": "\n".join(of.text for of in done), "lines": lines}
+    return {"text": "\n".join(of.text for of in done), "language": language, "lines": lines}
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -214,10 +248,10 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 class _Around:
-    """Counts every answer, and adds the headers that keep the page to itself."""
+    """Counts and logs every answer, and adds the headers that keep the page to itself."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str]):
-        self._app, self._metrics, self._paths = app, metrics, paths
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str], log_access: Callable[[str], None]):
+        self._app, self._metrics, self._paths, self._log = app, metrics, paths, log_access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -225,14 +259,25 @@ class _Around:
             return
         began = time.perf_counter()
         route = scope["path"] if scope["path"] in self._paths else "other"
+        status = size = 0
 
         async def told(message: Message) -> None:
+            nonlocal status, size
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
-                self._metrics.requests.labels(route, str(message["status"])).inc()
+                status = message["status"]
+                self._metrics.requests.labels(route, str(status)).inc()
                 self._metrics.seconds.labels(route).observe(time.perf_counter() - began)
+            size += len(message.get("body", b""))
             await send(message)
 
-        await self._app(scope, receive, told)
+        try:
+            await self._app(scope, receive, told)
+        finally:
+            target = scope["raw_path"].decode("latin-1")
+            request = f"{scope['method']} {target} HTTP/{scope['http_version']}"
+            address = scope["client"][0] if scope["client"] else ""
+            # 499, as others have it: the client went away before there was an answer.
+            self._log(access.line(address, request, status or 499, size, time.perf_counter() - began))

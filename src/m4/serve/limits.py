@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import time
 from collections import OrderedDict
+from collections.abc import AsyncIterator
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 _CLIENTS = 10_000  # addresses that are remembered; the one that was silent longest is forgotten first
+
+
+def client_of(address: str) -> str:
+    """What counts as one client: an IPv4 address, or the /64 network that an IPv6 address is one of 2**64 in.
+
+    >>> client_of("192.0.2.7"), client_of("::ffff:192.0.2.7"), client_of("2001:db8:1:2:3:4:5:6")
+    ('192.0.2.7', '192.0.2.7', '2001:db8:1:2::')
+    """
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.IPv6Address(int(found) >> 64 << 64))
 
 
 class Rate:
@@ -38,11 +58,11 @@ class Rate:
         return 0.0 if allowed else (1 - left) / self._rate
 
 
-async def read_body(request: Request, limit: int, seconds: float) -> bytes:
+async def read_body(request: Request, limit: int) -> bytes:
     """The body of a request, of which no more than `limit` bytes are ever kept.
 
     Raises:
-        HTTPException: 413 if it is longer, 408 if it takes longer than `seconds`, 400 if the client went away.
+        HTTPException: 413 if it is longer, 400 if the client went away.
     """
     too_long = HTTPException(413, f"The body is longer than {limit} bytes.", {"Connection": "close"})
     announced = request.headers.get("content-length", "0")
@@ -50,15 +70,38 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
         raise too_long
     body = bytearray()
     try:
-        async with asyncio.timeout(seconds):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
-                    raise too_long
-    except TimeoutError:
-        raise HTTPException(
-            408, f"The body did not come within {seconds:.0f} seconds.", {"Connection": "close"}
-        ) from None
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise too_long
     except ClientDisconnect:
         raise HTTPException(400, "The client went away.") from None
     return bytes(body)
+
+
+class Patience:
+    """The deadlines of all requests under way, which can be brought forward to now: when the server is to end."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self._running: set[asyncio.Timeout] = set()
+
+    @contextlib.asynccontextmanager
+    async def within(self, seconds: float) -> AsyncIterator[None]:
+        """Raises TimeoutError in the block once it takes longer, or at `end`."""
+        if self.over:
+            raise TimeoutError
+        async with asyncio.timeout(seconds) as deadline:
+            self._running.add(deadline)
+            try:
+                yield
+            finally:
+                self._running.discard(deadline)
+
+    def end(self) -> None:
+        """Nobody is waited for any more."""
+        self.over = True
+        now = asyncio.get_running_loop().time()
+        for deadline in list(self._running):
+            with contextlib.suppress(RuntimeError):  # it is just passing by itself
+                deadline.reschedule(now)

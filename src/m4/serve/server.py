@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import functools
 import math
 import os
+import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from gshard import GShardError
+from m4.serve import access
 from m4.serve.app import make_app
 from m4.serve.config import ServeConfig
+from m4.serve.connections import Connections, Guarded
+from m4.serve.limits import Patience
 from m4.translate import Translator
 
 
@@ -27,8 +34,10 @@ def listen(options: ServeConfig) -> socket.socket:
     """A socket that listens on the address asked for.
 
     Raises:
-        ServeError: the port is in use, not allowed, or the address is not of this machine.
+        ServeError: the port is in use, not allowed, or the address is not of this machine; or this process may not
+            have so many connections.
     """
+    _allow_files(options.connections)
     where = f"{options.host}:{options.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -53,10 +62,46 @@ def listen(options: ServeConfig) -> socket.socket:
     return found
 
 
+def _allow_files(connections: int) -> None:
+    """Each connection is an open file, of which a process may often have 1,024 only, unless it asks for more."""
+    needed = connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ServeError(
+            f"this process may open {hard} files, which is too few for {connections} connections.",
+            way_out=f"Give --connections of at most {max(hard - _OTHER_FILES, 1)}, or raise the limit (ulimit -Hn).",
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+_OTHER_FILES = 128
+_AFTER = 2.0  # seconds after the grace in which refusals are still written
+
+
 class _Server(uvicorn.Server):
     """Uvicorn, that ends with an exit code of ours instead of by the signal that stopped it."""
 
     signal = 0
+
+    def __init__(self, config: uvicorn.Config, patience: Patience, grace: float):
+        super().__init__(config)
+        self._patience, self._grace = patience, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What is not answered within the grace is refused; what is not read after that is dropped."""
+        loop = asyncio.get_running_loop()
+        timers = [
+            loop.call_later(self._grace, self._patience.end),
+            loop.call_later(self._grace + _AFTER, self._drop),
+        ]
+        await super().shutdown(sockets)
+        for timer in timers:
+            timer.cancel()
+
+    def _drop(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -76,11 +121,24 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
+_LOGGING: dict[str, Any] = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"dated": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "dated"}},
+    "loggers": {
+        name: {"handlers": ["stderr"], "level": level, "propagate": False}
+        for name, level in (("uvicorn", "ERROR"), ("m4.serve", "WARNING"))
+    },
+}
+
+
 def serve(
     translator: Translator,
     options: ServeConfig,
     bound: socket.socket,
     say: Callable[[str], None] = lambda text: print(text, flush=True),
+    identify: Callable[[Sequence[str]], str | None] = lambda lines: None,
 ) -> int:
     """Serves until SIGTERM or SIGINT, then lets requests end. Must be called from the main thread.
 
@@ -89,31 +147,40 @@ def serve(
         options: limits.
         bound: what `listen` gave.
         say: takes what is to be told.
+        identify: tells the language of lines of text, if it can.
 
     Returns:
         The signal that ended it.
     """
+    say("m4: compiling ...")
+    identify(["a"])  # counts what it needs
     translator.translate([" ".join(["a"] * n) for n in _lengths(translator.text.length)])
     server: _Server
-    app = make_app(translator, options, lambda: server.should_exit)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            lifespan="on",
-            limit_concurrency=options.connections,
-            backlog=min(options.connections, 4096),
-            timeout_keep_alive=5,
-            timeout_graceful_shutdown=math.ceil(options.grace),
-            h11_max_incomplete_event_size=16 * 1024,
-            http="h11",
-            ws="none",
-            proxy_headers=bool(options.proxies),
-            forwarded_allow_ips=options.proxies or None,
-        )
+    app = make_app(translator, options, lambda: server.should_exit, identify)
+    log_access = access.logger(options.access_log).info
+    connections = Connections(
+        options,
+        lambda reason: app.state.metrics.refused.labels(reason).inc(),
+        lambda *answer: log_access(access.line(*answer)),
     )
+    app.state.metrics.open.set_function(lambda: connections.open)
+    config = uvicorn.Config(
+        app,
+        log_config=_LOGGING,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        backlog=min(options.connections, 4096),
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=math.ceil(options.grace + 2 * _AFTER),
+        h11_max_incomplete_event_size=16 * 1024,
+        http=functools.partial(Guarded, connections=connections),  # type: ignore[arg-type]
+        ws="none",
+        proxy_headers=bool(options.proxies),
+        forwarded_allow_ips=options.proxies or None,
+    )
+    server = _Server(config, app.state.patience, options.grace)
     host, port = bound.getsockname()[:2]
     say(f"m4: serving on http://{f'[{host}]' if ':' in host else host}:{port}/ (stop with Ctrl-C)")
     server.run(sockets=[bound])

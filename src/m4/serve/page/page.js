@@ -5,6 +5,7 @@ const [form, source, from, result, status, left, go, copy, alternatives] =
   ["form", "source", "from", "result", "status", "left", "go", "copy", "alternatives"].map(at);
 let limits = { characters: 5000, alternatives: 1 };
 let newest = 0;
+const nameOf = new Map();
 
 // Code points, as the server counts them.
 const count = () => Array.from(source.value).length;
@@ -24,10 +25,14 @@ function show(answer) {
   result.replaceChildren(...answer.lines.flatMap((line) => {
     const paragraph = document.createElement("p");
     paragraph.textContent = line.text;
-    if (line.cut) {
+    const notes = [];
+    if (line.cut) notes.push("only the beginning of this line was read");
+    if (line.lost.length) notes.push(`lacks ${line.lost.join(" ")}`);
+    if (line.invented.length) notes.push(`adds ${line.invented.join(" ")}`);
+    if (notes.length) {
       const note = document.createElement("span");
       note.className = "cut";
-      note.textContent = "(only the beginning of this line was read)";
+      note.textContent = `(${notes.join("; ")})`;
       paragraph.append(note);
     }
     const others = line.alternatives.slice(1);
@@ -70,7 +75,8 @@ async function translate() {
       return;
     }
     show(answer);
-    say(`${((performance.now() - began) / 1000).toFixed(1)} s`);
+    const seconds = `${((performance.now() - began) / 1000).toFixed(1)} s`;
+    say(asked.from || !answer.language ? seconds : `from ${nameOf.get(answer.language)}, it seems; ${seconds}`);
   } catch {
     if (mine === newest) say("The server does not answer.", true);
   } finally {
@@ -86,14 +92,8 @@ async function start() {
   limits = known;
   at("count").textContent = known.languages.length || "Many";
   alternatives.closest("label").hidden = known.alternatives < 2;
-  const names = new Intl.DisplayNames(["en"], { type: "language" });
-  const named = known.languages.map(({ code }) => {
-    try {
-      return [names.of(code.replaceAll("_", "-")), code];
-    } catch {
-      return [code, code];
-    }
-  });
+  const named = known.languages.map(({ code, name }) => [name, code]);
+  for (const [name, code] of named) nameOf.set(code, name);
   named.sort(([a], [b]) => a.localeCompare(b, "en"));
   from.append(...named.map(([name, code]) => new Option(name, code)));
   showLeft();

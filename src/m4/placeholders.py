@@ -1,0 +1,222 @@
+r"""Placeholders, tags and accelerators: what a program puts something else for, and a translation must not lose.
+
+    >>> found("Copy %(count)d of {name} to <b>%s</b> &amp; _close")
+    ['%(count)d', '{name}', '<b>', '%s', '</b>', '&amp;', '_']
+
+A model reads placeholders and never sees tags and accelerators, which training text is freed of. `mark` takes them
+out of a sentence, and what it returns puts them into the translation.
+
+    >>> marked = mark("<b>&Datei %s öffnen</b>")
+    >>> marked.plain, marked.placeholders
+    ('Datei %s öffnen', ('%s',))
+    >>> marked.restore("Open the file %s")
+    '<b>&Open the file %s</b>'
+    >>> lost_and_invented("Noch %d von %d", "%d of {total} left")
+    (['%d'], ['{total}'])
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+_CONVERSION = r"[-+#0]*\d*(?:\.\d+)?(?:hh|ll|[hlLqjzt])?[diouxXeEfFgGcrsa@]"
+_PARTS = {
+    "tag": r"</?[A-Za-z][\w:.-]*(?:\s[^<>]*)?/?>",
+    "entity": r"&(?:[A-Za-z]\w{1,7}|#\d{1,7}|#x[0-9A-Fa-f]{1,6});",
+    "url": r"https?://[^\s<>\"]*[^\s<>\".,;:!?)\]}]",
+    "braces": r"\$?\{\{[^{}]*\}\}|\$\{[^{}]*\}|\{[^{}]*\}",
+    "template": r"\[%[^\]]*%\]|@[A-Z][A-Z_]+@|%[A-Z][A-Z_]+%",
+    "named": rf"%\([A-Za-z_][\w.]*\){_CONVERSION}",
+    # Not "50 % des": a blank is a flag of printf's that nobody uses; nor "50%de".
+    "printf": rf"%%|(?<!\d)%(?:\d+\$)?{_CONVERSION}|%n\b|%L?\d{{1,2}}",
+    "variable": r"\$[A-Za-z_]\w*",
+    "escape": r"\\[nrt\"]",
+}
+_PLACEHOLDER = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in _PARTS.items()))
+_LETTER = r"(?=[^\W\d_])"
+_ACCELERATOR = re.compile(rf"(?<![\w.])_{_LETTER}|&{_LETTER}(?!(?<=[A-Z]&)[A-Z])|(?<!\S)~{_LETTER}")
+_IN_BRACKETS = re.compile(r"\s*\(([_&~])([A-Za-z0-9])\)")  # "開く(_O)"
+
+
+def found(text: str) -> list[str]:
+    """All that must be kept, in order: placeholders and tags as they are, and the mark of an accelerator."""
+    pieces = [(at.start(), at.group()) for at in _PLACEHOLDER.finditer(text)]
+    accelerator = _accelerator(text)
+    if accelerator is not None:
+        pieces.append((accelerator[0], accelerator[2]))
+    return [piece for _, piece in sorted(pieces)]
+
+
+def lost_and_invented(source: str, translation: str) -> tuple[list[str], list[str]]:
+    """What a translation lacks of its source, and what it has beyond it, as multisets."""
+    theirs, ours = Counter(found(source)), Counter(found(translation))
+    return list((theirs - ours).elements()), list((ours - theirs).elements())
+
+
+def without(text: str) -> str:
+    """A text without its placeholders and tags.
+
+    >>> without("%d of <b>{total}</b>")
+    '  of    '
+    """
+    return _PLACEHOLDER.sub(" ", text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Marked:
+    """A sentence without its tags and accelerator.
+
+    Attributes:
+        plain: what is left for the model to read.
+        placeholders: of it, in order; the search copies them.
+        before, after: tags around the whole sentence.
+        within: tags inside of it, each with the share of the text that is before it.
+        accelerator: its mark, and the letter it is at.
+    """
+
+    plain: str
+    placeholders: tuple[str, ...] = ()
+    before: str = ""
+    after: str = ""
+    within: tuple[tuple[float, str], ...] = ()
+    accelerator: tuple[str, str] | None = None
+
+    def restore(self, translation: str) -> str:
+        """A translation of the plain sentence, with the tags and the accelerator.
+
+        Tags around all of it are around all of it again. Nobody knows which word of a translation a tag within belongs
+        to: it goes to the gap between words that has as much of the text before it, and tags stay in their order.
+        """
+        text = translation
+        if self.accelerator is not None:
+            text = _with_accelerator(text, *self.accelerator)
+        if self.within:
+            text = _with_tags(text, self.within)
+        return self.before + text + self.after if text else text
+
+
+def mark(text: str) -> Marked:
+    """Takes tags and the accelerator out of a sentence; one without any is left as it is, to the letter."""
+    accelerator = _accelerator(text)
+    if accelerator is not None:
+        start, end, sign, letter = accelerator
+        plain = text[:start] + text[end:]
+        kept = sign, letter
+    else:
+        plain, kept = text, None
+    tags = [at for at in _PLACEHOLDER.finditer(plain) if at.lastgroup == "tag"]
+    if not tags:
+        return Marked(plain, _placeholders(plain), accelerator=kept)
+    before, after, first, last = "", "", 0, len(plain)
+    while tags and tags[0].start() == first:
+        before, first = before + tags[0].group(), tags.pop(0).end()
+    while tags and tags[-1].end() == last:
+        after, last = tags[-1].group() + after, tags.pop().start()
+    letters, at, within = [], first, []
+    for tag in tags:
+        letters.append(plain[at : tag.start()])
+        within.append((sum(map(len, letters)), tag.group()))
+        at = tag.end()
+    letters.append(plain[at:last])
+    whole = "".join(letters)
+    places = tuple((count / max(len(whole), 1), tag) for count, tag in within)
+    return Marked(whole, _placeholders(whole), before, after, places, kept)
+
+
+def _placeholders(plain: str) -> tuple[str, ...]:
+    return tuple(at.group() for at in _PLACEHOLDER.finditer(plain))
+
+
+def _accelerator(text: str) -> tuple[int, int, str, str] | None:
+    """From where to where, mark and letter, of the only accelerator of a text; with several there is none."""
+    covered = [at.span() for at in _PLACEHOLDER.finditer(text)]
+
+    def free(at: re.Match[str]) -> bool:
+        return not any(start <= at.start() < end for start, end in covered)
+
+    asian = [at for at in _IN_BRACKETS.finditer(text) if free(at)]
+    if len(asian) == 1 and not text[: asian[0].start()].isascii():
+        return *asian[0].span(), asian[0].group(1), asian[0].group(2)
+    plain = [at for at in _ACCELERATOR.finditer(text) if free(at)]
+    if len(plain) != 1 or asian:
+        return None
+    at = plain[0]
+    return at.start(), at.end(), at.group(), text[at.end()]
+
+
+def _with_accelerator(text: str, sign: str, letter: str) -> str:
+    """The mark before the first word that begins with the letter, else before the first word there is."""
+    covered = [at.span() for at in _PLACEHOLDER.finditer(text)]
+    words = [
+        at.start()
+        for at in re.finditer(r"(?<![\w.])[^\W\d_]", text)
+        if not any(start <= at.start() < end for start, end in covered)
+    ]
+    same = [at for at in words if text[at].casefold() == letter.casefold()]
+    if not words:
+        return text
+    at = (same or words)[0]
+    return text[:at] + sign + text[at:]
+
+
+def _with_tags(text: str, within: Sequence[tuple[float, str]]) -> str:
+    covered = [at.span() for at in _PLACEHOLDER.finditer(text)]
+    gaps = [0, *(at.start() for at in re.finditer(r"\s", text)), len(text)]
+    gaps = [gap for gap in gaps if not any(start < gap < end for start, end in covered)]
+    out, done = "", 0
+    for share, tag in within:
+        closing = tag.startswith("</")
+        at = max(min(gaps, key=lambda gap: abs(gap - share * len(text))), done)
+        if not closing and at < len(text) and text[at].isspace():
+            at += 1  # before the word, not before the blank
+        at = max(at, done)
+        out, done = out + text[done:at] + tag, at
+    return out + text[done:]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How well placeholders, tags and accelerators were kept.
+
+    Attributes:
+        sentences: with any of them in the source.
+        exact: of these, translated with exactly the same ones.
+        wanted: all that sources have.
+        kept: of these, found in the translation.
+        invented: found in a translation and not in its source, in any sentence.
+    """
+
+    sentences: int
+    exact: int
+    wanted: int
+    kept: int
+    invented: int
+
+    def __str__(self) -> str:
+        if not self.sentences:
+            return f"placeholders: no sentence has any; {self.invented} invented"
+        return (
+            f"placeholders: {self.kept} of {self.wanted} kept ({self.kept / self.wanted:.1%}), {self.invented} "
+            f"invented; exact in {self.exact} of {self.sentences} sentences that have any"
+        )
+
+
+def accuracy(sources: Sequence[str], translations: Sequence[str]) -> Accuracy:
+    """Counts what translations kept of their sources.
+
+    >>> print(accuracy(["%s frei", "Zeile %d", "nichts"], ["%s free", "line", "not {a} thing"]))
+    placeholders: 1 of 2 kept (50.0%), 1 invented; exact in 1 of 2 sentences that have any
+    """
+    sentences = exact = wanted = kept = invented = 0
+    for source, translation in zip(sources, translations, strict=True):
+        all_of_it = found(source)
+        lost, more = lost_and_invented(source, translation)
+        sentences += bool(all_of_it)
+        exact += bool(all_of_it) and not lost and not more
+        wanted += len(all_of_it)
+        kept += len(all_of_it) - len(lost)
+        invented += len(more)
+    return Accuracy(sentences, exact, wanted, kept, invented)

@@ -1,0 +1,101 @@
+"""A run that goes on with fewer devices computes the same numbers: groups of tokens follow the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from gshard import moe
+from m4 import train
+from m4.config import ModelChoice, Run, TrainConfig
+from m4.groups import groups_of, uneven
+from m4.progress import Progress
+
+B, L, V = 16, 8, 19
+MODEL = moe.TransformerConfig(
+    source_vocabulary=V, target_vocabulary=V, model_dim=8, hidden_dim=16, heads=2, head_dim=4, encoder_layers=2,
+    decoder_layers=2, experts=8, group_size=None, groups=8, capacity_factor=1.5, dropout=0.1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Compiling costs more than running."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def batch(step: int, *_: int) -> dict[str, np.ndarray]:
+    """Sentences of several lengths, ended and padded."""
+    rng = np.random.default_rng(step)
+    ids = np.where(np.arange(L) < rng.integers(1, L, (B, 1)), rng.integers(3, V, (B, L)), 0).astype(np.int32)
+    ids[np.arange(B), (ids != 0).sum(1)] = 1
+    return {"source": ids, "target": ids[:, ::-1].copy()}
+
+
+def records(folder: Path, stages: list[tuple[int, int]], model: moe.TransformerConfig = MODEL) -> list[dict]:
+    """What each step says of a run in stages: so many devices, up to so many steps."""
+    for devices, steps in stages:
+        options = TrainConfig(steps=steps, warmup_steps=2)
+        on = dataclasses.replace(model, partitions=devices)
+        shown = Progress(steps, 1, io.StringIO())
+        train.train(on, options, Run(folder), batch, resume=True, show=shown)
+    return [json.loads(line) for line in Run(folder).metrics.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_eight_then_four_then_one_device(tmp_path: Path) -> None:
+    want = records(tmp_path / "one", [(1, 9)])
+    got = records(tmp_path / "elastic", [(8, 3), (4, 6), (1, 9)])
+    assert [of["step"] for of in got] == list(range(9))
+    for name in ("loss", "cross_entropy", "aux_loss", "gradient_norm"):
+        np.testing.assert_allclose([of[name] for of in got], [of[name] for of in want], rtol=2e-4, err_msg=name)
+    assert [of["dropped_share"] for of in got] == [of["dropped_share"] for of in want], "a token took another way"
+    assert all(of["dropped_share"] > 0 for of in want), "experts that are never full prove little"
+
+    # What would have happened with one group for each device.
+    loose = dataclasses.replace(MODEL, groups=None)
+    of_one, of_eight = (records(tmp_path / name, [(n, 1)], loose)[0] for name, n in (("l1", 1), ("l8", 8)))
+    assert of_one["dropped_share"] != of_eight["dropped_share"]
+
+
+def test_another_number_of_groups_is_refused_and_the_right_one_named(tmp_path: Path) -> None:
+    """Also where nobody chose a number: then it was that of the devices."""
+    loose = dataclasses.replace(MODEL, groups=None)
+    records(tmp_path, [(1, 1)], loose)
+    with pytest.raises(train.TrainError, match=r"in 1 groups, and here there would be 8(.|\n)*Add --groups 1"):
+        records(tmp_path, [(1, 2)])
+    assert len(records(tmp_path, [(1, 2)], dataclasses.replace(MODEL, groups=1))) == 2
+
+
+@pytest.mark.parametrize("rows", [8, 48, 104, 1024, 40_000])
+@pytest.mark.parametrize("accumulate", [1, 2, 8])
+def test_groups_divide_both_sides_of_a_batch(rows: int, accumulate: int) -> None:
+    for source, target in ((24, 32), (192, 128), (128, 128)):
+        groups = groups_of((rows, source, target), accumulate)
+        part = rows // accumulate
+        assert part * source % groups == part * target % groups == 0
+        assert groups == 8 or 512 <= part * min(source, target) // groups < 2048 or groups < 8
+
+
+def test_what_does_not_divide_is_told() -> None:
+    assert uneven(dataclasses.replace(MODEL, partitions=8)) == []
+    assert uneven(dataclasses.replace(MODEL, partitions=4)) == []
+    (experts, groups) = uneven(dataclasses.replace(MODEL, partitions=3))
+    assert (
+        experts
+        == "8 experts do not divide among 3 devices: a device has up to 3, and a step takes as long as one of 9."
+    )
+    assert groups.startswith("8 groups of tokens do not divide among 3 devices")
+    dense = ModelChoice("dense-4l").transformer(100, 100, 3, groups=8)
+    assert dense.groups is None
+    assert uneven(dense) == []
+    assert ModelChoice("moe-8e-4l", groups=4).transformer(100, 100, 2, groups=8).groups == 4

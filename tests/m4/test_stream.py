@@ -1,0 +1,111 @@
+"""The continuous search against the search in batches; and that nobody's translation depends on when it came."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from gshard import moe
+from m4.decode import EOS, DecodeConfig, make_decode
+from m4.stream import Continuous, InBatches, Search, Sentence
+
+CONFIG = moe.TransformerConfig(
+    source_vocabulary=23, target_vocabulary=11, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2,
+    decoder_layers=2, experts=4, group_size=None,
+)  # fmt: skip
+OPTIONS = DecodeConfig(beam=3, alpha=0.0, max_length=12)  # without a bonus for length, a search is seen to be over
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Compiling costs more than running."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def params() -> dict:
+    found = moe.init(CONFIG, jax.random.key(10))
+    found["target_embedding"] = 6.0 * found["target_embedding"]
+    return found
+
+
+def sentences(rng: np.random.Generator, count: int, width: int = 8) -> list[Sentence]:
+    lengths = rng.integers(1, width, count)
+    return [Sentence((*map(int, rng.integers(3, CONFIG.source_vocabulary, n)), EOS), width) for n in lengths]
+
+
+def drive(search: Search, asked: list[Sentence], arrivals: list[int] | None = None) -> list[tuple[Any, Any]]:
+    """Tokens and scores of each; arrivals says how many steps each comes after the one before."""
+    waiting = list(enumerate(asked))
+    gaps = list(arrivals or [0] * len(asked))
+    found: dict[int, tuple[Any, Any]] = {}
+    while waiting or search.busy:
+        while waiting and gaps[0] <= 0 and search.room(waiting[0][1].width) > 0:
+            search.add(*waiting.pop(0))
+            gaps.pop(0)
+        if gaps:
+            gaps[0] -= 1
+        for of in search.step(more=bool(waiting)):
+            assert of.ticket not in found
+            found[of.ticket] = of.tokens_NT.tolist(), of.score_N.tolist()
+    return [found[n] for n in range(len(asked))]
+
+
+def test_it_finds_what_a_batch_finds(params: dict, rng: np.random.Generator) -> None:
+    asked = sentences(rng, 23)
+    source = np.zeros((len(asked), 8), np.int32)
+    for row, of in enumerate(asked):
+        source[row, : len(of.ids)] = of.ids
+    want = make_decode(CONFIG, OPTIONS)(params, source)
+    got = drive(Continuous(CONFIG, params, OPTIONS, None, batch=6, steps=2), asked)
+    assert [tokens for tokens, _ in got] == np.asarray(want.tokens_BNT).tolist()
+    np.testing.assert_allclose([scores for _, scores in got], want.score_BN, rtol=1e-5)
+    ends = [int(np.count_nonzero(tokens[0])) for tokens, _ in got]
+    assert len(set(ends)) > 1, "sentences of one length prove little"
+    assert drive(InBatches(CONFIG, params, OPTIONS, None, batch=6), asked)[5][0] == got[5][0]
+
+
+def test_nobody_s_translation_depends_on_when_it_came(params: dict, rng: np.random.Generator) -> None:
+    """To the last bit: in another order, among others, through other places, one step at a time or all at once."""
+    asked = sentences(rng, 12) + sentences(rng, 6, width=16)
+    want = drive(Continuous(CONFIG, params, OPTIONS, None, batch=6, steps=100), asked)
+    for steps in (1, 3):
+        order = rng.permutation(len(asked))
+        arrivals = rng.integers(0, 4, len(asked)).tolist()
+        search = Continuous(CONFIG, params, OPTIONS, None, batch=6, steps=steps)
+        got = drive(search, [asked[n] for n in order], arrivals)
+        assert [got[place] for place in np.argsort(order)] == want
+    alone = Continuous(CONFIG, params, OPTIONS, None, batch=6)
+    assert [drive(alone, [of])[0] for of in asked[:3]] == want[:3], "and a place serves one after the other"
+
+
+def test_who_ends_leaves_at_once(params: dict, rng: np.random.Generator) -> None:
+    search = Continuous(CONFIG, params, OPTIONS, None, batch=6, steps=1)
+    for n, of in enumerate(sentences(rng, 6)):
+        search.add(n, of)
+    assert search.room(8) == 0
+    left = []
+    while search.busy:
+        left += [len(search.step())]
+        assert search.room(8) == sum(left)
+    assert sum(left) == 6
+    assert np.count_nonzero(left) > 1, "not all in the last step"
+
+
+def test_a_model_that_knows_no_finite_score_does_not_harm_the_others(params: dict, rng: np.random.Generator) -> None:
+    """Places that hold nobody yet, and ids that are no words (NaN), stay in their rows."""
+    asked = sentences(rng, 4)
+    broken = dataclasses.replace(CONFIG, experts=0)  # rows of experts' blocks are shared
+    dense = {**moe.init(broken, jax.random.key(1))}
+    sound = drive(Continuous(broken, dense, OPTIONS, None, batch=6), asked)
+    search = Continuous(broken, dense, OPTIONS, None, batch=6)
+    got = drive(search, [asked[0], Sentence((99, EOS), 8), *asked[1:]])
+    assert [got[0], *got[2:]] == sound
+    assert not np.isfinite(got[1][1]).any()
