@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import tyro
 
-from m4 import by_class, evaluate, evaluation_files, near_copies, runs, score
+from m4 import by_class, evaluate, evaluation_files, near_copies, placeholders, runs, score
 from m4.config import Run
 from m4.decode import DecodeConfig
 from m4.devices import check_devices
@@ -120,6 +120,7 @@ class Evaluate:
         if len(set(lines.values())) < len(lines):
             print(f"languages with fewer than {by_class.ALONE} sentences are scored together, by class")
         print(f"\n{near_copies.told(sources, references, written)}")
+        print(placeholders.accuracy(sources, written))
 
         compared, theirs = self._compared(held, others, examples, pairs)
         deltas = evaluate.differences(results, compared)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from gshard import moe
 from m4.config import ModelChoice, TrainConfig
-from m4.text import PreparedText
+from m4.translate import Text
 
 _TOKENS = 1024  # of a group, where a batch has more than eight of them; as in the paper
 _LEAST = 8
@@ -35,7 +35,7 @@ def groups_of(shape: tuple[int, int, int], accumulate: int = 1) -> int:
 
 
 def model_for(
-    choice: ModelChoice, text: PreparedText, devices: int, options: TrainConfig, say: Callable[[str], None] = print
+    choice: ModelChoice, text: Text, devices: int, options: TrainConfig, say: Callable[[str], None] = print
 ) -> moe.TransformerConfig:
     """The model that is trained on a corpus; what does not divide among the devices is told.
 
@@ -49,12 +49,13 @@ def model_for(
     Raises:
         gshard.moe.ModelError: the choice makes no sense, or the groups do not divide the tokens of a batch.
     """
-    shape = text.batches.shape
-    given = groups_of((shape.rows, shape.source, shape.target), options.accumulate)
+    batch = text.batch(0)
+    (rows, source), target = batch["source"].shape, batch["target"].shape[1]
+    given = groups_of((rows, source, target), options.accumulate)
     model = choice.transformer(text.source_vocabulary, text.target_vocabulary, devices, given)
     if model.experts:
-        for length in (shape.source, shape.target):
-            model.capacity(model.tokens_of_a_group(shape.rows // options.accumulate * length))
+        for length in (source, target):
+            model.capacity(model.tokens_of_a_group(rows // options.accumulate * length))
     for line in uneven(model):
         say(line)
     return model

@@ -34,6 +34,9 @@ from m4.step import initial_state as initial_state
 from m4.step import make_evaluation as make_evaluation
 from m4.step import make_step as make_step
 
+_AS_IT_WAS = {field.name: field.default for field in dataclasses.fields(moe.TransformerConfig)}
+"""What a model was before it could be anything else: older checkpoints do not name every choice."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
@@ -248,7 +251,8 @@ class _Loop:
                     got=f"{saved.get(name)} there, {self.described.get(name)} here",
                     way_out="Use the corpus and the languages of the first run, or name another folder.",
                 )
-        theirs, ours = dict(saved.get("model", {})), json.loads(json.dumps(self.described["model"]))
+        ours = json.loads(json.dumps(self.described["model"]))
+        theirs = {name: value for name, value in _AS_IT_WAS.items() if name in ours} | saved.get("model", {})
         for of in (theirs, ours):  # what the groups come to: those of older runs had no number of their own
             if of.get("experts") and of.get("group_size") is None:
                 of["groups"] = of.get("groups") or of.get("partitions")
@@ -260,7 +264,7 @@ class _Loop:
                     where=str(self.where.checkpoints),
                     way_out="Use the settings of the first run, or name another folder.",
                 )
-        if theirs and theirs.get("groups") != ours.get("groups"):
+        if theirs.get("groups") != ours.get("groups"):
             raise TrainError(
                 f"the run routes its tokens in {theirs.get('groups')} groups, and here there would be "
                 f"{ours.get('groups')}: other tokens would find an expert full.",

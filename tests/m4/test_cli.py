@@ -291,6 +291,7 @@ def test_evaluation_writes_scores_that_can_be_compared(
     assert ["2", "medium"] in rows, "a language of five sentences has no line of its own"
     assert "languages with fewer than 50 sentences are scored together, by class" in told
     assert "copying scores chrF++" in told
+    assert "placeholders: no sentence has any; 0 invented" in told
     assert "nw:2" in told
     files = {"results.json", "scores.csv", "classes.csv", "translations.tsv"}
     for folder in (Path("first"), Path("first/known-english")):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gshard import moe
-from m4 import train
+from m4 import checkpoint, train
 from m4.config import ModelChoice, Run, TrainConfig
 from m4.groups import groups_of, uneven
 from m4.progress import Progress
@@ -67,13 +67,31 @@ def test_eight_then_four_then_one_device(tmp_path: Path) -> None:
     assert of_one["dropped_share"] != of_eight["dropped_share"]
 
 
+def saved(folder: Path, model: dict) -> None:
+    """A run that ended after one step, of a model that its checkpoint describes so."""
+    shapes = jax.eval_shape(lambda: train.initial_state(MODEL, 0))
+    state = jax.tree.map(lambda of: np.zeros(of.shape, of.dtype), shapes) | {"step": np.int32(1)}
+    meta = {"model": model, "train": dataclasses.asdict(TrainConfig(steps=1))}
+    checkpoint.save(Run(folder).checkpoints, 1, state, meta)
+
+
 def test_another_number_of_groups_is_refused_and_the_right_one_named(tmp_path: Path) -> None:
     """Also where nobody chose a number: then it was that of the devices."""
-    loose = dataclasses.replace(MODEL, groups=None)
-    records(tmp_path, [(1, 1)], loose)
+    of_one = dataclasses.replace(MODEL, groups=None)
+    saved(tmp_path, dataclasses.asdict(of_one))
     with pytest.raises(train.TrainError, match=r"in 1 groups, and here there would be 8(.|\n)*Add --groups 1"):
-        records(tmp_path, [(1, 2)])
-    assert len(records(tmp_path, [(1, 2)], dataclasses.replace(MODEL, groups=1))) == 2
+        records(tmp_path, [(1, 1)])
+    records(tmp_path, [(1, 1)], dataclasses.replace(MODEL, groups=1))
+
+
+def test_a_run_goes_on_whose_checkpoint_names_fewer_choices_than_there_are_now(tmp_path: Path) -> None:
+    then = dataclasses.asdict(MODEL)
+    for name in ("groups", "top_k", "positions", "kv_heads"):
+        del then[name]
+    saved(tmp_path, then | {"partitions": 8})
+    records(tmp_path, [(1, 1)])
+    with pytest.raises(train.TrainError, match="kv_heads is None there and 1 here"):
+        records(tmp_path, [(1, 1)], dataclasses.replace(MODEL, kv_heads=1))
 
 
 @pytest.mark.parametrize("rows", [8, 48, 104, 1024, 40_000])
