@@ -40,6 +40,7 @@ from m4.corpus.part import OUT_OF_DOMAIN, PARTS, TESTED, Split, write_parts
 from m4.encode import encode, learn_source, learn_target
 from m4.encoded import Encoded
 from m4.errors import CorpusError
+from m4.language_names import name_of
 from m4.prepare_config import FORMAT, TIERS, PrepareConfig
 from m4.prepared import Prepared
 from m4.stages import Stages
@@ -167,9 +168,15 @@ def _write_text(
         work / "merging",
         left_out_folder / "merging.tsv.gz",
         least=TIERS[config.tier].least,
-        most=settings["languages"],
-        always=sorted(own.tally.languages),
+        most=0 if config.only else settings["languages"],
+        always=sorted({*own.tally.languages, *config.only}),
     )
+    if absent := [name for name in config.only if not merged.languages[name]]:
+        there = ", ".join(name for name, _ in merged.languages.most_common())
+        raise CorpusError(
+            f"there is no text in {name_of(absent[0])} here.", got=f"--only {' '.join(config.only)}",
+            way_out=f"There are: {there}.",
+        )  # fmt: skip
     left_out.update(merged.left_out)
     if not merged.files:
         problems = [got.problem for got in fetched if got.problem]

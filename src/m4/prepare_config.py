@@ -12,8 +12,10 @@ from typing import Any
 
 from m4.corpus import parallel
 from m4.corpus.fetch import checksum
+from m4.corpus.language import language as canonical
 from m4.corpus.source import Licences, Source, Tier, chosen, of_tier
 from m4.errors import CorpusError
+from m4.language_names import code_of
 
 FORMAT = 4
 """Raised when the same settings give another corpus than before."""
@@ -59,6 +61,7 @@ class PrepareConfig:
         licences: ``permissive`` takes only sources whose licence asks for nothing but to be named.
         languages: keep so many languages, the largest; by default 100 of the larger tiers, and all of tiny. Languages
             of your own files are always kept.
+        only: keep these languages, by their codes or English names (de, German), instead of the largest.
         source_vocabulary: ids of the vocabulary of all source languages; by default 64000 (tiny: 8000), or what the
             text supports.
         target_vocabulary: ids of the English vocabulary; by default 32000 (tiny: 4000), or what the text supports.
@@ -84,6 +87,7 @@ class PrepareConfig:
     files: tuple[Path, ...] = ()
     licences: Licences = "all"
     languages: int | None = None
+    only: tuple[str, ...] = ()
     source_vocabulary: int | None = None
     target_vocabulary: int | None = None
     temperature: float | None = None
@@ -97,6 +101,7 @@ class PrepareConfig:
     jobs: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "only", tuple(sorted({_code(name) for name in self.only})))
         settings = self.settings
         if not (self.dev > 0 and self.test > 0 and self.dev + self.test <= 0.5):
             raise CorpusError(
@@ -112,6 +117,12 @@ class PrepareConfig:
             or self.jobs < 1
         ):
             raise CorpusError("a quota below 0, or fewer than one language or process, makes no sense.")
+        if self.only and self.languages is not None:
+            raise CorpusError(
+                "languages are chosen by their names or by their number.",
+                got=f"--only {' '.join(self.only)}, --languages {self.languages}",
+                way_out="Leave one of them out.",
+            )
         if not self.chosen_sources and not self.files:
             raise CorpusError("there is nothing to prepare.", way_out="Name a source or a file.")
 
@@ -136,7 +147,7 @@ class PrepareConfig:
         asked |= {name: getattr(defaults, name) for name in filled if asked[name] is None}
         for name in ("output", "cache", "sources", "files", "jobs"):
             del asked[name]
-        return asked
+        return asked if self.only else {name: value for name, value in asked.items() if name != "only"}
 
     @property
     def fingerprint(self) -> str:
@@ -155,3 +166,12 @@ class PrepareConfig:
         said["sources"] = [(s.title, s.packages) for s in self.chosen_sources]
         said["files"] = [[(f.name, checksum(f)) for f in parallel.files_of(file) if f.is_file()] for file in self.files]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _code(language: str) -> str:
+    found = code_of(language) or canonical(language)
+    if found is None:
+        raise CorpusError(
+            f"{language!r} is no language to translate from.", way_out="Give codes or English names: de, German, pt_BR."
+        )
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -324,9 +325,20 @@ def test_settings_that_make_no_sense() -> None:
         nothing,
         {"jobs": 0},
         {"quota": -1},
+        {"only": ("English",)},
+        {"only": ("de",), "languages": 3},
     ):
         with pytest.raises(CorpusError):
             PrepareConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_languages_are_kept_by_name(config: PrepareConfig, tmp_path: Path) -> None:
+    named = dataclasses.replace(config, only=("welsh", "de_AT", "German"))
+    assert named.only == ("cy", "de")
+    assert named.fingerprint != config.fingerprint
+    with pytest.raises(CorpusError, match=r"no text in Welsh here(.|\n)*There are: de, fr"):
+        prepare(dataclasses.replace(named, output=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_manifest_tells_where_everything_is_from(config: PrepareConfig, text: PreparedText) -> None:

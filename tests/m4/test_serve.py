@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -37,11 +38,13 @@ JSON = {"Content-Type": "application/json"}
 
 
 RUNNING: list[Served] = []
+COMPILED: list[Path] = []  # where servers keep compiled programs for each other
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_stays() -> Iterator[None]:
+def nothing_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A test that fails leaves no server behind."""
+    COMPILED.append(tmp_path_factory.mktemp("compiled"))
     yield
     for server in RUNNING:
         if server.process.poll() is None:
@@ -49,17 +52,24 @@ def nothing_stays() -> Iterator[None]:
         server.process.communicate()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """As of the servers, whose scores are compared with those of this process."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 class Served:
     """A running server."""
 
-    def __init__(self, *, exact: bool = False, **options: Any):
-        """Compiled for speed where its scores are compared with those of this process; else quickly compiled."""
+    def __init__(self, **options: Any):
         path = os.pathsep.join(filter(None, [str(TESTS.parent / "src"), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, str(TESTS / "serving.py"), json.dumps(options)],
             env=os.environ
-            | {"PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-            | ({} if exact else {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}),
+            | {"PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+            | {"JAX_COMPILATION_CACHE_DIR": str(COMPILED[-1]), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         RUNNING.append(self)
@@ -122,7 +132,7 @@ async def speak(port: int, sent: bytes, local: str = "127.0.0.1") -> tuple[int, 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    server = Served(exact=True, rate=0, queue=400, characters=2000, lines=40, per_address=1500, cache=0)
+    server = Served(rate=0, queue=400, characters=2000, lines=40, per_address=1500, cache=0)
     yield server
     code, told = server.end()
     assert code == 143

@@ -18,7 +18,7 @@ from m4.corpus.extract import SAME_AGAIN
 
 COPY = "the same in another language"
 MORE = "a fourth translation of one sentence"
-FEW = "in a language with too few"
+FEW = "in a language that is not kept"
 _TRANSLATIONS = 3
 _COPY_WORDS = 4
 _END = " .:…!?。："

@@ -44,7 +44,7 @@ def logger(path: str | None) -> logging.Logger:
     Raises:
         AccessLogError: the file cannot be written.
     """
-    found = logging.getLogger("m4.serve.access")
+    found = logging.getLogger("m4.access")  # none of those that uvicorn configures, which would lose its handlers
     found.propagate = False
     found.setLevel(logging.INFO)
     for handler in list(found.handlers):
