@@ -41,7 +41,8 @@ def describe_model(model: moe.TransformerConfig) -> str:
     kind = f"{model.experts} experts in every other layer" if model.experts else "no experts"
     return (
         f"model: {model.encoder_layers} + {model.decoder_layers} layers of {model.model_dim}, {kind}, hidden layers of "
-        f"{model.hidden_dim}; {weights / 1e6:.1f} million weights; on {model.partitions} devices"
+        f"{model.hidden_dim}; {weights / 1e6:.1f} million weights; on {model.partitions} "
+        f"device{'' if model.partitions == 1 else 's'}"
     )
 
 

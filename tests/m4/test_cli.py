@@ -77,7 +77,7 @@ class Toy:
         return " ".join(ENGLISH[i - 3] for i in ids)
 
 
-SMALL = ["--model-dim", "16", "--hidden-dim", "32", "--experts", "4"]
+SMALL = ["--model-dim", "16", "--hidden-dim", "32", "--layers", "2", "--experts", "0"]
 
 
 def read_toys(patch: pytest.MonkeyPatch, toy: type) -> None:
@@ -116,19 +116,28 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_demo_tells_its_story(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--devices", "2", "--steps", "51", "--minutes", "0.001", "--sentences", "12", "--max-length", "8", *SMALL]
+@pytest.mark.parametrize(
+    ("model", "planned"),
+    [
+        ([*SMALL, "--devices", "1"], ("no experts", "on 1 device\n", "compiling the training step for 1 device ")),
+        pytest.param(
+            [*SMALL[:4], "--experts", "4", "--devices", "2"],
+            ("4 experts in every other layer", "on 2 devices", "written for one device, on 2 devices",
+             "['experts']['wi']", "all_to_all", "compiling the training step for 2 devices"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_the_demo_tells_its_story(
+    model: list[str], planned: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--steps", "51", "--minutes", "0.001", "--sentences", "12", "--max-length", "8", *model]
     assert main(["demo", *given]) == 0
     told = capsys.readouterr().out
     for part in (
-        "4 experts in every other layer",
-        "on 2 devices",
-        "written for one device, on 2 devices",
-        "['experts']['wi']",
-        "all_to_all",
+        *planned,
         "measuring how long a step takes here",
         "training 50 steps",
-        "compiling the training step for 2 devices",
         "cross entropy of sentences with new English:",
         "word frequencies alone",
         "known English (12 sentences)",
@@ -260,7 +269,7 @@ def test_a_language_is_told_to_the_model(trained: Path) -> None:
     translator = dataclasses.replace(translator, text=Reading())
     lines = ["evas eht elif", "won", "", "evas " * 20]
     mixed = translator.translate(lines, ["aa", None, "aa", "bb"])
-    assert read == [["aa"], ["aa"], ["bb"]]
+    assert read == [["aa"], ["bb"]], "there is nothing to tell of an empty line"
     assert [of.tokens for of in mixed] == [5, 2, 0, 8]
     assert [of.cut for of in mixed] == [False, False, False, True]
     alone = translator.translate(lines[:1], "aa")
