@@ -22,23 +22,24 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-_CONVERSION = r"[-+#0]*\d*(?:\.\d+)?(?:hh|ll|[hlLqjzt])?[diouxXeEfFgGcrsa@]"
+# All in linear time, whatever is written: repetitions have limits, or end where another match would begin.
+_CONVERSION = r"[-+#0]{0,5}\d{0,4}(?:\.\d{1,4})?(?:hh|ll|[hlLqjzt])?[diouxXeEfFgGcrsa@]"
 _PARTS = {
     "tag": r"</?[A-Za-z][\w:.-]*(?:\s[^<>]*)?/?>",
     "entity": r"&(?:[A-Za-z]\w{1,7}|#\d{1,7}|#x[0-9A-Fa-f]{1,6});",
     "url": r"https?://[^\s<>\"]*[^\s<>\".,;:!?)\]}]",
     "braces": r"\$?\{\{[^{}]*\}\}|\$\{[^{}]*\}|\{[^{}]*\}",
-    "template": r"\[%[^\]]*%\]|@[A-Z][A-Z_]+@|%[A-Z][A-Z_]+%",
+    "template": r"\[%[^][]*%\]|@[A-Z][A-Z_]+@|%[A-Z][A-Z_]+%",
     "named": rf"%\([A-Za-z_][\w.]*\){_CONVERSION}",
     # Not "50 % des": a blank is a flag of printf's that nobody uses; nor "50%de".
-    "printf": rf"%%|(?<!\d)%(?:\d+\$)?{_CONVERSION}|%n\b|%L?\d{{1,2}}",
+    "printf": rf"%%|(?<!\d)%(?:\d{{1,4}}\$)?{_CONVERSION}|%n\b|%L?\d{{1,2}}",
     "variable": r"\$[A-Za-z_]\w*",
     "escape": r"\\[nrt\"]",
 }
 _PLACEHOLDER = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in _PARTS.items()))
 _LETTER = r"(?=[^\W\d_])"
 _ACCELERATOR = re.compile(rf"(?<![\w.])_{_LETTER}|&{_LETTER}(?!(?<=[A-Z]&)[A-Z])|(?<!\S)~{_LETTER}")
-_IN_BRACKETS = re.compile(r"\s*\(([_&~])([A-Za-z0-9])\)")  # "開く(_O)"
+_IN_BRACKETS = re.compile(r"(?<!\s)\s*\(([_&~])([A-Za-z0-9])\)")  # "開く(_O)"
 
 
 def found(text: str) -> list[str]:

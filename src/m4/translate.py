@@ -145,7 +145,7 @@ class Prepared(NamedTuple):
     """A sentence on its way into the search.
 
     Attributes:
-        sentence: as it came.
+        sentence: as it came, but for an end that is too far behind to be read.
         marked: what was taken out of it.
         searched: what the search is given; None if there is nothing to translate.
         cut: see `Translated`.
@@ -262,21 +262,23 @@ class Translator:
             sentence: a line of text.
             language: its language, as `check_language` returns it, or None.
         """
-        marked = mark(sentence) if self.options.placeholders else Marked(sentence)
-        if marked != Marked(sentence) and not any(map(str.isalpha, without(marked.plain))):
-            return Prepared(sentence, marked)  # nothing but placeholders, tags and signs
         room = self.text.length - 1
         # A piece has 16 letters at most: what lies behind could only be cut off.
-        shown = marked.plain[: 32 * self.text.length]
+        letters = 32 * self.text.length
+        head = sentence[: 2 * letters]
+        marked = mark(head) if self.options.placeholders else Marked(head)
+        if len(head) == len(sentence) and marked != Marked(head) and not any(map(str.isalpha, without(marked.plain))):
+            return Prepared(sentence, marked)  # nothing but placeholders, tags and signs
+        shown = marked.plain[:letters]
         ids = self.text.source_ids(shown)
         if not ids:
-            return Prepared(sentence, marked)
+            return Prepared(head, marked)
         if language is not None:
             ids = [self.text.tag(language), *ids]
-        cut = len(ids) > room or len(shown) < len(marked.plain)
+        cut = len(ids) > room or len(shown) < len(marked.plain) or len(head) < len(sentence)
         kept = (*ids[:room], EOS)
         width = _width(len(kept), self.text.length)
-        return Prepared(sentence, marked, Sentence(kept, width, marked.plain, marked.placeholders), cut)
+        return Prepared(head, marked, Sentence(kept, width, marked.plain, marked.placeholders), cut)
 
     def search(self, steps: int = 8) -> Search:
         """A search for sentences that are prepared.

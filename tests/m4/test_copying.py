@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Iterator
 from types import MappingProxyType
@@ -242,3 +243,20 @@ def test_what_is_a_placeholder(text: str, has: list[str]) -> None:
     assert found(text) == has
     assert lost_and_invented(text, "") == (has, [])
     assert lost_and_invented("", text) == ([], has)
+
+
+_LONG = 60_000
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [" ", "<a ", "<", "{", "{{", "${", "[%", "%", "$", "%(a", "@A_", "&#1", "&a", "http://", "http://.", "(_", "\\",
+     "%1", "%0", "%.", "\u3042 (_"],
+)  # fmt: skip
+def test_the_longest_line_is_read_in_linear_time(begun: str) -> None:
+    """Anybody may send one: what begins like a placeholder and does not end like one, again and again."""
+    repeated = (begun * _LONG)[:_LONG]
+    for text in (repeated, begun + begun[-1] * _LONG, begun + "a" * _LONG):
+        before = time.process_time()
+        mark(text)
+        assert time.process_time() - before < 2.0, "what is quadratic takes ten"
