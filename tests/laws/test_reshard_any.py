@@ -166,6 +166,16 @@ def test_very_large_meshes_are_planned_at_once() -> None:
     assert step.kind == "all_to_all"
 
 
+def test_parts_that_are_too_small_to_be_cut_where_they_are(rng: np.random.Generator) -> None:
+    """On more atoms than are moved in every way: two rows over eight devices of sixteen, then over all."""
+    mesh = Mesh.abstract(a=2, b=2, c=2, d=2)
+    x = rng.integers(-900, 900, (2, 3, 16)).astype(np.int32)
+    for cut in (1, 2, 3):
+        source, target = Sharding((mesh.atoms[:cut], (), mesh.atoms[cut:])), Sharding((mesh.atoms, (), ()))
+        move(x, source, target, mesh, rng)
+        move(x, target, source, mesh, rng)
+
+
 def test_what_runs_on_devices_is_what_is_simulated(rng: np.random.Generator) -> None:
     x = rng.integers(-9, 9, (6, 5)).astype(np.int32)
     mesh = Mesh.of(8)

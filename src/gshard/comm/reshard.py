@@ -70,7 +70,29 @@ def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsiz
             chain.append(Step(ONE_OWNER, atoms, here, after, monoid=monoid))
             here = after
         return tuple(chain)
-    blocks = _blocks(source, target, mesh)
+    # What already is where it belongs need not move, unless a part is too small to be cut where it is.
+    came = _search(source, target, _blocks(source, target, mesh, True), shape, itemsize, mesh)
+    if target not in came:
+        came = _search(source, target, _blocks(source, target, mesh, False), shape, itemsize, mesh)
+    steps: list[Step] = []
+    at = target
+    while at != source:
+        steps.append(came[at])
+        at = came[at].before
+    return tuple(reversed(steps))
+
+
+def _search(
+    source: Sharding, target: Sharding, blocks: tuple[Atoms, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh
+) -> dict[Sharding, Step]:
+    """The last step of the cheapest chain to each sharding that was looked at, the target among them if it is reached.
+
+    Args:
+        source, target: from where to where.
+        blocks: atoms that move together.
+        shape, itemsize: of the array.
+        mesh: the devices.
+    """
     whole = itemsize * math.prod(shape)
     share = whole // _parts(target, mesh)
     queue: list[tuple[int, int, int, Sharding]] = [(0, 0, 0, source)]
@@ -93,12 +115,7 @@ def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsiz
                 missing = max(0, share - -(-whole // _parts(step.after, mesh)))
                 least = missing + _LATENCY + 1 if missing else int(step.after != target)
                 heapq.heappush(queue, (total + least, next(order), total, step.after))
-    steps: list[Step] = []
-    at = target
-    while at != source:
-        steps.append(came[at])
-        at = came[at].before
-    return tuple(reversed(steps))
+    return came
 
 
 def _parts(sharding: Sharding, mesh: Mesh) -> int:
@@ -221,8 +238,14 @@ def _arranged(here: Sharding, target: Sharding, mesh: Mesh) -> Sharding | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _blocks(source: Sharding, target: Sharding, mesh: Mesh) -> tuple[Atoms, ...]:
-    """Atoms that may travel as one: neighbours both in the source and in the target, or alike in not being there."""
+def _blocks(source: Sharding, target: Sharding, mesh: Mesh, stay: bool) -> tuple[Atoms, ...]:
+    """Atoms that may travel as one: neighbours both in the source and in the target, or alike in not being there.
+
+    Args:
+        source, target: from where to where.
+        mesh: the devices.
+        stay: whether what already is where it belongs stays there.
+    """
 
     def follow(a: str, b: str, sharding: Sharding) -> bool:
         if any((a, b) in itertools.pairwise(dim) for dim in sharding.dims):
@@ -247,8 +270,7 @@ def _blocks(source: Sharding, target: Sharding, mesh: Mesh) -> tuple[Atoms, ...]
                     blocks[-1].append(a)
                 else:
                     blocks.append([a])
-    if len(blocks) > 1:
-        # What already is where it belongs stays there.
+    if stay and len(blocks) > 1:
         placed = {a for have, wanted in zip(source.dims, target.dims, strict=True) for a in _common(have, wanted)}
         blocks = [block for block in blocks if not placed.issuperset(block)]
     # Few of them may be cut where a part of one is as large as another: the two can change places.
