@@ -81,6 +81,7 @@ def demo(
     run: Run,
     search: DecodeConfig,
     *,
+    devices: int,
     minutes: float,
     sentences: int = 300,
     say: Say = print,
@@ -90,10 +91,11 @@ def demo(
 
     Args:
         text: the prepared corpus.
-        model: the model, partitioned over as many devices as it says.
+        model: the model, planned for as many devices as it says.
         options: how long to train, and so on.
         run: where the model is saved; must not hold a checkpoint yet.
         search: how to translate.
+        devices: how many to train on.
         minutes: of training: as many steps as fit, but no more than those of the options; 0 for all of these.
         sentences: held-out sentences of each test to score.
         say: takes each line of what is to be told.
@@ -105,6 +107,9 @@ def demo(
         say(plan_summary(model, options, text.batch(0)))
     held_out = text.held_out()
     frequencies = frequency_cross_entropy(text.target_counts(), held_out)
+    if devices != model.partitions:
+        say("\nno accelerators here: training takes the processor as one device, which computes the same numbers")
+        model = dataclasses.replace(model, partitions=devices)
     if minutes and options.steps > LEAST:
         say("\nmeasuring how long a step takes here ...")
         options = within(options, seconds_per_step(model, options, text.batch), minutes)
@@ -137,12 +142,8 @@ def demo(
 def seconds_per_step(
     model: moe.TransformerConfig, options: TrainConfig, batch: Callable[[int], Mapping[str, np.ndarray]]
 ) -> float:
-    """Median of some steps on one device, whose results are thrown away.
-
-    Virtual devices share the cores and take as long together (docs/benchmarks.md), but longer to compile for.
-    """
-    model = dataclasses.replace(model, partitions=1)
-    step = compile_step(make_step(model, options), 1)
+    """Median of some steps, whose results are thrown away."""
+    step = compile_step(make_step(model, options), model.partitions)
     state = initial_state(model, options.seed)
     seconds = []
     for number in range(_TIMED + 1):
