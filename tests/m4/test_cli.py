@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 
-from m4 import commands, demo_command, evaluate_command, lines, runs
+from m4 import commands, demo_command, evaluate_command, lines, planned, runs
 from m4.__main__ import main
 from m4.config import Run
 from m4.decode import DecodeConfig
@@ -365,6 +365,16 @@ def test_the_newest_run_is_meant(trained: Path, tmp_path: Path, capsys: pytest.C
     assert "m4: using runs/group/new, the newest of 2 runs" in told
     assert main([*given, "--run", "runs/nwe"]) == 2
     assert "Name one of the runs there are: runs/group/new, runs/old." in capsys.readouterr().err
+
+
+def test_the_step_of_the_newest_run_can_be_explained(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(trained, "runs/one")
+    monkeypatch.setattr(planned.PreparedText, "load", staticmethod(lambda folder: Toy()))
+    step, state, batch = planned.newest_step()
+    assert batch["source"].shape == (16, Toy.length)
+    after, metrics = jax.eval_shape(step, state, batch)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert metrics["loss"].shape == ()
 
 
 def test_training_resumes_from_the_command_line(trained: Path, tmp_path: Path) -> None:
