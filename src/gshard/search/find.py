@@ -24,6 +24,7 @@ from gshard.analysis.overlap import Windowed
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
+from gshard.core.spmd import SpmdProgram
 from gshard.passes.assign import assign
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
@@ -297,11 +298,16 @@ class Pricing:
         return found
 
     def _priced(self, name: str, plan: Plan) -> PricedPlan:
-        costs = cost(partition(plan), self.machine, self.donated)
+        costs = cost(self._partitioned(plan), self.machine, self.donated)
         return PricedPlan(name, plan, costs, costs.peak)
+
+    def _partitioned(self, plan: Plan) -> SpmdProgram:
+        """As ``jit`` does: what takes the place of an argument that came sharded leaves as that came."""
+        first = len(plan.program.captured)
+        return partition(plan, donated=[first + i for i in self.donated])
 
     def _recomputed(self, way: PricedPlan) -> PricedPlan:
         with contextlib.suppress(MemoryLimitError):
-            again = rematerialise(partition(way.plan), int(self.limit), self.machine, self.donated)
+            again = rematerialise(self._partitioned(way.plan), int(self.limit), self.machine, self.donated)
             return dataclasses.replace(way, cost=cost(again, self.machine, self.donated), recomputed=True)
         return way
