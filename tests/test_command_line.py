@@ -72,6 +72,20 @@ def test_search_tries_the_shapes_of_a_number_of_devices(model, capsys):
     assert "ms without further marks" in printed
 
 
+def test_search_finds_a_table(model, tmp_path, capsys):
+    command = ["search", f"{model}:example", "--mesh", "data=4", "--machine", "h100:1x4", "--over", "layout"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Layout(")
+    assert "  named " in printed
+    assert "tables tried" in printed
+    assert main([*command, "--save", str(tmp_path / "plan.json"), "--marks"]) == 1
+    assert "--over layout finds a table, and --marks, --save would tell of a plan" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command[:-1], "table"])
+    assert "invalid choice: 'table'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "target, extra, message",
     [

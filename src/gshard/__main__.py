@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from gshard.analysis.calibrate import calibrate
 from gshard.api.explained import explain
 from gshard.api.jit import Jitted
 from gshard.api.search import search
-from gshard.core.errors import GShardError
+from gshard.core.errors import ArgumentError, GShardError
 from gshard.planning import plan
 from gshard.target import load, mesh_of
 
@@ -36,7 +37,8 @@ def _explain(options: argparse.Namespace) -> None:
 def _search(options: argparse.Namespace) -> None:
     f, arguments = load(options.target, options.arg)
     mesh = int(options.mesh) if (options.mesh or "").isdecimal() else options.mesh and mesh_of(options.mesh)
-    found = search(
+    searched = functools.partial(
+        search,
         f,
         *arguments,
         mesh=mesh if mesh or isinstance(f, Jitted) else 8,
@@ -46,6 +48,15 @@ def _search(options: argparse.Namespace) -> None:
         donate_argnums=options.donate or None,
         on_better=lambda plan: print(f"{plan.name}: {plan.cost}", file=sys.stderr),
     )
+    if options.over == "layout":
+        if asked := [f"--{name}" for name in ("why", "marks", "patch", "html", "save") if getattr(options, name)]:
+            raise ArgumentError(
+                f"--over layout finds a table, and {', '.join(asked)} would tell of a plan.",
+                way_out="Leave one of them out.",
+            )
+        print(searched(over="layout"))
+        return
+    found = searched()
     print(found)
     if options.marks:
         print(f"\n{found.marks}")
@@ -116,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--donate", action="append", type=int, default=[], metavar="0", help="an argument whose memory results take"
+    )
+    command.add_argument(
+        "--over",
+        choices=("plan", "layout"),
+        default="plan",
+        help="what is found: a plan, or a table of names and axes (default: plan)",
     )
     command.add_argument("--seconds", type=float, help="how long to search on each mesh, about")
     command.add_argument(

@@ -109,6 +109,10 @@ class Jitted:
         options = dataclasses.replace(self._options, mesh=Mesh.of(mesh))
         return Jitted(self._f, self._parameters, options)
 
+    def under(self, layout: Layout | None) -> Jitted:
+        """The same function under another layout, its arguments without names."""
+        return Jitted(self._f, self._parameters, dataclasses.replace(self._options, layout=layout, names=None))
+
     @without_our_frames
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""

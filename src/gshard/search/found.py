@@ -26,7 +26,7 @@ from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.passes.recorded import Recorded
 from gshard.search.find import Best, PricedPlan, Pricing, begin, finish
-from gshard.search.layouts import FoundLayout, layout_of
+from gshard.search.layouts import FoundLayout, Namable, layout_of
 from gshard.search.marks import Marks, marks_of, without_numbers
 from gshard.search.patch import patch_of
 
@@ -59,12 +59,14 @@ class Found:
         tried: the searches on all meshes that were tried, where a number of devices was given.
         donated: the arguments whose memory results may take.
         in_tree: the structure of the arguments, positional and named.
+        function: the function as its dimensions can be named.
     """
 
     best: Best
     tried: tuple[Best, ...] = ()
     donated: tuple[int, ...] = ()
     in_tree: Any = None
+    function: Namable | None = None
 
     @property
     def plan(self) -> Plan:
@@ -106,14 +108,17 @@ class Found:
 
     @functools.cached_property
     def layout(self) -> FoundLayout:
-        """The plan said as a ``Layout``, a row for each class of dimensions, as far as that goes. Takes a while."""
-        positional = functools.partial(jax.tree.unflatten, self.in_tree)
-        return layout_of(
-            self.best.chosen,
-            self.best.limit,
-            lambda plan: self._priced("layout", plan),
-            lambda words: positional(words)[0],
-        )
+        """The best table of names and axes that was found for the function (see ``gshard.Layout``). Takes a while.
+
+        Raises:
+            ArgumentError: the function has an ordered layout, or this was found by ``with_mark``.
+        """
+        if self.function is None:
+            raise ArgumentError(
+                "a plan with a mark that the function does not have is not said as a layout.",
+                way_out="Write the mark into the function, and search again.",
+            )
+        return layout_of(self.best, self.function, self.donated)
 
     def patch(self) -> str:
         """The marks as a change of the source files, for ``git apply``; those that it leaves out in front of it."""
@@ -167,7 +172,7 @@ class Found:
             )
         limit, machine = self.best.limit, self.cost.machine
         begun = begin(marked, self.mesh, machine, donated=self.donated, memory_limit=limit)
-        return dataclasses.replace(self, best=finish(begun, machine, donated=self.donated), tried=())
+        return dataclasses.replace(self, best=finish(begun, machine, donated=self.donated), tried=(), function=None)
 
     def _priced(self, name: str, plan: Plan) -> PricedPlan:
         return Pricing(self.cost.machine, list(self.donated), self.best.limit).add(name, plan)
@@ -210,7 +215,9 @@ class Found:
 
     def explain(self) -> Explanation:
         """What each tensor got and why, as ``gshard.explain`` tells it of a marked function."""
-        return explain_program(self.plan, partition(self.plan), frozenset(self.donated))
+        first = len(self.plan.program.captured)
+        spmd = partition(self.plan, donated=[first + i for i in self.donated])
+        return explain_program(self.plan, spmd, frozenset(self.donated))
 
     def html(self, path: str | Path) -> Path:
         """Writes the report of the plan as one page, with what the search tells of it.
