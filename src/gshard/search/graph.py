@@ -45,6 +45,7 @@ from gshard.search.seconds import Seconds
 from gshard.search.ways import Piece, pieces, shardings, share, splits
 
 _Options = Mapping[tuple[Equation, Piece], Sequence[Split]]
+_Window = tuple[Value, Sharding, object]  # of what, as it is read, which: in one block such are fetched once
 _TIE = 1e-3  # of the time that a state's bytes take to read: among equals the one that takes less memory
 
 
@@ -93,6 +94,7 @@ class _Builder:
         self.seconds = Seconds(mesh, machine)
         self.kernels = kernels_of(program.block)
         self.times = dict(_times(program.block, 1))
+        self.block_of = dict(_blocks(program.block))
         said: dict[Value, list[Demand]] = {}
         for v, demand, _ in demands(program, mesh):
             said.setdefault(v, []).append(demand)
@@ -107,6 +109,7 @@ class _Builder:
         self.edges: list[tuple[int, int, Floats]] = []
         self.names = [_name_of_bundle(group, program) for group in self.bundles.members]
         self.tables: dict[object, Floats] = {}
+        self.windows: dict[_Window, dict[tuple[int, int], float]] = {}
         self.held: list[tuple[int, Equation, list[int]]] = []  # nodes that hold bytes while a region runs
 
     def graph(self, donated: list[int]) -> Graph:
@@ -121,6 +124,7 @@ class _Builder:
         for (e, piece), ways in options.items():
             for i in piece.results:
                 self.edges.append((self.bundles.of[e.outputs[i]], number[e, piece], self._making(e, ways, i)))
+        self._shared_windows()
         self._readings(options, number)
         for e, crossing in self.crossings:
             self._crossing(e, crossing)
@@ -162,7 +166,7 @@ class _Builder:
         else:
             option, taken = (e, pieces(e.rule)[0]), []
             k = number[option]
-            for split in options[option]:
+            for state, split in enumerate(options[option]):
                 part = share(e.rule, split, self.mesh)
                 made = sum(
                     local_bytes(x, result_sharding(e.rule, i, split), self.mesh) for i, x in enumerate(e.outputs)
@@ -175,7 +179,27 @@ class _Builder:
                 moved = made + sum(read.get(x, x.bytes * part) for x in kernel.reads)
                 more = self.seconds.own_way(e, split, *self._of(as_kernel(e), part), made + sum(read.values()))
                 taken.append(max(self._kernel(kernel, part, moved) + more, self.machine.starting(moved)))
+                emitted = self.seconds.own(e, split)
+                for operand, which, seconds in emitted.windows if emitted is not None else ():
+                    whose = e.inputs[operand]
+                    if isinstance(whose, Value):
+                        window = whose, operand_sharding(e.rule, operand, split), (self.block_of[e], which)
+                        self.windows.setdefault(window, {})[k, state] = times * min(seconds, taken[-1])
         self.costs[k] = self.costs[k] + times * np.array(taken)
+
+    def _shared_windows(self) -> None:
+        """Windows that several equations take of one array are fetched once: a choice of its own, fetched or not."""
+        for (v, _, _), takers in self.windows.items():
+            if len({k for k, _ in takers}) < 2:
+                continue
+            node = len(self.costs)
+            self.costs.append(np.array([0.0, max(takers.values())]))
+            self.names.append(f"a window of {self.names[self.bundles.of[v]]}")
+            tables = {k: np.zeros((2, self.costs[k].size)) for k, _ in takers}
+            for (k, state), seconds in takers.items():
+                self.costs[k][state] = max(0.0, self.costs[k][state] - seconds)
+                tables[k][0, state] = np.inf
+            self.edges += [(node, k, table) for k, table in tables.items()]
 
     def _kernel(self, kernel: Kernel, part: float, moved: float) -> float:
         return self.seconds.work(kernel.equation, *self._of(kernel, part), moved)
@@ -332,6 +356,14 @@ def _times(block: Block, times: int) -> Iterator[tuple[Equation, int]]:
         yield e, times
         for body in e.blocks:
             yield from _times(body, times * e.trips)
+
+
+def _blocks(block: Block) -> Iterator[tuple[Equation, Block]]:
+    """In which block each equation is."""
+    for e in block.equations:
+        yield e, block
+        for body in e.blocks:
+            yield from _blocks(body)
 
 
 def _name_of_bundle(group: Sequence[Value], program: Program) -> str:

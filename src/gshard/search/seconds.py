@@ -16,7 +16,7 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Equation, short_dtype
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
-from gshard.search.emitted import has_own_way, seconds_alone
+from gshard.search.emitted import Emitted, emitted_alone, has_own_way
 
 # A collective may make two kernels of one. Of equal ways this takes the one with fewer.
 _SPLITS = 0.1
@@ -42,7 +42,7 @@ class Seconds:
         self._reached: dict[tuple[Sharding, tuple[int, ...], int], dict[Sharding, float]] = {}
         self._others: dict[tuple[Sharding, Sharding, tuple[int, ...], int], float] = {}
         self._permutations: dict[tuple[Sharding, Sharding], tuple[float, float]] = {}
-        self._own_ways: dict[object, float] = {}
+        self._own_ways: dict[object, Emitted] = {}
 
     def move(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
         """Of bringing an array of this global shape from one sharding to another."""
@@ -156,14 +156,18 @@ class Seconds:
             e, split: which.
             products, others, moved: as for ``work``, of this equation alone.
         """
+        found = self.own(e, split)
+        return 0.0 if found is None else found.seconds - self.work(e, products, others, moved)
+
+    def own(self, e: Equation, split: Split) -> Emitted | None:
+        """What is emitted for an equation that runs on shards in a way of its own; None for others."""
         rule = e.rule
         assert rule is not None
         if not has_own_way(rule, split):
-            return 0.0
+            return None
         key = rule, tuple(sorted(split.items())), tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
         if key not in self._own_ways:
-            alone = seconds_alone(e, split, self.mesh, self.machine)
-            self._own_ways[key] = alone - self.work(e, products, others, moved)
+            self._own_ways[key] = emitted_alone(e, split, self.mesh, self.machine)
         return self._own_ways[key]
 
     def work(self, e: Equation, products: float, others: float, moved: float) -> float:
