@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from gshard.analysis.calibrate import calibrate
 from gshard.api.explained import explain
@@ -37,26 +37,23 @@ def _explain(options: argparse.Namespace) -> None:
 def _search(options: argparse.Namespace) -> None:
     f, arguments = load(options.target, options.arg)
     mesh = int(options.mesh) if (options.mesh or "").isdecimal() else options.mesh and mesh_of(options.mesh)
-    searched = functools.partial(
-        search,
-        f,
-        *arguments,
-        mesh=mesh if mesh or isinstance(f, Jitted) else 8,
-        machine=options.machine,
-        memory_limit=options.memory_limit,
-        budget_seconds=options.seconds,
-        donate_argnums=options.donate or None,
-        on_better=lambda plan: print(f"{plan.name}: {plan.cost}", file=sys.stderr),
-    )
+    asked: dict[str, Any] = {
+        "mesh": mesh if mesh or isinstance(f, Jitted) else 8,
+        "machine": options.machine,
+        "memory_limit": options.memory_limit,
+        "budget_seconds": options.seconds,
+        "donate_argnums": options.donate or None,
+        "on_better": lambda plan: print(f"{plan.name}: {plan.cost}", file=sys.stderr),
+    }
     if options.over == "layout":
-        if asked := [f"--{name}" for name in ("why", "marks", "patch", "html", "save") if getattr(options, name)]:
+        if of_plans := [f"--{name}" for name in ("why", "marks", "patch", "html", "save") if getattr(options, name)]:
             raise ArgumentError(
-                f"--over layout finds a table, and {', '.join(asked)} would tell of a plan.",
+                f"--over layout finds a table, and {', '.join(of_plans)} would tell of a plan.",
                 way_out="Leave one of them out.",
             )
-        print(searched(over="layout"))
+        print(search(f, *arguments, over="layout", **asked))
         return
-    found = searched()
+    found = search(f, *arguments, **asked)
     print(found)
     if options.marks:
         print(f"\n{found.marks}")
@@ -65,8 +62,10 @@ def _search(options: argparse.Namespace) -> None:
     if options.html:
         print(f"wrote {found.html(options.html)}")
     if options.patch:
-        options.patch.write_text(found.patch(), "utf-8")
-        print(f"wrote {options.patch}: git apply {options.patch}")
+        patch = found.patch()
+        options.patch.write_text(patch, "utf-8")
+        can = "\n@@" in patch
+        print(f"wrote {options.patch}: {f'git apply {options.patch}' if can else 'no mark in it that git could apply'}")
     if options.save:
         found.save(options.save)
         print(
@@ -187,6 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.run(options)
     except GShardError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # of a file that was to be written
+        print(f"{error.filename} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return 0
 

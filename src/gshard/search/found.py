@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from gshard.analysis.cost import Cost
 from gshard.analysis.device_program import size
 from gshard.analysis.explain import Explanation, explain_program
 from gshard.analysis.proposal import spec_of_cut, with_marks
 from gshard.analysis.report.page import page
-from gshard.core.errors import ArgumentError
+from gshard.core.errors import ArgumentError, known_names
 from gshard.core.mark import Mark, entries_of, mark_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Value, format_bytes
-from gshard.core.sharding import Sharding
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.passes.recorded import Recorded
+from gshard.search.alternatives import alternatives, tries
 from gshard.search.find import Best, PricedPlan, Pricing, begin, finish
 from gshard.search.layouts import FoundLayout, Namable, layout_of
 from gshard.search.marks import Marks, marks_of, without_numbers
@@ -32,22 +31,6 @@ from gshard.search.patch import patch_of
 
 _SHOWN = 24  # rows of arguments
 _PRESETS = 5  # that are shown beside, the best
-
-
-@dataclasses.dataclass(frozen=True)
-class Alternative:
-    """Another sharding of a value than the one that was found.
-
-    Attributes:
-        sharding: as text.
-        seconds: how much longer a call takes with it at least, in the model, whatever else is chosen.
-    """
-
-    sharding: str
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.sharding}: +{self.seconds * 1e3:.3g} ms" if np.isfinite(self.seconds) else f"{self.sharding}: no"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -134,10 +117,10 @@ class Found:
             ArgumentError: there are not so many.
         """
         found = self.marks.marks
-        if not 1 <= i <= len(found):
+        if isinstance(i, bool) or not isinstance(i, int) or not 1 <= i <= len(found):
             raise ArgumentError(
-                f"there is no mark {i} to leave out.",
-                got=f"{len(found)} marks",
+                f"there is no mark {i!r} to leave out.",
+                got=f"{len(found)} mark{'s' * (len(found) != 1)}",
                 way_out="They are counted from 1; print(found.marks) shows them.",
             )
         kept = (mark for k, mark in enumerate(found, 1) if k != i)
@@ -163,12 +146,14 @@ class Found:
         """
         matching = [v for v, _ in self._matching(what)]
         mark = Mark("spec", spec=entries_of(sharding), axes=tuple(self.mesh.axes))
-        marked = with_marks(self.plan.program, dict.fromkeys(matching, mark)) if matching else None
+        if not matching:
+            raise self._unknown(what)
+        marked = with_marks(self.plan.program, dict.fromkeys(matching, mark))
         if marked is None:
             raise ArgumentError(
-                f"{what!r} names nothing that can be marked." if matching else f"nothing is called {what!r}.",
-                got=f"{len(matching)} values match" if matching else None,
-                way_out="Give a part of an argument's name, or of a line that found.why(...) shows.",
+                f"{what!r} cannot be marked: it has a mark already, or enters a loop.",
+                got=f"{len(matching)} values match",
+                way_out="Give more of an argument's name, or of a line that found.why(...) shows.",
             )
         limit, machine = self.best.limit, self.cost.machine
         begun = begin(marked, self.mesh, machine, donated=self.donated, memory_limit=limit)
@@ -180,17 +165,36 @@ class Found:
     def why(self, what: str) -> list[str]:
         """What else was possible for values, and what it would cost: those of a source line, or arguments by name.
 
+        Of values that equal layers have alike the first is told. What a row costs is what a call takes more, in the
+        model, if everything else is chosen anew as it is best then; for a few rows that is solved, and exact.
+
         Args:
             what: a part of an argument's name (``"['w1']"``) or of a line (``"model.py:38"``).
+
+        Raises:
+            ArgumentError: nothing has that in its name or line.
         """
-        graph = self.best.graph
-        told = []
+        alike: dict[tuple[str, str], list[Value]] = {}
         for v, name in self._matching(what):
-            sharding = self.plan.shardings[v]
-            rows = self._alternatives(v, sharding)
-            lines = "".join(f"\n    instead {row}" for row in rows[:4])
-            told.append(f"{name}: {sharding.format(graph.mesh, v.shape, v.dtype_name)}{lines}")
-        return list(dict.fromkeys(told))
+            alike.setdefault((without_numbers(name), self._format(v)), []).append(v)
+        if not alike:
+            raise self._unknown(what)
+        best, budget, told = self.best, tries(self.best.solution), []
+        for (name, text), values in alike.items():
+            rows = alternatives(best.graph, best.solution, values[0], self.plan.shardings[values[0]], budget)
+            lines = "".join(f"\n    instead {row}" for row in rows)
+            told.append(f"{name}: {text}{f'  x{len(values)}' if len(values) > 1 else ''}{lines}")
+        return told
+
+    def _format(self, v: Value) -> str:
+        return self.plan.shardings[v].format(self.best.graph.mesh, v.shape, v.dtype_name)
+
+    def _unknown(self, what: str) -> ArgumentError:
+        arguments = dict.fromkeys(without_numbers(name) for name in self.plan.program.names)
+        return ArgumentError(
+            f"nothing is called {what!r}: no argument, and no line of the program.",
+            way_out=known_names(what, list(arguments)[:_SHOWN], "Arguments are") + " A line is 'model.py:38'.",
+        )
 
     def _matching(self, what: str) -> Iterator[tuple[Value, str]]:
         """The values whose argument's name, or line, has this in it."""
@@ -201,17 +205,6 @@ class Found:
             name = names.get(v) or (f"{e.name} at {e.line}" if e is not None and e.line else "")
             if name and what in name and v.shape:
                 yield v, name
-
-    def _alternatives(self, v: Value, chosen: Sharding) -> list[Alternative]:
-        graph, solution = self.best.graph, self.best.solution
-        k = graph.bundles.of[v]
-        more = solution.alternatives(k) - solution.bound
-        rows = [
-            Alternative(s.format(graph.mesh, v.shape, v.dtype_name), float(max(extra, 0.0)))
-            for s, extra in zip(graph.states[k], more, strict=True)
-            if s != chosen
-        ]
-        return sorted(rows, key=lambda row: (row.seconds, row.sharding))
 
     def explain(self) -> Explanation:
         """What each tensor got and why, as ``gshard.explain`` tells it of a marked function."""
