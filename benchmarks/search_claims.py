@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import math
 import os
 import re
 import resource
@@ -39,6 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import jax
 import numpy as np
+from bytes_against_xla import NEAR as OFF
+from bytes_against_xla import ROUNDING, difference
 from jax.sharding import PartitionSpec as P
 from search_cases import cases, memory_of, step_of, transformer
 
@@ -58,7 +59,6 @@ LARGE = "24 layers"  # minutes of search; only where it is asked for by name
 SECONDS = 1.000001  # of the other's time: more is slower
 SEEDS = "0", "1", "2"
 STATES, NEAR = 30, 0.02
-OFF = 1e-3  # results that are further off, relative to the largest number, are wrong
 
 
 def bare(block: Block) -> Block:
@@ -84,16 +84,18 @@ def unmarked(program: Program) -> Program:
     return dataclasses.replace(program, block=bare(program.block), argument_marks=marks)
 
 
-def difference(found: Any, expected: Any) -> float:
-    """The largest difference of two arrays, relative to the largest number; of whole numbers any is infinite."""
-    found, expected = np.asarray(found), np.asarray(expected)
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return math.inf
-    if not np.issubdtype(found.dtype, np.inexact):
-        return 0.0 if np.array_equal(found, expected) else math.inf
-    a, b = found.astype(np.complex128), expected.astype(np.complex128)
-    off = np.max(np.abs(a - b), initial=0.0) / max(1e-6, float(np.max(np.abs(b), initial=0.0)))
-    return math.inf if np.isnan(off) else float(off)
+def off_by(case: Any, program: Program, mesh: gshard.Mesh, plan: Any) -> tuple[float, float]:
+    """How far the results of a plan on 8 devices are from the exact ones; and how far they may be."""
+    executable = compile_spmd(partition(plan))
+    shardings = executable.spmd.in_shardings[len(program.captured) :]
+    leaves = jax.tree.leaves(case.arguments)
+    placed = [jax.device_put(x, named_sharding(mesh, s)) for x, s in zip(leaves, shardings, strict=True)]
+    results = [np.asarray(x) for x in executable(*placed)]
+    expected = [np.asarray(x) for x in jax.tree.leaves(jax.jit(case.function)(*case.arguments))]
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, case.arguments)
+        exact = [np.asarray(x) for x in jax.tree.leaves(jax.jit(case.function)(*wide))]
+    return difference(results, expected, exact), max(OFF, ROUNDING * difference(expected, expected, exact))
 
 
 def presets(only: list[str], run: bool) -> int:
@@ -111,21 +113,11 @@ def presets(only: list[str], run: bool) -> int:
         alone.append(max(best.searched.cost.seconds, 1e-12) / base)
         model.append((best.predicted or 1e-12) / max(best.searched.cost.seconds, 1e-12))
         slower = best.chosen.rank(best.limit) > usual.rank(best.limit) or chosen[-1] > SECONDS
-        off = 0.0
-        if run:
-            executable = compile_spmd(partition(best.chosen.plan))
-            first = len(program.captured)
-            placed = [
-                jax.device_put(x, named_sharding(lowered.mesh, s))
-                for x, s in zip(jax.tree.leaves(case.arguments), executable.spmd.in_shardings[first:], strict=True)
-            ]
-            expected = jax.tree.leaves(jax.jit(case.function)(*case.arguments))
-            results = executable(*placed)
-            off = max((difference(a, b) for a, b in zip(results, expected, strict=True)), default=0.0)
-        worse, wrong = worse + slower, wrong + (off > OFF)
+        off, near = off_by(case, program, lowered.mesh, best.chosen.plan) if run else (0.0, OFF)
+        worse, wrong = worse + slower, wrong + (off > near)
         print(
             f"{name:<44}{usual.cost.seconds * 1e6:>10.1f}{chosen[-1]:>8.3f}{alone[-1]:>8.3f}{model[-1]:>8.3f}"
-            f"{off:>10.1e}  {usual.name}{', SLOWER' if slower else ''}{', WRONG' if off > OFF else ''}",
+            f"{off:>10.1e}  {usual.name}{', SLOWER' if slower else ''}{', WRONG' if off > near else ''}",
             flush=True,
         )
     print(

@@ -392,7 +392,7 @@ def jit(
         machine,
         keep_unused,
         tuple((compiler_options or {}).items()),
-        Recorded.of(plan) if isinstance(plan, Plan) else plan,
+        Recorded.checked(plan),
         search,
         Layout.checked(layout),
         names,

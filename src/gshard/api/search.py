@@ -86,7 +86,7 @@ def search(
     Raises:
         MachineError: there is no such machine, or it has another number of devices.
         ArgumentError: ``donate_argnums`` for a function that ``gshard.jit`` returned, which has its own; ``over`` is
-            another word; a table for a function with ordered rules (``Layout.of``).
+            another word, ``budget_seconds`` no time; a table for a function with ordered rules (``Layout.of``).
         ShardingError, TraceError: as ``jit``.
 
     >>> import jax
@@ -117,6 +117,11 @@ def search(
             f"gshard.search knows nothing to search over that is called {over!r}.",
             got=f"over={over!r}",
             way_out="Write over='plan', the sharding of every value, or over='layout', a table of names and axes.",
+        )
+    if budget_seconds is not None and not (isinstance(budget_seconds, int | float) and budget_seconds > 0):
+        raise ArgumentError(
+            f"budget_seconds={budget_seconds!r} is no time to search for.",
+            way_out="Give seconds above zero, or None for a number of steps that follows from the size of the program.",
         )
     begun: list[tuple[Begun, Lowered]] = []
     candidates = list(_meshes(mesh))

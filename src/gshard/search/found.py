@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from gshard.analysis.cost import Cost
 from gshard.analysis.device_program import size
@@ -141,13 +142,27 @@ class Found:
             what is found then. To run its plan, write the mark into the program.
 
         Raises:
-            ArgumentError: nothing matches, or what matches cannot be marked (it is marked already, or enters a loop).
+            ArgumentError: nothing matches, or what matches cannot be marked (it is marked already, or enters a loop)
+                or has fewer dimensions; the sharding is no ``PartitionSpec``.
             ShardingError: the mark does not fit the mesh.
         """
         matching = [v for v, _ in self._matching(what)]
-        mark = Mark("spec", spec=entries_of(sharding), axes=tuple(self.mesh.axes))
         if not matching:
             raise self._unknown(what)
+        if not isinstance(sharding, PartitionSpec):
+            raise ArgumentError(
+                f"{sharding!r} is no PartitionSpec.",
+                got=f"found.with_mark({what!r}, {sharding!r})",
+                way_out=f"Write P({self.mesh.axes[0][0]!r}), for example.",
+            )
+        least = min(matching, key=lambda v: len(v.shape))
+        if len(sharding) > (rank := len(least.shape)):
+            raise ArgumentError(
+                f"{sharding} has {len(sharding)} entries, and {what!r} names an array of {rank} dimensions.",
+                got=f"{self._format(least)}; {len(matching)} values match",
+                way_out="Give an entry for each dimension at most, or more of the name.",
+            )
+        mark = Mark("spec", spec=entries_of(sharding), axes=tuple(self.mesh.axes))
         marked = with_marks(self.plan.program, dict.fromkeys(matching, mark))
         if marked is None:
             raise ArgumentError(
@@ -174,16 +189,17 @@ class Found:
         Raises:
             ArgumentError: nothing has that in its name or line.
         """
-        alike: dict[tuple[str, str], list[Value]] = {}
+        alike: dict[tuple[str, str], list[tuple[Value, str]]] = {}
         for v, name in self._matching(what):
-            alike.setdefault((without_numbers(name), self._format(v)), []).append(v)
+            alike.setdefault((without_numbers(name), self._format(v)), []).append((v, name))
         if not alike:
             raise self._unknown(what)
         best, budget, told = self.best, tries(self.best.solution), []
-        for (name, text), values in alike.items():
-            rows = alternatives(best.graph, best.solution, values[0], self.plan.shardings[values[0]], budget)
-            lines = "".join(f"\n    instead {row}" for row in rows)
-            told.append(f"{name}: {text}{f'  x{len(values)}' if len(values) > 1 else ''}{lines}")
+        for (folded, text), values in alike.items():
+            v, name = values[0]
+            rows = alternatives(best.graph, best.solution, v, self.plan.shardings[v], budget)
+            first = f"{folded}: {text}  x{len(values)}" if len(values) > 1 else f"{name}: {text}"
+            told.append("\n    instead ".join([first, *map(str, rows)]))
         return told
 
     def _format(self, v: Value) -> str:
@@ -198,6 +214,11 @@ class Found:
 
     def _matching(self, what: str) -> Iterator[tuple[Value, str]]:
         """The values whose argument's name, or line, has this in it."""
+        if not isinstance(what, str):
+            raise ArgumentError(
+                f"{what!r} is no text to look for in names of arguments and lines.",
+                way_out="Give a part of an argument's name (\"['w1']\"), or of a line ('model.py:38').",
+            )
         names = dict(zip(self.plan.program.block.inputs, self.plan.program.names, strict=True))
         makers = {v: e for e in self.plan.program.block.walk() for v in e.outputs}
         for v in self.plan.shardings:
