@@ -6,8 +6,8 @@
     pins           each step of benchmarks/search.py with one mark more, which contradicts the plan: whether it is kept,
                    and what it costs
     seeds          each step searched in processes of three hash seeds: the same plan, and the same text
-    alternatives   30 states of bundles of a Transformer layer: what insisting on one costs at least, as it is told,
-                   beside what a search with nothing else allowed finds
+    alternatives   30 states of bundles of a Transformer layer: the bound of what a call takes with each, as messages
+                   tell it, beside what a search with nothing else allowed finds (as found.why does for what it shows)
     scale          MoE(2048E, 36L) without a mark on 2,048 devices: seconds and memory of the search
 
 Each ends with status 1 if its claim does not hold.
@@ -232,9 +232,11 @@ def alternatives(only: list[str]) -> int:
         forced = solve(Problem.of(costs, edges, loads, p.limit)).value
         above += least > forced * (1 + 1e-9)
         far += not (least == forced or abs(forced - least) <= NEAR * forced)
-        print(f"{p.name(int(k))[:60]:<62} told {least * 1e3:>10.4f} ms, insisted {forced * 1e3:>10.4f} ms", flush=True)
-    print(f"\n{case.name}, {STATES} states: told above what is reached {above}, further than {NEAR:.0%} below it {far}")
-    return above + far
+        print(f"{p.name(int(k))[:60]:<62} bound {least * 1e3:>10.4f} ms, insisted {forced * 1e3:>10.4f} ms", flush=True)
+    print(
+        f"\n{case.name}, {STATES} states: bounds above what is reached {above}, further than {NEAR:.0%} below it {far}"
+    )
+    return above
 
 
 def scale() -> int:

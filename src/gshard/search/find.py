@@ -40,7 +40,10 @@ _ROUNDS = 7  # of solving, each after the second with other memory
 _EFFORT = 0.2  # for these others
 _USUAL = 4  # presets that are always priced, the usual ones
 _PRESETS = 40_000  # equations of the presets together: of a large program only some more are priced
-_LARGE = 1 / 64  # of the limit: what products gather is large from there on, and comes in parts where nothing fits
+# Where nothing fits, operands come in parts whose gathered copies are larger than this part of the limit. A copy is
+# there while its product runs, two at a time: smaller ones hold a few percent of what there is, and taking them in
+# steps would start many kernels to free next to nothing.
+_LARGE = 1 / 64
 _NEAR = 1.02  # limits of memory between which no further one is tried
 
 
