@@ -33,7 +33,7 @@ from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.passes.propagate import propagate
 from gshard.search.find import Best, PricedPlan, Pricing
-from gshard.search.problem import Problem
+from gshard.search.problem import Problem, ProblemError
 from gshard.search.solve import solve
 
 _EFFORT = 0.2  # for solving with what a table asks for
@@ -166,18 +166,15 @@ class _Search:
         """The best table."""
         keys = self._keys()
         starts = [self._solved([key for key in keys if not key[0]]), self._solved(keys), {}]
-        best: tuple[_Rows, PricedPlan] | None = None
-        for rows in starts:
+        rows, now = self.rows, self._tried({})  # which no table may be worse than
+        assert now is not None, "the program was planned without a table"
+        for start in starts:
             self.rows, self.now = {}, None
-            self._take(rows)
+            self._take(start)
             while self.now is not None and self._climb(keys):
                 pass
-            if self.now is not None and (
-                best is None or self.now.rank(self.best.limit) < best[1].rank(self.best.limit)
-            ):
-                best = self.rows, self.now
-        rows, now = best or ({}, self._tried({}))
-        assert now is not None, "the program was planned without a table"
+            if self.now is not None and self.now.rank(self.best.limit) < now.rank(self.best.limit):
+                rows, now = self.rows, self.now
         names = _by_pattern({n.at: str(n) for n in self.said if n is not None and any(n.dims)}, self.function.paths)
         return FoundLayout(
             self._layout(rows), names, self.best.mesh, now, self.best.chosen, self.best.limit, self.dimensions,
@@ -200,7 +197,8 @@ class _Search:
         return tuple(name for name, size in self.best.mesh.axes if size > 1)
 
     def _take(self, rows: _Rows, *, or_equal: bool = False) -> None:
-        if len(self.known) >= self.most or time.monotonic() > self.end:
+        is_known = frozenset(rows.items()) in self.known
+        if not is_known and (len(self.known) >= self.most or time.monotonic() > self.end):
             return
         after, limit = self._tried(rows), self.best.limit
         if after is None or after is self.now:
@@ -260,7 +258,10 @@ class _Search:
                     edges.append((node, k, np.where([[axes == cut for cut in own] for axes in every], 0.0, np.inf)))
         costs = [*problem.costs, *(np.zeros(len(every)) for _ in keys)]
         loads = [(load.node, load.start, load.end, load.bytes) for load in problem.loads]
-        found = solve(Problem.of(costs, edges, loads, problem.limit), effort=_EFFORT)
+        try:
+            found = solve(Problem.of(costs, edges, loads, problem.limit), effort=_EFFORT)
+        except ProblemError:  # marks of the user's allow no sharding that is the same for all of a name
+            return {}
         chosen = {key: every[found.states[node]] or None for key, node in number.items()}
         return chosen if np.isfinite(found.value) else {}
 
