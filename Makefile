@@ -13,7 +13,7 @@ WORKERS ?= logical
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-full lint format types docs operators demo bench jax-tests lock clean
+.PHONY: help setup test test-full lint format types docs operators gallery screenshots demo bench jax-tests lock clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -53,6 +53,12 @@ docs: $(STAMP)  ## build the documentation in docs/_build; a warning is an error
 
 operators: $(STAMP)  ## write docs/operators.md anew from the rules
 	$(BIN)/python scripts/operators.py
+
+gallery: $(STAMP)  ## write docs/gallery.md anew from examples/
+	$(BIN)/python scripts/gallery.py
+
+screenshots: $(STAMP)  ## take the pictures of docs/images anew (needs Chromium)
+	$(BIN)/python scripts/screenshots.py
 
 demo: $(STAMP)  ## train, evaluate and use a small translation model
 	$(BIN)/python -m m4 demo

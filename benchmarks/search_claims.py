@@ -52,8 +52,8 @@ from gshard.passes.partition import partition
 from gshard.planning import configured, searched
 from gshard.rules.region import with_edges
 from gshard.search.find import best_plan
-from gshard.search.problem import Problem
-from gshard.search.solve import solve
+from gshard.solver.problem import Problem
+from gshard.solver.solve import solve
 
 LARGE = "24 layers"  # minutes of search; only where it is asked for by name
 SECONDS = 1.000001  # of the other's time: more is slower

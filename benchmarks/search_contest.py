@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gshard.search.problem import Problem
-from gshard.search.solve import solve
+from gshard.solver.problem import Problem
+from gshard.solver.solve import solve
 
 # The least that any entry found: iopddl_final_results.csv of github.com/ti2-group/iopddl_experiments.
 BEST = {

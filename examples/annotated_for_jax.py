@@ -1,6 +1,6 @@
 """A model annotated for JAX runs unchanged: its sharding constraints and the shardings of its arguments are marks.
 
-    python examples/annotated_for_jax.py
+python examples/annotated_for_jax.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """The MoE layer of the GShard paper on eight devices: four marks, two all-to-alls.
 
-    python examples/moe_layer.py
+python examples/moe_layer.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """Tensor parallelism by marking two weights: one all-reduce forward, as in Megatron-LM.
 
-    python examples/tensor_parallel.py
+python examples/tensor_parallel.py
 """
 
 import os

@@ -29,10 +29,10 @@ HEAD = """# Operators
 
 What splitting a dimension costs depends on what the operator does along it:
 
-- **for nothing**: parts are computed where they lie;
+- **for nothing**: each device computes its part, and nothing is sent;
 - **combined**: each device gets a part of the result; the parts are combined by a collective, at once or later;
-- **exchanged**: the operator's own way to run on shards talks to the others: a halo, a prefix, candidates;
-- **gathered**: the operand is made whole along that dimension first.
+- **exchanged**: the operator's own way to run on shards communicates: a halo, a prefix sum, candidates;
+- **gathered**: the operand is all-gathered along that dimension first.
 
 The example is the rule of one case, in the notation of the [architecture](architecture.md): its letters are the loops
 of the computation. "Some" means that it depends on the parameters: a dimension that a window does not move over costs
@@ -40,8 +40,8 @@ nothing, and what would have to be combined by an unknown function may have to b
 
 Functions of `jax.numpy`, `jax.nn` and so on are made of these operators. One that is **not listed** is gathered,
 reported by `gshard.explain`, and refused with `strict=True`; but batch dimensions that its own `vmap` rule proves are
-split for nothing. `gshard.rule` teaches gshard an operator in a line, and `gshard.testing.check_rule` finds out whether
-the line is true: see `examples/new_operator.py`.
+split for nothing. `gshard.rule` registers an operator in a line, and `gshard.testing.check_rule` finds out whether
+the line is true: see [An operator of your own](own_operators.md).
 """
 
 

@@ -7,6 +7,7 @@ sign and is never all equal. Indices reach out of range on both sides.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -246,6 +247,10 @@ def windows() -> Iterator[Row]:
     edges = lambda low, high: ((low, high, 0), (0, 0, 0))  # noqa: E731
     filled = lambda x: lax.pad(x[3:], 0.0, edges(0, 3)) + lax.pad(x[:3], 0.0, edges(4, 0))  # noqa: E731
     yield row("concatenate_slices, filled up", filled, normal(7, 10))
+    numbers = lambda x: jnp.concatenate([jnp.full((2, 10), 2.5), x[3:5], jnp.zeros((1, 10)), x[1:]])  # noqa: E731
+    yield row("concatenate_slices, with numbers", numbers, X)
+    yield row("concatenate_slices, with a number", lambda x, y: jnp.concatenate([jnp.full((7, 3), y), x[:, 4:]], 1), X,
+              np.float32(-0.0))  # fmt: skip
     yield row("slice, one element", lambda x: x[4:5, 7:8], normal(7, 10))
     yield row("slice, far away", lambda x: x[:, 7:], normal(7, 10))
     yield row("concatenate_slices, of two", lambda x, y: jnp.concatenate([y[1:3], x[2:6], x[6:]]), X, normal(4, 10))
@@ -397,6 +402,11 @@ def selected() -> Iterator[Row]:
 
 def ordered() -> Iterator[Row]:
     """Sorting: few elements are gathered, many dealt out in columns, and with other dimensions the cut moves there."""
+    steps = np.sort(normal(13))
+    for side in ("left", "right"):
+        search = functools.partial(jnp.searchsorted, side=side)
+        yield row(f"searchsorted, {side}", search, np.append(steps, np.nan), np.append(normal(4, 5), np.nan))
+        yield row(f"searchsorted, {side}, whole", search, np.array([-3, 0, 0, 2, 9], np.int8), np.int8([127, 0, -128]))
     long = np.round(normal(1000) * 20) / 4
     long[[0, 3, 500, 998]] = np.nan, -np.nan, np.inf, -np.inf
     long[[7, 400, 401, 900]] = -0.0, 0.0, -0.0, 0.0
@@ -526,7 +536,7 @@ def narrow() -> Iterator[Row]:
     keys = jax.random.split(jax.random.key(7), 6)
     spread = lambda k: jax.random.key_data(jnp.broadcast_to(k[:, None], (6, 4)))  # noqa: E731
     yield row("broadcast_in_dim, keys", spread, keys)
-    yield row("concatenate, keys", lambda k: jax.random.key_data(jnp.concatenate([k, k[:3]])), keys)
+    yield row("concatenate_slices, keys", lambda k: jax.random.key_data(jnp.concatenate([k, k[:3]])), keys)
     yield row("gather, keys", lambda k, i: jax.random.key_data(k[i]), keys, np.array([5, 0, 3]))
     yield row("reshape, keys", lambda k: jax.random.key_data(k.reshape(2, 3)), keys)
 
@@ -576,6 +586,9 @@ def grouped() -> Iterator[Row]:
     yield row("ragged_dot_general, batches", of_batches, x, y, sizes, tolerance=SUM)
     each = np.stack([sizes, sizes[::-1], sizes + 1][:3]).astype(np.int32)
     yield row("ragged_dot_general, each batch its own", of_batches, x, y, each, tolerance=SUM)
+    sums = numbers((((1,), (1,)), ((0,), (0,))), (1,), ())
+    sums_of_each = lambda x, y, n: lax.ragged_dot_general(x, y, n, sums)  # noqa: E731
+    yield row("ragged_dot_general, sums of each batch", sums_of_each, x, normal(3, 10, 4), each, tolerance=SUM)
     batch_sizes = np.array([1, 0, 1, 1, 0], np.int32)
     which = lambda x, y, n: lax.ragged_dot_general(x, y, n, numbers((((2,), (1,)), ((0,), (0,))), (0,), ()))  # noqa: E731
     yield row("ragged_dot_general, ragged batch", which, x, normal(3, 6, 4), batch_sizes, tolerance=SUM)

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from gshard.search.problem import Problem
+from gshard.solver.problem import Problem
 
 
 def random_problem(rng, nodes=6, states=4, memory=True, density=0.5, forbidden=0.15, tight=0.5):

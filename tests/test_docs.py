@@ -1,17 +1,21 @@
-"""What the documentation shows runs: doctests, the README, the examples."""
+"""What the documentation shows runs: doctests, the README, the pages (``tests/pages.py``), the examples."""
 
 import doctest
 import importlib
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import gshard
+import pages
+from test_structure import exported
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
@@ -19,15 +23,20 @@ WITH_DOCTESTS = [path for path in sorted(SRC.rglob("*.py")) if ">>> " in path.re
 PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if "_build" not in path.parts]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What these show is tested elsewhere in the fast tests too.
-LONG = {"haiku_batch_norm.py", "orbax_restore.py", "local_gather.py", "pipeline.py", "layout_transformer.py"}
+LONG = {
+    "translating.md",
+    "haiku_batch_norm.py",
+    "orbax_restore.py",
+    "local_gather.py",
+    "pipeline.py",
+    "layout_transformer.py",
+    "explained_transformer.py",
+    "decoder_moe.py",
+}
 
 
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
-
-
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("path", WITH_DOCTESTS, ids=module_name)
@@ -38,24 +47,95 @@ def test_doctests(path: Path) -> None:
     assert not failed, f"{failed} of {tried} examples fail; see the output above"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_python_blocks_of_a_page_run_in_order(page: Path) -> None:
-    if not hasattr(gshard, "jit"):
-        pytest.skip("gshard.jit does not exist yet")
-    namespace = {"__name__": "__main__"}
-    for number, block in enumerate(python_blocks(page), 1):
-        exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
-
-
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, id=p.name, marks=[pytest.mark.slow] if p.name in LONG else []) for p in EXAMPLES]
-)
-def test_example_runs(path: Path, tmp_path: Path) -> None:
-    packages = re.findall(r"^(?:import|from) (\w+)", path.read_text(), flags=re.MULTILINE)
+def skip_without_packages(code: str) -> None:
+    packages = re.findall(r"^(?:import|from) (\w+)", code, flags=re.MULTILINE)
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}, which the extra dev installs")
+
+
+def each(paths: list[Path]) -> pytest.MarkDecorator:
+    marked = [
+        pytest.param(p, id=p.relative_to(ROOT).as_posix(), marks=[pytest.mark.slow] if p.name in LONG else [])
+        for p in paths
+    ]
+    return pytest.mark.parametrize("path", marked)
+
+
+@each([page for page in PAGES if pages.blocks(page)])
+def test_page_runs_and_prints_what_it_shows(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    code = "\n".join(block.text for block in pages.blocks(path) if block.kind == "python")
+    skip_without_packages(code)
+    pages.run(path, tmp_path, update=request.config.getoption("--update-golden"))
+
+
+@each(EXAMPLES)
+def test_example_runs_and_is_in_the_gallery(path: Path, tmp_path: Path) -> None:
+    skip_without_packages(path.read_text())
+    command = [sys.executable, ROOT / "scripts" / "gallery.py", path]
     done = subprocess.run(
-        [sys.executable, path], cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.stdout.strip() in (ROOT / "docs" / "gallery.md").read_text(), f"run make gallery:\n{done.stdout}"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    told = re.findall(r"^\.\. auto(?:function|class|exception):: gshard\.(\w+)$", text, flags=re.MULTILINE)
+    public = {name for name in vars(gshard) if not name.startswith("_")} & exported("gshard")
+    assert sorted(told) == sorted(public - {"testing"}), "docs/api.md lists each public name once"
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.slow
+def test_the_program_for_many_hosts_runs_in_two_processes(tmp_path: Path) -> None:
+    block = next(b.text for b in pages.blocks(ROOT / "docs" / "hosts.md") if b.text.startswith("# train_hosts.py"))
+    (tmp_path / "train_hosts.py").write_text(block)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    four = {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"), "JAX_PLATFORMS": "cpu"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "train_hosts.py", address, "2", str(index)],
+            cwd=tmp_path, env=os.environ | four, stdout=subprocess.PIPE, text=True,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    try:
+        printed = [process.communicate(timeout=250)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0]
+
+    rng = np.random.default_rng(0)
+    weights, expected = rng.normal(size=(64, 16)).astype(np.float32), []
+    for _ in range(3):
+        x = rng.normal(size=(128, 64)).astype(np.float32)
+        expected.append(np.mean((x @ weights) ** 2))
+        weights -= 0.1 * 2 / (128 * 16) * x.T @ (x @ weights)
+    losses = [float(line.removeprefix("loss ")) for line in printed[0].splitlines() if line.startswith("loss ")]
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_output_or_a_line_that_is_not_true_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    code = "```python\ndef f():\n    return 1 / 0\n```\n\ntext\n\n```python\n"
+    code += "try:\n    f()\nexcept ZeroDivisionError as error:\n"
+    code += "    print('at line', error.__traceback__.tb_next.tb_lineno)\n    print(3, 'equations')\n```\n"
+    page.write_text(f"{code}\n```output\nat line 2\n4 equations\n```\n")
+    pages.run(page, tmp_path)
+    page.write_text(f"{code}\n```output\nat [...]\n4 equations\n```\n")
+    pages.run(page, tmp_path)
+    page.write_text(f"{code}\n```output\nat line 1\n4 equations\n```\n")
+    with pytest.raises(AssertionError, match="-at line 1"):
+        pages.run(page, tmp_path)
+    pages.run(page, tmp_path, update=True)
+    assert "```output\nat line 2\n3 equations\n```" in page.read_text()

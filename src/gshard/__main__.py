@@ -1,37 +1,92 @@
-"""The command line: ``gshard explain``, ``search``, ``plan`` and ``calibrate``."""
+"""The command line: ``gshard explain``, ``search``, ``plan`` and ``calibrate``.
+
+The exit status is 0; 1 after an error that is the user's to mend; 2 after one in the options themselves; 3 if
+``explain`` found more than ``--fail-above`` or ``--baseline`` allows.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import platform
 import sys
+import traceback
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from gshard.analysis.calibrate import calibrate
+from gshard.analysis.difference import difference
+from gshard.analysis.explain import Explanation
+from gshard.analysis.machine import Machine
+from gshard.analysis.report.page import page
 from gshard.api.explained import explain
-from gshard.api.jit import Jitted
+from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
+from gshard.checked import CheckFailed, explanation_in, limit_of, over_baseline, over_limit
 from gshard.core.errors import ArgumentError, GShardError
+from gshard.core.jax_adapter import line_of_exception
+from gshard.core.mesh import Mesh
+from gshard.core.program import format_bytes
 from gshard.planning import plan
-from gshard.target import load, mesh_of
+from gshard.target import TargetError, load, mesh_of
+
+FAILED = 3  # exit status
+
+
+def _mesh(options: argparse.Namespace) -> Mesh:
+    """The mesh that was asked for; without one the machine's devices, or 8."""
+    if options.mesh:
+        return mesh_of(options.mesh)
+    machine = options.machine or ""
+    return mesh_of(str(Machine.of(machine).size) if ":" in machine or machine.endswith(".json") else "8")
+
+
+def _cpu_devices(count: int) -> None:
+    """Has JAX play so many devices on one CPU, unless it has begun with others: XLA compiles for devices that exist."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, "utf-8")
+    print(f"wrote {path}")
 
 
 def _explain(options: argparse.Namespace) -> None:
+    with_xla = options.against == "xla"
+    paths = (None if with_xla else options.against, options.baseline)
+    before, baseline = (None if path is None else explanation_in(path) for path in paths)
+    limit = None if options.fail_above is None else limit_of(options.fail_above)
+    if with_xla:
+        _cpu_devices(_mesh(options).size)
     f, arguments = load(options.target, options.arg)
-    mesh = mesh_of(options.mesh) if options.mesh else None
-    if mesh is None and not isinstance(f, Jitted):
-        mesh = mesh_of("8")
-    found = explain(f, *arguments, mesh=mesh)
+    mesh = None if isinstance(f, Jitted) and not options.mesh else _mesh(options)
+    found = explain(f, *arguments, mesh=dict(mesh.axes) if with_xla and mesh is not None else mesh)
+    data = found.data(options.machine)
+    print(found.format(tensors=0, collectives=8) if options.html else found)
+    print(f"\n{found.verdict(options.machine)}\n\n{found.cost(options.machine)}")
+    against = found.against_xla(options.machine) if with_xla else None if before is None else difference(before, data)
+    if against is not None:
+        print(f"\n{against}\n")
     if options.html:
-        print(f"wrote {found.html(options.html, options.machine)}")
+        _write(options.html, page(data if against is None else {**data, "difference": against.data()}))
     if options.json:
-        options.json.write_text(json.dumps(found.data(options.machine)), "utf-8")
-        print(f"wrote {options.json}")
-    if not options.html and not options.json:
-        print(found)
-        print(f"\n{found.cost(options.machine)}")
+        _write(options.json, json.dumps(data))
+    if options.trace:
+        print(f"wrote {found.trace(options.trace, options.machine)}: open it in ui.perfetto.dev")
+    failures = [
+        "" if limit is None else over_limit(data, limit),
+        "" if baseline is None else over_baseline(baseline, data),
+    ]
+    if any(failures):
+        raise CheckFailed("\n\n".join(filter(None, failures)))
 
 
 def _search(options: argparse.Namespace) -> None:
@@ -63,9 +118,11 @@ def _search(options: argparse.Namespace) -> None:
         print(f"wrote {found.html(options.html)}")
     if options.patch:
         patch = found.patch()
-        options.patch.write_text(patch, "utf-8")
-        can = "\n@@" in patch
-        print(f"wrote {options.patch}: {f'git apply {options.patch}' if can else 'no mark in it that git could apply'}")
+        _write(options.patch, patch)
+        if "\n@@" in patch:
+            print(f"git apply {options.patch}")
+        else:
+            print("no mark in it that git could apply")
     if options.save:
         found.save(options.save)
         print(
@@ -74,6 +131,9 @@ def _search(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
+    if ":" in options.config:
+        print(_planned(options))
+        return
     found = plan(
         options.config,
         options.topology,
@@ -83,6 +143,43 @@ def _plan(options: argparse.Namespace) -> None:
         compiled=options.compile,
     )
     print(found)
+
+
+def _planned(options: argparse.Namespace) -> str:
+    """Whether a user's function fits a machine, and what bounds a call there."""
+    if options.search or options.compile or options.remat is not None:
+        raise TargetError(
+            "--search, --compile and --remat are for the paper's models.",
+            got=options.config,
+            way_out="For a function of yours: gshard search TARGET, or jax.checkpoint and --memory-limit.",
+        )
+    f, arguments = load(options.config, options.arg)
+    if isinstance(f, Jitted) and options.memory_limit:
+        raise TargetError(f"{options.config!r} is jitted already.", way_out="Give its own gshard.jit the memory_limit.")
+    machine = Machine.of(
+        options.topology, None if ":" in options.topology else (options.mesh and mesh_of(options.mesh).size)
+    )
+    mesh = mesh_of(options.mesh or str(machine.size))
+    jitted = f.on(mesh) if isinstance(f, Jitted) else jit(f, mesh=mesh, memory_limit=options.memory_limit)
+    found: Explanation = explain(jitted, *arguments)
+    cost = found.cost(machine)
+    memory = cost.memory
+    rows = [
+        ("arguments", memory.arguments),
+        ("results", memory.results - memory.shared),
+        ("temporaries", memory.temporaries),
+    ]
+    lines = [
+        f"{found.name} on {machine}, mesh {mesh}",
+        "",
+        *str(found.verdict(machine)).splitlines(),
+        "",
+        "memory of a device",
+    ]
+    lines += [f"  {what:<14} {format_bytes(n):>12}" for what, n in rows]
+    lines += ["", "time of a call"]
+    lines += [f"  {what:<20} {1e3 * s:>10.3f} ms  {100 * s / cost.seconds:5.1f} %" for what, s in cost.by_kind.items()]
+    return "\n".join(lines)
 
 
 def _calibrate(options: argparse.Namespace) -> None:
@@ -97,30 +194,44 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gshard", description="See how a JAX program is partitioned, and what it costs."
     )
+    shown = f"gshard {version('gshard')} (jax {jax.__version__}, Python {platform.python_version()})"
+    parser.add_argument("--version", action="version", version=shown)
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    command = commands.add_parser("explain", help="how a function is partitioned, why, and what it costs")
-    command.add_argument("target", help="module:function or file.py:function")
-    command.add_argument(
-        "--arg", action="append", default=[], metavar="f32[64,512]", help="an argument; repeat for each"
+    command = commands.add_parser(
+        "explain",
+        help="how a function is partitioned, why, and what it costs",
+        epilog="exit status: 0; 1 an error; 2 wrong options; 3 more than --fail-above or --baseline allows",
     )
-    command.add_argument("--mesh", help="8 or data=4,model=2; the devices need not exist (default: 8)")
-    command.add_argument("--machine", help="v3:32x32, h100:4x8, cpu:8 or a file of gshard calibrate")
-    command.add_argument("--html", type=Path, help="write the report as one page")
-    command.add_argument("--json", type=Path, help="write everything the page shows")
+    _target(command)
+    command.add_argument("--mesh", help="8 or data=4,model=2; they need not exist (default: those of --machine, or 8)")
+    command.add_argument("--machine", help=_MACHINES)
+    command.add_argument("--html", type=Path, metavar="page.html", help="write the report as one page")
+    command.add_argument("--json", type=Path, metavar="plan.json", help="write everything the page shows")
+    command.add_argument(
+        "--trace", type=Path, metavar="trace.json", help="write the modelled timeline of a call, for Perfetto"
+    )
+    command.add_argument(
+        "--against",
+        metavar="before.json",
+        help="show what changed, line by line, since this --json was written; or 'xla': against XLA's own partitioner, "
+        "both compiled for CPU devices",
+    )
+    command.add_argument("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
+    command.add_argument(
+        "--baseline", metavar="main.json", help="fail if bytes sent, FLOPs or memory grew since this --json was written"
+    )
     command.set_defaults(run=_explain)
 
     command = commands.add_parser(
         "search", help="the plan that takes least time on a machine, and how near the best it is"
     )
-    command.add_argument("target", help="module:function or file.py:function")
-    command.add_argument(
-        "--arg", action="append", default=[], metavar="f32[64,512]", help="an argument; repeat for each"
-    )
+    _target(command)
     command.add_argument(
         "--mesh", help="data=4,model=2, or a number, which tries all shapes; they need not exist (default: 8)"
     )
-    command.add_argument("--machine", help="v3:32x32, h100:4x8, cpu:8 or a file of gshard calibrate")
+    command.add_argument("--machine", help=_MACHINES)
     command.add_argument(
         "--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)"
     )
@@ -149,8 +260,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
     command.set_defaults(run=_search)
 
-    command = commands.add_parser("plan", help="whether a model of the paper fits a machine, and what a step takes")
-    command.add_argument("config", help='a model of Table 1, such as "MoE(128E, 12L)"')
+    command = commands.add_parser(
+        "plan",
+        help="whether a function, or a named model, fits a machine, and what a step takes",
+        description="In short: gshard explain shows where time and memory go, line by line.",
+    )
+    command.add_argument(
+        "config", help='module:function, file.py:function, or a named model: "MoE(128E, 12L)", mixtral-8x7b'
+    )
+    command.add_argument("--arg", **_ARG)
+    command.add_argument("--mesh", help="for a function: data=4,model=2 (default: one axis of all devices)")
     command.add_argument(
         "--topology", required=True, help="v3:32x32 names chips; v3 takes as many as there are experts"
     )
@@ -172,6 +291,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_MACHINES = "v3:32x32, h100:4x8, cpu:8 or a file of gshard calibrate"
+_ARG: dict[str, Any] = {
+    "action": "append", "default": [], "metavar": "f32[64,512]", "help": "an argument; repeat for each",
+}  # fmt: skip
+
+
+def _target(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", help="module:function or file.py:function")
+    command.add_argument("--arg", **_ARG)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
@@ -179,18 +309,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; those of the process by default.
 
     Returns:
-        the exit status: 0, or 1 after an error that is the user's to mend.
+        the exit status.
     """
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except GShardError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    except CheckFailed as failure:
+        print(failure, file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:  # what read this has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:  # of a file that was to be written
-        print(f"{error.filename} cannot be written: {error.strerror}", file=sys.stderr)
+    except Exception as error:
+        if options.traceback:
+            traceback.print_exc()
+        print(_told(error), file=sys.stderr)
         return 1
     return 0
+
+
+def _told(error: Exception) -> str:
+    """One clear error: ours as it is, others with the user's line."""
+    if isinstance(error, GShardError):
+        return f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.filename:
+        return f"{type(error).__name__}: {error.filename}: {error.strerror}."
+    where = line_of_exception(error)
+    at = f"\n  at {where}" if where else ""
+    return f"{type(error).__name__}: {error}{at}\n  gshard --traceback {' '.join(sys.argv[1:2])} ... shows more."
 
 
 if __name__ == "__main__":

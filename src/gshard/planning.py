@@ -1,15 +1,19 @@
-"""Planning: whether a model of the paper fits a machine, and what a training step takes, before there is one.
+"""Planning: whether a model fits a machine, and what a training step takes, before there is one.
 
     print(plan("MoE(128E, 12L)", "v3:8x8"))
+    print(plan("mixtral-8x7b", "h100:8x8"))
 
 The step is loss, gradients and a plain update of donated parameters (Adafactor's factored state is a thousandth of the
-experts' weights), with the marks of section 3.2 only and the batch of Table 3. With libtpu installed (``pip install
-libtpu``) it can also be compiled for the real topology, without a TPU.
+experts' weights). The paper's models have the marks of section 3.2 only and the batch of Table 3. Decoders, which have
+fewer experts than such machines have devices, have a layout: experts over one axis, tokens over both, and every weight
+split over all devices and gathered when it is read. With libtpu installed (``pip install libtpu``) the step can also be
+compiled for the real topology, without a TPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -22,18 +26,20 @@ from jax.experimental import topologies
 from gshard.analysis.cost import Cost, KernelCost
 from gshard.analysis.cost import cost as cost_of
 from gshard.analysis.cycles import estimated_cycles
-from gshard.analysis.device_program import PRODUCT
 from gshard.analysis.explain import explain_program
 from gshard.analysis.machine import Machine
 from gshard.api.jit import jit
 from gshard.api.lowered import Lowered
 from gshard.api.search import search
 from gshard.core.errors import GShardError
+from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.spmd import Recomputed
-from gshard.moe.config import TABLE_1, TransformerConfig
-from gshard.moe.param import shapes
+from gshard.moe.config import TransformerConfig
+from gshard.moe.models import MODELS, model_name
+from gshard.moe.param import Param, shapes
 from gshard.moe.transformer import loss, param_specs
+from gshard.passes.device_program import PRODUCT
 from gshard.remat.fit import peak_of
 from gshard.search.found import Found
 from gshard.search.meshes import meshes
@@ -42,21 +48,27 @@ from gshard.search.meshes import meshes
 # sentences are; ``LENGTH`` tokens is an assumption that only attention notices.
 BATCH_TOKENS = {128: 1 << 20, 512: 1 << 20, 2048: 4 << 20, 0: 4 << 20}
 LENGTH = 128
+# A decoder's batch, ours: a million tokens in texts of 4,096, or more if devices would have none.
+DECODER_TOKENS, DECODER_LENGTH = 1 << 20, 4096
+# Experts over one axis, tokens over both; a weight is split over all devices, an expert's over those that hold it.
+DECODER_AXES = ("data", "experts")
+DECODER_LAYOUT = Layout(groups=DECODER_AXES, experts="experts", weights=DECODER_AXES, expert_weights="data",
+    tokens=None, model=None, gates=None)  # fmt: skip
 CYCLES_A_SECOND = {"v3": 940e6}
 
 # Figure 8's classes by the function that a kernel comes from; collectives have their own.
 _CLASSES = {
-    r"attention\.py": "attention",
-    r"\(_run_experts": "MoE feed-forward",
-    r"block\.py:\d+ \(feed_forward\)": "feed-forward",
-    r"(gating|dispatch|experts)\.py": "gating, dispatch tables",
+    r"(attention|rotary)\.py": "attention",
+    r"\(_run_experts|ragged\.py:\d+ \(answered": "MoE feed-forward",
+    r"feed_forward\.py:\d+ \(feed_forward": "feed-forward",
+    r"(gating|dispatch|experts|ragged|sorted_rows)\.py": "gating, dispatch tables",
     r"transformer\.py": "embedding, softmax, loss",
     r"\(update\)": "update",
 }
 
 
 class PlanningError(GShardError):
-    """There is no such model, or it cannot be split over such a machine."""
+    """A model cannot be split over such a machine, or cannot be compiled for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +125,8 @@ class Planned:
         found = self.cost
         verdict = "fits" if found.fits else "does not fit"
         lines = [
-            f"{self.name}: {self.parameters / 1e9:.4g}B parameters, batch {self.batch[0]:,} x {self.batch[1]} a side, "
+            f"{self.name}: {self.parameters / 1e9:.4g}B parameters, batch {self.batch[0]:,} x {self.batch[1]}"
+            f"{' a side' if self.config.encoder_layers else ''}, "
             f"{self.config.dtype} activations, {'with' if self.config.remat else 'without'} recomputed layers",
             f"on {found.machine}",
             "",
@@ -167,29 +180,62 @@ def training_step(config: TransformerConfig) -> Callable[..., Any]:
 
 def arguments(config: TransformerConfig, sentences: int, length: int) -> tuple[Any, ...]:
     """Shapes of parameters, batch and step number."""
-    batch = {name: jax.ShapeDtypeStruct((sentences, length), jnp.int32) for name in ("source", "target")}
+    sides = ("source", "target") if config.encoder_layers else ("target",)
+    batch = {name: jax.ShapeDtypeStruct((sentences, length), jnp.int32) for name in sides}
     return shapes(param_specs(config)), batch, jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def configured(name: str, topology: str, remat: bool | None = None) -> tuple[TransformerConfig, Machine]:
-    """A model of Table 1 for all devices of a machine.
+    """A named model for all devices of a machine.
 
     Args:
-        name: of the model.
+        name: of the model, see ``gshard.moe.MODELS``; capitals and punctuation do not matter.
         topology: of the machine; without a shape it gets as many devices as the model has experts.
-        remat: whether pairs of layers are recomputed; None does so from 36 layers on, as the paper's models needed it.
+        remat: whether pairs of layers are recomputed; None does so from 28 layers on, as the paper's models of 36
+            needed it.
 
     Raises:
-        PlanningError: no such model.
+        ModelError: no such model.
         MachineError: no such machine.
     """
-    if name not in TABLE_1:
-        raise PlanningError(f"no model is called {name!r}.", got=f"models: {', '.join(TABLE_1)}")
-    config = TABLE_1[name]
+    config = MODELS[model_name(name)]
     machine = Machine.of(topology, None if ":" in topology else config.experts or 2048)
-    deep = config.encoder_layers + config.decoder_layers >= 36
+    deep = config.encoder_layers + config.decoder_layers >= 28
+    # Marks ask for as many partitions as there are devices; a decoder has a layout.
+    partitions = machine.size if config.encoder_layers else 1
     # Table 1's model of a trillion weights keeps them in float32 and computes in bfloat16.
-    return dataclasses.replace(config, partitions=machine.size, remat=deep if remat is None else remat), machine
+    return dataclasses.replace(config, partitions=partitions, remat=deep if remat is None else remat), machine
+
+
+def mesh_for(config: TransformerConfig, machine: Machine, compiled: bool = False) -> Mesh:
+    """The devices of a machine as a model has them: in one axis, or for a decoder in ``data`` and ``experts``.
+
+    Args:
+        config: the model.
+        machine: the machine.
+        compiled: whether they are those of a TPU topology, as libtpu knows them.
+
+    Raises:
+        PlanningError: libtpu is missing or does not know the topology.
+    """
+    if config.encoder_layers:
+        return topology_mesh(machine) if compiled else Mesh.abstract(devices=machine.size)
+    experts = math.gcd(config.experts or 1, machine.size)
+    if not compiled:
+        return Mesh.abstract(data=machine.size // experts, experts=experts)
+    devices = topology_mesh(machine).devices
+    assert devices is not None, "a topology has devices"
+    return Mesh.of(jax.sharding.Mesh(np.reshape(devices, (-1, experts)), DECODER_AXES))
+
+
+def _names(config: TransformerConfig) -> dict[str, Any]:
+    """What ``DECODER_LAYOUT`` calls the dimensions of the arguments."""
+
+    def called(spec: Param) -> str:
+        weights = "expert_weights" if "experts" in spec.dims else "weights"
+        return " ".join(weights if dim == "model" else dim for dim in spec.dims)
+
+    return {"params": jax.tree.map(called, param_specs(config)), "batch": {"target": "groups _"}}
 
 
 def lower(
@@ -200,13 +246,16 @@ def lower(
     machine: Machine | None = None,
     found: Found | None = None,
 ) -> tuple[Lowered, tuple[int, int]]:
-    """The training step for a mesh, and its batch: that of Table 3, or so many tokens a side for each device.
+    """The training step for a mesh of ``mesh_for``, and its batch: the usual one, or so many tokens a side a device.
 
     With a memory limit, ``machine`` tells what recomputing takes. ``found`` is the plan, if it was searched.
     """
     batch = _batch(config, mesh.size, tokens_of_device)
     step = training_step(config)
-    made = jit(step, mesh=mesh, donate_argnums=0, memory_limit=memory_limit, plan=None if found is None else found.plan)
+    options: dict[str, Any] = {} if found is None else {"plan": found.plan}
+    if found is None and not config.encoder_layers:
+        options = {"layout": DECODER_LAYOUT, "names": _names(config)}
+    made = jit(step, mesh=mesh, donate_argnums=0, memory_limit=memory_limit, **options)
     lowered = made.lower(*arguments(config, *batch))
     target = dataclasses.replace(lowered.target, machine=machine)
     return dataclasses.replace(lowered, target=target), batch
@@ -219,7 +268,7 @@ def searched(
     tokens_of_device: int | None = None,
     memory_limit: int | str | None = None,
 ) -> tuple[TransformerConfig, Found]:
-    """The model without its marks, and the plan that search finds for it, on these devices in one or two axes."""
+    """The model without its marks or layout, and the plan that search finds, on these devices in one or two axes."""
     sentences, length = batch = _batch(config, mesh.size, tokens_of_device)
     group = config.tokens_of_a_group(sentences * length) if config.experts else None
     bare = dataclasses.replace(config, group_size=group, partitions=1)
@@ -235,8 +284,11 @@ def searched(
 
 
 def _batch(config: TransformerConfig, devices: int, tokens_of_device: int | None) -> tuple[int, int]:
-    tokens = tokens_of_device * devices if tokens_of_device else BATCH_TOKENS[config.experts]
-    return tokens // LENGTH, LENGTH
+    if config.encoder_layers:
+        usual, length = BATCH_TOKENS[config.experts], LENGTH
+    else:
+        usual, length = max(DECODER_TOKENS, devices * DECODER_LENGTH), DECODER_LENGTH
+    return (tokens_of_device * devices if tokens_of_device else usual) // length, length
 
 
 def plan(
@@ -249,24 +301,26 @@ def plan(
     search_plan: bool = False,
     compiled: bool = False,
 ) -> Planned:
-    """Plans one of the paper's models for a machine.
+    """Plans a named model for a machine.
 
     Args:
-        name: a row of Table 1, such as ``MoE(2048E, 36L)``.
+        name: a row of Table 1, such as ``MoE(2048E, 36L)``, or a decoder such as ``Mixtral-8x7B``.
         topology: ``v3:32x32``, or ``v3`` for as many devices as the model has experts.
-        remat: whether pairs of layers are recomputed; None does so from 36 layers on.
-        tokens_of_device: tokens of a batch a side for each device; None takes the batch of Table 3.
+        remat: whether pairs of layers are recomputed; None does so from 28 layers on.
+        tokens_of_device: tokens of a batch a side for each device; None takes the batch of Table 3, or for a decoder
+            a million tokens.
         memory_limit: bytes that a device may hold, or text such as ``"14GiB"``; what does not fit is recomputed.
         search_plan: search for the plan of the model without its marks, instead of taking that of the marks.
         compiled: compile with libtpu too.
 
     Raises:
         MemoryLimitError: the step does not fit, whatever is recomputed.
-        PlanningError: no such model, or libtpu is missing or refuses.
+        ModelError: no such model.
+        PlanningError: libtpu is missing or refuses.
         MachineError: no such machine.
     """
     config, machine = configured(name, topology, remat)
-    mesh = topology_mesh(machine) if compiled else Mesh.abstract(devices=machine.size)
+    mesh = mesh_for(config, machine, compiled)
     found = None
     if search_plan:
         config, found = searched(config, mesh, machine, tokens_of_device, memory_limit)
@@ -284,7 +338,7 @@ def plan(
         collectives[c.kind] = (n + c.times, size + c.total_bytes)
     costs = cost_of(lowered.spmd, machine, lowered.donated)
     return Planned(
-        name,
+        model_name(name),
         config,
         sum(whole for whole, _ in weights) // 4,
         batch,

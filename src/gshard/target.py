@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.core.errors import GShardError
+from gshard.core.jax_adapter import line_of_exception
 from gshard.core.mesh import Mesh
 
 _DTYPES = {"pred": "bool", "s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
@@ -48,6 +49,15 @@ def load(text: str, shapes: Sequence[str] = ()) -> tuple[Callable[..., Any], tup
         raise TargetError(
             f"{module!r} cannot be imported: {error}.", way_out="Run this in the module's folder."
         ) from error
+    except GShardError:
+        raise
+    except (Exception, SystemExit) as error:
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise TargetError(
+            f"{module!r} fails when it is imported: {what}.",
+            line_of_exception(error),
+            way_out="Keep what runs under `if __name__ == '__main__':`." if isinstance(error, SystemExit) else None,
+        ) from error
     for part in name.split("."):
         if not hasattr(found, part):
             near = (
@@ -58,7 +68,18 @@ def load(text: str, shapes: Sequence[str] = ()) -> tuple[Callable[..., Any], tup
     if not callable(found):
         raise TargetError(f"{text!r} is a {type(found).__name__} and no function.")
     if shapes:
-        return found, tuple(map(shape_of, shapes))
+        arguments = tuple(map(shape_of, shapes))
+        try:
+            inspect.signature(found).bind(*arguments)
+        except TypeError as error:
+            raise TargetError(
+                f"{text!r} cannot be called with {len(shapes)} argument{'s' if len(shapes) > 1 else ''}: {error}.",
+                got=f"parameters: {', '.join(p.name for p in _parameters(found)) or 'none'}",
+                way_out="Give one --arg for each parameter.",
+            ) from error
+        except ValueError:
+            pass  # it has no signature
+        return found, arguments
     needed = [
         p.name for p in _parameters(found) if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]

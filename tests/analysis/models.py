@@ -112,3 +112,9 @@ def model(name: str) -> Model:
 
 
 WITH_EXPERTS = ("experts gradient", "experts recomputed", "experts einsum")
+
+
+def explained(name: str) -> gshard.Explanation:
+    """A model's explanation, on its mesh without devices."""
+    f, args, axes, donated = model(name)
+    return gshard.explain(gshard.jit(f, mesh=gshard.Mesh.abstract(**axes), donate_argnums=donated), *args)

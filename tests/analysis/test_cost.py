@@ -81,12 +81,13 @@ def test_what_is_elementwise_is_part_of_what_reads_it():
 
 
 def test_a_donated_argument_lends_its_place():
+    """Not donated, it may still be where what is needed before lies: less is saved than it is large."""
     f, args, axes, donated = model("descent")
-    lowered = gshard.jit(f, mesh=gshard.Mesh.abstract(**axes), donate_argnums=donated).lower(*args)
-    machine = Machine.of("cpu:8")
-    parameters = sum(x.size * 4 for x in jax.tree.leaves(args[0])) // 2
-    kept, lent = cost(lowered.spmd, machine), cost(lowered.spmd, machine, lowered.donated)
-    assert kept.peak - lent.peak == parameters
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+    kept, lent = (gshard.jit(f, mesh=mesh, donate_argnums=given).lower(*args) for given in ((), donated))
+    peaks = [cost(x.spmd, Machine.of("cpu:8"), x.donated).peak for x in (kept, lent)]
+    assert peaks == pytest.approx([xla_peak(kept), xla_peak(lent)], rel=0.1)
+    assert peaks[0] > peaks[1] * 1.05
 
 
 def test_lines_are_those_of_the_user():

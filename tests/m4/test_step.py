@@ -65,7 +65,8 @@ def test_devices_combine_what_micro_batches_add_to_once(rng: np.random.Generator
     gradients = [row for row in sums if "," in row.shape and row.shape not in ("f32[8,16]", "s32[8]")]
     assert len(gradients) > 30
     assert {row.times for row in gradients} == {1}, "those of stacked layers too"
-    assert {row.kind for row in found.collectives} == {"all_reduce", "all_to_all"}
+    others = sum(row.bytes for row in found.collectives if row.kind not in ("all_reduce", "all_to_all"))
+    assert others < 0.05 * found.total_bytes, "the sentences themselves, where micro-batches are dealt, and masks"
 
 
 def test_a_step_that_is_not_finite_changes_nothing_but_counts(rng: np.random.Generator) -> None:

@@ -73,7 +73,7 @@ def test_no_two_choices_share_a_slot(routing):
     for seed in range(10):
         logits, valid = random_case(seed, (3, 32, 4, 6), skew=2.0)
         gating = gate(logits, 6, routing=routing, key=jax.random.key(seed), valid_GS=valid)
-        first, second = jax.tree.map(np.asarray, gating[:2])
+        first, second = jax.tree.map(np.asarray, gating.choices)
         taken = [
             (g, choice.expert_GS[g, s], choice.position_GS[g, s])
             for choice in (first, second)
@@ -126,7 +126,7 @@ def test_padding_takes_no_slot():
     logits = jax.random.normal(jax.random.key(0), (1, 6, 3))
     alone = gate(logits[:, 4:], 1)
     padded = gate(logits, 1, valid_GS=jnp.arange(6)[None] >= 4)
-    for choice, expected in zip(padded[:2], alone[:2], strict=True):
+    for choice, expected in zip(padded.choices, alone.choices, strict=True):
         assert not choice.kept_GS[:, :4].any()
         assert (choice.weight_GS[:, :4] == 0).all()
         np.testing.assert_array_equal(choice.kept_GS[:, 4:], expected.kept_GS)

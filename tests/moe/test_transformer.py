@@ -202,3 +202,16 @@ def test_an_id_outside_the_vocabulary_shows():
     logits_BLV, _ = run(DENSE, params, data["source"].at[0, 0].set(20), shifted(data["target"]))
     assert bool(jnp.isnan(logits_BLV[0]).any())
     assert bool(jnp.isfinite(logits_BLV[1:]).all())
+
+
+@pytest.mark.parametrize("experts, expected", [(4, 3.4903502), (0, 3.551667)], ids=["moe", "dense"])
+def test_the_papers_model_has_the_loss_it_always_had(experts, expected):
+    """With dropout, coins and drops: written down before there were other models."""
+    config = dataclasses.replace(DENSE, decoder_layers=4, dropout=0.1, attention_dropout=0.1, experts=experts,
+        group_size=8, capacity_factor=1.0)  # fmt: skip
+    rng = np.random.default_rng(0)
+    source = jnp.asarray(rng.integers(1, 20, (4, 6)), jnp.int32)
+    target = jnp.asarray(rng.integers(1, 18, (4, 8)), jnp.int32).at[2, 5:].set(0)
+    params = initial(config, jax.random.key(0))
+    value, _ = run_loss(config, params, {"source": source, "target": target}, key=jax.random.key(1))
+    assert float(value) == pytest.approx(expected, rel=2e-6)

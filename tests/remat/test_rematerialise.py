@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 import gshard
 from analysis.models import f32, model
 from gshard.analysis.cost import cost
-from gshard.analysis.device_program import device_program
 from gshard.analysis.emitted import emitted, reported
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import memory_of
 from gshard.core.spmd import SpmdProgram
+from gshard.passes.compile import compile_spmd
+from gshard.passes.device_program import device_program
 from gshard.remat.fit import peak_of
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of, rematerialise
 from laws.test_any_program import PHASES, Step, all_shapes, check, programs
@@ -310,11 +311,14 @@ def test_what_a_loop_widens_last_is_stacked_narrow():
     found = narrow.spmd.recomputed
     assert [(v.name, v.freed) for v in found.values] == [("convert_element_type", 2 * 16 * 256 * 256)]
     assert found.share == 0
-    saved = peak_of(plain.executable.compiled) - peak_of(narrow.executable.compiled)
+    # XLA on CPU widens the stack once more before its loop, as long as the program runs: its peak is above the model's.
+    executable = compile_spmd(narrow.spmd, frozenset())
+    saved = peak_of(plain.executable.compiled) - peak_of(executable.compiled)
     newer = jax.__version_info__ >= (0, 12)  # whose XLA on CPU stacks narrow by itself
     assert saved == 0 if newer else saved >= 16 * 256 * 256
     arrays = [some(s, i) for i, s in enumerate(args)]
-    for got, whole in zip(run(narrow, arrays), run(plain, arrays), strict=True):
+    placed = [jax.device_put(x, s) for x, s in zip(arrays, narrow.argument_shardings, strict=True)]
+    for got, whole in zip(executable.compiled(*executable.captured, *placed), run(plain, arrays), strict=True):
         np.testing.assert_array_equal(got, whole)
 
 

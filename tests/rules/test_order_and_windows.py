@@ -187,8 +187,8 @@ def test_a_program_counts_initial_values_once(n: int, rng: np.random.Generator) 
 
     lowered = gshard.jit(program, mesh=mesh).lower(x)
     kinds = [c.kind for c in lowered.spmd.collectives if "reduce" in c.why]
-    assert kinds.count("all_gather") == 2, "the parts of the two operands"
-    assert kinds.count("all_reduce") == 1, "the parts of the sum"
+    assert kinds.count("all_gather") == (2 if n >= 8 else 1), "the parts of the two operands; of a short one, itself"
+    assert kinds.count("all_reduce") == (n >= 8), "the parts of the sum; a short one is whole already"
     total, (least, most) = gshard.jit(program, mesh=mesh)(x)
     same_bits(total, x.sum(0, dtype=np.int32) + 3)
     same_bits(least, np.minimum(x.min(0), 3))

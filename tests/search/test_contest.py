@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gshard.search.solve import solve
+from gshard.solver.solve import solve
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "search_contest.py"
 

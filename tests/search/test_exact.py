@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from gshard.search.exact import exact
-from gshard.search.problem import Problem
+from gshard.solver.exact import exact
+from gshard.solver.problem import Problem
 from random_problems import exhaustive, random_problem
 
 

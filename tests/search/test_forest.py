@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from gshard.search.flat import Flat
-from gshard.search.forest import Forest
-from gshard.search.problem import Problem
+from gshard.solver.flat import Flat
+from gshard.solver.forest import Forest
+from gshard.solver.problem import Problem
 from random_problems import exhaustive, random_problem
 
 

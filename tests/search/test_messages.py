@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from gshard.search.flat import Flat
-from gshard.search.messages import Messages
-from gshard.search.problem import Problem, ProblemError
-from gshard.search.reduce import _Work
+from gshard.solver.flat import Flat
+from gshard.solver.messages import Messages
+from gshard.solver.problem import Problem, ProblemError
+from gshard.solver.reduce import _Work
 from random_problems import exhaustive, exhaustive_alternatives, random_problem
 
 

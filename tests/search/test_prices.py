@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from gshard.search.descent import Descent
-from gshard.search.flat import Flat
-from gshard.search.prices import Prices, paid
-from gshard.search.problem import Problem, ProblemError
-from gshard.search.reduce import reduce
+from gshard.solver.descent import Descent
+from gshard.solver.flat import Flat
+from gshard.solver.prices import Prices, paid
+from gshard.solver.problem import Problem, ProblemError
+from gshard.solver.reduce import reduce
 from random_problems import exhaustive, random_problem
 
 

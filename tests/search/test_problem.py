@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from gshard.core.errors import GShardError
-from gshard.search.problem import Load, Problem, ProblemError
+from gshard.solver.problem import Load, Problem, ProblemError
 from random_problems import random_problem
 
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from gshard.search.problem import Problem, ProblemError
-from gshard.search.reduce import _Work, reduce
+from gshard.solver.problem import Problem, ProblemError
+from gshard.solver.reduce import _Work, reduce
 from random_problems import exhaustive, random_problem
 
 

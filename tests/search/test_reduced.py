@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from gshard.search.problem import ProblemError
-from gshard.search.reduce import reduce
+from gshard.solver.problem import ProblemError
+from gshard.solver.reduce import reduce
 from random_problems import exhaustive, exhaustive_alternatives, random_problem
 
 

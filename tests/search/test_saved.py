@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from gshard.search.problem import Problem
 from gshard.search.saved import load_problem, save_problem
+from gshard.solver.problem import Problem
 from random_problems import random_problem
 
 

@@ -10,9 +10,9 @@ import pytest
 from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
-from gshard.search.peak import least_peak
-from gshard.search.problem import Problem, ProblemError
-from gshard.search.solve import solve
+from gshard.solver.peak import least_peak
+from gshard.solver.problem import Problem, ProblemError
+from gshard.solver.solve import solve
 from random_problems import exhaustive, exhaustive_alternatives, layered, random_problem
 
 
@@ -96,7 +96,7 @@ def test_larger_problems_are_solved_with_a_small_gap():
 PRINTED = """
 import sys; sys.path[:0] = {path!r}
 from random_problems import layered
-from gshard.search.solve import solve
+from gshard.solver.solve import solve
 found = solve(layered(0, layers=10, width=4))
 print(found.states.tolist(), found.value, found.bound, found.steps)
 print(found.prices.tolist(), found.alternatives(3).tolist())

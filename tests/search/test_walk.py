@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from gshard.search.flat import Flat
-from gshard.search.walk import Walk
+from gshard.solver.flat import Flat
+from gshard.solver.walk import Walk
 from random_problems import random_problem
 
 

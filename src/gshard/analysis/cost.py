@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gshard.analysis.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, device_program, flops, size
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.analysis.network import permutation_seconds, seconds
@@ -23,6 +22,7 @@ from gshard.comm.collectives import KINDS, sent_bytes
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Equation, Value, short_dtype
 from gshard.core.spmd import SpmdProgram
+from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program, flops, size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,11 +71,13 @@ class Cost:
         machine: what was assumed.
         kernels: in the order in which they run.
         memory: what a device holds, moment by moment.
+        program: the kernels as they are nested in loops, whose costs ``kernels`` are.
     """
 
     machine: Machine
     kernels: tuple[KernelCost, ...]
     memory: Memory
+    program: Kernels = dataclasses.field(repr=False)
 
     @property
     def seconds(self) -> float:
@@ -155,7 +157,8 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
     program = device_program(spmd)
     captured = len(spmd.program.captured)
     rows = [kernel_cost(kernel, times, spmd.mesh, machine) for kernel, times in program.walk() if kernel.kind != REGION]
-    return Cost(machine, tuple(rows), memory_of(program, [captured + i for i in donated], narrows=machine.narrows))
+    memory = memory_of(program, [captured + i for i in donated], narrows=machine.narrows)
+    return Cost(machine, tuple(rows), memory, program)
 
 
 def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> KernelCost:

@@ -22,6 +22,8 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+import numpy as np
+
 from gshard.analysis.hlo_text import Computation, Instruction, Module, read_module, trip_count, type_bytes
 
 _OPCODE = re.compile(
@@ -45,6 +47,7 @@ class CompiledCollective:
         exact: False if ``executions`` depends on data: inside a conditional (counted as taken) or a loop whose
             length the text does not tell (counted as one round).
         line: the user's ``file:line``, or empty.
+        group: the devices that device 0 runs it with; none if the text does not list them.
     """
 
     kind: str
@@ -56,6 +59,7 @@ class CompiledCollective:
     executions: int
     exact: bool
     line: str
+    group: tuple[int, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -70,7 +74,11 @@ def collectives(text: str) -> tuple[CompiledCollective, ...]:
     collective count once.
     """
     module = read_module(text)
-    return tuple(_walk(module, module.computations[module.entry], 1, True)) if module.entry else ()
+    return tuple(
+        _collective(module, computation, instruction, found[1], bool(found[2]), times, exact)
+        for computation, instruction, times, exact in executed(module)
+        if (found := _OPCODE.fullmatch(instruction.opcode))
+    )
 
 
 def summary(found: Iterable[CompiledCollective]) -> dict[str, tuple[int, int]]:
@@ -99,13 +107,19 @@ def table(found: Iterable[CompiledCollective]) -> str:
     return "\n".join(lines)
 
 
-def _walk(module: Module, computation: Computation, times: int, exact: bool) -> Iterator[CompiledCollective]:
+def executed(
+    module: Module, computation: Computation | None = None, times: int = 1, exact: bool = True
+) -> Iterator[tuple[Computation, Instruction, int, bool]]:
+    """Every instruction that runs, with the computation it is in, how often it runs, and whether that is certain."""
+    if computation is None:
+        if not module.entry:
+            return
+        computation = module.computations[module.entry]
     for instruction in computation.instructions.values():
-        if found := _OPCODE.fullmatch(instruction.opcode):
-            yield _collective(module, computation, instruction, found[1], bool(found[2]), times, exact)
+        yield computation, instruction, times, exact
         for inner, inner_times, inner_exact in _calls(module, computation, instruction):
             if inner in module.computations:
-                yield from _walk(module, module.computations[inner], times * inner_times, exact and inner_exact)
+                yield from executed(module, module.computations[inner], times * inner_times, exact and inner_exact)
 
 
 def _calls(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, int, bool]]:
@@ -142,8 +156,9 @@ def _collective(
         "collective_permute": 0 if _is_identity(made.attributes) else operand,
     }.get(kind, operand)
     return CompiledCollective(
-        kind, made.name, operand, result, g, moved, times, exact, _line(made.attributes, module.frames)
-    )
+        kind, made.name, operand, result, g, moved, times, exact, line_of(made, module.frames),
+        _group_of_first(made.attributes),
+    )  # fmt: skip
 
 
 def _group_size(attributes: str, devices: int) -> int:
@@ -167,12 +182,34 @@ def _group_size(attributes: str, devices: int) -> int:
     return devices
 
 
+def _group_of_first(attributes: str) -> tuple[int, ...]:
+    """The group of device 0, if ``replica_groups`` lists it.
+
+    >>> _group_of_first("replica_groups={{0,2},{1,3}}, dimensions={0}")
+    (0, 2)
+    >>> _group_of_first("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}")
+    (0, 4)
+    """
+    if listed := re.search(r"\breplica_groups=\{(\{[^=]*?\})\}", attributes):
+        groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([^{}]+)\}", listed[1])]
+        return next((tuple(sorted(group)) for group in groups if 0 in group), ())
+    if iota := re.search(r"\breplica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        shape = tuple(map(int, iota[3].split(",")))
+        ids = np.arange(math.prod(shape)).reshape(shape)
+        if iota[4]:
+            ids = ids.transpose(tuple(map(int, iota[4].split(","))))
+        return tuple(sorted(ids.reshape(int(iota[1]), int(iota[2]))[0].tolist()))
+    return ()
+
+
 def _is_identity(attributes: str) -> bool:
     pairs = re.search(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?\s*)+)\}", attributes)
     return pairs is not None and all(a == b for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
 
 
-def _line(attributes: str, frames: Mapping[int, str]) -> str:
+def line_of(made: Instruction, frames: Mapping[int, str]) -> str:
+    """The user's ``file:line`` of an instruction, or empty."""
+    attributes = made.attributes
     if frame := re.search(r"\bstack_frame_id=(\d+)", attributes):
         return frames.get(int(frame[1]), "")
     found = re.search(r'\bsource_file="([^"]*)".*?\bsource_line=(\d+)', attributes)

@@ -1,7 +1,8 @@
 """Memory: what a device holds at each moment of the program, and what makes the peak.
 
 XLA's way of counting: arguments and results take their place for the whole call (a donated argument lends its place to
-a result of the same size), everything else from the kernel that makes it to the last one that reads it. A loop's body
+a result of the same size), everything else from the kernel that makes it to the last one that reads it. Until a result
+is made, its place is free for what is no longer needed by then. A loop's body
 runs on top of what is alive around the loop; what it carries has one place, before, in every round, and after.
 
 The TPU compiler adds copies of its own: a float32 stack that products in loops read slice by slice is converted to
@@ -15,10 +16,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from gshard.analysis.device_program import COLLECTIVE, FUSED, OPERATOR, PRODUCT, REGION, Kernel, Kernels, size
 from gshard.comm.collectives import KINDS
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Equation, Value
+from gshard.passes.device_program import COLLECTIVE, FUSED, OPERATOR, PRODUCT, REGION, Kernel, Kernels, size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,17 +68,40 @@ def memory_of(program: Kernels, donated: Iterable[int] = (), *, narrows: bool = 
     block = program.block
     results = [v for v in dict.fromkeys(block.outputs) if isinstance(v, Value)]
     free = [size(block.inputs[i]) for i in donated]
-    shared = 0
+    shared, lent = 0, set()
     for v in results:
         if v not in block.inputs and size(v) in free:
             free.remove(size(v))
             shared += size(v)
+            lent.add(v)
+    places = [program.home.get(v, v) for v in results if v not in block.inputs and v not in lent]
+    elsewhere = frozenset(program.home.get(v, v) for v in results) | _in_places(program, places)
     moments: list[Moment] = []
-    peak, alive, path = _follow(program, frozenset(results), 0, 0, moments, narrows)
+    peak, alive, path = _follow(program, elsewhere, 0, 0, moments, narrows)
     return Memory(
         sum(map(size, block.inputs)), sum(map(size, results)), shared, peak, tuple(moments),
         tuple(sorted(alive, key=lambda pair: -size(pair[0]))), path,
     )  # fmt: skip
+
+
+def _in_places(program: Kernels, results: Sequence[Value]) -> frozenset[Value]:
+    """The temporaries that take the places of results until these are made: largest first, then longest."""
+    made = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.writes}
+    last = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.reads}
+    last.update({program.home.get(v, v): len(made) for v in program.block.outputs if isinstance(v, Value)})
+    places = sorted((v for v in results if v in made), key=size)
+    taken: dict[Value, list[tuple[int, int]]] = {v: [] for v in places}
+    found = set()
+    spans = {v: (i, last.get(v, i)) for v, i in made.items()}
+    for v in sorted(made, key=lambda v: (-size(v), spans[v][0] - spans[v][1])):
+        first, end = spans[v]
+        for place in places if size(v) else ():
+            free = end < made[place] and all(end < a or first > b for a, b in taken[place])
+            if free and size(place) >= size(v):
+                taken[place].append((first, end))
+                found.add(v)
+                break
+    return frozenset(found)
 
 
 # Bytes at the peak, what they are, and where it is.

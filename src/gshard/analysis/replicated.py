@@ -1,4 +1,4 @@
-"""Replicated work: equations that every device computes whole although an operand of theirs is split.
+"""Replicated work: products that every device computes whole although an operand of theirs is split.
 
 Without a machine no product is (``core.mesh.Prices``). On a named one it may be faster to gather a small operand than
 to combine large results; then each such equation is told with how often its share is computed, what that spares, and
@@ -15,8 +15,9 @@ from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, Value
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, parts, result_sharding
-from gshard.passes.assign import price, work_per_device
 from gshard.passes.candidates import arrays_of, candidates
+from gshard.passes.objective import is_product
+from gshard.passes.price import sent
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,11 +49,11 @@ class Replicated:
 
 
 def replicated_work(plan: Plan) -> tuple[Replicated, ...]:
-    """The equations of a plan that could run in more parts as their operands are split, in program order."""
+    """The products of a plan that could run in more parts as their operands are split, in program order."""
     found = []
     for e in plan.program.block.walk():
         split = plan.splits.get(e)
-        if e.rule is None or split is None or not e.rule.flops or e.rule.fixed is not None:
+        if e.rule is None or split is None or not is_product(e.rule) or e.rule.fixed is not None:
             continue
         used = {a for atoms in split.values() for a in atoms}
         for v in e.inputs:
@@ -75,13 +76,10 @@ def _row(e: Equation, split: Split, v: Value, dim: int, atoms: Atoms, plan: Plan
     if not wider:
         return None
 
-    def sent(s: Split) -> float:
-        made = price(rule, s, arrays, mesh)
-        return sum(made.moves) + made.rest - work_per_device(rule, s, arrays, mesh)
-
-    best = min(wider, key=sent)
+    best = min(wider, key=lambda s: sent(rule, s, arrays, mesh))
     times = parts(best, mesh) // parts(split, mesh)
-    return Replicated(e, v, dim, mesh.format_atoms(atoms), times, round(sent(best) - sent(split)))
+    more = sent(rule, best, arrays, mesh) - sent(rule, split, arrays, mesh)
+    return Replicated(e, v, dim, mesh.format_atoms(atoms), times, round(more))
 
 
 def notes_of_whole_values(plan: Plan, replicated: tuple[Replicated, ...]) -> dict[Value, str]:
@@ -114,3 +112,5 @@ def _of_block(block: Block, plan: Plan, gave_up: Mapping[Equation, Replicated], 
                 notes[v] = f"the parts of a sum that {e.name}{at} makes are combined for every device"
             elif source is not None:
                 notes[v] = notes[source]
+            elif e.rule is not None and any(any(_dims(x, plan)) for x in e.inputs):
+                notes[v] = f"computed whole by every device: what {e.name}{at} reads is gathered, which is cheapest"

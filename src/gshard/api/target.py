@@ -95,7 +95,11 @@ class Target:
                 budget_seconds=seconds,
             )  # fmt: skip
             return found.chosen.plan
-        made = windowed(propagate(program, self.mesh, strict=self.strict), self.windowed)
+        first = len(program.captured)
+        plan = propagate(
+            program, self.mesh, strict=self.strict, keep_uneven=self.keep_uneven, donated=[first + i for i in donated]
+        )
+        made = windowed(plan, self.windowed)
         return made if self.reorders else dataclasses.replace(made, orders={})
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:

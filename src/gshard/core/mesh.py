@@ -59,12 +59,13 @@ class Prices:
     Attributes:
         products: for an operation of a product, by the bytes of an element; others count as elements of 4 bytes do.
         other: for any other operation.
-        message: for each collective, besides its bytes: among equals prefer fewer of them.
+        message: for each collective, besides its bytes: prefer fewer of them. On every real network it is more; then
+            small programs would be planned otherwise than large ones.
     """
 
     products: tuple[tuple[int, float], ...] = ((4, 1.0),)
-    other: float = 0.001
-    message: float = 16.0
+    other: float = 0.0001
+    message: float = 256.0
 
     def product(self, itemsize: int) -> float:
         """What an operation of a product of such elements counts as."""
@@ -225,13 +226,6 @@ class Mesh:
     def _axis_at(self, atoms: Sequence[str], i: int) -> str | None:
         """The axis all of whose atoms stand at this place, if there is one."""
         return next((n for n, own in self.atoms_of.items() if own and tuple(atoms[i : i + len(own)]) == own), None)
-
-    @functools.cached_property
-    def by_bytes(self) -> Mesh:
-        """The same with work that decides between equals only; itself, if a machine says what work takes."""
-        if self.prices != Prices():
-            return self
-        return dataclasses.replace(self, prices=Prices(products=((4, Prices().other),)))
 
     @functools.cached_property
     def _hash(self) -> int:

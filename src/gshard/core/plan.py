@@ -47,20 +47,6 @@ class Reason:
         return f"{how} {self.equation}{at}"
 
 
-def note_cost(
-    v: Value,
-    sharding: Sharding,
-    because: Equation,
-    source: Value | None,
-    reasons: dict[tuple[Value, int], Reason],
-) -> None:
-    """Notes that a value lies as it does because that is cheapest for an equation."""
-    for d, atoms in enumerate(sharding.dims):
-        reasons.pop((v, d), None)
-        if atoms:
-            reasons[v, d] = Reason("cost", because.line, because.name, source)
-
-
 def local_bytes(v: Value, sharding: Sharding, mesh: Mesh) -> int:
     """Bytes of one device's part of a value that lies so."""
     return math.prod(sharding.local_shape(mesh, v.shape)) * itemsize(v.dtype)
@@ -78,6 +64,8 @@ class Plan:
         reasons: for each value and dimension that is split, why.
         orders: the order of the devices in which a marked value is to lie, where that is not the mesh's.
         rings: the contractions that run in steps, part by part, and what of them travels.
+        readings: the values that several equations read otherwise than they are sharded: moved there once.
+        leaves: the results that leave the program otherwise than they are sharded.
     """
 
     program: Program
@@ -87,6 +75,8 @@ class Plan:
     reasons: Mapping[tuple[Value, int], Reason]
     orders: Mapping[Value, Order] = dataclasses.field(default_factory=dict)
     rings: Mapping[Equation, Ring] = dataclasses.field(default_factory=dict)
+    readings: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)
+    leaves: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)
 
     def sharding(self, value: Value | Constant) -> Sharding:
         """The sharding of a value; constants are replicated."""
@@ -120,14 +110,15 @@ class Plan:
         """The reasons for one dimension's atoms, from the value back to a mark."""
         lines, seen = [], set()
         at: Value | None = value
+        wanted = set(self.shardings[value].dims[dim])
         while at is not None and at not in seen:
             seen.add(at)
-            wanted = set(self.shardings[value].dims[dim])
             here = enumerate(self.shardings[at].dims)
             dims = [d for d, atoms in here if wanted & set(atoms) and (at, d) in self.reasons]
-            reason = self.reasons[at, dim if dim in dims else dims[0]] if dims else None
-            if reason is None:
+            if not dims:
                 break
+            dim = dim if dim in dims else dims[0]
+            reason, wanted = self.reasons[at, dim], set(self.shardings[at].dims[dim])
             lines.append(f"{self.format(at)}: {reason}")
             at = reason.source
         return lines

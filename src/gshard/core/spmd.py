@@ -8,7 +8,7 @@ from typing import Any
 
 from gshard.core.mesh import Mesh
 from gshard.core.order import Order
-from gshard.core.program import Program, Value
+from gshard.core.program import Equation, Program, Value
 from gshard.core.sharding import Sharding
 
 
@@ -22,11 +22,14 @@ class Collective:
         bytes: bytes that each device sends in one run.
         times: how often it runs in one call of the program.
         shape: the local operand, as text.
-        line: the user's source line.
+        line: the user's source line of what caused it.
         why: what needed it.
         value: the array that is moved, None inside an equation's own way to run on shards.
         before, after: how it lay and lies.
         source: how it lay before the first of the steps of which this is one.
+        cause: the equation of ``line``: it makes what must be combined or moved, or needs an operand moved.
+        emitted: the equation in whose place in the per-device program it runs. What an equation makes is moved where
+            it is first used, so this may be a later line than the cause's.
     """
 
     kind: str
@@ -40,6 +43,8 @@ class Collective:
     before: Sharding | None = None
     after: Sharding | None = None
     source: Sharding | None = None
+    cause: Equation | None = None
+    emitted: Equation | None = None
 
     @property
     def total_bytes(self) -> int:

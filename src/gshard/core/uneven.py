@@ -76,17 +76,18 @@ class UnevenArray:
         return f"UnevenArray({self.lies.format(self.mesh, self.shape, str(self.dtype))} on {self.mesh})"
 
 
-def evened(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> list[Sharding]:
-    """The sharding with the atoms of its uneven dimensions moved to the end of another dimension, where that is even.
+def cut_evenly(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Sharding:
+    """The sharding as far as it cuts into equal parts.
 
-    >>> mesh = Mesh.abstract(x=2)
-    >>> [s.dims for s in evened(Sharding((("x",), (), ())), (5, 3, 4), mesh)]
-    [((), (), ('x',))]
+    >>> cut_evenly(Sharding((("x", "y"), ("z",))), (6, 5), Mesh.abstract(x=2, y=2, z=2)).dims
+    (('x',), ())
     """
-    even = [atoms if n % mesh.count(atoms) == 0 else () for n, atoms in zip(shape, sharding.dims, strict=True)]
-    moving = tuple(a for own, left in zip(sharding.dims, even, strict=True) if own != left for a in own)
-    tried = (Sharding((*even[:d], (*even[d], *moving), *even[d + 1 :])) for d in range(len(even)))
-    return [s for s in tried if s.is_even(mesh, shape)]
+    dims = []
+    for n, atoms in zip(shape, sharding.dims, strict=True):
+        while n % mesh.count(atoms):
+            atoms = atoms[:-1]
+        dims.append(atoms)
+    return Sharding(tuple(dims))
 
 
 def padded_shape(sharding: Sharding, mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:

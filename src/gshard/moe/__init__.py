@@ -11,12 +11,15 @@ Names of arrays end in the letters of their dimensions, as in the paper: ``dispa
     E experts             K positions looked at  D head size
     C capacity            M model                T tokens of a batch
     X anything else       H hidden               R rows of a block
+    P partitions
 
-In reading order: ``param`` and ``config``, ``gating`` (Algorithm 1), ``dispatch`` and ``blocks``,
-``experts`` (Algorithm 2), ``attention``, ``block``, ``transformer``, ``decoding``.
+In reading order: ``param`` and ``config``, ``gating`` (Algorithm 1), ``expert_choice`` and ``balance``, ``dispatch``,
+``blocks`` and ``ragged``, ``experts`` (Algorithm 2), ``attention`` and ``rotary``, ``block``, ``transformer``,
+``decoding``, ``models``.
 """
 
 from gshard.moe.attention import KeysValues as KeysValues
+from gshard.moe.balance import balanced as balanced
 from gshard.moe.config import TABLE_1 as TABLE_1
 from gshard.moe.config import ModelError as ModelError
 from gshard.moe.config import TransformerConfig as TransformerConfig
@@ -25,11 +28,17 @@ from gshard.moe.decoding import decode_step as decode_step
 from gshard.moe.decoding import encode as encode
 from gshard.moe.decoding import init_cache as init_cache
 from gshard.moe.decoding import project_memory as project_memory
+from gshard.moe.expert_choice import ExpertChoice as ExpertChoice
+from gshard.moe.expert_choice import expert_choice_gating as expert_choice_gating
 from gshard.moe.experts import expert_layer as expert_layer
 from gshard.moe.experts import expert_specs as expert_specs
 from gshard.moe.gating import Choice as Choice
 from gshard.moe.gating import Gating as Gating
 from gshard.moe.gating import top2_gating as top2_gating
+from gshard.moe.gating import top_k_gating as top_k_gating
+from gshard.moe.models import MODELS as MODELS
+from gshard.moe.models import model as model
+from gshard.moe.models import model_name as model_name
 from gshard.moe.param import Param as Param
 from gshard.moe.param import batch_axes as batch_axes
 from gshard.moe.param import factor_axes as factor_axes

@@ -16,10 +16,12 @@ from gshard.moe.attention import KeysValues, attend, attention_specs, keys_value
 from gshard.moe.config import TransformerConfig
 from gshard.moe.dropout import dropout, split_key
 from gshard.moe.experts import expert_layer, expert_specs
+from gshard.moe.feed_forward import feed_forward, feed_forward_specs
 from gshard.moe.param import Param
+from gshard.moe.rotary import Rotation
 
-# By name: scalars of a layer, or one value for each MoE layer of a stack.
-Metrics = dict[str, jax.Array]
+# By name: scalars of a layer, or one value for each MoE layer of a stack; see ``transformer.forward`` for ``load``.
+Metrics = dict[str, Any]
 
 
 def norm_spec(config: TransformerConfig) -> Param:
@@ -38,30 +40,22 @@ def norm(scale_M: jax.Array, x_BLM: jax.Array) -> jax.Array:
     return (x * jax.lax.rsqrt(mean_square + 1e-6) * scale_M).astype(x_BLM.dtype)
 
 
-def block_specs(config: TransformerConfig, *, decoder: bool) -> dict[str, Any]:
-    """Parameters of one block: a layer for each of ``config.layer_kinds``, not stacked."""
-    return {kind: _layer_specs(config, kind, decoder) for kind in config.layer_kinds}
+def block_specs(config: TransformerConfig, kinds: tuple[str, ...], *, decoder: bool) -> dict[str, Any]:
+    """Parameters of one block: a layer for each of ``kinds``, not stacked.
+
+    A decoder without an encoder has no attention over a memory.
+    """
+    return {kind: _layer_specs(config, kind, decoder) for kind in kinds}
 
 
 def _layer_specs(config: TransformerConfig, kind: str, decoder: bool) -> dict[str, Any]:
     specs: dict[str, Any] = {"attention_norm": norm_spec(config), "attention": attention_specs(config)}
-    if decoder:
+    if decoder and config.encoder_layers:
         specs |= {"memory_attention_norm": norm_spec(config), "memory_attention": attention_specs(config)}
     if kind == "sparse":
         return specs | {"experts_norm": norm_spec(config), "experts": expert_specs(config)}
-    M, H = config.model_dim, config.hidden_dim
-    feed_forward = {
-        "wi": Param((M, H), ("model", "hidden"), "normal", M**-0.5),
-        "wo": Param((H, M), ("hidden", "model"), "normal", H**-0.5),
-    }
+    feed_forward = feed_forward_specs(config, config.dense_hidden_dim or config.hidden_dim)
     return specs | {"feed_forward_norm": norm_spec(config), "feed_forward": feed_forward}
-
-
-def feed_forward(params: dict[str, jax.Array], inputs_BLM: jax.Array) -> jax.Array:
-    """The dense counterpart of one expert: two products with a ReLU between."""
-    dtype = inputs_BLM.dtype
-    hidden_BLH = jax.nn.relu(jnp.einsum("BLM,MH->BLH", inputs_BLM, params["wi"].astype(dtype)))
-    return jnp.einsum("BLH,HM->BLM", hidden_BLH, params["wo"].astype(dtype))
 
 
 def feed_forward_branch(
@@ -78,7 +72,7 @@ def feed_forward_branch(
         outputs_BLM, metrics = expert_layer(config, params["experts"], inputs_BLM, valid_BL, key=coin_key)
     else:
         inputs_BLM = norm(params["feed_forward_norm"], x_BLM)
-        outputs_BLM, metrics = feed_forward(params["feed_forward"], inputs_BLM), {}
+        outputs_BLM, metrics = feed_forward(config.activation, params["feed_forward"], inputs_BLM), {}
     return x_BLM + dropout(outputs_BLM, config.dropout, drop_key), metrics
 
 
@@ -90,18 +84,21 @@ def attention_branch(
     memory_BKM: jax.Array | None,
     mask_BLK: jax.Array,
     key: jax.Array | None,
+    rotation: Rotation | None = None,
 ) -> jax.Array:
     """The stream after an attention, over itself where ``memory_BKM`` is None."""
     weights_key, drop_key = split_key(key, 2)
     inputs_BLM = norm(params[f"{name}_norm"], x_BLM)
-    seen: KeysValues = keys_values(params[name], inputs_BLM if memory_BKM is None else memory_BKM)
-    outputs_BLM = attend(params[name], inputs_BLM, seen, mask_BLK, rate=config.attention_dropout, key=weights_key)
+    seen: KeysValues = keys_values(params[name], inputs_BLM if memory_BKM is None else memory_BKM, rotation)
+    rate = config.attention_dropout
+    outputs_BLM = attend(params[name], inputs_BLM, seen, mask_BLK, rate=rate, key=weights_key, rotation=rotation)
     return x_BLM + dropout(outputs_BLM, config.dropout, drop_key)
 
 
 def stack(
     config: TransformerConfig,
     params: dict[str, Any],
+    kinds: tuple[str, ...],
     x_BLM: jax.Array,
     *,
     mask_BLK: jax.Array,
@@ -109,18 +106,21 @@ def stack(
     memory_BKM: jax.Array | None = None,
     memory_mask_BLK: jax.Array | None = None,
     key: jax.Array | None = None,
+    rotation: Rotation | None = None,
 ) -> tuple[jax.Array, Metrics]:
-    """All blocks of an encoder, or of a decoder where there is a memory, in one ``scan``.
+    """All blocks of one form, of an encoder or of a decoder, in one ``scan``.
 
     Args:
         config: the model.
         params: ``block_specs``, stacked.
+        kinds: of a block's layers, in order.
         x_BLM: the stream.
         mask_BLK: which positions each position attends to.
         valid_BL: False for tokens that must not be routed.
-        memory_BKM: the encoder's result.
+        memory_BKM: the encoder's result, in a decoder that has one.
         memory_mask_BLK: which of its positions may be attended to.
         key: for dropout and coins, split for each block; None for neither.
+        rotation: of the positions of the stream; None if it has them already.
 
     Returns:
         the stream, and for each metric its values over the MoE layers of the stack (nothing if dense).
@@ -129,10 +129,10 @@ def stack(
     def block(x_BLM: jax.Array, of_block: tuple[dict[str, Any], jax.Array | None]) -> tuple[jax.Array, Metrics]:
         layers, block_key = of_block
         metrics: Metrics = {}
-        keys = split_key(block_key, 3 * len(config.layer_kinds))
-        for kind in config.layer_kinds:
+        keys = split_key(block_key, 3 * len(kinds))
+        for kind in kinds:
             layer = layers[kind]
-            x_BLM = attention_branch(config, layer, "attention", x_BLM, None, mask_BLK, keys.pop())
+            x_BLM = attention_branch(config, layer, "attention", x_BLM, None, mask_BLK, keys.pop(), rotation)
             if memory_BKM is not None:
                 assert memory_mask_BLK is not None, "a memory comes with a mask"
                 x_BLM = attention_branch(

@@ -11,10 +11,15 @@ experts in use, sum_e ceil(n_e/R) <= (A + U(R-1))/R.
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 
+from gshard.moe.feed_forward import hidden
 from gshard.moe.gating import Choice, Gating
+from gshard.moe.sorted_rows import first_rows, row_of, table_of_tokens
 
 
 def rows_of_a_block(choices: int, experts: int) -> int:
@@ -29,42 +34,33 @@ def rows_of_a_block(choices: int, experts: int) -> int:
     return min(max(1 << (mean_load.bit_length() - 1), 8), 128)
 
 
-def blocks_expert_layer(gating: Gating, inputs_GSM: jax.Array, wi_EMH: jax.Array, wo_EHM: jax.Array) -> jax.Array:
+def blocks_expert_layer(
+    gating: Gating, inputs_GSM: jax.Array, weights: dict[str, jax.Array], activation: str = "relu"
+) -> jax.Array:
     """Dispatch, experts and combine of a gating that dropped nothing (capacity S).
 
     Args:
         gating: routing with a capacity of at least S.
         inputs_GSM: the tokens.
-        wi_EMH, wo_EHM: the experts, in the dtype of the inputs.
+        weights: wi, wo and, with SwiGLU, wi_gate of the experts, in the dtype of the inputs.
+        activation: ``relu`` or ``swiglu``.
 
     Returns:
-        outputs_GSM in float32; the same, to rounding, as both other dispatches give without drops.
+        outputs_GSM in float32; the same, to rounding, as the other dispatches give without drops.
     """
     G, S, M = inputs_GSM.shape
-    E = wi_EMH.shape[0]
+    E = weights["wi"].shape[0]
     tokens = G * S
-    R = rows_of_a_block(2 * tokens, E)
-    blocks = (2 * tokens + min(E, 2 * tokens) * (R - 1)) // R
+    chosen = len(gating.choices) * tokens
+    R = rows_of_a_block(chosen, E)
+    blocks = (chosen + min(E, chosen) * (R - 1)) // R
 
-    rows_GE = gating.slots_GE
-    rows_E = jnp.sum(rows_GE, axis=0)
+    rows_E = jnp.sum(gating.slots_GE, axis=0)
     end_E = jnp.cumsum((rows_E + R - 1) // R)  # one past the last block of an expert
-    # Row 0 of group g at expert e: behind the blocks of the experts before e and the rows of the groups before g.
-    offset_GE = (end_E - (rows_E + R - 1) // R) * R + jnp.cumsum(rows_GE, axis=0) - rows_GE
-
-    def row_of(choice: Choice) -> jax.Array:
-        row_GS = jnp.take_along_axis(offset_GE, choice.expert_GS, axis=1) + choice.position_GS
-        return jnp.where(choice.kept_GS, row_GS, blocks * R).reshape(tokens)
-
-    rows_1_T, rows_2_T = row_of(gating.first), row_of(gating.second)
-    token_T = jnp.arange(tokens, dtype=jnp.int32)
-    table_X = jnp.full((blocks * R,), tokens, jnp.int32)
-    table_X = (
-        table_X.at[rows_1_T]
-        .set(token_T, mode="drop", wrap_negative_indices=False)
-        .at[rows_2_T]
-        .set(token_T, mode="drop", wrap_negative_indices=False)
-    )
+    # Behind the blocks of the experts before.
+    offset_GE = first_rows(gating, (end_E - (rows_E + R - 1) // R) * R)
+    rows = [row_of(choice, offset_GE, blocks * R) for choice in gating.choices]
+    table_X = table_of_tokens(rows, blocks * R)
     # Blocks past the last one in use read some expert's weights and only rows of zeros.
     expert_K = jnp.sum(jnp.arange(blocks, dtype=jnp.int32)[:, None] >= end_E[None, :-1], axis=1, dtype=jnp.int32)
 
@@ -73,9 +69,8 @@ def blocks_expert_layer(gating: Gating, inputs_GSM: jax.Array, wi_EMH: jax.Array
     def block(_: None, of_block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
         table_R, expert = of_block
         inputs_RM = inputs_TM.at[table_R].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        wi_MH = jax.lax.dynamic_index_in_dim(wi_EMH, expert, keepdims=False)
-        wo_HM = jax.lax.dynamic_index_in_dim(wo_EHM, expert, keepdims=False)
-        return None, jax.nn.relu(inputs_RM @ wi_MH) @ wo_HM
+        own = {name: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for name, w in weights.items()}
+        return None, hidden(activation, lambda name: inputs_RM @ own[name]) @ own["wo"]
 
     _, outputs_KRM = jax.lax.scan(block, None, (table_X.reshape(blocks, R), expert_K))
     outputs_XM = outputs_KRM.reshape(blocks * R, M)
@@ -84,4 +79,5 @@ def blocks_expert_layer(gating: Gating, inputs_GSM: jax.Array, wi_EMH: jax.Array
         rows_TM = outputs_XM.at[row_T].get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(jnp.float32)
         return choice.weight_GS.reshape(tokens, 1) * rows_TM
 
-    return (weighted(gating.first, rows_1_T) + weighted(gating.second, rows_2_T)).reshape(G, S, M)
+    of_choices = [weighted(choice, row_T) for choice, row_T in zip(gating.choices, rows, strict=True)]
+    return functools.reduce(operator.add, of_choices).reshape(G, S, M)

@@ -9,39 +9,40 @@ from __future__ import annotations
 import dataclasses
 import math
 from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 
-from gshard.core.errors import GShardError
-
-ROUTINGS = ("paper", "lingvo")
-SECOND_EXPERTS = ("random", "all")
-DISPATCHES = ("einsum", "gather", "blocks")
-
-
-class ModelError(GShardError):
-    """A model's configuration makes no sense, or does not fit the batch it is given."""
+from gshard.moe.checked import ModelError as ModelError
+from gshard.moe.checked import check, require
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """An encoder-decoder Transformer in which every other feed-forward may be a Mixture of Experts.
+    """A Transformer in which some feed-forwards may be a Mixture of Experts; by default the paper's.
+
+    That is an encoder and a decoder, with experts in every other layer. ``decoder_only`` is the other common form.
 
     Attributes:
         source_vocabulary, target_vocabulary: number of ids; id 0 is padding and the decoder's first input.
         model_dim, hidden_dim, heads, head_dim: M, H, N and D.
-        encoder_layers, decoder_layers: layers of each stack (the paper's 36L is 18 and 18).
+        encoder_layers, decoder_layers: layers of each stack (the paper's 36L is 18 and 18). Without encoder layers
+            there is a decoder alone, and ``source_vocabulary`` is 0.
         experts: E; 0 makes a dense model.
         group_size: S, the tokens that are routed together; it must divide batch times length. None takes
             one group for each partition.
         capacity_factor: C = floor(capacity_factor * S / E) slots for each expert and group, never more than S
-            (which drops nothing, as does ``math.inf``). The paper's C = 2S/E is 2.0.
+            (which drops nothing, as does ``math.inf``). The paper's C = 2S/E is 2.0. With k experts a token, k is
+            just enough for an even load.
         routing: ``paper`` is Algorithm 1 to the letter, where a second choice that the coin rejects still uses
             up its slot; ``lingvo`` throws the coin before slots are counted, as did the code
-            behind the paper's numbers.
-        second_expert: ``random`` sends a token to its second expert with probability 2*g2, ``all`` always.
-        dispatch: ``einsum`` (one-hot matrices, Algorithm 2), ``gather`` (index tables) or ``blocks`` (drops nothing
-            whatever the capacity; for one partition).
+            behind the paper's numbers. Both send a token to two experts. ``top_k`` sends it to any number of them
+            without a coin. With ``expert_choice`` experts choose their C tokens, so that all have the same load.
+        second_expert: of ``paper`` and ``lingvo``: ``random`` sends a token to its second expert with probability
+            2*g2, ``all`` always.
+        dispatch: ``einsum`` (one-hot matrices, Algorithm 2), ``gather`` (index tables), or one of two that drop nothing
+            whatever the capacity: ``blocks`` (small products one after the other; for one partition) and ``ragged``
+            (``jax.lax.ragged_dot``, each partition with experts of its own).
         dropout: rate for embeddings and residual branches. The paper has 0.1.
         attention_dropout: rate for attention weights. The paper has 0.1; its random bits grow with the square
             of the length, so it is off unless asked for.
@@ -49,6 +50,24 @@ class TransformerConfig:
         partitions: number of partitions that the marks of the MoE layers ask for; 1 places no marks.
         remat: recompute each pair of layers in the backward pass instead of keeping its activations.
         dtype: dtype of activations; parameters, the router, softmaxes and losses are float32 always.
+        top_k: k, the experts of a token with ``routing="top_k"``.
+        decoder_routing: ``routing`` of the decoder, if it is another: ``expert_choice`` sees later tokens and is
+            refused there.
+        gates: what becomes of logits: a ``softmax`` over all experts, or a ``sigmoid`` of each.
+        normalise_gates: whether the weights of a token's experts are made to add up to 1; the paper's are.
+        gate_scale: what all weights are multiplied by.
+        balance: ``loss`` adds ``aux_weight`` times the load-balancing loss. ``bias`` adds nothing: a bias of each
+            expert, which counts for the choice and not for the weights, is moved by ``gshard.moe.balanced`` after each
+            step.
+        shared_experts: experts that every token visits without being routed: one feed-forward of so many times H.
+        experts_every: each so many layers one has experts: 2 is the paper's, 1 is all of them.
+        dense_first: layers at the bottom of each stack that have none.
+        dense_hidden_dim: H of layers without experts, if it is another.
+        activation: between the products of experts and feed-forwards: ``relu``, or ``swiglu``, which takes a third one.
+        positions: ``sinusoidal``, added to embeddings, or ``rotary``, which turns queries and keys of self-attention.
+        rotary_base: longest wavelength of ``rotary`` by 2 pi, about.
+        kv_heads: heads of keys and values, each for N / kv_heads heads of queries; None is N.
+        tied_softmax: whether the target embedding is the softmax too.
 
     >>> TransformerConfig(100, 100, experts=8, encoder_layers=2, decoder_layers=4).moe_layers
     3
@@ -74,62 +93,79 @@ class TransformerConfig:
     partitions: int = 1
     remat: bool = False
     dtype: str = "float32"
+    top_k: int = 2
+    decoder_routing: str | None = None
+    gates: str = "softmax"
+    normalise_gates: bool = True
+    gate_scale: float = 1.0
+    balance: str = "loss"
+    shared_experts: int = 0
+    experts_every: int = 2
+    dense_first: int = 0
+    dense_hidden_dim: int | None = None
+    activation: str = "relu"
+    positions: str = "sinusoidal"
+    rotary_base: float = 10_000.0
+    kv_heads: int | None = None
+    tied_softmax: bool = True
+
+    @classmethod
+    def decoder_only(cls, vocabulary: int, layers: int, **changes: Any) -> TransformerConfig:
+        """A decoder as they are built now: rotary positions, SwiGLU, experts in every layer, k of them a token.
+
+        Args:
+            vocabulary: number of ids.
+            layers: number of layers.
+            changes: any other attribute.
+
+        >>> config = TransformerConfig.decoder_only(100, 4, experts=8, top_k=3)
+        >>> config.moe_layers, config.activation, config.encoder_layers
+        (4, 'swiglu', 0)
+        """
+        chosen: dict[str, Any] = {"routing": "top_k", "experts_every": 1, "activation": "swiglu", "positions": "rotary",
+            "tied_softmax": False, "dropout": 0.0}  # fmt: skip
+        return cls(0, vocabulary, encoder_layers=0, decoder_layers=layers, **(chosen | changes))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
-        for name in ("source_vocabulary", "target_vocabulary", "model_dim", "hidden_dim", "heads", "head_dim"):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1.", f"{name}={getattr(self, name)}")
-        for name in ("encoder_layers", "decoder_layers", "partitions"):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1.", f"{name}={getattr(self, name)}")
-        for name in ("dropout", "attention_dropout"):
-            rate = getattr(self, name)
-            _require(0.0 <= rate < 1.0, f"{name} must be a rate from 0 up to, not including, 1.", f"{name}={rate}")
-        for name, known in (("routing", ROUTINGS), ("second_expert", SECOND_EXPERTS), ("dispatch", DISPATCHES)):
-            value = getattr(self, name)
-            _require(value in known, f"{name} {value!r} is not known.", f"{name}={value!r}", f"Use one of {known}.")
-        _require(self.model_dim % 2 == 0, "sinusoidal positions need an even model_dim.", f"model_dim={self.model_dim}")
-        if self.experts:
-            self._check_experts()
-
-    def _check_experts(self) -> None:
-        _require(
-            self.experts >= 2,
-            "top-2 gating needs at least two experts.",
-            f"experts={self.experts}",
-            "Use experts=0 for a dense model.",
-        )
-        for name in ("encoder_layers", "decoder_layers"):
-            layers = getattr(self, name)
-            _require(
-                layers % 2 == 0,
-                f"{name} must be even: layers come in pairs, one with experts and one without.",
-                f"{name}={layers}, experts={self.experts}",
-                f"Use {layers + 1} layers, or experts=0.",
-            )
-        _require(
-            self.dispatch != "blocks" or self.partitions == 1,
-            "dispatch 'blocks' reads the weights of one expert after the other and cannot be split over experts.",
-            f"dispatch='blocks', partitions={self.partitions}",
-            "Use dispatch='gather' with capacity_factor=math.inf, which drops nothing either.",
-        )
-        _require(
-            self.group_size is None or self.group_size >= 1, "a group needs a token.", f"group_size={self.group_size}"
-        )
-        _require(
-            self.capacity_factor > 0, "capacity_factor must be positive.", f"capacity_factor={self.capacity_factor}"
-        )
-        if self.group_size is not None:
-            self.capacity(self.group_size)
+        check(self)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         """The layers that are repeated, in order: the first of each pair has the experts, as in Lingvo."""
-        return ("sparse", "dense") if self.experts else ("dense",)
+        if not self.experts:
+            return ("dense",)
+        return ("sparse", *("dense" if n == 1 else f"dense_{n}" for n in range(1, self.experts_every)))
+
+    def parts(self, layers: int) -> dict[str, tuple[tuple[str, ...], int]]:
+        """What a stack of so many layers is made of: names of parameters, kinds of a block's layers, number of blocks.
+
+        >>> TransformerConfig.decoder_only(9, 4, experts=8, dense_first=1).parts(4)
+        {'first': (('dense',), 1), 'blocks': (('sparse',), 3)}
+        """
+        first = self.dense_first if self.experts else 0
+        blocks = (self.layer_kinds, (layers - first) // len(self.layer_kinds))
+        return ({"first": (("dense",), first)} if first else {}) | {"blocks": blocks}
 
     @property
     def moe_layers(self) -> int:
         """Number of MoE layers of encoder and decoder together."""
-        return (self.encoder_layers + self.decoder_layers) // 2 if self.experts else 0
+        stacks = [layers - self.dense_first for layers in (self.encoder_layers, self.decoder_layers) if layers]
+        return sum(stacks) // self.experts_every if self.experts else 0
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether the dispatch has no capacity."""
+        return self.dispatch in ("blocks", "ragged")
+
+    def of_decoder(self) -> TransformerConfig:
+        """The same model with the decoder's routing.
+
+        >>> config = TransformerConfig(9, 9, experts=8, routing="expert_choice", decoder_routing="top_k")
+        >>> config.of_decoder().routing
+        'top_k'
+        """
+        return dataclasses.replace(self, routing=self.decoder_routing) if self.decoder_routing else self
 
     def tokens_of_a_group(self, tokens: int) -> int:
         """S for a batch of ``tokens`` tokens.
@@ -142,7 +178,7 @@ class TransformerConfig:
         """
         if self.group_size is None:
             return tokens // math.gcd(tokens, self.partitions)
-        _require(
+        require(
             tokens % self.group_size == 0,
             f"{tokens} tokens do not fill groups of {self.group_size}.",
             f"batch times length is {tokens}; group_size={self.group_size}",
@@ -164,7 +200,7 @@ class TransformerConfig:
         """
         # An expert is chosen at most once by a token, so S slots are always enough.
         slots = min(self.capacity_factor * tokens_of_group / self.experts, float(tokens_of_group))
-        _require(
+        require(
             slots >= 1,
             "the capacity of an expert is below 1: every token would be dropped.",
             f"capacity_factor {self.capacity_factor} * {tokens_of_group} tokens of a group / {self.experts} experts"
@@ -179,7 +215,7 @@ class TransformerConfig:
         """The same model routed such that no token is dropped and no batch mate matters.
 
         One partition runs blocks. Several run ``gather`` with as many slots for each expert as a group has
-        tokens: E/2 times the products that are needed, which is little where reading the weights takes longer
+        tokens: E/k times the products that are needed, which is little where reading the weights takes longer
         (decoding), and much for a large batch of sources.
 
         >>> TransformerConfig(9, 9, experts=8).dropless().dispatch
@@ -187,13 +223,10 @@ class TransformerConfig:
         """
         if not self.experts:
             return self
+        if self.routing == "expert_choice":  # the model of experts that choose has a capacity, and batch mates matter
+            return dataclasses.replace(self, group_size=None)
         dispatch = "blocks" if self.partitions == 1 else "gather"
         return dataclasses.replace(self, capacity_factor=math.inf, group_size=None, dispatch=dispatch)
-
-
-def _require(holds: bool, what: str, got: str, way_out: str | None = None) -> None:
-    if not holds:
-        raise ModelError(what, None, got, way_out)
 
 
 def _paper(layers: int, experts: int, **changes: int | str) -> TransformerConfig:

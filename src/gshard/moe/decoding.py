@@ -13,6 +13,7 @@ experts for a large share of its tokens, and what a sentence gets would depend o
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -20,7 +21,9 @@ import jax.numpy as jnp
 
 from gshard.moe.attention import KeysValues, attend, keys_values
 from gshard.moe.block import feed_forward_branch, norm
+from gshard.moe.checked import require
 from gshard.moe.config import TransformerConfig
+from gshard.moe.rotary import rotation
 from gshard.moe.transformer import embed, encoder, logits, positions
 
 Cache = dict[str, KeysValues]
@@ -35,7 +38,8 @@ def encode(
         config: the model.
         params: see ``transformer.param_specs``.
         source_BL: int32 ids, 0 for padding.
-        dropless: False keeps the groups and the capacity of ``config``, as in training.
+        dropless: False keeps the groups and the capacity of ``config``, as in training. Experts that choose their
+            tokens keep the capacity in any case, for one group of all tokens.
 
     Returns:
         memory_BLM in the dtype of activations.
@@ -51,25 +55,43 @@ def project_memory(config: TransformerConfig, params: dict[str, Any], memory_BLM
     """
 
     def block(_: None, layers: dict[str, Any]) -> tuple[None, Cache]:
-        return None, {kind: keys_values(layers[kind]["memory_attention"], memory_BLM) for kind in config.layer_kinds}
+        return None, {kind: keys_values(layer["memory_attention"], memory_BLM) for kind, layer in layers.items()}
 
-    return jax.lax.scan(block, None, params["decoder"]["blocks"])[1]
+    return _by_layer({name: jax.lax.scan(block, None, params["decoder"][name])[1] for name in _parts(config)})
+
+
+def _parts(config: TransformerConfig) -> dict[str, tuple[tuple[str, ...], int]]:
+    return config.parts(config.decoder_layers)
+
+
+def _by_layer(by_part: dict[str, Cache]) -> Cache:
+    """The cache as users see it: the layers at the bottom without experts are ``first``."""
+    return by_part["blocks"] | ({"first": by_part["first"]["dense"]} if "first" in by_part else {})
+
+
+def _of_part(name: str, kinds: tuple[str, ...], cache: Cache) -> Cache:
+    return {"dense": cache["first"]} if name == "first" else {kind: cache[kind] for kind in kinds}
 
 
 def init_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
     """Empty keys and values for ``length`` target positions.
 
     Returns:
-        for each kind of layer ``KeysValues`` of [layers, batch, length, N, D]; to reorder sentences, index
-        dimension 1 of every array.
+        for each kind of layer ``KeysValues`` of [layers, batch, length, N, D], N being ``kv_heads``; to reorder
+        sentences, index dimension 1 of every array.
 
     >>> config = TransformerConfig(9, 7, model_dim=8, heads=2, head_dim=4, decoder_layers=3)
     >>> init_cache(config, 5, 10)["dense"].keys_BKND.shape
     (3, 5, 10, 2, 4)
     """
-    layers = config.decoder_layers // len(config.layer_kinds)
-    empty = jnp.zeros((layers, batch, length, config.heads, config.head_dim), config.dtype)
-    return {kind: KeysValues(empty, empty) for kind in config.layer_kinds}
+
+    def empty(layers: int) -> KeysValues:
+        zeros = jnp.zeros((layers, batch, length, config.kv_heads or config.heads, config.head_dim), config.dtype)
+        return KeysValues(zeros, zeros)
+
+    return _by_layer(
+        {name: {kind: empty(number) for kind in kinds} for name, (kinds, number) in _parts(config).items()}
+    )
 
 
 def decode_step(
@@ -78,8 +100,8 @@ def decode_step(
     cache: Cache,
     tokens_B: jax.Array,
     position: jax.Array | int,
-    memory: jax.Array | Cache,
-    source_valid_BL: jax.Array,
+    memory: jax.Array | Cache | None = None,
+    source_valid_BL: jax.Array | None = None,
     *,
     dropless: bool = True,
 ) -> tuple[jax.Array, Cache]:
@@ -93,14 +115,14 @@ def decode_step(
         cache: keys and values of the positions before; see ``init_cache``.
         tokens_B: int32, the decoder's input at ``position``: 0 at position 0, then the token chosen last.
         position: int scalar, the same for all sentences, below the cache's length.
-        memory: the result of ``encode``, or, faster, of ``project_memory``.
-        source_valid_BL: bool, False where the source is padding.
+        memory: the result of ``encode``, or, faster, of ``project_memory``; None for a decoder alone.
+        source_valid_BL: bool, False where the source is padding; None for a decoder alone.
         dropless: False keeps the groups and the capacity of ``config``, as in training.
 
     Returns:
         logits_BV in float32, and the cache with this position filled in.
     """
-    length = cache["dense"].keys_BKND.shape[2]
+    length = jax.tree.leaves(cache)[0].shape[2]
     seen_BQK = jnp.broadcast_to(jnp.arange(length) <= position, (tokens_B.shape[0], 1, length))
     logits_BQV, cache = decode_flat_step(
         config, params, cache, tokens_B[:, None], position, memory, source_valid_BL, seen_BQK, dropless=dropless
@@ -114,8 +136,8 @@ def decode_flat_step(
     cache: Cache,
     tokens_BQ: jax.Array,
     position: jax.Array | int,
-    memory: jax.Array | Cache,
-    source_valid_BL: jax.Array,
+    memory: jax.Array | Cache | None,
+    source_valid_BL: jax.Array | None,
     seen_BQK: jax.Array,
     *,
     dropless: bool = True,
@@ -132,39 +154,54 @@ def decode_flat_step(
         cache: keys and values of the positions before; see ``init_cache``, with a length of T*Q.
         tokens_BQ: int32, the decoder's input at ``position`` for each hypothesis.
         position: int scalar, below T.
-        memory: the result of ``encode``, or, faster, of ``project_memory``.
-        source_valid_BL: bool, False where the source is padding.
+        memory: the result of ``encode``, or, faster, of ``project_memory``; None for a decoder alone.
+        source_valid_BL: bool, False where the source is padding; None for a decoder alone.
         seen_BQK: bool, the slots each hypothesis attends to: those of its ancestors and its own, t*Q + q.
         dropless: False keeps the groups and the capacity of ``config``, as in training.
 
     Returns:
         logits_BQV in float32, and the cache with this position filled in.
     """
-    if dropless:
-        config = config.dropless()
+    config = config.of_decoder().dropless() if dropless else config.of_decoder()
+    require(
+        (memory is None) == (config.encoder_layers == 0) == (source_valid_BL is None),
+        "a decoder has a memory if the model has an encoder.",
+        f"encoder_layers={config.encoder_layers}, memory {'is None' if memory is None else 'given'},"
+        f" source_valid_BL {'is None' if source_valid_BL is None else 'given'}",
+    )
     if isinstance(memory, jax.Array):
         memory = project_memory(config, params, memory)
     hypotheses = tokens_BQ.shape[1]
     slot = position * hypotheses
-    memory_BQK = source_valid_BL[:, None, :]
+    memory_BQK = None if source_valid_BL is None else source_valid_BL[:, None, :]
+    position_Q = jnp.full((hypotheses,), position, jnp.int32)
+    turn = rotation(config, position_Q[None])
 
-    def block(x_BLM: jax.Array, of_block: tuple[Any, Cache, Cache]) -> tuple[jax.Array, Cache]:
+    def block(
+        kinds: tuple[str, ...], x_BLM: jax.Array, of_block: tuple[Any, Cache, Cache | None]
+    ) -> tuple[jax.Array, Cache]:
         layers, cache, memory = of_block
         filled: Cache = {}
-        for kind in config.layer_kinds:
+        for kind in kinds:
             layer = layers[kind]
             inputs_BLM = norm(layer["attention_norm"], x_BLM)
-            new = keys_values(layer["attention"], inputs_BLM)
+            new = keys_values(layer["attention"], inputs_BLM, turn)
             filled[kind] = jax.tree.map(
                 lambda old, now: jax.lax.dynamic_update_slice_in_dim(old, now, slot, axis=1), cache[kind], new
             )
-            x_BLM = x_BLM + attend(layer["attention"], inputs_BLM, filled[kind], seen_BQK)
-            inputs_BLM = norm(layer["memory_attention_norm"], x_BLM)
-            x_BLM = x_BLM + attend(layer["memory_attention"], inputs_BLM, memory[kind], memory_BQK)
+            x_BLM = x_BLM + attend(layer["attention"], inputs_BLM, filled[kind], seen_BQK, rotation=turn)
+            if memory is not None and memory_BQK is not None:
+                inputs_BLM = norm(layer["memory_attention_norm"], x_BLM)
+                x_BLM = x_BLM + attend(layer["memory_attention"], inputs_BLM, memory[kind], memory_BQK)
             x_BLM, _ = feed_forward_branch(config, layer, x_BLM, None, None)
         return x_BLM, filled
 
-    position_LM = positions(config, jnp.full((hypotheses,), position, jnp.int32))
+    position_LM = None if turn is not None else positions(config, position_Q)
     x_BLM = embed(config, params["target_embedding"], tokens_BQ, position_LM)
-    x_BLM, cache = jax.lax.scan(block, x_BLM, (params["decoder"]["blocks"], cache, memory))
-    return logits(config, params, x_BLM), cache
+    filled: dict[str, Cache] = {}
+    for name, (kinds, _) in _parts(config).items():
+        remembered = None if memory is None else _of_part(name, kinds, memory)
+        x_BLM, filled[name] = jax.lax.scan(
+            functools.partial(block, kinds), x_BLM, (params["decoder"][name], _of_part(name, kinds, cache), remembered)
+        )
+    return logits(config, params, x_BLM), _by_layer(filled)

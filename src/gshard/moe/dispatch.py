@@ -1,20 +1,27 @@
 """Dispatch and combine: tokens to the slots of their experts, and the experts' outputs back.
 
+    dispatched_EGCM = dispatch_gather(token_of_slot(gating, E, C), inputs_GSM)
+    outputs_GSM = combine_gather(gating, experts(dispatched_EGCM))
+
 Two ways with the same result. ``einsum`` multiplies with one-hot matrices (Algorithm 2): a program of
 products only, at a cost of S/H of the experts' own. ``gather`` inverts the choices into a table, from
 slot to token, and moves rows. Both keep to their group, so that splitting G splits the work and the
-only exchange is the change from G to E between dispatch and experts.
+only exchange is the change from G to E between dispatch and experts. ``blocks`` and ``ragged`` have no slots.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 
+from gshard.moe.expert_choice import ExpertChoice
 from gshard.moe.gating import Choice, Gating
 
 
-def one_hot_weights(gating: Gating, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+def one_hot_weights(gating: Gating | ExpertChoice, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
     """The matrices of Algorithm 2, line 2: combine weights and the mask of their slots.
 
     The mask is that of the kept choices; the paper's ``weights != 0`` would lose those whose weight underflows.
@@ -27,12 +34,16 @@ def one_hot_weights(gating: Gating, experts: int, capacity: int) -> tuple[jax.Ar
     >>> one_hot_weights(gating, 3, 1)[1][0, 0, :, 0].tolist()
     [True, True, False]
     """
-    first_GSEC = _slots(gating.first, experts, capacity)
-    second_GSEC = _slots(gating.second, experts, capacity)
-    combine_GSEC = jnp.where(first_GSEC, gating.first.weight_GS[:, :, None, None], 0.0) + jnp.where(
-        second_GSEC, gating.second.weight_GS[:, :, None, None], 0.0
-    )
-    return combine_GSEC, first_GSEC | second_GSEC
+    if isinstance(gating, ExpertChoice):
+        token_S = jnp.arange(gating.chosen_GS.shape[1], dtype=jnp.int32)
+        held_GSEC = gating.token_GEC[:, None, :, :] == token_S[None, :, None, None]
+        return jnp.where(held_GSEC, gating.weight_GEC[:, None, :, :], 0.0), held_GSEC
+    slots = [_slots(choice, experts, capacity) for choice in gating.choices]
+    weighted = [
+        jnp.where(slots_GSEC, choice.weight_GS[:, :, None, None], 0.0)
+        for slots_GSEC, choice in zip(slots, gating.choices, strict=True)
+    ]
+    return functools.reduce(operator.add, weighted), functools.reduce(operator.or_, slots)
 
 
 def _slots(choice: Choice, experts: int, capacity: int) -> jax.Array:
@@ -52,7 +63,7 @@ def combine_einsum(combine_GSEC: jax.Array, outputs_EGCM: jax.Array) -> jax.Arra
     return jnp.einsum("GSEC,EGCM->GSM", weights_GSEC, outputs_EGCM, preferred_element_type=jnp.float32)
 
 
-def token_of_slot(gating: Gating, experts: int, capacity: int) -> jax.Array:
+def token_of_slot(gating: Gating | ExpertChoice, experts: int, capacity: int) -> jax.Array:
     """The inverse of the choices: which token sits in a slot.
 
     Returns:
@@ -63,11 +74,13 @@ def token_of_slot(gating: Gating, experts: int, capacity: int) -> jax.Array:
     >>> token_of_slot(gating, 3, 1).tolist()
     [[[0], [0], [1]]]
     """
-    S = gating.first.expert_GS.shape[1]
+    if isinstance(gating, ExpertChoice):
+        return gating.token_GEC
+    S = gating.choices[0].expert_GS.shape[1]
 
-    def of_group(first: Choice, second: Choice) -> jax.Array:
+    def of_group(choices: tuple[Choice, ...]) -> jax.Array:
         table_EC = jnp.full((experts, capacity), S, jnp.int32)
-        for choice in (first, second):
+        for choice in choices:
             # A choice that is not kept points past the buffer and is not written.
             position_S = jnp.where(choice.kept_GS, choice.position_GS, capacity)
             table_EC = table_EC.at[choice.expert_GS, position_S].set(
@@ -75,7 +88,7 @@ def token_of_slot(gating: Gating, experts: int, capacity: int) -> jax.Array:
             )
         return table_EC
 
-    return jax.vmap(of_group)(gating.first, gating.second)
+    return jax.vmap(of_group)(gating.choices)
 
 
 def dispatch_gather(table_GEC: jax.Array, inputs_GSM: jax.Array) -> jax.Array:
@@ -87,8 +100,18 @@ def dispatch_gather(table_GEC: jax.Array, inputs_GSM: jax.Array) -> jax.Array:
     return jnp.transpose(jax.vmap(of_group)(table_GEC, inputs_GSM), (1, 0, 2, 3))
 
 
-def combine_gather(gating: Gating, outputs_EGCM: jax.Array) -> jax.Array:
-    """Each token's experts' outputs by reading two rows, weighted and added in float32."""
+def combine_gather(gating: Gating | ExpertChoice, outputs_EGCM: jax.Array) -> jax.Array:
+    """Each token's experts' outputs, weighted and added in float32: k rows are read, or each slot adds its own."""
+    outputs_GECM = jnp.transpose(outputs_EGCM, (1, 0, 2, 3))
+    if isinstance(gating, ExpertChoice):
+        S = gating.chosen_GS.shape[1]
+
+        def added(token_EC: jax.Array, weight_EC: jax.Array, outputs_ECM: jax.Array) -> jax.Array:
+            rows_ECM = weight_EC[:, :, None] * outputs_ECM.astype(jnp.float32)
+            zeros_SM = jnp.zeros((S, rows_ECM.shape[-1]), jnp.float32)
+            return zeros_SM.at[token_EC].add(rows_ECM, mode="drop", wrap_negative_indices=False)
+
+        return jax.vmap(added)(gating.token_GEC, gating.weight_GEC, outputs_GECM)
 
     def of_group(choice: Choice, outputs_ECM: jax.Array) -> jax.Array:
         position_S = jnp.where(choice.kept_GS, choice.position_GS, outputs_ECM.shape[1])
@@ -97,5 +120,4 @@ def combine_gather(gating: Gating, outputs_EGCM: jax.Array) -> jax.Array:
         )
         return choice.weight_GS[:, None] * rows_SM.astype(jnp.float32)
 
-    outputs_GECM = jnp.transpose(outputs_EGCM, (1, 0, 2, 3))
-    return jax.vmap(of_group)(gating.first, outputs_GECM) + jax.vmap(of_group)(gating.second, outputs_GECM)
+    return functools.reduce(operator.add, [jax.vmap(of_group)(choice, outputs_GECM) for choice in gating.choices])

@@ -25,27 +25,35 @@ from gshard.moe.dispatch import (
     one_hot_weights,
     token_of_slot,
 )
-from gshard.moe.gating import top2_gating
+from gshard.moe.expert_choice import ExpertChoice, expert_choice_gating
+from gshard.moe.feed_forward import feed_forward, feed_forward_specs, hidden
+from gshard.moe.gating import Gating, top_k_gating
 from gshard.moe.param import Param
+from gshard.moe.ragged import ragged_expert_layer
 
 
-def expert_specs(config: TransformerConfig) -> dict[str, Param]:
+def expert_specs(config: TransformerConfig) -> dict[str, Any]:
     """Router and experts of one layer: wg [M, E], wi [E, M, H] and wo [E, H, M], no biases.
+
+    With SwiGLU there is wi_gate [E, M, H] too. ``shared`` holds the feed-forward of shared experts, and ``bias`` [E]
+    what ``balance="bias"`` adds to gates.
 
     >>> expert_specs(TransformerConfig(9, 9, experts=4, model_dim=8, hidden_dim=16))["wi"].shape
     (4, 8, 16)
     """
     E, M, H = config.experts, config.model_dim, config.hidden_dim
-    return {
-        "wg": Param((M, E), ("model", "gates"), "uniform", (3 / M) ** 0.5),
-        "wi": Param((E, M, H), ("experts", "model", "hidden"), "normal", M**-0.5),
-        "wo": Param((E, H, M), ("experts", "hidden", "model"), "normal", H**-0.5),
-    }
+    specs: dict[str, Any] = {"wg": Param((M, E), ("model", "gates"), "uniform", (3 / M) ** 0.5)}
+    specs |= feed_forward_specs(config, H, E)
+    if config.balance == "bias":
+        specs["bias"] = Param((E,), ("gates",), "constant", 0.0)
+    if config.shared_experts:
+        specs["shared"] = feed_forward_specs(config, config.shared_experts * H)
+    return specs
 
 
 def expert_layer(
     config: TransformerConfig,
-    params: dict[str, jax.Array],
+    params: dict[str, Any],
     inputs_BLM: jax.Array,
     valid_BL: jax.Array | None = None,
     *,
@@ -64,7 +72,8 @@ def expert_layer(
         key: key of the coins for second choices; None keeps all that fit.
 
     Returns:
-        outputs_BLM in the dtype of the inputs, and the metrics of the gating with its ``aux_loss``.
+        outputs_BLM in the dtype of the inputs, and the metrics of the gating with its ``aux_loss``, and with
+        ``balance="bias"`` the ``load`` [E] that ``balanced`` reads.
 
     Raises:
         ModelError: the group size does not divide the tokens, or the capacity is below 1.
@@ -79,33 +88,63 @@ def expert_layer(
     B, L, M = inputs_BLM.shape
     S = config.tokens_of_a_group(B * L)
     G = B * L // S
-    capacity = S if config.dispatch == "blocks" else config.capacity(S)
+    capacity = S if config.drops_nothing else config.capacity(S)
 
     inputs_GSM = _split(config, inputs_BLM.reshape(G, S, M), "groups tokens model")
     wg_ME = replicate(params["wg"]) if config.partitions > 1 else name(params["wg"], "model gates")
     # The router is float32 throughout: a rounded logit changes the route, not just a value.
     logits_GSE = jnp.einsum("GSM,ME->GSE", inputs_GSM.astype(jnp.float32), wg_ME)
-    gating = top2_gating(
-        logits_GSE,
-        capacity,
-        routing=config.routing,
-        second_expert=config.second_expert,
-        key=key,
-        valid_GS=None if valid_BL is None else valid_BL.reshape(G, S),
-    )
+    valid_GS = None if valid_BL is None else valid_BL.reshape(G, S)
+    gating: Gating | ExpertChoice
+    if config.routing == "expert_choice":
+        gating = expert_choice_gating(
+            logits_GSE, capacity, gates=config.gates, scale=config.gate_scale, valid_GS=valid_GS
+        )
+    else:
+        gating = top_k_gating(
+            logits_GSE,
+            capacity,
+            k=config.top_k,
+            routing=config.routing,
+            second_expert=config.second_expert,
+            gates=config.gates,
+            normalise=config.normalise_gates,
+            scale=config.gate_scale,
+            bias_E=params.get("bias"),
+            key=key,
+            valid_GS=valid_GS,
+        )
     outputs_GSM = _run_experts(config, params, inputs_GSM, gating, capacity)
     outputs_BLM = outputs_GSM.astype(inputs_BLM.dtype).reshape(B, L, M)
-    return outputs_BLM, {"aux_loss": gating.aux_loss, **gating.metrics}
+    if config.shared_experts:
+        outputs_BLM = outputs_BLM + feed_forward(config.activation, params["shared"], inputs_BLM)
+    metrics = {"aux_loss": gating.aux_loss, **gating.metrics}
+    return outputs_BLM, metrics | ({"load": gating.load_E} if config.balance == "bias" else {})
 
 
 def _run_experts(
-    config: TransformerConfig, params: dict[str, jax.Array], inputs_GSM: jax.Array, gating: Any, capacity: int
+    config: TransformerConfig,
+    params: dict[str, Any],
+    inputs_GSM: jax.Array,
+    gating: Gating | ExpertChoice,
+    capacity: int,
 ) -> jax.Array:
-    """Dispatch, the two products of the experts and combine: outputs_GSM in float32."""
-    wi_EMH = _split(config, params["wi"], "experts model hidden").astype(inputs_GSM.dtype)
-    wo_EHM = _split(config, params["wo"], "experts hidden model").astype(inputs_GSM.dtype)
-    if config.dispatch == "blocks":
-        return blocks_expert_layer(gating, inputs_GSM, wi_EMH, wo_EHM)
+    """Dispatch, the two or three products of the experts and combine: outputs_GSM in float32."""
+    weights = {
+        name: _split(config, params[name], f"experts {dims}").astype(inputs_GSM.dtype)
+        for name, dims in (("wi", "model hidden"), ("wi_gate", "model hidden"), ("wo", "hidden model"))
+        if name in params
+    }
+    if isinstance(gating, Gating) and config.dispatch == "blocks":
+        return blocks_expert_layer(gating, inputs_GSM, weights, config.activation)
+    if isinstance(gating, Gating) and config.dispatch == "ragged":
+
+        def mark(x_PXM: jax.Array) -> jax.Array:
+            return _split(config, x_PXM, "_ _ model")
+
+        outputs_GSM = ragged_expert_layer(gating, inputs_GSM, weights, config.activation, config.partitions, mark)
+        # The sum over partitions goes back to the groups: without the mark it might come whole to every device.
+        return _split(config, outputs_GSM, "groups tokens model")
 
     if config.dispatch == "einsum":
         combine_GSEC, dispatch_GSEC = one_hot_weights(gating, config.experts, capacity)
@@ -114,8 +153,8 @@ def _run_experts(
         dispatched_EGCM = dispatch_gather(token_of_slot(gating, config.experts, capacity), inputs_GSM)
     # G has no name here: the axes over which groups are split are those of the experts now.
     dispatched_EGCM = _split(config, dispatched_EGCM, "experts _ capacity model")
-    hidden_EGCH = jax.nn.relu(jnp.einsum("EGCM,EMH->EGCH", dispatched_EGCM, wi_EMH))
-    outputs_EGCM = jnp.einsum("EGCH,EHM->EGCM", hidden_EGCH, wo_EHM)
+    hidden_EGCH = hidden(config.activation, lambda name: jnp.einsum("EGCM,EMH->EGCH", dispatched_EGCM, weights[name]))
+    outputs_EGCM = jnp.einsum("EGCH,EHM->EGCM", hidden_EGCH, weights["wo"])
     if config.dispatch == "einsum":
         return combine_einsum(combine_GSEC, outputs_EGCM)
     return combine_gather(gating, outputs_EGCM)

@@ -1,25 +1,30 @@
-"""Gating: which two experts a token goes to, in which slots, with which weights (Algorithm 1).
+"""Gating: which experts a token goes to, in which slots, with which weights (Algorithm 1, and any number).
 
 Routing is decided within a group of S tokens, so groups (the dimension that is split over devices)
-never look at each other. All first choices take their slots before any second choice does; a choice
+never look at each other. All first choices take their slots before any second choice does, and so on; a choice
 that finds its expert full is dropped.
 
-    gating = top2_gating(logits_GSE, capacity=4)
-    gating.first.expert_GS, gating.first.position_GS, gating.first.weight_GS
+    gating = top_k_gating(logits_GSE, capacity=4, k=2)
+    gating.choices[0].expert_GS, gating.first.position_GS, gating.first.weight_GS
 
 Everything is a cumulative sum over S and comparisons with an iota over E: no sorting and no indexing.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+# The least sum that gates are divided by: the square, which the gradient divides by, is a normal float32 too.
+_LEAST = 1e-18
+
 
 class Choice(NamedTuple):
-    """What became of each token's first, or second, choice.
+    """What became of each token's first, or second, or later choice.
 
     Attributes:
         expert_GS: int32, the chosen expert.
@@ -35,22 +40,34 @@ class Choice(NamedTuple):
 
 
 class Gating(NamedTuple):
-    """The outcome of routing, in the form both dispatches start from.
+    """The outcome of routing, in the form every dispatch starts from.
 
     Attributes:
-        first, second: the two choices of each token.
+        choices: the k choices of each token, the best first.
         slots_GE: int32, slots asked of each expert before the capacity cut, burnt ones included.
-        aux_loss: float32 scalar, 1.0 when balanced (see ``top2_gating``).
-        metrics: float32 scalars: ``dropped_share``, ``one_expert_share`` and ``two_expert_share`` of the valid
-            tokens reach 0, 1 and 2 experts; ``load_entropy`` of what is asked of the experts (1.0 is even, 0.0 is
-            a single expert); ``dead_experts`` that no token asked for.
+        load_E: int32, tokens that asked for each expert.
+        aux_loss: float32 scalar, 1.0 when balanced (see ``top_k_gating``).
+        metrics: float32 scalars: ``dropped_share`` of the valid tokens reach no expert; for Algorithm 1
+            ``one_expert_share`` and ``two_expert_share`` reach 1 and 2 experts, otherwise ``kept_share`` is that of all
+            choices; ``load_entropy`` of what is asked of the experts (1.0 is even, 0.0 is a single expert);
+            ``dead_experts`` that no token asked for.
     """
 
-    first: Choice
-    second: Choice
+    choices: tuple[Choice, ...]
     slots_GE: jax.Array
+    load_E: jax.Array
     aux_loss: jax.Array
     metrics: dict[str, jax.Array]
+
+    @property
+    def first(self) -> Choice:
+        """The best expert of each token."""
+        return self.choices[0]
+
+    @property
+    def second(self) -> Choice:
+        """The second best."""
+        return self.choices[1]
 
 
 def top2_gating(
@@ -62,30 +79,9 @@ def top2_gating(
     key: jax.Array | None = None,
     valid_GS: jax.Array | None = None,
 ) -> Gating:
-    """Routes each token to at most two experts (Algorithm 1, all groups at once).
+    """Routes each token to at most two experts: Algorithm 1, for all groups at once.
 
-    Gates g1 and g2 are divided by g1+g2 (lines 6 and 16) before capacity and coin, and not again after
-    a drop. The coin keeps a second choice if 2*g2 > rnd (line 19). ``routing`` says whether one that it
-    rejects has used up a slot: ``paper``, line 22, it has; ``lingvo``, it has not. Of equal logits the
-    first expert wins.
-
-    The auxiliary loss is E * sum_e (c_e/S)(m_e), the mean over groups weighted by their tokens: 1.0 when
-    all experts get the same, whatever E. Line 13 has 1/E in place of E, so the paper's value is 1/E^2 of
-    this one (and its k is E^2 times our weight). c_e counts first choices before the capacity cut and
-    carries no gradient; m_e, the mean gate, does.
-
-    Departure: tokens that are not valid (padding) take no slot, are sent nowhere and count in no mean.
-
-    Args:
-        logits_GSE: router logits; float32 is computed with whatever the dtype.
-        capacity: C, slots of each expert and group.
-        routing: ``paper`` or ``lingvo``.
-        second_expert: ``random`` or ``all``, which throws no coin.
-        key: key of the coins; None keeps every second choice that fits.
-        valid_GS: bool; None means that all tokens are.
-
-    Returns:
-        a ``Gating``.
+    ``top_k_gating`` with k = 2; see there.
 
     >>> logits = jnp.array([[[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]]])
     >>> gating = top2_gating(logits, capacity=1)
@@ -94,43 +90,117 @@ def top2_gating(
     >>> gating.second.expert_GS.tolist(), gating.second.kept_GS.tolist()
     ([[1, 2]], [[True, True]])
     """
+    return top_k_gating(logits_GSE, capacity, routing=routing, second_expert=second_expert, key=key, valid_GS=valid_GS)
+
+
+def top_k_gating(
+    logits_GSE: jax.Array,
+    capacity: int,
+    *,
+    k: int = 2,
+    routing: str = "paper",
+    second_expert: str = "random",
+    gates: str = "softmax",
+    normalise: bool = True,
+    scale: float = 1.0,
+    bias_E: jax.Array | None = None,
+    key: jax.Array | None = None,
+    valid_GS: jax.Array | None = None,
+) -> Gating:
+    """Routes each token to at most k experts.
+
+    With ``paper`` it is Algorithm 1, all groups at once: gates g1 and g2 are divided by g1+g2 (lines 6 and 16) before
+    capacity and coin, and not again after a drop. The coin keeps a second choice if 2*g2 > rnd (line 19). ``routing``
+    says whether one that it rejects has used up a slot: ``paper``, line 22, it has; ``lingvo``, it has not. With
+    ``top_k`` there is no coin. Of equal logits the first expert wins.
+
+    The auxiliary loss is E * sum_e (c_e/S)(m_e), the mean over groups weighted by their tokens: 1.0 when
+    all experts get the same, whatever E. Line 13 has 1/E in place of E, so the paper's value is 1/E^2 of
+    this one (and its k is E^2 times our weight). c_e counts choices before the capacity cut, the first ones only or,
+    with ``top_k``, all of them divided by k, and carries no gradient; m_e, the mean gate, does. Gates of a sigmoid are
+    divided by their sum over experts there.
+
+    Departure: tokens that are not valid (padding) take no slot, are sent nowhere and count in no mean.
+
+    Args:
+        logits_GSE: router logits; float32 is computed with whatever the dtype.
+        capacity: C, slots of each expert and group.
+        k: experts of a token; 2 unless ``routing`` is ``top_k``.
+        routing: ``paper``, ``lingvo`` or ``top_k``.
+        second_expert: ``random`` or ``all``, which throws no coin.
+        gates: ``softmax`` or ``sigmoid``.
+        normalise: whether weights are divided by their sum over the k chosen experts.
+        scale: what the weights are multiplied by.
+        bias_E: is added to the gates for the choice of experts, and not for the weights (Wang et al. 2024,
+            "Auxiliary-Loss-Free Load Balancing"). It gets no gradient.
+        key: key of the coins; None keeps every second choice that fits.
+        valid_GS: bool; None means that all tokens are.
+
+    Returns:
+        a ``Gating``.
+
+    >>> gating = top_k_gating(jnp.array([[[2.0, 1.0, 0.0, 1.5]]]), 1, k=3, routing="top_k", gates="sigmoid")
+    >>> [choice.expert_GS.tolist() for choice in gating.choices]
+    [[[0]], [[3]], [[1]]]
+    """
     logits_GSE = logits_GSE.astype(jnp.float32)
     G, S, E = logits_GSE.shape
     valid_GS = jnp.ones((G, S), bool) if valid_GS is None else valid_GS
-    gates_GSE = jax.nn.softmax(logits_GSE, axis=-1)
+    gates_GSE = jax.nn.softmax(logits_GSE, axis=-1) if gates == "softmax" else jax.nn.sigmoid(logits_GSE)
 
     # Chosen by logits, whose order gates share except where they underflow to equal zeros.
-    expert_1_GS, chosen_1_GSE = _best(logits_GSE)
-    expert_2_GS, chosen_2_GSE = _best(jnp.where(chosen_1_GSE, -jnp.inf, logits_GSE))
-    gate_1_GS = jnp.sum(jnp.where(chosen_1_GSE, gates_GSE, 0.0), axis=-1)
-    gate_2_GS = jnp.sum(jnp.where(chosen_2_GSE, gates_GSE, 0.0), axis=-1)
-    both_GS = gate_1_GS + gate_2_GS
-    gate_1_GS, gate_2_GS = gate_1_GS / both_GS, gate_2_GS / both_GS
+    left_GSE = logits_GSE if bias_E is None else jax.lax.stop_gradient(gates_GSE + bias_E)
+    experts_GS: list[jax.Array] = []
+    chosen_GSE: list[jax.Array] = []
+    for _ in range(k):
+        if chosen_GSE:
+            left_GSE = jnp.where(chosen_GSE[-1], -jnp.inf, left_GSE)
+        expert_GS, is_chosen_GSE = _best(left_GSE)
+        experts_GS.append(expert_GS)
+        chosen_GSE.append(is_chosen_GSE)
+    gates_GS = [jnp.sum(jnp.where(mask_GSE, gates_GSE, 0.0), axis=-1) for mask_GSE in chosen_GSE]
+    if normalise:
+        sum_GS = functools.reduce(operator.add, gates_GS)
+        # Gates of a softmax never vanish together.
+        sum_GS = sum_GS if gates == "softmax" else jnp.maximum(sum_GS, _LEAST)
+        gates_GS = [gate_GS / sum_GS for gate_GS in gates_GS]
 
-    wanted_GS = valid_GS
-    if second_expert == "random" and key is not None:
-        wanted_GS = valid_GS & (2.0 * gate_2_GS > jax.random.uniform(key, (G, S), jnp.float32))
-    slots_1_GSE = (chosen_1_GSE & valid_GS[:, :, None]).astype(jnp.int32)
-    counted_2_GS = valid_GS if routing == "paper" else wanted_GS
-    slots_2_GSE = (chosen_2_GSE & counted_2_GS[:, :, None]).astype(jnp.int32)
+    wanted_GS = [valid_GS] * k
+    if routing != "top_k" and second_expert == "random" and key is not None:
+        wanted_GS[1] = valid_GS & (2.0 * gates_GS[1] > jax.random.uniform(key, (G, S), jnp.float32))
+    counted_GS = wanted_GS if routing == "lingvo" else [valid_GS] * k
+    slots_GSE = [
+        (mask_GSE & taken_GS[:, :, None]).astype(jnp.int32)
+        for mask_GSE, taken_GS in zip(chosen_GSE, counted_GS, strict=True)
+    ]
 
-    # Second choices queue up behind all first ones, the overflowed included: past C nothing fits anyway.
-    first_GE = jnp.sum(slots_1_GSE, axis=1)
-    before_1_GSE = jnp.cumsum(slots_1_GSE, axis=1) - slots_1_GSE
-    before_2_GSE = jnp.cumsum(slots_2_GSE, axis=1) - slots_2_GSE + first_GE[:, None, :]
-    position_1_GS = jnp.sum(jnp.where(chosen_1_GSE, before_1_GSE, 0), axis=-1)
-    position_2_GS = jnp.sum(jnp.where(chosen_2_GSE, before_2_GSE, 0), axis=-1)
-    kept_1_GS = valid_GS & (position_1_GS < capacity)
-    kept_2_GS = wanted_GS & (position_2_GS < capacity)
+    # Later choices queue up behind all earlier ones, the overflowed included: past C nothing fits anyway.
+    slots_GE = first_GE = jnp.sum(slots_GSE[0], axis=1)
+    load_E = jnp.sum(first_GE, axis=0)
+    choices = []
+    for number in range(k):
+        before_GSE = jnp.cumsum(slots_GSE[number], axis=1) - slots_GSE[number]
+        if number:
+            before_GSE = before_GSE + slots_GE[:, None, :]
+            slots_GE = slots_GE + jnp.sum(slots_GSE[number], axis=1)
+            load_E = load_E + jnp.sum(chosen_GSE[number] & wanted_GS[number][:, :, None], axis=(0, 1), dtype=jnp.int32)
+        position_GS = jnp.sum(jnp.where(chosen_GSE[number], before_GSE, 0), axis=-1)
+        kept_GS = wanted_GS[number] & (position_GS < capacity)
+        weight_GS = jnp.where(kept_GS, gates_GS[number], 0.0)
+        weight_GS = weight_GS if scale == 1.0 else scale * weight_GS
+        choices.append(Choice(experts_GS[number], position_GS, kept_GS, weight_GS))
 
-    slots_GE = first_GE + jnp.sum(slots_2_GSE, axis=1)
-    asked_E = jnp.sum(first_GE, axis=0) + jnp.sum(chosen_2_GSE & wanted_GS[:, :, None], axis=(0, 1), dtype=jnp.int32)
+    counts_GE = first_GE.astype(jnp.float32) if routing != "top_k" else slots_GE.astype(jnp.float32) / k
+    shares_GSE = gates_GSE
+    if gates == "sigmoid":
+        shares_GSE = gates_GSE / jnp.maximum(jnp.sum(gates_GSE, axis=-1, keepdims=True), _LEAST)
+    kept = [choice.kept_GS for choice in choices]
     return Gating(
-        Choice(expert_1_GS, position_1_GS, kept_1_GS, jnp.where(kept_1_GS, gate_1_GS, 0.0)),
-        Choice(expert_2_GS, position_2_GS, kept_2_GS, jnp.where(kept_2_GS, gate_2_GS, 0.0)),
+        tuple(choices),
         slots_GE,
-        _aux_loss(gates_GSE, first_GE, valid_GS),
-        _metrics(kept_1_GS, kept_2_GS, valid_GS, asked_E),
+        load_E,
+        _aux_loss(shares_GSE, counts_GE, valid_GS),
+        _shares(kept, valid_GS, routing == "top_k") | load_metrics(load_E),
     )
 
 
@@ -140,7 +210,7 @@ def _best(logits_GSE: jax.Array) -> tuple[jax.Array, jax.Array]:
     return expert_GS, expert_GS[:, :, None] == jnp.arange(logits_GSE.shape[-1], dtype=jnp.int32)
 
 
-def _aux_loss(gates_GSE: jax.Array, first_GE: jax.Array, valid_GS: jax.Array) -> jax.Array:
+def _aux_loss(gates_GSE: jax.Array, counts_GE: jax.Array, valid_GS: jax.Array) -> jax.Array:
     """E * sum_e (c_e/n)(m_e) of each group of n valid tokens, averaged over tokens.
 
     With m_e = (sum of gates)/n and groups weighted by n, one n cancels: sum_g sum_e c_e (sum of gates) / n,
@@ -149,23 +219,32 @@ def _aux_loss(gates_GSE: jax.Array, first_GE: jax.Array, valid_GS: jax.Array) ->
     E = gates_GSE.shape[-1]
     tokens_G = jnp.sum(valid_GS, axis=1).astype(jnp.float32)
     gates_GE = jnp.sum(jnp.where(valid_GS[:, :, None], gates_GSE, 0.0), axis=1)
-    of_group_G = jnp.sum(first_GE.astype(jnp.float32) * gates_GE, axis=-1) / jnp.maximum(tokens_G, 1.0)
+    of_group_G = jnp.sum(counts_GE * gates_GE, axis=-1) / jnp.maximum(tokens_G, 1.0)
     return E * jnp.sum(of_group_G) / jnp.maximum(jnp.sum(tokens_G), 1.0)
 
 
-def _metrics(
-    kept_1_GS: jax.Array, kept_2_GS: jax.Array, valid_GS: jax.Array, asked_E: jax.Array
-) -> dict[str, jax.Array]:
+def _shares(kept: list[jax.Array], valid_GS: jax.Array, any_number: bool) -> dict[str, jax.Array]:
+    """How many of the valid tokens reach how many experts."""
     tokens = jnp.maximum(jnp.sum(valid_GS), 1).astype(jnp.float32)
-    both = jnp.sum(kept_1_GS & kept_2_GS).astype(jnp.float32) / tokens
-    any_ = jnp.sum(kept_1_GS | kept_2_GS).astype(jnp.float32) / tokens
-    none = jnp.sum(valid_GS & ~kept_1_GS & ~kept_2_GS).astype(jnp.float32) / tokens
-    load_E = asked_E.astype(jnp.float32) / jnp.maximum(jnp.sum(asked_E), 1).astype(jnp.float32)
-    entropy = -jnp.sum(jnp.where(load_E > 0, load_E * jnp.log(jnp.maximum(load_E, 1e-30)), 0.0))
+    any_GS = functools.reduce(operator.or_, kept)
+    none = jnp.sum(valid_GS & ~any_GS).astype(jnp.float32) / tokens
+    if any_number:
+        sent = sum(jnp.sum(kept_GS) for kept_GS in kept)
+        return {"dropped_share": none, "kept_share": jnp.asarray(sent).astype(jnp.float32) / (len(kept) * tokens)}
+    both = jnp.sum(kept[0] & kept[1]).astype(jnp.float32) / tokens
+    any_ = jnp.sum(any_GS).astype(jnp.float32) / tokens
+    return {"dropped_share": none, "one_expert_share": any_ - both, "two_expert_share": both}
+
+
+def load_metrics(load_E: jax.Array) -> dict[str, jax.Array]:
+    """How even the load is: its entropy, 1.0 if all experts have the same, and how many have none.
+
+    >>> {name: float(value) for name, value in load_metrics(jnp.array([3, 3])).items()}
+    {'load_entropy': 1.0, 'dead_experts': 0.0}
+    """
+    share_E = load_E.astype(jnp.float32) / jnp.maximum(jnp.sum(load_E), 1).astype(jnp.float32)
+    entropy = -jnp.sum(jnp.where(share_E > 0, share_E * jnp.log(jnp.maximum(share_E, 1e-30)), 0.0))
     return {
-        "dropped_share": none,
-        "one_expert_share": any_ - both,
-        "two_expert_share": both,
-        "load_entropy": entropy / jnp.log(jnp.float32(asked_E.shape[0])),
-        "dead_experts": jnp.sum(asked_E == 0).astype(jnp.float32),
+        "load_entropy": entropy / jnp.log(jnp.float32(load_E.shape[0])),
+        "dead_experts": jnp.sum(load_E == 0).astype(jnp.float32),
     }

@@ -1,4 +1,4 @@
-"""The encoder-decoder Transformer: parameters, forward pass and loss.
+"""The Transformer, an encoder and a decoder or a decoder alone: parameters, forward pass and loss.
 
     config = TransformerConfig(source_vocabulary=64_000, target_vocabulary=32_000, experts=128)
     params = init(config, jax.random.key(0))
@@ -8,9 +8,11 @@ Ids: 0 pads and is the decoder's first input, 1 ends a sentence. A row may hold 
 other, each with its end: the n-th target belongs to the n-th source of its row. Sentences of a row do not see each
 other, and each has positions from 0 on, so that a sentence comes out as in a row of its own.
 
-Positions are sinusoidal, added to the embeddings: no parameters and no largest length. Embeddings start as N(0, 1);
-the target embedding is also the softmax (its input times M^-0.5, as in Lingvo). Source and target have embeddings of
-their own.
+A decoder alone has no source: every row holds texts, each with its end, and each text is predicted from its start.
+
+Positions are sinusoidal, added to the embeddings, or rotary: no parameters and no largest length. Embeddings start as
+N(0, 1); the target embedding is also the softmax (its input times M^-0.5, as in Lingvo) unless that has weights of its
+own. Source and target have embeddings of their own.
 
 What dropout and coins draw is decided by ``key``. Without one the model is deterministic: nothing is
 dropped out, and every second expert that fits is used.
@@ -24,9 +26,11 @@ import jax
 import jax.numpy as jnp
 
 from gshard.moe.block import Metrics, block_specs, norm, norm_spec, stack
+from gshard.moe.checked import ModelError
 from gshard.moe.config import TransformerConfig
 from gshard.moe.dropout import dropout, split_key
 from gshard.moe.param import Param, init_params
+from gshard.moe.rotary import rotation
 
 PAD, EOS = 0, 1
 
@@ -43,17 +47,20 @@ def param_specs(config: TransformerConfig) -> dict[str, Any]:
     def embedding(vocabulary: int) -> Param:
         return Param((vocabulary, M), ("vocabulary", "model"), "normal", 1.0)
 
-    def half(layers: int, decoder: bool) -> dict[str, Any]:
-        number = layers // len(config.layer_kinds)
-        blocks = jax.tree.map(lambda spec: spec.stacked(number), block_specs(config, decoder=decoder))
-        return {"blocks": blocks, "norm": norm_spec(config)}
+    def stacked(kinds: tuple[str, ...], number: int, decoder: bool) -> dict[str, Any]:
+        return jax.tree.map(lambda spec: spec.stacked(number), block_specs(config, kinds, decoder=decoder))
 
-    return {
-        "source_embedding": embedding(config.source_vocabulary),
-        "target_embedding": embedding(config.target_vocabulary),
-        "encoder": half(config.encoder_layers, decoder=False),
-        "decoder": half(config.decoder_layers, decoder=True),
-    }
+    def half(layers: int, decoder: bool) -> dict[str, Any]:
+        parts = {name: stacked(*part, decoder) for name, part in config.parts(layers).items()}
+        return parts | {"norm": norm_spec(config)}
+
+    specs = {"target_embedding": embedding(config.target_vocabulary), "decoder": half(config.decoder_layers, True)}
+    if config.encoder_layers:
+        specs |= {
+            "source_embedding": embedding(config.source_vocabulary),
+            "encoder": half(config.encoder_layers, False),
+        }
+    return specs if config.tied_softmax else specs | {"softmax": embedding(config.target_vocabulary)}
 
 
 def init(config: TransformerConfig, key: jax.Array) -> dict[str, Any]:
@@ -96,7 +103,7 @@ def embed(
     config: TransformerConfig,
     table_VM: jax.Array,
     ids_BL: jax.Array,
-    position_BLM: jax.Array,
+    position_BLM: jax.Array | None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """The stream that enters a stack. An id outside the vocabulary gives NaN, not another word's row.
@@ -105,17 +112,19 @@ def embed(
         config: the model.
         table_VM: embeddings.
         ids_BL: int32 ids.
-        position_BLM: encodings of their positions, see ``positions``; [L, M] if they are those of every row.
+        position_BLM: encodings of their positions, see ``positions``; [L, M] if they are those of every row; None adds
+            nothing.
         key: for dropout.
     """
-    x_BLM = jnp.take(table_VM, ids_BL, axis=0, mode="fill") + position_BLM
+    x_BLM = jnp.take(table_VM, ids_BL, axis=0, mode="fill")
+    x_BLM = x_BLM if position_BLM is None else x_BLM + position_BLM
     return dropout(x_BLM.astype(config.dtype), config.dropout, key)
 
 
 def logits(config: TransformerConfig, params: dict[str, Any], x_BLM: jax.Array) -> jax.Array:
-    """Final norm of the decoder and the tied softmax's input, logits_BLV in float32."""
+    """Final norm of the decoder and the softmax's input, logits_BLV in float32."""
     x_BLM = norm(params["decoder"]["norm"], x_BLM) * config.model_dim**-0.5
-    table_VM = params["target_embedding"].astype(x_BLM.dtype)
+    table_VM = params["target_embedding" if config.tied_softmax else "softmax"].astype(x_BLM.dtype)
     return jnp.einsum("BLM,VM->BLV", x_BLM, table_VM, preferred_element_type=jnp.float32)
 
 
@@ -128,10 +137,24 @@ def encoder(
     sentence_BL, position_BL = begins(_shifted(source_BL))
     x_BLM = embed(config, params["source_embedding"], source_BL, _encodings(config, position_BL), embed_key)
     mask_BLK = (sentence_BL[:, :, None] == sentence_BL[:, None, :]) & valid_BL[:, None, :]
-    x_BLM, metrics = stack(
-        config, params["encoder"]["blocks"], x_BLM, mask_BLK=mask_BLK, valid_BL=valid_BL, key=stack_key
-    )
+    turn = rotation(config, position_BL)
+    x_BLM, metrics = _stacks(
+        config, params["encoder"], config.encoder_layers, x_BLM, stack_key,
+        mask_BLK=mask_BLK, valid_BL=valid_BL, rotation=turn,
+    )  # fmt: skip
     return norm(params["encoder"]["norm"], x_BLM), metrics
+
+
+def _stacks(
+    config: TransformerConfig, params: dict[str, Any], layers: int, x_BLM: jax.Array, key: jax.Array | None, **rest: Any
+) -> tuple[jax.Array, Metrics]:
+    """The stream after all layers of a stack, and metrics of those with experts; ``rest`` is for ``stack``."""
+    parts = config.parts(layers)
+    keys = [key] if len(parts) == 1 else split_key(key, len(parts))
+    metrics: Metrics = {}
+    for (name, (kinds, _)), own_key in zip(parts.items(), keys, strict=True):
+        x_BLM, metrics = stack(config, params[name], kinds, x_BLM, key=own_key, **rest)
+    return x_BLM, metrics
 
 
 def _shifted(ids_BL: jax.Array) -> jax.Array:
@@ -139,15 +162,17 @@ def _shifted(ids_BL: jax.Array) -> jax.Array:
     return jnp.pad(ids_BL, ((0, 0), (1, 0)))[:, :-1]
 
 
-def _encodings(config: TransformerConfig, position_BL: jax.Array) -> jax.Array:
-    """Encodings of positions below L, float32 [B, L, M]: looked up, as sines cost more."""
+def _encodings(config: TransformerConfig, position_BL: jax.Array) -> jax.Array | None:
+    """Encodings of positions below L, float32 [B, L, M]: looked up, as sines cost more; None if they are rotary."""
+    if config.positions == "rotary":
+        return None
     return jnp.take(positions(config, jnp.arange(position_BL.shape[1])), position_BL, axis=0)
 
 
 def forward(
     config: TransformerConfig,
     params: dict[str, Any],
-    source_BL: jax.Array,
+    source_BL: jax.Array | None,
     target_in_BL: jax.Array,
     *,
     key: jax.Array | None = None,
@@ -161,45 +186,65 @@ def forward(
     Args:
         config: the model.
         params: see ``param_specs``.
-        source_BL: int32 ids, 0 for padding.
+        source_BL: int32 ids, 0 for padding; None for a decoder alone.
         target_in_BL: int32 ids of the target, shifted right by one, 0 at the start of each row; its length may differ
             from the source's.
         key: for dropout and coins; None means no dropout, and second experts always used if they fit.
 
     Returns:
         logits_BLV in float32, and float32 scalars, means over the MoE layers: ``aux_loss``, ``dropped_share``,
-        ``one_expert_share``, ``two_expert_share``, ``load_entropy`` and ``dead_experts``. A dense model has none.
+        ``one_expert_share`` and ``two_expert_share`` (or ``kept_share``, see ``Gating``), ``load_entropy`` and
+        ``dead_experts``. A dense model has none. With ``balance="bias"`` there is also ``load``: for ``encoder`` and
+        ``decoder`` int32 [layers, E], the tokens that asked for each expert.
 
     Raises:
         ModelError: the batch does not fill groups.
     """
     encoder_key, embed_key, stack_key = split_key(key, 3)
-    memory_BKM, encoder_metrics = encoder(config, params, source_BL, encoder_key)
-    L = target_in_BL.shape[1]
-    source_valid_BL = source_BL != PAD
-    source_sentence_BK, _ = begins(_shifted(source_BL))
-    sentences_B = jnp.max(jnp.where(source_valid_BL, source_sentence_BK + 1, 0), axis=1, keepdims=True)
+    memory: dict[str, Any] = {}
+    of_stacks: dict[str, Metrics] = {}
     sentence_BL, position_BL = begins(target_in_BL)
     begin_BL = position_BL == 0
-    valid_BL = jnp.where(begin_BL, sentence_BL < sentences_B, target_in_BL != PAD)
+    L = target_in_BL.shape[1]
+    if not config.encoder_layers:
+        valid_BL = begin_BL | (target_in_BL != PAD)
+    else:
+        if source_BL is None:
+            raise ModelError("a model with an encoder needs a source.", None, "source_BL=None")
+        memory_BKM, of_stacks["encoder"] = encoder(config, params, source_BL, encoder_key)
+        source_valid_BL = source_BL != PAD
+        source_sentence_BK, _ = begins(_shifted(source_BL))
+        sentences_B = jnp.max(jnp.where(source_valid_BL, source_sentence_BK + 1, 0), axis=1, keepdims=True)
+        valid_BL = jnp.where(begin_BL, sentence_BL < sentences_B, target_in_BL != PAD)
+        from_BLK = sentence_BL[:, :, None] == source_sentence_BK[:, None, :]
+        memory = {"memory_BKM": memory_BKM, "memory_mask_BLK": from_BLK & source_valid_BL[:, None, :]}
     input_BL = jnp.where(begin_BL, PAD, target_in_BL)
     x_BLM = embed(config, params["target_embedding"], input_BL, _encodings(config, position_BL), embed_key)
     same_BLL = sentence_BL[:, :, None] == sentence_BL[:, None, :]
-    from_BLK = sentence_BL[:, :, None] == source_sentence_BK[:, None, :]
-    x_BLM, decoder_metrics = stack(
-        config,
-        params["decoder"]["blocks"],
+    x_BLM, of_stacks["decoder"] = _stacks(
+        config.of_decoder(),
+        params["decoder"],
+        config.decoder_layers,
         x_BLM,
+        stack_key,
         mask_BLK=jnp.tril(jnp.ones((1, L, L), bool)) & same_BLL,
         valid_BL=valid_BL,
-        memory_BKM=memory_BKM,
-        memory_mask_BLK=from_BLK & source_valid_BL[:, None, :],
-        key=stack_key,
+        rotation=rotation(config, position_BL),
+        **memory,
     )
-    metrics = {
-        name: jnp.mean(jnp.concatenate([encoder_metrics[name], decoder_metrics[name]])) for name in decoder_metrics
+    return logits(config, params, x_BLM), _means(of_stacks)
+
+
+def _means(of_stacks: dict[str, Metrics]) -> Metrics:
+    """Means over all MoE layers of the metrics that every stack has; loads stay as they are."""
+    shared = [name for name in of_stacks["decoder"] if all(name in of_stack for of_stack in of_stacks.values())]
+    means = {
+        name: jnp.mean(jnp.concatenate([of_stack[name] for of_stack in of_stacks.values()]))
+        for name in shared
+        if name != "load"
     }
-    return logits(config, params, x_BLM), metrics
+    loads = {half: of_stack["load"] for half, of_stack in of_stacks.items() if "load" in of_stack}
+    return means | ({"load": loads} if loads else {})
 
 
 def loss(
@@ -214,13 +259,13 @@ def loss(
 
     Cross entropy is added over the real target tokens and divided by their number; the auxiliary loss
     is ``aux_weight`` times the *sum* over MoE layers (as in Lingvo), so that each layer is balanced with
-    the same force in models of any depth.
+    the same force in models of any depth. With ``balance="bias"`` it is no part of the loss.
 
     Args:
         config: the model.
         params: see ``param_specs``.
-        batch: ``source`` and ``target``, int32 [B, L]; targets end in 1, padding is 0. The lengths may differ, and a
-            row may hold several sentences.
+        batch: ``source`` (but for a decoder alone) and ``target``, int32 [B, L]; targets end in 1, padding is 0. The
+            lengths may differ, and a row may hold several sentences.
         key: see ``forward``.
         label_smoothing: share of the probability spread evenly over the vocabulary.
 
@@ -230,7 +275,7 @@ def loss(
         of ``forward``. For a dense model aux_loss and dropped_share are 0 and load_entropy is 1.
     """
     target_BL = batch["target"]
-    logits_BLV, metrics = forward(config, params, batch["source"], _shifted(target_BL), key=key)
+    logits_BLV, metrics = forward(config, params, batch.get("source"), _shifted(target_BL), key=key)
     metrics = metrics or {"aux_loss": jnp.float32(0), "dropped_share": jnp.float32(0), "load_entropy": jnp.float32(1)}
 
     real_BL = target_BL != PAD
@@ -246,6 +291,6 @@ def loss(
     if label_smoothing:
         spread = mean(normaliser_BL - jnp.mean(logits_BLV, axis=-1))
         value = (1.0 - label_smoothing) * cross_entropy + label_smoothing * spread
-    if config.experts:
+    if config.experts and config.balance == "loss":
         value = value + config.aux_weight * config.moe_layers * metrics["aux_loss"]
     return value, {"loss": value, "cross_entropy": cross_entropy, "tokens": tokens, **metrics}

@@ -21,6 +21,8 @@ from gshard.core.rule import PARALLEL, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, project
 
+_PADDING = 1.0  # with which a dimension may be cut, as a part of it, where none divides evenly
+
 
 class Lying(NamedTuple):
     """An operand or result: how it lies, its shape and the bytes of an element."""
@@ -154,10 +156,14 @@ def _rehomed(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[S
         for atoms in x.sharding.dims:
             if not atoms or used & set(atoms):
                 continue
-            for other in dims:
-                for f in other:
-                    factor, have = rule.factors[f], split.get(f, ())
-                    if factor.kind == PARALLEL and factor.size % mesh.count((*have, *atoms)) == 0:
-                        moved = {**split, f: (*have, *atoms)}
-                        if is_valid(rule, moved, mesh):
-                            yield moved
+            free = [(f, (*split.get(f, ()), *atoms)) for dim in dims for f in dim if rule.factors[f].kind == PARALLEL]
+            padded = [_padding(rule.factors[f].size, mesh.count(have)) for f, have in free]
+            most = _PADDING if 0 not in padded else 0
+            for (f, have), padding in zip(free, padded, strict=True):
+                if padding <= most and is_valid(rule, moved := {**split, f: have}, mesh):
+                    yield moved
+
+
+def _padding(n: int, parts: int) -> float:
+    """How much longer equal parts are together than what they hold, as a part of it."""
+    return -(-n // parts) * parts / n - 1 if n else math.inf

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from gshard.comm.reshard import plan_reshard, reshard_bytes
+from gshard.comm.reshard import plan_reshard
 from gshard.comm.ring import Note, run_in_steps
 from gshard.comm.shards import Fetched, Shards
 from gshard.comm.steps import PERMUTE, SILENT, run, spoken
@@ -34,8 +34,7 @@ from gshard.core.ring import Ring, entering, leaving
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
-from gshard.core.uneven import evened, padded_shape
-from gshard.passes.settle import free_results
+from gshard.core.uneven import cut_evenly, padded_shape
 from gshard.rules.region import REGIONS
 
 
@@ -63,13 +62,18 @@ def partition(
     """
     mesh, block = plan.mesh, plan.program.block
     padded = padded_arguments or {}
-    free = free_results(plan.program, plan.shardings)
-    leave = tuple(plan.sharding(v) if keep_uneven else _leaving(v, plan, free=v in free) for v in block.outputs)
+    leave = tuple(_leaving(v, plan, keep_uneven=keep_uneven) for v in block.outputs)
     donated = list(donated)
-    come = padded if keep_uneven else {**_as_they_leave(donated, leave, plan), **padded}
-    entry = tuple(come.get(i) or _even(plan.sharding(v), v, plan, partly=False) for i, v in enumerate(block.inputs))
+    come = (
+        padded
+        if keep_uneven
+        else {**_as_they_leave(donated, dict(zip(block.outputs, leave, strict=True)), plan), **padded}
+    )
+    entry = tuple(come.get(i) or _whole_if_uneven(plan.sharding(v), v, plan) for i, v in enumerate(block.inputs))
     back = {} if keep_uneven else _as_they_came(donated, entry, plan)
-    leave = tuple(back.get(v, way) if v in free else way for v, way in zip(block.outputs, leave, strict=True))
+    leave = tuple(back.get(v, way) if v in plan.leaves else way for v, way in zip(block.outputs, leave, strict=True))
+    makers = {v: e for e in block.equations for v in e.outputs}
+    users = {v: e for e in reversed(block.equations) for v in e.inputs}
     orders: Mapping[Any, Order] = plan.orders
     in_orders = {i: orders[v] for i, v in enumerate(block.inputs) if v in orders and any(entry[i].dims)}
     out_orders = {i: orders[v] for i, v in enumerate(block.outputs) if v in orders and any(leave[i].dims)}
@@ -77,23 +81,18 @@ def partition(
 
     def program(*arrays: Any) -> list[Any]:
         emitter.start()
-        came = [
-            x if i not in in_orders else emitter.reorder(x, v, source, in_orders[i], leaving=False)
-            for i, (x, v, source) in enumerate(zip(arrays, block.inputs, entry, strict=True))
-        ]
-        inside = [
-            emitter.step_to(x, v, source, plan.sharding(v), "uneven argument", "")
-            for x, v, source in zip(came, block.inputs, entry, strict=True)
-        ]
-        out = [
-            emitter.step_to(x, v, plan.sharding(v), target, "result at the border", "")
-            for x, v, target in zip(emitter.run(block, inside), block.outputs, leave, strict=True)
-        ]
-        ordered = [
-            x if i not in out_orders else emitter.reorder(x, v, target, out_orders[i], leaving=True)
-            for i, (x, v, target) in enumerate(zip(out, block.outputs, leave, strict=True))
-        ]
-        return [as_weak(x, weak) for x, weak in zip(ordered, plan.program.weak or [False] * len(ordered), strict=True)]
+        inside, out = [], []
+        for i, (x, v, source) in enumerate(zip(arrays, block.inputs, entry, strict=True)):
+            with emitter.in_place_of(users.get(v)):
+                if i in in_orders:
+                    x = emitter.reorder(x, v, source, in_orders[i], leaving=False)
+                inside.append(emitter.step_to(x, v, source, plan.sharding(v), "uneven argument", users.get(v)))
+        for i, (x, made, target) in enumerate(zip(emitter.run(block, inside), block.outputs, leave, strict=True)):
+            maker = makers.get(made) if isinstance(made, Value) else None
+            with emitter.in_place_of(maker):
+                x = emitter.step_to(x, made, plan.sharding(made), target, "result at the border", maker)
+                out.append(emitter.reorder(x, made, target, out_orders[i], leaving=True) if i in out_orders else x)
+        return [as_weak(x, weak) for x, weak in zip(out, plan.program.weak or [False] * len(out), strict=True)]
 
     mapped = jax.shard_map(
         program,
@@ -115,33 +114,24 @@ def spec(sharding: Sharding) -> PartitionSpec:
     return PartitionSpec(*(None if not atoms else atoms[0] if len(atoms) == 1 else atoms for atoms in sharding.dims))
 
 
-def _even(sharding: Sharding, value: Value | Constant, plan: Plan, *, partly: bool) -> Sharding:
-    """The same without cuts into unequal parts; ``partly`` keeps of them what makes equal ones."""
-    dims = []
-    for n, atoms in zip(value.shape, sharding.dims, strict=True):
-        while n % plan.mesh.count(atoms):
-            atoms = atoms[:-1] if partly else ()
-        dims.append(atoms)
-    return Sharding(tuple(dims))
+def _whole_if_uneven(sharding: Sharding, value: Value, plan: Plan) -> Sharding:
+    """The same without dimensions that are cut into unequal parts."""
+    pairs = zip(value.shape, sharding.dims, strict=True)
+    return Sharding(tuple(() if n % plan.mesh.count(atoms) else atoms for n, atoms in pairs))
 
 
-def _leaving(value: Value | Constant, plan: Plan, *, free: bool) -> Sharding:
-    """How a result leaves: cut into equal parts. One that is ``free`` may be cut along another dimension instead."""
-    lies = plan.sharding(value)
-    ways = [_even(lies, value, plan, partly=True)]
-    if free and ways[0] != lies:
-        ways += evened(lies, value.shape, plan.mesh)
-    return min(ways, key=lambda way: reshard_bytes(lies, way, value.shape, itemsize(value.dtype), plan.mesh))
+def _leaving(value: Value | Constant, plan: Plan, *, keep_uneven: bool) -> Sharding:
+    """How a result leaves: as was decided; else as it is, cut into equal parts."""
+    lies = plan.leaves.get(value, plan.sharding(value)) if isinstance(value, Value) else plan.sharding(value)
+    return lies if keep_uneven else cut_evenly(lies, value.shape, plan.mesh)
 
 
-def _as_they_leave(donated: Iterable[int], leave: Sequence[Sharding], plan: Plan) -> dict[int, Sharding]:
-    """How donated arguments come for which there is a result of the same kind that lies as they do inside."""
-    block = plan.program.block
-    results: dict[Any, list[Sharding]] = {}
-    for v, way in zip(block.outputs, leave, strict=True):
-        results.setdefault((v.shape, v.dtype, plan.sharding(v)), []).append(way)
-    kinds = {i: (v.shape, v.dtype, plan.sharding(v)) for i in donated for v in (block.inputs[i],)}
-    return {i: results[kind].pop(0) for i, kind in kinds.items() if results.get(kind)}
+def _as_they_leave(donated: Sequence[int], leave: Mapping[Any, Sharding], plan: Plan) -> dict[int, Sharding]:
+    """How donated arguments come whose place a result takes: as it leaves."""
+    marks = (*(None for _ in plan.program.captured), *plan.program.argument_marks)
+    pairs = ((i, after) for i, after in plan.program.state(donated) if marks[i] is None)
+    lies = {i: plan.sharding(plan.program.block.inputs[i]) for i in donated}
+    return {i: leave[after] for i, after in pairs if after in plan.leaves or lies[i] == plan.sharding(after)}
 
 
 def _as_they_came(donated: Iterable[int], entry: Sequence[Sharding], plan: Plan) -> dict[Value | Constant, Sharding]:
@@ -158,15 +148,19 @@ class _Made:
     Attributes:
         source: how it lay when it was made.
         arrays: in every sharding that it was needed in: two users share one collective.
-        why, line: what the move to its planned sharding is noted under.
+        why, cause: what the move to its planned sharding is noted under; the cause is the equation that made it.
         marked: whether a mark says how it lies, so that nobody reads it otherwise before it has lain so.
     """
 
     source: Sharding
     arrays: dict[Sharding, Any]
     why: str = ""
-    line: str = ""
+    cause: Equation | None = None
     marked: bool = False
+
+
+# An array that is moved (if it has a name), its shardings before and after, and the one before the first of all steps.
+_Moved = tuple[Value | None, Sharding | None, Sharding | None, Sharding | None]
 
 
 @dataclasses.dataclass
@@ -176,10 +170,24 @@ class _Emitter:
     plan: Plan
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     trips: int = 1
+    here: Equation | None = None
 
     def start(self) -> None:
         """Forgets what an earlier trace of the same program noted."""
         self.collectives.clear()
+
+    @contextmanager
+    def in_place_of(self, e: Equation | None) -> Iterator[None]:
+        """What is emitted inside has an equation's source line and named scopes; None leaves them as they are."""
+        if e is None:
+            yield
+            return
+        before, self.here = self.here, e
+        try:
+            with as_if_at(e.source_info):
+                yield
+        finally:
+            self.here = before
 
     def sharding(self, value: Value | Constant) -> Sharding:
         """The planned sharding of a value."""
@@ -193,9 +201,13 @@ class _Emitter:
             read = {v for e in block.equations for v in e.inputs} | set(block.outputs)
             for equation in block.equations:
                 unread = frozenset(i for i, v in enumerate(equation.outputs) if v not in read)
-                with as_if_at(equation.source_info), jax.named_scope(equation.name):
+                with self.in_place_of(equation), jax.named_scope(equation.name):
                     self._equation(equation, env, unread, fetched)
-            return [self._read(env, v, self.sharding(v), "", "result") for v in block.outputs]
+            results = []
+            for v in block.outputs:
+                with self.in_place_of(env[v].cause if isinstance(v, Value) else None):
+                    results.append(self._read(env, v, self.sharding(v), None, "result"))
+            return results
 
     @contextmanager
     def _repeated(self, trips: int) -> Iterator[None]:
@@ -210,7 +222,7 @@ class _Emitter:
             region = REGIONS[e.name]
             entry = region.entry(e, self.sharding)
             arrays = [
-                self._read(env, v, s, e.line, f"operand {i} of {e.name}")
+                self._read(env, v, s, e, f"operand {i} of {e.name}")
                 for i, (v, s) in enumerate(zip(e.inputs, entry, strict=True))
             ]
             results = region.emit(e, self, arrays)
@@ -219,7 +231,7 @@ class _Emitter:
             split, ring = self.plan.splits[e], self.plan.rings.get(e)
             shards = Shards(e, split, self.plan.mesh, self._noting(e), unread, fetched)
             arrays = [
-                self._read(env, v, entering(e.rule, split, ring, i), e.line, f"operand {i} of {e.name}")
+                self._read(env, v, entering(e.rule, split, ring, i), e, f"operand {i} of {e.name}")
                 for i, v in enumerate(e.inputs)
             ]
             if ring is not None:
@@ -230,7 +242,7 @@ class _Emitter:
                 results = self._local(e, shards, arrays)
             leave = [leaving(e.rule, split, ring, i) for i in range(len(e.outputs))]
         for i, (value, x, source) in enumerate(zip(e.outputs, results, leave, strict=True)):
-            env[value] = _Made(source, {source: x}, f"result {i} of {e.name}", e.line, e.mark is not None)
+            env[value] = _Made(source, {source: x}, f"result {i} of {e.name}", e, e.mark is not None)
 
     def _local(self, e: Equation, shards: Shards, arrays: list[Any]) -> list[Any]:
         assert e.rule is not None
@@ -259,7 +271,7 @@ class _Emitter:
 
         def note(kind: str, atoms: tuple[str, ...], sent: int, x: Any) -> None:
             shape = f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
-            self.collectives.append(Collective(kind, atoms, sent, self.trips, shape, e.line, f"inside {e.name}"))
+            self._note(kind, atoms, sent, self.trips, shape, f"inside {e.name}", e)
 
         return note
 
@@ -276,37 +288,60 @@ class _Emitter:
                 if i is None
                 else (entering(rule, split, ring, i), operand_sharding(rule, i, split))
             )
-            lies = (value if isinstance(value, Value) else None, *moved, moved[0])
+            lies: _Moved = (value if isinstance(value, Value) else None, *moved, moved[0])
             sent, trips = x.size * x.dtype.itemsize, self.trips * times
-            self.collectives.append(Collective(PERMUTE, atoms, sent, trips, shape, e.line, f"steps of {e.name}", *lies))
+            self._note(PERMUTE, atoms, sent, trips, shape, f"steps of {e.name}", e, lies)
 
         return note
 
-    def _read(self, env: dict[Value, _Made], value: Value | Constant, target: Sharding, line: str, why: str) -> Any:
+    def _note(
+        self,
+        kind: str,
+        atoms: Atoms,
+        sent: int,
+        times: int,
+        shape: str,
+        why: str,
+        cause: Equation | None,
+        moved: _Moved = (None, None, None, None),
+    ) -> None:
+        """Notes a collective that is emitted here."""
+        cause = cause if cause is not None and cause.line else self.here  # a barrier of JAX's has no line
+        line = "" if cause is None else cause.line
+        made = Collective(kind, atoms, sent, times, shape, line, why, *moved, cause, self.here or cause)
+        self.collectives.append(made)
+
+    def _read(
+        self, env: dict[Value, _Made], value: Value | Constant, target: Sharding, user: Equation | None, why: str
+    ) -> Any:
         if isinstance(value, Constant):
             here = self.sharding(value)
             x = value.value if value.shape == () and here == target else jnp.asarray(value.value)
-            return self.step_to(x, value, here, target, why, line)
+            return self.step_to(x, value, here, target, why, user)
         made, planned = env[value], self.sharding(value)
         if target == made.source and not target.unreduced and not made.marked:
             return made.arrays[target]
         if planned not in made.arrays:
             x = made.arrays[made.source]
-            made.arrays[planned] = self.step_to(x, value, made.source, planned, made.why, made.line)
+            made.arrays[planned] = self.step_to(x, value, made.source, planned, made.why, made.cause)
         if target not in made.arrays:
-            made.arrays[target] = self.step_to(made.arrays[planned], value, planned, target, why, line)
+            read = self.plan.readings.get(value, planned)
+            if read not in made.arrays:
+                made.arrays[read] = self.step_to(made.arrays[planned], value, planned, read, why, user)
+            if target not in made.arrays:
+                made.arrays[target] = self.step_to(made.arrays[read], value, read, target, why, user)
         return made.arrays[target]
 
     def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
         """Moves an array that lies as ``value`` does to another sharding."""
         why = f"value carried by {equation.name}"
-        return self.step_to(array, value, self.sharding(value), target, why, equation.line)
+        return self.step_to(array, value, self.sharding(value), target, why, equation)
 
     def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
         """One flag on all devices, of each device's own."""
         each = Sharding((), tuple(sorted((atom, monoid) for atom in atoms)))
         why = f"whether {equation.name} goes on"
-        return self.step_to(flag, Constant(np.False_), each, Sharding(()), why, equation.line)
+        return self.step_to(flag, Constant(np.False_), each, Sharding(()), why, equation)
 
     def reorder(self, x: Any, value: Value | Constant, sharding: Sharding, order: Order, *, leaving: bool) -> Any:
         """Moves the parts of an array from another order of devices to the mesh's; leaving, from that to the other."""
@@ -317,10 +352,18 @@ class _Emitter:
         local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
         why = f"{'result' if leaving else 'argument'} in the order of devices {','.join(map(str, order))}"
         sent = x.size * itemsize(value.dtype)
-        self.collectives.append(Collective(PERMUTE, mesh.atoms, sent, self.trips, local, "", why))
+        self._note(PERMUTE, mesh.atoms, sent, self.trips, local, why, self.here)
         return lax.ppermute(x, mesh.atoms, [(b, a) for a, b in pairs] if leaving else pairs)
 
-    def step_to(self, x: Any, value: Value | Constant, source: Sharding, target: Sharding, why: str, line: str) -> Any:
+    def step_to(
+        self,
+        x: Any,
+        value: Value | Constant,
+        source: Sharding,
+        target: Sharding,
+        why: str,
+        cause: Equation | None,
+    ) -> Any:
         """Moves a local array from one sharding to another, step by step, and notes what is sent."""
         if source == target:
             return x
@@ -328,8 +371,8 @@ class _Emitter:
         for step in plan_reshard(source, target, shape, size, mesh):
             if step.kind not in SILENT and x.size:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
-                lies = (value if isinstance(value, Value) else None, step.before, step.after, source)
+                lies: _Moved = (value if isinstance(value, Value) else None, step.before, step.after, source)
                 for kind, sent in spoken(step, shape, value.dtype, size, mesh):
-                    self.collectives.append(Collective(kind, step.atoms, sent, self.trips, local, line, why, *lies))
+                    self._note(kind, step.atoms, sent, self.trips, local, why, cause, lies)
             x = run(step, x, shape, mesh)
         return x

@@ -1,91 +1,65 @@
 """Propagate: from a few marks to a sharding for every value and a split for every equation.
 
-An iterative data-flow analysis over factors, forward and backward at once: whatever sharding one array of an
-equation has is projected on the equation's factors and from there on its other arrays, whose dimensions are only
-ever refined (an atom, once given, stays). Shardings cross the borders of loops and branches along their edges.
-
-Priorities, each run until nothing changes before the next begins; any news returns to the first:
-
-    1. equations that only move or combine elements where they are, and edges of regions
-    2. equations that reduce or talk to neighbours (contractions, sums, scatters, slices)
-    3. equations whose arrays disagree: the cheapest split wins, counting the bytes that each device must send
-    4. equations that make many elements of few: a mask says less of the scores than what they are made of
-
-Where a loop runs over a dimension that is split, each device runs the rounds that it has, if these need nothing of each
-other and nothing is split inside; else its slices are split along another dimension. So are the results of an
-equation that cannot be split as an operand lies, if that sends less. Then values that nobody
-marked are settled where they cost least (``passes.settle``). The user's marks, and shardings that arguments came with,
-are set before all this and never changed.
+What follows from the marks is found first (``passes.facts``). What that leaves open, and where it disagrees with
+itself, is one problem (``passes.graph``): a sharding for every value that is neither marked nor an argument, and a
+split for every equation, so that what is sent and computed costs least (``passes.objective``). Marks, and shardings
+that arguments came with, are never changed; among equal plans the one that follows the marks is taken.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 
 from gshard.core.errors import PlanError
 from gshard.core.garbage import collected_seldom
-from gshard.core.mark import Demand, resolve
-from gshard.core.mesh import Atoms, Mesh
+from gshard.core.mesh import Mesh
 from gshard.core.order import Order
-from gshard.core.plan import Plan, Reason
-from gshard.core.program import Edge, Equation, Program, Value
-from gshard.core.rule import EXCHANGE, REDUCE, Dims, Factor, Rule
-from gshard.core.sharding import Sharding
-from gshard.core.split import Split, is_valid, place, project
-from gshard.passes.assign import Available, assign, price
-from gshard.passes.candidates import arrays_of, candidates
-from gshard.passes.flip import flip
-from gshard.passes.settle import free_results, settle
-from gshard.rules.own_rounds import rule_of_rounds, with_operators
+from gshard.core.plan import Plan
+from gshard.core.program import Program
+from gshard.passes.choices import graph_of
+from gshard.passes.facts import Facts, demands, facts_of
+from gshard.passes.graph import Graph, within_rounds
+from gshard.passes.moves import axes_of
+from gshard.passes.objective import bytes_on
+from gshard.passes.reasons import reasons_of
+from gshard.solver.descent import Descent
+from gshard.solver.exact import exact
+from gshard.solver.problem import Ints, Problem
+from gshard.solver.reduce import reduce
 
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Node:
-    """An equation or an edge, as the analysis sees it."""
-
-    factors: tuple[Factor, ...]
-    component: tuple[int, ...]
-    tensors: tuple[tuple[Value, Dims], ...]
-    priority: int
-    equation: Equation | None
-    line_of: Equation | None
-    fixed: Callable[[Mesh], Split] | None = None
+# Rounds of messages where a problem is too large to be solved exactly.
+_ROUNDS = 6
 
 
 @collected_seldom()
-def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
+def propagate(
+    program: Program, mesh: Mesh, *, strict: bool = False, keep_uneven: bool = False, donated: Iterable[int] = ()
+) -> Plan:
     """Completes the user's marks to a plan.
 
     Args:
         program: the traced function.
         mesh: the devices.
         strict: refuse primitives that have no rule instead of gathering their operands.
+        keep_uneven: whether results leave in unequal parts too.
+        donated: inputs (captured arrays counted) whose place results take, which then leave as these come.
 
     Returns:
-        the plan. Loops whose rounds are split are operators in its program (``rules.own_rounds``).
+        the plan. In its program some equations are others, as they are split (``passes.apart``).
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
         PlanError: ``strict`` and a primitive without rule.
     """
-    state = _State(program, mesh)
-    state.seed()
-    state.run()
-    if state.apart:
-        return propagate(with_operators(program, state.apart), mesh, strict=strict)
-    shardings = {v: Sharding(tuple(dims)) for v, dims in state.dims.items()}
-    splits = assign(program.block, shardings, mesh)
-    for _ in range(2):  # chains that flip may let single values settle elsewhere, and once more the other way round
-        leaving = free_results(program, shardings)
-        changed = bool(settle(program.block, shardings, splits, state.reasons, mesh, leaving))
-        flipped = flip(program.block, shardings, state.reasons, mesh, leaving)
-        if changed or flipped:
-            splits = assign(program.block, shardings, mesh)
-        if not flipped:
-            break
-    plan = Plan(program, mesh, shardings, splits, state.reasons, state.orders)
+    facts = facts_of(program, mesh)
+    if not any(sharding.atoms for sharding in facts.shardings.values()):
+        return _whole(facts)
+    objective = bytes_on(mesh, axes_of(mesh, facts.shardings.values()))
+    graph = graph_of(facts.program, objective, facts=facts, keep_uneven=keep_uneven, donated=list(donated))
+    chosen = _solved(graph.problem)
+    while (less := within_rounds(graph, chosen)) is not None:
+        graph, chosen = less, _solved(less.problem)
+    plan = decided(graph, chosen, facts)
     if strict and plan.gathered:
         e = plan.gathered[0]
         raise PlanError(
@@ -97,23 +71,33 @@ def propagate(program: Program, mesh: Mesh, *, strict: bool = False) -> Plan:
     return plan
 
 
-def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reason]]:
-    """What the user said of values: marks, and shardings of arguments.
+def _whole(facts: Facts) -> Plan:
+    """The plan of a program without a mark: as ``jax.jit`` runs it, the same on every device."""
+    splits = {e: e.rule.fixed(facts.mesh) if e.rule.fixed else {} for e in facts.program.block.walk() if e.rule}
+    return Plan(facts.program, facts.mesh, facts.shardings, splits, {}, facts.orders)
 
-    Raises:
-        ShardingError: a mark does not fit its value or the mesh.
-    """
-    captured = len(program.captured)
-    for value, mark, name in zip(
-        program.block.inputs[captured:], program.argument_marks, program.names[captured:], strict=True
-    ):
-        if mark is not None:
-            came = f"{name}, {mark.said}" if mark.said else name
-            yield value, resolve(mark, mesh, value.shape, f"argument {name}"), Reason("argument", "", came)
-    for e in program.block.walk():
-        if e.mark is not None:
-            (value,) = e.outputs
-            yield value, resolve(e.mark, mesh, value.shape, e.line), Reason("mark", e.line, str(e.mark))
+
+def _solved(problem: Problem) -> Ints:
+    """States that cost least: exactly, if the problem is small; else what some rounds of messages find."""
+    small = reduce(problem)
+    if found := exact(small.problem):
+        return small.lift(found[0])
+    descent = Descent(small.problem, 0)
+    for _ in range(_ROUNDS):
+        descent.round()
+    assert descent.states is not None, "without a limit of memory, messages find states that are allowed"
+    return small.lift(descent.states)
+
+
+def decided(graph: Graph, chosen: Ints, facts: Facts) -> Plan:
+    """The plan of some states, with the reasons of what is otherwise than the marks say."""
+    shardings = graph.shardings(chosen)
+    readings, leaves = graph.moved(chosen)
+    reasons = reasons_of(graph.program, shardings, facts)
+    return Plan(
+        graph.program, facts.mesh, shardings, graph.splits(chosen), reasons, facts.orders, readings=readings,
+        leaves=leaves,
+    )  # fmt: skip
 
 
 def in_best_order(program: Program, mesh: Mesh) -> Mesh:
@@ -128,272 +112,3 @@ def in_best_order(program: Program, mesh: Mesh) -> Mesh:
 
     # Among equals one that is asked for: what lies crooked in both of two orders would be moved twice.
     return mesh.reordered(min((*asked, mesh.order), key=lambda order: (elsewhere(order), order == mesh.order)))
-
-
-class _State:
-    """Shardings as far as they are known, and who is to be asked next."""
-
-    def __init__(self, program: Program, mesh: Mesh):
-        self.program, self.mesh = program, mesh
-        self.dims: dict[Value, list[Atoms]] = {}
-        self.open: dict[Value, list[bool]] = {}
-        self.reasons: dict[tuple[Value, int], Reason] = {}
-        self.orders: dict[Value, Order] = {}
-        self.nodes: list[_Node] = []
-        self.users: dict[Value, list[_Node]] = {}
-        for value in program.block.inputs:
-            self._meet(value)
-        for equation in program.block.walk():
-            for block in equation.blocks:
-                for value in block.inputs:
-                    self._meet(value)
-            for value in equation.outputs:
-                self._meet(value)
-            for node in _nodes(equation):
-                self.nodes.append(node)
-                for value, _ in node.tensors:
-                    self.users.setdefault(value, []).append(node)
-        self.apart: dict[Equation, Rule] = {}  # loops whose rounds are split
-        self.stacks = [(edge, e) for e in program.block.walk() for edge in e.edges if edge.stacked]
-        self.queues: tuple[deque[_Node], ...] = (deque(), deque(), deque())
-        self.waiting: set[_Node] = set()
-        self.conflicts: dict[_Node, None] = {}
-
-    def _meet(self, value: Value) -> None:
-        self.dims[value] = [()] * len(value.shape)
-        self.open[value] = [True] * len(value.shape)
-
-    def seed(self) -> None:
-        """Sets what the user said: marks, and shardings of arguments."""
-        for value, demand, reason in demands(self.program, self.mesh):
-            self._set(value, demand.dims, demand.open, reason)
-            if demand.order != self.mesh.order and any(demand.dims):
-                self.orders[value] = demand.order
-        for node in self.nodes:
-            if node.fixed is not None and node not in self.waiting:
-                self.waiting.add(node)
-                self.queues[node.priority].append(node)
-
-    def _set(self, value: Value, dims: Sequence[Atoms], open_dims: Sequence[bool], reason: Reason) -> None:
-        self.dims[value] = list(dims)
-        self.open[value] = list(open_dims)
-        for d, atoms in enumerate(dims):
-            if atoms:
-                self.reasons[value, d] = reason
-        self._wake(value)
-
-    def _wake(self, value: Value) -> None:
-        for node in self.users.get(value, ()):
-            if node not in self.waiting:
-                self.waiting.add(node)
-                self.queues[node.priority].append(node)
-
-    def run(self) -> None:
-        """Asks equations until nothing changes, the conflicting ones last and cheapest first come."""
-        while True:
-            while queue := self.queues[0] or self.queues[1]:
-                self._ask(queue.popleft())
-            if any(self._resolve(node) for node in self._in_order(self.conflicts)):
-                continue
-            if self.queues[2]:
-                self._ask(self.queues[2].popleft())
-                continue
-            if found := dict(filter(None, map(self._run_apart, self.stacks))):
-                self.apart = found
-                return
-            if any(self._rehome(edge, equation) for edge, equation in self.stacks):
-                continue
-            if not any(self._resolve(node) for node in self.nodes if self._is_in_the_way(node)):
-                return
-
-    def _ask(self, node: _Node) -> None:
-        self.waiting.discard(node)
-        agreed, conflict = self._agree(node)
-        self.conflicts.update({node: None} if conflict else {})
-        self._apply(node, agreed, "propagated")
-
-    def _run_apart(self, stack: tuple[Edge, Equation]) -> tuple[Equation, Rule] | None:
-        """A loop over a split dimension with nothing split inside, whose rounds need nothing of each other."""
-        edge, loop = stack
-        if not self.dims[edge.outer][0] or any(any(self.dims[v]) for body in loop.blocks for v in body.values()):
-            return None
-        rule = rule_of_rounds(loop)
-        return None if rule is None else (loop, rule)
-
-    def _rehome(self, edge: Edge, equation: Equation) -> bool:
-        """Splits a loop's slices where the stack of them is split along the loop: an all-to-all instead of a gather.
-
-        Each device then has a part of every slice, and the body gathers one slice at a time if it needs it whole.
-        """
-        outer, inner = self.dims[edge.outer], self.dims[edge.inner]
-        atoms = outer[0]
-        if not atoms or {a for dim in (*outer[1:], *inner) for a in dim} & set(atoms):
-            return False
-        parts = self.mesh.count(atoms)
-        shape, is_open = edge.inner.shape, self.open[edge.inner]
-        fitting = [d for d, n in enumerate(shape) if is_open[d] and not inner[d] and n % parts == 0 < n]
-        if not fitting:
-            return False
-        d = max(fitting, key=lambda d: (shape[d], -d))
-        inner[d] = atoms
-        self.reasons[edge.inner, d] = Reason("cost", equation.line, equation.name, edge.outer)
-        self._wake(edge.inner)
-        return True
-
-    def _is_in_the_way(self, node: _Node) -> bool:
-        """Whether an operand is split where the equation cannot be: its parts may move to another dimension."""
-        e = node.equation
-        if e is None or e.rule is None:
-            return False
-        for x, dims in zip(e.inputs, e.rule.operands, strict=True):
-            if isinstance(x, Value) and any(lies := tuple(self.dims[x])):
-                split = project(dims, lies, e.rule.factors, self.mesh)
-                if place(dims, split) != lies or not is_valid(e.rule, split, self.mesh):
-                    return True
-        return False
-
-    def _in_order(self, nodes: Iterable[_Node]) -> list[_Node]:
-        position = {node: i for i, node in enumerate(self.nodes)}
-        return sorted(nodes, key=position.__getitem__)
-
-    def _agree(self, node: _Node) -> tuple[Split, bool]:
-        """What the arrays of a node say about its factors where they do not contradict each other."""
-        if node.fixed is not None:
-            return node.fixed(self.mesh), False
-        claims: Split = {}
-        conflict = False
-        for value, dims in node.tensors:
-            for f, atoms in project(dims, self.dims[value], node.factors, self.mesh).items():
-                known = claims.get(f)
-                if known is None or known == atoms[: len(known)]:
-                    claims[f] = atoms
-                elif known[: len(atoms)] != atoms:
-                    claims[f] = _common(known, atoms)
-                    conflict = True
-        owners: dict[tuple[int, str], int] = {}
-        disputed: set[tuple[int, str]] = set()
-        for f, atoms in claims.items():
-            for a in atoms:
-                if owners.setdefault((node.component[f], a), f) != f:
-                    disputed.add((node.component[f], a))
-        if disputed:
-            conflict = True
-            for f, atoms in claims.items():
-                cut = next((i for i, a in enumerate(atoms) if (node.component[f], a) in disputed), len(atoms))
-                claims[f] = atoms[:cut]
-        return claims, conflict
-
-    def _apply(self, node: _Node, split: Split, kind: str) -> bool:
-        """Refines the open dimensions of a node's arrays to a split of its factors."""
-        changed = False
-        for value, dims in node.tensors:
-            current, is_open = self.dims[value], self.open[value]
-            if not any(is_open):
-                continue
-            for d, factors in enumerate(dims):
-                if not is_open[d]:
-                    continue
-                wanted = _fitting(factors, split, node.factors, self.mesh)
-                if factors and node.factors[factors[0]].kind == EXCHANGE and value.shape[d] < self.mesh.count(wanted):
-                    continue  # a short piece of a split dimension: most devices would have none of it
-                have = current[d]
-                if len(wanted) <= len(have) or wanted[: len(have)] != have:
-                    continue
-                used = {a for i, dim in enumerate(current) if i != d for a in dim}
-                if used & set(wanted):
-                    continue
-                current[d] = wanted
-                self.reasons[value, d] = self._reason(node, value, wanted, kind)
-                changed = True
-                self._wake(value)
-        return changed
-
-    def _reason(self, node: _Node, value: Value, wanted: Atoms, kind: str) -> Reason:
-        source = next(
-            (v for v, _ in node.tensors if v is not value and any(set(wanted) & set(dim) for dim in self.dims[v])), None
-        )
-        e = node.line_of
-        return Reason(kind, e.line if e else "", e.name if e else "", source)
-
-    def _resolve(self, node: _Node) -> bool:
-        """Settles a disagreement: the cheapest split refines what is still open."""
-        equation = node.equation
-        if equation is None or equation.rule is None:
-            return False
-        rule = equation.rule
-        if not any(self._could_refine(value) for value, _ in node.tensors):
-            return False
-        arrays = [v for v in (*equation.inputs, *equation.outputs) if isinstance(v, Value)]
-        shardings = {v: Sharding(tuple(self.dims[v])) for v in arrays}
-
-        def cost(split: Split) -> float:
-            bent = self._bent(node, split, shardings)
-            return price(rule, split, arrays_of(equation, bent), self.mesh).cost(equation.inputs, Available())
-
-        best = min(candidates(rule, arrays_of(equation, shardings), self.mesh), key=cost)
-        return self._apply(node, best, "cost")
-
-    def _could_refine(self, value: Value) -> bool:
-        return any(is_open and not atoms for is_open, atoms in zip(self.open[value], self.dims[value], strict=True))
-
-    def _bent(self, node: _Node, split: Split, shardings: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
-        """The shardings as they would be if open dimensions followed the split."""
-        bent = dict(shardings)
-        for value, dims in node.tensors:
-            wanted = place(dims, split)
-            have = bent[value].dims
-            new = list(have)
-            for d, atoms in enumerate(wanted):
-                used = {a for i, dim in enumerate(new) if i != d for a in dim}
-                if self.open[value][d] and atoms[: len(have[d])] == have[d] and not used & set(atoms):
-                    new[d] = atoms
-            bent[value] = Sharding(tuple(new))
-        return bent
-
-
-def _nodes(equation: Equation) -> list[_Node]:
-    if equation.rule is None:
-        return [_edge_node(edge, equation) for edge in equation.edges]
-    rule = equation.rule
-    tensors = [
-        (value, dims)
-        for value, dims in zip((*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True)
-        if isinstance(value, Value) and value.shape
-    ]
-    node = _Node(rule.factors, rule.component, tuple(tensors), _priority(rule), equation, equation, rule.fixed)
-    return [node] if tensors else []
-
-
-def _priority(rule: Rule) -> int:
-    """0 where elements stay or are combined in place, 1 where some are summed or sent, 2 where few become many."""
-    if any(f.kind in (REDUCE, EXCHANGE) for f in rule.factors):
-        return 1
-    held = {f for dims in rule.operands for dim in dims for f in dim}
-    new = (f for dims in rule.results for dim in dims for f in dim if f not in held)
-    return 2 if held and any(rule.factors[f].size > 1 for f in new) else 0
-
-
-def _edge_node(edge: Edge, equation: Equation) -> _Node:
-    rule = edge.rule
-    tensors = ((edge.outer, rule.operands[0]), (edge.inner, rule.results[0]))
-    return _Node(rule.factors, rule.component, tensors, 0, None, equation)
-
-
-def _common(a: Atoms, b: Atoms) -> Atoms:
-    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[:n]
-
-
-def _fitting(factors: tuple[int, ...], split: Split, table: Sequence[Factor], mesh: Mesh) -> Atoms:
-    """The atoms that a split puts on a dimension, as far as they leave its parts contiguous and equal."""
-    if len(factors) == 1:
-        return split.get(factors[0], ())
-    atoms: list[str] = []
-    for f in factors:
-        own = split.get(f, ())
-        while own and table[f].size % mesh.count(own):
-            own = own[:-1]
-        atoms += own
-        if mesh.count(own) != table[f].size:
-            break
-    return tuple(atoms)

@@ -22,9 +22,9 @@ from gshard.core.program import Equation, Program, Value, format_block
 from gshard.core.ring import Ring
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
-from gshard.passes.propagate import demands, propagate
+from gshard.passes.facts import demands, facts_of
 
-_FORMAT = 2
+_FORMAT = 3
 _SHOWN = 6  # lines of what has changed,
 _WIDE = 160  # and letters of each
 
@@ -39,6 +39,7 @@ class Recorded:
         shardings: of each value, as text.
         splits: of each equation, pairs of a factor's number and the atoms that it was given.
         rings: the equations, by their number, that run in steps, and how.
+        readings, leaves: values, by their number, that are read or leave otherwise, and how, as text.
     """
 
     program: str
@@ -46,6 +47,8 @@ class Recorded:
     shardings: tuple[str, ...]
     splits: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
     rings: tuple[tuple[int, Ring], ...] = ()
+    readings: tuple[tuple[int, str], ...] = ()
+    leaves: tuple[tuple[int, str], ...] = ()
 
     @staticmethod
     def of(plan: Plan) -> Recorded:
@@ -54,7 +57,13 @@ class Recorded:
         splits = (plan.splits.get(e, {}) for e in plan.program.block.walk())
         kept = tuple(tuple((f, atoms) for f, atoms in sorted(split.items()) if atoms) for split in splits)
         rings = tuple((i, plan.rings[e]) for i, e in enumerate(plan.program.block.walk()) if e in plan.rings)
-        return Recorded(format_block(plan.program.block), plan.mesh.axes, shardings, kept, rings)
+
+        def otherwise(ways: Mapping[Value, Sharding]) -> tuple[tuple[int, str], ...]:
+            pairs = [(i, v, ways[v]) for i, v in enumerate(plan.program.block.values()) if v in ways]
+            return tuple((i, way.format(plan.mesh, v.shape, v.dtype_name)) for i, v, way in pairs)
+
+        text = format_block(plan.program.block)
+        return Recorded(text, plan.mesh.axes, shardings, kept, rings, otherwise(plan.readings), otherwise(plan.leaves))
 
     @staticmethod
     def checked(plan: Any) -> Recorded | None:
@@ -88,7 +97,7 @@ class Recorded:
             )
         text = format_block(program.block)
         if text != self.program:
-            program = propagate(program, mesh).program  # some loops may be operators in it
+            program = facts_of(program, mesh).program  # some loops may be operators in it
         if format_block(program.block) != self.program:
             raise PlanError(
                 f"{program.name} is not the program that the plan was made for.",
@@ -105,7 +114,10 @@ class Recorded:
         shardings = {v: Sharding.parse(t, mesh)[0] for v, t in zip(values, self.shardings, strict=True)}
         splits = {e: dict(split) for e, split in zip(equations, self.splits, strict=True) if e.rule is not None}
         rings = {equations[i]: ring for i, ring in self.rings}
-        return dataclasses.replace(plan_of(program, mesh, shardings, splits), rings=rings)
+        readings, leaves = (
+            {values[i]: Sharding.parse(text, mesh)[0] for i, text in ways} for ways in (self.readings, self.leaves)
+        )
+        return dataclasses.replace(plan_of(program, mesh, shardings, splits, readings, leaves), rings=rings)
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON, to be read by ``Recorded.load``."""
@@ -126,7 +138,8 @@ class Recorded:
             splits = tuple(tuple((int(f), tuple(atoms)) for f, atoms in split) for split in data["splits"])
             axes = tuple((str(name), int(size)) for name, size in data["axes"])
             rings = tuple((int(i), _ring(ring)) for i, ring in data["rings"])
-            return Recorded(data["program"], axes, tuple(data["shardings"]), splits, rings)
+            read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("readings", "leaves"))
+            return Recorded(data["program"], axes, tuple(data["shardings"]), splits, rings, read, leave)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(
                 f"{path} cannot be read as a plan: {error}.", way_out="Give a file that found.save wrote."
@@ -139,7 +152,12 @@ def _ring(data: dict[str, Any]) -> Ring:
 
 
 def plan_of(
-    program: Program, mesh: Mesh, shardings: Mapping[Value, Sharding], splits: Mapping[Equation, Split]
+    program: Program,
+    mesh: Mesh,
+    shardings: Mapping[Value, Sharding],
+    splits: Mapping[Equation, Split],
+    readings: Mapping[Value, Sharding],
+    leaves: Mapping[Value, Sharding],
 ) -> Plan:
     """A plan that was not propagated but chosen as a whole. The shardings obey the program's marks."""
     reasons: dict[tuple[Value, int], Reason] = {}
@@ -153,7 +171,7 @@ def plan_of(
         reasons.update({(v, d): reason for d, atoms in enumerate(demand.dims) if atoms})
         if demand.order != mesh.order and any(demand.dims):
             orders[v] = demand.order
-    return Plan(program, mesh, dict(shardings), dict(splits), reasons, orders)
+    return Plan(program, mesh, shardings, splits, reasons, orders, readings=readings, leaves=leaves)
 
 
 def _changes(before: str, after: str) -> list[str]:

@@ -33,11 +33,12 @@ from gshard.core.mark import Mark
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
 from gshard.rules.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
+from gshard.rules.in_a_row import one_equation_each
 from gshard.rules.known import Facts, without_unread
 from gshard.rules.look_up import simpler
 from gshard.rules.mark import mark_p, name_p
 from gshard.rules.opened import opened
-from gshard.rules.pieces import join_slices
+from gshard.rules.padded import padded_by_windows
 from gshard.rules.region import REGIONS
 from gshard.rules.registry import Call, rule_of
 from gshard.rules.subexpression import common_key
@@ -161,6 +162,22 @@ def block_of(jaxpr: Any) -> Block:
     return _Builder().block(without_dead_code(jaxpr))
 
 
+def equations_of(whole: Any, e: Equation, first: int) -> tuple[Equation, ...]:
+    """The equations of a closed jaxpr that stands for an equation; new values are numbered from ``first`` on."""
+    jaxpr, consts = closed(whole)
+    env: dict[Any, Any] = {v: Constant(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+    env.update(zip(jaxpr.invars, e.inputs, strict=True))
+    builder, body = _Builder(itertools.count(first)), _Body()
+    builder._equations(jaxpr, env, body, e.source_info)
+    result = {_read(env, v): out for v, out in zip(jaxpr.outvars, e.outputs, strict=True)}
+    return tuple(
+        dataclasses.replace(
+            q, inputs=tuple(result.get(x, x) for x in q.inputs), outputs=tuple(result.get(x, x) for x in q.outputs)
+        )
+        for q in body.equations
+    )
+
+
 def name_of(f: Any) -> str:
     """What a function is called in messages, HLO and profiles; partial functions and callables have names too."""
     while not hasattr(f, "__name__") and hasattr(f, "func"):
@@ -233,7 +250,9 @@ class _Builder:
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
         equations = without_unread(body.equations, outputs)
-        return Block(tuple(inputs), tuple(join_slices(equations, outputs)), outputs)
+        equations = one_equation_each(equations, outputs, self._fresh, self._equation)
+        equations = padded_by_windows(equations, outputs, self._equation)
+        return Block(tuple(inputs), tuple(equations), outputs)
 
     def marked_by_type(self, block: Block, variables: Sequence[Any], as_typed: bool) -> Block:
         """The block with marks on those results whose types (of explicit axes) say how they are sharded."""
@@ -366,6 +385,9 @@ class _Builder:
         out.equations.append(self._equation(optimization_barrier_p, {}, given, fresh, source))
         hidden = dict(zip(at, fresh, strict=True))
         return tuple(hidden.get(i, x) for i, x in enumerate(inputs))
+
+    def _fresh(self, shape: tuple[int, ...], dtype: Any) -> Value:
+        return Value(shape, dtype, next(self.counter))
 
     def _new(self, env: dict[Any, Any], var: Any) -> Value:
         aval = var.aval

@@ -19,7 +19,7 @@ from gshard.core.program import Block, Equation, Value, itemsize
 from gshard.core.ring import Ring, entering
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
-from gshard.passes.assign import entering as entering_region
+from gshard.rules.region import REGIONS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _needs(block: Block, plan: Plan) -> Needs:
     needs: Needs = {}
     for e in block.equations:
         if e.rule is None:
-            wanted = entering_region(e, plan.shardings)
+            wanted = REGIONS[e.name].entry(e, plan.sharding)
         else:
             wanted = [operand_sharding(e.rule, i, plan.splits[e]) for i in range(len(e.inputs))]
         for i, (v, sharding) in enumerate(zip(e.inputs, wanted, strict=True)):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from gshard.analysis.device_program import REGION, Kernel, Kernels
 from gshard.core.program import Equation, Value
+from gshard.passes.device_program import REGION, Kernel, Kernels
 from gshard.rules.subexpression import is_repeatable
 
 # Seconds of one run of a kernel, bodies and rounds of loops included.

@@ -13,9 +13,9 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from gshard.analysis.device_program import REGION, Kernel, size
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Constant, Equation, Value
+from gshard.passes.device_program import REGION, Kernel, size
 from gshard.remat.lives import Lives, Seconds
 from gshard.remat.straight import without_dead_code
 from gshard.rules.region import with_edges

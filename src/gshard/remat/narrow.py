@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from gshard.analysis.device_program import FUSED, REGION, kind_of, size
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Constant, Equation, Value, itemsize
+from gshard.passes.device_program import FUSED, REGION, kind_of, size
 from gshard.remat.lives import Lives
 from gshard.remat.straight import without_dead_code
 from gshard.rules.region import with_edges

@@ -16,13 +16,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from gshard.analysis.cost import kernel_cost
-from gshard.analysis.device_program import REGION, Kernel, Kernels, device_program, flops, kernels_of, size
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Equation, Value, format_bytes
 from gshard.core.spmd import Recomputation, Recomputed, SpmdProgram
+from gshard.passes.device_program import REGION, Kernel, Kernels, device_program, flops, kernels_of, size
 from gshard.remat.lives import Lives, lives_of
 from gshard.remat.loops import Stacked, stacked_over, without_stacking
 from gshard.remat.narrow import Narrowed, narrowed_over, with_narrow_stacks

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from gshard.analysis.device_program import COLLECTIVE, Kernels, kernels_of, size
 from gshard.comm.collectives import KINDS, sent_bytes
 from gshard.core.jax_adapter import optimization_barrier_p
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import MADE_AGAIN, Collective, SpmdProgram
+from gshard.passes.device_program import COLLECTIVE, Kernels, kernels_of, size
 from gshard.rules.barrier import held_back
 from gshard.rules.replay import Replay
 
@@ -74,7 +74,8 @@ def _noted(spmd: SpmdProgram, before: Kernels, after: Kernels) -> tuple[Collecti
 
     Gone are also those that said the same as others, in windows that overlap: read back, equal equations are one.
     """
-    old, new = Counter(_said(before, spmd.mesh)), Counter(_said(after, spmd.mesh))
+    equations = dict(_said(after, spmd.mesh))
+    old, new = (Counter(said for said, _ in _said(kernels, spmd.mesh)) for kernels in (before, after))
     left: Counter[tuple[str, tuple[str, ...], int, int]] = Counter()
     for said, count in new.items():
         left[said[:4]] += count
@@ -87,11 +88,12 @@ def _noted(spmd: SpmdProgram, before: Kernels, after: Kernels) -> tuple[Collecti
         if left[said[:4]]:
             left[said[:4]] -= 1
             kind, atoms, sent, times, shape, line = said
-            kept.append(Collective(kind, atoms, sent, times, shape, line, MADE_AGAIN))
+            e = equations[said]
+            kept.append(Collective(kind, atoms, sent, times, shape, line, MADE_AGAIN, cause=e, emitted=e))
     return tuple(kept)
 
 
-def _said(kernels: Kernels, mesh: Mesh) -> Iterator[_Said]:
+def _said(kernels: Kernels, mesh: Mesh) -> Iterator[tuple[_Said, Equation]]:
     for kernel, times in kernels.walk():
         if kernel.kind == COLLECTIVE:
             e = kernel.equation
@@ -100,11 +102,5 @@ def _said(kernels: Kernels, mesh: Mesh) -> Iterator[_Said]:
             for v in e.inputs:
                 if isinstance(v, Value):
                     shape = f"{v.dtype_name}[{','.join(map(str, v.shape))}]"
-                    yield (
-                        KINDS[e.name],
-                        atoms,
-                        sent_bytes(KINDS[e.name], size(v), mesh.count(atoms)),
-                        times,
-                        shape,
-                        e.line,
-                    )
+                    sent = sent_bytes(KINDS[e.name], size(v), mesh.count(atoms))
+                    yield (KINDS[e.name], atoms, sent, times, shape, e.line), e

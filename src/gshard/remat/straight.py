@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from gshard.analysis.device_program import PASSING, kind_of, size
 from gshard.core.jax_adapter import optimization_barrier_p
 from gshard.core.program import Block, Constant, Equation, Value
+from gshard.passes.device_program import PASSING, kind_of, size
 from gshard.remat.lives import Lives, Seconds
 from gshard.rules.registry import Call, rule_of
 from gshard.rules.subexpression import is_repeatable

@@ -2,6 +2,7 @@
 
 from gshard.rules import callback as callback
 from gshard.rules import contract as contract
+from gshard.rules import convolution as convolution
 from gshard.rules import create as create
 from gshard.rules import dynamic as dynamic
 from gshard.rules import elementwise as elementwise
@@ -15,4 +16,5 @@ from gshard.rules import ragged as ragged
 from gshard.rules import reduce as reduce
 from gshard.rules import shape as shape
 from gshard.rules import slicing as slicing
+from gshard.rules import sorted_search as sorted_search
 from gshard.rules import window as window

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.core.jax_adapter import body_of_call, closed, expand_high_primitive, expand_random_bits, shapes_of
 from gshard.core.mark import Mark, entries_of
 from gshard.rules.mapped_while import written_out
+from gshard.rules.sorted_search import sorted_search
 
 
 def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]] | None:
@@ -34,6 +35,8 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
         return _solve(params, in_avals)
     if name in _REDUCERS and not any(isinstance(axis, str) for axis in params["axes"]):
         return _reduced(_REDUCERS[name], params["axes"], in_avals)
+    if (search := sorted_search(params, in_avals)) is not None:
+        return closed(search)
     body = body_of_call(name, params)
     return None if body is None else closed(body)
 

@@ -6,8 +6,7 @@ is moved from round to round, and what was added up is combined once, at the end
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,9 +14,8 @@ from jax import lax
 
 from gshard.comm.shards import Shards, identity
 from gshard.core.jax_adapter import scan_counts
-from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.core.program import Block, Constant, Equation, Value
 from gshard.core.rule import REDUCE, Rule, RuleMaker
-from gshard.rules.region import with_edges
 from gshard.rules.replay import Replay
 
 
@@ -74,23 +72,6 @@ def rule_of_rounds(e: Equation) -> Rule | None:
         return [*end, *made]
 
     return make.rule(operands, results, local=local, flops=e.trips * _flops(body), masks_itself=True)
-
-
-def with_operators(program: Program, rules: Mapping[Equation, Rule]) -> Program:
-    """The program with some loops as operators that have a rule."""
-
-    def changed(block: Block) -> Block:
-        if not any(e in rules for e in block.walk()):
-            return block
-        return Block(block.inputs, tuple(map(made, block.equations)), block.outputs)
-
-    def made(e: Equation) -> Equation:
-        if e in rules:
-            return dataclasses.replace(e, rule=rules[e], blocks=(), edges=())
-        blocks = tuple(map(changed, e.blocks))
-        return e if blocks == e.blocks else with_edges(dataclasses.replace(e, blocks=blocks))
-
-    return dataclasses.replace(program, block=changed(program.block))
 
 
 def _flops(block: Block) -> int:

@@ -4,6 +4,7 @@
     f32[rows,m], f32[rows,n], sizes -> f32[groups,m,n]       contracted rows are ragged: a sum for each group
 
 Every device cuts the groups' first and last rows, counted in the whole array, to the rows and groups that it holds.
+Where each batch has sizes of its own, a batch is one product by itself, and devices share out batches.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gshard.rules.registry import Call, rule
 def ragged_dot_general(call: Call) -> Rule:
     """Rows and free dimensions are parallel; groups of matrices are reduced like contracted dimensions.
 
-    Sizes that differ from batch to batch leave the dimensions that they concern whole.
+    Sizes that differ from batch to batch leave the dimensions that they concern whole, but for the batches themselves.
 
     >>> import jax
     >>> numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
@@ -37,10 +38,19 @@ def ragged_dot_general(call: Call) -> Rule:
     lhs_shape, rhs_shape, sizes_shape = call.in_shapes
     alike = len(sizes_shape) == 1
     by_rows, by_sums = ragged not in lhs_sum and ragged not in lhs_batch, ragged in lhs_sum
+    each_its_own = lhs_batch if not alike and (by_rows or by_sums) else ()  # batches whose sizes come first in `sizes`
     make = RuleMaker()
 
+    def concerned(d: int) -> bool:
+        """Whether sizes that differ speak of a dimension of the rows: the ragged one, and those before it."""
+        if alike:
+            return False
+        return (d <= ragged and d not in lhs_sum) if by_rows else not by_sums or d in lhs_sum
+
     def left(d: int, n: int) -> tuple[int, ...]:
-        if not alike and not (d in lhs_sum and by_rows):
+        if d in each_its_own:
+            return make.factor(n)
+        if concerned(d):
             return make.whole(n)
         return make.factor(n, REDUCE, "add") if d in lhs_sum else make.factor(n)
 
@@ -87,7 +97,7 @@ def ragged_dot_general(call: Call) -> Rule:
         held = along(jnp.arange(rows, dtype=own.dtype) < jnp.sum(own), axis, out.ndim)
         return [jnp.roll(jnp.where(held, out, jnp.zeros((), out.dtype)), starts[0], axis=axis)]
 
+    of_batches = [lhs[d] for d in each_its_own]
+    sizes = [*of_batches, *(make.whole(n) for n in sizes_shape[len(of_batches) :])]
     flops = 2 * math.prod(lhs_shape) * math.prod(rhs_shape[d] for d in range(len(rhs_shape)) if rhs[d] in free)
-    return make.rule(
-        [lhs, rhs, [make.whole(n) for n in sizes_shape]], [result], local=local if alike else None, flops=flops
-    )
+    return make.rule([lhs, rhs, sizes], [result], local=local if alike else None, flops=flops)

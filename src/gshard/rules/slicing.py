@@ -190,20 +190,23 @@ def concatenate(call: Call) -> Rule:
 
 
 def joined(call: Call, axis: int, pieces: Sequence[tuple[int, int]]) -> Rule:
-    """The rule of operands, cut from one element to another along ``axis`` and laid side by side."""
+    """The rule of operands, cut from one element to another along ``axis`` and laid side by side.
+
+    An operand without dimensions is a number: as many copies of it.
+    """
     (target,) = call.out_shapes
     make = RuleMaker()
-    largest = max(target[axis], *(shape[axis] for shape in call.in_shapes))
+    lengths = [shape[axis] if shape else None for shape in call.in_shapes]
+    largest = max(target[axis], *(n for n in lengths if n is not None))
     dims = [cut(call, make, largest) if d == axis else make.factor(n) for d, n in enumerate(target)]
-    lengths = [shape[axis] for shape in call.in_shapes]
+    at = list(itertools.accumulate((end - start for start, end in pieces), initial=0))
 
     def route(parts: int, begins: Sequence[int]) -> Route:
         """From the parts of all operands to that of the result; operand ``k``'s begins at ``begins[k]``."""
         wanted: list[Piece] = []
-        at = 0
-        for (start, end), begin, n in zip(pieces, begins, lengths, strict=True):
-            wanted += _moved(start, end, at, n, target[axis], parts, begin, 0)
-            at += end - start
+        for (start, end), to, begin, n in zip(pieces, at[:-1], begins, lengths, strict=True):
+            if n is not None:
+                wanted += _moved(start, end, to, n, target[axis], parts, begin, 0)
         return routed(tuple(wanted))
 
     def local(shards: Shards, *xs: Any) -> list[Any]:
@@ -211,11 +214,17 @@ def joined(call: Call, axis: int, pieces: Sequence[tuple[int, int]]) -> Rule:
         if not atoms:
             return shards.bind(*xs)
         # Parts of all operands lie side by side; one that is used twice lies there once.
-        distinct = list({id(x): x for x in xs}.values())
+        distinct = list({id(x): x for x in xs if x.shape}.values())
         begin = dict(zip(map(id, distinct), itertools.accumulate((x.shape[axis] for x in distinct), initial=0)))
         x = lax.concatenate(distinct, axis) if len(distinct) > 1 else distinct[0]
-        way = route(shards.mesh.count(atoms), [begin[id(x)] for x in xs])
-        return [shards.route(x, axis, atoms, way, shards.out_shape()[axis])]
+        way = route(shards.mesh.count(atoms), [begin.get(id(x), 0) for x in xs])
+        size = shards.out_shape()[axis]
+        x = shards.route(x, axis, atoms, way, size)
+        position = lax.axis_index(atoms) * size + lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        for number, low, high in zip(xs, at[:-1], at[1:], strict=True):
+            if not number.shape:
+                x = jnp.where((position >= low) & (position < high), jnp.asarray(number, x.dtype), x)
+        return [x]
 
     def sends(mesh: Mesh, split: Split) -> int:
         parts = mesh.count(split.get(dims[axis][0], ()))
@@ -223,7 +232,8 @@ def joined(call: Call, axis: int, pieces: Sequence[tuple[int, int]]) -> Rule:
         return rest * sum(route(parts, [0] * len(pieces)).messages) if parts > 1 else 0
 
     linear = moves(*range(len(call.in_shapes)))
-    return make.rule([dims for _ in call.in_shapes], [dims], local=local, sends=sends, linear=linear)
+    operands = [dims if shape else [] for shape in call.in_shapes]
+    return make.rule(operands, [dims], local=local, sends=sends, linear=linear)
 
 
 @rule("split")

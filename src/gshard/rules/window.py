@@ -1,4 +1,4 @@
-"""Sliding windows: convolutions and pooling.
+"""Sliding windows: pooling (convolutions: ``rules.convolution``).
 
 A spatial dimension is an ``exchange`` factor of operand and result: each device fetches the rows that the windows of
 its own results reach into (a halo), with strides, padding, and dilation of window and operand taken into account, fills
@@ -20,13 +20,11 @@ from gshard.comm.halo import Window
 from gshard.comm.shards import Shards, along, identity
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import itemsize
-from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split, place
 from gshard.rules.computation import monoid_of, skipping
-from gshard.rules.contract import in_either_operand
 from gshard.rules.passing import combined
 from gshard.rules.registry import Call, rule
-from gshard.rules.slicing import sends_of
 
 
 def sliding(n: int, m: int, size: int, stride: int, low: int, base: int, dilation: int) -> Callable[[int], Window]:
@@ -42,124 +40,6 @@ def sliding(n: int, m: int, size: int, stride: int, low: int, base: int, dilatio
         return Window(n, -low, local * stride, parts, max(extent, 0), base)
 
     return window
-
-
-def sliding_with_kernel(
-    n: int, m: int, size: int, stride: int, low: int, base: int, dilation: int
-) -> Callable[[int], Window]:
-    """The window of an operand that each part of a kernel reaches into, for all results."""
-
-    def window(parts: int) -> Window:
-        local = -(-size // parts)
-        extent = (local - 1) * dilation + (m - 1) * stride + 1 if local and m else 0
-        return Window(n, -low, local * dilation, parts, max(extent, 0), base)
-
-    return window
-
-
-@rule("conv_general_dilated")
-def conv_general_dilated(call: Call) -> Rule:
-    """Batch and output features are parallel, input features reduce, spatial dimensions exchange halos, groups split.
-
-    A kernel longer than the result, as in the gradient of a kernel, is summed over: it is split together with what it
-    slides over.
-
-    >>> import jax
-    >>> numbers = jax.lax.conv_dimension_numbers((2, 3, 8), (5, 3, 3), ("NCW", "OIW", "NCW"))
-    >>> params = {"dimension_numbers": numbers, "window_strides": (1,), "padding": ((1, 1),), "lhs_dilation": (1,)}
-    >>> params |= {"rhs_dilation": (1,), "feature_group_count": 1, "batch_group_count": 1}
-    >>> print(conv_general_dilated(Call("conv", params, ((2, 3, 8), (5, 3, 3)), ((2, 5, 8),), ("f4", "f4"))))
-    a b c, d b e -> a d c; add over b=3; exchange c; whole e
-    """
-    p = call.params
-    lhs_spec, rhs_spec, out_spec = p["dimension_numbers"]
-    lhs_shape, rhs_shape = call.in_shapes
-    (out_shape,) = call.out_shapes
-    feature_groups, batch_groups = p["feature_group_count"], p["batch_group_count"]
-    make = RuleMaker()
-    lhs: list[tuple[int, ...]] = [() for _ in lhs_shape]
-    rhs: list[tuple[int, ...]] = [() for _ in rhs_shape]
-    out: list[tuple[int, ...]] = [() for _ in out_shape]
-    group = make.factor(feature_groups * batch_groups) if feature_groups * batch_groups > 1 else ()
-    batch = make.factor(out_shape[out_spec[0]])
-    features = make.factor(rhs_shape[rhs_spec[0]] // (feature_groups * batch_groups))
-    inputs = make.factor(rhs_shape[rhs_spec[1]], REDUCE, "add")
-    lhs[lhs_spec[0]] = (group if batch_groups > 1 else ()) + batch
-    lhs[lhs_spec[1]] = (group if feature_groups > 1 else ()) + inputs
-    rhs[rhs_spec[0]], rhs[rhs_spec[1]] = group + features, inputs
-    out[out_spec[0]], out[out_spec[1]] = batch, group + features
-    windows: dict[int, Callable[[int], Window]] = {}
-    summed: list[tuple[int, int, int]] = []  # dimensions of long kernels, what they slide over, with which dilation
-    for i, (ld, rd, od) in enumerate(zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)):
-        n, k, m = lhs_shape[ld], rhs_shape[rd], out_shape[od]
-        slide = sliding if k <= m else sliding_with_kernel
-        if k <= m:
-            rhs[rd] = make.whole(k)
-            lhs[ld] = out[od] = make.exchange(max(n, m))
-        else:
-            lhs[ld] = rhs[rd] = make.factor(k, REDUCE, "add")
-            out[od] = make.whole(m)
-            summed.append((rd, ld, p["rhs_dilation"][i]))
-        windows[ld] = slide(
-            n, m, k, p["window_strides"][i], p["padding"][i][0], p["lhs_dilation"][i], p["rhs_dilation"][i]
-        )
-
-    def local(shards: Shards, x: Any, kernel: Any) -> list[Any]:
-        if 0 in out_shape:
-            return [jnp.zeros(shards.out_shape(), shards.equation.outputs[0].dtype)]
-        x, kernel = shards.masked(x, 0, {lhs_spec[1]}), shards.masked(kernel, 1, {rhs_spec[1]})
-        padding, base = list(p["padding"]), list(p["lhs_dilation"])
-        for i, d in enumerate(lhs_spec[2:]):
-            atoms = shards.atoms(lhs[d][0])
-            if atoms:
-                x = shards.window(x, d, atoms, windows[d](shards.mesh.count(atoms)), 0)
-                padding[i], base[i] = (0, 0), 1
-        groups = shards.size(group[0]) if group else 1
-
-        def convolve(x: Any, kernel: Any) -> list[Any]:
-            return shards.bind(
-                x,
-                kernel,
-                padding=tuple(padding),
-                lhs_dilation=tuple(base),
-                feature_group_count=groups if feature_groups > 1 else 1,
-                batch_group_count=groups if batch_groups > 1 else 1,
-            )
-
-        for d, over, dilation in summed:
-            convolve = _with_kernels_of(shards, convolve, d, over, rhs_shape[d], dilation)
-        return convolve(x, kernel)
-
-    moved = [d in windows and 0 not in out_shape for d in range(len(lhs))]
-    sends = sends_of(call, 0, lhs, moved, lambda d, parts: windows[d](parts))
-    flops = 2 * math.prod(out_shape) * math.prod(rhs_shape[d] for d in rhs_spec[1:])
-    linear = in_either_operand(call)
-    return make.rule([lhs, rhs], [out], local=local, flops=flops, masks_itself=True, sends=sends, linear=linear)
-
-
-def _with_kernels_of(
-    shards: Shards, convolve: Callable[..., list[Any]], dim: int, over: int, size: int, dilation: int
-) -> Callable[..., list[Any]]:
-    """A convolution for each length of a split kernel's parts: zeros at their end would make NaN of infinities."""
-    atoms = shards.atoms(shards.rule.operands[1][dim][0])
-    parts = shards.mesh.count(atoms)
-    local = -(-size // parts)
-    lengths = [max(0, min(local, size - i * local)) for i in range(parts)]
-    if len(set(lengths)) == 1:
-        return convolve
-
-    def of_length(n: int) -> Callable[..., list[Any]]:
-        def run(x: Any, kernel: Any) -> list[Any]:
-            if not n:
-                return [jnp.zeros(shards.out_shape(), shards.equation.outputs[0].dtype)]
-            x = lax.slice_in_dim(x, 0, x.shape[over] - (local - n) * dilation, axis=over)
-            return convolve(x, lax.slice_in_dim(kernel, 0, n, axis=dim))
-
-        return run
-
-    kinds = sorted(set(lengths))
-    which = jnp.asarray(np.array([kinds.index(n) for n in lengths], np.int32))[lax.axis_index(atoms)]
-    return lambda x, kernel: lax.switch(which, [of_length(n) for n in kinds], x, kernel)
 
 
 _MONOIDS = {"reduce_window_sum": "add", "reduce_window_max": "max", "reduce_window_min": "min"}
@@ -206,12 +86,15 @@ def pooling(call: Call) -> Rule:
             return shards.bind(*operands)
         xs, inits = operands[:count], operands[count:]
         fill = identity(monoid, xs[0].dtype) if monoid else 0
+        padding, base = [tuple(pad) for pad in p["padding"]], list(p["base_dilation"])
         for d, w in windows.items():
-            xs = tuple(shards.window(x, d, shards.atoms(dims[d][0]), w, fill) for x in xs)
-        done: dict[str, Any] = {
-            "padding": tuple((0, 0) if d in windows else tuple(pad) for d, pad in enumerate(p["padding"])),
-            "base_dilation": tuple(1 if d in windows else n for d, n in enumerate(p["base_dilation"])),
-        }
+            if monoid:
+                x, padding[d], base[d] = reached(shards, xs[0], d, shards.atoms(dims[d][0]), w, fill)
+                xs = (x,)
+            else:
+                xs = tuple(shards.window(x, d, shards.atoms(dims[d][0]), w, fill) for x in xs)
+                padding[d], base[d] = (0, 0), 1
+        done: dict[str, Any] = {"padding": tuple(padding), "base_dilation": tuple(base)}
         if monoid:
             return shards.bind(*xs, *inits, **done)
         flags = _inside(shards, xs[0].shape, dims, windows)
@@ -231,7 +114,11 @@ def pooling(call: Call) -> Rule:
     results = [dims for _ in call.out_shapes]
     if not one_order:
         return make.rule(operands, results, flops=flops)
-    sends = sends_in_turn(call, [(i, window, True) for i in range(count)], dims, moved)
+
+    def length(w: Window) -> int:
+        return w.width if monoid and _begin_alike(w) else w.extent
+
+    sends = sends_in_turn(call, [(i, window, length) for i in range(count)], dims, moved)
     linear = combined(_MONOIDS[call.name], call.in_dtypes[0], 0) if call.name in _MONOIDS else []
     return make.rule(operands, results, local=local, flops=flops, sends=sends, linear=linear)
 
@@ -270,7 +157,7 @@ def _inside(
 
 def sends_in_turn(
     call: Call,
-    fetched: Sequence[tuple[int, Callable[[int, int], Window], bool]],
+    fetched: Sequence[tuple[int, Callable[[int, int], Window], Callable[[Window], int]]],
     dims: Sequence[tuple[int, ...]],
     moved: Sequence[bool],
 ) -> Callable[[Mesh, Split], int]:
@@ -278,20 +165,20 @@ def sends_in_turn(
 
     Args:
         call: the equation.
-        fetched: operands, their windows, and whether elements are then spread over the positions of a window.
+        fetched: operands, their windows, and how long what is fetched then is.
         dims: the dimensions of all these operands.
         moved: which of them have windows.
     """
 
     def sends(mesh: Mesh, split: Split) -> int:
         total = 0
-        for operand, window, spread in fetched:
+        for operand, window, length in fetched:
             cut = place(tuple(dims), split)
             sizes = [-(-n // mesh.count(atoms)) for n, atoms in zip(call.in_shapes[operand], cut, strict=True)]
             for d, w in _windows(split, mesh, dims, moved, window).items():
                 rest = math.prod(n for e, n in enumerate(sizes) if e != d) * itemsize(call.in_dtypes[operand])
                 total += w.bytes(sizes[d], rest) if sizes[d] else 0
-                sizes[d] = w.extent if spread else w.width
+                sizes[d] = length(w)
         return total
 
     return sends
@@ -364,15 +251,36 @@ def select_and_scatter_add(call: Call) -> Rule:
         return [result]
 
     flops = math.prod(sources) * math.prod(sizes)
-    sends = sends_in_turn(call, [(0, source, False), (1, operand, True)], dims, moved)
+    sends = sends_in_turn(call, [(0, source, lambda w: w.width), (1, operand, lambda w: w.extent)], dims, moved)
     return make.rule([dims, dims], [dims], local=local, flops=flops, sends=sends)
 
 
-def _elements(shards: Shards, x: Any, dim: int, atoms: Atoms, window: Window) -> Any:
-    """The elements that stand in this device's window, side by side; those outside of the array are zeros."""
+def reached(
+    shards: Shards, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any
+) -> tuple[Any, tuple[int, int], int]:
+    """What a device's windows reach into, the padding that remains around it, and how far apart elements then stand.
+
+    Where all parts begin alike between two elements only these are laid side by side: nothing is done with what would
+    fill the room between them.
+    """
+    if not _begin_alike(window):
+        return shards.window(x, dim, atoms, window, fill), (0, 0), 1
+    low = window.start(0) * window.dilation - window.first
+    high = window.extent - low - (window.width - 1) * window.dilation - 1
+    return _elements(shards, x, dim, atoms, window, fill), (low, high), window.dilation
+
+
+def _begin_alike(window: Window) -> bool:
+    return window.dilation > 1 and window.step % window.dilation == 0 and window.width > 0
+
+
+def _elements(shards: Shards, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any = 0) -> Any:
+    """The elements that stand in this device's window, side by side; ``fill`` for those outside of the array."""
+    got = shards.fetch(x, dim, atoms, window)
+    if all(0 <= window.start(i) <= window.n - window.width for i in range(window.parts)):
+        return got
     at = window.start(lax.axis_index(atoms)) + jnp.arange(window.width, dtype=jnp.int32)
-    inside = along((at >= 0) & (at < window.n), dim, x.ndim)
-    return jnp.where(inside, shards.fetch(x, dim, atoms, window), jnp.zeros((), x.dtype))
+    return jnp.where(along((at >= 0) & (at < window.n), dim, x.ndim), got, jnp.asarray(fill, x.dtype))
 
 
 @rule("select_and_scatter")

@@ -14,8 +14,8 @@ import numpy as np
 
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
-from gshard.search.graph import Graph
-from gshard.search.solve import Solution, solve
+from gshard.passes.graph import Graph
+from gshard.solver.solve import Solution, solve
 
 _SHOWN = 4  # of each value, those that cost least
 _EFFORT = 0.1  # for solving again

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gshard.analysis.cost import kernel_cost
-from gshard.analysis.device_program import Kernel, kernels_of_mapped, kind_of
 from gshard.analysis.machine import Machine
 from gshard.comm.shards import Fetched, Shards
 from gshard.core.mesh import Mesh
@@ -26,6 +25,8 @@ from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import PARALLEL, Rule
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.core.uneven import padded_shape
+from gshard.passes.device_program import Kernel, kernels_of_mapped, kind_of
+from gshard.passes.objective import Windows
 from gshard.passes.partition import partition, spec
 
 
@@ -34,20 +35,6 @@ def has_own_way(rule: Rule, split: Split) -> bool:
     if rule.fixed is not None or (rule.local is None and rule.sends is None):
         return False
     return any(f >= 0 and atoms and rule.factors[f].kind != PARALLEL for f, atoms in split.items())
-
-
-class Windows(NamedTuple):
-    """Windows that are fetched of one operand as it is read, those of windows included.
-
-    Attributes:
-        operand: which.
-        which: equal ones of one array are fetched once.
-        seconds: that they take.
-    """
-
-    operand: int
-    which: tuple[Hashable, ...]
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

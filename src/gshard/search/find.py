@@ -1,6 +1,6 @@
 """Find: the whole way from a program to the best plan that was found, and how near the best there can be it is.
 
-The problem of ``search.graph`` is solved; the plan of the solution is partitioned and priced as it would run, and so
+The problem of ``passes.graph`` is solved; the plan of the solution is partitioned and priced as it would run, and so
 are the presets. What the graph does not know (how kernels are fused, what a moved copy takes of the memory) is learned
 from that: where the plan needs more memory than there is, products run in steps (``passes.windowed``) or values are
 computed again (``remat``), and the problem is solved again with a limit. The best of all that fit is returned.
@@ -24,17 +24,21 @@ from gshard.analysis.overlap import Windowed
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
+from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
-from gshard.passes.assign import assign
+from gshard.passes.choices import graph_of
+from gshard.passes.facts import demands, facts_of
+from gshard.passes.graph import Graph
+from gshard.passes.moves import axes_of
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.passes.recorded import plan_of
 from gshard.passes.windowed import windowed
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
-from gshard.rules.own_rounds import rule_of_rounds
-from gshard.search.graph import Graph, graph_of
+from gshard.search.loads import with_loads
 from gshard.search.presets import presets
-from gshard.search.solve import Solution, solve
+from gshard.search.seconds import Seconds
+from gshard.solver.solve import Solution, solve
 
 _ROUNDS = 7  # of solving, each after the second with other memory
 _EFFORT = 0.2  # for these others
@@ -159,9 +163,10 @@ def begin(
     priced = dataclasses.replace(mesh, prices=prices(mesh, machine))
     limit = float(machine.memory if memory_limit is None else memory_limit)
     inputs = [len(program.captured) + i for i in donated]
-    if any(rule_of_rounds(e) for e in program.block.walk() if e.rule is None):
-        program = propagate(program, priced).program  # in which loops may be operators
-    graph = graph_of(program, priced, machine, donated=inputs)
+    facts = facts_of(program, priced)  # loops may be operators in its program
+    said = [Sharding(tuple(demand.dims)) for _, demand, _ in demands(program, mesh)]
+    objective = Seconds(priced, machine, axes_of(priced, said))
+    graph = with_loads(graph_of(facts.program, objective, donated=inputs))
     solutions = [solve(graph.problem, budget_seconds, effort=effort)]
     if solutions[0].peak > limit:
         left = None if budget_seconds is None else max(1.0, budget_seconds - (time.monotonic() - since))
@@ -244,15 +249,11 @@ def finish(
 def _searched(begun: Begun, pricing: Pricing, budget_seconds: float | None) -> Iterator[tuple[PricedPlan, Solution]]:
     """Solutions and their plans: without a limit of memory, with it, and with less, until one fits as it is."""
     graph, limit = begun.graph, begun.limit
-    mesh, program = graph.mesh, graph.program
     solved = list(begun.solutions)
     too_much, too_little = np.inf, 0.0
     for _ in range(_ROUNDS):
         solution = solved.pop(0)
-        shardings = graph.shardings(solution.states)
-        # Splits once more, since an equation inside of a bundle has one too, and moves are shared in ways that only the
-        # order of the program tells.
-        found = pricing.add("searched", plan_of(program, mesh, shardings, assign(program.block, shardings, mesh)))
+        found = pricing.add("searched", _plan(graph, solution))
         yield found, solution
         spent = time.monotonic() - begun.since
         if (budget_seconds is not None and spent >= budget_seconds) or found.kept <= limit:
@@ -274,6 +275,11 @@ def _searched(begun: Begun, pricing: Pricing, budget_seconds: float | None) -> I
         solved.append(solve(dataclasses.replace(graph.problem, limit=float(int(now))), left, effort=_EFFORT))
 
 
+def _plan(graph: Graph, solution: Solution) -> Plan:
+    chosen = solution.states
+    return plan_of(graph.program, graph.mesh, graph.shardings(chosen), graph.splits(chosen), *graph.moved(chosen))
+
+
 @dataclasses.dataclass(eq=False)
 class Pricing:
     """Plans as they would run, with what they cost."""
@@ -283,6 +289,10 @@ class Pricing:
     limit: float
     on_better: Callable[[PricedPlan], None] | None = None
     known: list[PricedPlan] = dataclasses.field(default_factory=list)
+
+    def planned(self, program: Program, mesh: Mesh) -> Plan:
+        """What follows from a program's marks, as ``jit`` plans it."""
+        return propagate(program, mesh, donated=self._inputs(program))
 
     def add(self, name: str, plan: Plan) -> PricedPlan:
         """Prices a plan; where it does not fit, products run in steps, or values are computed again, if that helps."""
@@ -306,8 +316,10 @@ class Pricing:
 
     def _partitioned(self, plan: Plan) -> SpmdProgram:
         """As ``jit`` does: what takes the place of an argument that came sharded leaves as that came."""
-        first = len(plan.program.captured)
-        return partition(plan, donated=[first + i for i in self.donated])
+        return partition(plan, donated=self._inputs(plan.program))
+
+    def _inputs(self, program: Program) -> list[int]:
+        return [len(program.captured) + i for i in self.donated]
 
     def _recomputed(self, way: PricedPlan) -> PricedPlan:
         with contextlib.suppress(MemoryLimitError):

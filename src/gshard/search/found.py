@@ -12,7 +12,6 @@ import jax
 from jax.sharding import PartitionSpec
 
 from gshard.analysis.cost import Cost
-from gshard.analysis.device_program import size
 from gshard.analysis.explain import Explanation, explain_program
 from gshard.analysis.proposal import spec_of_cut, with_marks
 from gshard.analysis.report.page import page
@@ -20,9 +19,9 @@ from gshard.core.errors import ArgumentError, known_names
 from gshard.core.mark import Mark, entries_of, mark_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Value, format_bytes
+from gshard.core.program import Program, Value, format_bytes
+from gshard.passes.device_program import size
 from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
 from gshard.passes.recorded import Recorded
 from gshard.search.alternatives import alternatives, tries
 from gshard.search.find import Best, PricedPlan, Pricing, begin, finish
@@ -88,7 +87,7 @@ class Found:
     @functools.cached_property
     def marks(self) -> Marks:
         """The plan said in few marks, each of them tried: how much of its speed they alone give. Takes a while."""
-        return marks_of(self.best.chosen, self.best.limit, lambda plan: self._priced("marks", plan))
+        return marks_of(self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked))
 
     @functools.cached_property
     def layout(self) -> FoundLayout:
@@ -129,7 +128,7 @@ class Found:
         marks = {v: mark_of_cut(s.dims, mesh) for mark in kept for v, s in mark.shardings.items()}
         marked = with_marks(self.plan.program, marks)
         assert marked is not None, "all of them were tried together"
-        return self._priced(f"without mark {i}", propagate(marked, mesh))
+        return self._priced(f"without mark {i}", marked)
 
     def with_mark(self, what: str, sharding: Any) -> Found:
         """Searches again with one more mark, to see what insisting on it costs; it keeps the mesh.
@@ -174,8 +173,9 @@ class Found:
         begun = begin(marked, self.mesh, machine, donated=self.donated, memory_limit=limit)
         return dataclasses.replace(self, best=finish(begun, machine, donated=self.donated), tried=(), function=None)
 
-    def _priced(self, name: str, plan: Plan) -> PricedPlan:
-        return Pricing(self.cost.machine, list(self.donated), self.best.limit).add(name, plan)
+    def _priced(self, name: str, program: Program) -> PricedPlan:
+        pricing = Pricing(self.cost.machine, list(self.donated), self.best.limit)
+        return pricing.add(name, pricing.planned(program, self.plan.mesh))
 
     def why(self, what: str) -> list[str]:
         """What else was possible for values, and what it would cost: those of a source line, or arguments by name.

@@ -5,7 +5,7 @@ can be said so, and, by rows for one argument (``params:embed``), a state that i
 is cut in one place and whole in another cannot. Names are those that the user gave and, for the rest, the labels of
 the classes of dimensions (``analysis.dimensions``).
 
-The problem of ``search.graph`` is solved once more with one state for all dimensions of a name. From the rows that
+The problem of ``passes.graph`` is solved once more with one state for all dimensions of a name. From the rows that
 follow, and from none, rows are left out, changed and added one after the other as long as that makes a call shorter.
 Every table is traced, planned and priced as ``jit`` would plan the function with it, so what is lost to the plan is
 known.
@@ -31,10 +31,9 @@ from gshard.core.paths import is_below, matches
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
-from gshard.passes.propagate import propagate
 from gshard.search.find import Best, PricedPlan, Pricing
-from gshard.search.problem import Problem, ProblemError
-from gshard.search.solve import solve
+from gshard.solver.problem import Problem, ProblemError
+from gshard.solver.solve import solve
 
 _EFFORT = 0.2  # for solving with what a table asks for
 _KEYS = 12  # rows that may be written, those of most bytes
@@ -214,7 +213,7 @@ class _Search:
             self.known[key] = None
             try:
                 program = self.function.told(self._layout(rows), self.said)
-                self.known[key] = self.pricing.add("layout", propagate(program, self.best.graph.mesh))
+                self.known[key] = self.pricing.add("layout", self.pricing.planned(program, self.best.graph.mesh))
             except GShardError:
                 if not rows:
                     raise

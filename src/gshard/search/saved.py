@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from gshard.search.problem import Floats, Ints, Problem
+from gshard.solver.problem import Floats, Ints, Problem
 
 
 def save_problem(problem: Problem, path: str | Path | IO[bytes]) -> None:

@@ -2,126 +2,52 @@
 
 from __future__ import annotations
 
-import dataclasses
-import heapq
-import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import permutation_seconds, seconds
-from gshard.comm.reshard import plan_reshard, single_steps
-from gshard.comm.steps import ALL_GATHER, ONE_OWNER, PERMUTE, SILENT, Step, bytes_sent, permutation
+from gshard.comm.steps import ALL_GATHER, PERMUTE, SILENT, Step, bytes_sent, permutation
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import Equation, short_dtype
+from gshard.core.plan import local_bytes
+from gshard.core.program import Block, Equation, Value, short_dtype
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split
-from gshard.search.emitted import Emitted, emitted_alone, has_own_way
+from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.passes.device_program import PRODUCT, Kernel, flops, is_looked_up, kernels_of
+from gshard.passes.moves import Moves
+from gshard.passes.objective import Windows
+from gshard.passes.ways import share
+from gshard.search.emitted import Emitted, as_kernel, emitted_alone, has_own_way
+from gshard.solver.problem import Floats
 
 # A collective may make two kernels of one. Of equal ways this takes the one with fewer.
 _SPLITS = 0.1
 # What is gathered or cut along a dimension that is not the first may have to be copied into place, which compilers
 # spare now and then. Of equal ways this takes the one that need not.
 _COPIES = 0.1
+# Of the time that a state's bytes take to read: among equals the one that takes less memory.
+_TIE = 1e-3
 
 
-class Seconds:
-    """Seconds on one machine; what was asked before is known.
+class Seconds(Moves):
+    """Seconds on one machine: an objective (``passes.objective``).
 
     Args:
         mesh: the devices.
         machine: as many.
+        axes: those that move as wholes.
     """
 
-    def __init__(self, mesh: Mesh, machine: Machine):
-        self.mesh, self.machine = mesh, machine
-        # Whole axes move, and so they need not be factored: from one sharding there are a few steps to others.
-        self._coarse = dataclasses.replace(mesh, factored=False, devices=None)
-        self._axes: dict[Sharding, Sharding] = {}
-        self._steps: dict[tuple[Sharding, tuple[int, ...], int], list[tuple[Sharding, float]]] = {}
-        self._reached: dict[tuple[Sharding, tuple[int, ...], int], dict[Sharding, float]] = {}
-        self._others: dict[tuple[Sharding, Sharding, tuple[int, ...], int], float] = {}
+    def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...]):
+        super().__init__(mesh, axes)
+        self.machine = machine
+        self.a_byte = _TIE / machine.memory_bandwidth
         self._permutations: dict[tuple[Sharding, Sharding], tuple[float, float]] = {}
         self._own_ways: dict[object, Emitted] = {}
 
-    def move(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
-        """Of bringing an array of this global shape from one sharding to another."""
-        if source == target:
-            return 0.0
-        here, there = self._in_axes(source), self._in_axes(target)
-        if here is not None and there is not None:
-            known = self._from(here, shape, itemsize).get(there)
-            if known is not None:
-                return known
-        key = source, target, shape, itemsize
-        if key not in self._others:
-            steps = plan_reshard(source, target, shape, itemsize, self.mesh)
-            self._others[key] = sum(self._step(step, shape, itemsize, self.mesh) for step in steps)
-        return self._others[key]
-
-    def _from(self, source: Sharding, shape: tuple[int, ...], itemsize: int) -> dict[Sharding, float]:
-        """Of bringing it from one sharding to any other that moves of whole axes lead to (Dijkstra)."""
-        key = source, shape, itemsize
-        if key in self._reached:
-            return self._reached[key]
-        reached: dict[Sharding, float] = {}
-        order = itertools.count()
-        queue: list[tuple[float, int, Sharding]] = [(0.0, next(order), source)]
-        while queue:
-            spent, _, here = heapq.heappop(queue)
-            if here in reached:
-                continue
-            reached[here] = spent
-            for after, more in self._steps_from(here, shape, itemsize):
-                if after not in reached:
-                    heapq.heappush(queue, (spent + more, next(order), after))
-        self._reached[key] = reached
-        return reached
-
-    def _steps_from(self, here: Sharding, shape: tuple[int, ...], itemsize: int) -> list[tuple[Sharding, float]]:
-        key = here, shape, itemsize
-        if key not in self._steps:
-            mesh, names = self._coarse, self._coarse.atoms
-            # Axes that move in one message: a sum over two of them is cut over both at once.
-            blocks = tuple(b for k in range(1, len(names) + 1) for b in itertools.combinations(names, k))
-            steps = [step for step, _ in single_steps(here, frozenset(), blocks, shape, itemsize, mesh)]
-            free = [name for name in mesh.atoms if name not in here.atoms]
-            for name in free:
-                after = here.with_unreduced({**dict(here.unreduced), name: "add"})
-                steps.append(Step(ONE_OWNER, (name,), here, after))
-            for swapped in self._swapped(here):
-                steps.append(Step(PERMUTE, mesh.atoms, here, swapped))
-            self._steps[key] = [(step.after, self._step(step, shape, itemsize, mesh)) for step in steps]
-        return self._steps[key]
-
-    def _swapped(self, here: Sharding) -> Iterator[Sharding]:
-        """The same cuts over other axes of the same size."""
-        sizes = self._coarse.atom_sizes
-        for a, b in itertools.combinations(sizes, 2):
-            if sizes[a] == sizes[b] and {a, b} & {x for dim in here.dims for x in dim}:
-                if {a, b} & set(dict(here.unreduced)):
-                    continue
-                other = {a: b, b: a}
-                yield Sharding(tuple(tuple(other.get(x, x) for x in dim) for dim in here.dims), here.unreduced)
-
-    def _in_axes(self, sharding: Sharding) -> Sharding | None:
-        """A sharding over the axes as wholes; None if it takes a part of one."""
-        known = self._axes.get(sharding)
-        if known is None:
-            dims = tuple(self._names(atoms) for atoms in sharding.dims)
-            monoids = dict(sharding.unreduced)
-            waiting = self._names(tuple(a for a in self.mesh.atoms if a in monoids))
-            if any(own is None for own in (*dims, waiting)):
-                return None
-            unreduced = {name: monoids[self.mesh.atoms_of[name][0]] for name in waiting or ()}
-            known = self._axes[sharding] = Sharding(tuple(own or () for own in dims)).with_unreduced(unreduced)
-        return known
-
-    def _names(self, atoms: Atoms) -> Atoms | None:
-        names = [name for name in self.mesh.format_atoms(atoms).split(",") if name]
-        return tuple(names) if all(name in self.mesh.atoms_of for name in names) else None
-
-    def _step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
+    def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         if step.kind in SILENT:
             return self.machine.launch
         taken = self._sent(step, shape, itemsize, mesh) + _SPLITS * self.machine.launch
@@ -137,7 +63,7 @@ class Seconds:
         if step.kind == PERMUTE:
             latency, a_byte = self._permuting(step.before, step.after, mesh)
             return latency + a_byte * bytes_sent(step, shape, itemsize, mesh)
-        atoms = tuple(a for name in step.atoms for a in self.mesh.atoms_of.get(name, (name,)))
+        atoms = tuple(a for name in step.atoms for a in self.atoms_of.get(name, (name,)))
         return seconds(step.kind, local, self.mesh, self.machine, atoms)
 
     def _permuting(self, before: Sharding, after: Sharding, mesh: Mesh) -> tuple[float, float]:
@@ -149,15 +75,42 @@ class Seconds:
             self._permutations[key] = none, (many - none) / (1 << 30)
         return self._permutations[key]
 
-    def own_way(self, e: Equation, split: Split, products: float, others: float, moved: float) -> float:
-        """What an equation takes more than its device's share, where it runs on shards in a way of its own.
+    def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
+        """Equations as they are fused."""
+        return kernels_of(block).walk()
 
-        Args:
-            e, split: which.
-            products, others, moved: as for ``work``, of this equation alone.
-        """
-        found = self.own(e, split)
-        return 0.0 if found is None else found.seconds - self.work(e, products, others, moved)
+    def of_splits(self, kernel: Kernel, ways: Sequence[Split], marked: Sequence[Split]) -> Floats:
+        """float64 [ways]: one run of a kernel, its equation split so, and what its own way to run on shards takes."""
+        e = kernel.equation
+        rule = e.rule
+        assert rule is not None
+        taken = []
+        for split in ways:
+            part = share(rule, split, self.mesh)
+            made = sum(local_bytes(x, result_sharding(rule, i, split), self.mesh) for i, x in enumerate(e.outputs))
+            read = {}
+            for i, x in enumerate(e.inputs):
+                if isinstance(x, Value):
+                    own = local_bytes(x, operand_sharding(rule, i, split), self.mesh)
+                    read[x] = min(own, made) if is_looked_up(rule, i) else own
+            moved = made + sum(read.get(x, x.bytes * part) for x in kernel.reads)
+            emitted = self.own(e, split)
+            more = 0.0
+            if emitted is not None:
+                more = emitted.seconds - self.work(e, *_of(as_kernel(e), part), made + sum(read.values()))
+            taken.append(max(self.work(e, *_of(kernel, part), moved) + more, self.machine.starting(moved)))
+        return np.array(taken)
+
+    def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
+        """float64 [states]: one run of an elementwise kernel, all of whose arrays lie so."""
+        v = kernel.equation.outputs[0]
+        parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
+        return np.array([self.work(kernel.equation, *_of(kernel, part), kernel.moved * part) for part in parts])
+
+    def windows(self, e: Equation, split: Split) -> Sequence[Windows]:
+        """What an equation fetches of its operands, that others may share."""
+        emitted = self.own(e, split)
+        return () if emitted is None else emitted.windows
 
     def own(self, e: Equation, split: Split) -> Emitted | None:
         """What is emitted for an equation that runs on shards in a way of its own; None for others."""
@@ -182,3 +135,9 @@ class Seconds:
         dtype = short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
         computing = products / self.machine.rate(dtype) + others / self.machine.vector_flops
         return max(computing, moved / self.machine.memory_bandwidth) + self.machine.starting(moved)
+
+
+def _of(kernel: Kernel, part: float) -> tuple[float, float]:
+    """The operations of products, and all others, in a part of a kernel."""
+    products = flops(kernel.equation) if kernel.kind == PRODUCT else 0
+    return products * part, kernel.vector_flops * part

@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
-import dataclasses
-import linecache
-import os
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from gshard.analysis.advice import advice
 from gshard.analysis.cost import Cost
-from gshard.analysis.device_program import size
+from gshard.analysis.difference import FORMAT
 from gshard.analysis.network import groups
-from gshard.analysis.network import seconds as network_seconds
-from gshard.analysis.proposal import proposal
-from gshard.core.jax_adapter import user_place
+from gshard.analysis.origin import MergedCollective, cause_of, origins
+from gshard.analysis.proposal import Proposal
+from gshard.analysis.report.places import Places
+from gshard.analysis.report.tensors import tensor_rows
+from gshard.analysis.timeline import Event, thinned, timeline
+from gshard.analysis.verdict import Verdict
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Value
 from gshard.core.spmd import Collective, SpmdProgram
+from gshard.passes.device_program import COLLECTIVE, size
 
 if TYPE_CHECKING:
     from gshard.analysis.explain import Explanation
 
-CONTEXT = 3  # source lines shown around one that makes something
 MOMENTS = 1500  # points of the curve of memory
+EVENTS = 3000  # stretches of time that are drawn
 PEAK_ROWS = 15
-REPLANNED = 1000  # equations that are planned again, all in all, to find marks that would remove collectives
+_BOUNDS = ("compute", "memory", "network")
 
 
-def report_data(explanation: Explanation, plan: Plan, spmd: SpmdProgram, found: Cost) -> dict[str, Any]:
+def report_data(
+    explanation: Explanation,
+    found: Cost,
+    rows: Sequence[MergedCollective],
+    proposals: Sequence[Proposal | None],
+    verdict: Verdict,
+) -> dict[str, Any]:
     """The report as data that JSON can hold.
 
     Args:
         explanation: the tensors and totals.
-        plan, spmd: what they were read from.
         found: the cost on a machine.
+        rows: the collectives, merged, those that send most first.
+        proposals: for each the mark that would lower what is sent.
+        verdict: what bounds a call.
     """
-    places = _Places()
+    places, plan, mesh = Places(), explanation.plan, explanation.mesh
     makers = {v: e for e in plan.program.block.walk() for v in e.outputs}
-    mesh = plan.mesh
-    budget = iter(range(REPLANNED // max(explanation.equations, 1)))
+    owners = origins(explanation.spmd, found)
+    lines = _line_costs(explanation.spmd, found, owners, places)
     return {
+        "format": FORMAT,
         "name": explanation.name,
         "jax": jax.__version__,
         "equations": explanation.equations,
@@ -66,12 +76,19 @@ def report_data(explanation: Explanation, plan: Plan, spmd: SpmdProgram, found: 
             "peak": found.peak,
             "arguments": explanation.argument_bytes,
         },
+        "verdict": {
+            "headline": verdict.headline,
+            "sentences": verdict.sentences,
+            "shares": verdict.shares,
+            "share": verdict.share,
+            "work": verdict.work,
+        },
         "collectives": [
-            _collective(c, plan, makers, found, places)
-            | {"proposal": _proposal(c, plan, explanation.total_bytes, budget)}
-            for c in _merged(spmd.collectives)
+            _collective(row, plan, makers, places) | {"proposal": "" if p is None else str(p)}
+            for row, p in zip(rows, proposals, strict=True)
         ],
-        "tensors": _tensors(explanation, plan, makers, places),
+        "timeline": _timeline(found, owners, rows, places),
+        "tensors": tensor_rows(explanation.tensors, plan, makers, places),
         "memory": _memory(found, places),
         "time": _time(found),
         "gathered": list(explanation.gathered),
@@ -79,67 +96,17 @@ def report_data(explanation: Explanation, plan: Plan, spmd: SpmdProgram, found: 
         "layout": list(explanation.layout),
         "unused": list(explanation.unused),
         "searched": "",  # what a search tells of its plan
-        "lines": (lines := _line_costs(found, places)),
+        "lines": lines,
         "files": sorted(places.files(), key=lambda f: -_sent_in(f["name"], lines)),
-        "groups": {",".join(a): _groups(mesh, a) for a in {c.atoms for c in spmd.collectives}},
+        "groups": {",".join(a): _groups(mesh, a) for a in {c.atoms for c in explanation.spmd.collectives}},
     }
 
 
-class _Places:
-    """Source lines by number; the text around them is read at the end."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[str, int], None] = {}
-        self.short: dict[str, str] = {}
-
-    def of(self, e: Equation | None) -> str:
-        """``path:line`` of an equation, as the page names it; empty if unknown."""
-        place = None if e is None else user_place(e.source_info)
-        if place is None:
-            return ""
-        self.known[place] = None
-        return f"{self._name(place[0])}:{place[1]}"
-
-    def _name(self, path: str) -> str:
-        """The shortest end of a path that names one file."""
-        if path not in self.short:
-            parts = path.split("/")
-            count = 1
-            while "/".join(parts[-count:]) in self.short.values() and count < len(parts):
-                count += 1
-            self.short[path] = "/".join(parts[-count:])
-        return self.short[path]
-
-    def files(self) -> list[dict[str, Any]]:
-        """For each file its lines that are worth showing: number and text."""
-        wanted: dict[str, set[int]] = {}
-        for path, line in self.known:
-            wanted.setdefault(path, set()).update(range(line - CONTEXT, line + CONTEXT + 1))
-        shown = []
-        for path, numbers in wanted.items():
-            texts = linecache.getlines(path) if os.path.exists(path) else []
-            lines = [[n, texts[n - 1].rstrip("\n")] for n in sorted(numbers) if 0 < n <= len(texts)]
-            shown.append({"name": self._name(path), "lines": lines})
-        return shown
-
-
-def _merged(collectives: tuple[Collective, ...]) -> list[Collective]:
-    """Collectives that differ in nothing but the value, once, with the times added up."""
-    rows: dict[Any, Collective] = {}
-    for c in collectives:
-        key = (c.kind, c.atoms, c.bytes, c.shape, c.line, c.why)
-        old = rows.get(key)
-        rows[key] = c if old is None else dataclasses.replace(old, times=old.times + c.times)
-    return sorted(rows.values(), key=lambda c: -c.total_bytes)
-
-
-def _collective(
-    c: Collective, plan: Plan, makers: dict[Value, Equation], found: Cost, places: _Places
-) -> dict[str, Any]:
-    mesh, value = plan.mesh, c.value
+def _collective(row: MergedCollective, plan: Plan, makers: Mapping[Value, Equation], places: Places) -> dict[str, Any]:
+    mesh, c = plan.mesh, row.collective
     moved = ""
-    if value is not None and c.before is not None and c.after is not None:
-        texts = [s.format(mesh, value.shape, value.dtype_name) for s in (c.before, c.after)]
+    if c.value is not None and c.before is not None and c.after is not None:
+        texts = [s.format(mesh, c.value.shape, c.value.dtype_name) for s in (c.before, c.after)]
         moved = f"{texts[0]} → {texts[1]}"
     return {
         "kind": c.kind,
@@ -147,32 +114,21 @@ def _collective(
         "group": ",".join(c.atoms),
         "bytes": c.total_bytes,
         "times": c.times,
-        "seconds": c.times * _seconds_of(c, mesh, found),
+        "seconds": row.seconds,
         "shape": c.shape,
         "moved": moved,
         "line": c.line,
+        "cause": places.of(c.cause),
+        "emitted": places.of(c.emitted),
         "why": c.why,
         "advice": advice(c, plan, makers),
+        "pairs": row.pairs,
+        "over": row.over,
     }
 
 
-def _proposal(c: Collective, plan: Plan, sent: int, budget: Iterator[int]) -> str:
-    found = proposal(c, plan, sent, budget)
-    return "" if found is None else str(found)
-
-
-def _seconds_of(c: Collective, mesh: Mesh, found: Cost) -> float:
-    """Of one run: what the costed kernel of the same kind, axes and bytes takes."""
-    for k in found.kernels:
-        if k.sent == c.bytes and k.name == c.kind and k.axes == c.atoms:
-            return k.seconds
-    g = mesh.count(c.atoms)
-    operand = {"all_reduce": c.bytes * g // max(2 * (g - 1), 1), "all_gather": c.bytes // max(g - 1, 1)}
-    return network_seconds(c.kind, operand.get(c.kind, c.bytes), mesh, found.machine, c.atoms)
-
-
 def _groups(mesh: Mesh, atoms: tuple[str, ...]) -> str:
-    """The groups of devices that talk to each other, as text."""
+    """The groups of devices that communicate, as text."""
     found = groups(mesh, atoms)
     texts = [
         "{" + ",".join(map(str, g if len(g) <= 10 else g[:8])) + (",…}" if len(g) > 10 else "}") for g in found[:4]
@@ -181,45 +137,35 @@ def _groups(mesh: Mesh, atoms: tuple[str, ...]) -> str:
     return f"{len(found)} group{'s' if len(found) > 1 else ''} of {len(found[0])}: {' '.join(texts)}{more}"
 
 
-def _tensors(
-    explanation: Explanation, plan: Plan, makers: dict[Value, Equation], places: _Places
-) -> list[dict[str, Any]]:
-    """All arrays, largest first; a reason is [dimension, text, the row it came from or -1, its dimension]."""
-    order = sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))
-    row_of = {v: i for i, v in enumerate(order)}
-    rows = []
-    for v, row in zip(order, explanation.tensors, strict=True):
-        reasons = []
-        for d, atoms in enumerate(plan.shardings[v].dims):
-            if atoms and (reason := plan.reasons.get((v, d))):
-                source = reason.source
-                there = -1 if source is None else _dimension(plan, source, d, set(atoms))
-                reasons.append([d, str(reason), row_of[source] if source is not None and there >= 0 else -1, there])
-        rows.append(
-            {
-                "name": row.name,
-                "sharding": row.sharding,
-                "dims": [list(atoms) for atoms in plan.shardings[v].dims],
-                "shape": list(v.shape),
-                "bytes": row.bytes,
-                "local": row.local_bytes,
-                "argument": row.is_argument,
-                "place": places.of(makers.get(v)),
-                "note": row.note,
-                "reason": row.reason if row.why else "",
-                "reasons": reasons,
-            }
-        )
-    return rows
+def _timeline(
+    found: Cost, owners: Sequence[Collective | None], rows: Sequence[MergedCollective], places: Places
+) -> dict[str, Any]:
+    """Events as [start, length, what bounds it, name, place, row of its collective, kernels]; times in µs.
+
+    Names and places are numbers in ``texts``. What bounds an event counts in ``_BOUNDS``; 3: rounds that are not drawn.
+    """
+    laid = timeline(found)
+    row_of = {kernel: i for i, row in enumerate(rows) for kernel in row.kernels}
+    texts: dict[str, int] = {}
+
+    def text(t: str) -> int:
+        return texts.setdefault(t, len(texts))
+
+    def event(x: Event, count: int) -> list[Any]:
+        when = [float(f"{x.start * 1e6:.7g}"), float(f"{x.seconds * 1e6:.4g}")]
+        if x.kernel < 0:
+            return [*when, 3, text(x.name), text(""), -1, count]
+        k = found.kernels[x.kernel]
+        place = places.of(cause_of(k, owners[x.kernel]))
+        row = row_of.get(x.kernel, -1)
+        return [*when, _BOUNDS.index(k.bound), text(f"{k.name} {k.result}"), text(place), row, count]
+
+    events = [event(x, count) for x, count in thinned(laid.kernels, EVENTS)]
+    loops = [[*event(x, 1)[:2], x.depth, text(x.name)] for x in laid.loops if x.seconds * EVENTS > found.seconds]
+    return {"events": events, "loops": loops, "texts": list(texts)}
 
 
-def _dimension(plan: Plan, source: Value, dim: int, atoms: set[str]) -> int:
-    """The dimension of ``source`` that the same atoms came from, as ``Plan.chain`` follows them."""
-    dims = [d for d, own in enumerate(plan.shardings[source].dims) if atoms & set(own) and (source, d) in plan.reasons]
-    return -1 if not dims else dim if dim in dims else dims[0]
-
-
-def _memory(found: Cost, places: _Places) -> dict[str, Any]:
+def _memory(found: Cost, places: Places) -> dict[str, Any]:
     """The curve of temporaries (thinned to its maxima where it is long) and what makes the peak."""
     memory = found.memory
     every = max(1, -(-len(memory.moments) // MOMENTS))
@@ -244,10 +190,10 @@ def _memory(found: Cost, places: _Places) -> dict[str, Any]:
 
 
 def _time(found: Cost) -> list[dict[str, Any]]:
-    """Seconds, FLOPs and bytes by operator class and by what bounds them."""
+    """Seconds, FLOPs and bytes by class of operator and by what bounds them."""
     rows: dict[str, dict[str, Any]] = {}
     for k in found.kernels:
-        name = k.name if k.kind == "collective" else k.kind
+        name = k.name if k.kind == COLLECTIVE else k.kind
         row = rows.setdefault(
             name, {"class": name, "compute": 0.0, "memory": 0.0, "network": 0.0, "flops": 0, "moved": 0, "sent": 0}
         )
@@ -257,18 +203,21 @@ def _time(found: Cost) -> list[dict[str, Any]]:
     return sorted(rows.values(), key=lambda r: -(r["compute"] + r["memory"] + r["network"]))
 
 
-def _sent_in(file: str, lines: dict[str, list[float]]) -> float:
+def _sent_in(file: str, lines: Mapping[str, Sequence[float]]) -> float:
     """Bytes that the lines of a file send."""
     return sum(row[1] for at, row in lines.items() if at.rpartition(":")[0] == file)
 
 
-def _line_costs(found: Cost, places: _Places) -> dict[str, list[float]]:
-    """For each source line: seconds, bytes sent, FLOPs."""
+def _line_costs(
+    spmd: SpmdProgram, found: Cost, owners: Sequence[Collective | None], places: Places
+) -> dict[str, list[float]]:
+    """For each source line the seconds, bytes sent and FLOPs that it causes."""
     lines: dict[str, list[float]] = {}
-    for k in found.kernels:
-        row = lines.setdefault(places.of(k.equation), [0.0, 0, 0])
+    for k, c in zip(found.kernels, owners, strict=True):
+        row = lines.setdefault(places.of(cause_of(k, c)), [0.0, 0, 0])
         row[0] += k.total_seconds
-        row[1] += k.sent * k.times
         row[2] += k.flops * k.times
+    for c in spmd.collectives:
+        lines.setdefault(places.of(c.cause), [0.0, 0, 0])[1] += c.total_bytes
     lines.pop("", None)
     return lines

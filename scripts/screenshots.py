@@ -1,0 +1,78 @@
+"""Takes the pictures of docs/images: the explain page in light, dark and on a narrow screen, and the documentation.
+
+    python scripts/screenshots.py            needs Chromium and, for the documentation, Sphinx
+
+The page is that of ``examples/explained_transformer.py``: planned for devices that need not exist.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
+
+import explained_transformer
+
+import chromium
+import gshard
+
+IMAGES = ROOT / "docs" / "images"
+LARGEST = 300_000  # bytes of a picture
+MACHINE = "h100:8x8"
+
+# What is chosen on the page before the picture is taken: the line that sends most.
+HOTTEST = """
+const lines = Object.entries(D.lines).sort((a, b) => b[1][1] - a[1][1]);
+choose("line", lines[0][0]); shown(lines[0][0]);
+"""
+
+
+def explained(folder: Path) -> Path:
+    """The explain page of the example."""
+    step, *arguments = explained_transformer.example()
+    mesh = gshard.Mesh.abstract(data=8, model=8)
+    found = gshard.explain(gshard.jit(step, mesh=mesh, donate_argnums=(0, 1)), *arguments)
+    return found.html(folder / "explain.html", MACHINE)
+
+
+def documented(folder: Path) -> Path | None:
+    """The first page of the documentation; None without Sphinx."""
+    if importlib.util.find_spec("sphinx") is None:
+        return None
+    subprocess.run([sys.executable, "-m", "sphinx", "-q", "-b", "html", ROOT / "docs", folder / "docs"], check=True)
+    return folder / "docs" / "index.html"
+
+
+def main() -> None:
+    """Takes all pictures."""
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as name, chromium.Chromium() as browser:
+        page, documentation = explained(Path(name)), documented(Path(name))
+        pictures = [
+            (page, "explain", "light", 1280, 1000, ""),
+            (page, "explain-dark", "dark", 1280, 1000, HOTTEST),
+            (page, "explain-narrow", "light", 400, 900, ""),
+            (documentation, "documentation", "light", 1280, 900, ""),
+        ]
+        for address, title, scheme, width, height, script in pictures:
+            if address is None:
+                print(f"no picture of {title}: Sphinx is not installed")
+                continue
+            browser.look(scheme, width, height)
+            browser.open(address.as_uri())
+            browser.run(script)
+            time.sleep(0.3)
+            path = IMAGES / f"{title}.png"
+            browser.picture(path)
+            assert path.stat().st_size < LARGEST, f"{path} has {path.stat().st_size:,} bytes"
+            print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Difference: two explanations of a program, line by line: what became more, and what less.
+
+    before, after = (gshard.explain(f, x, mesh=8) for f in (step, step_with_a_mark))
+    print(after.difference(before))
+
+Lines are matched as ``diff`` matches them, by their text: a line that was added moves no other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gshard.core.errors import GShardError
+from gshard.core.program import format_bytes
+
+FORMAT = 2  # of the data that is compared; it is written into it
+_ALIKE = 0.3  # files of two names with so much in common are one that was renamed
+_LIKE = 0.6  # a line of which so much is left is one that was edited
+_SHOWN = 20  # lines in the text
+
+
+class DifferenceError(GShardError):
+    """What is compared is no explanation."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figures:
+    """What a line, or a program, takes on each device in one call.
+
+    Attributes:
+        sent: bytes.
+        flops: operations.
+        seconds: as modelled.
+    """
+
+    sent: int = 0
+    flops: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LineChange:
+    """One line of the source.
+
+    Attributes:
+        place: ``file:line``, after the change; before it, if the line is gone.
+        text: the line.
+        before, after: its figures.
+    """
+
+    place: str
+    text: str
+    before: Figures
+    after: Figures
+
+    @property
+    def more(self) -> int:
+        """Bytes that each device sends more."""
+        return self.after.sent - self.before.sent
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Two explanations, line by line.
+
+    Attributes:
+        names: what they are of, before and after.
+        before, after: the totals.
+        peaks: the peaks of a device's memory, None where they are not known.
+        lines: those whose figures changed, the largest changes in bytes first.
+    """
+
+    names: tuple[str, str]
+    before: Figures
+    after: Figures
+    peaks: tuple[int, int] | None
+    lines: tuple[LineChange, ...]
+
+    @property
+    def worse(self) -> tuple[LineChange, ...]:
+        """The lines that send more bytes than before."""
+        return tuple(line for line in self.lines if line.more > 0)
+
+    def data(self) -> dict[str, Any]:
+        """The same as lists and dictionaries, as the page shows them."""
+        return dataclasses.asdict(self)
+
+    def format(self, lines: int = _SHOWN) -> str:
+        """The totals, and at most so many lines."""
+        a, b = self.before, self.after
+        rows = [("sent by each device", a.sent, b.sent, format_bytes), ("FLOPs of a device", a.flops, b.flops, _flops)]
+        if self.peaks is not None:
+            rows.append(("peak memory of a device", *self.peaks, format_bytes))
+        text = [f"{self.names[0]} -> {self.names[1]}"]
+        text += [f"  {what:<24} {show(x):>12} -> {show(y):>12}  {_percent(x, y)}" for what, x, y, show in rows]
+        text.append(
+            f"  {'modelled time of a call':<24} {_ms(a.seconds):>12} -> {_ms(b.seconds):>12}  ",
+        )
+        text[-1] += _percent(a.seconds, b.seconds)
+        if not self.lines:
+            return "\n".join([*text, "", "no line changed"])
+        text += ["", "lines (bytes sent, FLOPs, time: after minus before)"]
+        for line in self.lines[:lines]:
+            flops, seconds = line.after.flops - line.before.flops, line.after.seconds - line.before.seconds
+            sent = _signed(line.more, format_bytes)
+            text.append(f"  {sent:>12} {_signed(flops, _flops):>12} {_signed(seconds, _ms):>11}  {line.place}")
+            text[-1] += f"  {line.text.strip()[:60]}" if line.text else ""
+        if len(self.lines) > lines:
+            text.append(f"  ... and {len(self.lines) - lines} more lines")
+        return "\n".join(text)
+
+    def __str__(self) -> str:
+        return self.format()
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
+    """Compares the data of two explanations.
+
+    Args:
+        before, after: what ``Explanation.data`` gives, or was read from the file of ``gshard explain --json``.
+
+    Raises:
+        DifferenceError: one of them is something else, or was written by another version.
+    """
+    for data in (before, after):
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise DifferenceError(
+                "this is no explanation that can be compared.",
+                got="it was written by another version of gshard" if "totals" in (data or ()) else "it has no totals",
+                way_out="Write it with: gshard explain TARGET --json FILE",
+            )
+    moved = dict(_matched(before["files"], after["files"]))
+    texts = {f"{f['name']}:{n} (gone)": text for f in before["files"] for n, text in f["lines"]}
+    texts |= {f"{f['name']}:{n}": text for f in after["files"] for n, text in f["lines"]}
+    earlier: dict[str, Figures] = {}
+    for place, row in before["lines"].items():
+        name, _, number = place.rpartition(":")
+        found = moved.get((name, int(number)), place if (name, int(number)) not in moved else None)
+        earlier[found if found is not None else f"{place} (gone)"] = _figures(row)
+    later = {place: _figures(row) for place, row in after["lines"].items()}
+    changed = [
+        LineChange(place, texts.get(place, ""), earlier.get(place, Figures()), b)
+        for place, b in {**dict.fromkeys(earlier, Figures()), **later}.items()
+        if earlier.get(place, Figures()) != b
+    ]
+    changed.sort(key=lambda line: (-abs(line.more), -abs(line.after.seconds - line.before.seconds), line.place))
+    a, b = (data["totals"] for data in (before, after))
+    was, now = (Figures(t["sent"], t["flops"], t["seconds"]) for t in (a, b))
+    peaks = None if a["peak"] is None or b["peak"] is None else (a["peak"], b["peak"])
+    return Difference((str(before["name"]), str(after["name"])), was, now, peaks, tuple(changed))
+
+
+def _figures(row: Sequence[float]) -> Figures:
+    seconds, sent, flops = row
+    return Figures(int(sent), int(flops), seconds)
+
+
+def _matched(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[tuple[str, int], str | None]]:
+    """For each line that was shown before, the place where it is now; None where it is gone."""
+    later = {f["name"]: f for f in after}
+    free = [f for f in after if f["name"] not in {b["name"] for b in before}]
+    for f in before:
+        g = later.get(f["name"]) or max(free, key=lambda g: _matcher(f, g).ratio(), default=None)
+        if g is None or (g["name"] != f["name"] and _matcher(f, g).ratio() < _ALIKE):
+            continue
+        for kind, i, end, j, stop in _matcher(f, g).get_opcodes():
+            pairs = zip(range(i, end), range(j, stop)) if kind == "equal" else _edited(f, g, i, end, j, stop)
+            same = dict(pairs)
+            for k in range(i, end):
+                yield (f["name"], f["lines"][k][0]), f"{g['name']}:{g['lines'][same[k]][0]}" if k in same else None
+
+
+def _edited(
+    f: Mapping[str, Any], g: Mapping[str, Any], i: int, end: int, j: int, stop: int
+) -> Iterator[tuple[int, int]]:
+    """Of lines that were replaced by others, those that are still much alike, in order."""
+    for k in range(i, end):
+        kept = {m: _kept(f["lines"][k][1].strip(), g["lines"][m][1].strip()) for m in range(j, stop)}
+        best = max(kept, key=lambda m: kept[m], default=None)
+        if best is not None and kept[best] > _LIKE:
+            yield k, best
+            j = best + 1
+
+
+def _kept(before: str, after: str) -> float:
+    """How much of the shorter of two lines is in the longer one: what is wrapped in a mark is all there."""
+    blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks()
+    return sum(block.size for block in blocks if block.size > 1) / max(1, min(len(before), len(after)))
+
+
+def _matcher(f: Mapping[str, Any], g: Mapping[str, Any]) -> difflib.SequenceMatcher[str]:
+    ours, theirs = ([str(text).strip() for _, text in side["lines"]] for side in (f, g))
+    return difflib.SequenceMatcher(None, ours, theirs, autojunk=False)
+
+
+def _flops(n: float) -> str:
+    for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
+        if abs(n) >= size:
+            return f"{n / size:.4g} {unit}"
+    return f"{n:.4g} FLOP"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def _signed(n: Any, show: Any) -> str:
+    return "=" if not n else f"{'+' if n > 0 else '-'}{show(abs(n))}"
+
+
+def _percent(before: float, after: float) -> str:
+    if before == after:
+        return "unchanged"
+    if not before:
+        return "new"
+    return f"x {after / before:.4g}" if after > 10 * before else f"{100 * (after - before) / before:+.1f} %"

@@ -1,0 +1,173 @@
+"""Verdict: what bounds a call of a program on a machine, in a few sentences.
+
+print(gshard.explain(step, params, batch, mesh=8).verdict("v5e:2x4"))
+
+Network-bound: of 3.21 ms a call on v5e:2x4, 62 % is communication, 30 % arithmetic, 8 % memory traffic.
+An even share of the matrix products takes 0.92 ms at the machine's peak rate: 29 % of the call.
+...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from gshard.analysis.cost import Cost
+from gshard.analysis.origin import MergedCollective
+from gshard.analysis.proposal import Proposal
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Block, Equation, format_bytes, short_dtype
+from gshard.passes.device_program import PRODUCT, flops, kind_of
+
+BOUNDS = {"network": "communication", "compute": "arithmetic", "memory": "memory traffic"}
+EVEN = 1.02  # of its share of the products: more is no rounding of uneven parts any more
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What bounds one call of a program on a machine, as modelled.
+
+    Attributes:
+        cost: what it was read from.
+        mesh: the devices.
+        ideal: seconds that an even share of all products takes at the machine's peak rate.
+        work: operations of products that a device computes, as a multiple of an even share.
+        repeated: the line whose products exceed their share most, and how many times it; None if none does.
+        sent: bytes that each device sends.
+        largest: the collectives of a kind at a line that send most and, if they are others, those that take longest.
+        proposal: the mark that lowers the bytes sent most, of those that were tried.
+        tried: for how many collectives marks were tried.
+    """
+
+    cost: Cost
+    mesh: Mesh
+    ideal: float
+    work: float
+    repeated: tuple[str, float] | None
+    sent: int
+    largest: tuple[MergedCollective, ...]
+    proposal: Proposal | None
+    tried: int
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What a call is spent on, ``compute``, ``memory`` and ``network``, as parts of its seconds."""
+        total = self.cost.seconds
+        return {what: self.cost.by_bound.get(what, 0.0) / total if total else 0.0 for what in BOUNDS}
+
+    @property
+    def bound(self) -> str:
+        """What most of a call is spent on."""
+        return max(self.shares, key=lambda what: self.shares[what])
+
+    @property
+    def share(self) -> float:
+        """The ideal time as a part of a call: 1 is products alone, evenly divided, at the peak rate."""
+        return self.ideal / self.cost.seconds if self.cost.seconds else 0.0
+
+    @property
+    def headline(self) -> str:
+        """The first sentence."""
+        found = self.cost
+        if not found.seconds:
+            return f"Nothing to run: no operation reaches a device of {found.machine.name}."
+        parts = ", ".join(f"{100 * s:.0f} % {BOUNDS[w]}" for w, s in sorted(self.shares.items(), key=lambda p: -p[1]))
+        return f"{self.bound.capitalize()}-bound: {_time(found.seconds)} a call on {found.machine.name}, {parts}."
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The others."""
+        return tuple(text for text in (self._compute(), self._network(), self._way_out(), self._memory()) if text)
+
+    def _compute(self) -> str:
+        if not self.ideal:
+            return "There is no matrix product."
+        text = f"An even share of the matrix products takes {_time(self.ideal)} at the peak rate: "
+        text += f"{100 * self.share:.0f} % of the call (an upper limit of MFU). "
+        if self.repeated is None:
+            return text + "No product is computed by more than one device."
+        line, times = self.repeated
+        return f"{text}Each device computes {self.work:.2f} times its share, most at {line}: {times:.3g} times."
+
+    def _network(self) -> str:
+        if not self.largest:
+            return "No device sends anything."
+        most, *longest = self.largest
+        share = 100 * most.collective.total_bytes / max(self.sent, 1)
+        text = f"Of {format_bytes(self.sent)} that each device sends, {share:.0f} % is the {self._named(most)}."
+        return text + "".join(f" In time the largest is the {self._named(c)}." for c in longest)
+
+    def _named(self, row: MergedCollective) -> str:
+        c = row.collective
+        times = f", {c.times} times" if c.times > 1 else ""
+        over = self.mesh.format_atoms(c.atoms)
+        return f"{c.kind} of {c.shape} over {over}{times}, {_time(row.seconds)}, caused at {c.line or 'the border'}"
+
+    def _way_out(self) -> str:
+        p = self.proposal
+        if p is not None:
+            return (
+                f"Fewer bytes: {p.mark} on {p.at}. Planned again with it, each device sends {format_bytes(p.after)} "
+                f"instead of {format_bytes(p.before)}."
+            )
+        return f"No mark lowers this: tried for the {self.tried} largest collectives." if self.tried > 1 else ""
+
+    def _memory(self) -> str:
+        found = self.cost
+        says = "it fits" if found.fits else "it does not fit"
+        return f"Peak memory of a device: {format_bytes(found.peak)} of {format_bytes(found.machine.memory)}, {says}."
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *self.sentences])
+
+
+def verdict(
+    plan: Plan, found: Cost, rows: Sequence[MergedCollective], proposals: Sequence[Proposal | None], tried: int
+) -> Verdict:
+    """Reads the verdict off a cost.
+
+    Args:
+        plan: the program and how it is split.
+        found: what it takes on a machine.
+        rows: its collectives, those that send most first.
+        proposals: for each a mark that would lower the bytes sent.
+        tried: for how many of them marks were tried.
+    """
+    machine, devices = found.machine, plan.mesh.size
+    whole: Counter[str] = Counter()
+    ideal = 0.0
+    for e, times in _products(plan.program.block):
+        whole[e.line] += flops(e) * times
+        ideal += flops(e) * times / machine.rate(short_dtype(e.inputs[0].dtype)) / devices
+    own: Counter[str] = Counter()
+    for k in found.kernels:
+        if k.kind == PRODUCT:
+            own[k.line] += flops(k.equation) * k.times * devices
+    total = sum(whole.values())
+    extra = {line: n - whole[line] for line, n in own.items() if n > EVEN * whole[line] and whole[line]}
+    worst = max(extra, key=lambda line: extra[line], default=None)
+    repeated = None if worst is None else (worst, own[worst] / whole[worst])
+    work = sum(own.values()) / total if total else 1.0
+    best = min((p for p in proposals if p is not None), key=lambda p: p.after, default=None)
+    sent = sum(row.collective.total_bytes for row in rows)
+    longest = max(rows, key=lambda row: row.seconds, default=None)
+    largest = rows[:1] if longest is None or longest is rows[0] else (rows[0], longest)
+    return Verdict(found, plan.mesh, ideal, work, repeated, sent, tuple(largest), best, tried)
+
+
+def _products(block: Block, times: int = 1) -> Iterator[tuple[Equation, int]]:
+    """The products of the program as it was written, and how often each is computed."""
+    for e in block.equations:
+        for body in e.blocks:
+            yield from _products(body, times * e.trips)
+        if e.rule is not None and flops(e) and kind_of(e) == PRODUCT:
+            yield e, times
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"

@@ -1,0 +1,168 @@
+"""Checked: which choices of a model's configuration go together, and what is said of those that do not."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from gshard.core.errors import GShardError, known_names
+
+if TYPE_CHECKING:
+    from gshard.moe.config import TransformerConfig
+
+CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "routing": ("paper", "lingvo", "top_k", "expert_choice"),
+        "decoder_routing": ("paper", "lingvo", "top_k"),
+        "second_expert": ("random", "all"),
+        "gates": ("softmax", "sigmoid"),
+        "balance": ("loss", "bias"),
+        "dispatch": ("einsum", "gather", "blocks", "ragged"),
+        "activation": ("relu", "swiglu"),
+        "positions": ("sinusoidal", "rotary"),
+    }
+)
+_SIZES = ("target_vocabulary", "model_dim", "hidden_dim", "heads", "head_dim", "decoder_layers", "partitions",
+    "top_k", "experts_every")  # fmt: skip
+
+
+class ModelError(GShardError):
+    """A model's configuration makes no sense, or does not fit the batch it is given."""
+
+
+def require(holds: bool, what: str, got: str, way_out: str | None = None) -> None:
+    """Raises a ``ModelError`` unless something holds."""
+    if not holds:
+        raise ModelError(what, None, got, way_out)
+
+
+def check(config: TransformerConfig) -> None:
+    """Refuses what makes no sense.
+
+    Raises:
+        ModelError: with what was given, and the way out.
+    """
+    for name in _SIZES:
+        require(getattr(config, name) >= 1, f"{name} must be at least 1.", f"{name}={getattr(config, name)}")
+    for name in ("encoder_layers", "shared_experts", "dense_first", "source_vocabulary"):
+        require(getattr(config, name) >= 0, f"{name} must not be negative.", f"{name}={getattr(config, name)}")
+    require(
+        (config.encoder_layers == 0) == (config.source_vocabulary == 0),
+        "an encoder and a source vocabulary come together.",
+        f"source_vocabulary={config.source_vocabulary}, encoder_layers={config.encoder_layers}",
+        "Use both, or 0 for both: TransformerConfig.decoder_only(vocabulary, layers).",
+    )
+    for name in ("dropout", "attention_dropout"):
+        rate = getattr(config, name)
+        require(0.0 <= rate < 1.0, f"{name} must be a rate from 0 up to, not including, 1.", f"{name}={rate}")
+    for name, known in CHOICES.items():
+        value = getattr(config, name)
+        if value is not None or name != "decoder_routing":
+            way_out = known_names(str(value), known, "Use one of")
+            require(value in known, f"{name} {value!r} is not known.", f"{name}={value!r}", way_out)
+    for name in ("dense_hidden_dim", "kv_heads"):
+        value = getattr(config, name)
+        require(value is None or value >= 1, f"{name} must be at least 1.", f"{name}={value}")
+    _check_positions(config)
+    if config.experts:
+        _check_experts(config)
+        _check_routing(config)
+
+
+def _check_positions(config: TransformerConfig) -> None:
+    kv_heads = config.kv_heads or config.heads
+    require(
+        config.heads % kv_heads == 0,
+        "heads of queries are shared out evenly among those of keys and values.",
+        f"heads={config.heads}, kv_heads={kv_heads}",
+        "Use a kv_heads that divides heads.",
+    )
+    if config.positions == "sinusoidal":
+        require(
+            config.model_dim % 2 == 0, "sinusoidal positions need an even model_dim.", f"model_dim={config.model_dim}"
+        )
+    else:
+        require(config.head_dim % 2 == 0, "rotary positions need an even head_dim.", f"head_dim={config.head_dim}")
+        require(config.rotary_base > 0, "rotary_base must be positive.", f"rotary_base={config.rotary_base}")
+
+
+def _check_experts(config: TransformerConfig) -> None:
+    require(
+        config.experts >= 2,
+        "top-2 gating needs at least two experts.",
+        f"experts={config.experts}",
+        "Use experts=0 for a dense model.",
+    )
+    every = config.experts_every
+    for name in ("encoder_layers", "decoder_layers"):
+        layers = getattr(config, name)
+        above = layers - config.dense_first
+        require(
+            layers == 0 or (above > 0 and above % every == 0),
+            f"{name} must be {'even' if every == 2 and not config.dense_first else f'a multiple of {every}'}"
+            f"{f' above {config.dense_first} dense ones' if config.dense_first else ''}: layers come in "
+            f"{'pairs' if every == 2 else f'blocks of {every}'}, one with experts and {every - 1} without.",
+            f"{name}={layers}, experts={config.experts}",
+            f"Use {config.dense_first + every * max(1, -(-above // every))} layers, or experts=0.",
+        )
+    require(
+        config.dispatch != "blocks" or config.partitions == 1,
+        "dispatch 'blocks' reads the weights of one expert after the other and cannot be split over experts.",
+        f"dispatch='blocks', partitions={config.partitions}",
+        "Use dispatch='ragged', or 'gather' with capacity_factor=math.inf, which drop nothing either.",
+    )
+    require(
+        config.dispatch != "ragged" or config.experts % config.partitions == 0,
+        "dispatch 'ragged' gives each partition as many experts as the others.",
+        f"experts={config.experts}, partitions={config.partitions}",
+        "Use a number of partitions that divides the experts, or dispatch='gather'.",
+    )
+    require(
+        config.group_size is None or config.group_size >= 1, "a group needs a token.", f"group_size={config.group_size}"
+    )
+    require(
+        config.capacity_factor > 0, "capacity_factor must be positive.", f"capacity_factor={config.capacity_factor}"
+    )
+    if config.group_size is not None and not config.drops_nothing:
+        config.capacity(config.group_size)
+
+
+def _check_routing(config: TransformerConfig) -> None:
+    decoder = config.decoder_routing or config.routing
+    require(
+        decoder != "expert_choice",
+        "experts that choose among the tokens of a group see later ones: a decoder would see what it is to predict.",
+        "routing='expert_choice'",
+        "Leave it to the encoder: decoder_routing='top_k'.",
+    )
+    kinds = {decoder, config.routing} if config.encoder_layers else {decoder}
+    for kind in kinds & {"paper", "lingvo"}:
+        require(
+            config.top_k == 2,
+            f"routing {kind!r} sends a token to two experts.",
+            f"top_k={config.top_k}",
+            "Use routing='top_k'.",
+        )
+    require(
+        config.top_k <= config.experts,
+        "a token cannot go to more experts than there are.",
+        f"top_k={config.top_k}, experts={config.experts}",
+    )
+    require(
+        config.top_k > 1 or not config.normalise_gates,
+        "the weight of a token's only expert would always be 1, and the router would learn nothing.",
+        "top_k=1, normalise_gates=True",
+        "Use normalise_gates=False.",
+    )
+    require(
+        "expert_choice" not in kinds or not config.drops_nothing,
+        f"experts that choose have equal loads: dispatch {config.dispatch!r} has nothing to do.",
+        f"routing='expert_choice', dispatch={config.dispatch!r}",
+        "Use dispatch='gather'.",
+    )
+    require(
+        "expert_choice" not in kinds or config.balance == "loss",
+        "experts that choose are balanced without a bias.",
+        "routing='expert_choice', balance='bias'",
+        "Leave balance as it is.",
+    )

@@ -1,0 +1,125 @@
+"""Models: the paper's by their names in Table 1, and decoders as they are built now, by those of their model cards.
+
+    model("mixtral-8x7b").experts          # 8
+
+Sizes are those that the publishers of each model give in its configuration; weights of ours are as many as theirs
+(``DeepSeek-V3-like`` but for its attention, which is grouped-query where theirs is latent). They are to be planned and
+searched, and as a beginning for smaller ones: ``dataclasses.replace(model("mixtral-8x7b"), decoder_layers=4)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from types import MappingProxyType
+
+from gshard.moe.checked import ModelError
+from gshard.moe.config import TABLE_1, TransformerConfig
+
+# Jiang et al. 2024, "Mixtral of Experts": 46.7e9 weights, 12.9e9 of them for a token.
+_MIXTRAL = TransformerConfig.decoder_only(
+    32_000,
+    32,
+    model_dim=4096,
+    hidden_dim=14_336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    experts=8,
+    top_k=2,
+    capacity_factor=2.5,
+    group_size=4096,
+    aux_weight=0.02,
+    rotary_base=1e6,
+    dtype="bfloat16",
+)
+
+DECODERS = MappingProxyType(
+    {
+        "Mixtral-8x7B": _MIXTRAL,
+        # The same authors, 2024: 141e9 weights, 39e9 of them for a token.
+        "Mixtral-8x22B": dataclasses.replace(
+            _MIXTRAL, decoder_layers=56, model_dim=6144, hidden_dim=16_384, heads=48, aux_weight=0.001
+        ),
+        # Dai et al. 2024, "DeepSeekMoE": 16.4e9 weights, 2.8e9 of them for a token.
+        "DeepSeekMoE-16B": TransformerConfig.decoder_only(
+            102_400,
+            28,
+            model_dim=2048,
+            hidden_dim=1408,
+            heads=16,
+            head_dim=128,
+            experts=64,
+            top_k=6,
+            shared_experts=2,
+            dense_first=1,
+            dense_hidden_dim=10_944,
+            normalise_gates=False,
+            capacity_factor=7.5,
+            group_size=4096,
+            aux_weight=0.001,
+            dtype="bfloat16",
+        ),
+        # DeepSeek-AI 2024, "DeepSeek-V3": 671e9 weights, 37e9 of them for a token. Ours has 4e9 more, because eight
+        # heads of keys and values stand in for the latent attention. Routing by groups of experts is left out.
+        "DeepSeek-V3-like": TransformerConfig.decoder_only(
+            129_280,
+            61,
+            model_dim=7168,
+            hidden_dim=2048,
+            heads=128,
+            kv_heads=8,
+            head_dim=128,
+            experts=256,
+            top_k=8,
+            shared_experts=1,
+            dense_first=3,
+            dense_hidden_dim=18_432,
+            gates="sigmoid",
+            gate_scale=2.5,
+            balance="bias",
+            capacity_factor=10.0,
+            group_size=4096,
+            dtype="bfloat16",
+        ),
+    }
+)
+
+MODELS = MappingProxyType({**TABLE_1, **DECODERS})
+
+
+def model(name: str) -> TransformerConfig:
+    """A model by its name; capitals, spaces and punctuation do not matter.
+
+    Raises:
+        ModelError: there is no such model; it names the nearest, and all.
+
+    >>> model("moe 128e 12l") is TABLE_1["MoE(128E, 12L)"]
+    True
+    """
+    return MODELS[model_name(name)]
+
+
+def model_name(name: str) -> str:
+    """The name of a model as it is written here.
+
+    Raises:
+        ModelError: there is no such model.
+
+    >>> model_name("mixtral 8X7b")
+    'Mixtral-8x7B'
+    """
+    written = {_folded(known): known for known in MODELS}
+    folded = _folded(name)
+    if folded not in written:
+        near = difflib.get_close_matches(folded, written, n=1)
+        meant = f"Did you mean {written[near[0]]!r}? " if near else ""
+        raise ModelError(
+            f"no model is called {name!r}.", None, name, f"{meant}Models are {', '.join(map(repr, MODELS))}."
+        )
+    return written[folded]
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "", name.lower())

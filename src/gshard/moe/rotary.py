@@ -1,0 +1,53 @@
+"""Rotary positions: queries and keys are turned by angles that grow with their positions (Su et al. 2021).
+
+The score of a query and a key then depends on how far apart they are and on nothing else of their positions. Of a
+head's D numbers the first half and the second half form D/2 pairs, each with an angle of its own; no parameters.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gshard.moe.config import TransformerConfig
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of D/2 angles for positions of B sentences, float32 [B, L, D/2]; B may be 1."""
+
+    cosine: jax.Array
+    sine: jax.Array
+
+
+def rotation(config: TransformerConfig, position_BL: jax.Array) -> Rotation | None:
+    """The rotation of these positions; None if the model has other ones.
+
+    Args:
+        config: the model; pair i of a head turns by ``position * rotary_base ** (-2i / D)``.
+        position_BL: int32.
+
+    >>> rotation(TransformerConfig(9, 9), jnp.zeros((1, 3), int)) is None
+    True
+    """
+    if config.positions != "rotary":
+        return None
+    power_X = jnp.arange(config.head_dim // 2, dtype=jnp.float32) * (2.0 / config.head_dim)
+    angle_BLX = position_BL[:, :, None].astype(jnp.float32) * jnp.float32(config.rotary_base) ** -power_X
+    return Rotation(jnp.cos(angle_BLX), jnp.sin(angle_BLX))
+
+
+def turned(x_BLND: jax.Array, by: Rotation | None) -> jax.Array:
+    """Turns every head, in float32; the same dtype comes back.
+
+    >>> quarter = Rotation(jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1)))
+    >>> turned(jnp.array([[[[2.0, 3.0]]]]), quarter).tolist()
+    [[[[-3.0, 2.0]]]]
+    """
+    if by is None:
+        return x_BLND
+    cosine, sine = by.cosine[:, :, None, :], by.sine[:, :, None, :]
+    left, right = jnp.split(x_BLND.astype(jnp.float32), 2, axis=-1)
+    both = [left * cosine - right * sine, right * cosine + left * sine]
+    return jnp.concatenate(both, axis=-1).astype(x_BLND.dtype)

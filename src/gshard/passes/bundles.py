@@ -1,0 +1,146 @@
+"""Bundles: values that have one sharding between them, because elementwise equations tie them together.
+
+    y = jnp.exp(x + 1) * m        x, x + 1, exp(x + 1), m and y are one bundle
+
+To move one of them and not the others would cost a collective and spare nothing that moving all of them does not. A
+value that the user marked, an argument and a value at the border of a loop are bundles of their own: there a sharding
+may change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+
+import jax.numpy as jnp
+
+from gshard.core.program import Constant, Equation, Program, Value
+from gshard.core.rule import PARALLEL, REDUCE, Rule
+
+_ADDED = frozenset({"add", "mul"})  # what only numbers can be combined by
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bundles:
+    """The bundles of a program.
+
+    Attributes:
+        members: the values of each bundle, in program order.
+        of: the number of each value's bundle.
+        tied: the equations all of whose arrays are in one bundle: they have no choice of their own.
+        unreduced: by which monoids all members of a bundle may be parts still to be combined.
+    """
+
+    members: tuple[tuple[Value, ...], ...]
+    of: dict[Value, int]
+    tied: frozenset[Equation]
+    unreduced: dict[int, tuple[str, ...]]
+
+
+def bundles_of(program: Program, alone: Collection[Value], finished: Collection[Value] = ()) -> Bundles:
+    """Finds the bundles of a program.
+
+    Args:
+        program: its equations.
+        alone: values that are not tied to others.
+        finished: those in which nothing is left to be combined.
+    """
+    monoids = _unfinished(program, finished)
+    parent: dict[Value, Value] = {}
+
+    def root(v: Value) -> Value:
+        while parent.setdefault(v, v) is not v:
+            parent[v] = v = parent[parent[v]]
+        return v
+
+    tied: list[Equation] = []
+    for v in program.block.values():
+        root(v)
+    for e in program.block.walk():
+        together = _together(e, alone, monoids)
+        for v in together[1:]:
+            parent[root(v)] = root(together[0])
+        if _has_no_choice(e, together, monoids):
+            tied.append(e)
+    members: dict[Value, list[Value]] = {}
+    for v in program.block.values():
+        members.setdefault(root(v), []).append(v)
+    of = {v: k for k, group in enumerate(members.values()) for v in group}
+    unreduced: dict[int, tuple[str, ...]] = {}
+    for k, group in enumerate(members.values()):
+        own = dict.fromkeys(m for v in group for m in monoids.get(v, ()))
+        found = [m for m in own if m not in _ADDED or all(map(_is_number, group))]
+        if found and not any(v in finished for v in group):
+            unreduced[k] = tuple(found)
+    return Bundles(tuple(map(tuple, members.values())), of, frozenset(tied), unreduced)
+
+
+def _together(e: Equation, alone: Collection[Value], monoids: Mapping[Value, Collection[str]]) -> list[Value]:
+    """The arrays of an elementwise equation that are cut alike: its result and operands of the same dimensions.
+
+    What may be parts still to be combined is among them only where it may pass.
+    """
+    if e.rule is None or e.mark is not None or e.rule.fixed is not None or len(e.outputs) != 1:
+        return []
+    (result,), (dims,) = e.outputs, e.rule.results
+    if not result.shape or result in alone or any(len(d) != 1 for d in dims):
+        return []
+    if not e.rule.known or not all(f.kind == PARALLEL for f in e.rule.factors):
+        return []
+    own, found = set(monoids.get(result, ())), [result]
+    for i, (v, d) in enumerate(zip(e.inputs, e.rule.operands, strict=True)):
+        if not isinstance(v, Value) or d != dims or v.shape != result.shape or v in alone:
+            continue
+        passing = {monoid for monoid, operands in e.rule.linear if i in operands}
+        if passing.issuperset(own | set(monoids.get(v, ()))):
+            found.append(v)
+    return list(dict.fromkeys(found)) if len(found) > 1 else []
+
+
+def _has_no_choice(e: Equation, together: Collection[Value], monoids: Mapping[Value, Collection[str]]) -> bool:
+    """Whether all arrays of an equation are in one bundle, and parts still to be combined pass all of them alike."""
+    if not together or not all(isinstance(v, Constant) or v in together for v in e.inputs):
+        return False
+    assert e.rule is not None
+    every = frozenset(i for i, v in enumerate(e.inputs) if isinstance(v, Value))
+    return all((monoid, every) in e.rule.linear for v in together for monoid in monoids.get(v, ()))
+
+
+def _unfinished(program: Program, finished: Collection[Value]) -> dict[Value, dict[str, None]]:
+    """By which monoids the parts of each value may still have to be combined."""
+    monoids: dict[Value, dict[str, None]] = {}
+
+    def may(v: Value, monoid: str) -> bool:
+        if v in finished or (monoid in _ADDED and not _is_number(v)):
+            return False
+        new = monoid not in monoids.setdefault(v, {})
+        monoids[v][monoid] = None
+        return new
+
+    around = [(edge, e) for e in program.block.walk() for edge in e.edges if edge.outer not in e.inputs]
+    news = True
+    while news:
+        news = False
+        for e in program.block.walk():
+            if e.rule is not None and e.rule.fixed is None:
+                for monoid in _made(e, e.rule, monoids):
+                    news |= any([may(v, monoid) for v in e.outputs])
+        for edge, _ in around:  # what leaves a loop, or goes round in it
+            for monoid in tuple(monoids.get(edge.inner, ())):
+                news |= may(edge.outer, monoid)
+        news = news and bool(around)
+    return monoids
+
+
+def _made(e: Equation, rule: Rule, monoids: Mapping[Value, Collection[str]]) -> dict[str, None]:
+    """The monoids by which parts of an equation's results may have to be combined."""
+    found = {f.monoid or "add": None for f in rule.factors if f.kind == REDUCE and f.size > 1}
+    for monoid, operands in rule.linear:
+        values = (e.inputs[i] for i in operands)
+        if any(isinstance(v, Value) and monoid in monoids.get(v, ()) for v in values):
+            found[rule.after(monoid)] = None
+    return found
+
+
+def _is_number(v: Value) -> bool:
+    return bool(jnp.issubdtype(v.dtype, jnp.number))

@@ -1,0 +1,398 @@
+"""Choices: what there is to choose from in a program, and what it costs, as the problem of ``passes.graph``.
+
+Costs are those of an objective, those of bodies as often as they run. Marks, shardings of arguments, and facts
+(``passes.facts``) leave a bundle only the states that they allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from gshard.core.mark import Demand
+from gshard.core.mesh import Atoms
+from gshard.core.plan import local_bytes
+from gshard.core.program import Block, Equation, Program, Value, itemsize
+from gshard.core.rule import PARALLEL, Rule
+from gshard.core.sharding import Sharding
+from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.core.uneven import cut_evenly
+from gshard.passes.bundles import bundles_of
+from gshard.passes.candidates import Arrays, arrays_of, candidates
+from gshard.passes.device_program import PASSING, REGION, Kernel
+from gshard.passes.facts import Facts, demands
+from gshard.passes.graph import Graph
+from gshard.passes.moves import is_made_of
+from gshard.passes.objective import Objective
+from gshard.passes.ways import Piece, pieces, shardings, splits
+from gshard.passes.windows import SharedWindows
+from gshard.rules.region import REGIONS, Crossing
+from gshard.solver.problem import Floats, Problem
+
+# What differs from the facts costs so much: among equals what the marks say.
+_OTHERWISE = 1e-3
+# What a caller may have to move afterwards counts so much.
+_AFTERWARDS = 1 / 8
+
+
+def graph_of(
+    program: Program,
+    objective: Objective,
+    *,
+    facts: Facts | None = None,
+    donated: Sequence[int] = (),
+    keep_uneven: bool = False,
+) -> Graph:
+    """The problem of a program.
+
+    Args:
+        program: with the user's marks.
+        objective: what choices cost, on a mesh.
+        facts: what follows from the marks: arguments, and results that are to go round, keep it. Without, they are
+            to be chosen too.
+        donated: inputs of the program (captured arrays counted) whose memory results of the same kind take. Such a
+            result has its argument's sharding.
+        keep_uneven: whether results leave in unequal parts too.
+
+    Raises:
+        ShardingError: a mark does not fit its value or the mesh.
+    """
+    return _Builder(program, objective, facts).graph(donated, keep_uneven)
+
+
+class _Builder:
+    def __init__(self, program: Program, objective: Objective, facts: Facts | None):
+        self.program, self.objective, self.mesh, self.facts = program, objective, objective.mesh, facts
+        self.times = dict(_times(program.block, 1))
+        self.said: dict[Value, list[Demand]] = {}
+        for v, demand, _ in demands(program, self.mesh):
+            self.said.setdefault(v, []).append(demand)
+        self.crossings = [(e, c) for e in program.block.walk() if e.rule is None for c in REGIONS[e.name].crossings(e)]
+        inner = {v for e in program.block.walk() for body in e.blocks for v in body.inputs}
+        self.carried = inner & {c.edge.inner for _, c in self.crossings if not c.inward}
+        self.loops = {e for e, c in self.crossings if c.each_round or e.trips > 1}
+        entering = inner - {c.edge.inner for _, c in self.crossings if c.each_round}
+        finished = {*program.block.inputs, *self.said, *entering}
+        self.bundles = bundles_of(program, {*finished, *inner}, finished)
+        self.suggested = {} if facts is None else self._suggested(facts)
+        self.leaving = set() if facts is None else self._leaving(facts)
+        self.states = tuple(map(self._states, range(len(self.bundles.members))))
+        self.costs: list[Floats] = [np.array([self._otherwise(k, s) for s in own]) for k, own in enumerate(self.states)]
+        self.edges: list[tuple[int, int, Floats]] = []
+        self.names = [_name_of_bundle(group, program) for group in self.bundles.members]
+        self.tables: dict[object, Floats] = {}
+        self.windows = SharedWindows(program.block)
+        self.ways: dict[object, tuple[tuple[Split, ...], tuple[Split, ...]]] = {}
+        self.options: dict[tuple[Equation, Piece], tuple[int, tuple[Split, ...]]] = {}
+        self.readings: dict[Value, tuple[int, Sequence[Sharding]]] = {}
+        self.leaves: dict[Value, tuple[int, Sequence[Sharding]]] = {}
+        self.held: list[tuple[int, Equation, Sequence[int]]] = []
+        self.brought: list[tuple[int, Equation, Floats]] = []
+
+    def graph(self, donated: Sequence[int], keep_uneven: bool) -> Graph:
+        marked: dict[Equation, tuple[Split, ...]] = {}
+        for e in self.program.block.walk():
+            if e.rule is None or e in self.bundles.tied:
+                continue
+            for piece in pieces(e.rule):
+                ways, marked[e] = self._ways(e, piece)
+                self.options[e, piece] = self._node(len(ways), f"{e.name} at {e.line}"), ways
+        for kernel, times in self.objective.kernels(self.program.block):
+            self._work(kernel, times, marked.get(kernel.equation, ()))
+        for v, takers in self.windows.shared():
+            self._fetched_once(v, takers)
+        for (e, piece), (node, ways) in self.options.items():
+            for i in piece.results:
+                self.edges.append((self.bundles.of[e.outputs[i]], node, self._making(e, ways, i)))
+        self._readings()
+        for e, crossing in self.crossings:
+            self._crossing(e, crossing)
+        after = self._leaves(donated, keep_uneven)
+        for k, group in enumerate(self.bundles.members):
+            held = [local_bytes(group[0], s, self.mesh) * len(group) for s in self.states[k]]
+            self.costs[k] = self.costs[k] + np.array(held) * self.objective.a_byte
+        problem = Problem.of(self.costs, self.edges, names=self.names)
+        return Graph(
+            self.program, self.mesh, problem, self.bundles, self.states, self.options, self.readings, self.leaves,
+            self.held, self.brought, after,
+        )  # fmt: skip
+
+    def _node(self, states: int, name: str) -> int:
+        self.costs.append(np.zeros(states))
+        self.names.append(name)
+        return len(self.costs) - 1
+
+    def _shardings(self, v: Value, monoids: Sequence[str] = (), *, even: bool = False) -> tuple[Sharding, ...]:
+        axes, also = self.objective.axes, frozenset[tuple[int, Atoms]]()
+        if self.facts is not None and not even:
+            cut = enumerate(zip(v.shape, self.facts.shardings[v].dims, strict=True))
+            also = frozenset((d, own) for d, (n, own) in cut if n % self.mesh.count(own))
+        found = [shardings(v.shape, self.mesh, axes, unreduced=m, even=even, also=also) for m in monoids or ("",)]
+        return found[0] if len(found) == 1 else tuple(dict.fromkeys(s for some in found for s in some))
+
+    def _states(self, k: int) -> tuple[Sharding, ...]:
+        """The shardings of a bundle that marks allow."""
+        group = self.bundles.members[k]
+        v = group[0]
+        if self.facts is not None and v in self.facts.arguments:
+            return (self.facts.shardings[v],)
+        monoids = self.bundles.unreduced.get(k, ())
+        found = self._shardings(v, monoids, even=v in self.program.block.inputs)
+        if self.facts is not None:
+            suggested = (
+                s for v in group for s in self.suggested.get(v, ()) if {m for _, m in s.unreduced} <= {*monoids}
+            )
+            found = tuple(dict.fromkeys((*(self.facts.shardings[v] for v in group), *found, *suggested)))
+        for demand in (d for v in group for d in self.said.get(v, ())):
+            pairs = [(s, zip(s.dims, demand.dims, demand.open, strict=True)) for s in found]
+            found = tuple(s for s, dims in pairs if all(is_open or have == asked for have, asked, is_open in dims))
+            found = found or (Sharding(demand.dims),)  # it names parts of axes, or axes in another order
+        return found
+
+    def _leaving(self, facts: Facts) -> set[int]:
+        """The bundles of results that may leave as they like, and of what nothing but these is made of, in place."""
+        block = self.program.block
+        free = {v for v in block.outputs if isinstance(v, Value)} - facts.kept - self.said.keys() - set(block.inputs)
+        found = {self.bundles.of[v] for v in free}
+        readers: dict[int, set[Equation]] = {}
+        for e in block.walk():
+            for v in e.inputs:
+                if isinstance(v, Value):
+                    readers.setdefault(self.bundles.of[v], set()).add(e)
+        for e in reversed(block.equations):
+            if e.rule is not None and e.mark is None and {self.bundles.of[v] for v in e.outputs} <= found:
+                if all(f.kind == PARALLEL for f in e.rule.factors):
+                    own = (self.bundles.of[v] for v in e.inputs if isinstance(v, Value))
+                    found.update(k for k in own if readers[k] - self.bundles.tied <= {e})
+        return found
+
+    def _suggested(self, facts: Facts) -> dict[Value, dict[Sharding, None]]:
+        """Shardings, over parts of axes, in which equations make or take a value where it lies as the facts say."""
+        found: dict[Value, dict[Sharding, None]] = {}
+        known: dict[object, list[tuple[int, Sharding]]] = {}
+        for e in self.program.block.walk():
+            if e.rule is None or e.rule.fixed is not None or e in self.bundles.tied:
+                continue
+            arrays = arrays_of(e, facts.shardings)
+            if (e.rule, arrays) not in known:
+                known[e.rule, arrays] = list(self._in_parts(e.rule, arrays))
+            values = (*e.inputs, *e.outputs)
+            for i, sharding in known[e.rule, arrays]:
+                if isinstance(v := values[i], Value):
+                    found.setdefault(v, {})[sharding] = None
+        return found
+
+    def _in_parts(self, rule: Rule, arrays: Arrays) -> Iterator[tuple[int, Sharding]]:
+        for split in candidates(rule, arrays, self.mesh):
+            if any(not is_made_of(atoms, self.objective.axes) for atoms in split.values()):
+                operands = [operand_sharding(rule, i, split) for i in range(len(rule.operands))]
+                results = [result_sharding(rule, i, split) for i in range(len(rule.results))]
+                yield from enumerate((*operands, *results))
+
+    def _otherwise(self, k: int, sharding: Sharding) -> float:
+        if self.facts is None or any(self.facts.shardings[v] == sharding for v in self.bundles.members[k]):
+            return 0.0
+        return _OTHERWISE
+
+    def _ways(self, e: Equation, piece: Piece) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
+        """The splits of an equation, and those that the facts suggest."""
+        rule = _rule(e)
+        passing = frozenset(w for w in piece.factors if w < 0 and self._may_pass(e, *rule.linear[-1 - w]))
+        arrays = None if self.facts is None else arrays_of(e, self.facts.shardings)
+        key = rule, piece, passing, arrays
+        if key not in self.ways:
+            near = () if arrays is None or rule.fixed is not None else candidates(rule, arrays, self.mesh)
+            suggested = tuple({f: a for f, a in s.items() if f in piece.factors} for s in near)
+            cuts = ((f, a, rule.factors[f].size) for s in suggested for f, a in s.items() if f >= 0)
+            uneven = frozenset((f, a) for f, a, n in cuts if n % self.mesh.count(a))
+            found = splits(rule, piece, self.mesh, self.objective.axes, passing, uneven)
+            known = {_key(split) for split in found}
+            new = {_key(s): s for s in suggested if all(f >= 0 or f in passing for f, a in s.items() if a)}
+            self.ways[key] = found + tuple(s for own, s in new.items() if own not in known), suggested
+        return self.ways[key]
+
+    def _may_pass(self, e: Equation, monoid: str, operands: Collection[int]) -> bool:
+        values = [v for i in operands if isinstance(v := e.inputs[i], Value)]
+        return any(monoid in self.bundles.unreduced.get(self.bundles.of[v], ()) for v in values)
+
+    def _work(self, kernel: Kernel, times: int, marked: Sequence[Split]) -> None:
+        """Adds what a kernel takes to what decides how much of it a device does: an option, or a bundle."""
+        e = kernel.equation
+        if kernel.kind in (REGION, PASSING) or e.rule is None:
+            return
+        if e in self.bundles.tied:
+            k = self.bundles.of[e.outputs[0]]
+            taken = self.objective.of_shardings(kernel, self.states[k])
+        else:
+            k, ways = self.options[e, pieces(e.rule)[0]]
+            taken = self.objective.of_splits(kernel, ways, marked)
+            for state, split in enumerate(ways):
+                for window in self.objective.windows(e, split):
+                    self.windows.add(e, split, window, (k, state), times * min(window.cost, taken[state]))
+        self.costs[k] = self.costs[k] + times * taken
+
+    def _fetched_once(self, v: Value, takers: Mapping[tuple[int, int], float]) -> None:
+        """A choice of its own: a window is fetched or not, and those who need it need not pay for it."""
+        node = self._node(2, f"a window of {self.names[self.bundles.of[v]]}")
+        self.costs[node][1] = max(takers.values())
+        tables = {k: np.zeros((2, self.costs[k].size)) for k, _ in takers}
+        for (k, state), cost in takers.items():
+            self.costs[k][state] = max(0.0, self.costs[k][state] - cost)
+            tables[k][0, state] = np.inf
+        self.edges += [(node, k, table) for k, table in tables.items()]
+
+    def _making(self, e: Equation, ways: Sequence[Split], i: int) -> Floats:
+        """Moves from how a result is made to its bundle's states."""
+        rule, v = _rule(e), e.outputs[i]
+        states = self.states[self.bundles.of[v]]
+        key = "making", rule, id(ways), i, v.shape, itemsize(v.dtype), states, self.bundles.of[v] in self.leaving
+        if key not in self.tables:
+            made = [result_sharding(rule, i, split) for split in ways]
+            self.tables[key] = (self._moves(made, states, v) + self._cut(v, made, states)).T
+        return _often(self.times[e], self.tables[key])
+
+    def _cut(self, v: Value, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Floats | float:
+        """float64 [sources, targets]: ``inf`` where a sum would be cut in order to leave cut, though no mark cuts it.
+
+        A sum over devices that nobody marked, and that is a result, comes to all of them.
+        """
+        if self.bundles.of[v] not in self.leaving:
+            return 0.0
+        assert self.facts is not None
+        marked = set(self.facts.shardings[v].atoms)
+        summed = [{a for a, _ in s.unreduced} - marked for s in sources]
+        cut = [{a for atoms in s.dims for a in atoms} for s in targets]
+        return np.array([[np.inf if mine & own else 0.0 for own in cut] for mine in summed])
+
+    def _readings(self) -> None:
+        """Moves from a bundle to how the options take a value; where several do, by a reading between them."""
+        readers: dict[Value, list[tuple[Equation, Piece, int]]] = {}
+        for e, piece in self.options:
+            for i in piece.operands:
+                if isinstance(x := e.inputs[i], Value):
+                    readers.setdefault(x, []).append((e, piece, i))
+        for v, who in readers.items():
+            k = self.bundles.of[v]
+            home, states = k, self.states[k]
+            if len(who) > 1 and (len(states) > 1 or self.facts is not None):
+                states = tuple(dict.fromkeys((*states, *self._shardings(v, self.bundles.unreduced.get(k, ())))))
+                home = self._node(len(states), f"{self.names[k]}, as it is read")
+                self.readings[v] = home, states
+                times = min(self.times[e] for e, _, _ in who)
+                key = "read", v.shape, itemsize(v.dtype), self.states[k], states
+                if key not in self.tables:
+                    self.tables[key] = self._moves(self.states[k], states, v)
+                self.edges.append((k, home, _often(times, self.tables[key])))
+            for e, piece, i in who:
+                rule, (node, ways) = _rule(e), self.options[e, piece]
+                taken_key = "taking", rule, id(ways), i, v.shape, itemsize(v.dtype), states, k in self.leaving
+                if taken_key not in self.tables:
+                    wanted = [operand_sharding(rule, i, split) for split in ways]
+                    self.tables[taken_key] = self._moves(states, wanted, v) + self._cut(v, states, wanted)
+                self.edges.append((home, node, _often(self.times[e], self.tables[taken_key])))
+
+    def _crossing(self, e: Equation, crossing: Crossing) -> None:
+        """Moves between a value outside of a region and one inside, and what is held while the region runs."""
+        outer, inner = crossing.edge.outer, crossing.edge.inner
+        outside, inside = self.bundles.of[outer], self.bundles.of[inner]
+        stacked = len(outer.shape) - len(inner.shape)
+        at_border = [Sharding(((),) * stacked + s.dims, s.unreduced) for s in self.states[inside]]
+        times = self.times[e] * (e.trips if crossing.each_round else 1)
+        sizes = [local_bytes(outer, s, self.mesh) for s in at_border]
+        if crossing.inward and not crossing.each_round:
+            # Either it is taken as it is, or a copy of it is moved, which is there until the region ends.
+            copy = self._node(2 * len(at_border), f"{self.names[outside]}, as it enters {e.name} at {e.line}")
+            moves = self._moves(self.states[outside], at_border, outer)
+            if self.facts is not None and e in self.loops and inner not in self.carried:
+                lies = self.facts.shardings
+                more = np.array(sizes) - local_bytes(outer, lies[outer], self.mesh)
+                if stacked:  # a slice of it is gathered in each round, not all of it before
+                    same = np.array([s == lies[inner] for s in self.states[inside]])
+                    moves = np.where((more <= 0) | same, moves, np.inf)
+                else:
+                    self.brought.append((copy, e, np.concatenate([np.zeros(len(sizes)), more])))
+            same = np.array([[0.0 if a == b else np.inf for b in at_border] for a in self.states[outside]])
+            self.edges.append((outside, copy, _often(times, np.hstack([same, moves]))))
+            equal = np.where(np.eye(len(at_border), dtype=bool), 0.0, np.inf)
+            self.edges.append((copy, inside, np.vstack([equal, equal])))
+            self.held.append((copy, e, [0] * len(sizes) + sizes))
+        elif crossing.inward:
+            self.edges.append((outside, inside, _often(times, self._moves(self.states[outside], at_border, outer))))
+        else:
+            self.edges.append((outside, inside, _often(times, self._moves(at_border, self.states[outside], outer).T)))
+            if stacked or inner in self.carried:
+                self.held.append((inside, e, sizes))
+
+    def _moves(self, sources: Sequence[Sharding], targets: Sequence[Sharding], v: Value) -> Floats:
+        return self.objective.table(sources, targets, v.shape, itemsize(v.dtype))
+
+    def _leaves(self, donated: Sequence[int], keep_uneven: bool) -> set[Value]:
+        """How results leave; those that take the place of arguments as these come."""
+        pairs = [(self.program.block.inputs[i], after) for i, after in self.program.state(donated)]
+        came = {after: v for v, after in pairs}
+        inputs = set(self.program.block.inputs)
+        for v in dict.fromkeys(v for v in self.program.block.outputs if isinstance(v, Value)):
+            k = self.bundles.of[v]
+            if v in inputs or v in self.said:
+                continue
+            kept = self._kept(v, came, keep_uneven=keep_uneven)
+            if kept is not None:
+                lies = kept
+                states: tuple[Sharding, ...] = (lies if keep_uneven else cut_evenly(lies, v.shape, self.mesh),)
+            else:
+                own = (s for s in self.states[k] if not s.unreduced and (keep_uneven or s.is_even(self.mesh, v.shape)))
+                states = tuple(dict.fromkeys((*self._shardings(v, even=not keep_uneven), *own)))
+            node = self._node(len(states), f"{self.names[k]}, as it leaves")
+            self.costs[node] = self._charged(v, states, keep_uneven=keep_uneven)
+            self.leaves[v] = node, states
+            self.edges.append((k, node, self._moves(self.states[k], states, v) + self._cut(v, self.states[k], states)))
+            if v in came:
+                a = self.bundles.of[came[v]]
+                same = np.array([[0.0 if s == t else np.inf for t in states] for s in self.states[a]])
+                if np.isfinite(same).any():
+                    self.edges.append((a, node, same))
+        return set(came)
+
+    def _kept(self, v: Value, came: Mapping[Value, Value], *, keep_uneven: bool) -> Sharding | None:
+        """How a result leaves that has no choice: as the argument comes whose place it takes, or as the facts say."""
+        if self.facts is None:
+            return None
+        lies = self.facts.shardings
+        if v in came and (keep_uneven or lies[came[v]].is_even(self.mesh, v.shape)):
+            return lies[came[v]]
+        return lies[v] if v in self.facts.kept else None
+
+    def _charged(self, v: Value, states: Sequence[Sharding], *, keep_uneven: bool) -> Floats:
+        """What leaving otherwise than the marks say costs: some callers have to bring it there."""
+        lies = None if self.facts is None else self.facts.shardings[v]
+        if lies is None or not (keep_uneven or lies.is_even(self.mesh, v.shape)):
+            return np.zeros(len(states))
+        return _AFTERWARDS * self._moves(states, (lies,), v)[:, 0]
+
+
+def _often(times: int, table: Floats) -> Floats:
+    """What something costs that happens so often; what cannot be cannot, also in a loop without rounds."""
+    return np.where(np.isinf(table), np.inf, times * np.where(np.isinf(table), 0.0, table))
+
+
+def _key(split: Split) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    return tuple(sorted((f, atoms) for f, atoms in split.items() if atoms))
+
+
+def _rule(e: Equation) -> Rule:
+    assert e.rule is not None
+    return e.rule
+
+
+def _times(block: Block, times: int) -> Iterator[tuple[Equation, int]]:
+    """How often each equation runs in one call."""
+    for e in block.equations:
+        yield e, times
+        for body in e.blocks:
+            yield from _times(body, times * e.trips)
+
+
+def _name_of_bundle(group: Sequence[Value], program: Program) -> str:
+    named = dict(zip(program.block.inputs, program.names, strict=True))
+    return next((named[v] for v in group if v in named), f"%{group[0].index}")

@@ -1,0 +1,121 @@
+"""Graph: a program as a problem: what is to be chosen, and what each choice costs.
+
+    bundle      values with one sharding; its states are shardings             (``passes.bundles``)
+    option      an equation (or a piece of one) that is no part of a bundle; its states are splits  (``passes.ways``)
+    reading     how several readers take a value: moved there once, from there each goes its own way
+    leaving     how a result of the program leaves
+
+Between a bundle, its readings and the options that read or make it are moves (``passes.moves``), between a value
+outside and inside of a loop as well. The problem is made by ``passes.choices``; here a solution of it is read back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from gshard.core.mesh import Mesh
+from gshard.core.plan import local_bytes
+from gshard.core.program import Equation, Program, Value
+from gshard.core.sharding import Sharding
+from gshard.core.split import Split, project
+from gshard.passes.bundles import Bundles
+from gshard.passes.ways import Piece
+from gshard.solver.problem import Floats, Ints, Problem
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """A program as a problem.
+
+    Attributes:
+        program: the program.
+        mesh: what it is for.
+        problem: nodes and tables; bundles come first.
+        bundles: the values of each bundle.
+        states: of each bundle, its shardings.
+        options: the pieces of equations, with their nodes and splits.
+        readings: how values are read by several, with their nodes and shardings.
+        leaves: how results leave, likewise.
+        held: nodes that hold bytes while a region runs: for each state how many.
+        brought: what is brought into a loop once: for each state the bytes that it takes more than outside.
+        after: the results that take the place of arguments.
+    """
+
+    program: Program
+    mesh: Mesh
+    problem: Problem
+    bundles: Bundles
+    states: tuple[tuple[Sharding, ...], ...]
+    options: Mapping[tuple[Equation, Piece], tuple[int, Sequence[Split]]]
+    readings: Mapping[Value, tuple[int, Sequence[Sharding]]]
+    leaves: Mapping[Value, tuple[int, Sequence[Sharding]]]
+    held: Sequence[tuple[int, Equation, Sequence[int]]]
+    brought: Sequence[tuple[int, Equation, Floats]]
+    after: Collection[Value]
+
+    def shardings(self, chosen: Sequence[int] | Ints) -> dict[Value, Sharding]:
+        """The sharding of every value, where these states are chosen."""
+        return {v: self.states[k][chosen[k]] for v, k in self.bundles.of.items()}
+
+    def splits(self, chosen: Sequence[int] | Ints) -> dict[Equation, Split]:
+        """The split of every equation."""
+        found: dict[Equation, Split] = {}
+        for (e, _), (node, ways) in self.options.items():
+            found[e] = {**found.get(e, {}), **ways[chosen[node]]}
+        for e in self.bundles.tied:
+            k = self.bundles.of[e.outputs[0]]
+            found[e] = _split_of(e, self.states[k][chosen[k]], self.mesh)
+        return found
+
+    def moved(self, chosen: Sequence[int] | Ints) -> tuple[dict[Value, Sharding], dict[Value, Sharding]]:
+        """Where values are read otherwise than they are sharded, and how unmarked results leave."""
+        here = self.shardings(chosen)
+        read = {v: states[chosen[node]] for v, (node, states) in self.readings.items()}
+        leave = {v: states[chosen[node]] for v, (node, states) in self.leaves.items()}
+        return {v: way for v, way in read.items() if way != here[v]}, leave
+
+
+def within_rounds(graph: Graph, chosen: Sequence[int] | Ints) -> Graph | None:
+    """The problem without some of what these states bring into loops once; None if that is not too much.
+
+    What a round needs otherwise than it is sharded outside can be brought there once, and stay while the loop runs. So
+    a step that gathers all weights of a model, one after the other and each for a moment, could come to hold them all.
+    What is brought is therefore no more than the largest array that a round holds on one device anyway.
+    """
+    here = graph.shardings(chosen)
+    more: dict[Equation, list[tuple[float, int]]] = {}
+    for node, e, sizes in graph.brought:
+        if sizes[chosen[node]] > 0:
+            more.setdefault(e, []).append((float(sizes[chosen[node]]), node))
+    too_much: set[int] = set()
+    for e, found in more.items():
+        made = (v for body in e.blocks for q in body.walk() for v in q.outputs)
+        room = max([max(found)[0], *(local_bytes(v, here[v], graph.mesh) for v in made)])
+        for size, node in sorted(found, reverse=True):
+            if size <= room:
+                room -= size
+            else:
+                too_much.add(node)
+    if not too_much:
+        return None
+    costs = list(graph.problem.costs)
+    for node, _, sizes in graph.brought:
+        if node in too_much:
+            costs[node] = np.where(sizes > 0, np.inf, costs[node])
+    return dataclasses.replace(graph, problem=dataclasses.replace(graph.problem, costs=tuple(costs)))
+
+
+def _split_of(e: Equation, sharding: Sharding, mesh: Mesh) -> Split:
+    """The split of an equation all of whose arrays lie alike."""
+    rule = e.rule
+    assert rule is not None
+    split = project(rule.results[0], sharding.dims, rule.factors, mesh)
+    every = frozenset(i for i, v in enumerate(e.inputs) if isinstance(v, Value))
+    for k, (monoid, operands) in enumerate(rule.linear):
+        atoms = tuple(a for a, m in sharding.unreduced if m == monoid)
+        if operands == every and atoms:
+            split[-1 - k] = tuple(a for a in mesh.atoms if a in atoms)
+    return split

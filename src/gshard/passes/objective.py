@@ -1,0 +1,144 @@
+"""Objective: what a plan costs: the sum of what its equations and its moves cost.
+
+Without a machine that is bytes sent, with operations and messages counted as bytes (``core.mesh.Prices``): ``Bytes``.
+With one it is seconds (``search.seconds``).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from gshard.comm.steps import SILENT, Step, bytes_sent
+from gshard.core.mesh import Atoms, Mesh, Prices
+from gshard.core.program import Block, Equation, Value, itemsize
+from gshard.core.rule import EXCHANGE, REDUCE, WHOLE, Rule
+from gshard.core.sharding import Sharding
+from gshard.core.split import Split
+from gshard.passes.device_program import Kernel, kind_of
+from gshard.passes.moves import Moves
+from gshard.passes.ways import share
+from gshard.solver.problem import Floats
+
+# What a step costs in which nothing is sent: of equal ways the one with fewer.
+_SILENT = 1e-2
+# What an operation counts as that a split spares beyond what the marks ask for: so many of them are worth a byte.
+_SPARED = 1e-3
+
+
+class Windows(NamedTuple):
+    """Windows that an equation fetches of one operand as it reads it, those of windows included.
+
+    Attributes:
+        operand: which.
+        which: equal ones of one array are fetched once in a block.
+        cost: of fetching them.
+    """
+
+    operand: int
+    which: tuple[Hashable, ...]
+    cost: float
+
+
+class Objective(Protocol):
+    """What the choices of a plan cost."""
+
+    mesh: Mesh
+    axes: tuple[Atoms, ...]
+    a_byte: float  # held for a call: among equals the one that takes less memory
+
+    def table(
+        self, sources: Sequence[Sharding], targets: Sequence[Sharding], shape: tuple[int, ...], itemsize: int
+    ) -> Floats:
+        """float64 [sources, targets]: moves of an array."""
+        ...
+
+    def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
+        """What a program runs, and how often."""
+        ...
+
+    def of_splits(self, kernel: Kernel, ways: Sequence[Split], marked: Sequence[Split]) -> Floats:
+        """float64 [ways]: one run of a kernel, its equation split so.
+
+        ``marked`` are the splits that the marks ask for; empty where nothing is known of them.
+        """
+        ...
+
+    def windows(self, e: Equation, split: Split) -> Sequence[Windows]:
+        """What ``of_splits`` counts for an equation that others may share; none where that is not known."""
+        ...
+
+    def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
+        """float64 [states]: one run of an elementwise kernel, all of whose arrays lie so."""
+        ...
+
+
+class Bytes(Moves):
+    """Bytes that each device sends, with messages and operations counted as bytes."""
+
+    a_byte = 1e-9
+
+    def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
+        if step.kind in SILENT:
+            return _SILENT
+        return bytes_sent(step, shape, itemsize, mesh) + self.mesh.prices.message
+
+    def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
+        """Each equation by itself: nothing is known of what a compiler fuses."""
+        for e in block.equations:
+            yield Kernel(e, kind_of(e), (), (), e.outputs), 1
+            for body in e.blocks:
+                yield from ((kernel, times * e.trips) for kernel, times in self.kernels(body))
+
+    def of_splits(self, kernel: Kernel, ways: Sequence[Split], marked: Sequence[Split]) -> Floats:
+        rule, size = kernel.equation.rule, _size(kernel.equation)
+        assert rule is not None
+        done = np.array([rule.flops * share(rule, split, self.mesh) for split in ways])
+        sent = [rule.sends(self.mesh, split) if rule.sends is not None else 0 for split in ways]
+        # Nothing that takes long is computed more often than the marks say, to send less. That it is computed less
+        # often than they say is worth what it is worth on most machines.
+        asked = min((rule.flops * share(rule, split, self.mesh) for split in marked), default=math.inf)
+        price = spared = self.price(rule, size)
+        if self.mesh.prices == Prices():
+            price, spared = (self.mesh.prices.product(size) if _takes_long(rule) else price), min(price, _SPARED)
+        return price * np.maximum(done - asked, 0) + spared * np.minimum(done, asked) + np.array(sent)
+
+    def windows(self, e: Equation, split: Split) -> Sequence[Windows]:
+        return ()
+
+    def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
+        rule, (v,) = kernel.equation.rule, kernel.writes
+        assert rule is not None
+        parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
+        return rule.flops * self.mesh.prices.other * np.array(parts)
+
+    def price(self, rule: Rule, size: int) -> float:
+        """What an operation of an equation counts as, on elements of so many bytes."""
+        return self.mesh.prices.product(size) if is_product(rule) else self.mesh.prices.other
+
+
+@functools.lru_cache(maxsize=64)
+def bytes_on(mesh: Mesh, axes: tuple[Atoms, ...]) -> Bytes:
+    """The objective for a mesh; what moves cost is known from plan to plan.
+
+    Its mesh may be another one that is equal: meshes are, whatever they were read from.
+    """
+    return Bytes(mesh, axes)
+
+
+def is_product(rule: Rule) -> bool:
+    """Whether an equation multiplies arrays and adds up."""
+    return len(rule.operands) > 1 and any(f.kind == REDUCE for f in rule.factors)
+
+
+def _takes_long(rule: Rule) -> bool:
+    """Whether an equation is a product, or mixes elements along a dimension: a sort, a transform."""
+    return is_product(rule) or any(f.kind in (EXCHANGE, WHOLE) for f in rule.factors)
+
+
+def _size(e: Equation) -> int:
+    return next((itemsize(v.dtype) for v in e.inputs if isinstance(v, Value)), 4)

@@ -1,0 +1,144 @@
+"""Ways: the shardings of a value and the splits of an equation among which a plan chooses.
+
+Each axis (``moves.axes_of``) is given as a whole: to one dimension (or factor), to none, or, where parts of a sum may
+stay unreduced, to the sum. Axes that meet in a dimension stand there in the mesh's order.
+
+    >>> mesh = Mesh.abstract(data=4, model=2)
+    >>> [s.format(mesh, (8, 3)) for s in shardings((8, 3), mesh, tuple(mesh.atoms_of.values()))]
+    ['[8,3]', '[8@model,3]', '[8@data,3]', '[8@(data,model),3]']
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.rule import WHOLE, Rule
+from gshard.core.sharding import Sharding
+from gshard.core.split import Split, is_valid
+
+# Unequal parts are considered where the devices compute at most this much more for padding.
+WASTE = 1.125
+_SUM = -1  # in the place of a dimension: parts of a sum
+Cuts = frozenset[tuple[int, Atoms]]
+
+
+@functools.lru_cache(maxsize=4096)
+def shardings(
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    given: tuple[Atoms, ...],
+    *,
+    unreduced: str = "",
+    even: bool = False,
+    also: Cuts = frozenset(),
+) -> tuple[Sharding, ...]:
+    """The shardings of an array of this shape, the replicated one first.
+
+    Args:
+        shape: global.
+        mesh: the devices.
+        given: the axes.
+        unreduced: the monoid by which parts may still have to be combined; "" for none.
+        even: whether all parts must be equal, as at the border of a program.
+        also: dimensions and what may cut them, however unequal the parts are.
+    """
+    found = []
+    places = [None, *range(len(shape)), *([_SUM] if unreduced else [])]
+    for chosen in itertools.product(places, repeat=len(given)):
+        dims: list[Atoms] = [()] * len(shape)
+        waiting: dict[str, str] = {}
+        for place, atoms in zip(chosen, given, strict=True):
+            if place == _SUM:
+                waiting.update(dict.fromkeys(atoms, unreduced))
+            elif place is not None:
+                dims[place] += atoms
+        pairs = zip(shape, dims, strict=True)
+        if all(_is_worth(n, mesh.count(own), even=even) or (d, own) in also for d, (n, own) in enumerate(pairs)):
+            found.append(Sharding(tuple(dims)).with_unreduced(waiting))
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a rule that is split whatever the others are: one operand of a barrier and its result; else all of it.
+
+    Attributes:
+        factors: its factors, and the ways in which sums pass it, by their keys in a split.
+        operands, results: which of the rule's.
+    """
+
+    factors: tuple[int, ...]
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def pieces(rule: Rule) -> tuple[Piece, ...]:
+    """The pieces of a rule, in the order of their operands.
+
+    >>> from gshard.core.rule import RuleMaker
+    >>> make = RuleMaker()
+    >>> arrays = [make.parallel((4, 2)), make.parallel((6,))]
+    >>> [piece.factors for piece in pieces(make.rule(arrays, arrays, passes=True))]
+    [(0, 1), (2,)]
+    """
+    first, ways = len(rule.factors), len(rule.linear)
+    if rule.fixed is not None or not rule.passes:
+        keys = (*range(first), *(-1 - k for k in range(ways)))
+        return (Piece(keys, tuple(range(len(rule.operands))), tuple(range(len(rule.results)))),)
+    found = []
+    for i, dims in enumerate(rule.operands):
+        sums = (-1 - k for k, (_, operands) in enumerate(rule.linear) if operands == {i})
+        found.append(Piece((*(f for dim in dims for f in dim), *sums), (i,), (i,)))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def splits(
+    rule: Rule,
+    piece: Piece,
+    mesh: Mesh,
+    given: tuple[Atoms, ...],
+    passing: frozenset[int] = frozenset(),
+    also: Cuts = frozenset(),
+) -> tuple[Split, ...]:
+    """The splits of a piece, the one that splits nothing first; where the rule has no choice, its own.
+
+    Args:
+        rule, piece: which.
+        mesh: the devices.
+        given: the axes.
+        passing: the ways, by their keys in a split, in which parts still to be combined may pass.
+        also: factors and what may split them, however unequal the parts are.
+    """
+    if rule.fixed is not None:
+        return (rule.fixed(mesh),)
+    factors = [f for f in piece.factors if f >= 0 and rule.factors[f].kind != WHOLE and rule.factors[f].size > 1]
+    sums = [way for way in piece.factors if way < 0 and way in passing]
+    found = []
+    for chosen in itertools.product([None, *factors, *sums], repeat=len(given)):
+        split: Split = {}
+        for f, atoms in zip(chosen, given, strict=True):
+            if f is not None:
+                split[f] = (*split.get(f, ()), *atoms)
+        own = ((f, rule.factors[f].size, atoms) for f, atoms in split.items() if f >= 0)
+        worth = all(_is_worth(n, mesh.count(atoms)) or (f, atoms) in also for f, n, atoms in own)
+        if worth and is_valid(rule, split, mesh):
+            found.append(split)
+    return tuple(found)
+
+
+def share(rule: Rule, split: Split, mesh: Mesh) -> float:
+    """The share of an equation's work that one device has, padding included."""
+    sizes = ((rule.factors[f].size, mesh.count(atoms)) for f, atoms in split.items() if f >= 0 and atoms)
+    return math.prod(-(-n // parts) / n for n, parts in sizes if n)
+
+
+def _is_worth(n: int, parts: int, *, even: bool = False) -> bool:
+    if parts == 1 or n % parts == 0:
+        return n > 0 or parts == 1
+    return not even and -(-n // parts) * parts <= WASTE * n

@@ -1,0 +1,66 @@
+"""Loads: the memory that a plan takes, as part of its problem: each buffer from its making to its last reading."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from gshard.core.plan import local_bytes
+from gshard.core.program import Equation, Value
+from gshard.passes.device_program import Kernels, kernels_of
+from gshard.passes.graph import Graph
+from gshard.solver.problem import Problem
+
+_Load = tuple[int, int, int, Sequence[int]]
+
+
+def with_loads(graph: Graph) -> Graph:
+    """The same problem with the bytes that each state holds, and when."""
+    problem = graph.problem
+    edges = [(u, v, table) for (u, v), table in zip(problem.ends.tolist(), problem.tables)]
+    loaded = Problem.of(problem.costs, edges, _loads(graph), names=problem.names)
+    return dataclasses.replace(graph, problem=loaded)
+
+
+def _loads(graph: Graph) -> list[_Load]:
+    clock = _Clock()
+    clock.run(kernels_of(graph.program.block))
+    end = clock.now + 1
+
+    def load(v: Value, start: int, stop: int) -> _Load:
+        k = graph.bundles.of[v]
+        return k, start, stop, [local_bytes(v, s, graph.mesh) for s in graph.states[k]]
+
+    results = {v for v in graph.program.block.outputs if isinstance(v, Value)}
+    found = [load(v, 0, end + 1) for v in graph.program.block.inputs]
+    for v, start in clock.made.items():
+        if v not in graph.after:
+            found.append(load(v, start, end + 1 if v in results else clock.last.get(v, start) + 1))
+    return found + [(k, *clock.spans[e], sizes) for k, e, sizes in graph.held if e in clock.spans]
+
+
+@dataclasses.dataclass
+class _Clock:
+    """When each buffer is made and last read; a body's moments are between those of its region."""
+
+    now: int = 0
+    made: dict[Value, int] = dataclasses.field(default_factory=dict)
+    last: dict[Value, int] = dataclasses.field(default_factory=dict)
+    spans: dict[Equation, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    def run(self, kernels: Kernels) -> None:
+        for kernel in kernels.kernels:
+            self.now += 1
+            if kernel.bodies:
+                start = self.now
+                for body in kernel.bodies:
+                    self.run(body)
+                self.now += 1
+                self.spans[kernel.equation] = start, self.now
+            for v in kernel.writes:
+                self.made[v] = self.now
+            for v in kernel.reads:
+                self.last[v] = self.now
+        for out in kernels.block.outputs:
+            if isinstance(out, Value):
+                self.last[kernels.home.get(out, out)] = self.now + 1

@@ -1,0 +1,177 @@
+"""Flat: a problem in long vectors, so that numpy works on all nodes at once.
+
+States of all nodes stand one after the other: node i has ``first[i]:first[i + 1]``. What an edge costs a state,
+given the state of the other end, is one entry of the tables, and where it stands is computed and not searched.
+
+    >>> flat = Flat(Problem.of([[0, 3], [1, 0]], [(0, 1, [[0, 9], [8, 0]])]))
+    >>> flat.given(np.array([0, 1])).tolist()       # node 0 if node 1 is in state 1, node 1 if node 0 is in state 0
+    [9.0, 3.0, 1.0, 9.0]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gshard.solver.problem import Floats, Ints, Problem, accumulated, offsets
+
+PADDING = 10_000  # entries that a batch may hold in vain: about what one more batch would cost in time
+BATCH = 40_000  # entries of a batch that is not one edge: what is added to them stays in the processor's cache
+HELD = 256  # moments whose bytes are kept: repairs come back to the same ones
+
+
+class Flat:
+    """The arrays of a problem.
+
+    Attributes:
+        problem: which.
+        size, first: int64 [nodes], [nodes + 1]: states of each node, and where they begin.
+        owner: int64 [all states], the node of each.
+        cost: float64 [all states].
+        table, table_first: all tables, row by row, and where each begins.
+        limit: bytes; ``inf`` without one.
+    """
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.limit = np.inf if problem.limit is None else problem.limit
+        self.size = problem.states
+        self.first = problem.first
+        self.owner = np.repeat(np.arange(self.size.size), self.size)
+        self.cost = problem.cost
+        u, v = problem.ends[:, 0], problem.ends[:, 1]
+        self.table_first, self.table = problem.table_first, problem.table
+        self._sides(u, v)
+        self._loads()
+
+    def _sides(self, u: Ints, v: Ints) -> None:
+        """For each state of each end of each edge: the entry for state 0 of the other end, the step to the next."""
+        node, other = np.concatenate([u, v]), np.concatenate([v, u])
+        begin = np.concatenate([self.table_first[:-1]] * 2)
+        row = np.concatenate([self.size[v], np.ones_like(v)])  # from a state to the next of the same end
+        step = np.concatenate([np.ones_like(u), self.size[v]])  # to the next of the other end
+        order = np.argsort(node, kind="stable")
+        node, other, begin, row, step = node[order], other[order], begin[order], row[order], step[order]
+        count = self.size[node]
+        state = ragged(count)
+        self._target = np.repeat(self.first[node], count) + state
+        self._entry = np.repeat(begin, count) + state * np.repeat(row, count)
+        self._step, self._other = np.repeat(step, count), np.repeat(other, count)
+        edges = np.bincount(node, minlength=self.size.size)
+        self.neighbours_first = offsets(edges)
+        self.neighbours = other
+        self._side_first = offsets(edges * self.size)
+
+    def _loads(self) -> None:
+        loads, rows = self.problem.loads, self.problem.rows
+        node = np.array([load.node for load in loads], dtype=np.int64)
+        order = np.argsort(node, kind="stable")
+        self._held: dict[int, tuple[Ints, Floats, Ints]] = {}
+        self.load_node, self.load_rows = node[order], rows[order]
+        self.load_first = offsets(np.bincount(node, minlength=self.size.size))
+        self.bytes = np.concatenate([np.zeros(0), *(loads[k].bytes for k in order.tolist())])
+        count = self.size[self.load_node]
+        self._bytes_first = offsets(count)
+        self._bytes_load = np.repeat(np.arange(count.size), count)
+        self._bytes_target = self.first[self.load_node][self._bytes_load] + ragged(count)
+
+    def given(self, states: Ints) -> Floats:
+        """float64 [all states]: what each state of each node costs if the neighbours have theirs."""
+        entries = self.table[self._entry + self._step * states[self._other]]
+        return self.cost + np.bincount(self._target, entries, self.cost.size)
+
+    def given_at(self, node: int, states: Ints) -> Floats:
+        """The same for one node."""
+        part = slice(self._side_first[node], self._side_first[node + 1])
+        entries = self.table[self._entry[part] + self._step[part] * states[self._other[part]]]
+        return self.cost[self.first[node] : self.first[node + 1]] + entries.reshape(-1, self.size[node]).sum(0)
+
+    def given_outside(self, costs: Floats, states: Ints, inside: np.ndarray) -> Floats:
+        """As ``given``, for nodes ``inside`` and with these costs, without the edges between two of them."""
+        counts = inside[self.owner[self._target]] & ~inside[self._other]
+        entries = self.table[self._entry[counts] + self._step[counts] * states[self._other[counts]]]
+        return costs + np.bincount(self._target[counts], entries, self.cost.size)
+
+    def value(self, states: Ints) -> float:
+        return self.problem.value(states)
+
+    def usage(self, states: Ints) -> Floats:
+        """Bytes at each moment."""
+        amounts = self.bytes[self._bytes_first[:-1] + states[self.load_node]]
+        return accumulated(self.load_rows, amounts, len(self.problem.moments))
+
+    def bytes_of(self, node: int) -> Floats:
+        """float64 [loads of the node, its states]."""
+        a, b = self.load_first[node], self.load_first[node + 1]
+        return self.bytes[self._bytes_first[a] : self._bytes_first[b]].reshape(b - a, self.size[node])
+
+    def bytes_at(self, moment: int) -> tuple[Ints, Floats, Ints]:
+        """The nodes that take memory at a moment: all their states, increasing, and how much each takes then.
+
+        Returns:
+            states, bytes, and for each of them where among them the first state of its node is.
+        """
+        if moment not in self._held:
+            if len(self._held) >= HELD:
+                self._held.clear()
+            loads = (self.load_rows[:, 0] <= moment) & (moment < self.load_rows[:, 1])
+            part = loads[self._bytes_load]
+            total: Floats = np.bincount(self._bytes_target[part], self.bytes[part], self.cost.size).astype(np.float64)
+            nodes = np.unique(self.load_node[loads])
+            count = self.size[nodes]
+            states = np.repeat(self.first[nodes], count) + ragged(count)
+            self._held[moment] = states, total[states], np.repeat(np.cumsum(count) - count, count)
+        return self._held[moment]
+
+    def priced(self, prices: Floats) -> Floats:
+        """float64 [all states]: the costs, plus the bytes of each state at the prices of a byte at each moment."""
+        total = np.concatenate([[0.0], np.cumsum(prices)])
+        weight = total[self.load_rows[:, 1]] - total[self.load_rows[:, 0]]
+        return self.cost + np.bincount(self._bytes_target, self.bytes * weight[self._bytes_load], self.cost.size)
+
+    def padded(self, edges: Ints, a: Ints, b: Ints) -> tuple[Floats, Ints, Ints, Ints, Ints]:
+        """Tables of edges between nodes ``a`` and ``b``, made equally large: states beyond a node's last repeat it.
+
+        Returns:
+            the tables [states of a, states of b, edges]; where the states of a stand [states, edges], and of b; the
+            same two once more with padding behind all states, for adding to them.
+        """
+        rows = np.arange(int(self.size[a].max()))[:, None]
+        columns = np.arange(int(self.size[b].max()))[:, None]
+        row, column = np.minimum(rows, self.size[a] - 1), np.minimum(columns, self.size[b] - 1)
+        swap = self.problem.ends[edges, 0] != a
+        row_step, column_step = np.where(swap, 1, self.size[b]), np.where(swap, self.size[a], 1)
+        entry = (self.table_first[edges] + row * row_step)[:, None, :] + (column * column_step)[None, :, :]
+        states_a, states_b = self.first[a] + row, self.first[b] + column
+        end = self.cost.size
+        into_a = np.where(rows < self.size[a], states_a, end)
+        into_b = np.where(columns < self.size[b], states_b, end)
+        return self.table[entry], states_a, states_b, into_a, into_b
+
+    def best(self, values: Floats) -> Ints:
+        """The cheapest state of each node, the first of equals."""
+        least = np.repeat(np.minimum.reduceat(values, self.first[:-1]), self.size) if values.size else values
+        at = np.flatnonzero(values == least)
+        return at[np.unique(self.owner[at], return_index=True)[1]] - self.first[:-1]
+
+
+def grouped(level: Ints, a: Ints, b: Ints) -> list[Ints]:
+    """Edges by level, then by shape of their tables as long as padding stays small; the highest level first."""
+    groups: list[Ints] = []
+    order = np.lexsort((b, a, np.maximum(a, b), level))[::-1]
+    levels, rows, columns = level[order].tolist(), a[order].tolist(), b[order].tolist()
+    begin, most_a, most_b, used = 0, 0, 0, 0
+    for k in range(order.size):
+        area = rows[k] * columns[k]
+        new_a, new_b, new_used = max(most_a, rows[k]), max(most_b, columns[k]), used + area
+        padded = (k + 1 - begin) * new_a * new_b
+        if k > begin and (padded - new_used > PADDING or padded > BATCH or levels[k] != levels[begin]):
+            groups.append(order[begin:k])
+            begin, new_a, new_b, new_used = k, rows[k], columns[k], area
+        most_a, most_b, used = new_a, new_b, new_used
+    return [*groups, order[begin:]] if order.size else []
+
+
+def ragged(counts: Ints) -> Ints:
+    """0, 1, ... of each count, one after the other: [2, 3] gives 0 1 0 1 2."""
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1]) if ends.size else 0) - np.repeat(ends - counts, counts)

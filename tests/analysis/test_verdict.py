@@ -1,0 +1,79 @@
+"""The verdict: what bounds a call, whose work is done twice, which line sends most, and which mark would help."""
+
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from analysis.models import f32, model
+
+MESH = gshard.Mesh.abstract(data=4, model=2)
+
+
+def told(f, *args, machine="h100:1x8", mesh=MESH):
+    return gshard.explain(f, *args, mesh=mesh).verdict(machine)
+
+
+def test_a_large_product_that_is_split_is_bound_by_compute():
+    found = told(lambda x, w: gshard.split(x, 0, "data") @ w, f32(1 << 16, 4096), f32(4096, 4096))
+    assert found.bound == "compute"
+    assert found.headline.startswith("Compute-bound: ")
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+
+
+def test_work_that_is_done_by_all_is_told_with_its_line():
+    def twice(x, w):
+        y = gshard.split(x, 0, "data") @ w
+        return y, gshard.replicate(x) @ gshard.replicate(w)
+
+    even = told(lambda x, w: gshard.shard(x, P(("data", "model"), None)) @ w, f32(512, 64), f32(64, 64))
+    assert even.work == pytest.approx(1.0)
+    assert even.repeated is None
+    assert "No product is computed by more than one device" in str(even)
+
+    def alone(x, w):
+        return gshard.replicate(gshard.replicate(x) @ gshard.replicate(w))
+
+    found = told(alone, f32(512, 64), f32(64, 64))
+    assert found.work == pytest.approx(8.0)
+    line, times = found.repeated
+    assert line.startswith(f"test_verdict.py:{alone.__code__.co_firstlineno + 1} ")
+    assert times == pytest.approx(8.0)
+    assert "8.00 times its share" in str(found)
+    assert found.share <= 1 / 8 + 1e-9
+
+
+def test_ideal_time_is_an_even_share_at_the_peak_rate():
+    found = told(lambda x, w: gshard.split(x, 0, "data") @ w, f32(512, 64), f32(64, 32))
+    assert found.ideal == pytest.approx(2 * 512 * 64 * 32 / 8 / found.cost.machine.rate("f32"))
+    f, args, _, _ = model("recurrent")
+    loop = told(f, *args, mesh=gshard.Mesh.abstract(data=8))
+    assert loop.ideal == pytest.approx(3 * 8 * 2 * 4096 * 256 * 256 / 8 / loop.cost.machine.rate("f32"))
+    assert loop.work == pytest.approx(1.0), "rounds of loops count on both sides"
+    assert told(f, *args).work == pytest.approx(1.0), "the other axis takes half of what no mark splits over it"
+
+
+def test_the_largest_collective_and_the_mark_that_would_lower_it():
+    def f(x, w):
+        return gshard.split(x, 1, "data") @ w
+
+    found = told(f, f32(256, 1024), f32(1024, 256))
+    most = found.largest[0].collective
+    assert most.total_bytes == max(r.collective.total_bytes for r in found.largest)
+    assert f"caused at test_verdict.py:{f.__code__.co_firstlineno + 1}" in str(found)
+    assert found.proposal.after < found.proposal.before == found.sent
+    assert found.proposal.mark in str(found)
+
+
+def test_programs_without_products_or_communication_have_a_verdict_too():
+    found = told(lambda x: jnp.sin(gshard.split(x, 0, "data")), f32(512, 64))
+    assert found.bound == "memory"
+    assert "There is no matrix product." in str(found)
+    assert "No device sends anything." in str(found)
+    nothing = told(lambda x: x, f32(8))
+    assert nothing.headline.startswith("Nothing to run")
+
+
+def test_what_does_not_fit_is_told():
+    found = told(lambda x: jnp.sin(x) + 1, f32(1 << 35))
+    assert "it does not fit" in str(found)

@@ -1,0 +1,139 @@
+"""Decoders alone: against a plain program in numpy, step by step, in parts, and on eight devices."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from gshard.moe import (
+    ModelError,
+    TransformerConfig,
+    decode_step,
+    forward,
+    init_cache,
+    loss,
+    param_specs,
+)
+from gshard.moe.rotary import rotation, turned
+from moe import naive
+
+FAST = {"xla_backend_optimization_level": 0}
+PLAIN = TransformerConfig.decoder_only(20, 2, model_dim=12, hidden_dim=14, heads=4, kv_heads=2, head_dim=6)
+MIXTRAL = dataclasses.replace(PLAIN, experts=4, top_k=2, capacity_factor=math.inf, group_size=None)
+DEEPSEEK = dataclasses.replace(MIXTRAL, decoder_layers=4, experts=6, top_k=3, shared_experts=2, dense_first=1,
+    dense_hidden_dim=20, gates="sigmoid", gate_scale=2.5, balance="bias", kv_heads=None, rotary_base=100.0)  # fmt: skip
+THIRDS = dataclasses.replace(MIXTRAL, decoder_layers=6, experts_every=3, tied_softmax=True, kv_heads=1)
+MODELS = pytest.mark.parametrize(
+    "config", [PLAIN, MIXTRAL, DEEPSEEK, THIRDS], ids=["dense", "mixtral", "deepseek", "thirds"]
+)
+run = jax.jit(forward, static_argnums=0, compiler_options=FAST)
+run_loss = jax.jit(loss, static_argnums=0, static_argnames="label_smoothing", compiler_options=FAST)
+step = jax.jit(decode_step, static_argnums=0, static_argnames="dropless", compiler_options=FAST)
+
+
+def case(config, rows=3, length=7):
+    params = naive.values(param_specs(config))
+    if config.balance == "bias":  # not what it starts with
+        experts = params["decoder"]["blocks"]["sparse"]["experts"]
+        experts["bias"] = 0.2 * naive.normal(4, *experts["bias"].shape)
+    return params, jnp.asarray(naive.ids(1, 20, rows, length)).at[:, 0].set(0)
+
+
+@MODELS
+def test_equals_a_plain_program(config):
+    params, ids_BL = case(config)
+    logits_BLV, _ = run(config, params, None, ids_BL)
+    expected = [naive.decoder(config, params, np.asarray(ids_L)) for ids_L in ids_BL]
+    np.testing.assert_allclose(logits_BLV, expected, rtol=2e-4, atol=2e-4)
+
+
+@MODELS
+def test_step_by_step_equals_forward(config):
+    params, ids_BL = case(config)
+    expected, _ = run(config, params, None, ids_BL)
+    cache = init_cache(config, 3, 9)
+    assert jax.tree.leaves(cache)[0].shape[3] == (config.kv_heads or config.heads)
+    for position in range(ids_BL.shape[1]):
+        logits_BV, cache = step(config, params, cache, ids_BL[:, position], jnp.int32(position))
+        np.testing.assert_allclose(logits_BV, expected[:, position], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, DEEPSEEK], ids=["mixtral", "deepseek"])
+def test_no_position_sees_a_later_one(config):
+    params, ids_BL = case(config)
+    logits_BLV, _ = run(config, params, None, ids_BL)
+    changed_BLV, _ = run(config, params, None, ids_BL.at[:, 5].set(2 + (ids_BL[:, 5] + 1) % 16))
+    np.testing.assert_allclose(changed_BLV[:, :5], logits_BLV[:, :5], rtol=1e-5, atol=1e-5)
+    assert float(jnp.abs(changed_BLV[:, 5:] - logits_BLV[:, 5:]).max()) > 1e-2
+
+
+def test_texts_of_a_row_do_not_see_each_other():
+    """Two texts in a row have the loss of two rows, with positions from 0 on."""
+    params, _ = case(MIXTRAL)
+    apart = jnp.array([[5, 6, 7, 1, 0], [8, 9, 10, 11, 1]], jnp.int32)
+    together = jnp.array([[5, 6, 7, 1, 8, 9, 10, 11, 1]], jnp.int32)
+    values = [run_loss(MIXTRAL, params, {"target": ids})[1]["cross_entropy"] for ids in (apart, together)]
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    config = dataclasses.replace(PLAIN, head_dim=8)
+    query, key = naive.normal(0, 2, 1, 1, 1, 8)
+
+    def score(at, other):
+        at, other = (rotation(config, jnp.full((1, 1), position)) for position in (at, other))
+        return float(jnp.sum(turned(query, at) * turned(key, other)))
+
+    assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
+    assert abs(score(7, 3) - score(7, 4)) > 1e-3
+    assert score(0, 0) == pytest.approx(float(jnp.sum(query * key)), abs=1e-6)
+    np.testing.assert_allclose(
+        turned(query, rotation(config, jnp.full((1, 1), 3)))[0],
+        naive.turned(np.repeat(np.asarray(query[0], np.float64), 4, axis=0), 1e4)[3:4],
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_a_rotary_encoder():
+    """An encoder-decoder may have all of it too: positions turn self-attention and not that over the memory."""
+    config = TransformerConfig(20, 20, model_dim=12, hidden_dim=14, heads=4, kv_heads=2, head_dim=6, encoder_layers=2,
+        decoder_layers=2, positions="rotary", activation="swiglu", tied_softmax=False, dropout=0.0)  # fmt: skip
+    params, ids_BL = case(config)
+    logits_BLV, _ = run(config, params, ids_BL.at[:, 0].set(3), ids_BL)
+    moved_BLV, _ = run(config, params, jnp.flip(ids_BL.at[:, 0].set(3), 1), ids_BL)
+    assert float(jnp.abs(moved_BLV - logits_BLV).max()) > 1e-3
+    with pytest.raises(ModelError, match="needs a source"):
+        forward(config, params, None, ids_BL)
+
+
+def test_a_memory_comes_with_an_encoder():
+    params, ids_BL = case(PLAIN)
+    with pytest.raises(ModelError, match="a memory if the model has an encoder"):
+        decode_step(PLAIN, params, init_cache(PLAIN, 3, 4), ids_BL[:, 0], 0, jnp.ones((3, 2, 12)), ids_BL[:, :2] != 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["gather", "ragged"])
+def test_eight_devices_train_as_one(dispatch):
+    """Loss and gradients of a model of all kinds of layers, tokens and experts split."""
+    config = dataclasses.replace(DEEPSEEK, experts=8, kv_heads=2, dispatch=dispatch, partitions=8, decoder_layers=2)
+    params, _ = case(config)
+    batch = {"target": jnp.asarray(naive.ids(1, 20, 8, 8)).at[2, 4:].set(0)}
+    f = jax.value_and_grad(lambda p, b: loss(config, p, b), has_aux=True)
+    expected = jax.jit(f, compiler_options=FAST)(params, batch)
+    got = gshard.jit(f, mesh=8)(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, expected)
+    assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(got[1]) if g.shape != (1, 8))
+
+
+def test_there_is_no_trace_of_an_encoder():
+    specs = param_specs(MIXTRAL)
+    assert set(specs) == {"target_embedding", "softmax", "decoder"}
+    assert set(specs["decoder"]["blocks"]["sparse"]) == {"attention", "attention_norm", "experts", "experts_norm"}
+    assert set(param_specs(THIRDS)["decoder"]["blocks"]) == {"sparse", "dense", "dense_2"}
+    assert param_specs(DEEPSEEK)["decoder"]["first"]["dense"]["feed_forward"]["wi"].shape == (1, 12, 20)

@@ -1,0 +1,131 @@
+"""Dropless dispatch by ragged products: the values of the einsum form, on one device and with experts split."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from gshard.moe import ModelError, TransformerConfig, expert_layer, expert_specs, shapes
+from moe import naive
+
+# Small programs: compiling them costs more than running them.
+FAST = {"xla_backend_optimization_level": 0}
+QUICK = functools.partial(jax.jit, compiler_options=FAST)
+layer = jax.jit(expert_layer, static_argnums=0, compiler_options=FAST)
+BASE = TransformerConfig.decoder_only(9, 2, model_dim=6, hidden_dim=10, experts=4, top_k=2, group_size=8,
+    capacity_factor=math.inf)  # fmt: skip
+
+
+def case(config, seed=0):
+    x_BLM = naive.normal(seed + 1, 8, 4, config.model_dim)
+    valid_BL = naive.normal(seed + 2, 8, 4) > -0.8
+    return naive.values(expert_specs(config), seed), x_BLM, valid_BL
+
+
+def value_and_gradients(config, compiled=None):
+    def run(params, x_BLM, valid_BL):
+        direction_BLM = jnp.cos(jnp.arange(x_BLM.size, dtype=jnp.float32)).reshape(x_BLM.shape)
+        outputs, metrics = expert_layer(config, params, x_BLM, valid_BL, key=jax.random.key(5))
+        return jnp.sum(outputs * direction_BLM) + metrics["aux_loss"], (outputs, metrics)
+
+    return (compiled or QUICK)(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))
+
+
+def assert_trees_close(left, right):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), left, right)
+
+
+@pytest.mark.parametrize(
+    "change, others",
+    [
+        ({}, [("blocks", 1)]),
+        (
+            {"top_k": 3, "gates": "sigmoid", "gate_scale": 2.5, "balance": "bias", "shared_experts": 2},
+            [("ragged", 1), ("blocks", 1), ("gather", 1)],
+        ),
+        ({"top_k": 1, "normalise_gates": False, "activation": "relu"}, []),
+        ({"routing": "paper", "activation": "relu"}, [("ragged", 1)]),  # burnt slots are rows that nobody has
+    ],
+    ids=["top 2", "top 3", "top 1", "paper"],
+)
+def test_equals_the_other_dispatches(change, others):
+    """Values, gradients and metrics of the einsum form, whatever the number of partitions."""
+    config = dataclasses.replace(BASE, dispatch="einsum", **change)
+    arguments = case(config)
+    expected = value_and_gradients(config)(*arguments)
+    assert float(jnp.abs(expected[0][1][0]).max()) > 0.1
+    for dispatch, partitions in [("ragged", 2), *others]:
+        other = dataclasses.replace(config, dispatch=dispatch, partitions=partitions)
+        assert_trees_close(value_and_gradients(other)(*arguments), expected)
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_equals_a_loop_over_tokens(partitions):
+    config = dataclasses.replace(BASE, dispatch="ragged", partitions=partitions, shared_experts=1)
+    params, x_BLM, _ = case(config)
+    got, metrics = layer(config, params, x_BLM)
+    expected = naive.expert_layer(config, params, np.asarray(x_BLM, np.float64).reshape(-1, 6))
+    np.testing.assert_allclose(np.asarray(got).reshape(-1, 6), expected, rtol=1e-4, atol=1e-5)
+    assert float(metrics["dropped_share"]) == 0
+    assert float(metrics["kept_share"]) == 1
+
+
+@pytest.mark.parametrize("partitions", [1, 4])
+def test_nothing_is_dropped_when_all_want_the_same(partitions):
+    """One expert has every token, the others some or none; with partitions all of it is in one of them."""
+    config = dataclasses.replace(BASE, dispatch="ragged", partitions=partitions, top_k=1, normalise_gates=False)
+    params, x_BLM, _ = case(config)
+    x_BLM = np.abs(x_BLM)
+    params["wg"] = np.zeros_like(params["wg"])
+    params["wg"][:, 2] = 1.0
+    got, metrics = layer(config, params, x_BLM)
+    assert float(metrics["dead_experts"]) == 3
+    assert float(metrics["dropped_share"]) == 0
+    expected = naive.expert_layer(config, params, np.asarray(x_BLM, np.float64).reshape(-1, 6))
+    np.testing.assert_allclose(np.asarray(got).reshape(-1, 6), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_eight_devices_compute_what_one_does(dtype):
+    config = dataclasses.replace(BASE, experts=8, dispatch="ragged", partitions=8, group_size=4, dtype=dtype)
+    params, x_BLM, valid_BL = case(config)
+    x_BLM = x_BLM.astype(dtype)
+    on_eight = value_and_gradients(config, lambda f: gshard.jit(f, mesh=8))
+    got, expected = on_eight(params, x_BLM, valid_BL), value_and_gradients(config)(params, x_BLM, valid_BL)
+    if dtype == "float32":
+        assert_trees_close(got, expected)
+    else:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=0.05, atol=0.05), got, expected
+        )
+
+
+def test_tokens_are_gathered_once_and_sums_scattered_once():
+    """Forward, the only arrays of the size of the tokens that travel; experts stay where they are."""
+    config = dataclasses.replace(BASE, model_dim=64, experts=8, dispatch="ragged", partitions=8, group_size=32)
+    params = shapes(expert_specs(config))
+    x_BLM = jax.ShapeDtypeStruct((8, 32, 64), "float32")
+    lowered = gshard.jit(lambda p, x: expert_layer(config, p, x)[0], mesh=8).lower(params, x_BLM)
+    tokens = 8 * 32 * 64 * 4
+    # What a device sends: its part of the tokens to each other device, and of the sums the parts of the others.
+    large = sorted((c.kind, c.total_bytes) for c in lowered.spmd.collectives if c.total_bytes > tokens // 16)
+    assert large == [("all_gather", tokens * 7 // 8), ("reduce_scatter", tokens * 7 // 8)]
+
+
+def test_by_names_without_marks():
+    """With a layout in place of partitions the product itself is split by experts."""
+    config = dataclasses.replace(BASE, dispatch="ragged")
+    params, x_BLM, _ = case(config)
+    layout = gshard.Layout(groups="devices", experts="devices", tokens=None, model=None, gates=None)
+    f = gshard.jit(lambda p, x: expert_layer(config, p, x)[0], mesh=4, layout=layout)
+    np.testing.assert_allclose(f(params, x_BLM), layer(config, params, x_BLM)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_refused():
+    with pytest.raises(ModelError, match="as many experts as the others"):
+        dataclasses.replace(BASE, dispatch="ragged", partitions=3)

@@ -1,0 +1,108 @@
+"""Convolutions and averages of what is spread: nothing is multiplied by zeros, nothing moves but halos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+import flops
+import gshard
+
+RNG = np.random.default_rng(0)
+IMAGE = RNG.standard_normal((2, 32, 12, 4)).astype(np.float32)
+KERNEL = RNG.standard_normal((3, 3, 4, 4)).astype(np.float32)
+LAYOUT = ("NHWC", "HWIO", "NHWC")
+
+
+def transposed(x: Any, w: Any) -> Any:
+    return lax.conv_transpose(x, w, (2, 2), "SAME")
+
+
+def strided(x: Any, w: Any) -> Any:
+    return lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=LAYOUT)
+
+
+def gradient(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, w: jax.vjp(lambda x: f(x, w), x)[1](f(x, w))[0]
+
+
+def rows(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of an image whose rows are split, and whose result's rows are."""
+    return lambda x, w: gshard.split(f(gshard.split(x, 1, 8), w), 1, 8)
+
+
+@pytest.mark.parametrize("f", [transposed, gradient(strided), gradient(transposed)])
+def test_each_device_does_an_eighth(f: Callable[..., Any]) -> None:
+    whole = jax.jit(f).lower(IMAGE, KERNEL).compile()
+    lowered = gshard.jit(rows(f), mesh=8).lower(IMAGE, KERNEL)
+    parts = lowered.executable.compiled
+    # At the border of the array fewer elements are under the kernel than a device in the middle has.
+    assert flops.executed(parts) <= 1.25 * flops.executed(whole) / 8
+    found, expected = gshard.jit(rows(f), mesh=8)(IMAGE, KERNEL), jax.jit(f)(IMAGE, KERNEL)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert {c.kind for c in lowered.spmd.collectives} == {"collective_permute"}
+
+
+@pytest.mark.parametrize("sizes", [(16, 3, 2), (15, 4, 3), (24, 2, 3), (8, 5, 4), (6, 3, 2)])
+def test_dilated_elements_may_stand_anywhere_in_a_part(sizes: tuple[int, int, int]) -> None:
+    n, k, base = sizes
+    x, w = RNG.integers(1, 9, (1, n, 2)).astype(np.float32), RNG.integers(1, 9, (k, 2, 2)).astype(np.float32)
+
+    def f(x: Any, w: Any) -> Any:
+        return lax.conv_general_dilated(
+            x, w, (1,), [(k - 1, k)], lhs_dilation=(base,), dimension_numbers=("NWC", "WIO", "NWC")
+        )
+
+    found = gshard.jit(lambda x, w: f(gshard.split(x, 1, 8), w), mesh=8)(x, w)
+    np.testing.assert_array_equal(found, jax.jit(f)(x, w))
+
+
+def pooled(size: int, stride: int, padding: str) -> Callable[[Any], Any]:
+    def f(x: Any) -> Any:
+        return lax.reduce_window(x, 0.0, lax.add, (1, size, size, 1), (1, stride, stride, 1), padding)
+
+    return lambda x: jax.vjp(f, x)[1](f(x))[0]
+
+
+# Windows, and how many rows each device sends at most: of averages, and of their derivatives.
+POOLS = {(2, 2, "VALID"): 0, (3, 2, "SAME"): 2, (3, 1, "SAME"): 4, (2, 4, "VALID"): 0, (3, 3, "SAME"): 10}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_derivatives_of_averages_pad_by_themselves(pool: tuple[int, int, str]) -> None:
+    f = pooled(*pool)
+    program = gshard.trace(f, IMAGE)
+    assert "pad" not in {e.name for e in program.block.equations}
+    x = RNG.integers(-9, 9, IMAGE.shape).astype(np.float32)
+    run = gshard.jit(lambda x: gshard.split(f(gshard.split(x, 1, 8)), 1, 8), mesh=8)
+    np.testing.assert_array_equal(run(x), jax.jit(f)(x))
+    row = IMAGE[:, 0].nbytes
+    assert sum(c.total_bytes for c in run.lower(x).spmd.collectives) <= POOLS[pool] * row
+
+
+def test_windows_pad_with_what_their_monoid_does_not_notice_and_nothing_else() -> None:
+    def over(f: Any, start: float, number: float, config: tuple[int, int, int]) -> Callable[[Any], Any]:
+        return lambda x: lax.reduce_window(lax.pad(x, number, [config]), start, f, (3,), (1,), "VALID")
+
+    x = RNG.integers(-9, 9, 16).astype(np.float32)
+    cases = [
+        (over(lax.add, 0.0, 0.0, (1, 2, 1)), True), (over(lax.max, -np.inf, -np.inf, (2, 0, 0)), True),
+        (over(lax.min, np.inf, np.inf, (0, 0, 3)), True), (over(lax.add, 0.0, -0.0, (1, 1, 0)), True),
+        (over(lax.add, 0.0, 1.0, (1, 2, 1)), False), (over(lax.max, -np.inf, 0.0, (1, 1, 0)), False),
+        (over(lax.add, 0.0, 0.0, (-1, 2, 0)), False), (over(lax.add, 0.0, np.nan, (1, 0, 0)), False),
+    ]  # fmt: skip
+    for f, gone in cases:
+        assert ("pad" in {e.name for e in gshard.trace(f, x).block.equations}) != gone
+
+    def every(x: Any) -> Any:
+        return [f(x) for f, _ in cases]
+
+    for found, expected in zip(
+        gshard.jit(lambda x: every(gshard.split(x, 0, 8)), mesh=8)(x), jax.jit(every)(x), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)

@@ -1,0 +1,236 @@
+"""Slices, paddings and concatenations in a row: what they become, and that it computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import gshard
+
+N, M = 24, 5
+RNG = np.random.default_rng(0)
+X = RNG.integers(-99, 99, (N, M)).astype(np.float32)
+X[0, 1], X[3, 4], X[5, 2], X[-1, 0] = -0.0, -0.0, np.inf, np.nan
+MOVES = {"slice", "pad", "concatenate", "concatenate_slices", "broadcast_in_dim", "split"}
+ROW = M * 4
+
+
+def wrapped(x: Any) -> Any:
+    border = jnp.pad(x, ((1, 1), (0, 0)), mode="wrap")
+    return border[2:] + border[:-2] - 2 * border[1:-1]
+
+
+def wrapped_twice(x: Any) -> Any:
+    border = jnp.pad(x, ((1, 1), (2, 2)), mode="wrap")
+    return border[2:, 2:-2] + border[:-2, 2:-2] + border[1:-1, 4:] - border[1:-1, :-4]
+
+
+def zeros_around(x: Any) -> Any:
+    border = jnp.pad(x, ((1, 1), (1, 1)))
+    return border[2:, 1:-1] - border[:-2, 1:-1] + border[1:-1, 2:] * border[1:-1, :-2]
+
+
+# What they become, and how many rows each device sends at most if the first dimension is split.
+ROWS: dict[str, tuple[Callable[..., Any], list[str], int]] = {
+    "shifted": (lambda x: jnp.pad(x[:-1], ((1, 0), (0, 0))), ["pad"], 1),
+    "shifted back": (lambda x: jnp.pad(x, ((0, 1), (0, 0)), constant_values=-0.0)[1:], ["pad"], 1),
+    "shifted by a number of the program's": (
+        lambda x: jnp.concatenate([jnp.broadcast_to(x[1, 1], (1, M)), x[:-1]]),
+        ["pad", "slice"],
+        2,
+    ),
+    "the first replaced": (lambda x: jnp.pad(x[1:], ((1, 0), (0, 0))), ["concatenate_slices"], 0),
+    "the border replaced": (lambda x: jnp.pad(x[1:-1, 1:-1], 1), ["concatenate_slices", "concatenate_slices"], 0),
+    "two numbers": (
+        lambda x: jnp.concatenate([jnp.zeros((1, M)), x[2:], jnp.full((1, M), 7.0)]),
+        ["concatenate_slices"],
+        1,
+    ),
+    "something in front, and cut off": (lambda x: jnp.concatenate([jnp.sin(x[:1]), x])[1:], ["slice"], 0),
+    "a part of a part": (lambda x: x[1:][1:][:-2], ["slice"], 8),
+    "turned twice": (lambda x: jnp.roll(jnp.roll(x, 1, 0), 1, 0), ["concatenate_slices"], 2),
+    "turned there and back": (lambda x: jnp.roll(jnp.roll(x, 3, 0), -3, 0), ["slice"], 0),
+    "wrapped": (wrapped, ["concatenate_slices", "concatenate_slices", "slice"], 2),
+    "wrapped twice": (wrapped_twice, ["concatenate_slices"] * 4, 2),
+    "zeros around": (zeros_around, ["pad"] * 4, 2),
+    "padded twice": (lambda x: jnp.pad(jnp.pad(x, 1), ((0, 2), (0, 0)))[1:-3, 1:-1], ["slice"], 0),
+    "padded with two": (lambda x: jnp.pad(jnp.pad(x, 1), 1, constant_values=3.0), ["pad", "pad"], 20),
+    "split and joined": (lambda x: jnp.concatenate(jnp.split(x, [5, 9])[::-1])[::1], ["concatenate_slices"], 9),
+    "differences": (lambda x: jnp.diff(x, axis=0, prepend=0.0), ["pad", "slice"], 1),
+    "one row of many": (lambda x: jnp.concatenate([x, x * 2])[N + 3 : N + 4], ["slice"], 5),
+}
+
+
+def moves_of(f: Callable[..., Any], *arguments: Any) -> list[str]:
+    return [e.name for e in gshard.trace(f, *arguments).block.equations if e.name in MOVES]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_they_become(name: str) -> None:
+    f, expected, _ = ROWS[name]
+    assert sorted(moves_of(f, X)) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_is_sent(name: str) -> None:
+    f, _, rows = ROWS[name]
+    marked = lambda x: gshard.split(f(gshard.split(x, 0, 8)), 0, 8)  # noqa: E731
+    lowered = gshard.jit(marked, mesh=gshard.Mesh.abstract(devices=8)).lower(X)
+    assert sum(c.total_bytes for c in lowered.spmd.collectives) <= rows * ROW
+
+
+def all_of(dim: int | None) -> Callable[..., dict[str, Any]]:
+    """One program of many."""
+    return lambda x: {name: f(x if dim is None else gshard.split(x, dim, 8)) for name, (f, *_) in ROWS.items()}
+
+
+def same_bits(found: Any, expected: Any, name: str) -> None:
+    np.testing.assert_array_equal(found, expected, name)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(expected), name)
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_the_same_comes_out(dim: int | None) -> None:
+    expected = jax.jit(all_of(None))(X)
+    for name, found in gshard.jit(all_of(dim), mesh=8)(X).items():
+        same_bits(found, expected[name], name)
+
+
+def test_gradients_are_the_same() -> None:
+    chosen = "shifted", "the first replaced", "two numbers", "turned twice", "wrapped twice", "zeros around"
+
+    def gradient(marked: int | None) -> Callable[..., Any]:
+        def energy(f: Callable[..., Any], x: Any) -> Any:
+            return jnp.sum(f(x if marked is None else gshard.split(x, marked, 8)) * 3.0)
+
+        return lambda x: {name: jax.grad(lambda x, f=ROWS[name][0]: energy(f, x))(x) for name in chosen}
+
+    x = np.nan_to_num(X, posinf=2.0)
+    expected = jax.jit(gradient(None))(x)
+    for name, found in gshard.jit(gradient(0), mesh=8)(x).items():
+        same_bits(found, expected[name], name)
+
+
+def test_a_shift_and_its_gradient_send_one_row_each_way() -> None:
+    def shifted(x: Any) -> Any:
+        return jnp.pad(gshard.split(x, 0, 8)[:-1], ((1, 0), (0, 0)))
+
+    lowered = gshard.jit(jax.vjp(shifted, X)[1], mesh=gshard.Mesh.abstract(devices=8)).lower(X)
+    assert [(c.kind, c.total_bytes) for c in lowered.spmd.collectives] in ([], [("collective_permute", ROW)])
+
+    def both(x: Any, y: Any) -> Any:
+        out, back = jax.vjp(shifted, x)
+        return out, back(gshard.split(y, 0, 8))
+
+    lowered = gshard.jit(both, mesh=gshard.Mesh.abstract(devices=8)).lower(X, X)
+    assert [(c.kind, c.total_bytes) for c in lowered.spmd.collectives] == [("collective_permute", ROW)] * 2
+
+
+def test_derivatives_in_three_pieces_are_one() -> None:
+    def f(x: Any) -> Any:
+        return lax.pad(x[:4], 0.0, [(6, 0, 0)]) + (lax.pad(x[4:7], 0.0, [(3, 4, 0)]) + lax.pad(x[7:], 0.0, [(0, 7, 0)]))
+
+    x = np.array([1, -0.0, np.nan, 3, -4, 5, np.inf, -0.0, 8, -9], np.float32)
+    assert moves_of(f, x) == ["concatenate_slices"]
+    assert not any(e.name in ("add", "add_any") for e in gshard.trace(f, x).block.equations)
+    same_bits(gshard.jit(lambda x: f(gshard.split(x, 0, 8)), mesh=8)(x), jax.jit(f)(x), "sum of pieces")
+
+
+def test_sums_that_are_more_than_pieces_side_by_side_stay() -> None:
+    x = np.arange(10, dtype=np.float32)
+    for f in (
+        lambda x: lax.pad(x[:5], 0.0, [(0, 5, 0)]) + lax.pad(x[4:], 0.0, [(4, 0, 0)]),  # they overlap
+        lambda x: lax.pad(x[:5], -0.0, [(0, 5, 0)]) + lax.pad(x[5:], -0.0, [(5, 0, 0)]),  # nothing is added to -0.0
+        lambda x: lax.pad(x[:5], 1.0, [(0, 5, 0)]) + lax.pad(x[5:], 1.0, [(5, 0, 0)]),
+        lambda x: lax.pad(x[:5], x[0], [(0, 5, 0)]) + lax.pad(x[5:], x[1], [(5, 0, 0)]),
+    ):
+        assert {e.name for e in gshard.trace(f, x).block.equations} & {"add", "add_any"}
+
+
+def test_what_others_read_is_not_taken_apart_again() -> None:
+    """A row that grows step by step: each step reads the last one, not all that went into it."""
+
+    def grown(x: Any) -> Any:
+        states, kept = x, []
+        for i in range(12):
+            states = jnp.concatenate([states[1:], jnp.sin(x[:1] + i)])
+            kept.append(states.sum(0))
+        return states, kept
+
+    equations = gshard.trace(grown, X).block.equations
+    assert max(len(e.inputs) for e in equations if e.name in MOVES) <= 4
+    found, expected = gshard.jit(lambda x: grown(gshard.split(x, 0, 8)), mesh=8)(X), jax.jit(grown)(X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
+
+def test_what_is_there_anyway_is_not_made_twice() -> None:
+    def f(x: Any) -> Any:
+        rows = jnp.pad(x, ((1, 1), (0, 0)), mode="wrap")
+        border = jnp.pad(rows, ((0, 0), (1, 1)), mode="wrap")
+        return jnp.sin(rows), border[:, 2:]
+
+    assert moves_of(f, X) == ["concatenate_slices", "concatenate_slices"]
+
+
+def test_in_the_body_of_a_loop() -> None:
+    def f(x: Any) -> Any:
+        return lax.fori_loop(0, 3, lambda _, x: wrapped(x), x)
+
+    x = RNG.integers(-9, 9, (N, M)).astype(np.int32)
+    np.testing.assert_array_equal(gshard.jit(lambda x: f(gshard.split(x, 0, 8)), mesh=8)(x), jax.jit(f)(x))
+    (loop,) = [e for e in gshard.trace(f, x).block.equations if e.blocks]
+    assert "concatenate" not in {e.name for body in loop.blocks for e in body.equations}
+
+
+def test_random_keys_move_as_they_are() -> None:
+    keys = jax.random.split(jax.random.key(0), 16)
+
+    def f(k: Any) -> Any:
+        return jnp.concatenate([k[-1:], k, k[:1]])[2:]
+
+    found = gshard.jit(lambda k: f(gshard.split(k, 0, 8)), mesh=8)(keys)
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(f(keys)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_row(seed: int) -> None:
+    """Rows drawn at random, of numbers of any kind, sizes down to 0 among them."""
+    rng = np.random.default_rng(seed)
+    dtype = [np.float32, np.int32, jnp.bfloat16, np.bool_, np.complex64][seed % 5]
+    drawn = rng.integers(-3, 4, (int(rng.integers(3, 20)), 6))
+    x = np.where(drawn == 0, -0.0, drawn).astype(dtype)
+    seeds = rng.integers(2**31, size=12)
+
+    def f(x: Any) -> Any:
+        there, kept = x, []
+        for number in seeds:
+            step = np.random.default_rng(number)
+            axis, (n, m) = int(step.integers(2)), there.shape
+            length = (n, m)[axis]
+            low, high = sorted(int(i) for i in step.integers(0, length + 1, 2))
+            match int(step.integers(5)):
+                case 0:
+                    there = lax.slice_in_dim(there, low, high, axis=axis)
+                case 1:
+                    config = [tuple(int(i) for i in step.integers(-1, 3, 2)) for _ in range(2)]
+                    fits = all(k + min(a, 0) + min(b, 0) >= 0 for k, (a, b) in zip((n, m), config, strict=True))
+                    there = lax.pad(there, jnp.ones((), x.dtype), [(*c, 0) for c in config]) if fits else there
+                case 2:
+                    there = jnp.concatenate([lax.slice_in_dim(there, low, high, axis=axis), there], axis)
+                case 3:
+                    there = jnp.roll(there, low, axis)
+                case 4:
+                    kept.append(there)
+        return [there, *kept]
+
+    expected = jax.jit(f)(x)
+    parts = 1 if seed == 0 else 8
+    for found, wanted in zip(gshard.jit(lambda x: f(gshard.split(x, 0, parts)), mesh=8)(x), expected, strict=True):
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()

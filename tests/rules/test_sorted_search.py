@@ -1,0 +1,74 @@
+"""Searching in a sorted array that is split: one round, the same places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+
+RNG = np.random.default_rng(0)
+SORTED = np.sort(np.round(RNG.standard_normal(45) * 4) / 2).astype(np.float32)
+SORTED[-1] = np.nan
+NUMBERS = np.concatenate([SORTED[::5], [-9, 9, np.inf, -np.inf, np.nan, -0.0, 0.0]]).astype(np.float32)
+
+
+def names(f: Any, *arguments: Any) -> set[str]:
+    return {e.name for e in gshard.trace(f, *arguments).block.walk()}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_every_method_is_one_round(side: str) -> None:
+    def f(a: Any, v: Any, whole: Any) -> Any:
+        found = [jnp.searchsorted(a, v, side=side, method=m) for m in ("scan", "scan_unrolled", "sort", "compare_all")]
+        return (
+            *found,
+            jnp.searchsorted(whole, whole[::3] + 1, side=side),
+            jnp.digitize(v.reshape(2, -1), jnp.nan_to_num(a, nan=50.0)),
+        )
+
+    whole = np.sort(RNG.integers(-5, 5, 24).astype(np.int32))
+    arguments = SORTED, NUMBERS[:16], whole
+    run = gshard.jit(lambda a, v, w: f(gshard.split(a, 0, 8), v, gshard.split(w, 0, 8)), mesh=8)
+    expected = jax.jit(f)(*arguments)
+    for found, wanted in zip(jax.tree.leaves(run(*arguments)), jax.tree.leaves(expected), strict=True):
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+        np.testing.assert_array_equal(found, wanted)
+    lowered = gshard.jit(lambda a, v: jnp.searchsorted(gshard.split(a, 0, 8), v, side=side), mesh=8)
+    sent = lowered.lower(SORTED, NUMBERS).spmd.collectives
+    assert [(c.kind, c.times) for c in sent] == [("all_reduce", 1)]
+
+
+def test_counts_are_added_up_once() -> None:
+    def between(a: Any, low: Any, high: Any) -> Any:
+        return jnp.searchsorted(a, high, side="right") - jnp.searchsorted(a, low)
+
+    arguments = SORTED, NUMBERS, NUMBERS + 1
+    run = gshard.jit(lambda a, low, high: between(gshard.split(a, 0, 8), low, high), mesh=8)
+    np.testing.assert_array_equal(run(*arguments), jax.jit(between)(*arguments))
+    assert len(run.lower(*arguments).spmd.collectives) == 1
+
+
+def test_many_numbers_in_few_places_stay_where_they_are() -> None:
+    run = gshard.jit(lambda a, v: jnp.searchsorted(a, gshard.split(v, 0, 8)), mesh=8)
+    numbers = RNG.standard_normal(64).astype(np.float32)
+    np.testing.assert_array_equal(run(SORTED, numbers), jax.jit(jnp.searchsorted)(SORTED, numbers))
+    assert not run.lower(SORTED, numbers).spmd.collectives
+
+
+def test_only_what_jax_writes_is_taken_for_it() -> None:
+    @jax.jit
+    def searchsorted(a: Any, v: Any) -> Any:
+        return jnp.sum(a) + v
+
+    assert "searchsorted" not in names(searchsorted, SORTED, NUMBERS)
+    mapped = jax.vmap(jnp.searchsorted, (None, 0))
+    assert "searchsorted" not in names(mapped, SORTED, NUMBERS.reshape(4, 4))
+    found = gshard.jit(lambda a, v: mapped(gshard.split(a, 0, 8), v), mesh=8)(SORTED, NUMBERS.reshape(4, 4))
+    np.testing.assert_array_equal(found, jax.jit(mapped)(SORTED, NUMBERS.reshape(4, 4)))
+    nothing = np.zeros(0, np.float32)
+    np.testing.assert_array_equal(gshard.jit(jnp.searchsorted, mesh=8)(nothing, NUMBERS), np.zeros(16))

@@ -1,0 +1,128 @@
+"""Fourier transforms of dimensions that are split: one after the other, and a long one as two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+
+RNG = np.random.default_rng(0)
+TOLERANCE = 2e-6  # of the largest number of a result: sums are added up in another order
+
+
+def real(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def complex_(*shape: int) -> np.ndarray:
+    return (real(*shape) + 1j * real(*shape)).astype(np.complex64)
+
+
+def filtered(x: Any) -> Any:
+    return jnp.fft.irfft2(jnp.fft.rfft2(x) * jnp.exp(-0.1 * jnp.arange(x.shape[-1] // 2 + 1)), s=x.shape[-2:])
+
+
+# A function, its argument, and what is sent at most, as a part of what gathering that as complex numbers would send.
+TRANSFORMS: dict[str, tuple[Callable[[Any], Any], np.ndarray, float]] = {
+    "rows and columns": (jnp.fft.fft2, complex_(16, 24), 1 / 8),
+    "back": (jnp.fft.ifft2, complex_(16, 24), 1 / 8),
+    "of real numbers": (jnp.fft.rfft2, real(16, 30), 2 / 8),
+    "of real numbers, an even number of them": (lambda x: jnp.fft.rfft2(x, s=(16, 32)), real(16, 32), 2 / 8),
+    "to real numbers": (lambda x: jnp.fft.irfft2(x, s=(16, 31)), complex_(16, 16), 2 / 8),
+    "three dimensions": (jnp.fft.fftn, complex_(16, 8, 6), 1 / 8),
+    "three real ones": (jnp.fft.rfftn, real(8, 16, 14), 2 / 8),
+    "the last of four": (lambda x: jnp.fft.fftn(x, axes=(1, 2, 3)), complex_(3, 8, 6, 8), 1 / 8),
+    "uneven": (jnp.fft.fft2, complex_(13, 11), 2 / 8),
+    "there and back": (filtered, real(16, 16), 3 / 8),
+    "long": (jnp.fft.fft, complex_(4096), 3 / 8),
+    "long, back": (jnp.fft.ifft, complex_(6400), 3 / 8),
+    "long, some": (jnp.fft.fft, complex_(3, 4096), 3 / 8),
+}
+
+
+def split_of(name: str, x: Any) -> Any:
+    f, _, _ = TRANSFORMS[name]
+    first = {"the last of four": 1, "long, some": 1}.get(name, 0)
+    return f(gshard.split(x, first, 8))
+
+
+def check(found: Any, expected: Any) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * np.abs(b).max())
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_the_same_numbers(name: str) -> None:
+    f, x, _ = TRANSFORMS[name]
+    check(gshard.jit(lambda x: split_of(name, x), mesh=8)(x), jax.jit(f)(x))
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_nothing_is_gathered(name: str) -> None:
+    _, x, most = TRANSFORMS[name]
+    lowered = gshard.jit(lambda x: split_of(name, x), mesh=gshard.Mesh.abstract(devices=8)).lower(x)
+    program, sent = lowered.plan.program, lowered.spmd.collectives
+    assert all(len(e.params["fft_lengths"]) == 1 for e in program.block.walk() if e.name == "fft")
+    if x.shape[0] % 8 == 0:
+        assert {c.kind for c in sent} <= {"all_to_all", "collective_permute"}
+    if name != "uneven":  # which leaves whole
+        assert sum(c.total_bytes for c in sent) <= 7 / 8 * most * np.size(x) * 8
+
+
+@pytest.mark.parametrize("name", ["rows and columns", "of real numbers", "there and back", "long"])
+def test_derivatives(name: str) -> None:
+    f, x, _ = TRANSFORMS[name]
+
+    def energy(f: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.grad(lambda x: jnp.sum(jnp.abs(f(x)) ** 2 * jnp.arange(1.0, 1 + f(x).shape[-1]) / f(x).size))
+
+    check(gshard.jit(energy(lambda x: split_of(name, x)), mesh=8)(x), jax.jit(energy(f))(x))
+
+
+def test_two_dimensions_over_two_axes() -> None:
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x = complex_(8, 12, 16)
+    spec = jax.sharding.PartitionSpec("x", "y")
+    f = gshard.jit(lambda x: jnp.fft.fftn(gshard.shard(x, spec)), mesh=mesh)
+    check(f(x), jax.jit(jnp.fft.fftn)(x))
+    assert {c.kind for c in f.lower(x).spmd.collectives} == {"all_to_all"}
+
+
+def test_in_a_loop() -> None:
+    def steps(x: Any) -> Any:
+        return jax.lax.scan(lambda x, _: (jnp.fft.ifft2(jnp.fft.fft2(x) * 1j), x.sum()), x, None, length=3)
+
+    x = complex_(16, 16)
+    f = gshard.jit(lambda x: steps(gshard.split(x, 0, 8)), mesh=8)
+    check(f(x), jax.jit(steps)(x))
+    assert "all_gather" not in {c.kind for c in f.lower(x).spmd.collectives}
+
+
+@pytest.mark.parametrize("worst", [np.inf, np.nan])
+def test_what_is_no_number_spreads(worst: float) -> None:
+    x = complex_(16, 16)
+    x[3, 4] = worst
+    found, expected = gshard.jit(lambda x: jnp.fft.fft2(gshard.split(x, 0, 8)), mesh=8)(x), jax.jit(jnp.fft.fft2)(x)
+    assert not np.isfinite(found).any()
+    assert not np.isfinite(expected).any()
+
+
+def test_what_is_not_split_stays_as_it_is() -> None:
+    for dim, shape in ((0, (8, 16, 16)), (0, (8, 4096))):
+        f = gshard.jit(lambda x, d=dim: (jnp.fft.fft2 if x.ndim > 2 else jnp.fft.fft)(gshard.split(x, d, 8)), mesh=8)
+        lowered = f.lower(complex_(*shape))
+        assert lowered.plan.program is lowered.program
+        assert not lowered.spmd.collectives
+
+
+def test_a_short_one_or_one_beside_others_is_not_taken_apart() -> None:
+    for shape in ((512,), (16, 4096)):
+        f = gshard.jit(lambda x: jnp.fft.fft(gshard.split(x, len(x.shape) - 1, 8)), mesh=8)
+        assert sum(e.name == "fft" for e in f.lower(complex_(*shape)).plan.program.block.walk()) == 1
