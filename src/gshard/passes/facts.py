@@ -143,6 +143,7 @@ class _State:
                 self.nodes.append(node)
                 for value, _ in node.tensors:
                     self.users.setdefault(value, []).append(node)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
         self.apart = Apart(program)
         self.other: Program | None = None  # the program that this one is, as its values are split
         self.queues: tuple[deque[_Node], ...] = (deque(), deque(), deque())
@@ -235,8 +236,7 @@ class _State:
         return False
 
     def _in_order(self, nodes: Iterable[_Node]) -> list[_Node]:
-        position = {node: i for i, node in enumerate(self.nodes)}
-        return sorted(nodes, key=position.__getitem__)
+        return sorted(nodes, key=self.position.__getitem__)
 
     def _agree(self, node: _Node) -> tuple[Split, bool]:
         """What the arrays of a node say about its factors where they do not contradict each other."""

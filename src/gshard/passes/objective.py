@@ -61,6 +61,10 @@ class Objective(Protocol):
         """What a program runs, and how often."""
         ...
 
+    def alike(self, kernel: Kernel) -> Hashable:
+        """Kernels of which this is equal cost alike, where they are split alike."""
+        ...
+
     def of_splits(self, kernel: Kernel, ways: Sequence[Split], marked: Sequence[Split]) -> Floats:
         """float64 [ways]: one run of a kernel, its equation split so.
 
@@ -93,6 +97,9 @@ class Bytes(Moves):
             yield Kernel(e, kind_of(e), (), (), e.outputs), 1
             for body in e.blocks:
                 yield from ((kernel, times * e.trips) for kernel, times in self.kernels(body))
+
+    def alike(self, kernel: Kernel) -> Hashable:
+        return kernel.equation.rule, _size(kernel.equation), kernel.writes[0].shape if kernel.writes else ()
 
     def of_splits(self, kernel: Kernel, ways: Sequence[Split], marked: Sequence[Split]) -> Floats:
         rule, size = kernel.equation.rule, _size(kernel.equation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
@@ -78,6 +78,9 @@ class Seconds(Moves):
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Equations as they are fused."""
         return kernels_of(block).walk()
+
+    def alike(self, kernel: Kernel) -> Hashable:
+        return kernel.equation  # what is fused with it differs
 
     def of_splits(self, kernel: Kernel, ways: Sequence[Split], marked: Sequence[Split]) -> Floats:
         """float64 [ways]: one run of a kernel, its equation split so, and what its own way to run on shards takes."""
