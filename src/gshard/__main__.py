@@ -72,6 +72,9 @@ def _explain(options: argparse.Namespace) -> None:
     data = found.data(options.machine)
     print(found.format(tensors=0, collectives=8) if options.html else found)
     print(f"\n{found.verdict(options.machine)}\n\n{found.cost(options.machine)}")
+    for name in options.why:
+        others = found.instead(name, options.machine) or ["no mark can say otherwise: it has one, or enters a body"]
+        print("\n  instead ".join([f"\n{found.why(name)}", *map(str, others)]))
     against = found.against_xla(options.machine) if with_xla else None if before is None else difference(before, data)
     if against is not None:
         print(f"\n{against}\n")
@@ -217,6 +220,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="before.json",
         help="show what changed, line by line, since this --json was written; or 'xla': against XLA's own partitioner, "
         "both compiled for CPU devices",
+    )
+    command.add_argument(
+        "--why",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="the reasons of one array's sharding, and what a call would take with another",
     )
     command.add_argument("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
     command.add_argument(
