@@ -1,7 +1,8 @@
 """Claims: a search is never worse than a preset, computes the same, keeps marks, and ends alike in every process.
 
-    presets        the programs of benchmarks/bytes_against_xla.py with all marks left out, on 8 CPU devices: the time
-                   of what is found over that of the best preset, of what was searched alone likewise, and the model
+    presets        the programs of benchmarks/against_xla_programs.py with all marks left out, on 8 CPU devices: the
+                   time of what is found over that of the best preset, of what was searched alone likewise, and the
+                   model
                    over the price. With --run each plan runs on 8 virtual devices, and the results are compared
     pins           each step of benchmarks/search.py with one mark more, which contradicts the plan: whether it is kept,
                    and what it costs
@@ -38,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import jax
 import numpy as np
-from bytes_against_xla import NEAR as OFF
-from bytes_against_xla import ROUNDING, difference
+from against_xla_programs import NEAR as OFF
+from against_xla_programs import ROUNDING, difference
 from jax.sharding import PartitionSpec as P
 from search_cases import cases, memory_of, step_of, transformer
 

@@ -17,7 +17,6 @@ import gshard
 from families import CASES
 from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
-from gshard.analysis.network import prices
 from gshard.core.program import Program, Value
 from gshard.core.sharding import Sharding
 from gshard.passes.bundles import bundles_of
@@ -120,8 +119,7 @@ def test_no_plan_is_better(name: str) -> None:
 
 def problem_of(program: Program, mesh: gshard.Mesh, machine: Machine) -> Graph:
     """What there is to choose from, in seconds."""
-    priced = dataclasses.replace(mesh, prices=prices(mesh, machine))
-    return graph_of(program, Seconds(priced, machine, axes_of(priced)))
+    return graph_of(program, Seconds(mesh, machine, axes_of(mesh)))
 
 
 def least_of_all(program: Program, graph: Graph, machine: Machine) -> float:

@@ -11,7 +11,6 @@ import jax
 from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine, kind_of_devices
 from gshard.analysis.named import refuse_unused
-from gshard.analysis.network import prices
 from gshard.analysis.overlap import Windowed
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
@@ -19,12 +18,14 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.compile import Executable, compile_spmd
+from gshard.passes.objective import bytes_on
 from gshard.passes.propagate import in_best_order, propagate
 from gshard.passes.recorded import Recorded
 from gshard.passes.windowed import Policy, windowed
 from gshard.remat.fit import compiled_within
 from gshard.remat.rematerialise import rematerialise
 from gshard.search.find import best_plan
+from gshard.search.seconds import seconds_on
 
 
 class Limit(Protocol):
@@ -47,7 +48,8 @@ class Target:
         windowed: which contractions run in steps.
         keep_uneven: whether results leave in padded parts where parts are unequal.
         memory_limit: bytes that a device may hold; what does not fit is recomputed.
-        machine: tells what recomputing takes; None takes the devices of the mesh.
+        machine: what costs are of: planning is by seconds on it (by bytes if None), and what recomputing takes too (on
+            the devices of the mesh if None).
         keep_unused: whether XLA is given arguments that nothing reads.
         compiler_options: XLA's, as pairs.
         recorded: a plan that was found or saved before; None makes one.
@@ -97,8 +99,9 @@ class Target:
             return found.chosen.plan
         first = len(program.captured)
         plan = propagate(
-            program, self.mesh, strict=self.strict, keep_uneven=self.keep_uneven, donated=[first + i for i in donated]
-        )
+            program, self.mesh, strict=self.strict, keep_uneven=self.keep_uneven, donated=[first + i for i in donated],
+            objective=bytes_on if self.machine is None else seconds_on(self.machine),
+        )  # fmt: skip
         made = windowed(plan, self.windowed)
         return made if self.reorders else dataclasses.replace(made, orders={})
 
@@ -186,7 +189,6 @@ class Options:
         machine = self.machine
         if machine is not None:
             machine = machine if isinstance(machine, Machine) else Machine.of(machine, mesh.size)
-            mesh = dataclasses.replace(mesh, prices=prices(mesh, machine))
         return Target(
             mesh,
             self.strict,

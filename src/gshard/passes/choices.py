@@ -30,8 +30,6 @@ from gshard.passes.windows import SharedWindows
 from gshard.rules.region import REGIONS, Crossing
 from gshard.solver.problem import Floats, Problem
 
-# What differs from the facts costs so much: among equals what the marks say.
-_OTHERWISE = 1e-3
 # What a caller may have to move afterwards counts so much.
 _AFTERWARDS = 1 / 8
 
@@ -180,7 +178,7 @@ class _Builder:
     def _otherwise(self, k: int, sharding: Sharding) -> float:
         if self.facts is None or any(self.facts.shardings[v] == sharding for v in self.bundles.members[k]):
             return 0.0
-        return _OTHERWISE
+        return self.objective.tie
 
     def _ways(self, e: Equation, piece: Piece) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
         """The splits of an equation, and those that the facts suggest."""

@@ -19,7 +19,6 @@ import numpy as np
 
 from gshard.analysis.cost import Cost, cost
 from gshard.analysis.machine import Machine
-from gshard.analysis.network import prices
 from gshard.analysis.overlap import Windowed
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
@@ -37,7 +36,7 @@ from gshard.passes.windowed import windowed
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
 from gshard.search.loads import with_loads
 from gshard.search.presets import presets
-from gshard.search.seconds import Seconds
+from gshard.search.seconds import seconds_on
 from gshard.solver.solve import Solution, solve
 
 _ROUNDS = 7  # of solving, each after the second with other memory
@@ -128,7 +127,7 @@ class Begun:
 
     Attributes:
         mesh: the user's.
-        graph: the problem, on that mesh with the machine's prices.
+        graph: the problem, on that mesh.
         solutions: without a limit of memory, and with the limit if the first does not keep to it.
         limit: bytes that a device may hold.
         since: when it began.
@@ -160,12 +159,11 @@ def begin(
 ) -> Begun:
     """Makes the problem of a program on a mesh and solves it; arguments as those of ``best_plan`` and ``solve``."""
     since = time.monotonic()
-    priced = dataclasses.replace(mesh, prices=prices(mesh, machine))
     limit = float(machine.memory if memory_limit is None else memory_limit)
     inputs = [len(program.captured) + i for i in donated]
-    facts = facts_of(program, priced)  # loops may be operators in its program
+    facts = facts_of(program, mesh)  # loops may be operators in its program
     said = [Sharding(tuple(demand.dims)) for _, demand, _ in demands(program, mesh)]
-    objective = Seconds(priced, machine, axes_of(priced, said))
+    objective = seconds_on(machine)(mesh, axes_of(mesh, said))
     graph = with_loads(graph_of(facts.program, objective, donated=inputs))
     solutions = [solve(graph.problem, budget_seconds, effort=effort)]
     if solutions[0].peak > limit:
@@ -292,7 +290,7 @@ class Pricing:
 
     def planned(self, program: Program, mesh: Mesh) -> Plan:
         """What follows from a program's marks, as ``jit`` plans it."""
-        return propagate(program, mesh, donated=self._inputs(program))
+        return propagate(program, mesh, donated=self._inputs(program), objective=seconds_on(self.machine))
 
     def add(self, name: str, plan: Plan) -> PricedPlan:
         """Prices a plan; where it does not fit, products run in steps, or values are computed again, if that helps."""
