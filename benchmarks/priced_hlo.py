@@ -34,7 +34,11 @@ def seconds(text: str, machine: Machine) -> float:
     for computation, made, times in kernels(module, module.computations[module.entry], 1):
         if made.name in sent:
             total += times * collective_seconds(made, sent[made.name], machine)
-        elif made.opcode not in FREE and not made.opcode.endswith("-done"):
+        elif (
+            made.opcode not in FREE
+            and not is_part_of_all_to_all(computation, made)
+            and not made.opcode.endswith("-done")
+        ):
             total += times * kernel_seconds(module, computation, made, machine)
     return total
 
@@ -53,6 +57,20 @@ def kernels(module: Module, computation: Computation, times: int) -> Iterator[tu
             inner = [(name, 1) for name in made.called("to_apply")] if made.opcode == "call" else []
         for name, rounds in inner:
             yield from kernels(module, module.computations[name], times * rounds)
+
+
+def is_part_of_all_to_all(computation: Computation, made: Instruction) -> bool:
+    """Whether it cuts or joins what an all-to-all moves: on CPU that is done array by array, elsewhere on the way."""
+    if made.opcode == "concatenate":
+        parts = [computation.instructions[o] for o in made.operands]
+        return all(p.opcode == "get-tuple-element" and _is_all_to_all(computation, p.operands[0]) for p in parts)
+    users = [i.name for i in computation.instructions.values() if made.name in i.operands]
+    is_slice = made.opcode == "slice" or made.name.startswith("wrapped_slice")
+    return is_slice and bool(users) and all(_is_all_to_all(computation, name) for name in users)
+
+
+def _is_all_to_all(computation: Computation, name: str) -> bool:
+    return computation.instructions[name].opcode == "all-to-all"
 
 
 def collective_seconds(made: Instruction, c: hlo.CompiledCollective, machine: Machine) -> float:

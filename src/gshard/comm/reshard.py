@@ -1,9 +1,9 @@
 """Reshard: the cheapest chain of steps from one sharding to another.
 
 A shortest path (A*) over shardings; the edges are the steps of ``comm.steps``, their length is the bytes that
-each device sends plus a little for each message. Atoms that travel together are moved as one block, so that the search
-sees a handful of moves however many devices there are. There is no step that gathers everything at once: a
-gather appears only where a dimension really has to be made whole.
+each device sends plus a little for each message, or the seconds that they take (``Mesh.times``). Atoms that travel
+together are moved as one block, so that the search sees a handful of moves however many devices there are. There is no
+step that gathers everything at once: a gather appears only where a dimension really has to be made whole.
 
     >>> mesh = Mesh.abstract(x=2, y=4)
     >>> a, b = Sharding((("y.0", "y.1"), (), ("x",))), Sharding(((), ("x", "y.0", "y.1"), ()))
@@ -37,6 +37,8 @@ from gshard.core.sharding import Sharding
 
 # What one message costs beside its bytes, in bytes: keeps chains short where bytes are equal.
 _LATENCY = 64
+# Seconds that are no difference: keeps chains short where times are equal.
+_TIE = 1e-12
 # Two or three blocks of atoms are moved in every way; more of them, or a single one, only straight to the target.
 _FEW = 3
 _WITH_REDUCE_SCATTER = frozenset({"add", "pick"})
@@ -52,7 +54,7 @@ def plan_reshard(
     if source == target:
         return ()
     size = math.prod(shape)
-    if size and all(n % mesh.size == 0 for n in shape):
+    if mesh.times is None and size and all(n % mesh.size == 0 for n in shape):
         # All parts of all cuts are equal, so that only the size of the whole matters, and of that only the order.
         shape, size = (mesh.size,) * len(shape), size * itemsize // mesh.size ** len(shape)
         itemsize = 1 << (size - 1).bit_length()
@@ -73,8 +75,8 @@ def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsiz
     blocks = _blocks(source, target, mesh)
     whole = itemsize * math.prod(shape)
     share = whole // _parts(target, mesh)
-    queue: list[tuple[int, int, int, Sharding]] = [(0, 0, 0, source)]
-    best: dict[Sharding, int] = {source: 0}
+    queue: list[tuple[float, int, float, Sharding]] = [(0, 0, 0, source)]
+    best: dict[Sharding, float] = {source: 0}
     came: dict[Sharding, Step] = {}
     order = itertools.count(1)
     while queue:
@@ -84,7 +86,10 @@ def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsiz
         if cost > best[here]:
             continue
         for step, sent in _moves(here, target, blocks, shape, itemsize, mesh):
-            total = cost + sent + _LATENCY * (step.kind not in SILENT) + 1
+            if mesh.times is None:
+                total = cost + sent + _LATENCY * (step.kind not in SILENT) + 1
+            else:
+                total = cost + mesh.times.seconds(step, shape, itemsize, mesh) + _TIE
             if total < best.get(step.after, total + 1) and total < best.get(target, total + 1):
                 best[step.after] = total
                 came[step.after] = step
@@ -92,6 +97,7 @@ def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsiz
                 # in a message.
                 missing = max(0, share - -(-whole // _parts(step.after, mesh)))
                 least = missing + _LATENCY + 1 if missing else int(step.after != target)
+                least = least if mesh.times is None else 0
                 heapq.heappush(queue, (total + least, next(order), total, step.after))
     steps: list[Step] = []
     at = target

@@ -24,7 +24,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,14 @@ class Step:
     dim: int = -1
     to: int = -1
     monoid: str = "add"
+
+
+class Times(Protocol):
+    """What steps take, on a machine."""
+
+    def seconds(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
+        """One step, with an array of this global shape."""
+        ...
 
 
 def aligned(n: int, parts: int, more: int) -> bool:

@@ -53,6 +53,7 @@ class Mesh:
         axes: the user's axis names and sizes, major to minor.
         devices: the devices in row-major order of the axes, or None for a mesh that is only planned for.
         order: which of the devices, as they came, stands at each position; () if they are left in their order.
+        times: what steps of moving an array take (``comm.steps.Times``); None counts the bytes that are sent.
         factored: whether axes are factored into primes; where only whole axes move, there is less to look at without.
         made_from: the mesh of JAX's that it was read from, if it was. Meshes are equal whatever they were read from.
     """
@@ -60,6 +61,7 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
     devices: tuple[Any, ...] | None = None
     order: tuple[int, ...] = ()
+    times: Any = None
     factored: bool = True
     made_from: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = dataclasses.field(
         default=None, compare=False, repr=False
@@ -199,7 +201,7 @@ class Mesh:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.axes, self.devices, self.order, self.factored))
+        return hash((self.axes, self.devices, self.order, self.times, self.factored))
 
     def __hash__(self) -> int:
         # Asked for at every step of planning, and the same for ever.

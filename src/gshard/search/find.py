@@ -36,7 +36,7 @@ from gshard.passes.windowed import windowed
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
 from gshard.search.loads import with_loads
 from gshard.search.presets import presets
-from gshard.search.seconds import seconds_on
+from gshard.search.seconds import on_machine, seconds_on
 from gshard.solver.solve import Solution, solve
 
 _ROUNDS = 7  # of solving, each after the second with other memory
@@ -127,7 +127,7 @@ class Begun:
 
     Attributes:
         mesh: the user's.
-        graph: the problem, on that mesh.
+        graph: the problem, on that mesh with the machine's times.
         solutions: without a limit of memory, and with the limit if the first does not keep to it.
         limit: bytes that a device may hold.
         since: when it began.
@@ -159,11 +159,12 @@ def begin(
 ) -> Begun:
     """Makes the problem of a program on a mesh and solves it; arguments as those of ``best_plan`` and ``solve``."""
     since = time.monotonic()
+    timed = on_machine(mesh, machine)
     limit = float(machine.memory if memory_limit is None else memory_limit)
     inputs = [len(program.captured) + i for i in donated]
-    facts = facts_of(program, mesh)  # loops may be operators in its program
+    facts = facts_of(program, timed)  # loops may be operators in its program
     said = [Sharding(tuple(demand.dims)) for _, demand, _ in demands(program, mesh)]
-    objective = seconds_on(machine)(mesh, axes_of(mesh, said))
+    objective = seconds_on(machine)(timed, axes_of(timed, said))
     graph = with_loads(graph_of(facts.program, objective, donated=inputs))
     solutions = [solve(graph.problem, budget_seconds, effort=effort)]
     if solutions[0].peak > limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -9,8 +10,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import numpy as np
 
 from gshard.analysis.machine import Machine
-from gshard.analysis.network import permutation_seconds, seconds
-from gshard.comm.steps import ALL_GATHER, PERMUTE, SILENT, Step, bytes_sent, permutation
+from gshard.analysis.step_times import StepTimes
+from gshard.comm.steps import Step
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import local_bytes
 from gshard.core.program import Block, Equation, Value, short_dtype
@@ -23,11 +24,6 @@ from gshard.passes.ways import share
 from gshard.search.emitted import Emitted, as_kernel, emitted_alone, has_own_way
 from gshard.solver.problem import Floats
 
-# A collective may make two kernels of one. Of equal ways this takes the one with fewer.
-_SPLITS = 0.1
-# What is gathered or cut along a dimension that is not the first may have to be copied into place, which compilers
-# spare now and then. Of equal ways this takes the one that need not.
-_COPIES = 0.1
 # Of the time that a state's bytes take to read: among equals the one that takes less memory.
 _TIE = 1e-3
 # Seconds that a value takes which is sharded otherwise than the marks say: among equals what they say.
@@ -47,36 +43,12 @@ class Seconds(Moves):
         super().__init__(mesh, axes)
         self.machine, self.tie = machine, _FOLLOWS
         self.a_byte = _TIE / machine.memory_bandwidth
-        self._permutations: dict[tuple[Sharding, Sharding], tuple[float, float]] = {}
+        self.times = StepTimes(machine)
         self._own_ways: dict[object, Emitted] = {}
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-        if step.kind in SILENT:
-            return self.machine.launch
-        taken = self._sent(step, shape, itemsize, mesh) + _SPLITS * self.machine.launch
-        if step.dim > 0 and step.to < 0:
-            whole, parts = (step.after, step.before) if step.kind == ALL_GATHER else (step.before, step.after)
-            if any(n > 1 for n in parts.local_shape(mesh, shape)[: step.dim]):
-                size = math.prod(whole.local_shape(mesh, shape)) * itemsize
-                taken += _COPIES * 2 * size / self.machine.memory_bandwidth
-        return taken
-
-    def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-        local = math.prod(step.before.local_shape(mesh, shape)) * itemsize
-        if step.kind == PERMUTE:
-            latency, a_byte = self._permuting(step.before, step.after, mesh)
-            return latency + a_byte * bytes_sent(step, shape, itemsize, mesh)
         atoms = tuple(a for name in step.atoms for a in self.atoms_of.get(name, (name,)))
-        return seconds(step.kind, local, self.mesh, self.machine, atoms)
-
-    def _permuting(self, before: Sharding, after: Sharding, mesh: Mesh) -> tuple[float, float]:
-        """What a permutation takes, and what a byte of it takes more: whatever the array."""
-        key = before, after
-        if key not in self._permutations:
-            pairs = permutation(before, after, mesh)
-            none, many = (permutation_seconds(sent, pairs, self.machine) for sent in (0, 1 << 30))
-            self._permutations[key] = none, (many - none) / (1 << 30)
-        return self._permutations[key]
+        return self.times.seconds(step, shape, itemsize, mesh, among=(self.mesh, atoms))
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Equations as they are fused."""
@@ -152,6 +124,11 @@ def _of(kernel: Kernel, part: float) -> tuple[float, float]:
 def seconds_on(machine: Machine) -> Callable[[Mesh, tuple[Atoms, ...]], Seconds]:
     """The objective for meshes of a machine's devices; what moves cost is known from plan to plan."""
     return functools.partial(_seconds_on, machine)
+
+
+def on_machine(mesh: Mesh, machine: Machine) -> Mesh:
+    """The mesh on which arrays are moved as it is fastest on a machine."""
+    return dataclasses.replace(mesh, times=StepTimes(machine))
 
 
 @functools.lru_cache(maxsize=16)
