@@ -323,8 +323,9 @@ def jit(
         inline: taken for ``jax.jit``'s sake; inside another program a partitioned function is one equation in any case.
         compiler_options: XLA's, as for ``jax.jit``.
         device, backend: not taken: the mesh names the devices.
-        machine: what the devices are, such as ``"h100:1x8"``. Without it no product is computed twice to send less;
-            with it splits are chosen by what both take there, and ``explain`` tells what is computed twice.
+        machine: what the devices are, such as ``"h100:1x8"``. Without it the plan is the one that sends least, and no
+            product is computed twice to send less. With it a plan is taken that sends more, or computes twice, where
+            a call takes less time there by 2 % or more; ``explain`` tells what is computed twice.
         strict: True refuses operations without a rule instead of gathering their operands. A number of bytes also
             refuses a program in which each device sends more than that in one call, and names the lines that do. Both
             refuse a layout with rows for nothing.
