@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import replicate, shard, split
-from gshard.comm.steps import SILENT
+from gshard.comm.steps import LOCAL
 from gshard.core.errors import ShardingError
 
 AUTO = jax.sharding.AxisType.Auto
@@ -32,7 +32,7 @@ def x(rng: np.random.Generator) -> np.ndarray:
 
 def sent(lowered: Any) -> list[str]:
     """The kinds of collectives of a program."""
-    return [c.kind for c in lowered.spmd.collectives if c.kind not in SILENT]
+    return [c.kind for c in lowered.spmd.collectives if c.kind not in LOCAL]
 
 
 def lies(x: jax.Array, mesh: jax.sharding.Mesh, *spec: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Explain: what each large tensor got and why, and what the devices say to each other.
+"""Explain: what each large tensor got and why, and what the devices send each other.
 
 print(gshard.explain(loss, params, batch, mesh=8))
 
@@ -348,10 +348,8 @@ def _notes(block: Block) -> dict[Value, str]:
     notes = {}
     for e in block.walk():
         if e.rule is not None and e.rule.fixed is not None:
-            at = f" at {e.line}" if e.line else ""
-            notes.update(
-                {v: f"{e.name}{at} says how it lies there" for v in (*e.inputs, *e.outputs) if isinstance(v, Value)}
-            )
+            note = f"{e.name}{f' at {e.line}' if e.line else ''} says how it is sharded there"
+            notes.update({v: note for v in (*e.inputs, *e.outputs) if isinstance(v, Value)})
     for v, parts in parts_of(block).items():
         notes[v] = f"one of {parts} parts: each device holds its own until manual_to_auto"
     return notes

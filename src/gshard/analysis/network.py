@@ -1,6 +1,6 @@
 """Network: how long a collective takes on a machine, from which of its links it uses.
 
-The devices of a group lie along some dimensions of the network, every ``step``-th of a dimension. All groups of one
+The devices of a group are along some dimensions of the network, every ``step``-th of a dimension. All groups of one
 collective run at the same time, so a link carries the messages of ``step`` groups, and of all cores that share it.
 """
 
@@ -18,7 +18,7 @@ from gshard.core.mesh import Atoms, Mesh
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a group lies along one dimension of the network.
+    """Where a group is along one dimension of the network.
 
     Attributes:
         of: the dimension.

@@ -99,7 +99,7 @@ def proposal(
 
 
 def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan) -> Iterator[Sharding]:
-    """How the value might lie: as it is wanted; a sum, split over those that add it up."""
+    """How the value might be sharded: as it is wanted; a sum, split over those that add it up."""
     here = plan.sharding(value)
     seen = {here.dims}
     whole = Sharding(after.dims)

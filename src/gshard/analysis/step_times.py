@@ -8,7 +8,7 @@ import math
 
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import permutation_seconds, seconds
-from gshard.comm.steps import ALL_GATHER, PERMUTE, SILENT, Step, bytes_sent, permutation
+from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, Step, bytes_sent, permutation
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
 
@@ -42,7 +42,7 @@ class StepTimes:
             mesh: the devices.
             among: the mesh and the atoms that the network knows, where ``mesh`` is a coarser one.
         """
-        if step.kind in SILENT:
+        if step.kind in LOCAL:
             copied = 2 * math.prod(step.after.local_shape(mesh, shape)) * itemsize
             return self.machine.launch + copied / self.machine.memory_bandwidth
         taken = self._sent(step, shape, itemsize, mesh, among or (mesh, step.atoms)) + _SPLITS * self.machine.launch

@@ -252,7 +252,7 @@ class Jitted:
             said = names_of_arguments(f, self._options.names, *signature.arguments())
             program = with_names_of_arguments(program, said, given)
         first = len(program.captured)
-        padded = {first + i: x.lies for i, x in enumerate(signature.leaves) if x.lies is not None}
+        padded = {first + i: x.partitioning for i, x in enumerate(signature.leaves) if x.partitioning is not None}
         donated = signature.leaves_of(self._parameters.donated_numbers, self._parameters.donated_names)
         avals = tuple(x.aval for x in signature.leaves)
         made = Lowered(program, target.in_best_order(program), signature.tree, avals, donated, padded)
@@ -324,8 +324,7 @@ def jit(
         compiler_options: XLA's, as for ``jax.jit``.
         device, backend: not taken: the mesh names the devices.
         machine: what the devices are, such as ``"h100:1x8"``. Without it the plan is the one that sends least, and no
-            product is computed twice to send less. With it a plan is taken that sends more, or computes twice, where
-            a call takes less time there by 2 % or more; ``explain`` tells what is computed twice.
+            product is computed twice to send less. With it one that does is taken where a call takes 2 % less time.
         strict: True refuses operations without a rule instead of gathering their operands. A number of bytes also
             refuses a program in which each device sends more than that in one call, and names the lines that do. Both
             refuse a layout with rows for nothing.

@@ -24,10 +24,10 @@ from gshard.comm.steps import (
     ALL_REDUCE,
     ALL_SLICE,
     ALL_TO_ALL,
-    ONE_OWNER,
+    LOCAL,
     PERMUTE,
     REDUCE_SCATTER,
-    SILENT,
+    TO_PARTIAL,
     Step,
     aligned,
     bytes_sent,
@@ -69,7 +69,7 @@ def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsiz
         for monoid in sorted(set(new.values())):
             atoms = tuple(a for a in mesh.atoms if new.get(a) == monoid)
             after = here.with_unreduced({**dict(here.unreduced), **dict.fromkeys(atoms, monoid)})
-            chain.append(Step(ONE_OWNER, atoms, here, after, monoid=monoid))
+            chain.append(Step(TO_PARTIAL, atoms, here, after, monoid=monoid))
             here = after
         return tuple(chain)
     blocks = _blocks(source, target, mesh)
@@ -87,7 +87,7 @@ def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsiz
             continue
         for step, sent in _moves(here, target, blocks, shape, itemsize, mesh):
             if mesh.times is None:
-                total = cost + sent + _LATENCY * (step.kind not in SILENT) + 1
+                total = cost + sent + _LATENCY * (step.kind not in LOCAL) + 1
             else:
                 total = cost + mesh.times.seconds(step, shape, itemsize, mesh) + _TIE
             if total < best.get(step.after, total + 1) and total < best.get(target, total + 1):
@@ -146,9 +146,9 @@ def _cut_further(
     here: Sharding, d: int, atoms: Atoms, keep: frozenset[str], shape: tuple[int, ...], mesh: Mesh
 ) -> Step | None:
     """A dimension cut over more atoms: sliced if they are free, scattered if they are to be combined."""
-    have, waiting = here.dims[d], dict(here.unreduced)
+    have, partial = here.dims[d], dict(here.unreduced)
     free = set(here.atoms).isdisjoint(atoms)
-    monoids = {waiting.get(a, "") for a in atoms}
+    monoids = {partial.get(a, "") for a in atoms}
     if not free and not (keep.isdisjoint(atoms) and len(monoids) == 1 and monoids <= _WITH_REDUCE_SCATTER):
         return None
     if not aligned(shape[d], mesh.count(have), mesh.count(atoms)):
@@ -185,7 +185,7 @@ def single_steps(
         mesh: the devices.
     """
     found = []
-    waiting = dict(here.unreduced)
+    partial = dict(here.unreduced)
     for d, have in enumerate(here.dims):
         for atoms in blocks:
             if (step := _cut_further(here, d, atoms, keep, shape, mesh)) is not None:
@@ -200,8 +200,8 @@ def single_steps(
                 if e != d and aligned(shape[e], mesh.count(other), mesh.count(atoms)):
                     after = _with(here, {d: rest, e: (*other, *atoms)})
                     found.append(Step(ALL_TO_ALL, atoms, here, after, d, e))
-    for monoid in sorted(set(waiting.values())):
-        one_by_one = [b for b in blocks if all(waiting.get(a) == monoid and a not in keep for a in b)]
+    for monoid in sorted(set(partial.values())):
+        one_by_one = [b for b in blocks if all(partial.get(a) == monoid and a not in keep for a in b)]
         for k in range(1, len(one_by_one) + 1) if len(blocks) <= _FEW else {1, len(one_by_one)} - {0}:
             for some in itertools.combinations(one_by_one, k):
                 atoms = tuple(a for a in mesh.atoms if any(a in b for b in some))
@@ -211,7 +211,7 @@ def single_steps(
 
 def _arranged(here: Sharding, target: Sharding, mesh: Mesh) -> Sharding | None:
     """The same cuts, over the target's atoms as far as they go and then over any others."""
-    waiting = set(dict(here.unreduced))
+    partial = set(dict(here.unreduced))
     spare = [a for a in dict.fromkeys((*here.atoms, *mesh.atoms)) if not any(a in dim for dim in target.dims)]
     dims = []
     for have, wanted in zip(here.dims, target.dims, strict=True):
@@ -219,7 +219,7 @@ def _arranged(here: Sharding, target: Sharding, mesh: Mesh) -> Sharding | None:
         for a in (*wanted, *spare):
             if mesh.count(have) % mesh.count((*atoms, a)) == 0:
                 atoms.append(a)
-        if mesh.count(atoms) != mesh.count(have) or not waiting.isdisjoint(atoms):
+        if mesh.count(atoms) != mesh.count(have) or not partial.isdisjoint(atoms):
             return None
         spare = [a for a in spare if a not in atoms]
         dims.append(tuple(atoms))
@@ -233,8 +233,8 @@ def _blocks(source: Sharding, target: Sharding, mesh: Mesh) -> tuple[Atoms, ...]
     def follow(a: str, b: str, sharding: Sharding) -> bool:
         if any((a, b) in itertools.pairwise(dim) for dim in sharding.dims):
             return True
-        waiting = dict(sharding.unreduced)
-        return not any(x in dim for x in (a, b) for dim in sharding.dims) and waiting.get(a) == waiting.get(b)
+        partial = dict(sharding.unreduced)
+        return not any(x in dim for x in (a, b) for dim in sharding.dims) and partial.get(a) == partial.get(b)
 
     # Those that are in neither may help to combine parts: copies need not all combine the same. To cut over them for
     # any other purpose saves nothing, since it would have to be gathered again.

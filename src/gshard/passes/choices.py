@@ -102,8 +102,8 @@ class _Builder:
                 self.options[e, piece] = self._node(len(ways), f"{e.name} at {e.line}"), ways
         for kernel, times in self.objective.kernels(self.program.block):
             self._work(kernel, times, marked.get(kernel.equation, ()))
-        for v, takers in self.windows.shared():
-            self._fetched_once(v, takers)
+        for v, receivers in self.windows.shared():
+            self._fetched_once(v, receivers)
         for (e, piece), (node, ways) in self.options.items():
             for i in piece.results:
                 self.edges.append((self.bundles.of[e.outputs[i]], node, self._making(e, ways, i)))
@@ -221,12 +221,12 @@ class _Builder:
                     self.windows.add(e, split, window, (k, state), times * min(window.cost, self.tables[key][state]))
         self.costs[k] = self.costs[k] + times * self.tables[key]
 
-    def _fetched_once(self, v: Value, takers: Mapping[tuple[int, int], float]) -> None:
+    def _fetched_once(self, v: Value, receivers: Mapping[tuple[int, int], float]) -> None:
         """A choice of its own: a window is fetched or not, and those who need it need not pay for it."""
         node = self._node(2, f"a window of {self.names[self.bundles.of[v]]}")
-        self.costs[node][1] = max(takers.values())
-        tables = {k: np.zeros((2, self.costs[k].size)) for k, _ in takers}
-        for (k, state), cost in takers.items():
+        self.costs[node][1] = max(receivers.values())
+        tables = {k: np.zeros((2, self.costs[k].size)) for k, _ in receivers}
+        for (k, state), cost in receivers.items():
             self.costs[k][state] = max(0.0, self.costs[k][state] - cost)
             tables[k][0, state] = np.inf
         self.edges += [(node, k, table) for k, table in tables.items()]
@@ -296,10 +296,10 @@ class _Builder:
             copy = self._node(2 * len(at_border), f"{self.names[outside]}, as it enters {e.name} at {e.line}")
             moves = self._moves(self.states[outside], at_border, outer)
             if self.facts is not None and e in self.loops and inner not in self.carried:
-                lies = self.facts.shardings
-                more = np.array(sizes) - local_bytes(outer, lies[outer], self.mesh)
+                known = self.facts.shardings
+                more = np.array(sizes) - local_bytes(outer, known[outer], self.mesh)
                 if stacked:  # a slice of it is gathered in each round, not all of it before
-                    same = np.array([s == lies[inner] for s in self.states[inside]])
+                    same = np.array([s == known[inner] for s in self.states[inside]])
                     moves = np.where((more <= 0) | same, moves, np.inf)
                 else:
                     self.brought.append((copy, e, np.concatenate([np.zeros(len(sizes)), more])))
@@ -329,8 +329,8 @@ class _Builder:
                 continue
             kept = self._kept(v, came, keep_uneven=keep_uneven)
             if kept is not None:
-                lies = kept
-                states: tuple[Sharding, ...] = (lies if keep_uneven else cut_evenly(lies, v.shape, self.mesh),)
+                sharding = kept
+                states: tuple[Sharding, ...] = (sharding if keep_uneven else cut_evenly(sharding, v.shape, self.mesh),)
             else:
                 own = (s for s in self.states[k] if not s.unreduced and (keep_uneven or s.is_even(self.mesh, v.shape)))
                 states = tuple(dict.fromkeys((*self._shardings(v, even=not keep_uneven), *own)))
@@ -349,17 +349,17 @@ class _Builder:
         """How a result leaves that has no choice: as the argument comes whose place it takes, or as the facts say."""
         if self.facts is None:
             return None
-        lies = self.facts.shardings
-        if v in came and (keep_uneven or lies[came[v]].is_even(self.mesh, v.shape)):
-            return lies[came[v]]
-        return lies[v] if v in self.facts.kept else None
+        known = self.facts.shardings
+        if v in came and (keep_uneven or known[came[v]].is_even(self.mesh, v.shape)):
+            return known[came[v]]
+        return known[v] if v in self.facts.kept else None
 
     def _charged(self, v: Value, states: Sequence[Sharding], *, keep_uneven: bool) -> Floats:
         """What leaving otherwise than the marks say costs: some callers have to bring it there."""
-        lies = None if self.facts is None else self.facts.shardings[v]
-        if lies is None or not (keep_uneven or lies.is_even(self.mesh, v.shape)):
+        known = None if self.facts is None else self.facts.shardings[v]
+        if known is None or not (keep_uneven or known.is_even(self.mesh, v.shape)):
             return np.zeros(len(states))
-        return _AFTERWARDS * self._moves(states, (lies,), v)[:, 0]
+        return _AFTERWARDS * self._moves(states, (known,), v)[:, 0]
 
 
 def _often(times: int, table: Floats) -> Floats:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gshard.comm.steps import SILENT, Step, bytes_sent
+from gshard.comm.steps import LOCAL, Step, bytes_sent
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Block, Equation
 from gshard.core.rule import EXCHANGE, REDUCE, WHOLE, Rule
@@ -87,7 +87,7 @@ class Objective(Protocol):
         ...
 
     def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
-        """float64 [states]: one run of an elementwise kernel, all of whose arrays lie so."""
+        """float64 [states]: one run of an elementwise kernel, all of whose arrays are sharded so."""
         ...
 
 
@@ -97,7 +97,7 @@ class Bytes(Moves):
     a_byte, tie = 1e-9, 1e-3
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-        if step.kind in SILENT:
+        if step.kind in LOCAL:
             return _SILENT
         return bytes_sent(step, shape, itemsize, mesh) + MESSAGE
 

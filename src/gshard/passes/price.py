@@ -1,11 +1,11 @@
-"""Price: what one equation costs, split in one way, where its arrays lie as they do."""
+"""Price: what one equation costs, split in one way, its arrays being sharded as they are."""
 
 from __future__ import annotations
 
 import functools
 
 from gshard.comm.reshard import plan_reshard, reshard_bytes
-from gshard.comm.steps import SILENT
+from gshard.comm.steps import LOCAL
 from gshard.core.mesh import Mesh
 from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
@@ -38,5 +38,5 @@ def _moving(source: Sharding, target: Sharding, shape: tuple[int, ...], size: in
     if source == target:
         return 0.0
     steps = plan_reshard(source, target, shape, size, mesh)
-    messages = sum(step.kind not in SILENT for step in steps)
+    messages = sum(step.kind not in LOCAL for step in steps)
     return reshard_bytes(source, target, shape, size, mesh) + MESSAGE * messages

@@ -117,5 +117,5 @@ def in_best_order(program: Program, mesh: Mesh) -> Mesh:
         found = demands(program, mesh.reordered(order))
         return sum(value.bytes for value, demand, _ in found if any(demand.dims) and demand.order != order)
 
-    # Among equals one that is asked for: what lies crooked in both of two orders would be moved twice.
+    # Among equals one that is asked for: what is out of order in both of two orders would be moved twice.
     return mesh.reordered(min((*asked, mesh.order), key=lambda order: (elsewhere(order), order == mesh.order)))

@@ -15,20 +15,20 @@ class SharedWindows:
 
     def __init__(self, block: Block):
         self._block_of = dict(_blocks(block))
-        self._takers: dict[tuple[Value, Sharding, Block, object], dict[tuple[int, int], float]] = {}
+        self._receivers: dict[tuple[Value, Sharding, Block, object], dict[tuple[int, int], float]] = {}
 
-    def add(self, e: Equation, split: Split, window: Windows, taker: tuple[int, int], cost: float) -> None:
+    def add(self, e: Equation, split: Split, window: Windows, receiver: tuple[int, int], cost: float) -> None:
         """Notes that an equation that is split so fetches windows, and what that costs in one call."""
         v, rule = e.inputs[window.operand], e.rule
         if isinstance(v, Value) and rule is not None:
             key = v, operand_sharding(rule, window.operand, split), self._block_of[e], window.which
-            self._takers.setdefault(key, {})[taker] = cost
+            self._receivers.setdefault(key, {})[receiver] = cost
 
     def shared(self) -> Iterator[tuple[Value, Mapping[tuple[int, int], float]]]:
         """Windows that options of several nodes fetch: of which array, and what they cost each option."""
-        for (v, *_), takers in self._takers.items():
-            if len({node for node, _ in takers}) > 1:
-                yield v, takers
+        for (v, *_), receivers in self._receivers.items():
+            if len({node for node, _ in receivers}) > 1:
+                yield v, receivers
 
 
 def _blocks(block: Block) -> Iterator[tuple[Equation, Block]]:

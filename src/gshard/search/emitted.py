@@ -53,8 +53,8 @@ class Emitted:
 def emitted_alone(e: Equation, split: Split, mesh: Mesh, machine: Machine) -> Emitted:
     """All that is emitted for one run of an equation, its operands being where the split wants them."""
     plan = _alone(e, split, mesh)
-    lies = {i: plan.shardings[v] for i, v in enumerate(plan.program.block.inputs)}
-    seconds = _seconds(partition(plan, lies, keep_uneven=True).jaxpr, mesh, machine)
+    given = {i: plan.shardings[v] for i, v in enumerate(plan.program.block.inputs)}
+    seconds = _seconds(partition(plan, given, keep_uneven=True).jaxpr, mesh, machine)
     fetched = _fetched(e, split, mesh, None)[0]
     windows = [
         Windows(operand, tuple(which), _seconds(_fetched(e, split, mesh, operand)[1], mesh, machine))
@@ -75,13 +75,13 @@ def _fetched(e: Equation, split: Split, mesh: Mesh, operand: int | None) -> tupl
     if rule.local is None:
         return {}, None
     run, masks_itself = rule.local, rule.masks_itself
-    lie = {i: operand_sharding(rule, i, split) for i, v in enumerate(e.inputs) if v.shape}
+    taken = {i: operand_sharding(rule, i, split) for i, v in enumerate(e.inputs) if v.shape}
     found: dict[int, list[Hashable]] = {}
 
     def local(*parts: Any) -> list[Any]:
         fetched: Fetched = {}
         shards = Shards(e, split, mesh, fetched=fetched)
-        read = dict(zip(lie, parts, strict=True))
+        read = dict(zip(taken, parts, strict=True))
         arrays = [read[i] if i in read else jnp.zeros((), v.dtype) for i, v in enumerate(e.inputs)]
         run(shards, *(x if masks_itself else shards.masked(x, i) for i, x in enumerate(arrays)))
         of, made = {id(x): i for i, x in read.items()}, []
@@ -95,9 +95,9 @@ def _fetched(e: Equation, split: Split, mesh: Mesh, operand: int | None) -> tupl
                 of[id(got)] = of[x]
         return made
 
-    specs = tuple(spec(s) for s in lie.values())
-    shapes = (padded_shape(s, mesh, e.inputs[i].shape) for i, s in lie.items())
-    takes = [jax.ShapeDtypeStruct(n, e.inputs[i].dtype) for i, n in zip(lie, shapes, strict=True)]
+    specs = tuple(spec(s) for s in taken.values())
+    shapes = (padded_shape(s, mesh, e.inputs[i].shape) for i, s in taken.items())
+    takes = [jax.ShapeDtypeStruct(n, e.inputs[i].dtype) for i, n in zip(taken, shapes, strict=True)]
     mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
     with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
         return found, jax.make_jaxpr(mapped)(*takes)

@@ -80,7 +80,7 @@ class Seconds(Moves):
         return np.array(taken)
 
     def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
-        """float64 [states]: one run of an elementwise kernel, all of whose arrays lie so."""
+        """float64 [states]: one run of an elementwise kernel, all of whose arrays are sharded so."""
         v = kernel.equation.outputs[0]
         parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
         return np.array([self.work(kernel.equation, *_of(kernel, part), kernel.moved * part) for part in parts])
