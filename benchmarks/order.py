@@ -5,7 +5,10 @@ devices. Each way is compiled and run here, in turns; times are medians. A pair 
 than the noise: by `--least` (1.2 by default), and in the same direction in nine of ten turns. The machine is the one
 that `gshard calibrate` measures at the start.
 
-    python benchmarks/order.py [--turns 15] [--least 1.2]
+With `--searched` the plan that `gshard.search` finds for each model is one way more, and the search is told by itself:
+of the pairs of that way and another whose modelled times differ by a tenth, in how many the faster one is predicted.
+
+    python benchmarks/order.py [--turns 15] [--least 1.2] [--searched]
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ import gshard
 from gshard.analysis.calibrate import calibrate
 from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
+
+SEARCHED = "searched"
+APART = 1.1  # modelled times that are nearer than that do not count
 
 Marks = dict[str, P]
 Model = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], dict[str, Marks]]
@@ -121,11 +127,16 @@ def marked(f: Callable[..., Any], marks: Marks, names: tuple[str, ...]) -> Calla
 class Way:
     """One way to mark a model: what it should take and what it takes."""
 
-    def __init__(self, name: str, f: Callable[..., Any], shapes: Any, marks: Marks, machine: Machine):
+    def __init__(self, name: str, f: Callable[..., Any], shapes: Any, marks: Marks | None, machine: Machine):
         inner = getattr(f, "__wrapped__", f)
         names = inner.__code__.co_varnames[: inner.__code__.co_argcount]
         arrays = [np.random.default_rng(i).standard_normal(s).astype(np.float32) * 0.1 for i, s in enumerate(shapes)]
-        lowered = gshard.jit(marked(f, marks, names), mesh=jax.make_mesh((8,), ("d",))).lower(*arrays)
+        mesh = jax.make_mesh((8,), ("d",))
+        if marks is None:  # it is searched
+            found = gshard.search(f, *arrays, mesh=mesh, machine=machine)
+            lowered = gshard.jit(f, mesh=mesh, plan=found.plan).lower(*arrays)
+        else:
+            lowered = gshard.jit(marked(f, marks, names), mesh=mesh).lower(*arrays)
         self.name, self.modelled = name, cost(lowered.spmd, machine)
         self.compiled = lowered.executable.compiled
         self.arrays = [jax.device_put(x, s) for x, s in zip(arrays, lowered.argument_shardings, strict=True)]
@@ -147,16 +158,28 @@ def pairs(ways: list[Way], least: float) -> Iterator[tuple[Way, Way]]:
             yield a, b
 
 
+def against_searched(ways: list[Way]) -> Iterator[tuple[Way, float, float]]:
+    """The ways whose modelled time is a tenth away from that of what was searched; modelled and measured ratio."""
+    searched = {way.name: way for way in ways}.get(SEARCHED)
+    for way in ways if searched is not None else ():
+        modelled = searched.modelled.seconds / way.modelled.seconds
+        if not 1 / APART < modelled < APART:
+            yield way, modelled, statistics.median(a / b for a, b in zip(searched.times, way.times, strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--least", type=float, default=1.2, help="pairs that differ by less do not count")
+    parser.add_argument("--searched", action="store_true", help="search a plan for each model as well")
     options = parser.parse_args()
     machine = calibrate()
     print(f"{machine}; jax {jax.__version__}")
     right = counted = 0
-    for name, (f, shapes, alternatives) in MODELS.items():
-        ways = [Way(way, f, shapes, marks, machine) for way, marks in alternatives.items()]
+    signs: list[tuple[str, float, float]] = []
+    for name, (f, shapes, marks) in MODELS.items():
+        alternatives: dict[str, Marks | None] = {**marks, **({SEARCHED: None} if options.searched else {})}
+        ways = [Way(way, f, shapes, given, machine) for way, given in alternatives.items()]
         for way in ways:
             way.run()
             way.run()
@@ -164,6 +187,7 @@ def main() -> None:
         for _ in range(options.turns):
             for way in ways:
                 way.run()
+        signs += [(f"{name}, {way.name}", *ratios) for way, *ratios in against_searched(ways)]
         found = list(pairs(ways, options.least))
         good = [a.modelled.seconds < b.modelled.seconds for a, b in found]
         right, counted = right + sum(good), counted + len(good)
@@ -175,6 +199,12 @@ def main() -> None:
         for (a, b), fine in zip(found, good, strict=True):
             if not fine:
                 print(f"  wrong: {a.name} is faster than {b.name}")
+    for name, modelled, taken in signs:
+        wrong = "" if (modelled < 1) == (taken < 1) else "  WRONG"
+        print(f"searched / {name:<42} modelled {modelled:6.2f}, measured {taken:6.2f}{wrong}")
+    if signs:
+        alike = sum((modelled < 1) == (taken < 1) for _, modelled, taken in signs)
+        print(f"{alike} of {len(signs)} times what was searched is faster, or slower, as it was modelled")
     print(f"\n{right} of {counted} pairs: {100 * right / max(counted, 1):.0f} %   (target at least 90)")
 
 

@@ -46,6 +46,23 @@ def counted_once(text: str) -> float:
     return _counted(module, module.computations[module.entry], every_round=False)
 
 
+def of_instruction(module: Module, computation: Computation, made: Instruction) -> float:
+    """FLOPs of one instruction, what it calls included, loops with all their rounds."""
+    return _one(module, computation, made, every_round=True)
+
+
+def products_of(module: Module, computation: Computation, made: Instruction) -> tuple[float, str]:
+    """The FLOPs among them of contractions and convolutions, and the dtype of the last of these."""
+    if made.opcode in ("dot", "convolution"):
+        return of_instruction(module, computation, made), computation.instructions[made.operands[0]].type.split("[")[0]
+    total, dtype = 0.0, ""
+    for inner in (module.computations[name] for name in made.called("calls") if made.opcode == "fusion"):
+        for i in inner.instructions.values():
+            more, of = products_of(module, inner, i)
+            total, dtype = total + more, of or dtype
+    return total, dtype
+
+
 def _counted(module: Module, computation: Computation, every_round: bool) -> float:
     return sum(_one(module, computation, i, every_round) for i in computation.instructions.values())
 

@@ -68,6 +68,8 @@ def test_search_prints_what_it_found_and_writes_the_plan(model, tmp_path, capsys
     assert "as it is marked: " in printed.err, "progress"
     assert "<title>gshard explain" in page.read_text()
     assert gshard.Recorded.load(saved).axes == (("data", 2), ("model", 4))
+    assert main([*command, "--save", str(tmp_path / "absent" / "plan.json")]) == 1
+    assert "plan.json: No such file" in capsys.readouterr().err
 
 
 def test_search_tries_the_shapes_of_a_number_of_devices(model, capsys):
@@ -75,6 +77,20 @@ def test_search_tries_the_shapes_of_a_number_of_devices(model, capsys):
     printed = capsys.readouterr().out
     assert "mesh (data=2, model=2)" in printed
     assert "ms without further marks" in printed
+
+
+def test_search_finds_a_table(model, tmp_path, capsys):
+    command = ["search", f"{model}:example", "--mesh", "data=4", "--machine", "h100:1x4", "--over", "layout"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Layout(")
+    assert "  named " in printed
+    assert "tables tried" in printed
+    assert main([*command, "--save", str(tmp_path / "plan.json"), "--marks"]) == 1
+    assert "--over layout finds a table, and --marks, --save would tell of a plan" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command[:-1], "table"])
+    assert "invalid choice: 'table'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

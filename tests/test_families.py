@@ -13,7 +13,7 @@ import gshard
 from emitted import emitted, reported
 from families import CASES
 
-BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "bytes_against_xla.py"
+BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "against_xla_programs.py"
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def benchmark() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:  # it sets the environment of a process of its own
         patch.setenv("XLA_FLAGS", "")
         patch.setenv("JAX_PLATFORMS", "cpu")
-        spec = importlib.util.spec_from_file_location("bytes_against_xla", BENCHMARK)
+        spec = importlib.util.spec_from_file_location("against_xla_programs", BENCHMARK)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)

@@ -29,7 +29,7 @@ from gshard.api.explained import explain
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
 from gshard.checked import CheckFailed, explanation_in, limit_of, over_baseline, over_limit
-from gshard.core.errors import GShardError
+from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.jax_adapter import line_of_exception
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
@@ -72,6 +72,9 @@ def _explain(options: argparse.Namespace) -> None:
     data = found.data(options.machine)
     print(found.format(tensors=0, collectives=8) if options.html else found)
     print(f"\n{found.verdict(options.machine)}\n\n{found.cost(options.machine)}")
+    for name in options.why:
+        others = found.instead(name, options.machine) or ["no mark can say otherwise: it has one, or enters a body"]
+        print("\n  instead ".join([f"\n{found.why(name)}", *map(str, others)]))
     against = found.against_xla(options.machine) if with_xla else None if before is None else difference(before, data)
     if against is not None:
         print(f"\n{against}\n")
@@ -92,16 +95,23 @@ def _explain(options: argparse.Namespace) -> None:
 def _search(options: argparse.Namespace) -> None:
     f, arguments = load(options.target, options.arg)
     mesh = int(options.mesh) if (options.mesh or "").isdecimal() else options.mesh and mesh_of(options.mesh)
-    found = search(
-        f,
-        *arguments,
-        mesh=mesh if mesh or isinstance(f, Jitted) else 8,
-        machine=options.machine,
-        memory_limit=options.memory_limit,
-        budget_seconds=options.seconds,
-        donate_argnums=options.donate or None,
-        on_better=lambda plan: print(f"{plan.name}: {plan.cost}", file=sys.stderr),
-    )
+    asked: dict[str, Any] = {
+        "mesh": mesh if mesh or isinstance(f, Jitted) else 8,
+        "machine": options.machine,
+        "memory_limit": options.memory_limit,
+        "budget_seconds": options.seconds,
+        "donate_argnums": options.donate or None,
+        "on_better": lambda plan: print(f"{plan.name}: {plan.cost}", file=sys.stderr),
+    }
+    if options.over == "layout":
+        if of_plans := [f"--{name}" for name in ("why", "marks", "patch", "html", "save") if getattr(options, name)]:
+            raise ArgumentError(
+                f"--over layout finds a table, and {', '.join(of_plans)} would tell of a plan.",
+                way_out="Leave one of them out.",
+            )
+        print(search(f, *arguments, over="layout", **asked))
+        return
+    found = search(f, *arguments, **asked)
     print(found)
     if options.marks:
         print(f"\n{found.marks}")
@@ -110,8 +120,12 @@ def _search(options: argparse.Namespace) -> None:
     if options.html:
         print(f"wrote {found.html(options.html)}")
     if options.patch:
-        _write(options.patch, found.patch())
-        print(f"git apply {options.patch}")
+        patch = found.patch()
+        _write(options.patch, patch)
+        if "\n@@" in patch:
+            print(f"git apply {options.patch}")
+        else:
+            print("no mark in it that git could apply")
     if options.save:
         found.save(options.save)
         print(
@@ -207,6 +221,13 @@ def _parser() -> argparse.ArgumentParser:
         help="show what changed, line by line, since this --json was written; or 'xla': against XLA's own partitioner, "
         "both compiled for CPU devices",
     )
+    command.add_argument(
+        "--why",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="the reasons of one array's sharding, and what a call would take with another",
+    )
     command.add_argument("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
     command.add_argument(
         "--baseline", metavar="main.json", help="fail if bytes sent, FLOPs or memory grew since this --json was written"
@@ -226,6 +247,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--donate", action="append", type=int, default=[], metavar="0", help="an argument whose memory results take"
+    )
+    command.add_argument(
+        "--over",
+        choices=("plan", "layout"),
+        default="plan",
+        help="what is found: a plan, or a table of names and axes (default: plan)",
     )
     command.add_argument("--seconds", type=float, help="how long to search on each mesh, about")
     command.add_argument(

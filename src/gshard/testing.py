@@ -240,7 +240,7 @@ def _splits(rule: Rule, mesh: Mesh, f: int, so_far: Split) -> Iterator[Split]:
 def split_text(rule: Rule, split: Split, mesh: Mesh) -> str:
     """A split in the words of its rule: ``a@data c@model``."""
     words = [f"{rule.names[f]}@{mesh.format_atoms(atoms)}" for f, atoms in split.items() if atoms and f >= 0]
-    words += [f"{monoid} over {mesh.format_atoms(atoms)} waits" for monoid, _, atoms in passing(rule, split)]
+    words += [f"{monoid} over {mesh.format_atoms(atoms)} unreduced" for monoid, _, atoms in passing(rule, split)]
     return " ".join(words)
 
 
@@ -282,10 +282,10 @@ def parts_of(x: Any, sharding: Sharding, mesh: Mesh) -> list[Any]:
     If it is unreduced, the parts are to be combined: no device has the array itself.
     """
     if sharding.unreduced:
-        waiting = tuple(a for a, _ in sharding.unreduced)
+        partial = tuple(a for a, _ in sharding.unreduced)
         cut = Sharding(sharding.dims)
-        split = [parts_of(part, cut, mesh) for part in _divided(x, sharding.unreduced[0][1], mesh.count(waiting))]
-        return [split[_ordinal(waiting, at, mesh)][device] for device, at in enumerate(_positions(mesh))]
+        split = [parts_of(part, cut, mesh) for part in _divided(x, sharding.unreduced[0][1], mesh.count(partial))]
+        return [split[_ordinal(partial, at, mesh)][device] for device, at in enumerate(_positions(mesh))]
     if _is_key(x):
         data = parts_of(jax.random.key_data(x), Sharding((*sharding.dims, ())), mesh)
         return [jax.random.wrap_key_data(jnp.asarray(part), impl=jax.random.key_impl(x)) for part in data]

@@ -61,9 +61,10 @@ def plan_summary(model: moe.TransformerConfig, options: TrainConfig, batch: Mapp
     split = [row for row in found.tensors if row.is_argument and row.why]
     weights = [row for row in split if "params" in row.name]
     whole, local = found.argument_bytes
+    by = f"by {'a search that keeps ' if options.search else ''}the marks of its {model.moe_layers} MoE layers"
     lines = [
         f"\nthe training step, written for one device, on {model.partitions} devices "
-        f"({found.equations} operations, partitioned by the marks of its {model.moe_layers} MoE layers):",
+        f"({found.equations} operations, partitioned {by}):",
         f"  each device holds {_mib(local)} of the {_mib(whole)} of state and batch; split over the devices are:",
     ]
     lines += [f"    {row.name:<60} {row.sharding}" for row in weights]

@@ -248,7 +248,7 @@ def test_an_uneven_argument_may_be_needed_otherwise(rng: np.random.Generator) ->
     columns = gshard.jit(lambda x: split(x, 1, 8) + 0, mesh=8, uneven="keep")
     np.testing.assert_array_equal(columns(rows), x)
     given = gshard.jit(lambda x: x + 0, mesh=8, uneven="keep", in_shardings=P(None, "devices"))
-    assert given(rows).lies.dims == columns(rows).lies.dims
+    assert given(rows).partitioning.dims == columns(rows).partitioning.dims
     np.testing.assert_array_equal(given(rows), x)
 
 

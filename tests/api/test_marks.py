@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import replicate, shard, split
-from gshard.comm.steps import SILENT
+from gshard.comm.steps import LOCAL
 from gshard.core.errors import ShardingError
 
 AUTO = jax.sharding.AxisType.Auto
@@ -32,10 +32,10 @@ def x(rng: np.random.Generator) -> np.ndarray:
 
 def sent(lowered: Any) -> list[str]:
     """The kinds of collectives of a program."""
-    return [c.kind for c in lowered.spmd.collectives if c.kind not in SILENT]
+    return [c.kind for c in lowered.spmd.collectives if c.kind not in LOCAL]
 
 
-def lies(x: jax.Array, mesh: jax.sharding.Mesh, *spec: Any) -> bool:
+def is_sharded(x: jax.Array, mesh: jax.sharding.Mesh, *spec: Any) -> bool:
     return x.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec)), x.ndim)
 
 
@@ -73,7 +73,7 @@ def test_the_first_mark_is_obeyed_even_where_it_leads_away_and_back(
     assert sent(lowered) if kinds is None else sent(lowered) == kinds
     out = jitted(x)
     assert out.tobytes() == x.tobytes()
-    assert lies(out, mesh, None, ("data", "model"))
+    assert is_sharded(out, mesh, None, ("data", "model"))
 
 
 def test_constraints_of_jax_are_obeyed_in_the_same_way(x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
@@ -91,10 +91,10 @@ def test_a_mark_inside_against_one_at_the_boundary_is_a_reshard(x: np.ndarray, m
     both = ("data", "model")
     out = gshard.jit(lambda x: split(x, 0, both), mesh=mesh, out_shardings=P(None, both))
     assert sent(out.lower(x)) == ["all_to_all"]
-    assert lies(out(x), mesh, None, both)
+    assert is_sharded(out(x), mesh, None, both)
     into = gshard.jit(lambda x: split(x, 1, both), mesh=mesh, in_shardings=P(both))
     assert sent(into.lower(x)) == ["all_to_all"]
-    assert lies(into(x), mesh, None, both)
+    assert is_sharded(into(x), mesh, None, both)
 
 
 def ulysses(q: Any, k: Any, v: Any) -> Any:
@@ -166,8 +166,8 @@ def test_leaves_without_the_dimension_stay_open(x: np.ndarray, mesh: jax.shardin
     """An optimizer's state: moments, a scalar count, None, a key."""
     state = {"m": x, "b": x[0], "count": np.int32(3), "none": None, "key": jax.random.key(1), "lr": 0.5}
     first = gshard.jit(lambda s: split(s, 0, "data"), mesh=mesh)(state)
-    assert lies(first["m"], mesh, "data")
-    assert lies(first["b"], mesh, "data")
+    assert is_sharded(first["m"], mesh, "data")
+    assert is_sharded(first["b"], mesh, "data")
     assert (int(first["count"]), first["none"], float(first["lr"])) == (3, None, 0.5)
     assert jax.random.key_data(first["key"]).tolist() == jax.random.key_data(state["key"]).tolist()
     program = gshard.jit(lambda s: split(s, -2, "data"), mesh=mesh).lower(state).program
@@ -199,13 +199,13 @@ def test_a_pytree_without_arrays_is_left_alone() -> None:
 )  # fmt: skip
 def test_shard_takes_what_jax_takes(said: Any, spec: Any, x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
     out = gshard.jit(lambda x: shard(x, said(mesh)), mesh=mesh)(x)
-    assert lies(out, mesh, *spec)
+    assert is_sharded(out, mesh, *spec)
     assert out.tobytes() == x.tobytes()
 
 
 def test_an_unconstrained_dimension_is_open(x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
     f = gshard.jit(lambda x: shard(x, P(P.UNCONSTRAINED, "model")), mesh=mesh, in_shardings=P("data"))
-    assert lies(f(x), mesh, "data", "model")
+    assert is_sharded(f(x), mesh, "data", "model")
 
 
 def test_shard_takes_a_pytree_of_what_it_takes(x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
@@ -218,8 +218,8 @@ def test_shard_takes_a_pytree_of_what_it_takes(x: np.ndarray, mesh: jax.sharding
     }
     f = gshard.jit(lambda t: shard(t, said), mesh=mesh)
     out = f(tree)
-    assert lies(out["l"]["w"], mesh, None, "model")
-    assert lies(out["l"]["b"], mesh, "data")
+    assert is_sharded(out["l"]["w"], mesh, None, "model")
+    assert is_sharded(out["l"]["b"], mesh, "data")
     assert out["ids"].sharding.shard_shape((16, 24)) == (8, 6)
     assert [e.mark.leaf for e in f.lower(tree).program.block.equations] == [
         "x['count']", "x['ids']", "x['l']['b']", "x['l']['w']",

@@ -21,12 +21,12 @@ def exchanges(draw: st.DrawFn) -> tuple[Mesh, tuple[Piece, ...]]:
     """Some pieces, which do not overlap where they come to lie."""
     mesh = draw(st.sampled_from(MESHES))
     pieces = []
-    for taker in range(mesh.size):
+    for receiver in range(mesh.size):
         at = draw(st.integers(0, 2))
         while at < ROOM:
             length = draw(st.integers(1, min(SIZE, ROOM - at)))
             low = draw(st.integers(0, SIZE - length))
-            pieces.append(Piece(draw(st.integers(0, mesh.size - 1)), low, taker, at, length))
+            pieces.append(Piece(draw(st.integers(0, mesh.size - 1)), low, receiver, at, length))
             at += length + draw(st.integers(0, 2))
     return mesh, tuple(pieces)
 
@@ -39,7 +39,7 @@ def test_pieces_arrive(exchange: tuple[Mesh, tuple[Piece, ...]]) -> None:
     x = np.arange(1, mesh.size * 2 * SIZE + 1, dtype=np.int32).reshape(mesh.size, 2, SIZE)
     expected = np.zeros((mesh.size, 2, ROOM), np.int32)
     for p in pieces:
-        expected[p.taker, :, p.at : p.at + p.length] = x[p.source, :, p.low : p.low + p.length]
+        expected[p.receiver, :, p.at : p.at + p.length] = x[p.source, :, p.low : p.low + p.length]
     got = simulate_function(lambda part: carry(part, 1, mesh.atoms, mesh, route, ROOM), mesh.atom_sizes, x)
     np.testing.assert_array_equal(np.stack(got[0]) if isinstance(got, list) else got, expected)
 
@@ -49,10 +49,10 @@ def test_pieces_arrive(exchange: tuple[Mesh, tuple[Piece, ...]]) -> None:
 def test_no_more_rounds_than_the_busiest_device_needs(exchange: tuple[Mesh, tuple[Piece, ...]]) -> None:
     _, pieces = exchange
     for rounds, own in zip((routed(pieces).stay, routed(pieces).rounds), (True, False), strict=True):
-        wanted = [p for p in pieces if (p.source == p.taker) == own]
+        wanted = [p for p in pieces if (p.source == p.receiver) == own]
         assert sorted(wanted, key=repr) == sorted((p for pieces in rounds for p in pieces), key=repr)
         for together in rounds:
             assert max(Counter(p.source for p in together).values()) == 1
-            assert max(Counter(p.taker for p in together).values()) == 1
-        busiest = max([0, *Counter(p.source for p in wanted).values(), *Counter(p.taker for p in wanted).values()])
+            assert max(Counter(p.receiver for p in together).values()) == 1
+        busiest = max([0, *Counter(p.source for p in wanted).values(), *Counter(p.receiver for p in wanted).values()])
         assert len(rounds) == busiest

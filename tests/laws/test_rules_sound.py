@@ -25,8 +25,8 @@ from gshard.rules.registry import known_primitives
 from harness import Row, elementwise, rows
 
 MESH = testing.SMALL
-SPLITS = 4  # of each row, drawn with a fixed seed where there are more
-SPLITS_ELEMENTWISE = 2  # of rows that differ in the primitive only: one rule serves them all
+SPLITS = 2  # of each row, drawn with a fixed seed where there are more
+SPLITS_ELEMENTWISE = 1  # of rows that differ in the primitive only: one rule serves them all
 ROWS = {r.name: r for r in rows()}
 ELEMENTWISE = {r.name for r in elementwise()}
 

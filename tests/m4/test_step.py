@@ -162,8 +162,10 @@ def test_a_plan_may_be_searched() -> None:
 
 @pytest.mark.slow
 def test_a_searched_plan_is_told(rng: np.random.Generator) -> None:
-    model = dataclasses.replace(SPARSE, partitions=8, dropout=0.0)
-    assert "on 8 devices" in plan_summary(model, TrainConfig(search=True), batch(rng, 16, 8))
+    model, given = dataclasses.replace(SPARSE, partitions=8, dropout=0.0), batch(rng, 16, 8)
+    searched, marked = (plan_summary(model, TrainConfig(search=search), given) for search in (True, False))
+    assert f"partitioned by a search that keeps the marks of its {model.moe_layers} MoE layers" in searched
+    assert f"partitioned by the marks of its {model.moe_layers} MoE layers" in marked
 
 
 @pytest.mark.slow

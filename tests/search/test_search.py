@@ -162,21 +162,6 @@ def test_marks_are_kept_and_what_they_cost_is_seen() -> None:
     assert again.plan.format(again.plan.program.block.inputs[0]) == "f32[2048@devices,8192]"
 
 
-def test_alternatives_are_priced_from_below() -> None:
-    mesh, machine = gshard.Mesh.abstract(devices=8), Machine.of("h100:1x8")
-    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
-    (row,) = found.why("weights[0][0]")
-    assert row.startswith("weights[0][0]: f32[2048,8192@devices]\n    instead f32[2048@devices,8192]: +0.0")
-    told = float(row.split("+")[1].split(" ms")[0]) / 1e3
-
-    def marked(weights: Any, x: Any) -> Any:
-        return trained(False)(weights, x)
-
-    other = gshard.jit(marked, mesh=mesh, in_shardings=([(P("devices"), None)] + [None] * 2, None), donate_argnums=0)
-    forced = gshard.search(other, *RESIDUAL, machine=machine)
-    assert forced.bound - found.bound >= told * (1 - 1e-2)
-
-
 def test_a_number_of_devices_tries_all_shapes_of_the_mesh() -> None:
     found = gshard.search(trained(False), *RESIDUAL, mesh=8, machine="h100:1x8", donate_argnums=0)
     assert [dict(best.mesh.axes) for best in found.tried] == [
@@ -256,6 +241,14 @@ def test_a_saved_plan_runs_in_another_trace_and_refuses_another_program(tmp_path
         gshard.jit(lambda w, x: jnp.sin(x @ w), mesh=found.mesh, plan=plan)(w, x)
     with pytest.raises(gshard.MeshError, match=r"(?s)another mesh.*devices"):
         gshard.jit(small, mesh=8, plan=plan).on({"devices": 8})(w, x)
+    with pytest.raises(gshard.PlanError, match=r"(?s)- .*f32\[64,32\].*\+ .*f32\[64,48\]"):  # what differs is shown
+        gshard.jit(small, mesh=found.mesh, plan=plan)(np.ones((64, 48), np.float32), x)
+    cut = dataclasses.replace(plan, shardings=plan.shardings[:-1])
+    with pytest.raises(gshard.PlanError, match="the plan is not whole"):
+        gshard.jit(small, mesh=found.mesh, plan=cut)(w, x)
+    for wrong in (str(tmp_path / "plan.json"), found):
+        with pytest.raises(gshard.PlanError, match=r"(?s)plan= takes a plan.*found\.plan.*Recorded\.load"):
+            gshard.jit(small, mesh=found.mesh, plan=wrong)
     (tmp_path / "none.json").write_text("{}")
     with pytest.raises(gshard.PlanError, match=r"none\.json cannot be read"):
         gshard.Recorded.load(tmp_path / "none.json")
@@ -266,21 +259,22 @@ def test_products_run_in_steps_where_nothing_else_fits(tmp_path: Path) -> None:
         return gshard.split(a @ b, 0, 8)
 
     rng = np.random.default_rng(0)
-    a, b = (rng.integers(-9, 9, s).astype(np.float32) for s in ((64, 512), (512, 512)))
+    a, b = (rng.integers(-9, 9, s).astype(np.float32) for s in ((256, 512), (512, 512)))
     step = gshard.jit(f, mesh=8, machine="h100:1x8", in_shardings=(P("devices"), P("devices")))
     at_once = gshard.search(step, a, b)
     assert not at_once.plan.rings
     found = gshard.search(step, a, b, memory_limit=at_once.cost.peak // 2)
     assert len(found.plan.rings) == 1
     assert found.best.fits
-    assert found.cost.sent == at_once.cost.sent
+    assert found.cost.sent <= at_once.cost.sent
     assert not gshard.search(step, a, b, memory_limit=at_once.cost.peak // 4).best.fits
     found.save(tmp_path / "plan.json")
     plan = gshard.Recorded.load(tmp_path / "plan.json")
     assert plan == gshard.Recorded.of(found.plan)
     run = gshard.jit(f, mesh=8, in_shardings=(P("devices"), P("devices")), plan=plan)
     np.testing.assert_array_equal(run(a, b), a @ b)
-    assert gshard.explain(run, a, b).bytes_by_kind.keys() == {"collective_permute"}
+    kinds = gshard.explain(run, a, b).bytes_by_kind
+    assert max(kinds, key=lambda kind: kinds[kind]) == "collective_permute"
 
 
 def test_a_plan_takes_arguments_as_they_come() -> None:
@@ -324,19 +318,15 @@ def test_jit_searches_once_for_a_kind_of_calls(monkeypatch: pytest.MonkeyPatch) 
     assert len(searched) > 1, "inside of another program too"
 
 
-def test_the_plan_can_be_explained() -> None:
-    found = gshard.search(trained(False), *RESIDUAL, mesh=gshard.Mesh.abstract(devices=8), machine="h100:1x8")
-    text = str(found.explain())
-    assert "chosen by search" in text
-    assert "all_reduce" in text
-
-
 def test_what_is_wrong_is_told() -> None:
     with pytest.raises(gshard.MachineError, match="4 devices, and the mesh has 8"):
         gshard.search(small, shape(8, 8), shape(8, 8), mesh=gshard.Mesh.abstract(x=8), machine="h100:1x4")
     jitted = gshard.jit(small, mesh=gshard.Mesh.abstract(x=8))
     with pytest.raises(gshard.ArgumentError, match="plain function only"):  # it would be lost without a word
         gshard.search(jitted, shape(8, 8), shape(8, 8), donate_argnums=0)
+    for wrong in (0, -1.0, "60"):
+        with pytest.raises(gshard.ArgumentError, match="is no time to search for"):
+            gshard.search(small, shape(8, 8), shape(8, 8), mesh=8, budget_seconds=wrong)  # type: ignore[arg-type]
     with pytest.raises(gshard.MeshError, match="no mesh was given"):
         gshard.search(small, shape(8, 8), shape(8, 8))
 
@@ -347,15 +337,6 @@ def test_several_meshes_to_choose_from() -> None:
     assert {best.mesh for best in found.tried} == set(given)
     with pytest.raises(gshard.MeshError, match="one size"):
         gshard.search(small, shape(8, 8), shape(8, 8), mesh=[*given, gshard.Mesh.abstract(a=4)], machine="h100:1x8")
-
-
-def test_the_arguments_of_the_plan_are_in_shardings_of_jit() -> None:
-    mesh = gshard.Mesh.abstract(x=8)
-    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine="h100:1x8", donate_argnums=0)
-    lowered = gshard.jit(trained(False), mesh=mesh, in_shardings=found.in_shardings).lower(*RESIDUAL)
-    program, again = found.plan.program, lowered.program
-    for v, w in zip(program.block.inputs, again.block.inputs, strict=True):
-        assert found.plan.shardings[v].dims == lowered.plan.shardings[w].dims
 
 
 def test_marks_keep_to_the_memory() -> None:
@@ -373,45 +354,13 @@ def test_marks_keep_to_the_memory() -> None:
     assert "does not fit" in str(found.marks)
 
 
-def test_one_mark_less_and_one_more() -> None:
-    mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("h100:1x8")
-    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
-    assert len(found.marks.marks) == 1
-    assert found.without(1).cost.seconds == pytest.approx(found.marks.without)
-    assert "without mark 1: " in str(found.without(1))
-    for i in (0, 2):
-        with pytest.raises(gshard.ArgumentError, match=f"no mark {i} to leave out"):
-            found.without(i)
-    worse = found.with_mark("weights[0][0]", P("x", None))
-    first = worse.plan.program.block.inputs[0]
-    assert worse.plan.shardings[first].dims == (mesh.atoms, ())
-    assert worse.cost.seconds > found.cost.seconds
-    assert found.with_mark("weights[0][0]", P(None, "x")).cost.seconds == pytest.approx(found.cost.seconds)
-    with pytest.raises(gshard.ArgumentError, match="nothing is called 'nobody'"):
-        found.with_mark("nobody", P())
-    with pytest.raises(gshard.ShardingError, match="no axis"):
-        found.with_mark("weights[0][0]", P("y"))
-
-
-def test_a_page_tells_of_the_search(tmp_path: Path) -> None:
-    found = gshard.search(small, shape(64, 64), shape(64, 64), mesh=gshard.Mesh.abstract(x=8), machine="h100:1x8")
-    assert found.html(tmp_path / "plan.html").read_text().count("the best there is") == 1
-    assert "ms without further marks" not in (tmp_path / "plan.html").read_text()
-    assert str(found.marks).splitlines()[0] in found.html(tmp_path / "plan.html").read_text()
-    assert repr(found) == str(found)
-
-
-def test_a_plan_is_said_as_a_layout() -> None:
-    """Megatron's is one row, the hidden dimension; to run it is to call it by its name."""
-    mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("h100:1x8")
-    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
-    told = found.layout
-    assert {row.axes for row in told.layout.rows} == {("x",)}
-    assert all(told.dimensions[row.name].size == 8192 for row in told.layout.rows)
-    assert told.priced.cost.seconds == pytest.approx(found.cost.seconds, rel=0.01)
-    assert "8192 of weights[0][0].1" in str(told)
-    run = gshard.jit(
-        trained(False), mesh=mesh, layout=told.layout, names=told.names, donate_argnums=0, machine="h100:1x8"
-    )
-    lowered = run.lower(*RESIDUAL)
-    assert cost(lowered.spmd, machine, lowered.donated).seconds == pytest.approx(told.priced.cost.seconds)
+def test_marked_plans_are_priced_as_they_run() -> None:
+    """A state that came sharded leaves as it came, which takes a move where the step would make it otherwise."""
+    mesh, machine = gshard.Mesh.abstract(data=2, model=4), Machine.of("h100:1x8")
+    weights = [(shape(1024, 4096), shape(4096, 1024))]
+    given = [(P(None, "model"), P("model", None))], P(None, "data")
+    pinned = gshard.jit(trained(False), mesh=mesh, machine=machine, in_shardings=given, donate_argnums=0)
+    found = gshard.search(pinned, weights, shape(4096, 1024))
+    (marked,) = [other for other in found.best.others if other.name == "as it is marked"]
+    lowered = pinned.lower(weights, shape(4096, 1024))
+    assert marked.cost.seconds == cost(lowered.spmd, machine, lowered.donated).seconds

@@ -21,9 +21,7 @@ def advice(c: Collective, plan: Plan, makers: Mapping[Value, Equation]) -> str:
     if c.why == MADE_AGAIN:
         return "It runs once more because what it makes is not kept: memory_limit would not allow it."
     if c.value is None or c.before is None or c.after is None:
-        return (
-            f"The operator itself talks to other devices ({c.why}), because a dimension that it mixes along is split."
-        )
+        return f"The operator itself communicates ({c.why}), because a dimension that it mixes along is split."
     axes = plan.mesh.format_atoms(c.atoms)
     moved = set(c.atoms)
     if moved & {a for a, _ in c.before.unreduced}:

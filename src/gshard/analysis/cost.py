@@ -5,7 +5,8 @@
 
 The program that is costed is the one that runs: the emitted equations, read back with their rules (``device_program``).
 A kernel takes the longest of what its products need, what its other arithmetic needs and what its reads and writes
-need; a collective what the links of its axes need (``network``). Nothing overlaps: the sum is an upper
+need; a collective what the links of its axes need (``network``), sums that XLA finishes together one message
+(``combined``). Nothing overlaps: the sum is an upper
 bound on the roofline and no promise about a clock. Bodies of loops count as often as they run where that is known.
 """
 
@@ -15,6 +16,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from gshard.analysis.combined import combined
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.analysis.network import permutation_seconds, seconds
@@ -156,17 +158,29 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
     """
     program = device_program(spmd)
     captured = len(spmd.program.captured)
-    rows = [kernel_cost(kernel, times, spmd.mesh, machine) for kernel, times in program.walk() if kernel.kind != REGION]
+    joined = combined(program)
+    rows = [
+        kernel_cost(kernel, times, spmd.mesh, machine, joined.get(kernel, 0))
+        for kernel, times in program.walk()
+        if kernel.kind != REGION
+    ]
     memory = memory_of(program, [captured + i for i in donated], narrows=machine.narrows)
     return Cost(machine, tuple(rows), memory, program)
 
 
-def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> KernelCost:
-    """What one kernel that is no region takes; it runs ``times`` times in one call."""
+def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined: int = 0) -> KernelCost:
+    """What one kernel that is no region takes.
+
+    Args:
+        kernel: which.
+        times: how often it runs in one call.
+        mesh, machine: the devices.
+        joined: bytes of the message that a collective joins (``combined``): it takes what that takes longer.
+    """
     e = kernel.equation
     result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
     if kernel.kind == COLLECTIVE:
-        name, atoms, sent, taken = _collective(kernel, mesh, machine)
+        name, atoms, sent, taken = _collective(kernel, mesh, machine, joined)
         return KernelCost(name, COLLECTIVE, e.line, result, times, 0, kernel.moved, sent, atoms, taken, "network", e)
     products = flops(e) if kernel.kind == PRODUCT else 0
     dtype = short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
@@ -181,7 +195,7 @@ def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine) -> Ker
     )  # fmt: skip
 
 
-def _collective(kernel: Kernel, mesh: Mesh, machine: Machine) -> tuple[str, Atoms, int, float]:
+def _collective(kernel: Kernel, mesh: Mesh, machine: Machine, joined: int) -> tuple[str, Atoms, int, float]:
     """Kind, atoms, bytes sent and seconds of one run."""
     e = kernel.equation
     axes: Any = e.params.get("axes", e.params.get("axis_name"))
@@ -191,7 +205,8 @@ def _collective(kernel: Kernel, mesh: Mesh, machine: Machine) -> tuple[str, Atom
     sent = sum(sent_bytes(name, operand, mesh.count(atoms)) for operand in operands)
     if "perm" in e.params:
         return name, atoms, sent, permutation_seconds(sent, _pairs(e.params["perm"], atoms, mesh), machine)
-    return name, atoms, sent, seconds(name, sum(operands), mesh, machine, atoms)
+    before = seconds(name, joined, mesh, machine, atoms)
+    return name, atoms, sent, seconds(name, joined + sum(operands), mesh, machine, atoms) - before
 
 
 def _pairs(perm: Sequence[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tuple[int, int]]:

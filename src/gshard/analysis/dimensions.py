@@ -143,6 +143,56 @@ def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
     )
 
 
+def of_equal_layers(found: Dimensions) -> Dimensions:
+    """The same with one label for what equal layers have: the hidden dimension of each is a class of its own.
+
+    Classes become one where their arguments are the same but for numbers that all arguments of a class share, sizes are
+    equal too, users gave them at most one name, and no value has both.
+    """
+    together = {pair for words in found.labels.values() for pair in itertools.permutations(set(words), 2)}
+    groups: dict[Hashable, list[list[DimensionClass]]] = {}
+    for c in found.classes:
+        alike = groups.setdefault((_without_shared_numbers(c.arguments) or c.label, c.size, c.product == ()), [])
+        for group in alike:
+            names = {name for one in (*group, c) for name in one.names}
+            if len(names) < 2 and not any((one.label, c.label) in together for one in group):
+                group.append(c)
+                break
+        else:
+            alike.append([c])
+    now: dict[str, str] = {}
+    classes = []
+    for group in itertools.chain(*groups.values()):
+        first = next((c for c in group if c.names), group[0])
+        now |= {c.label: first.label for c in group}
+        merged = dataclasses.replace(
+            first,
+            sizes=tuple(sorted({size for c in group for size in c.sizes}, reverse=True)),
+            arguments=tuple(argument for c in group for argument in c.arguments),
+            values=sum(c.values for c in group),
+            twice=tuple(text for c in group for text in c.twice),
+        )
+        classes.append(merged)
+    renamed = {v: tuple(_renamed(word, now) for word in words) for v, words in found.labels.items()}
+    arguments = {path: " ".join(_renamed(w, now) for w in words.split()) for path, words in found.arguments.items()}
+    ranked = sorted(classes, key=lambda c: -c.values)
+    return Dimensions(found.name, tuple(ranked), arguments, renamed)
+
+
+def _renamed(word: str, now: Mapping[str, str]) -> str:
+    label = word.rstrip("'")
+    return now.get(label, label) + word[len(label) :]
+
+
+def _without_shared_numbers(arguments: Sequence[tuple[str, int]]) -> Hashable:
+    """Paths and positions, with ``*`` for the numbers that stand at the same place in all of the paths."""
+    parts = [path.split("/") for path, _ in arguments]
+    columns = list(zip(*parts, strict=False))
+    shared = {i for i, column in enumerate(columns) if len(set(column)) == 1 and column[0].isdecimal()}
+    paths = ("/".join("*" if i in shared else word for i, word in enumerate(path)) for path in parts)
+    return tuple(sorted(zip(paths, (d for _, d in arguments), strict=True)))
+
+
 class _Classes:
     """Dimensions and factors, joined where they are the same; a dimension may be a product of factors."""
 

@@ -1,4 +1,4 @@
-"""What a per-device program says to other devices, by kind: nothing is taken from what it reports of itself."""
+"""What a per-device program sends to other devices, by kind: nothing is taken from what it reports of itself."""
 
 from __future__ import annotations
 

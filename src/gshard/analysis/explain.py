@@ -1,4 +1,4 @@
-"""Explain: what each large tensor got and why, and what the devices say to each other.
+"""Explain: what each large tensor got and why, and what the devices send each other.
 
 print(gshard.explain(loss, params, batch, mesh=8))
 
@@ -20,6 +20,7 @@ from typing import Any
 
 from gshard.analysis.cost import Cost, cost
 from gshard.analysis.difference import Difference, difference
+from gshard.analysis.instead import Instead, instead
 from gshard.analysis.machine import Machine, kind_of_devices
 from gshard.analysis.named import unused_of_layout, uses_of_layout
 from gshard.analysis.origin import merged, origins, rows_of
@@ -28,70 +29,18 @@ from gshard.analysis.proposal import Proposal, proposals
 from gshard.analysis.replicated import notes_of_whole_values, replicated_work
 from gshard.analysis.report.data import report_data
 from gshard.analysis.report.page import page
+from gshard.analysis.rows import CollectiveRow, TensorRow, rows_of_collectives
 from gshard.analysis.timeline import timeline
 from gshard.analysis.verdict import Verdict, verdict
+from gshard.core.errors import ArgumentError, known_names
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Value, format_bytes
-from gshard.core.spmd import Collective, SpmdProgram
+from gshard.core.spmd import SpmdProgram
 from gshard.rules.zones import parts_of
 
+_SHOWN = 24  # names of arguments in a message
 _FRAME = "width: 100%; height: 800px; border: 1px solid #8884; border-radius: 8px"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorRow:
-    """One array of the program.
-
-    Attributes:
-        name: an argument's path, or ``%12`` with the primitive and line that made it.
-        sharding: text form.
-        bytes: of the whole array.
-        local_bytes: of one device's part.
-        is_argument: whether the caller hands it in.
-        why: for each dimension that is split, the reasons from here back to a mark.
-        note: what to know of a value that no mark can split: one device's part, or what becomes of parts.
-    """
-
-    name: str
-    sharding: str
-    bytes: int
-    local_bytes: int
-    is_argument: bool
-    why: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-    @property
-    def reason(self) -> str:
-        """For each dimension the nearest reason and the mark where the chain ends, in one line."""
-        texts = []
-        for nearest, *further in self.why:
-            root = further[-1].partition(": ")[2] if further else ""
-            texts.append(nearest if not root or root in nearest else f"{nearest} <- {root}")
-        return "; ".join(texts) or self.note or "nothing asks to split it"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CollectiveRow:
-    """Collectives of one kind over the same axes for the same line.
-
-    Attributes:
-        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
-        axes: names of mesh axes, or of their parts.
-        times: how many run in one call of the program.
-        bytes: what each device sends in all of them.
-        shape: the local operand of the largest.
-        line: the user's source line.
-        why: what needed it.
-    """
-
-    kind: str
-    axes: str
-    times: int
-    bytes: int
-    shape: str
-    line: str
-    why: str
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -164,7 +113,7 @@ class Explanation:
         rows = [
             dataclasses.replace(same[0], times=sum(c.times for c in same)) for same in rows_of(self.spmd.collectives)
         ]
-        return proposals(rows, self.plan, self.equations)
+        return proposals(rows, self.plan, self.equations, self._donated_inputs)
 
     def data(self, machine: Machine | str | None = None) -> dict[str, Any]:
         """Everything the HTML report shows, as lists and dictionaries that JSON can hold."""
@@ -299,12 +248,47 @@ class Explanation:
         """The chain of reasons for one tensor, from its sharding back to a mark.
 
         Raises:
-            KeyError: there is no tensor of this name.
+            ArgumentError: there is no tensor of this name.
         """
+        row = self._row(name)
+        return "\n".join([f"{row.name}: {row.sharding}", *(f"  {line}" for chain in row.why for line in chain)])
+
+    def instead(self, name: str, machine: Machine | str | None = None) -> tuple[Instead, ...]:
+        """What else a tensor could be, and what a call would then take: planned again with a mark on it, each time.
+
+        Args:
+            name: as for ``why``.
+            machine: as for ``cost``.
+
+        Returns:
+            the fastest first; none for a value that has a mark already or enters a body.
+
+        Raises:
+            ArgumentError: there is no tensor of this name.
+            MachineError: no such machine, or not as many devices as the mesh.
+
+        >>> import gshard, jax.numpy as jnp
+        >>> f = lambda x, w: gshard.split(x, 0, 8) @ w
+        >>> found = gshard.explain(f, jnp.ones((64, 512)), jnp.ones((512, 32)), mesh=gshard.Mesh.abstract(devices=8))
+        >>> [row.mark for row in found.instead("w", "h100")]
+        ["gshard.shard(x, P(None, 'devices'))", "gshard.shard(x, P('devices', None))"]
+        """
+        row = self._row(name)
+        return instead(self.plan, row.value, self.cost(machine), self._donated_inputs)
+
+    def _row(self, name: str) -> TensorRow:
         for row in self.tensors:
             if row.name == name:
-                return "\n".join([f"{row.name}: {row.sharding}", *(f"  {line}" for chain in row.why for line in chain)])
-        raise KeyError(f"no tensor is called {name!r}; names are those that print(explanation) shows")
+                return row
+        arguments = [row.name for row in self.tensors if row.is_argument][:_SHOWN]
+        raise ArgumentError(
+            f"no tensor is called {name!r}.",
+            way_out=known_names(name, arguments, "Arguments are") + " print(explanation) shows the others.",
+        )
+
+    @property
+    def _donated_inputs(self) -> list[int]:
+        return [len(self.plan.program.captured) + i for i in sorted(self.donated)]
 
     def __str__(self) -> str:
         return self.format()
@@ -339,7 +323,7 @@ def explain_program(plan: Plan, spmd: SpmdProgram, donated: frozenset[int] = fro
     def row(v: Value) -> TensorRow:
         chains = [(d, plan.chain(v, d)) for d, atoms in enumerate(plan.shardings[v].dims) if atoms]
         why = tuple((_reason(plan, v, d), *chain[1:]) for d, chain in chains if chain)
-        return TensorRow(names[v], plan.format(v), v.bytes, on_a_device(v), v in arguments, why, notes.get(v, ""))
+        return TensorRow(names[v], plan.format(v), v.bytes, on_a_device(v), v in arguments, why, v, notes.get(v, ""))
 
     tensors = sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))
     return Explanation(
@@ -347,7 +331,7 @@ def explain_program(plan: Plan, spmd: SpmdProgram, donated: frozenset[int] = fro
         mesh,
         sum(1 for _ in program.block.walk()),
         tuple(map(row, tensors)),
-        _rows(spmd.collectives, mesh),
+        rows_of_collectives(spmd.collectives, mesh),
         tuple(plan.gathered_text()),
         (sum(v.bytes for v in arguments), sum(map(on_a_device, arguments))),
         plan,
@@ -364,10 +348,8 @@ def _notes(block: Block) -> dict[Value, str]:
     notes = {}
     for e in block.walk():
         if e.rule is not None and e.rule.fixed is not None:
-            at = f" at {e.line}" if e.line else ""
-            notes.update(
-                {v: f"{e.name}{at} says how it lies there" for v in (*e.inputs, *e.outputs) if isinstance(v, Value)}
-            )
+            note = f"{e.name}{f' at {e.line}' if e.line else ''} says how it is sharded there"
+            notes.update({v: note for v in (*e.inputs, *e.outputs) if isinstance(v, Value)})
     for v, parts in parts_of(block).items():
         notes[v] = f"one of {parts} parts: each device holds its own until manual_to_auto"
     return notes
@@ -375,14 +357,3 @@ def _notes(block: Block) -> dict[Value, str]:
 
 def _reason(plan: Plan, value: Value, dim: int) -> str:
     return f"dimension {dim}: {plan.reasons[value, dim]}" if (value, dim) in plan.reasons else f"dimension {dim}"
-
-
-def _rows(collectives: tuple[Collective, ...], mesh: Mesh) -> tuple[CollectiveRow, ...]:
-    rows: dict[tuple[str, str, str, str, str], CollectiveRow] = {}
-    for c in collectives:
-        axes = mesh.format_atoms(c.atoms)
-        key = (c.kind, axes, c.line, c.why, c.shape)
-        old = rows.get(key)
-        times, sent = c.times + (old.times if old else 0), c.total_bytes + (old.bytes if old else 0)
-        rows[key] = CollectiveRow(c.kind, axes, times, sent, c.shape, c.line, c.why)
-    return tuple(sorted(rows.values(), key=lambda r: -r.bytes))

@@ -41,7 +41,7 @@ class CompiledCollective:
             and collective_broadcast (counted as if everything were sent).
         name: the instruction's.
         operand_bytes, result_bytes: on one device, all operands of a combined collective together.
-        group_size: how many devices talk to each other (the largest group; all devices for a permutation).
+        group_size: how many devices communicate (the largest group; all devices for a permutation).
         bytes_moved: bytes that each device sends in one execution.
         executions: how often it runs in one call of the program.
         exact: False if ``executions`` depends on data: inside a conditional (counted as taken) or a loop whose

@@ -37,7 +37,7 @@ from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
 
 RING, LINE, SWITCH = "ring", "line", "switch"
-_NUMBERS = 32  # bytes of a few numbers
+_NUMBERS = 32  # bytes of a few numbers: of the indices into an array of up to eight dimensions, int32 each
 
 
 class MachineError(GShardError):

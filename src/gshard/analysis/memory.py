@@ -36,7 +36,7 @@ class Memory:
     """What one device holds.
 
     Attributes:
-        arguments, results: bytes; ``shared`` of the results lie where donated arguments were.
+        arguments, results: bytes; ``shared`` of the results are where donated arguments were.
         temporaries: the most bytes of everything else at one moment.
         moments: all kernels in the order in which they run.
         alive: the temporaries at the peak, largest first, with the equation that made each.
@@ -167,7 +167,7 @@ def _follow(
 
 
 def _overwritten(kernels: Sequence[Kernel], last: Mapping[Value, int], elsewhere: frozenset[Value]) -> frozenset[Value]:
-    """The values counted elsewhere, with those that are overwritten by them: they lie where the later ones will."""
+    """The values counted elsewhere, with those that are overwritten by them: they are where the later ones will be."""
     found = set(elsewhere)
     for i, kernel in reversed(list(enumerate(kernels))):
         if kernel.kind == OPERATOR and _may_overwrite(kernel) and found & set(kernel.writes):
@@ -186,8 +186,8 @@ def _overwritten(kernels: Sequence[Kernel], last: Mapping[Value, int], elsewhere
 def _may_overwrite(kernel: Kernel) -> bool:
     """Whether a result may take the place of an operand that nobody needs any more.
 
-    So it is with what runs element by element, with reductions over devices, and with updates, whose result lies as the
-    first operand does.
+    So it is with what runs element by element, with reductions over devices, and with updates, whose result is where
+    the first operand was.
     """
     e = kernel.equation
     if kernel.kind == OPERATOR and e.rule is not None:
@@ -196,7 +196,7 @@ def _may_overwrite(kernel: Kernel) -> bool:
 
 
 def _carried(kernel: Kernel) -> list[tuple[Value, Value]]:
-    """What a loop begins with, if it is a buffer, and the result that lies in its place."""
+    """What a loop begins with, if it is a buffer, and the result that takes its place."""
     e = kernel.equation
     found: list[tuple[Value, Value]] = []
     for body in kernel.bodies:
@@ -216,7 +216,7 @@ def _held(e: Equation, body: Block) -> dict[Value, Value]:
 def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment], narrows: bool) -> _Peak:
     """The temporaries of a region's bodies: of branches the larger, of a loop those of one round.
 
-    Of stacked operands a round takes a slice. What is carried lies where the loop's results will.
+    Of stacked operands a round takes a slice. What is carried is where the loop's results will be.
     """
     found: _Peak = (0, [], ())
     e = kernel.equation

@@ -1,6 +1,6 @@
 """Network: how long a collective takes on a machine, from which of its links it uses.
 
-The devices of a group lie along some dimensions of the network, every ``step``-th of a dimension. All groups of one
+The devices of a group are along some dimensions of the network, every ``step``-th of a dimension. All groups of one
 collective run at the same time, so a link carries the messages of ``step`` groups, and of all cores that share it.
 """
 
@@ -13,12 +13,12 @@ import math
 from collections.abc import Sequence
 
 from gshard.analysis.machine import LINE, RING, SWITCH, Dimension, Machine, MachineError
-from gshard.core.mesh import Atoms, Mesh, Prices
+from gshard.core.mesh import Atoms, Mesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a group lies along one dimension of the network.
+    """Where a group is along one dimension of the network.
 
     Attributes:
         of: the dimension.
@@ -51,13 +51,13 @@ def extents(mesh: Mesh, machine: Machine, atoms: Atoms) -> tuple[tuple[Extent, .
 @functools.lru_cache(maxsize=1024)
 def _extents(mesh: Mesh, network: tuple[Dimension, ...], atoms: Atoms) -> tuple[tuple[Extent, ...], ...]:
     if not mesh.order:
-        return (_spread(members(mesh, atoms), mesh, network),)
-    return tuple(dict.fromkeys(_spread(group, mesh, network) for group in groups(mesh, atoms)))
+        return (_spread(members(mesh, atoms), network),)
+    return tuple(dict.fromkeys(_spread(group, network) for group in groups(mesh, atoms)))
 
 
-def _spread(group: tuple[int, ...], mesh: Mesh, network: tuple[Dimension, ...]) -> tuple[Extent, ...]:
+def _spread(group: Sequence[int], network: tuple[Dimension, ...]) -> tuple[Extent, ...]:
     found = []
-    stride = mesh.size
+    stride = math.prod(dimension.size for dimension in network)
     for dimension in network:
         stride //= dimension.size
         places = sorted({device // stride % dimension.size for device in group})
@@ -114,6 +114,18 @@ def seconds(kind: str, operand: int, mesh: Mesh, machine: Machine, atoms: Atoms)
     """
     spread = extents(mesh, machine, atoms)
     return max(_seconds(kind, operand, where) for where in spread) if operand else 0.0
+
+
+def seconds_among(kind: str, operand: int, group: Sequence[int], machine: Machine) -> float:
+    """How long one collective takes among some devices of a machine, while all other groups like it run theirs.
+
+    Args:
+        kind: as for ``seconds``.
+        operand: bytes of each device's operand.
+        group: their positions in the machine, increasing.
+        machine: the devices.
+    """
+    return _seconds(kind, operand, _spread(group, machine.network)) if operand else 0.0
 
 
 def _seconds(kind: str, operand: int, where: tuple[Extent, ...]) -> float:
@@ -174,23 +186,3 @@ def permutation_seconds(sent: int, pairs: Sequence[tuple[int, int]], machine: Ma
         worst = max(worst, sent * distance * d.shared_by / d.bandwidth)
         latency += d.latency * distance
     return worst + latency
-
-
-def prices(mesh: Mesh, machine: Machine) -> Prices:
-    """What an operation and a message count as on a machine against a byte, sent among all devices of a mesh.
-
-    Everything that is no product reads and writes 8 bytes for four operations, which the compiler fuses.
-
-    >>> found = prices(Mesh.abstract(devices=8), Machine.of("h100:1x8"))
-    >>> f"{found.product(4):.5f} {found.product(2):.5f} {found.other:.2f} {found.message:.0f}"
-    '0.00091 0.00046 0.27 900007'
-    """
-    if mesh.size == 1:
-        return Prices()
-    few, many = (seconds("all_gather", n, mesh, machine, mesh.atoms) for n in (1 << 20, 1 << 21))
-    a_byte = (many - few) / (mesh.size - 1) / (1 << 20)
-    products = {
-        size: 1 / machine.rate(dtype) / a_byte for size, dtype in ((1, "s8"), (2, "bf16"), (4, "f32"), (8, "f64"))
-    }
-    other = max(1 / machine.vector_flops, 2 / machine.memory_bandwidth)
-    return Prices(tuple(products.items()), other / a_byte, seconds("all_gather", 1, mesh, machine, mesh.atoms) / a_byte)

@@ -36,9 +36,9 @@ class Windowed:
 
     Attributes:
         above: those for which a device would hold a gathered operand, or a result still to be scattered, of more bytes
-            than this. Where two such arrays lie along the same dimension both travel: Cannon's algorithm, whose skew
-            sends one more part of each. An array that several contractions need is sent for each of them, instead of
-            once for all.
+            than this. Where two such arrays are split along the same dimension both travel: Cannon's algorithm, whose
+            skew sends one more part of each. An array that several contractions need is sent for each of them,
+            instead of once for all.
         machine: as for ``explain(...).cost``: those that its roofline expects to be faster so, and that send no more.
         both_ways: whether half of every part travels in each direction, which rings of links make use of. None leaves
             that to the machine's network; without a machine all travel in one.

@@ -52,25 +52,30 @@ class Proposal:
 REPLANNED = 1000  # equations that are planned again, all in all, to find marks that would remove collectives
 
 
-def proposals(collectives: Sequence[Collective], plan: Plan, equations: int) -> tuple[tuple[Proposal | None, ...], int]:
+def proposals(
+    collectives: Sequence[Collective], plan: Plan, equations: int, donated: Sequence[int] = ()
+) -> tuple[tuple[Proposal | None, ...], int]:
     """For each collective the mark that would lower the bytes sent, if one is found, and for how many it was sought.
 
     Args:
         collectives: one of each kind, those that send most first.
         plan: the plan they were made from.
         equations: of the program; large ones are planned again for few marks, or for none.
+        donated: its inputs (captured arrays counted) whose memory results may take.
     """
     sent = sum(c.total_bytes for c in collectives)
     budget = iter(range(REPLANNED // max(equations, 1)))
     found, tried = [], 0
     for c in collectives:
         left = operator.length_hint(budget)
-        found.append(proposal(c, plan, sent, budget) if left else None)
+        found.append(proposal(c, plan, sent, budget, donated) if left else None)
         tried += operator.length_hint(budget) < left
     return tuple(found), tried
 
 
-def proposal(c: Collective, plan: Plan, sent: int, budget: Iterator[int]) -> Proposal | None:
+def proposal(
+    c: Collective, plan: Plan, sent: int, budget: Iterator[int], donated: Sequence[int] = ()
+) -> Proposal | None:
     """The mark on the value of a collective with which the whole program sends least, if that is less than now.
 
     Args:
@@ -78,6 +83,7 @@ def proposal(c: Collective, plan: Plan, sent: int, budget: Iterator[int]) -> Pro
         plan: the plan it was made from.
         sent: bytes that each device sends in one call as it is.
         budget: one is taken for each time that the program is planned again; where none is left, nothing is proposed.
+        donated: as for ``proposals``.
     """
     if c.value is None or c.before is None or c.after is None:
         return None
@@ -86,14 +92,14 @@ def proposal(c: Collective, plan: Plan, sent: int, budget: Iterator[int]) -> Pro
         text = text_of_mark(sharding, plan.mesh)
         if text is None or next(budget, None) is None:
             continue
-        again = _sent_with(plan, c.value, sharding)
+        again = _sent_with(plan, c.value, sharding, donated)
         if again is not None and again < (found.after if found else sent):
             found = Proposal(text, _place(c.value, plan.program), sent, again)
     return found
 
 
 def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan) -> Iterator[Sharding]:
-    """How the value might lie: as it is wanted; a sum, split over those that add it up."""
+    """How the value might be sharded: as it is wanted; a sum, split over those that add it up."""
     here = plan.sharding(value)
     seen = {here.dims}
     whole = Sharding(after.dims)
@@ -108,13 +114,16 @@ def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan) -> Iter
             yield Sharding(dims)
 
 
-def _sent_with(plan: Plan, value: Value, sharding: Sharding) -> int | None:
+def _sent_with(plan: Plan, value: Value, sharding: Sharding, donated: Sequence[int]) -> int | None:
     """Bytes that each device sends where the value is marked; None if it cannot be marked so."""
     program = with_marks(plan.program, {value: mark_of_cut(sharding.dims, plan.mesh)})
     if program is None:
         return None
     try:
-        return sum(c.total_bytes for c in partition(propagate(program, plan.mesh)).collectives)
+        return sum(
+            c.total_bytes
+            for c in partition(propagate(program, plan.mesh, donated=donated), donated=donated).collectives
+        )
     except GShardError:
         return None
 

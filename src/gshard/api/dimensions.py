@@ -9,9 +9,8 @@ import jax
 
 from gshard.analysis.dimensions import Dimensions, dimensions_of
 from gshard.api.jit import Jitted
-from gshard.api.names import names_of_arguments, with_names_of_arguments
+from gshard.api.names import names_of_arguments, paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError
-from gshard.core.paths import path_of
 from gshard.passes.trace import trace
 
 
@@ -58,12 +57,4 @@ def dimensions(f: Callable[..., Any], *args: Any, names: Any = None, **kwargs: A
     else:
         program, tree = trace(f, *args, **kwargs), jax.tree.structure((args, kwargs))
         program = with_names_of_arguments(program, names_of_arguments(f, names, args, kwargs), ())
-    paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))
-    names_of_leaves = program.names[len(program.captured) :]
-    return dimensions_of(program, [_path(name, keys) for name, (keys, _) in zip(names_of_leaves, paths, strict=True)])
-
-
-def _path(name: str, keys: Any) -> str:
-    """``params['l1']['w']`` as ``params/l1/w``."""
-    below = tuple(keys[2:])
-    return path_of(name.removesuffix(jax.tree_util.keystr(below)), below)
+    return dimensions_of(program, paths_of_arguments(program, tree))

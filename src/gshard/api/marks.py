@@ -107,7 +107,7 @@ def shard(x: Any, device_assignment: Any) -> Any:
             ``jax.sharding.PartitionSpec`` over the axis names of the mesh, a ``NamedSharding``, or one axis name for
             dimension 0; or a pytree prefix of these, in which None leaves arrays open. Fewer ids than devices
             (``arange(n)``) means that each part is held by several consecutive devices. Any order of ids will do:
-            results and arguments lie as it says, and the program runs with the devices in that order.
+            results and arguments are sharded as it says, and the program runs with the devices in that order.
 
     Returns:
         the same values.

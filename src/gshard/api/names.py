@@ -77,6 +77,19 @@ def names_of_arguments(
     return [found[i][1] if i in found else None for i in range(len(leaves))]
 
 
+def paths_of_arguments(program: Program, tree: Any) -> tuple[str, ...]:
+    """The path of each argument of a program, as ``names=`` of ``jit`` takes it.
+
+    Args:
+        program: the traced function.
+        tree: the structure of its ``(args, kwargs)``.
+    """
+    paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))
+    names = program.names[len(program.captured) :]  # params['l1']['w'], which becomes params/l1/w
+    below = [tuple(keys[2:]) for keys, _ in paths]
+    return tuple(path_of(n.removesuffix(jax.tree_util.keystr(k)), k) for n, k in zip(names, below, strict=True))
+
+
 def _nodes(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Everything in the arguments, inner nodes too, by path."""
     parameters = parameters_of(f)

@@ -32,12 +32,12 @@ class Leaf:
     Attributes:
         aval: JAX's type of it.
         sharding: of an array that is committed to one; None if JAX may place it.
-        lies: how the padded parts of an ``UnevenArray`` are cut.
+        partitioning: how the padded parts of an ``UnevenArray`` are cut.
     """
 
     aval: Any
     sharding: Any = None
-    lies: Sharding | None = None
+    partitioning: Sharding | None = None
 
     @staticmethod
     def of(x: Any) -> Leaf:
@@ -52,7 +52,7 @@ class Leaf:
             aval = aval if _explicit_sharding(aval) is not None else aval.update(sharding=None)
             return Leaf(aval, x.sharding if x.committed else None)
         if isinstance(x, UnevenArray):
-            return Leaf(jax.core.ShapedArray(x.shape, x.dtype), x.sharding, x.lies)
+            return Leaf(jax.core.ShapedArray(x.shape, x.dtype), x.sharding, x.partitioning)
         if isinstance(x, jax.ShapeDtypeStruct):
             return Leaf(_plain(x), x.sharding)
         aval = jax.typeof(x)
@@ -98,7 +98,7 @@ class Signature:
     @property
     def traced(self) -> Hashable:
         """What the traced function depends on: everything but how arrays are sharded."""
-        return self.tree, tuple((x.aval, x.lies is None) for x in self.leaves), self.statics, self.settings
+        return self.tree, tuple((x.aval, x.partitioning is None) for x in self.leaves), self.statics, self.settings
 
     def arguments(self) -> tuple[Any, Any]:
         """Positional and named arguments to trace the function with."""

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
 import jax
 
 from gshard.analysis.budget import Budget
+from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine, kind_of_devices
 from gshard.analysis.named import refuse_unused
-from gshard.analysis.network import prices
 from gshard.analysis.overlap import Windowed
 from gshard.core.layout import Layout
-from gshard.core.mesh import Mesh
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.compile import Executable, compile_spmd
+from gshard.passes.objective import Objective, bytes_on
+from gshard.passes.partition import partition
 from gshard.passes.propagate import in_best_order, propagate
 from gshard.passes.recorded import Recorded
 from gshard.passes.windowed import Policy, windowed
 from gshard.remat.fit import compiled_within
 from gshard.remat.rematerialise import rematerialise
 from gshard.search.find import best_plan
+from gshard.search.seconds import on_machine, seconds_on
+
+# Of the time of the plan that sends least: what takes longer than so much of it is not worth more bytes.
+_WORTH = 0.98
 
 
 class Limit(Protocol):
@@ -47,7 +53,8 @@ class Target:
         windowed: which contractions run in steps.
         keep_uneven: whether results leave in padded parts where parts are unequal.
         memory_limit: bytes that a device may hold; what does not fit is recomputed.
-        machine: tells what recomputing takes; None takes the devices of the mesh.
+        machine: what costs are of: planning is by seconds on it (by bytes if None), and what recomputing takes too (on
+            the devices of the mesh if None).
         keep_unused: whether XLA is given arguments that nothing reads.
         compiler_options: XLA's, as pairs.
         recorded: a plan that was found or saved before; None makes one.
@@ -95,12 +102,23 @@ class Target:
                 budget_seconds=seconds,
             )  # fmt: skip
             return found.chosen.plan
-        first = len(program.captured)
-        plan = propagate(
-            program, self.mesh, strict=self.strict, keep_uneven=self.keep_uneven, donated=[first + i for i in donated]
-        )
-        made = windowed(plan, self.windowed)
+        made = windowed(self._propagated(program, [len(program.captured) + i for i in donated]), self.windowed)
         return made if self.reorders else dataclasses.replace(made, orders={})
+
+    def _propagated(self, program: Program, donated: list[int]) -> Plan:
+        """The plan that sends least; with a machine, the one that takes least time there, if that is worth it."""
+
+        def planned(objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Plan:
+            options: dict[str, Any] = {"strict": self.strict, "keep_uneven": self.keep_uneven, "donated": donated}
+            return propagate(program, self.mesh, objective=objective, **options)
+
+        plan = planned(bytes_on)
+        if self.machine is None:
+            return plan
+        faster = planned(seconds_on(self.machine))
+        emitted = (partition(p, keep_uneven=self.keep_uneven, donated=donated) for p in (plan, faster))
+        taken, instead = (cost(spmd, self.machine).seconds for spmd in emitted)
+        return faster if instead < _WORTH * taken else plan
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
@@ -186,7 +204,7 @@ class Options:
         machine = self.machine
         if machine is not None:
             machine = machine if isinstance(machine, Machine) else Machine.of(machine, mesh.size)
-            mesh = dataclasses.replace(mesh, prices=prices(mesh, machine))
+            mesh = on_machine(mesh, machine)
         return Target(
             mesh,
             self.strict,

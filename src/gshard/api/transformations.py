@@ -156,7 +156,7 @@ def _checked(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) ->
 def _halves(jaxpr: Any, target: Target, moving: tuple[int, ...]) -> tuple[Any, Any]:
     """The function with what its derivative needs as further results, and the derivative, a function of those.
 
-    The second half is planned apart from the first, so what goes from one to the other comes marked as it lies.
+    The second half is planned apart from the first, so what goes from one to the other comes marked as it is sharded.
 
     Args:
         jaxpr: the function.
@@ -189,8 +189,8 @@ def _halves(jaxpr: Any, target: Target, moving: tuple[int, ...]) -> tuple[Any, A
     marks = [_mark(plan.sharding(v), target.mesh) for v in plan.program.block.outputs[len(jaxpr.out_avals) :]]
 
     def pushed(*arguments: Any) -> list[Any]:
-        lying = [bind_mark(x, m) for x, m in zip(arguments[: len(residuals)], marks, strict=True)]
-        push = jax.tree.unflatten(trees[0], lying)
+        sharded = [bind_mark(x, m) for x, m in zip(arguments[: len(residuals)], marks, strict=True)]
+        push = jax.tree.unflatten(trees[0], sharded)
         tangents = push(*arguments[len(residuals) :])
         return [t for t, keep in zip(tangents, smooth, strict=True) if keep]
 
@@ -199,7 +199,7 @@ def _halves(jaxpr: Any, target: Target, moving: tuple[int, ...]) -> tuple[Any, A
 
 
 def _mark(sharding: Sharding, mesh: Mesh) -> Mark:
-    """A mark that says how a value lies; its whole dimensions may be cut further."""
+    """A mark that says how a value is sharded; its whole dimensions may be cut further."""
     spec = tuple(atoms or PartitionSpec.UNCONSTRAINED for atoms in sharding.dims)
     return Mark("spec", spec=spec, axes=tuple(mesh.atom_sizes.items()))
 

@@ -4,14 +4,15 @@ Everything that shifts, cuts or slides along a split dimension (slice, pad, conc
 asks for the same thing: part ``i`` of the result needs what stands from position ``first + step * i`` on in an operand
 whose elements stand ``dilation`` apart: elements from ``ceil((first + step * i) / dilation)`` on. From these numbers
 follow, statically, the distances over which parts must travel and how much of each; a window that reaches over
-several parts takes several hops, each one CollectivePermute of just the elements that somebody needs. Where parts need
-such different things that hops would carry much for nobody, every piece gets a route of its own (``comm.route``).
+several parts takes several shifts, each one CollectivePermute of just the elements that somebody needs. Where parts
+need such different things that shifts would carry much for nobody, every piece gets a route of its own
+(``comm.route``).
 
     >>> window = Window(n=12, first=-1, step=3, parts=4, extent=5)      # one neighbour's element on each side
-    >>> [(hop.distance, hop.low, hop.high) for hop in window.hops(3)]
+    >>> [(shift.distance, shift.low, shift.high) for shift in window.shifts(3)]
     [(-1, 2, 3), (0, 0, 3), (1, 0, 1)]
 
-Each hop carries only what one of its takers needs. Where it is laid down, between its neighbours' pieces, it is
+Each shift carries only what one of its receivers needs. Where it is laid down, between its neighbours' pieces, it is
 padded to a whole part.
 
 Elements before 0 or from ``n`` on are whatever happens to be there, and the caller masks them, but where they are known
@@ -33,14 +34,14 @@ from gshard.core.mesh import Atoms, Mesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Hop:
+class Shift:
     """Elements ``low`` to ``high`` of every part travel from part ``i + distance`` to part ``i``, if it needs them.
 
     Attributes:
         distance: how many parts away they come from; 0 stays at home.
         low, high: the elements of a part that somebody needs.
         begin, end: the elements for which there is room where they are laid down.
-        takers: the parts that need some of them.
+        receivers: the parts that need some of them.
     """
 
     distance: int
@@ -48,7 +49,7 @@ class Hop:
     high: int
     begin: int
     end: int
-    takers: tuple[int, ...]
+    receivers: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Window:
         return -(-self.position(part) // self.dilation)
 
     @property
-    def takers(self) -> range:
+    def receivers(self) -> range:
         """The parts that hold results."""
         return range(self.parts if self.taking is None else min(self.taking, self.parts))
 
@@ -92,12 +93,12 @@ class Window:
             return max(0, (self.first + self.extent - 1) // self.dilation - self.start(0) + 1)
         return -(-self.extent // self.dilation)
 
-    def hops(self, size: int) -> tuple[Hop, ...]:
-        """The hops that bring each part its window if parts have ``size`` elements, nearest to the left first."""
+    def shifts(self, size: int) -> tuple[Shift, ...]:
+        """The shifts that bring each part its window if parts have ``size`` elements, nearest to the left first."""
         return _plan(self, size)
 
     def route(self, size: int) -> Route | None:
-        """Another way, if hops would carry more: every piece on its own route."""
+        """Another way, if shifts would carry more: every piece on its own route."""
         return _route(self, size)
 
     def messages(self, size: int) -> tuple[int, ...]:
@@ -105,7 +106,11 @@ class Window:
         route = self.route(size) if size else None
         if route is not None:
             return route.messages
-        return tuple(hop.high - hop.low for hop in self.hops(size) if hop.distance and hop.takers) if size else ()
+        return (
+            tuple(shift.high - shift.low for shift in self.shifts(size) if shift.distance and shift.receivers)
+            if size
+            else ()
+        )
 
     def zeros_outside(self, size: int) -> bool:
         """Whether what is fetched from outside of the array is zeros: nobody sends it, and no part is padded.
@@ -115,7 +120,7 @@ class Window:
         """
         if self.dilation > 1 or size * self.parts != self.n or not size or self.route(size) is not None:
             return False
-        return all(self.start(i) < self.n and self.start(i) + self.width > 0 for i in self.takers)
+        return all(self.start(i) < self.n and self.start(i) + self.width > 0 for i in self.receivers)
 
     def bytes(self, size: int, each: int) -> int:
         """What each device sends if parts have ``size`` elements of ``each`` bytes."""
@@ -124,77 +129,77 @@ class Window:
 
 @functools.lru_cache(maxsize=4096)
 def _route(window: Window, size: int) -> Route | None:
-    by_hops = sum(hop.high - hop.low for hop in window.hops(size) if hop.distance and hop.takers)
+    by_shifts = sum(shift.high - shift.low for shift in window.shifts(size) if shift.distance and shift.receivers)
     pieces: list[Piece] = []
-    for i in window.takers:
+    for i in window.receivers:
         start = window.start(i)
         pieces += pieces_of(max(start, 0), min(start + window.width, window.n), size, i, start)
     sent, taken = [0] * window.parts, [0] * window.parts
     for p in pieces:
-        if p.source != p.taker:
+        if p.source != p.receiver:
             sent[p.source] += p.length
-            taken[p.taker] += p.length
-    if max(*sent, *taken, 0) >= by_hops:
+            taken[p.receiver] += p.length
+    if max(*sent, *taken, 0) >= by_shifts:
         return None
     route = routed(tuple(pieces))
-    return route if sum(route.messages) < by_hops else None
+    return route if sum(route.messages) < by_shifts else None
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(window: Window, size: int) -> tuple[Hop, ...]:
+def _plan(window: Window, size: int) -> tuple[Shift, ...]:
     needed: dict[int, tuple[int, int, list[int]]] = {}
-    for i in window.takers:
+    for i in window.receivers:
         first, last = max(window.start(i), 0), min(window.start(i) + window.width, window.n)
         if first >= last:
             continue
         for source in range(first // size, (last - 1) // size + 1):
             low, high = max(first - source * size, 0), min(last - source * size, size)
             if source - i in needed:
-                known_low, known_high, takers = needed[source - i]
-                needed[source - i] = (min(low, known_low), max(high, known_high), [*takers, i])
+                known_low, known_high, receivers = needed[source - i]
+                needed[source - i] = (min(low, known_low), max(high, known_high), [*receivers, i])
             else:
                 needed[source - i] = (low, high, [i])
     if not needed:
         return ()
     nearest, farthest = min(needed), max(needed)
-    hops = []
+    shifts = []
     for distance in range(nearest, farthest + 1):
-        low, high, takers = needed.get(distance, (0, size, []))
+        low, high, receivers = needed.get(distance, (0, size, []))
         # Pieces are laid side by side, so only the outer ends may be cut off.
         begin, end = low if distance == nearest else 0, high if distance == farthest else size
-        hops.append(Hop(distance, low, high, begin, end, tuple(takers)))
-    return tuple(hops)
+        shifts.append(Shift(distance, low, high, begin, end, tuple(receivers)))
+    return tuple(shifts)
 
 
 def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> Any:
     """This device's window of dimension ``dim``, of which ``x`` is its part (inside ``shard_map``).
 
     Returns:
-        ``window.width`` elements along ``dim``; what lies outside of the array is undefined.
+        ``window.width`` elements along ``dim``; what is outside of the array is undefined.
     """
     size, width = x.shape[dim], window.width
-    hops = window.hops(size) if size else ()
-    if not hops or not x.size:
+    shifts = window.shifts(size) if size else ()
+    if not shifts or not x.size:
         return jnp.zeros((*x.shape[:dim], width, *x.shape[dim + 1 :]), x.dtype)
     if (route := window.route(size)) is not None:
         return carry(x, dim, atoms, mesh, route, width)
     pieces = []
-    for hop in hops:
-        if not hop.distance:
-            pieces.append(lax.slice_in_dim(x, hop.begin, hop.end, axis=dim))
+    for shift in shifts:
+        if not shift.distance:
+            pieces.append(lax.slice_in_dim(x, shift.begin, shift.end, axis=dim))
             continue
-        piece = lax.slice_in_dim(x, hop.low, hop.high, axis=dim)
-        ends = pairs([(i + hop.distance, i) for i in hop.takers], atoms, mesh)
+        piece = lax.slice_in_dim(x, shift.low, shift.high, axis=dim)
+        ends = pairs([(i + shift.distance, i) for i in shift.receivers], atoms, mesh)
         piece = lax.ppermute(piece, mesh.atoms, ends) if ends else jnp.zeros_like(piece)
-        room = (hop.low - hop.begin, hop.end - hop.high)
+        room = (shift.low - shift.begin, shift.end - shift.high)
         pieces.append(jnp.pad(piece, [room if d == dim else (0, 0) for d in range(x.ndim)]) if any(room) else piece)
     buffer = lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
 
     def offset(part: Any) -> Any:
-        return window.start(part) - (part + hops[0].distance) * size - hops[0].begin
+        return window.start(part) - (part + shifts[0].distance) * size - shifts[0].begin
 
     # The buffer is padded so that no window that holds anything begins or ends outside of it.
-    used = [i for i in window.takers if window.start(i) < window.n and window.start(i) + width > 0]
+    used = [i for i in window.receivers if window.start(i) < window.n and window.start(i) + width > 0]
     left = max(0, *(-offset(i) for i in used))
     right = max(0, *(offset(i) + width - buffer.shape[dim] for i in used))
     buffer = jnp.pad(buffer, [(left, right) if d == dim else (0, 0) for d in range(x.ndim)])

@@ -1,9 +1,9 @@
 """Reshard: the cheapest chain of steps from one sharding to another.
 
 A shortest path (A*) over shardings; the edges are the steps of ``comm.steps``, their length is the bytes that
-each device sends plus a little for each message. Atoms that travel together are moved as one block, so that the search
-sees a handful of moves however many devices there are. There is no step that gathers everything at once: a
-gather appears only where a dimension really has to be made whole.
+each device sends plus a little for each message, or the seconds that they take (``Mesh.times``). Atoms that travel
+together are moved as one block, so that the search sees a handful of moves however many devices there are. There is no
+step that gathers everything at once: a gather appears only where a dimension really has to be made whole.
 
     >>> mesh = Mesh.abstract(x=2, y=4)
     >>> a, b = Sharding((("y.0", "y.1"), (), ("x",))), Sharding(((), ("x", "y.0", "y.1"), ()))
@@ -24,10 +24,10 @@ from gshard.comm.steps import (
     ALL_REDUCE,
     ALL_SLICE,
     ALL_TO_ALL,
-    ONE_OWNER,
+    LOCAL,
     PERMUTE,
     REDUCE_SCATTER,
-    SILENT,
+    TO_PARTIAL,
     Step,
     aligned,
     bytes_sent,
@@ -37,6 +37,8 @@ from gshard.core.sharding import Sharding
 
 # What one message costs beside its bytes, in bytes: keeps chains short where bytes are equal.
 _LATENCY = 64
+# Seconds that are no difference: keeps chains short where times are equal.
+_TIE = 1e-12
 # Two or three blocks of atoms are moved in every way; more of them, or a single one, only straight to the target.
 _FEW = 3
 _WITH_REDUCE_SCATTER = frozenset({"add", "pick"})
@@ -52,7 +54,7 @@ def plan_reshard(
     if source == target:
         return ()
     size = math.prod(shape)
-    if size and all(n % mesh.size == 0 for n in shape):
+    if mesh.times is None and size and all(n % mesh.size == 0 for n in shape):
         # All parts of all cuts are equal, so that only the size of the whole matters, and of that only the order.
         shape, size = (mesh.size,) * len(shape), size * itemsize // mesh.size ** len(shape)
         itemsize = 1 << (size - 1).bit_length()
@@ -67,7 +69,7 @@ def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsiz
         for monoid in sorted(set(new.values())):
             atoms = tuple(a for a in mesh.atoms if new.get(a) == monoid)
             after = here.with_unreduced({**dict(here.unreduced), **dict.fromkeys(atoms, monoid)})
-            chain.append(Step(ONE_OWNER, atoms, here, after, monoid=monoid))
+            chain.append(Step(TO_PARTIAL, atoms, here, after, monoid=monoid))
             here = after
         return tuple(chain)
     # What already is where it belongs need not move, unless a part is too small to be cut where it is.
@@ -95,8 +97,8 @@ def _search(
     """
     whole = itemsize * math.prod(shape)
     share = whole // _parts(target, mesh)
-    queue: list[tuple[int, int, int, Sharding]] = [(0, 0, 0, source)]
-    best: dict[Sharding, int] = {source: 0}
+    queue: list[tuple[float, int, float, Sharding]] = [(0, 0, 0, source)]
+    best: dict[Sharding, float] = {source: 0}
     came: dict[Sharding, Step] = {}
     order = itertools.count(1)
     while queue:
@@ -106,7 +108,10 @@ def _search(
         if cost > best[here]:
             continue
         for step, sent in _moves(here, target, blocks, shape, itemsize, mesh):
-            total = cost + sent + _LATENCY * (step.kind not in SILENT) + 1
+            if mesh.times is None:
+                total = cost + sent + _LATENCY * (step.kind not in LOCAL) + 1
+            else:
+                total = cost + mesh.times.seconds(step, shape, itemsize, mesh) + _TIE
             if total < best.get(step.after, total + 1) and total < best.get(target, total + 1):
                 best[step.after] = total
                 came[step.after] = step
@@ -114,6 +119,7 @@ def _search(
                 # in a message.
                 missing = max(0, share - -(-whole // _parts(step.after, mesh)))
                 least = missing + _LATENCY + 1 if missing else int(step.after != target)
+                least = least if mesh.times is None else 0
                 heapq.heappush(queue, (total + least, next(order), total, step.after))
     return came
 
@@ -157,9 +163,9 @@ def _cut_further(
     here: Sharding, d: int, atoms: Atoms, keep: frozenset[str], shape: tuple[int, ...], mesh: Mesh
 ) -> Step | None:
     """A dimension cut over more atoms: sliced if they are free, scattered if they are to be combined."""
-    have, waiting = here.dims[d], dict(here.unreduced)
+    have, partial = here.dims[d], dict(here.unreduced)
     free = set(here.atoms).isdisjoint(atoms)
-    monoids = {waiting.get(a, "") for a in atoms}
+    monoids = {partial.get(a, "") for a in atoms}
     if not free and not (keep.isdisjoint(atoms) and len(monoids) == 1 and monoids <= _WITH_REDUCE_SCATTER):
         return None
     if not aligned(shape[d], mesh.count(have), mesh.count(atoms)):
@@ -196,7 +202,7 @@ def single_steps(
         mesh: the devices.
     """
     found = []
-    waiting = dict(here.unreduced)
+    partial = dict(here.unreduced)
     for d, have in enumerate(here.dims):
         for atoms in blocks:
             if (step := _cut_further(here, d, atoms, keep, shape, mesh)) is not None:
@@ -211,8 +217,8 @@ def single_steps(
                 if e != d and aligned(shape[e], mesh.count(other), mesh.count(atoms)):
                     after = _with(here, {d: rest, e: (*other, *atoms)})
                     found.append(Step(ALL_TO_ALL, atoms, here, after, d, e))
-    for monoid in sorted(set(waiting.values())):
-        one_by_one = [b for b in blocks if all(waiting.get(a) == monoid and a not in keep for a in b)]
+    for monoid in sorted(set(partial.values())):
+        one_by_one = [b for b in blocks if all(partial.get(a) == monoid and a not in keep for a in b)]
         for k in range(1, len(one_by_one) + 1) if len(blocks) <= _FEW else {1, len(one_by_one)} - {0}:
             for some in itertools.combinations(one_by_one, k):
                 atoms = tuple(a for a in mesh.atoms if any(a in b for b in some))
@@ -222,7 +228,7 @@ def single_steps(
 
 def _arranged(here: Sharding, target: Sharding, mesh: Mesh) -> Sharding | None:
     """The same cuts, over the target's atoms as far as they go and then over any others."""
-    waiting = set(dict(here.unreduced))
+    partial = set(dict(here.unreduced))
     spare = [a for a in dict.fromkeys((*here.atoms, *mesh.atoms)) if not any(a in dim for dim in target.dims)]
     dims = []
     for have, wanted in zip(here.dims, target.dims, strict=True):
@@ -230,7 +236,7 @@ def _arranged(here: Sharding, target: Sharding, mesh: Mesh) -> Sharding | None:
         for a in (*wanted, *spare):
             if mesh.count(have) % mesh.count((*atoms, a)) == 0:
                 atoms.append(a)
-        if mesh.count(atoms) != mesh.count(have) or not waiting.isdisjoint(atoms):
+        if mesh.count(atoms) != mesh.count(have) or not partial.isdisjoint(atoms):
             return None
         spare = [a for a in spare if a not in atoms]
         dims.append(tuple(atoms))
@@ -250,8 +256,8 @@ def _blocks(source: Sharding, target: Sharding, mesh: Mesh, stay: bool) -> tuple
     def follow(a: str, b: str, sharding: Sharding) -> bool:
         if any((a, b) in itertools.pairwise(dim) for dim in sharding.dims):
             return True
-        waiting = dict(sharding.unreduced)
-        return not any(x in dim for x in (a, b) for dim in sharding.dims) and waiting.get(a) == waiting.get(b)
+        partial = dict(sharding.unreduced)
+        return not any(x in dim for x in (a, b) for dim in sharding.dims) and partial.get(a) == partial.get(b)
 
     # Those that are in neither may help to combine parts: copies need not all combine the same. To cut over them for
     # any other purpose saves nothing, since it would have to be gathered again.

@@ -2,10 +2,10 @@
 
 A round is one CollectivePermute: every device sends at most one piece and receives at most one, all of them padded to
 the longest. Pieces are edges between senders and receivers; rounds are colors, of which a bipartite graph needs no more
-than its largest degree (Kőnig). Halo exchanges that are the same for all parts are hops instead (``comm.halo``).
+than its largest degree (Kőnig). Halo exchanges that are the same for all parts are shifts instead (``comm.halo``).
 
     >>> swap = [Piece(0, 0, 1, 0, 3), Piece(1, 0, 0, 0, 3), Piece(0, 0, 0, 3, 1)]
-    >>> [[(piece.source, piece.taker) for piece in round] for round in routed(tuple(swap)).rounds]
+    >>> [[(piece.source, piece.receiver) for piece in round] for round in routed(tuple(swap)).rounds]
     [[(1, 0), (0, 1)]]
 """
 
@@ -27,21 +27,21 @@ from gshard.core.mesh import Atoms, Mesh
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements ``low`` to ``low + length`` of part ``source`` are wanted at ``at`` in what part ``taker`` makes."""
+    """Elements ``low`` to ``low + length`` of part ``source`` are wanted at ``at`` in what part ``receiver`` makes."""
 
     source: int
     low: int
-    taker: int
+    receiver: int
     at: int
     length: int
 
 
-def pieces_of(first: int, last: int, size: int, taker: int, start: int) -> Iterator[Piece]:
+def pieces_of(first: int, last: int, size: int, receiver: int, start: int) -> Iterator[Piece]:
     """Elements ``first`` to ``last`` of parts of ``size`` elements, for a part whose own begin at element ``start``."""
     while first < last:
         source, low = divmod(first, size)
         length = min(last - first, size - low)
-        yield Piece(source, low, taker, first - start, length)
+        yield Piece(source, low, receiver, first - start, length)
         first += length
 
 
@@ -66,8 +66,8 @@ class Route:
 @functools.lru_cache(maxsize=1024)
 def routed(pieces: tuple[Piece, ...]) -> Route:
     """Pieces in rounds."""
-    stay = _colored([p for p in pieces if p.source == p.taker])
-    return Route(stay, _colored([p for p in pieces if p.source != p.taker]))
+    stay = _colored([p for p in pieces if p.source == p.receiver])
+    return Route(stay, _colored([p for p in pieces if p.source != p.receiver]))
 
 
 def _colored(pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], ...]:
@@ -79,22 +79,22 @@ def _colored(pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], ...]:
     def free(used: dict[int, Piece]) -> int:
         return next(c for c in itertools.count() if c not in used)
 
-    for piece in sorted(pieces, key=lambda p: (-p.length, p.taker, p.source, p.at)):
-        out, into = at_source.setdefault(piece.source, {}), at_taker.setdefault(piece.taker, {})
+    for piece in sorted(pieces, key=lambda p: (-p.length, p.receiver, p.source, p.at)):
+        out, into = at_source.setdefault(piece.source, {}), at_taker.setdefault(piece.receiver, {})
         color, other = free(out), free(into)
         if color in into:
-            # Along the path of the two colors that begins at the taker, they change places.
+            # Along the path of the two colors that begins at the receiver, they change places.
             path, here, wanted, from_taker = [], into, color, True
             while wanted in here:
                 edge = here[wanted]
                 path.append(edge)
-                here = at_source[edge.source] if from_taker else at_taker[edge.taker]
+                here = at_source[edge.source] if from_taker else at_taker[edge.receiver]
                 from_taker, wanted = not from_taker, other if wanted == color else color
             for edge in path:
-                del at_source[edge.source][color_of[edge]], at_taker[edge.taker][color_of[edge]]
+                del at_source[edge.source][color_of[edge]], at_taker[edge.receiver][color_of[edge]]
             for edge in path:
                 color_of[edge] = other if color_of[edge] == color else color
-                at_source[edge.source][color_of[edge]] = at_taker[edge.taker][color_of[edge]] = edge
+                at_source[edge.source][color_of[edge]] = at_taker[edge.receiver][color_of[edge]] = edge
         color_of[piece] = color
         out[color] = into[color] = piece
     rounds: dict[int, list[Piece]] = {}
@@ -106,7 +106,7 @@ def _colored(pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], ...]:
 def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -> Any:
     """What this device is to have: ``room`` elements along ``dim``, of pieces of every device's ``x``.
 
-    Runs inside ``shard_map``. Where no piece comes to lie there are zeros.
+    Runs inside ``shard_map``. Where no piece arrives there are zeros.
     """
     shape = [*x.shape[:dim], room, *x.shape[dim + 1 :]]
     result = jnp.zeros(shape, x.dtype)
@@ -125,7 +125,7 @@ def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -
         found = []
         for p, is_sent in alike:
             piece = lax.slice_in_dim(x, p.low, p.low + p.length, axis=dim)
-            ends = [(p.source, p.taker) for p in is_sent]
+            ends = [(p.source, p.receiver) for p in is_sent]
             found.append(lax.ppermute(piece, mesh.atoms, pairs(ends, atoms, mesh)) if ends else piece)
         return lax.concatenate(found, dim)
     for i, pieces in enumerate((*route.stay, *route.rounds)):
@@ -133,13 +133,13 @@ def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -
         begin = here(pieces, lambda p: p.source, functools.partial(_cut, length=length, size=size))
         piece = _slice(x, dim, begin, length)
         if i >= len(route.stay):
-            piece = lax.ppermute(piece, mesh.atoms, pairs([(p.source, p.taker) for p in pieces], atoms, mesh))
+            piece = lax.ppermute(piece, mesh.atoms, pairs([(p.source, p.receiver) for p in pieces], atoms, mesh))
         # The piece in a frame of the result's size; beyond the longest of either there is nothing to see.
-        frame = here(pieces, lambda p: p.taker, functools.partial(_frame, length=length, size=size))
+        frame = here(pieces, lambda p: p.receiver, functools.partial(_frame, length=length, size=size))
         wide = jnp.pad(piece, [(room, room) if d == dim else (0, 0) for d in range(x.ndim)])
         framed = _slice(wide, dim, room - frame, room)
-        first = here(pieces, lambda p: p.taker, lambda p: p.at)
-        count = {p.taker: p.length for p in pieces}
+        first = here(pieces, lambda p: p.receiver, lambda p: p.at)
+        count = {p.receiver: p.length for p in pieces}
         last = jnp.asarray(np.array([count.get(i, 0) for i in range(parts)], np.int32))[lax.axis_index(atoms)]
         result = jnp.where((position >= first) & (position < first + last), framed, result)
     return result
@@ -163,7 +163,7 @@ def _cut(piece: Piece, length: int, size: int) -> int:
 
 
 def _frame(piece: Piece, length: int, size: int) -> int:
-    """Where that comes to lie."""
+    """Where that arrives."""
     return piece.at - piece.low + _cut(piece, length, size)
 
 
@@ -176,7 +176,7 @@ def _slice(x: Any, dim: int, begin: Any, size: int) -> Any:
 def pairs(parts: Iterable[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tuple[int, int]]:
     """Sender and receiver of every device: parts are counted over ``atoms``, along all other atoms nothing moves."""
     sizes, found = mesh.atom_sizes, []
-    source_of = {taker: source for source, taker in parts}
+    source_of = {receiver: source for source, receiver in parts}
     for device, at in enumerate(itertools.product(*(range(s) for s in sizes.values()))):
         place = dict(zip(mesh.atoms, at, strict=True))
         part = 0

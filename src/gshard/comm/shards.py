@@ -192,7 +192,7 @@ def mask(x: Any, dim: int, valid: int, atoms: Atoms, fill: Any) -> Any:
 
 
 def along(flags: Any, dim: int, ndim: int) -> Any:
-    """A vector as an array of ``ndim`` dimensions, lying along ``dim``."""
+    """A vector as an array of ``ndim`` dimensions, along ``dim``."""
     return flags.reshape([-1 if d == dim else 1 for d in range(ndim)])
 
 

@@ -9,7 +9,7 @@ after device; what devices do together runs in numpy on the list of their arrays
     [array([-3,  0, -2], dtype=int32)]
 
 Devices whose operands are the same objects (literals, replicated arguments, results of an all-reduce) are
-computed once. Loops and branches are interpreted only where devices talk to each other inside them.
+computed once. Loops and branches are interpreted only where devices communicate inside them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ PerDevice = list[Any]
 
 @functools.lru_cache(maxsize=1024)
 def device_groups(axis_sizes: AxisSizes, axes: tuple[str, ...], index_groups: Groups | None = None) -> Groups:
-    """The devices that talk to each other in a collective over ``axes``.
+    """The devices that communicate in a collective over ``axes``.
 
     Args:
         axis_sizes: the axes of the mesh with their sizes, major to minor.

@@ -179,7 +179,7 @@ class _Timeline:
             return self.inline(opened, (*self.constants_for(consts), *operands))
         if (
             eqn.primitive.name == "layout_constraint"
-        ):  # simulated arrays lie as they like; taken away by what is disabled
+        ):  # simulated arrays have any sharding; taken away by what is disabled
             return operands
         ready = max((self.times[o] for o in operands if isinstance(o, int)), default=0)
         if _names_axes(eqn):

@@ -19,7 +19,7 @@ column ``c`` begins with ``z[c]`` zeros, where ``z`` never rises and ``z[0] - z[
 columns, row by row (which is where step 2 puts the elements), the first one stands at ``z[c] * parts + c`` for some
 ``c`` and the last zero at ``(z[d] - 1) * parts + d`` for some ``d``; if there is a one before a zero at all then
 ``d < c``, so the stretch from the first one to the last zero has at most ``parts * (parts - 1)`` elements. With
-columns at least twice as long it lies in one column, which step 3 sorts, or in the ends of two, which step 4 sorts.
+columns at least twice as long it is in one column, which step 3 sorts, or in the ends of two, which step 4 sorts.
 
     >>> Columns(n=1000, parts=8)
     Columns(n=1000, parts=8)

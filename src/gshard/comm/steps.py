@@ -10,7 +10,7 @@ therefore what is emitted.
     permute                   the same cut, other devices: one CollectivePermute
     reduce_scatter(d, atoms)  unreduced -> split
     all_reduce(atoms)         unreduced -> replicated
-    one_owner(atoms)          replicated -> unreduced: the first device keeps it, the others hold the monoid's identity
+    to_partial(atoms)         replicated -> unreduced: the first device keeps it, the others hold the monoid's identity
 
 Dimensions that do not divide are padded to equal parts before a move and trimmed after it. Two cuts of an uneven
 dimension line up only if their parts do (``aligned``). A gather of parts that do not is preceded by an exchange with
@@ -24,7 +24,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,8 @@ from gshard.core.sharding import Sharding
 
 ALL_SLICE, ALL_GATHER, ALL_TO_ALL = "all_slice", "all_gather", "all_to_all"
 PERMUTE, REDUCE_SCATTER, ALL_REDUCE = "collective_permute", "reduce_scatter", "all_reduce"
-ONE_OWNER = "one_owner"
-SILENT = (ALL_SLICE, ONE_OWNER)  # steps in which nothing is sent
+TO_PARTIAL = "to_partial"
+LOCAL = (ALL_SLICE, TO_PARTIAL)  # steps in which nothing is sent
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +64,14 @@ class Step:
     monoid: str = "add"
 
 
+class Times(Protocol):
+    """What steps take, on a machine."""
+
+    def seconds(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
+        """One step, with an array of this global shape."""
+        ...
+
+
 def aligned(n: int, parts: int, more: int) -> bool:
     """Whether cutting each of ``parts`` parts of ``n`` elements in ``more`` gives ``parts * more`` parts of ``n``."""
     return parts == 1 or -(-n // parts) == more * -(-n // (parts * more))
@@ -71,7 +79,7 @@ def aligned(n: int, parts: int, more: int) -> bool:
 
 def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:
     """Bytes that each device sends in this step, for an array of this global shape."""
-    if step.kind in SILENT or (g := mesh.count(step.atoms)) == 1:
+    if step.kind in LOCAL or (g := mesh.count(step.atoms)) == 1:
         return 0
     part = step.before.local_shape(mesh, shape)
     before = math.prod(part) * itemsize
@@ -89,7 +97,9 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) ->
     return 2 * before * (g - 1) // g if step.monoid in (*_REDUCERS, *_LOGICAL) else before * (g - 1)
 
 
-def spoken(step: Step, shape: tuple[int, ...], dtype: Any, itemsize: int, mesh: Mesh) -> Iterator[tuple[str, int]]:
+def step_collectives(
+    step: Step, shape: tuple[int, ...], dtype: Any, itemsize: int, mesh: Mesh
+) -> Iterator[tuple[str, int]]:
     """The collectives that a step turns out to be for this dtype, and the bytes that each device sends in each."""
     sent, local = bytes_sent(step, shape, itemsize, mesh), step.before.local_shape(mesh, shape)
     if step.kind == ALL_REDUCE and _folds(step.monoid, dtype):
@@ -130,7 +140,7 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
             padded = _pad(x, step.dim, g * local[step.dim])
             bits, back = _as_bits(padded, step.dim) if step.monoid == "pick" else (padded, lambda summed: summed)
             return back(lax.psum_scatter(bits, step.atoms, scatter_dimension=step.dim, tiled=True))
-        case "one_owner":
+        case "to_partial":
             return jnp.where(lax.axis_index(step.atoms) == 0, x, jnp.asarray(identity(step.monoid, x.dtype), x.dtype))
         case _:
             return all_reduce(x, step.atoms, step.monoid)
@@ -146,9 +156,9 @@ def _lined_up(step: Step, n: int, mesh: Mesh) -> tuple[Route | None, int]:
     joined = -(-n * group // parts)
     room = -(-joined // group)
     pieces: list[Piece] = []
-    for taker in range(parts):
-        first = taker // group * joined + taker % group * room
-        pieces += pieces_of(first, min(first + room, (taker // group + 1) * joined, n), have, taker, first)
+    for receiver in range(parts):
+        first = receiver // group * joined + receiver % group * room
+        pieces += pieces_of(first, min(first + room, (receiver // group + 1) * joined, n), have, receiver, first)
     return routed(tuple(pieces)), room
 
 

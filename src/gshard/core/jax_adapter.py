@@ -116,7 +116,7 @@ def closed(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def shapes_of(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """What to trace a function on that is to see such arrays, lying nowhere in particular."""
+    """What to trace a function on that is to see such arrays, on no devices in particular."""
     return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
 
 

@@ -196,7 +196,7 @@ def atoms_of_partitions(partitions: int | str | tuple[str, ...], mesh: Mesh) -> 
             f"{partitions} partitions were asked for, and the mesh has {mesh.size} devices.",
             way_out=f"Use at most {mesh.size} partitions.",
         )
-    # Major atoms first, so that the copies of a part lie on consecutive devices; any others if that fits alone.
+    # Major atoms first, so that the copies of a part are on consecutive devices; any others if that fits alone.
     chosen: list[str] = []
     wanted = partitions
     for atom, size in mesh.atom_sizes.items():

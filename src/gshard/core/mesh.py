@@ -45,34 +45,6 @@ def prime_factors(n: int) -> tuple[int, ...]:
     return (*factors, n) if n > 1 else tuple(factors)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prices:
-    """What things count as, in bytes sent, when ways to split an equation are compared.
-
-    By default an operation of a product counts as one byte, so that no product is computed twice to send less: not to
-    split the rows of (m, k) @ (k, n) spares at most an all-reduce of the gradient of its weights, 8 k n bytes in
-    float32, and does up to 2 m k n operations more; m is at least the number of devices, and 4 rows are enough. Other
-    operations decide between equals only: the compiler fuses them into passes over memory, and to split an optimizer's
-    update of whole gradients, say, brings gathers of its results. A named machine tells what operations and bytes
-    really take.
-
-    Attributes:
-        products: for an operation of a product, by the bytes of an element; others count as elements of 4 bytes do.
-        other: for any other operation.
-        message: for each collective, besides its bytes: prefer fewer of them. On every real network it is more; then
-            small programs would be planned otherwise than large ones.
-    """
-
-    products: tuple[tuple[int, float], ...] = ((4, 1.0),)
-    other: float = 0.0001
-    message: float = 256.0
-
-    def product(self, itemsize: int) -> float:
-        """What an operation of a product of such elements counts as."""
-        known = dict(self.products)
-        return known.get(itemsize, known[4])
-
-
 @dataclasses.dataclass(frozen=True)
 class Mesh:
     """A grid of devices.
@@ -81,7 +53,7 @@ class Mesh:
         axes: the user's axis names and sizes, major to minor.
         devices: the devices in row-major order of the axes, or None for a mesh that is only planned for.
         order: which of the devices, as they came, stands at each position; () if they are left in their order.
-        prices: what computing and messages count as against sending.
+        times: what steps of moving an array take (``comm.steps.Times``); None counts the bytes that are sent.
         factored: whether axes are factored into primes; where only whole axes move, there is less to look at without.
         made_from: the mesh of JAX's that it was read from, if it was. Meshes are equal whatever they were read from.
     """
@@ -89,7 +61,7 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
     devices: tuple[Any, ...] | None = None
     order: tuple[int, ...] = ()
-    prices: Prices = Prices()
+    times: Any = None
     factored: bool = True
     made_from: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = dataclasses.field(
         default=None, compare=False, repr=False
@@ -229,7 +201,7 @@ class Mesh:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.axes, self.devices, self.order, self.prices, self.factored))
+        return hash((self.axes, self.devices, self.order, self.times, self.factored))
 
     def __hash__(self) -> int:
         # Asked for at every step of planning, and the same for ever.

@@ -112,7 +112,7 @@ def positions_of_parts(dims: tuple[Atoms, ...], mesh: Mesh) -> Any:
 
 
 def _atoms_along(positions: np.ndarray, mesh: Mesh) -> Atoms | None:
-    """The atoms, major to minor, along which these positions lie."""
+    """The atoms, major to minor, along which these positions are."""
     strides, stride = {}, 1
     for atom in reversed(mesh.atoms):
         strides[stride] = atom

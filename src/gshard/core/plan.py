@@ -48,13 +48,13 @@ class Reason:
 
 
 def local_bytes(v: Value, sharding: Sharding, mesh: Mesh) -> int:
-    """Bytes of one device's part of a value that lies so."""
+    """Bytes of one device's part of a value that is sharded so."""
     return math.prod(sharding.local_shape(mesh, v.shape)) * itemsize(v.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """Who lies how, and why.
+    """Which value is sharded how, and why.
 
     Attributes:
         program: the program that is planned.
@@ -62,7 +62,7 @@ class Plan:
         shardings: the sharding of every value, bodies included.
         splits: the atoms of the factors of every equation that has a rule.
         reasons: for each value and dimension that is split, why.
-        orders: the order of the devices in which a marked value is to lie, where that is not the mesh's.
+        orders: the order of the devices in which a marked value is to be, where that is not the mesh's.
         rings: the contractions that run in steps, part by part, and what of them travels.
         readings: the values that several equations read otherwise than they are sharded: moved there once.
         leaves: the results that leave the program otherwise than they are sharded.
@@ -161,7 +161,9 @@ class Plan:
             if split and e.rule is not None:
                 given = [(f, atoms) for f, atoms in sorted(split.items()) if atoms and f >= 0]
                 names = [f"{e.rule.names[f]}@{self.mesh.format_atoms(atoms)}" for f, atoms in given]
-                names += [f"{monoid} over {self.mesh.format_atoms(a)} waits" for monoid, _, a in passing(e.rule, split)]
+                names += [
+                    f"{monoid} over {self.mesh.format_atoms(a)} unreduced" for monoid, _, a in passing(e.rule, split)
+                ]
                 if (ring := self.rings.get(e)) is not None:
                     names.append(self._ring(e.rule.names[ring.factor], ring))
                 note = f"   # {e.rule}; split {' '.join(names)}" if names else ""

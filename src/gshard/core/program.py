@@ -123,7 +123,7 @@ class Block:
             yield from equation.outputs
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Equation:
     """One application of a primitive.
 
@@ -151,7 +151,7 @@ class Equation:
         """The primitive's name."""
         return str(self.primitive.name)
 
-    @property
+    @functools.cached_property
     def line(self) -> str:
         """The user's source line."""
         return user_line(self.source_info) if self.source_info is not None else ""

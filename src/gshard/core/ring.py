@@ -28,7 +28,7 @@ class Ring:
     Attributes:
         factor: the factor; of everything but what travels each device uses the part whose turn it is.
         operands: those that travel, each with the atoms over which its dimension of the factor is cut further.
-        result: the atoms over which the result's dimension of the factor comes to lie, if sums travel.
+        result: the atoms over which the result's dimension of the factor comes to be split, if sums travel.
         both_ways: whether half of every part travels in each direction.
     """
 

@@ -11,7 +11,7 @@ kind of the factor, so nothing outside ``rules/`` asks which primitive it is loo
 
     parallel    splitting costs nothing
     reduce      each device gets a part of the result, to be combined by the factor's monoid
-    exchange    the equation's own way to run on shards talks to the neighbours: a halo, a prefix, candidates
+    exchange    the equation's own way to run on shards communicates with the neighbours: a halo, a prefix, candidates
     whole       cannot be split: the operand is gathered first
 """
 
@@ -151,7 +151,7 @@ class RuleMaker:
         return self.factor(size, WHOLE)
 
     def exchange(self, size: int) -> tuple[int, ...]:
-        """A new dimension over which shards talk to each other inside ``local``."""
+        """A new dimension over which shards communicate inside ``local``."""
         return self.factor(size, EXCHANGE)
 
     def parallel(self, shape: Sequence[int]) -> list[tuple[int, ...]]:

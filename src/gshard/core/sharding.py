@@ -24,7 +24,7 @@ from gshard.core.mesh import Atoms, Mesh
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sharding:
-    """How an array lies on a mesh.
+    """How an array is distributed over a mesh.
 
     Attributes:
         dims: for each dimension the atoms that cut it, major to minor.

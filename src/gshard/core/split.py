@@ -66,7 +66,7 @@ def operand_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding
 
 
 def result_sharding(rule: Rule, i: int, split: Mapping[int, Atoms]) -> Sharding:
-    """How result ``i`` lies when the equation, split like this, has run: perhaps with parts still to be combined."""
+    """The sharding of result ``i`` when the equation has run so split: perhaps with parts still to be combined."""
     unreduced = {a: rule.after(monoid) for monoid, _, atoms in passing(rule, split) for a in atoms}
     for f, factor in enumerate(rule.factors):
         if factor.kind == REDUCE and not any(f in dim for dim in rule.results[i]):

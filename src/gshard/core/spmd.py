@@ -1,4 +1,4 @@
-"""SpmdProgram: the one program that all devices run, and what they say to each other."""
+"""SpmdProgram: the one program that all devices run, and what they send each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Collective:
         line: the user's source line of what caused it.
         why: what needed it.
         value: the array that is moved, None inside an equation's own way to run on shards.
-        before, after: how it lay and lies.
+        before, after: its shardings.
         source: how it lay before the first of the steps of which this is one.
         cause: the equation of ``line``: it makes what must be combined or moved, or needs an operand moved.
         emitted: the equation in whose place in the per-device program it runs. What an equation makes is moved where
@@ -126,10 +126,10 @@ class SpmdProgram:
     Attributes:
         jaxpr: a closed jaxpr with one ``shard_map`` equation; inside it every array is one device's part.
         mesh: the mesh it is for.
-        in_shardings, out_shardings: how the program's inputs (captured arrays first) and results lie.
-        collectives: everything the devices say to each other.
-        in_orders, out_orders: inputs and results (by number) whose parts lie in another order of devices than the
-            mesh's. The program takes and gives their parts as they lie, as if that were the mesh's order.
+        in_shardings, out_shardings: how the program's inputs (captured arrays first) and results are sharded.
+        collectives: everything the devices send each other.
+        in_orders, out_orders: inputs and results (by number) whose parts are in another order of devices than the
+            mesh's. The program takes and gives their parts as they are, as if that were the mesh's order.
         recomputed: what is computed again so that the program fits, if it was given a limit that it did not fit.
     """
 

@@ -1,8 +1,8 @@
-"""UnevenArray: an array whose dimensions need not divide, lying split between two calls.
+"""UnevenArray: an array whose dimensions need not divide, kept split between two calls.
 
 JAX has no arrays whose parts are unequal, so ``gshard.jit`` makes such a dimension whole where it meets the outside
 world. A training state that goes from one call straight into the next need not: with ``uneven="keep"`` those results
-come back as they lie, each device's part padded to the same size, and are taken so by the next call.
+come back as they are, each device's part padded to the same size, and are taken so by the next call.
 
     step = gshard.jit(train_step, mesh=8, uneven="keep")
     state = step(state, batch)      # leaves of 32,003 rows over 8 devices stay there
@@ -28,13 +28,13 @@ class UnevenArray:
     Attributes:
         padded: the parts side by side, each dimension rounded up to equal parts; what the padding holds is undefined.
         shape: without padding.
-        lies: how it is cut.
+        partitioning: how it is cut.
         mesh: the devices.
     """
 
     padded: Any
     shape: tuple[int, ...]
-    lies: Sharding
+    partitioning: Sharding
     mesh: Mesh
 
     @property
@@ -73,7 +73,7 @@ class UnevenArray:
         return np.asarray(self.whole(), dtype)
 
     def __repr__(self) -> str:
-        return f"UnevenArray({self.lies.format(self.mesh, self.shape, str(self.dtype))} on {self.mesh})"
+        return f"UnevenArray({self.partitioning.format(self.mesh, self.shape, str(self.dtype))} on {self.mesh})"
 
 
 def cut_evenly(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Sharding:

@@ -5,7 +5,7 @@ largest first. Atoms that stand on a dimension which cannot be split may move to
 operand may pass through an equation that is linear in it. Last come splits that nothing suggests: atoms that could have
 stayed move to another dimension of their operand.
 
-Equations of one rule whose arrays lie alike have the same candidates: those of the layers of a model are found once.
+Equations of one rule whose arrays are sharded alike have the same candidates: those of equal layers are found once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gshard.core.split import Split, is_valid, project
 _PADDING = 1.0  # with which a dimension may be cut, as a part of it, where none divides evenly
 
 
-class Lying(NamedTuple):
-    """An operand or result: how it lies, its shape and the bytes of an element."""
+class ShardedArray(NamedTuple):
+    """An operand or result: its sharding, its shape and the bytes of an element."""
 
     sharding: Sharding
     shape: tuple[int, ...]
@@ -38,13 +38,13 @@ class Lying(NamedTuple):
 
 
 # Operands, then results; None for constants.
-Arrays = tuple[Lying | None, ...]
+Arrays = tuple[ShardedArray | None, ...]
 
 
 def arrays_of(equation: Equation, shardings: Mapping[Value, Sharding]) -> Arrays:
-    """The operands and results of an equation as they lie."""
+    """The operands and results of an equation as they are sharded."""
     return tuple(
-        Lying(shardings[v], v.shape, itemsize(v.dtype)) if isinstance(v, Value) else None
+        ShardedArray(shardings[v], v.shape, itemsize(v.dtype)) if isinstance(v, Value) else None
         for v in (*equation.inputs, *equation.outputs)
     )
 
@@ -78,7 +78,7 @@ def near_and_far(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[tuple[Split, .
             split = _extend(split, claim, rule, mesh)
         note(split)
     for split in list(found.values()) or [{}]:
-        for moved in _rehomed(rule, split, arrays, mesh):
+        for moved in _with_moved_axes(rule, split, arrays, mesh):
             note(moved)
     for spread in _spread(rule, arrays, mesh):
         for claim in claims:
@@ -89,7 +89,7 @@ def near_and_far(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[tuple[Split, .
         for passed in _passing(rule, split, arrays, mesh):
             note(passed)
     suggested = len(found)
-    for moved in _rehomed(rule, {}, arrays, mesh):
+    for moved in _with_moved_axes(rule, {}, arrays, mesh):
         for claim in claims:
             moved = _extend(moved, claim, rule, mesh)
         note(moved)
@@ -113,14 +113,14 @@ def _extend(split: Split, claim: Split, rule: Rule, mesh: Mesh) -> Split:
 def _passing(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:
     """The split with parts of unreduced operands passing through, where the equation is linear in them."""
     for k, (monoid, operands) in enumerate(rule.linear):
-        waiting = {
+        partial = {
             a: None
             for i in sorted(operands)
             if (x := arrays[i]) is not None
             for a, m in x.sharding.unreduced
             if m == monoid
         }
-        atoms = tuple(a for a in mesh.atoms if a in waiting)
+        atoms = tuple(a for a in mesh.atoms if a in partial)
         if atoms and is_valid(rule, passed := {**split, -1 - k: atoms}, mesh):
             yield passed
 
@@ -147,7 +147,7 @@ def _spread(rule: Rule, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:
                         yield split
 
 
-def _rehomed(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:
+def _with_moved_axes(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:
     """Splits in which atoms that have to leave a dimension move to a parallel factor: an all-to-all, not a gather."""
     used = {a for atoms in split.values() for a in atoms}
     for x, dims in zip(arrays, rule.operands, strict=False):

@@ -19,18 +19,17 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.core.uneven import cut_evenly
 from gshard.passes.bundles import bundles_of
-from gshard.passes.candidates import Arrays, arrays_of, candidates
+from gshard.passes.candidates import arrays_of, candidates
 from gshard.passes.device_program import PASSING, REGION, Kernel
 from gshard.passes.facts import Facts, demands
 from gshard.passes.graph import Graph
-from gshard.passes.moves import is_made_of
 from gshard.passes.objective import Objective
+from gshard.passes.suggested import in_parts
 from gshard.passes.ways import Piece, pieces, shardings, splits
+from gshard.passes.windows import SharedWindows
 from gshard.rules.region import REGIONS, Crossing
 from gshard.solver.problem import Floats, Problem
 
-# What differs from the facts costs so much: among equals what the marks say.
-_OTHERWISE = 1e-3
 # What a caller may have to move afterwards counts so much.
 _AFTERWARDS = 1 / 8
 
@@ -74,13 +73,18 @@ class _Builder:
         entering = inner - {c.edge.inner for _, c in self.crossings if c.each_round}
         finished = {*program.block.inputs, *self.said, *entering}
         self.bundles = bundles_of(program, {*finished, *inner}, finished)
-        self.suggested = {} if facts is None else self._suggested(facts)
+        self.suggested = {} if facts is None else in_parts(facts, self.bundles.tied, objective.axes)
         self.leaving = set() if facts is None else self._leaving(facts)
-        self.states = tuple(map(self._states, range(len(self.bundles.members))))
+        # Equal ones are one object, by which tables are known.
+        self.known: dict[tuple[Sharding, ...], tuple[Sharding, ...]] = {}
+        self.states = tuple(self._one(self._states(k)) for k in range(len(self.bundles.members)))
         self.costs: list[Floats] = [np.array([self._otherwise(k, s) for s in own]) for k, own in enumerate(self.states)]
         self.edges: list[tuple[int, int, Floats]] = []
-        self.names = [_name_of_bundle(group, program) for group in self.bundles.members]
+        named = dict(zip(program.block.inputs, program.names, strict=True))
+        groups = self.bundles.members
+        self.names = [next((named[v] for v in own if v in named), f"%{own[0].index}") for own in groups]
         self.tables: dict[object, Floats] = {}
+        self.windows = SharedWindows(program.block)
         self.ways: dict[object, tuple[tuple[Split, ...], tuple[Split, ...]]] = {}
         self.options: dict[tuple[Equation, Piece], tuple[int, tuple[Split, ...]]] = {}
         self.readings: dict[Value, tuple[int, Sequence[Sharding]]] = {}
@@ -98,6 +102,8 @@ class _Builder:
                 self.options[e, piece] = self._node(len(ways), f"{e.name} at {e.line}"), ways
         for kernel, times in self.objective.kernels(self.program.block):
             self._work(kernel, times, marked.get(kernel.equation, ()))
+        for v, receivers in self.windows.shared():
+            self._fetched_once(v, receivers)
         for (e, piece), (node, ways) in self.options.items():
             for i in piece.results:
                 self.edges.append((self.bundles.of[e.outputs[i]], node, self._making(e, ways, i)))
@@ -106,8 +112,11 @@ class _Builder:
             self._crossing(e, crossing)
         after = self._leaves(donated, keep_uneven)
         for k, group in enumerate(self.bundles.members):
-            held = [local_bytes(group[0], s, self.mesh) * len(group) for s in self.states[k]]
-            self.costs[k] = self.costs[k] + np.array(held) * self.objective.a_byte
+            key = "held", group[0].shape, itemsize(group[0].dtype), id(self.states[k])
+            if key not in self.tables:
+                held = [local_bytes(group[0], s, self.mesh) for s in self.states[k]]
+                self.tables[key] = np.array(held) * self.objective.a_byte
+            self.costs[k] = self.costs[k] + len(group) * self.tables[key]
         problem = Problem.of(self.costs, self.edges, names=self.names)
         return Graph(
             self.program, self.mesh, problem, self.bundles, self.states, self.options, self.readings, self.leaves,
@@ -118,6 +127,9 @@ class _Builder:
         self.costs.append(np.zeros(states))
         self.names.append(name)
         return len(self.costs) - 1
+
+    def _one(self, states: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
+        return self.known.setdefault(states, states)
 
     def _shardings(self, v: Value, monoids: Sequence[str] = (), *, even: bool = False) -> tuple[Sharding, ...]:
         axes, also = self.objective.axes, frozenset[tuple[int, Atoms]]()
@@ -163,33 +175,10 @@ class _Builder:
                     found.update(k for k in own if readers[k] - self.bundles.tied <= {e})
         return found
 
-    def _suggested(self, facts: Facts) -> dict[Value, dict[Sharding, None]]:
-        """Shardings, over parts of axes, in which equations make or take a value where it lies as the facts say."""
-        found: dict[Value, dict[Sharding, None]] = {}
-        known: dict[object, list[tuple[int, Sharding]]] = {}
-        for e in self.program.block.walk():
-            if e.rule is None or e.rule.fixed is not None or e in self.bundles.tied:
-                continue
-            arrays = arrays_of(e, facts.shardings)
-            if (e.rule, arrays) not in known:
-                known[e.rule, arrays] = list(self._in_parts(e.rule, arrays))
-            values = (*e.inputs, *e.outputs)
-            for i, sharding in known[e.rule, arrays]:
-                if isinstance(v := values[i], Value):
-                    found.setdefault(v, {})[sharding] = None
-        return found
-
-    def _in_parts(self, rule: Rule, arrays: Arrays) -> Iterator[tuple[int, Sharding]]:
-        for split in candidates(rule, arrays, self.mesh):
-            if any(not is_made_of(atoms, self.objective.axes) for atoms in split.values()):
-                operands = [operand_sharding(rule, i, split) for i in range(len(rule.operands))]
-                results = [result_sharding(rule, i, split) for i in range(len(rule.results))]
-                yield from enumerate((*operands, *results))
-
     def _otherwise(self, k: int, sharding: Sharding) -> float:
         if self.facts is None or any(self.facts.shardings[v] == sharding for v in self.bundles.members[k]):
             return 0.0
-        return _OTHERWISE
+        return self.objective.tie
 
     def _ways(self, e: Equation, piece: Piece) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
         """The splits of an equation, and those that the facts suggest."""
@@ -219,17 +208,34 @@ class _Builder:
             return
         if e in self.bundles.tied:
             k = self.bundles.of[e.outputs[0]]
-            taken = self.objective.of_shardings(kernel, self.states[k])
+            key = "work", self.objective.alike(kernel), id(self.states[k])
+            if key not in self.tables:
+                self.tables[key] = self.objective.of_shardings(kernel, self.states[k])
         else:
             k, ways = self.options[e, pieces(e.rule)[0]]
-            taken = self.objective.of_splits(kernel, ways, marked)
-        self.costs[k] = self.costs[k] + times * taken
+            key = "work", self.objective.alike(kernel), id(ways)
+            if key not in self.tables:
+                self.tables[key] = self.objective.of_splits(kernel, ways, marked)
+            for state, split in enumerate(ways):
+                for window in self.objective.windows(e, split):
+                    self.windows.add(e, split, window, (k, state), times * min(window.cost, self.tables[key][state]))
+        self.costs[k] = self.costs[k] + times * self.tables[key]
+
+    def _fetched_once(self, v: Value, receivers: Mapping[tuple[int, int], float]) -> None:
+        """A choice of its own: a window is fetched or not, and those who need it need not pay for it."""
+        node = self._node(2, f"a window of {self.names[self.bundles.of[v]]}")
+        self.costs[node][1] = max(receivers.values())
+        tables = {k: np.zeros((2, self.costs[k].size)) for k, _ in receivers}
+        for (k, state), cost in receivers.items():
+            self.costs[k][state] = max(0.0, self.costs[k][state] - cost)
+            tables[k][0, state] = np.inf
+        self.edges += [(node, k, table) for k, table in tables.items()]
 
     def _making(self, e: Equation, ways: Sequence[Split], i: int) -> Floats:
         """Moves from how a result is made to its bundle's states."""
         rule, v = _rule(e), e.outputs[i]
         states = self.states[self.bundles.of[v]]
-        key = "making", rule, id(ways), i, v.shape, itemsize(v.dtype), states, self.bundles.of[v] in self.leaving
+        key = "making", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), self.bundles.of[v] in self.leaving
         if key not in self.tables:
             made = [result_sharding(rule, i, split) for split in ways]
             self.tables[key] = (self._moves(made, states, v) + self._cut(v, made, states)).T
@@ -259,17 +265,19 @@ class _Builder:
             k = self.bundles.of[v]
             home, states = k, self.states[k]
             if len(who) > 1 and (len(states) > 1 or self.facts is not None):
-                states = tuple(dict.fromkeys((*states, *self._shardings(v, self.bundles.unreduced.get(k, ())))))
+                states = self._one(
+                    tuple(dict.fromkeys((*states, *self._shardings(v, self.bundles.unreduced.get(k, ())))))
+                )
                 home = self._node(len(states), f"{self.names[k]}, as it is read")
                 self.readings[v] = home, states
                 times = min(self.times[e] for e, _, _ in who)
-                key = "read", v.shape, itemsize(v.dtype), self.states[k], states
+                key = "read", v.shape, itemsize(v.dtype), id(self.states[k]), id(states)
                 if key not in self.tables:
                     self.tables[key] = self._moves(self.states[k], states, v)
                 self.edges.append((k, home, _often(times, self.tables[key])))
             for e, piece, i in who:
                 rule, (node, ways) = _rule(e), self.options[e, piece]
-                taken_key = "taking", rule, id(ways), i, v.shape, itemsize(v.dtype), states, k in self.leaving
+                taken_key = "taking", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), k in self.leaving
                 if taken_key not in self.tables:
                     wanted = [operand_sharding(rule, i, split) for split in ways]
                     self.tables[taken_key] = self._moves(states, wanted, v) + self._cut(v, states, wanted)
@@ -288,10 +296,10 @@ class _Builder:
             copy = self._node(2 * len(at_border), f"{self.names[outside]}, as it enters {e.name} at {e.line}")
             moves = self._moves(self.states[outside], at_border, outer)
             if self.facts is not None and e in self.loops and inner not in self.carried:
-                lies = self.facts.shardings
-                more = np.array(sizes) - local_bytes(outer, lies[outer], self.mesh)
+                known = self.facts.shardings
+                more = np.array(sizes) - local_bytes(outer, known[outer], self.mesh)
                 if stacked:  # a slice of it is gathered in each round, not all of it before
-                    same = np.array([s == lies[inner] for s in self.states[inside]])
+                    same = np.array([s == known[inner] for s in self.states[inside]])
                     moves = np.where((more <= 0) | same, moves, np.inf)
                 else:
                     self.brought.append((copy, e, np.concatenate([np.zeros(len(sizes)), more])))
@@ -321,8 +329,8 @@ class _Builder:
                 continue
             kept = self._kept(v, came, keep_uneven=keep_uneven)
             if kept is not None:
-                lies = kept
-                states: tuple[Sharding, ...] = (lies if keep_uneven else cut_evenly(lies, v.shape, self.mesh),)
+                sharding = kept
+                states: tuple[Sharding, ...] = (sharding if keep_uneven else cut_evenly(sharding, v.shape, self.mesh),)
             else:
                 own = (s for s in self.states[k] if not s.unreduced and (keep_uneven or s.is_even(self.mesh, v.shape)))
                 states = tuple(dict.fromkeys((*self._shardings(v, even=not keep_uneven), *own)))
@@ -341,17 +349,17 @@ class _Builder:
         """How a result leaves that has no choice: as the argument comes whose place it takes, or as the facts say."""
         if self.facts is None:
             return None
-        lies = self.facts.shardings
-        if v in came and (keep_uneven or lies[came[v]].is_even(self.mesh, v.shape)):
-            return lies[came[v]]
-        return lies[v] if v in self.facts.kept else None
+        known = self.facts.shardings
+        if v in came and (keep_uneven or known[came[v]].is_even(self.mesh, v.shape)):
+            return known[came[v]]
+        return known[v] if v in self.facts.kept else None
 
     def _charged(self, v: Value, states: Sequence[Sharding], *, keep_uneven: bool) -> Floats:
         """What leaving otherwise than the marks say costs: some callers have to bring it there."""
-        lies = None if self.facts is None else self.facts.shardings[v]
-        if lies is None or not (keep_uneven or lies.is_even(self.mesh, v.shape)):
+        known = None if self.facts is None else self.facts.shardings[v]
+        if known is None or not (keep_uneven or known.is_even(self.mesh, v.shape)):
             return np.zeros(len(states))
-        return _AFTERWARDS * self._moves(states, (lies,), v)[:, 0]
+        return _AFTERWARDS * self._moves(states, (known,), v)[:, 0]
 
 
 def _often(times: int, table: Floats) -> Floats:
@@ -374,8 +382,3 @@ def _times(block: Block, times: int) -> Iterator[tuple[Equation, int]]:
         yield e, times
         for body in e.blocks:
             yield from _times(body, times * e.trips)
-
-
-def _name_of_bundle(group: Sequence[Value], program: Program) -> str:
-    named = dict(zip(program.block.inputs, program.names, strict=True))
-    return next((named[v] for v in group if v in named), f"%{group[0].index}")

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Block, Constant, Equation, Value, itemsize
@@ -100,7 +101,12 @@ def flops(e: Equation) -> int:
 
 def device_program(spmd: SpmdProgram) -> Kernels:
     """Reads the per-device program."""
-    (body,) = (e.params["jaxpr"] for e in spmd.jaxpr.jaxpr.eqns if "mesh" in e.params and "jaxpr" in e.params)
+    return kernels_of_mapped(spmd.jaxpr)
+
+
+def kernels_of_mapped(jaxpr: Any) -> Kernels:
+    """The same of a closed jaxpr that holds one ``shard_map``."""
+    (body,) = (e.params["jaxpr"] for e in jaxpr.jaxpr.eqns if "mesh" in e.params and "jaxpr" in e.params)
     return kernels_of(block_of(body))
 
 

@@ -7,13 +7,13 @@ ever refined (an atom, once given, stays). Shardings cross the borders of loops 
 Priorities, each run until nothing changes before the next begins; any news returns to the first:
 
     1. equations that only move or combine elements where they are, and edges of regions
-    2. equations that reduce or talk to neighbours (contractions, sums, scatters, slices)
+    2. equations that reduce or communicate with neighbours (contractions, sums, scatters, slices)
     3. equations whose arrays disagree: the cheapest split wins, counting the bytes that each device must send
     4. equations that make many elements of few: a mask says less of the scores than what they are made of
 
 Where a loop runs over a dimension that is split, each device runs the rounds that it has, if these need nothing of each
 other and nothing is split inside (``passes.apart``); else its slices are split along another dimension. So are the
-results of an equation that cannot be split as an operand lies, if that sends less. The user's marks, and shardings that
+results of an equation that cannot be split as an operand is, if that sends less. The user's marks, and shardings that
 arguments came with, are set before all this and never changed.
 """
 
@@ -46,7 +46,7 @@ class Facts:
         mesh: the devices.
         shardings: of every value; what nothing is known of is replicated.
         reasons: for each value and dimension that is split, why.
-        orders: the order of the devices in which a marked value is to lie, where that is not the mesh's.
+        orders: the order of the devices in which a marked value is to be, where that is not the mesh's.
     """
 
     program: Program
@@ -62,7 +62,7 @@ class Facts:
 
     @functools.cached_property
     def kept(self) -> frozenset[Value]:
-        """The results that leave as the facts say: marked ones, and those that lie as an argument of their kind does.
+        """The results that leave as the facts say: marked ones, and those sharded as an argument of their kind is.
 
         So the state of a training loop keeps its sharding from step to step.
         """
@@ -143,10 +143,11 @@ class _State:
                 self.nodes.append(node)
                 for value, _ in node.tensors:
                     self.users.setdefault(value, []).append(node)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
         self.apart = Apart(program)
         self.other: Program | None = None  # the program that this one is, as its values are split
         self.queues: tuple[deque[_Node], ...] = (deque(), deque(), deque())
-        self.waiting: set[_Node] = set()
+        self.pending: set[_Node] = set()
         self.conflicts: dict[_Node, None] = {}
 
     def _meet(self, value: Value) -> None:
@@ -160,8 +161,8 @@ class _State:
             if demand.order != self.mesh.order and any(demand.dims):
                 self.orders[value] = demand.order
         for node in self.nodes:
-            if node.fixed is not None and node not in self.waiting:
-                self.waiting.add(node)
+            if node.fixed is not None and node not in self.pending:
+                self.pending.add(node)
                 self.queues[node.priority].append(node)
 
     def _set(self, value: Value, dims: Sequence[Atoms], open_dims: Sequence[bool], reason: Reason) -> None:
@@ -174,8 +175,8 @@ class _State:
 
     def _wake(self, value: Value) -> None:
         for node in self.users.get(value, ()):
-            if node not in self.waiting:
-                self.waiting.add(node)
+            if node not in self.pending:
+                self.pending.add(node)
                 self.queues[node.priority].append(node)
 
     def run(self) -> None:
@@ -191,18 +192,18 @@ class _State:
             self.other = self.apart.taken(self.dims, self.mesh)
             if self.other is not None:
                 return
-            if any(self._rehome(edge, equation) for edge, equation in self.apart.loops):
+            if any(self._split_slices(edge, equation) for edge, equation in self.apart.loops):
                 continue
             if not any(self._resolve(node) for node in self.nodes if self._is_in_the_way(node)):
                 return
 
     def _ask(self, node: _Node) -> None:
-        self.waiting.discard(node)
+        self.pending.discard(node)
         agreed, conflict = self._agree(node)
         self.conflicts.update({node: None} if conflict else {})
         self._apply(node, agreed, "propagated")
 
-    def _rehome(self, edge: Edge, equation: Equation) -> bool:
+    def _split_slices(self, edge: Edge, equation: Equation) -> bool:
         """Splits a loop's slices where the stack of them is split along the loop: an all-to-all instead of a gather.
 
         Each device then has a part of every slice, and the body gathers one slice at a time if it needs it whole.
@@ -228,15 +229,14 @@ class _State:
         if e is None or e.rule is None:
             return False
         for x, dims in zip(e.inputs, e.rule.operands, strict=True):
-            if isinstance(x, Value) and any(lies := tuple(self.dims[x])):
-                split = project(dims, lies, e.rule.factors, self.mesh)
-                if place(dims, split) != lies or not is_valid(e.rule, split, self.mesh):
+            if isinstance(x, Value) and any(have := tuple(self.dims[x])):
+                split = project(dims, have, e.rule.factors, self.mesh)
+                if place(dims, split) != have or not is_valid(e.rule, split, self.mesh):
                     return True
         return False
 
     def _in_order(self, nodes: Iterable[_Node]) -> list[_Node]:
-        position = {node: i for i, node in enumerate(self.nodes)}
-        return sorted(nodes, key=position.__getitem__)
+        return sorted(nodes, key=self.position.__getitem__)
 
     def _agree(self, node: _Node) -> tuple[Split, bool]:
         """What the arrays of a node say about its factors where they do not contradict each other."""
@@ -309,8 +309,8 @@ class _State:
         shardings = {v: Sharding(tuple(self.dims[v])) for v in arrays}
 
         def cost(split: Split) -> float:
-            bent = self._bent(node, split, shardings)
-            return price(rule, split, arrays_of(equation, bent), self.mesh)
+            following = self._following(node, split, shardings)
+            return price(rule, split, arrays_of(equation, following), self.mesh)
 
         best = min(candidates(rule, arrays_of(equation, shardings), self.mesh), key=cost)
         return self._apply(node, best, "cost")
@@ -318,19 +318,19 @@ class _State:
     def _could_refine(self, value: Value) -> bool:
         return any(is_open and not atoms for is_open, atoms in zip(self.open[value], self.dims[value], strict=True))
 
-    def _bent(self, node: _Node, split: Split, shardings: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
+    def _following(self, node: _Node, split: Split, shardings: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
         """The shardings as they would be if open dimensions followed the split."""
-        bent = dict(shardings)
+        following = dict(shardings)
         for value, dims in node.tensors:
             wanted = place(dims, split)
-            have = bent[value].dims
+            have = following[value].dims
             new = list(have)
             for d, atoms in enumerate(wanted):
                 used = {a for i, dim in enumerate(new) if i != d for a in dim}
                 if self.open[value][d] and atoms[: len(have[d])] == have[d] and not used & set(atoms):
                     new[d] = atoms
-            bent[value] = Sharding(tuple(new))
-        return bent
+            following[value] = Sharding(tuple(new))
+        return following
 
 
 def _nodes(equation: Equation) -> list[_Node]:

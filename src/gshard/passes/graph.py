@@ -109,7 +109,7 @@ def within_rounds(graph: Graph, chosen: Sequence[int] | Ints) -> Graph | None:
 
 
 def _split_of(e: Equation, sharding: Sharding, mesh: Mesh) -> Split:
-    """The split of an equation all of whose arrays lie alike."""
+    """The split of an equation all of whose arrays are sharded alike."""
     rule = e.rule
     assert rule is not None
     split = project(rule.results[0], sharding.dims, rule.factors, mesh)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from gshard.comm.reshard import plan_reshard, single_steps
-from gshard.comm.steps import ONE_OWNER, PERMUTE, Step
+from gshard.comm.steps import PERMUTE, TO_PARTIAL, Step
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
 from gshard.solver.problem import Floats, Ints
@@ -37,8 +37,8 @@ def axes_of(mesh: Mesh, shardings: Iterable[Sharding] = ()) -> tuple[Atoms, ...]
     """
     cuts: set[tuple[str, ...]] = set()
     for sharding in set(shardings):
-        waiting = tuple(a for a in mesh.atoms if a in dict(sharding.unreduced))
-        cuts.update(atoms for atoms in (*sharding.dims, waiting) if atoms)
+        partial = tuple(a for a in mesh.atoms if a in dict(sharding.unreduced))
+        cuts.update(atoms for atoms in (*sharding.dims, partial) if atoms)
     found: list[Atoms] = []
     for own in mesh.atoms_of.values():
         ends = {len(own)}
@@ -175,7 +175,7 @@ class Moves:
             steps = [step for step, _ in single_steps(here, frozenset(), blocks, shape, itemsize, mesh)]
             for name, monoid in itertools.product((name for name in names if name not in here.atoms), monoids):
                 after = here.with_unreduced({**dict(here.unreduced), name: monoid})
-                steps.append(Step(ONE_OWNER, (name,), here, after, monoid=monoid))
+                steps.append(Step(TO_PARTIAL, (name,), here, after, monoid=monoid))
             for swapped in self._swapped(here):
                 steps.append(Step(PERMUTE, names, here, swapped))
             self._steps[key] = [(step.after, self.step(step, shape, itemsize, mesh)) for step in steps]
@@ -200,9 +200,9 @@ class Moves:
         if sharding not in self._known:
             monoids = dict(sharding.unreduced)
             dims = tuple(self._names(atoms) for atoms in sharding.dims)
-            waiting = self._names(tuple(a for a in self.mesh.atoms if a in monoids))
-            unreduced = {name: monoids[self.atoms_of[name][0]] for name in waiting or ()}
-            missing = any(own is None for own in (*dims, waiting))
+            partial = self._names(tuple(a for a in self.mesh.atoms if a in monoids))
+            unreduced = {name: monoids[self.atoms_of[name][0]] for name in partial or ()}
+            missing = any(own is None for own in (*dims, partial))
             found = Sharding(tuple(own or () for own in dims)).with_unreduced(unreduced)
             self._known[sharding] = -1 if missing else self._number(found)
         return self._known[sharding]

@@ -1,21 +1,21 @@
 """Objective: what a plan costs: the sum of what its equations and its moves cost.
 
-Without a machine that is bytes sent, with operations and messages counted as bytes (``core.mesh.Prices``): ``Bytes``.
-With one it is seconds (``search.seconds``).
+Without a machine that is bytes sent, with operations and messages counted as bytes: ``Bytes``. With one it is seconds
+(``search.seconds``).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gshard.comm.steps import SILENT, Step, bytes_sent
-from gshard.core.mesh import Atoms, Mesh, Prices
-from gshard.core.program import Block, Equation, Value, itemsize
+from gshard.comm.steps import LOCAL, Step, bytes_sent
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.program import Block, Equation
 from gshard.core.rule import EXCHANGE, REDUCE, WHOLE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
@@ -24,10 +24,33 @@ from gshard.passes.moves import Moves
 from gshard.passes.ways import share
 from gshard.solver.problem import Floats
 
-# What a step costs in which nothing is sent: of equal ways the one with fewer.
+# In bytes. An operation of a product counts as one, so that no product is computed twice to send less: not to split
+# the rows of (m, k) @ (k, n) spares at most an all-reduce of the gradient of its weights, 8 k n bytes in float32, and
+# does up to 2 m k n operations more; m is at least the number of devices, and 4 rows are enough. One that a split
+# spares beyond what the marks ask for counts as what it takes on most machines.
+PRODUCT, _SPARED = 1.0, 1e-3
+# Other operations decide between equals only: the compiler fuses them into passes over memory, and to split an
+# optimizer's update of whole gradients, say, brings gathers of its results.
+OTHER = 1e-4
+# A message besides its bytes. On every real network it is more; then small programs would be planned otherwise than
+# large ones.
+MESSAGE = 256.0
+# A step in which nothing is sent: of equal ways the one with fewer.
 _SILENT = 1e-2
-# What an operation counts as that a split spares beyond what the marks ask for: so many of them are worth a byte.
-_SPARED = 1e-3
+
+
+class Windows(NamedTuple):
+    """Windows that an equation fetches of one operand as it reads it, those of windows included.
+
+    Attributes:
+        operand: which.
+        which: equal ones of one array are fetched once in a block.
+        cost: of fetching them.
+    """
+
+    operand: int
+    which: tuple[Hashable, ...]
+    cost: float
 
 
 class Objective(Protocol):
@@ -35,6 +58,7 @@ class Objective(Protocol):
 
     mesh: Mesh
     axes: tuple[Atoms, ...]
+    tie: float  # what decides between equals only: the one that follows the marks
     a_byte: float  # held for a call: among equals the one that takes less memory
 
     def table(
@@ -47,6 +71,10 @@ class Objective(Protocol):
         """What a program runs, and how often."""
         ...
 
+    def alike(self, kernel: Kernel) -> Hashable:
+        """Kernels of which this is equal cost alike, where they are split alike."""
+        ...
+
     def of_splits(self, kernel: Kernel, ways: Sequence[Split], marked: Sequence[Split]) -> Floats:
         """float64 [ways]: one run of a kernel, its equation split so.
 
@@ -54,20 +82,24 @@ class Objective(Protocol):
         """
         ...
 
+    def windows(self, e: Equation, split: Split) -> Sequence[Windows]:
+        """What ``of_splits`` counts for an equation that others may share; none where that is not known."""
+        ...
+
     def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
-        """float64 [states]: one run of an elementwise kernel, all of whose arrays lie so."""
+        """float64 [states]: one run of an elementwise kernel, all of whose arrays are sharded so."""
         ...
 
 
 class Bytes(Moves):
     """Bytes that each device sends, with messages and operations counted as bytes."""
 
-    a_byte = 1e-9
+    a_byte, tie = 1e-9, 1e-3
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-        if step.kind in SILENT:
+        if step.kind in LOCAL:
             return _SILENT
-        return bytes_sent(step, shape, itemsize, mesh) + self.mesh.prices.message
+        return bytes_sent(step, shape, itemsize, mesh) + MESSAGE
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Each equation by itself: nothing is known of what a compiler fuses."""
@@ -76,28 +108,29 @@ class Bytes(Moves):
             for body in e.blocks:
                 yield from ((kernel, times * e.trips) for kernel, times in self.kernels(body))
 
+    def alike(self, kernel: Kernel) -> Hashable:
+        return kernel.equation.rule, kernel.writes[0].shape if kernel.writes else ()
+
     def of_splits(self, kernel: Kernel, ways: Sequence[Split], marked: Sequence[Split]) -> Floats:
-        rule, size = kernel.equation.rule, _size(kernel.equation)
+        rule = kernel.equation.rule
         assert rule is not None
         done = np.array([rule.flops * share(rule, split, self.mesh) for split in ways])
         sent = [rule.sends(self.mesh, split) if rule.sends is not None else 0 for split in ways]
         # Nothing that takes long is computed more often than the marks say, to send less. That it is computed less
         # often than they say is worth what it is worth on most machines.
         asked = min((rule.flops * share(rule, split, self.mesh) for split in marked), default=math.inf)
-        price = spared = self.price(rule, size)
-        if self.mesh.prices == Prices():
-            price, spared = (self.mesh.prices.product(size) if _takes_long(rule) else price), min(price, _SPARED)
+        price = PRODUCT if _takes_long(rule) else OTHER
+        spared = _SPARED if is_product(rule) else OTHER
         return price * np.maximum(done - asked, 0) + spared * np.minimum(done, asked) + np.array(sent)
+
+    def windows(self, e: Equation, split: Split) -> Sequence[Windows]:
+        return ()
 
     def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
         rule, (v,) = kernel.equation.rule, kernel.writes
         assert rule is not None
         parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
-        return rule.flops * self.mesh.prices.other * np.array(parts)
-
-    def price(self, rule: Rule, size: int) -> float:
-        """What an operation of an equation counts as, on elements of so many bytes."""
-        return self.mesh.prices.product(size) if is_product(rule) else self.mesh.prices.other
+        return rule.flops * OTHER * np.array(parts)
 
 
 @functools.lru_cache(maxsize=64)
@@ -117,7 +150,3 @@ def is_product(rule: Rule) -> bool:
 def _takes_long(rule: Rule) -> bool:
     """Whether an equation is a product, or mixes elements along a dimension: a sort, a transform."""
     return is_product(rule) or any(f.kind in (EXCHANGE, WHOLE) for f in rule.factors)
-
-
-def _size(e: Equation) -> int:
-    return next((itemsize(v.dtype) for v in e.inputs if isinstance(v, Value)), 4)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.ring import Note, run_in_steps
 from gshard.comm.shards import Fetched, Shards
-from gshard.comm.steps import PERMUTE, SILENT, run, spoken
+from gshard.comm.steps import LOCAL, PERMUTE, run, step_collectives
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import as_if_at, as_weak
@@ -50,8 +50,8 @@ def partition(
 
     Args:
         plan: shardings and splits.
-        padded_arguments: the inputs of the program that come as padded parts, with how they lie.
-        keep_uneven: whether results leave as padded parts where they lie unevenly.
+        padded_arguments: the inputs of the program that come as padded parts, with their shardings.
+        keep_uneven: whether results leave as padded parts where they are sharded unevenly.
         donated: the inputs whose memory results may take; they come as such a result leaves, and if they came sharded
             it leaves as they came, so that a training state goes from call to call.
 
@@ -122,16 +122,16 @@ def _whole_if_uneven(sharding: Sharding, value: Value, plan: Plan) -> Sharding:
 
 def _leaving(value: Value | Constant, plan: Plan, *, keep_uneven: bool) -> Sharding:
     """How a result leaves: as was decided; else as it is, cut into equal parts."""
-    lies = plan.leaves.get(value, plan.sharding(value)) if isinstance(value, Value) else plan.sharding(value)
-    return lies if keep_uneven else cut_evenly(lies, value.shape, plan.mesh)
+    sharding = plan.leaves.get(value, plan.sharding(value)) if isinstance(value, Value) else plan.sharding(value)
+    return sharding if keep_uneven else cut_evenly(sharding, value.shape, plan.mesh)
 
 
 def _as_they_leave(donated: Sequence[int], leave: Mapping[Any, Sharding], plan: Plan) -> dict[int, Sharding]:
     """How donated arguments come whose place a result takes: as it leaves."""
     marks = (*(None for _ in plan.program.captured), *plan.program.argument_marks)
     pairs = ((i, after) for i, after in plan.program.state(donated) if marks[i] is None)
-    lies = {i: plan.sharding(plan.program.block.inputs[i]) for i in donated}
-    return {i: leave[after] for i, after in pairs if after in plan.leaves or lies[i] == plan.sharding(after)}
+    inside = {i: plan.sharding(plan.program.block.inputs[i]) for i in donated}
+    return {i: leave[after] for i, after in pairs if after in plan.leaves or inside[i] == plan.sharding(after)}
 
 
 def _as_they_came(donated: Iterable[int], entry: Sequence[Sharding], plan: Plan) -> dict[Value | Constant, Sharding]:
@@ -149,7 +149,7 @@ class _Made:
         source: how it lay when it was made.
         arrays: in every sharding that it was needed in: two users share one collective.
         why, cause: what the move to its planned sharding is noted under; the cause is the equation that made it.
-        marked: whether a mark says how it lies, so that nobody reads it otherwise before it has lain so.
+        marked: whether a mark says how it is sharded, so that nobody reads it otherwise first.
     """
 
     source: Sharding
@@ -194,7 +194,7 @@ class _Emitter:
         return self.plan.sharding(value)
 
     def run(self, block: Block, arrays: Sequence[Any], trips: int = 1) -> list[Any]:
-        """Runs a block on local arrays that lie as its inputs do."""
+        """Runs a block on local arrays that are sharded as its inputs are."""
         with self._repeated(trips):
             env = {v: _Made(self.sharding(v), {self.sharding(v): x}) for v, x in zip(block.inputs, arrays, strict=True)}
             fetched: Fetched = {}
@@ -288,9 +288,9 @@ class _Emitter:
                 if i is None
                 else (entering(rule, split, ring, i), operand_sharding(rule, i, split))
             )
-            lies: _Moved = (value if isinstance(value, Value) else None, *moved, moved[0])
+            what: _Moved = (value if isinstance(value, Value) else None, *moved, moved[0])
             sent, trips = x.size * x.dtype.itemsize, self.trips * times
-            self._note(PERMUTE, atoms, sent, trips, shape, f"steps of {e.name}", e, lies)
+            self._note(PERMUTE, atoms, sent, trips, shape, f"steps of {e.name}", e, what)
 
         return note
 
@@ -333,7 +333,7 @@ class _Emitter:
         return made.arrays[target]
 
     def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
-        """Moves an array that lies as ``value`` does to another sharding."""
+        """Moves an array that is sharded as ``value`` is to another sharding."""
         why = f"value carried by {equation.name}"
         return self.step_to(array, value, self.sharding(value), target, why, equation)
 
@@ -369,10 +369,10 @@ class _Emitter:
             return x
         mesh, shape, size = self.plan.mesh, value.shape, itemsize(value.dtype)
         for step in plan_reshard(source, target, shape, size, mesh):
-            if step.kind not in SILENT and x.size:
+            if step.kind not in LOCAL and x.size:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
-                lies: _Moved = (value if isinstance(value, Value) else None, step.before, step.after, source)
-                for kind, sent in spoken(step, shape, value.dtype, size, mesh):
-                    self._note(kind, step.atoms, sent, self.trips, local, why, cause, lies)
+                what: _Moved = (value if isinstance(value, Value) else None, step.before, step.after, source)
+                for kind, sent in step_collectives(step, shape, value.dtype, size, mesh):
+                    self._note(kind, step.atoms, sent, self.trips, local, why, cause, what)
             x = run(step, x, shape, mesh)
         return x

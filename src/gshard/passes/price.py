@@ -1,24 +1,23 @@
-"""Price: what one equation costs, split in one way, where its arrays lie as they do."""
+"""Price: what one equation costs, split in one way, its arrays being sharded as they are."""
 
 from __future__ import annotations
 
 import functools
 
 from gshard.comm.reshard import plan_reshard, reshard_bytes
-from gshard.comm.steps import SILENT
+from gshard.comm.steps import LOCAL
 from gshard.core.mesh import Mesh
 from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, parts, result_sharding
 from gshard.passes.candidates import Arrays
-from gshard.passes.objective import is_product
+from gshard.passes.objective import MESSAGE, OTHER, PRODUCT, is_product
 
 
 def price(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> float:
     """What each device sends, and what its share of the work counts as, in bytes."""
-    size = next((x.itemsize for x in arrays if x is not None), 4)
-    work = rule.flops / parts(split, mesh) * (mesh.prices.product(size) if is_product(rule) else mesh.prices.other)
-    return sent(rule, split, arrays, mesh) + work
+    work = rule.flops / parts(split, mesh)
+    return sent(rule, split, arrays, mesh) + work * (PRODUCT if is_product(rule) else OTHER)
 
 
 def sent(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> float:
@@ -39,5 +38,5 @@ def _moving(source: Sharding, target: Sharding, shape: tuple[int, ...], size: in
     if source == target:
         return 0.0
     steps = plan_reshard(source, target, shape, size, mesh)
-    messages = sum(step.kind not in SILENT for step in steps)
-    return reshard_bytes(source, target, shape, size, mesh) + mesh.prices.message * messages
+    messages = sum(step.kind not in LOCAL for step in steps)
+    return reshard_bytes(source, target, shape, size, mesh) + MESSAGE * messages

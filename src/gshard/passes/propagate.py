@@ -8,11 +8,11 @@ that arguments came with, are never changed; among equal plans the one that foll
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from gshard.core.errors import PlanError
 from gshard.core.garbage import collected_seldom
-from gshard.core.mesh import Mesh
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.order import Order
 from gshard.core.plan import Plan
 from gshard.core.program import Program
@@ -20,7 +20,7 @@ from gshard.passes.choices import graph_of
 from gshard.passes.facts import Facts, demands, facts_of
 from gshard.passes.graph import Graph, within_rounds
 from gshard.passes.moves import axes_of
-from gshard.passes.objective import bytes_on
+from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.reasons import reasons_of
 from gshard.solver.descent import Descent
 from gshard.solver.exact import exact
@@ -33,7 +33,13 @@ _ROUNDS = 6
 
 @collected_seldom()
 def propagate(
-    program: Program, mesh: Mesh, *, strict: bool = False, keep_uneven: bool = False, donated: Iterable[int] = ()
+    program: Program,
+    mesh: Mesh,
+    *,
+    strict: bool = False,
+    keep_uneven: bool = False,
+    donated: Iterable[int] = (),
+    objective: Callable[[Mesh, tuple[Atoms, ...]], Objective] = bytes_on,
 ) -> Plan:
     """Completes the user's marks to a plan.
 
@@ -43,6 +49,7 @@ def propagate(
         strict: refuse primitives that have no rule instead of gathering their operands.
         keep_uneven: whether results leave in unequal parts too.
         donated: inputs (captured arrays counted) whose place results take, which then leave as these come.
+        objective: what choices cost, on the mesh, of which some axes move as wholes.
 
     Returns:
         the plan. In its program some equations are others, as they are split (``passes.apart``).
@@ -54,8 +61,8 @@ def propagate(
     facts = facts_of(program, mesh)
     if not any(sharding.atoms for sharding in facts.shardings.values()):
         return _whole(facts)
-    objective = bytes_on(mesh, axes_of(mesh, facts.shardings.values()))
-    graph = graph_of(facts.program, objective, facts=facts, keep_uneven=keep_uneven, donated=list(donated))
+    costs = objective(mesh, axes_of(mesh, facts.shardings.values()))
+    graph = graph_of(facts.program, costs, facts=facts, keep_uneven=keep_uneven, donated=list(donated))
     chosen = _solved(graph.problem)
     while (less := within_rounds(graph, chosen)) is not None:
         graph, chosen = less, _solved(less.problem)
@@ -110,5 +117,5 @@ def in_best_order(program: Program, mesh: Mesh) -> Mesh:
         found = demands(program, mesh.reordered(order))
         return sum(value.bytes for value, demand, _ in found if any(demand.dims) and demand.order != order)
 
-    # Among equals one that is asked for: what lies crooked in both of two orders would be moved twice.
+    # Among equals one that is asked for: what is out of order in both of two orders would be moved twice.
     return mesh.reordered(min((*asked, mesh.order), key=lambda order: (elsewhere(order), order == mesh.order)))

@@ -28,6 +28,11 @@ def reasons_of(program: Program, shardings: Mapping[Value, Sharding], facts: Fac
         else:
             followers.setdefault(reason.source, []).append((v, d))
     around = _around(program)
+    # Dimensions of each value for which there is no reason yet.
+    missing = {
+        v: [d for d, atoms in enumerate(s.dims) if atoms and (v, d) not in reasons] for v, s in shardings.items()
+    }
+    missing = {v: dims for v, dims in missing.items() if dims}
     queues: tuple[deque[Value], ...] = tuple(deque() for _ in range(4))
     queues[0].extend(dict.fromkeys(v for v, _ in reasons))
     while (level := next((i for i, queue in enumerate(queues) if queue), None)) is not None:
@@ -37,14 +42,15 @@ def reasons_of(program: Program, shardings: Mapping[Value, Sharding], facts: Fac
             found = [(v, d, facts.reasons[v, d]) for v, d in followers.get(source, ())]
         else:
             own = {a for d, atoms in enumerate(shardings[source].dims) if (source, d) in reasons for a in atoms}
-            for v, e in around.get(source, ()):
-                for d, atoms in enumerate(shardings[v].dims):
-                    if _comes_from(atoms, own, level):
+            for v, e in around.get(source, ()) if own else ():
+                for d in missing.get(v, ()):
+                    if _comes_from(shardings[v].dims[d], own, level):
                         found.append((v, d, Reason("cost", e.line, e.name, source)))
         for v, d, reason in found:
             if (v, d) not in reasons:
                 reasons[v, d] = reason
                 queues[0].append(v)
+                missing[v] = [other for other in missing[v] if other != d]
         if level + 1 < len(queues):
             queues[level + 1].append(source)
     for e in program.block.walk():

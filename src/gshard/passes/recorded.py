@@ -25,7 +25,8 @@ from gshard.core.split import Split
 from gshard.passes.facts import demands, facts_of
 
 _FORMAT = 3
-_SHOWN = 6  # lines of what has changed
+_SHOWN = 6  # lines of what has changed,
+_WIDE = 160  # and letters of each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,23 @@ class Recorded:
         text = format_block(plan.program.block)
         return Recorded(text, plan.mesh.axes, shardings, kept, rings, otherwise(plan.readings), otherwise(plan.leaves))
 
+    @staticmethod
+    def checked(plan: Any) -> Recorded | None:
+        """A plan as plain data, from a plan or what was recorded of one; None if there is none.
+
+        Raises:
+            PlanError: it is something else.
+        """
+        if plan is None or isinstance(plan, Recorded):
+            return plan
+        if isinstance(plan, Plan):
+            return Recorded.of(plan)
+        raise PlanError(
+            f"plan= takes a plan, not a {type(plan).__name__}.",
+            got=repr(plan)[:_WIDE],
+            way_out="Give found.plan of gshard.search, or gshard.Recorded.load(path) of a file that found.save wrote.",
+        )
+
     def plan(self, program: Program, mesh: Mesh) -> Plan:
         """The plan for a program that reads the same.
 
@@ -87,6 +105,12 @@ class Recorded:
                 way_out="Search again, or give the arguments that it was searched with.",
             )
         values, equations = list(program.block.values()), list(program.block.walk())
+        if (len(values), len(equations)) != (len(self.shardings), len(self.splits)):
+            raise PlanError(
+                f"the plan is not whole: {program.name} has {len(values)} values and {len(equations)} equations.",
+                got=f"the plan has {len(self.shardings)} shardings and {len(self.splits)} splits",
+                way_out="Search again, or save the plan again.",
+            )
         shardings = {v: Sharding.parse(t, mesh)[0] for v, t in zip(values, self.shardings, strict=True)}
         splits = {e: dict(split) for e, split in zip(equations, self.splits, strict=True) if e.rule is not None}
         rings = {equations[i]: ring for i, ring in self.rings}
@@ -151,6 +175,21 @@ def plan_of(
 
 
 def _changes(before: str, after: str) -> list[str]:
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
-    changed = (line for line in lines if not line.startswith(("---", "+++", "@@")))
-    return [line.replace("   # ", " # ")[:160] for line in itertools.islice(changed, _SHOWN)]
+    """The first lines that differ, those of the plan beside those of the program."""
+    old, new = before.splitlines(), after.splitlines()
+    changed = [
+        ways for ways in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if ways[0] != "equal"
+    ]
+    told: list[str] = []
+    for _, i, end, j, to in changed:
+        for a, b in itertools.zip_longest(old[i:end], new[j:to]):
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a or "", b or "")))
+            told += [f"{sign} {_around(text, same)}" for sign, text in (("-", a), ("+", b)) if text is not None]
+    return told[:_SHOWN]
+
+
+def _around(line: str, same: int) -> str:
+    """A line, cut where it is long to what is around its first ``same`` letters."""
+    line = line.replace("   # ", " # ").strip()
+    begin = max(0, same - _WIDE // 2) if len(line) > _WIDE else 0
+    return f"{'...' if begin else ''}{line[begin : begin + _WIDE]}{'...' if begin + _WIDE < len(line) else ''}"

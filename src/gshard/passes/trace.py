@@ -319,7 +319,7 @@ class _Builder:
             return Equation(primitive, params, inputs, outputs, None, source, blocks, edges, None, region.trips(params))
         mark = mark_of_equation(primitive.name, params, len(inputs[0].shape) if inputs else 0)
         if mark is None:
-            # Where JAX saw arguments that lie on a mesh it wrote that down; inside shard_map it means nothing.
+            # Where JAX saw arguments that are on a mesh it wrote that down; inside shard_map it means nothing.
             params = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
         call = Call(
             primitive.name,

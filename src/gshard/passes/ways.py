@@ -50,15 +50,15 @@ def shardings(
     places = [None, *range(len(shape)), *([_SUM] if unreduced else [])]
     for chosen in itertools.product(places, repeat=len(given)):
         dims: list[Atoms] = [()] * len(shape)
-        waiting: dict[str, str] = {}
+        partial: dict[str, str] = {}
         for place, atoms in zip(chosen, given, strict=True):
             if place == _SUM:
-                waiting.update(dict.fromkeys(atoms, unreduced))
+                partial.update(dict.fromkeys(atoms, unreduced))
             elif place is not None:
                 dims[place] += atoms
         pairs = zip(shape, dims, strict=True)
         if all(_is_worth(n, mesh.count(own), even=even) or (d, own) in also for d, (n, own) in enumerate(pairs)):
-            found.append(Sharding(tuple(dims)).with_unreduced(waiting))
+            found.append(Sharding(tuple(dims)).with_unreduced(partial))
     return tuple(found)
 
 

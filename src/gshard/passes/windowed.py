@@ -104,7 +104,7 @@ def _needs(block: Block, plan: Plan) -> Needs:
 
 
 def _target(v: Value, plan: Plan, needs: Needs) -> Sharding:
-    """Where a result goes first: as it lies, or straight to where its only reader wants it."""
+    """Where a result goes first: as it is made, or straight to where its only reader wants it."""
     wanted = list(needs.get(v, ()))
     return wanted[0] if len(wanted) == 1 else plan.sharding(v)
 

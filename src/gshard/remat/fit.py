@@ -68,7 +68,7 @@ def compiled_within(
 
 
 def peak_of(compiled: Any) -> int:
-    """Bytes that a device holds, by the compiler: arguments, results that do not lie in their place, temporaries."""
+    """Bytes that a device holds, by the compiler: arguments, results that do not take their place, temporaries."""
     memory = compiled.memory_analysis()
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return int(whole - memory.alias_size_in_bytes)

@@ -61,9 +61,9 @@ class Lives:
     def recomputation(self, v: Value, at: int, peak: int) -> list[Kernel] | None:
         """The kernels that make a buffer again at a later kernel; None if that cannot or should not be done."""
         found: dict[Kernel, None] = {}
-        waiting = [v]
-        while waiting:
-            kernel = self.kernel(waiting.pop())
+        pending = [v]
+        while pending:
+            kernel = self.kernel(pending.pop())
             if kernel in found:
                 continue
             if kernel.kind == REGION or not all(map(is_repeatable, (kernel.equation, *kernel.fused))):
@@ -71,7 +71,7 @@ class Lives:
             found[kernel] = None
             if len(found) > 64:
                 return None
-            waiting += [u for u in kernel.reads if u is v or not self.available(u, at, peak)]
+            pending += [u for u in kernel.reads if u is v or not self.available(u, at, peak)]
         return list(found)
 
 

@@ -120,9 +120,9 @@ def _cone(pair: _Pair, dropped: set[Value]) -> tuple[list[Equation], set[Value]]
     kept = {x for v, x in pair.inside.items() if v not in dropped}
     equations: dict[Equation, None] = {}
     inputs: set[Value] = set()
-    waiting = [pair.inside[v] for v in dropped]
-    while waiting:
-        x = waiting.pop()
+    pending = [pair.inside[v] for v in dropped]
+    while pending:
+        x = pending.pop()
         if isinstance(x, Constant) or x in kept:
             continue
         if x not in maker:
@@ -131,7 +131,7 @@ def _cone(pair: _Pair, dropped: set[Value]) -> tuple[list[Equation], set[Value]]
             if not is_repeatable(maker[x]):
                 return None
             equations[maker[x]] = None
-            waiting += maker[x].inputs
+            pending += maker[x].inputs
     return list(equations), inputs
 
 

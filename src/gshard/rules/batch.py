@@ -169,7 +169,7 @@ def _same_variables(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _told(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters without where JAX saw arrays lie: an equation of a program has none of that left."""
+    """Parameters without the shardings in which JAX saw arrays: an equation of a program has none of that left."""
     return {k: v for k, v in params.items() if k not in ("sharding", "out_sharding")}
 
 

@@ -80,7 +80,7 @@ def dynamic_update_slice(call: Call) -> Rule:
         starts = tuple(clamped(s, n, m) for s, n, m in zip(starts, shape, sizes, strict=True))
         if not any(shards.atoms(operand[d][0]) for d in covered) or not values.size:
             return shards.bind(x, values, *starts) if values.size else [x]
-        # Only the window is read and written, or what of it may lie in this part.
+        # Only the window is read and written, or what of it may be in this part.
         sizes_here = [min(m, length) if p else length for m, length, p in zip(sizes, x.shape, partial, strict=True)]
         begins, written = list(starts), jnp.ones((1,) * x.ndim, jnp.bool_)
         for d, size in enumerate(sizes_here):

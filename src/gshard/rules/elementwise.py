@@ -118,7 +118,7 @@ def _conversion(before: Any, after: Any) -> Ways:
 
 @rule("gshard_mark", "sharding_constraint", "reshard")
 def mark(call: Call) -> Rule:
-    """A mark changes nothing: its result is its operand, lying as the user wants it."""
+    """A mark changes nothing: its result is its operand, sharded as the user wants it."""
     make = RuleMaker()
     dims = make.parallel(call.in_shapes[0])
     return make.rule([dims], [dims], local=lambda shards, x: [x], flops=0)

@@ -273,7 +273,7 @@ def scatter(call: Call) -> Rule:
                 mine &= start == indices[..., p.column]
             start = start - offset
             mine &= (start > -p.size) & (start < length)
-            # Windows may begin up to ``size - 1`` elements before the part; those that do not touch it lie behind it.
+            # Windows may begin up to ``size - 1`` elements before the part; those that do not touch it are behind it.
             x = x if single else _extended(x, p.dim, p.size - 1, p.size)
             places[p.column] = (length + p.size - 1, start + p.size - 1)
         for column, (elsewhere, start) in places.items():

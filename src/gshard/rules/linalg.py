@@ -65,7 +65,7 @@ def fft(call: Call) -> Rule:
 
 
 def _row_major(shards: Shards, x: Any) -> list[Any]:
-    """The transform between arrays that lie in memory row by row, where XLA would have it otherwise.
+    """The transform between arrays that are in memory row by row, where XLA would have it otherwise.
 
     On CPU it asks for such arrays when it runs, but lets a neighbour that likes another order (a gather along the last
     dimension) choose when it compiles: "RET_CHECK failure (fft_thunk.cc) LayoutUtil::IsMonotonicWithDim0Major".

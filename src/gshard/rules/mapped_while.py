@@ -99,8 +99,8 @@ def _emit(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequen
     (body,), consts = equation.blocks, equation.params["consts"]
     carried = body.inputs[consts:]
     flags = carried[0]
-    lie = emitter.sharding(flags)
-    atoms = tuple(a for dim in lie.dims for a in dim)
+    sharding = emitter.sharding(flags)
+    atoms = tuple(a for dim in sharding.dims for a in dim)
 
     def step(*carry: Any) -> list[Any]:
         out = emitter.run(body, [*arrays[:consts], *carry])
@@ -110,11 +110,11 @@ def _emit(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequen
         ]
 
     once = jax.make_jaxpr(step)(*arrays[consts:])
-    together = bool(lie.unreduced) or _meets(once, frozenset(atoms))
+    together = bool(sharding.unreduced) or _meets(once, frozenset(atoms))
 
     def go_on(carry: Any) -> Any:
-        mine = emitter.move(flags, carry[0], Sharding(lie.dims), equation)
-        any_of_mine = jnp.any(_without_padding(mine, flags, lie))
+        mine = emitter.move(flags, carry[0], Sharding(sharding.dims), equation)
+        any_of_mine = jnp.any(_without_padding(mine, flags, sharding))
         return emitter.combine(any_of_mine, "or", atoms, equation) if together else any_of_mine
 
     return list(
@@ -126,8 +126,8 @@ def _emit(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequen
     )
 
 
-def _without_padding(flags: Any, value: Value, lie: Sharding) -> Any:
-    for d, (n, atoms) in enumerate(zip(value.shape, lie.dims, strict=True)):
+def _without_padding(flags: Any, value: Value, sharding: Sharding) -> Any:
+    for d, (n, atoms) in enumerate(zip(value.shape, sharding.dims, strict=True)):
         if atoms and n != flags.shape[d] * lax.axis_size(atoms):
             flags = mask(flags, d, n, atoms, False)
     return flags

@@ -171,7 +171,7 @@ def check_without_local(read: Notation) -> None:
             )  # fmt: skip
     exchanged = [word for word, (kind, _) in read.kinds.items() if kind == EXCHANGE]
     if exchanged:
-        way_out = "Give the rule a local= that talks to the other devices, or say 'whole'."
+        way_out = "Give the rule a local= that communicates with the other devices, or say 'whole'."
         raise _unreadable(read.text, f"{exchanged[0]!r} is exchanged, and nothing says how", way_out)
 
 

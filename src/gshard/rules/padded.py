@@ -1,7 +1,7 @@
 """Padded: a window that slides over what was padded pads by itself.
 
 The derivative of an average over windows spreads what it is given with zeros between, and adds it up in windows. Made
-as an array of its own, the padding lies in other parts than what was padded, and all of it moves there and back.
+as an array of its own, the padding is in other parts than what was padded, and all of it moves there and back.
 """
 
 from __future__ import annotations

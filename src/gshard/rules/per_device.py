@@ -104,7 +104,7 @@ def _renamed_body(value: Any, atoms_of: AtomsOf) -> Any:
 
 
 def _alone(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    """A collective over axes of size 1: a device talks to itself."""
+    """A collective over axes of size 1: a device sends to itself."""
     (x,), params = operands, eqn.params
     kind = KINDS.get(_INVARIANT.get(eqn.primitive.name, eqn.primitive.name))
     if kind == "all_gather":

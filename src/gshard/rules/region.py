@@ -8,7 +8,7 @@ in which sharding its operands enter, in which its results leave, and how to run
              one sharding: that of the body's carry input.
     while    the same without stacks. Its predicate is replicated, so all devices agree when to stop. (One with a flag
              for each example is written out beforehand: ``rules.mapped_while``.)
-    cond     operands enter as they lie; each branch moves what it needs otherwise.
+    cond     operands enter as they are sharded; each branch moves what it needs otherwise.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Emitter(Protocol):
         ...
 
     def run(self, block: Block, arrays: Sequence[Any], trips: int = 1) -> list[Any]:
-        """Runs a body on local arrays that lie as its inputs do; results lie as its outputs do."""
+        """Runs a body on local arrays, sharded as its inputs and results are."""
         ...
 
     def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
-        """Moves an array that lies as ``value`` does to another sharding."""
+        """Moves an array that is sharded as ``value`` is to another sharding."""
         ...
 
     def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:

@@ -170,7 +170,7 @@ def rev(call: Call) -> Rule:
 
 
 def _mirrored(shards: Shards, x: Any, atoms: Atoms) -> Any:
-    """The part that lies as far from the end as this device's from the beginning."""
+    """The part that is as far from the end as this device's from the beginning."""
     if shards.note is not None:
         shards.note(PERMUTE, atoms, x.size * x.dtype.itemsize, x)
     # From the other end every atom counts backwards, whatever their order; JAX wants that of the mesh.
@@ -213,7 +213,7 @@ def joined(call: Call, axis: int, pieces: Sequence[tuple[int, int]]) -> Rule:
         atoms = shards.atoms(dims[axis][0])
         if not atoms:
             return shards.bind(*xs)
-        # Parts of all operands lie side by side; one that is used twice lies there once.
+        # Parts of all operands are side by side; one that is used twice is there once.
         distinct = list({id(x): x for x in xs if x.shape}.values())
         begin = dict(zip(map(id, distinct), itertools.accumulate((x.shape[axis] for x in distinct), initial=0)))
         x = lax.concatenate(distinct, axis) if len(distinct) > 1 else distinct[0]
@@ -248,7 +248,7 @@ def split(call: Call) -> Rule:
     dims = [cut(call, make, n) if d == axis else make.factor(n) for d, n in enumerate(source)]
 
     def route(parts: int) -> Route:
-        """From the parts of the operand to those of all results, which lie side by side."""
+        """From the parts of the operand to those of all results, which are side by side."""
         wanted: list[Piece] = []
         start = begin = 0
         for n in sizes:
@@ -272,7 +272,7 @@ def split(call: Call) -> Rule:
 
 
 def _moved(
-    start: int, end: int, at: int, source: int, target: int, parts: int, begin: int, lies: int
+    start: int, end: int, at: int, source: int, target: int, parts: int, begin: int, beginning: int
 ) -> Iterator[Piece]:
     """The pieces in which elements move that two cuts of a dimension hold.
 
@@ -281,13 +281,13 @@ def _moved(
         at: the position of the first of them in the target.
         source, target: how many elements there are in either.
         parts: in how many both are cut.
-        begin, lies: where parts begin in the arrays that hold them.
+        begin, beginning: where parts begin in the arrays that hold them.
     """
     have, want = -(-source // parts), -(-target // parts)
     while start < end:
-        (giver, low), (taker, to) = divmod(start, have), divmod(at, want)
+        (sender, low), (receiver, to) = divmod(start, have), divmod(at, want)
         length = min(end - start, have - low, want - to)
-        yield Piece(giver, begin + low, taker, lies + to, length)
+        yield Piece(sender, begin + low, receiver, beginning + to, length)
         start, at = start + length, at + length
 
 

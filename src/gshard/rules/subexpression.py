@@ -9,7 +9,7 @@ import numpy as np
 
 from gshard.core.program import Constant, Equation, Value
 
-# Each use of them may lie as it likes: made once for all they would tie together what is far apart.
+# Each use of them may be sharded as it likes: made once for all they would tie together what is far apart.
 _MADE_ANEW = ("broadcast_in_dim", "optimization_barrier", "rng_uniform")
 
 # Each run of them is another: it draws other numbers, or somebody outside notices it.

@@ -43,7 +43,7 @@ def rule(primitive: Any, *, target: Any = None, replace: bool = False) -> Callab
         (a b) c -> a b c; a=4           a dimension made of two; a size that the shapes leave open
         ... a -> ... a                  further dimensions in front, however many
         a 1, () -> a                    a dimension of size 1, an array without dimensions
-        a b -> a b; exchange b          ``local`` talks to the other devices
+        a b -> a b; exchange b          ``local`` communicates with the other devices
 
     Args:
         primitive: its name, or the ``jax.extend.core.Primitive``.

@@ -2,7 +2,7 @@
 
 A spatial dimension is an ``exchange`` factor of operand and result: each device fetches the rows that the windows of
 its own results reach into (a halo), with strides, padding, and dilation of window and operand taken into account, fills
-what lies outside, and then works without padding (GShard paper, section 3.3.3 and appendix A.4).
+what is outside, and then works without padding (GShard paper, section 3.3.3 and appendix A.4).
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _stays(p: dict[str, Any], d: int) -> bool:
 def select_and_scatter_add(call: Call) -> Rule:
     """Every device scatters all windows that reach into its part of the result, and keeps its part.
 
-    It fetches the values to scatter of these windows and the elements that they select from; windows that lie across
+    It fetches the values to scatter of these windows and the elements that they select from; windows that reach across
     the border of two parts are so computed on both sides, each time from all of their elements.
 
     >>> import jax

@@ -2,21 +2,32 @@
 
 A halo that is fetched, a look-up in a part of a table, masks around what is padded: how much of that there is only the
 rule knows, and the rest of what is emitted for it. So the equation is partitioned alone and priced, as a program is.
+Windows that are fetched are shared by all equations of a block that want the same ones of an array (``comm.shards``),
+so what they take is told apart.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from gshard.analysis.cost import kernel_cost
 from gshard.analysis.machine import Machine
+from gshard.comm.shards import Fetched, Shards
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import PARALLEL, Rule
 from gshard.core.split import Split, operand_sharding, result_sharding
-from gshard.passes.device_program import Kernel, device_program, kind_of
-from gshard.passes.partition import partition
+from gshard.core.uneven import padded_shape
+from gshard.passes.device_program import Kernel, kernels_of_mapped, kind_of
+from gshard.passes.objective import Windows
+from gshard.passes.partition import partition, spec
 
 
 def has_own_way(rule: Rule, split: Split) -> bool:
@@ -26,12 +37,70 @@ def has_own_way(rule: Rule, split: Split) -> bool:
     return any(f >= 0 and atoms and rule.factors[f].kind != PARALLEL for f, atoms in split.items())
 
 
-def seconds_alone(e: Equation, split: Split, mesh: Mesh, machine: Machine) -> float:
-    """Seconds of one run of an equation, all that is emitted for it, its operands being where the split wants them."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Emitted:
+    """What is emitted for one run of an equation.
+
+    Attributes:
+        seconds: of all of it.
+        windows: what of it other equations may share.
+    """
+
+    seconds: float
+    windows: tuple[Windows, ...]
+
+
+def emitted_alone(e: Equation, split: Split, mesh: Mesh, machine: Machine) -> Emitted:
+    """All that is emitted for one run of an equation, its operands being where the split wants them."""
     plan = _alone(e, split, mesh)
-    lies = {i: plan.shardings[v] for i, v in enumerate(plan.program.block.inputs)}
-    program = device_program(partition(plan, lies, keep_uneven=True))
-    return sum(kernel_cost(kernel, times, mesh, machine).total_seconds for kernel, times in program.walk())
+    given = {i: plan.shardings[v] for i, v in enumerate(plan.program.block.inputs)}
+    seconds = _seconds(partition(plan, given, keep_uneven=True).jaxpr, mesh, machine)
+    fetched = _fetched(e, split, mesh, None)[0]
+    windows = [
+        Windows(operand, tuple(which), _seconds(_fetched(e, split, mesh, operand)[1], mesh, machine))
+        for operand, which in fetched.items()
+    ]
+    return Emitted(seconds, tuple(windows))
+
+
+def _seconds(jaxpr: Any, mesh: Mesh, machine: Machine) -> float:
+    kernels = kernels_of_mapped(jaxpr).walk()
+    return sum(kernel_cost(kernel, times, mesh, machine).total_seconds for kernel, times in kernels)
+
+
+def _fetched(e: Equation, split: Split, mesh: Mesh, operand: int | None) -> tuple[dict[int, list[Hashable]], Any]:
+    """The windows that are fetched of each operand; and a jaxpr that fetches those of one."""
+    rule = e.rule
+    assert rule is not None
+    if rule.local is None:
+        return {}, None
+    run, masks_itself = rule.local, rule.masks_itself
+    taken = {i: operand_sharding(rule, i, split) for i, v in enumerate(e.inputs) if v.shape}
+    found: dict[int, list[Hashable]] = {}
+
+    def local(*parts: Any) -> list[Any]:
+        fetched: Fetched = {}
+        shards = Shards(e, split, mesh, fetched=fetched)
+        read = dict(zip(taken, parts, strict=True))
+        arrays = [read[i] if i in read else jnp.zeros((), v.dtype) for i, v in enumerate(e.inputs)]
+        run(shards, *(x if masks_itself else shards.masked(x, i) for i, x in enumerate(arrays)))
+        of, made = {id(x): i for i, x in read.items()}, []
+        found.clear()
+        for (x, what), (_, got) in fetched.items():
+            if x in of:
+                found.setdefault(of[x], []).append(what)
+                # What other windows are made of is no result: those of a window, those that are filled outside.
+                inner = any(y == id(got) or (y == x and more[:3] == what != more) for y, more in fetched)
+                made += [got] * (of[x] == operand and not inner)
+                of[id(got)] = of[x]
+        return made
+
+    specs = tuple(spec(s) for s in taken.values())
+    shapes = (padded_shape(s, mesh, e.inputs[i].shape) for i, s in taken.items())
+    takes = [jax.ShapeDtypeStruct(n, e.inputs[i].dtype) for i, n in zip(taken, shapes, strict=True)]
+    mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
+        return found, jax.make_jaxpr(mapped)(*takes)
 
 
 def as_kernel(e: Equation) -> Kernel:

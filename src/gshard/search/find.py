@@ -19,30 +19,34 @@ import numpy as np
 
 from gshard.analysis.cost import Cost, cost
 from gshard.analysis.machine import Machine
-from gshard.analysis.network import prices
 from gshard.analysis.overlap import Windowed
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
+from gshard.core.spmd import SpmdProgram
 from gshard.passes.choices import graph_of
 from gshard.passes.facts import demands, facts_of
 from gshard.passes.graph import Graph
 from gshard.passes.moves import axes_of
 from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
 from gshard.passes.recorded import plan_of
 from gshard.passes.windowed import windowed
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
 from gshard.search.loads import with_loads
 from gshard.search.presets import presets
-from gshard.search.seconds import Seconds
+from gshard.search.seconds import on_machine, seconds_on
 from gshard.solver.solve import Solution, solve
 
 _ROUNDS = 7  # of solving, each after the second with other memory
 _EFFORT = 0.2  # for these others
 _USUAL = 4  # presets that are always priced, the usual ones
 _PRESETS = 40_000  # equations of the presets together: of a large program only some more are priced
-_LARGE = 1 / 64  # of the limit: what products gather is large from there on, and comes in parts where nothing fits
+# Where nothing fits, operands come in parts whose gathered copies are larger than this part of the limit. A copy is
+# there while its product runs, two at a time: smaller ones hold a few percent of what there is, and taking them in
+# steps would start many kernels to free next to nothing.
+_LARGE = 1 / 64
 _NEAR = 1.02  # limits of memory between which no further one is tried
 
 
@@ -123,7 +127,7 @@ class Begun:
 
     Attributes:
         mesh: the user's.
-        graph: the problem, on that mesh with the machine's prices.
+        graph: the problem, on that mesh with the machine's times.
         solutions: without a limit of memory, and with the limit if the first does not keep to it.
         limit: bytes that a device may hold.
         since: when it began.
@@ -155,12 +159,12 @@ def begin(
 ) -> Begun:
     """Makes the problem of a program on a mesh and solves it; arguments as those of ``best_plan`` and ``solve``."""
     since = time.monotonic()
-    priced = dataclasses.replace(mesh, prices=prices(mesh, machine))
+    timed = on_machine(mesh, machine)
     limit = float(machine.memory if memory_limit is None else memory_limit)
     inputs = [len(program.captured) + i for i in donated]
-    facts = facts_of(program, priced)  # loops may be operators in its program
+    facts = facts_of(program, timed)  # loops may be operators in its program
     said = [Sharding(tuple(demand.dims)) for _, demand, _ in demands(program, mesh)]
-    objective = Seconds(priced, machine, axes_of(priced, said))
+    objective = seconds_on(machine)(timed, axes_of(timed, said))
     graph = with_loads(graph_of(facts.program, objective, donated=inputs))
     solutions = [solve(graph.problem, budget_seconds, effort=effort)]
     if solutions[0].peak > limit:
@@ -285,6 +289,10 @@ class Pricing:
     on_better: Callable[[PricedPlan], None] | None = None
     known: list[PricedPlan] = dataclasses.field(default_factory=list)
 
+    def planned(self, program: Program, mesh: Mesh) -> Plan:
+        """What follows from a program's marks, as ``jit`` plans it."""
+        return propagate(program, mesh, donated=self._inputs(program), objective=seconds_on(self.machine))
+
     def add(self, name: str, plan: Plan) -> PricedPlan:
         """Prices a plan; where it does not fit, products run in steps, or values are computed again, if that helps."""
         found = self._priced(name, plan)
@@ -302,11 +310,18 @@ class Pricing:
         return found
 
     def _priced(self, name: str, plan: Plan) -> PricedPlan:
-        costs = cost(partition(plan), self.machine, self.donated)
+        costs = cost(self._partitioned(plan), self.machine, self.donated)
         return PricedPlan(name, plan, costs, costs.peak)
+
+    def _partitioned(self, plan: Plan) -> SpmdProgram:
+        """As ``jit`` does: what takes the place of an argument that came sharded leaves as that came."""
+        return partition(plan, donated=self._inputs(plan.program))
+
+    def _inputs(self, program: Program) -> list[int]:
+        return [len(program.captured) + i for i in self.donated]
 
     def _recomputed(self, way: PricedPlan) -> PricedPlan:
         with contextlib.suppress(MemoryLimitError):
-            again = rematerialise(partition(way.plan), int(self.limit), self.machine, self.donated)
+            again = rematerialise(self._partitioned(way.plan), int(self.limit), self.machine, self.donated)
             return dataclasses.replace(way, cost=cost(again, self.machine, self.donated), recomputed=True)
         return way

@@ -9,45 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+from jax.sharding import PartitionSpec
 
 from gshard.analysis.cost import Cost
 from gshard.analysis.explain import Explanation, explain_program
 from gshard.analysis.proposal import spec_of_cut, with_marks
 from gshard.analysis.report.page import page
-from gshard.core.errors import ArgumentError
+from gshard.core.errors import ArgumentError, known_names
 from gshard.core.mark import Mark, entries_of, mark_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Value, format_bytes
-from gshard.core.sharding import Sharding
+from gshard.core.program import Program, Value, format_bytes
 from gshard.passes.device_program import size
 from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
 from gshard.passes.recorded import Recorded
+from gshard.search.alternatives import alternatives, tries
 from gshard.search.find import Best, PricedPlan, Pricing, begin, finish
-from gshard.search.layouts import FoundLayout, layout_of
+from gshard.search.layouts import FoundLayout, Namable, layout_of
 from gshard.search.marks import Marks, marks_of, without_numbers
 from gshard.search.patch import patch_of
 
 _SHOWN = 24  # rows of arguments
 _PRESETS = 5  # that are shown beside, the best
-
-
-@dataclasses.dataclass(frozen=True)
-class Alternative:
-    """Another sharding of a value than the one that was found.
-
-    Attributes:
-        sharding: as text.
-        seconds: how much longer a call takes with it at least, in the model, whatever else is chosen.
-    """
-
-    sharding: str
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.sharding}: +{self.seconds * 1e3:.3g} ms" if np.isfinite(self.seconds) else f"{self.sharding}: no"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -59,12 +42,14 @@ class Found:
         tried: the searches on all meshes that were tried, where a number of devices was given.
         donated: the arguments whose memory results may take.
         in_tree: the structure of the arguments, positional and named.
+        function: the function as its dimensions can be named.
     """
 
     best: Best
     tried: tuple[Best, ...] = ()
     donated: tuple[int, ...] = ()
     in_tree: Any = None
+    function: Namable | None = None
 
     @property
     def plan(self) -> Plan:
@@ -102,18 +87,21 @@ class Found:
     @functools.cached_property
     def marks(self) -> Marks:
         """The plan said in few marks, each of them tried: how much of its speed they alone give. Takes a while."""
-        return marks_of(self.best.chosen, self.best.limit, lambda plan: self._priced("marks", plan))
+        return marks_of(self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked))
 
     @functools.cached_property
     def layout(self) -> FoundLayout:
-        """The plan said as a ``Layout``, a row for each class of dimensions, as far as that goes. Takes a while."""
-        positional = functools.partial(jax.tree.unflatten, self.in_tree)
-        return layout_of(
-            self.best.chosen,
-            self.best.limit,
-            lambda plan: self._priced("layout", plan),
-            lambda words: positional(words)[0],
-        )
+        """The best table of names and axes that was found for the function (see ``gshard.Layout``). Takes a while.
+
+        Raises:
+            ArgumentError: the function has an ordered layout, or this was found by ``with_mark``.
+        """
+        if self.function is None:
+            raise ArgumentError(
+                "a plan with a mark that the function does not have is not said as a layout.",
+                way_out="Write the mark into the function, and search again.",
+            )
+        return layout_of(self.best, self.function, self.donated)
 
     def patch(self) -> str:
         """The marks as a change of the source files, for ``git apply``; those that it leaves out in front of it."""
@@ -129,10 +117,10 @@ class Found:
             ArgumentError: there are not so many.
         """
         found = self.marks.marks
-        if not 1 <= i <= len(found):
+        if isinstance(i, bool) or not isinstance(i, int) or not 1 <= i <= len(found):
             raise ArgumentError(
-                f"there is no mark {i} to leave out.",
-                got=f"{len(found)} marks",
+                f"there is no mark {i!r} to leave out.",
+                got=f"{len(found)} mark{'s' * (len(found) != 1)}",
                 way_out="They are counted from 1; print(found.marks) shows them.",
             )
         kept = (mark for k, mark in enumerate(found, 1) if k != i)
@@ -140,7 +128,7 @@ class Found:
         marks = {v: mark_of_cut(s.dims, mesh) for mark in kept for v, s in mark.shardings.items()}
         marked = with_marks(self.plan.program, marks)
         assert marked is not None, "all of them were tried together"
-        return self._priced(f"without mark {i}", propagate(marked, mesh))
+        return self._priced(f"without mark {i}", marked)
 
     def with_mark(self, what: str, sharding: Any) -> Found:
         """Searches again with one more mark, to see what insisting on it costs; it keeps the mesh.
@@ -153,42 +141,84 @@ class Found:
             what is found then. To run its plan, write the mark into the program.
 
         Raises:
-            ArgumentError: nothing matches, or what matches cannot be marked (it is marked already, or enters a loop).
+            ArgumentError: nothing matches, or what matches cannot be marked (it is marked already, or enters a loop)
+                or has fewer dimensions; the sharding is no ``PartitionSpec``.
             ShardingError: the mark does not fit the mesh.
         """
         matching = [v for v, _ in self._matching(what)]
+        if not matching:
+            raise self._unknown(what)
+        if not isinstance(sharding, PartitionSpec):
+            raise ArgumentError(
+                f"{sharding!r} is no PartitionSpec.",
+                got=f"found.with_mark({what!r}, {sharding!r})",
+                way_out=f"Write P({self.mesh.axes[0][0]!r}), for example.",
+            )
+        least = min(matching, key=lambda v: len(v.shape))
+        if len(sharding) > (rank := len(least.shape)):
+            raise ArgumentError(
+                f"{sharding} has {len(sharding)} entries, and {what!r} names an array of {rank} dimensions.",
+                got=f"{self._format(least)}; {len(matching)} values match",
+                way_out="Give an entry for each dimension at most, or more of the name.",
+            )
         mark = Mark("spec", spec=entries_of(sharding), axes=tuple(self.mesh.axes))
-        marked = with_marks(self.plan.program, dict.fromkeys(matching, mark)) if matching else None
+        marked = with_marks(self.plan.program, dict.fromkeys(matching, mark))
         if marked is None:
             raise ArgumentError(
-                f"{what!r} names nothing that can be marked." if matching else f"nothing is called {what!r}.",
-                got=f"{len(matching)} values match" if matching else None,
-                way_out="Give a part of an argument's name, or of a line that found.why(...) shows.",
+                f"{what!r} cannot be marked: it has a mark already, or enters a loop.",
+                got=f"{len(matching)} values match",
+                way_out="Give more of an argument's name, or of a line that found.why(...) shows.",
             )
         limit, machine = self.best.limit, self.cost.machine
         begun = begin(marked, self.mesh, machine, donated=self.donated, memory_limit=limit)
-        return dataclasses.replace(self, best=finish(begun, machine, donated=self.donated), tried=())
+        return dataclasses.replace(self, best=finish(begun, machine, donated=self.donated), tried=(), function=None)
 
-    def _priced(self, name: str, plan: Plan) -> PricedPlan:
-        return Pricing(self.cost.machine, list(self.donated), self.best.limit).add(name, plan)
+    def _priced(self, name: str, program: Program) -> PricedPlan:
+        pricing = Pricing(self.cost.machine, list(self.donated), self.best.limit)
+        return pricing.add(name, pricing.planned(program, self.plan.mesh))
 
     def why(self, what: str) -> list[str]:
         """What else was possible for values, and what it would cost: those of a source line, or arguments by name.
 
+        Of values that equal layers have alike the first is told. What a row costs is what a call takes more, in the
+        model, if everything else is chosen anew as it is best then; for a few rows that is solved, and exact.
+
         Args:
             what: a part of an argument's name (``"['w1']"``) or of a line (``"model.py:38"``).
+
+        Raises:
+            ArgumentError: nothing has that in its name or line.
         """
-        graph = self.best.graph
-        told = []
+        alike: dict[tuple[str, str], list[tuple[Value, str]]] = {}
         for v, name in self._matching(what):
-            sharding = self.plan.shardings[v]
-            rows = self._alternatives(v, sharding)
-            lines = "".join(f"\n    instead {row}" for row in rows[:4])
-            told.append(f"{name}: {sharding.format(graph.mesh, v.shape, v.dtype_name)}{lines}")
-        return list(dict.fromkeys(told))
+            alike.setdefault((without_numbers(name), self._format(v)), []).append((v, name))
+        if not alike:
+            raise self._unknown(what)
+        best, budget, told = self.best, tries(self.best.solution), []
+        for (folded, text), values in alike.items():
+            v, name = values[0]
+            rows = alternatives(best.graph, best.solution, v, self.plan.shardings[v], budget)
+            first = f"{folded}: {text}  x{len(values)}" if len(values) > 1 else f"{name}: {text}"
+            told.append("\n    instead ".join([first, *map(str, rows)]))
+        return told
+
+    def _format(self, v: Value) -> str:
+        return self.plan.shardings[v].format(self.best.graph.mesh, v.shape, v.dtype_name)
+
+    def _unknown(self, what: str) -> ArgumentError:
+        arguments = dict.fromkeys(without_numbers(name) for name in self.plan.program.names)
+        return ArgumentError(
+            f"nothing is called {what!r}: no argument, and no line of the program.",
+            way_out=known_names(what, list(arguments)[:_SHOWN], "Arguments are") + " A line is 'model.py:38'.",
+        )
 
     def _matching(self, what: str) -> Iterator[tuple[Value, str]]:
         """The values whose argument's name, or line, has this in it."""
+        if not isinstance(what, str):
+            raise ArgumentError(
+                f"{what!r} is no text to look for in names of arguments and lines.",
+                way_out="Give a part of an argument's name (\"['w1']\"), or of a line ('model.py:38').",
+            )
         names = dict(zip(self.plan.program.block.inputs, self.plan.program.names, strict=True))
         makers = {v: e for e in self.plan.program.block.walk() for v in e.outputs}
         for v in self.plan.shardings:
@@ -197,20 +227,11 @@ class Found:
             if name and what in name and v.shape:
                 yield v, name
 
-    def _alternatives(self, v: Value, chosen: Sharding) -> list[Alternative]:
-        graph, solution = self.best.graph, self.best.solution
-        k = graph.bundles.of[v]
-        more = solution.alternatives(k) - solution.bound
-        rows = [
-            Alternative(s.format(graph.mesh, v.shape, v.dtype_name), float(max(extra, 0.0)))
-            for s, extra in zip(graph.states[k], more, strict=True)
-            if s != chosen
-        ]
-        return sorted(rows, key=lambda row: (row.seconds, row.sharding))
-
     def explain(self) -> Explanation:
         """What each tensor got and why, as ``gshard.explain`` tells it of a marked function."""
-        return explain_program(self.plan, partition(self.plan), frozenset(self.donated))
+        first = len(self.plan.program.captured)
+        spmd = partition(self.plan, donated=[first + i for i in self.donated])
+        return explain_program(self.plan, spmd, frozenset(self.donated))
 
     def html(self, path: str | Path) -> Path:
         """Writes the report of the plan as one page, with what the search tells of it.

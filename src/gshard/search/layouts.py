@@ -1,29 +1,63 @@
-"""Layouts: a plan said as one table, from classes of dimensions to axes.
+"""Layouts: the table of names and axes with which a function takes least time.
 
-A layout says less than a plan: a dimension is cut alike wherever it occurs. Data, tensor and expert parallelism can be
-said so; a state that is gathered for its readers, or a dimension that is cut here and whole there, cannot. What is lost
-is told: the table is planned and priced.
+A layout says less than a plan: a dimension is cut alike wherever it has its name. Data, tensor and expert parallelism
+can be said so, and, by rows for one argument (``params:embed``), a state that is split and gathered; a dimension that
+is cut in one place and whole in another cannot. Names are those that the user gave and, for the rest, the labels of
+the classes of dimensions (``analysis.dimensions``).
+
+The problem of ``passes.graph`` is solved once more with one state for all dimensions of a name. From the rows that
+follow, and from none, rows are left out, changed and added one after the other as long as that makes a call shorter.
+Every table is traced, planned and priced as ``jit`` would plan the function with it, so what is lost to the plan is
+known.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
 
-from gshard.analysis.dimensions import Dimensions, dimensions_of
-from gshard.analysis.proposal import spec_of_cut, with_marks
-from gshard.core.errors import GShardError
-from gshard.core.layout import Layout, Names
-from gshard.core.mark import Mark
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from gshard.analysis.cost import Cost
+from gshard.analysis.dimensions import Dimensions, dimensions_of, of_equal_layers
+from gshard.analysis.proposal import spec_of_cut
+from gshard.core.errors import ArgumentError, GShardError
+from gshard.core.layout import Layout, Names, Row
 from gshard.core.mesh import Mesh
+from gshard.core.paths import is_below, matches
 from gshard.core.plan import Plan
-from gshard.core.program import Program, Value
+from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
-from gshard.passes.propagate import propagate
-from gshard.search.find import PricedPlan
+from gshard.search.find import Best, PricedPlan, Pricing
+from gshard.solver.problem import Problem, ProblemError
+from gshard.solver.solve import solve
 
-_TRIED = 8  # rows, those by which most bytes are cut first
+_EFFORT = 0.2  # for solving with what a table asks for
+_KEYS = 12  # rows that may be written, those of most bytes
+_WORK = 20_000  # equations of all programs that are planned, if no time is given,
+_LEAST, _MOST = 24, 80  # and so many programs at least, and at most
+
+_Key = tuple[str, str]  # at which argument (anywhere: ""), which name
+_Axes = tuple[str, ...]
+_Rows = Mapping[_Key, _Axes | None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Namable:
+    """A function whose dimensions can be named.
+
+    Attributes:
+        program: as it is, for one mesh.
+        paths: of its arguments.
+        told: the program under a layout, with names for its arguments (None: none).
+    """
+
+    program: Program
+    paths: tuple[str, ...]
+    told: Callable[[Layout, Sequence[Names | None]], Program]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -31,96 +65,242 @@ class FoundLayout:
     """A layout for a function, and what is known of it.
 
     Attributes:
-        layout: the table, for ``gshard.jit(..., layout=...)``.
-        names: what the dimensions of the positional arguments are called, for ``gshard.jit(..., names=...)``.
+        layout: the table, for ``gshard.jit(..., layout=...)``. It holds the rows of a layout that was given.
+        names: what the dimensions of arguments are called, by path, for ``gshard.jit(..., names=...)``.
+        mesh: the devices, with the names of the axes.
         priced: the plan that follows, and what it costs.
-        goal: the plan that was searched.
+        goal: the plan that was searched, on this mesh.
+        limit: bytes that a device may hold.
         dimensions: the classes of dimensions.
+        tables: how many were tried.
     """
 
     layout: Layout
-    names: Any
+    names: Mapping[str, str]
+    mesh: Mesh
     priced: PricedPlan
     goal: PricedPlan
+    limit: float
     dimensions: Dimensions
+    tables: int
+
+    @property
+    def cost(self) -> Cost:
+        """What a call takes on each device with this table."""
+        return self.priced.cost
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that follows from the table."""
+        return self.priced.plan
 
     def __str__(self) -> str:
-        over = 100 * (self.priced.cost.seconds / self.goal.cost.seconds - 1)
-        rows = []
-        for row in self.layout.rows:
-            members = self.dimensions[row.name]
-            shown = ", ".join(f"{path}.{d}" for path, d in members.arguments[:3])
-            rows.append(f"  {row!s:<24} {members.size} of {shown}{', ...' if len(members.arguments) > 3 else ''}")
-        return "\n".join(
-            [
-                str(self.layout),
-                *rows,
-                f"{self.priced.cost.seconds * 1e3:.4g} ms a call, {over:+.2g} % to the plan",
-            ]
+        cost, shape = self.cost, ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
+        over = 100 * (cost.seconds / self.goal.cost.seconds - 1) if self.goal.cost.seconds else 0.0
+        near = "as" if abs(over) < 0.05 else f"{abs(over):.2g} % {'above' if over > 0 else 'below'}"
+        memory = f"peak {format_bytes(cost.peak)} of {format_bytes(int(self.limit))}"
+        lines = [str(self.layout), *(f"  {row!s:<24} {self._members(row)}".rstrip() for row in self.layout.rows)]
+        lines += [f"  named {path}: {words}" for path, words in self.names.items()]
+        lines.append(
+            f"{cost.seconds * 1e3:.4g} ms a call on {cost.machine.name}, mesh ({shape}); {memory}; "
+            f"{near} the plan ({self.goal.cost.seconds * 1e3:.4g} ms); {self.tables} tables tried"
         )
+        if cost.peak > self.limit:
+            lines.append("this DOES NOT FIT: no table was found that does")
+        elif self.priced.recomputed:
+            lines.append(f"give jit memory_limit={int(self.limit)} too, so that some values are computed again")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
+    def _members(self, row: Row) -> str:
+        """The dimensions that a row is about."""
+        found = [c for c in self.dimensions.classes if c.label == row.name]
+        every = [(path, d) for c in found for path, d in c.arguments if not row.at or is_below(row.at, path)]
+        shown = ", ".join(f"{path}.{d}" for path, d in every[:3]) + (", ..." if len(every) > 3 else "")
+        return f"{found[0].size} of {shown}" if every else ""
+
 
 def layout_of(
-    goal: PricedPlan, limit: float, price: Callable[[Plan], PricedPlan], as_given: Callable[[Sequence[str]], Any]
+    best: Best, function: Namable, donated: Sequence[int], budget_seconds: float | None = None
 ) -> FoundLayout:
-    """Says a plan as a layout, of as many rows as make a call shorter.
+    """Searches for the layout of a function.
 
     Args:
-        goal: the plan.
-        limit: bytes that a device may hold.
-        price: prices another plan of the program.
-        as_given: the words of all arguments in the structure of the positional arguments.
+        best: the search for its plan.
+        function: the function, for the mesh of that search.
+        donated: arguments whose memory results may take.
+        budget_seconds: about how long; None tries a number of tables that follows from the size of the program.
+
+    Raises:
+        ArgumentError: the function has an ordered layout (``Layout.of``), to which rows cannot be added.
     """
-    program, mesh = goal.plan.program, goal.plan.mesh
-    found = dimensions_of(program)
-    inputs = program.block.inputs[len(program.captured) :]
-    words = [" ".join(found.labels[v]) for v in inputs]
+    return _Search(best, function, donated, budget_seconds).found()
 
-    def tried(rows: Mapping[str, tuple[str, ...]]) -> PricedPlan | None:
+
+class _Search:
+    """What is tried, and what came of it."""
+
+    def __init__(self, best: Best, function: Namable, donated: Sequence[int], budget_seconds: float | None):
+        program = function.program
+        given = program.layout or Layout()
+        if given.ordered:
+            raise ArgumentError(
+                f"{program.name} has a layout of ordered rules, and a table that is found has no order.",
+                got=str(given),
+                way_out="Search without it: gshard.search(f, ..., over='layout') for the function without layout=.",
+            )
+        self.best, self.function, self.given = best, function, given
+        self.dimensions = of_equal_layers(dimensions_of(program, function.paths))
+        self.said = _said(program, function.paths, self.dimensions)
+        self.pricing = Pricing(best.chosen.cost.machine, list(donated), best.limit)
+        self.known: dict[frozenset[tuple[_Key, _Axes | None]], PricedPlan | None] = {}
+        equations = 1 + sum(1 for _ in program.block.walk())
+        self.most = 1 << 30 if budget_seconds is not None else min(max(_LEAST, _WORK // equations), _MOST)
+        self.end = float("inf") if budget_seconds is None else time.monotonic() + budget_seconds
+        self.rows: _Rows = {}
+        self.now: PricedPlan | None = None
+
+    def found(self) -> FoundLayout:
+        """The best table."""
+        keys = self._keys()
+        starts = [self._solved([key for key in keys if not key[0]]), self._solved(keys), {}]
+        rows, now = self.rows, self._tried({})  # which no table may be worse than
+        assert now is not None, "the program was planned without a table"
+        for start in starts:
+            self.rows, self.now = {}, None
+            self._take(start)
+            while self.now is not None and self._climb(keys):
+                pass
+            if self.now is not None and self.now.rank(self.best.limit) < now.rank(self.best.limit):
+                rows, now = self.rows, self.now
+        names = _by_pattern({n.at: str(n) for n in self.said if n is not None and any(n.dims)}, self.function.paths)
+        return FoundLayout(
+            self._layout(rows), names, self.best.mesh, now, self.best.chosen, self.best.limit, self.dimensions,
+            len(self.known),
+        )  # fmt: skip
+
+    def _climb(self, keys: Sequence[_Key]) -> bool:
+        """Leaves out, changes and adds one row after the other; whether that made anything better."""
+        before = self.now
+        every = [own for k in range(1, 1 + len(self._axes)) for own in itertools.combinations(self._axes, k)]
+        for key in list(self.rows):
+            self._take({k: axes for k, axes in self.rows.items() if k != key}, or_equal=True)
+        for key in dict.fromkeys([*self.rows, *keys]):
+            for axes in (*every, None):
+                self._take({**self.rows, key: axes})
+        return self.now is not before
+
+    @property
+    def _axes(self) -> _Axes:
+        return tuple(name for name, size in self.best.mesh.axes if size > 1)
+
+    def _take(self, rows: _Rows, *, or_equal: bool = False) -> None:
+        is_known = frozenset(rows.items()) in self.known
+        if not is_known and (len(self.known) >= self.most or time.monotonic() > self.end):
+            return
+        after, limit = self._tried(rows), self.best.limit
+        if after is None or after is self.now:
+            return
+        is_better = self.now is None or after.rank(limit) < self.now.rank(limit)
+        if is_better or (or_equal and self.now is not None and after.rank(limit) == self.now.rank(limit)):
+            self.rows, self.now = dict(rows), after
+
+    def _tried(self, rows: _Rows) -> PricedPlan | None:
+        """The plan with these rows; None where two dimensions of a value are over one axis, or a mark is against it."""
+        key = frozenset(rows.items())
+        if key not in self.known:
+            self.known[key] = None
+            try:
+                program = self.function.told(self._layout(rows), self.said)
+                self.known[key] = self.pricing.add("layout", self.pricing.planned(program, self.best.graph.mesh))
+            except GShardError:
+                if not rows:
+                    raise
+        return self.known[key]
+
+    def _layout(self, rows: _Rows) -> Layout:
+        made = {f"{at}:{name}" if at else name: axes for (at, name), axes in rows.items()}
+        return Layout({**{row.key: row.entry for row in self.given.rows}, **made})
+
+    def _keys(self) -> list[_Key]:
+        """The rows that there may be, those of most bytes: names anywhere, and those of several arguments at each."""
+        held: dict[_Key, int] = {}
+        heads: dict[str, set[str]] = {}
+        for v, path, names in zip(self._arguments(self.function.program), self.function.paths, self.said, strict=True):
+            head = path.split("/")[0]
+            for word in filter(None, names.dims if names else ()):
+                heads.setdefault(word, set()).add(head)
+                for key in (("", word), (head, word)):
+                    held[key] = held.get(key, 0) + v.bytes
+        inside = {word for named in self.function.program.named if named.line for word in named.names.dims}
+        given = [(row.at.split("/")[0], row.name) for row in self.given.rows]  # which are kept
+        left = (key for key in held if key not in given and ("", key[1]) not in given)
+        kept = (key for key in left if not key[0] or key[1] in inside or len(heads[key[1]]) > 1)
+        return sorted(kept, key=lambda key: (-held[key], key))[:_KEYS]
+
+    def _solved(self, keys: Sequence[_Key]) -> _Rows:
+        """The best rows of these keys in the model that was searched, if inside everything is chosen as it is best."""
+        graph, problem = self.best.graph, self.best.solution.problem
+        every = [own for k in range(1 + len(self._axes)) for own in itertools.combinations(self._axes, k)]
+        first = len(problem.costs)
+        number = {key: first + i for i, key in enumerate(keys)}
+        edges = [(int(u), int(v), table) for (u, v), table in zip(problem.ends, problem.tables, strict=True)]
+        for v, path, names in zip(self._arguments(graph.program), self.function.paths, self.said, strict=True):
+            k = graph.bundles.of[v]
+            cuts = [spec_of_cut(Sharding(s.dims), graph.mesh) for s in graph.states[k]]
+            for d, word in enumerate(names.dims if names else ()):
+                key = (path.split("/")[0], word or "")
+                node = number.get(key, number.get(("", key[1])))
+                if node is not None:
+                    own = [None if cut is None else _entry(cut, d) for cut in cuts]
+                    edges.append((node, k, np.where([[axes == cut for cut in own] for axes in every], 0.0, np.inf)))
+        costs = [*problem.costs, *(np.zeros(len(every)) for _ in keys)]
+        loads = [(load.node, load.start, load.end, load.bytes) for load in problem.loads]
         try:
-            marked = with_marks(program, _marks(Layout(rows), program, inputs, found))
-            return None if marked is None else price(propagate(marked, mesh))
-        except GShardError:  # two dimensions of an array over one axis, or another mark
-            return None
+            found = solve(Problem.of(costs, edges, loads, problem.limit), effort=_EFFORT)
+        except ProblemError:  # marks of the user's allow no sharding that is the same for all of a name
+            return {}
+        chosen = {key: every[found.states[node]] or None for key, node in number.items()}
+        return chosen if np.isfinite(found.value) else {}
 
-    rows: dict[str, tuple[str, ...]] = {}
-    best = tried(rows)
-    assert best is not None, "the program was planned without these marks"
-    for label, axes in _votes(goal.plan, found, mesh):
-        more = {**rows, label: axes}
-        after = tried(more)
-        if after is not None and after.rank(limit) < best.rank(limit):
-            rows, best = more, after
-    for label in list(rows) if len(rows) > 1 else ():
-        fewer = {name: axes for name, axes in rows.items() if name != label}
-        after = tried(fewer)
-        if after is not None and after.rank(limit) <= best.rank(limit):
-            rows, best = fewer, after
-    return FoundLayout(Layout(rows), as_given(words), best, goal, found)
+    def _arguments(self, program: Program) -> tuple[Value, ...]:
+        return program.block.inputs[len(program.captured) :]
 
 
-def _marks(layout: Layout, program: Program, inputs: Sequence[Value], found: Dimensions) -> dict[Value, Mark]:
-    marks = {}
-    for v, known in zip(inputs, program.argument_marks, strict=True):
-        names = Names(tuple(None if word == "_" else word for word in found.labels[v]))
-        if known is None and (mark := layout.mark(names)) is not None:
-            marks[v] = mark
-    return marks
+def _entry(spec: PartitionSpec, d: int) -> _Axes:
+    """The axes of a dimension."""
+    entry = spec[d]
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _votes(plan: Plan, found: Dimensions, mesh: Mesh) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """How the plan cuts each class of dimensions, by most bytes; first those of which most bytes are cut."""
-    classes = {c.label for c in found.classes}
-    votes: dict[str, dict[tuple[str, ...], int]] = {}
-    for v, labels in found.labels.items():
-        spec = spec_of_cut(Sharding(plan.shardings[v].dims), mesh) or ()
-        for label, entry in zip(labels, spec, strict=False):
-            if entry is not None and label in classes:
-                own = votes.setdefault(label, {})
-                axes = (entry,) if isinstance(entry, str) else tuple(entry)
-                own[axes] = own.get(axes, 0) + v.bytes
-    order = sorted(votes, key=lambda label: -max(votes[label].values()))
-    for label in order[:_TRIED]:
-        yield label, max(votes[label], key=lambda axes: votes[label][axes])
+def _said(program: Program, paths: Sequence[str], found: Dimensions) -> list[Names | None]:
+    """What the dimensions of each argument are called: as the user says, else as their classes; None if marked."""
+    given = {named.value: named.names for named in program.named if not named.line}
+    said: list[Names | None] = []
+    arguments = program.block.inputs[len(program.captured) :]
+    for v, mark, path in zip(arguments, program.argument_marks, paths, strict=True):
+        if mark is not None and v not in given:
+            said.append(None)
+            continue
+        words: list[str | None] = list(given[v].dims) if v in given else [None] * len(v.shape)
+        for d, label in enumerate(found.labels[v]):
+            if words[d] is None and label != "_" and label not in words:
+                words[d] = label
+        said.append(Names(tuple(words), path))
+    return said
+
+
+def _by_pattern(names: Mapping[str, str], paths: Sequence[str]) -> dict[str, str]:
+    """The same with one pattern for what equal layers have, ``layers/*/w1``, where it is of nothing else."""
+    kept: dict[str, str] = {}
+    for path, words in names.items():
+        if any(matches(pattern, path) for pattern in kept):
+            continue
+        parts = path.split("/")
+        numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+        some = (own for k in range(len(numbers), 0, -1) for own in itertools.combinations(numbers, k))
+        patterns = ("/".join("*" if i in own else part for i, part in enumerate(parts)) for own in some)
+        fitting = (p for p in patterns if all(names.get(other) == words for other in paths if matches(p, other)))
+        kept[next(fitting, path)] = words
+    return kept

@@ -20,7 +20,6 @@ from gshard.core.mark import mark_of_cut
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
-from gshard.passes.propagate import propagate
 from gshard.search.find import PricedPlan
 
 _LARGEST, _FIRST = 3, 2  # candidates of each round
@@ -108,7 +107,7 @@ class _Candidate:
 def marks_of(
     goal: PricedPlan,
     limit: float,
-    price: Callable[[Plan], PricedPlan],
+    price: Callable[[Program], PricedPlan],
     *,
     tolerance: float = 0.01,
     most: int = 12,
@@ -119,7 +118,7 @@ def marks_of(
     Args:
         goal: the plan; its program has the marks that the user wrote.
         limit: bytes that a device may hold; marks with which a call takes more are as good as none.
-        price: prices another plan of the program.
+        price: plans the program with other marks, and prices that.
         tolerance: how far above the goal is near enough.
         most: how many marks at most.
         budget_seconds: when to stop looking for more.
@@ -133,7 +132,7 @@ def marks_of(
         marks = {v: mark_of_cut(s.dims, mesh) for c in candidates for v, s in c.shardings.items()}
         marked = with_marks(program, marks)
         try:
-            return None if marked is None else price(propagate(marked, mesh))
+            return None if marked is None else price(marked)
         except GShardError:
             return None
 

@@ -30,7 +30,8 @@ def presets(program: Program, mesh: Mesh, donated: Collection[int] = ()) -> Iter
         mesh: the devices.
         donated: inputs of the program (captured arrays counted) that are a training state.
     """
-    yield "as it is marked", propagate(program, mesh)
+    yield "as it is marked", propagate(program, mesh, donated=donated)
+    own = program.argument_marks
     state = set(donated) or {i for i, _ in program.state(range(len(program.block.inputs)))}
     data = [i for i, v in enumerate(program.block.inputs) if v.shape and i not in state]
     by_batch = {i: _along(program.block.inputs[i], 0, mesh.atoms, mesh) for i in data}
@@ -49,9 +50,11 @@ def presets(program: Program, mesh: Mesh, donated: Collection[int] = ()) -> Iter
         if marked is None:
             continue
         try:
-            yield name, propagate(marked, mesh)
+            plan = propagate(marked, mesh, donated=donated)
         except GShardError:  # a mark that does not fit one of the user's
             continue
+        # It is a plan of the program as it is, without the preset's marks.
+        yield name, dataclasses.replace(plan, program=dataclasses.replace(plan.program, argument_marks=own))
 
 
 def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator[tuple[str, dict[int, Mark | None]]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
 from gshard.analysis.machine import Machine
-from gshard.analysis.network import permutation_seconds, seconds
-from gshard.comm.steps import ALL_GATHER, PERMUTE, SILENT, Step, bytes_sent, permutation
+from gshard.analysis.step_times import StepTimes
+from gshard.comm.steps import Step
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import local_bytes
 from gshard.core.program import Block, Equation, Value, short_dtype
@@ -17,17 +19,15 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.passes.device_program import PRODUCT, Kernel, flops, is_looked_up, kernels_of
 from gshard.passes.moves import Moves
+from gshard.passes.objective import Windows
 from gshard.passes.ways import share
-from gshard.search.emitted import as_kernel, has_own_way, seconds_alone
+from gshard.search.emitted import Emitted, as_kernel, emitted_alone, has_own_way
 from gshard.solver.problem import Floats
 
-# A collective may make two kernels of one. Of equal ways this takes the one with fewer.
-_SPLITS = 0.1
-# What is gathered or cut along a dimension that is not the first may have to be copied into place, which compilers
-# spare now and then. Of equal ways this takes the one that need not.
-_COPIES = 0.1
 # Of the time that a state's bytes take to read: among equals the one that takes less memory.
 _TIE = 1e-3
+# Seconds that a value takes which is sharded otherwise than the marks say: among equals what they say.
+_FOLLOWS = 1e-10
 
 
 class Seconds(Moves):
@@ -41,42 +41,21 @@ class Seconds(Moves):
 
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...]):
         super().__init__(mesh, axes)
-        self.machine = machine
+        self.machine, self.tie = machine, _FOLLOWS
         self.a_byte = _TIE / machine.memory_bandwidth
-        self._permutations: dict[tuple[Sharding, Sharding], tuple[float, float]] = {}
-        self._own_ways: dict[object, float] = {}
+        self.times = StepTimes(machine)
+        self._own_ways: dict[object, Emitted] = {}
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-        if step.kind in SILENT:
-            return self.machine.launch
-        taken = self._sent(step, shape, itemsize, mesh) + _SPLITS * self.machine.launch
-        if step.dim > 0 and step.to < 0:
-            whole, parts = (step.after, step.before) if step.kind == ALL_GATHER else (step.before, step.after)
-            if any(n > 1 for n in parts.local_shape(mesh, shape)[: step.dim]):
-                size = math.prod(whole.local_shape(mesh, shape)) * itemsize
-                taken += _COPIES * 2 * size / self.machine.memory_bandwidth
-        return taken
-
-    def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-        local = math.prod(step.before.local_shape(mesh, shape)) * itemsize
-        if step.kind == PERMUTE:
-            latency, a_byte = self._permuting(step.before, step.after, mesh)
-            return latency + a_byte * bytes_sent(step, shape, itemsize, mesh)
         atoms = tuple(a for name in step.atoms for a in self.atoms_of.get(name, (name,)))
-        return seconds(step.kind, local, self.mesh, self.machine, atoms)
-
-    def _permuting(self, before: Sharding, after: Sharding, mesh: Mesh) -> tuple[float, float]:
-        """What a permutation takes, and what a byte of it takes more: whatever the array."""
-        key = before, after
-        if key not in self._permutations:
-            pairs = permutation(before, after, mesh)
-            none, many = (permutation_seconds(sent, pairs, self.machine) for sent in (0, 1 << 30))
-            self._permutations[key] = none, (many - none) / (1 << 30)
-        return self._permutations[key]
+        return self.times.seconds(step, shape, itemsize, mesh, among=(self.mesh, atoms))
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Equations as they are fused."""
         return kernels_of(block).walk()
+
+    def alike(self, kernel: Kernel) -> Hashable:
+        return kernel.equation  # what is fused with it differs
 
     def of_splits(self, kernel: Kernel, ways: Sequence[Split], marked: Sequence[Split]) -> Floats:
         """float64 [ways]: one run of a kernel, its equation split so, and what its own way to run on shards takes."""
@@ -93,31 +72,33 @@ class Seconds(Moves):
                     own = local_bytes(x, operand_sharding(rule, i, split), self.mesh)
                     read[x] = min(own, made) if is_looked_up(rule, i) else own
             moved = made + sum(read.get(x, x.bytes * part) for x in kernel.reads)
-            more = self.own_way(e, split, *_of(as_kernel(e), part), made + sum(read.values()))
+            emitted = self.own(e, split)
+            more = 0.0
+            if emitted is not None:
+                more = emitted.seconds - self.work(e, *_of(as_kernel(e), part), made + sum(read.values()))
             taken.append(max(self.work(e, *_of(kernel, part), moved) + more, self.machine.starting(moved)))
         return np.array(taken)
 
     def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
-        """float64 [states]: one run of an elementwise kernel, all of whose arrays lie so."""
+        """float64 [states]: one run of an elementwise kernel, all of whose arrays are sharded so."""
         v = kernel.equation.outputs[0]
         parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
         return np.array([self.work(kernel.equation, *_of(kernel, part), kernel.moved * part) for part in parts])
 
-    def own_way(self, e: Equation, split: Split, products: float, others: float, moved: float) -> float:
-        """What an equation takes more than its device's share, where it runs on shards in a way of its own.
+    def windows(self, e: Equation, split: Split) -> Sequence[Windows]:
+        """What an equation fetches of its operands, that others may share."""
+        emitted = self.own(e, split)
+        return () if emitted is None else emitted.windows
 
-        Args:
-            e, split: which.
-            products, others, moved: as for ``work``, of this equation alone.
-        """
+    def own(self, e: Equation, split: Split) -> Emitted | None:
+        """What is emitted for an equation that runs on shards in a way of its own; None for others."""
         rule = e.rule
         assert rule is not None
         if not has_own_way(rule, split):
-            return 0.0
+            return None
         key = rule, tuple(sorted(split.items())), tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
         if key not in self._own_ways:
-            alone = seconds_alone(e, split, self.mesh, self.machine)
-            self._own_ways[key] = alone - self.work(e, products, others, moved)
+            self._own_ways[key] = emitted_alone(e, split, self.mesh, self.machine)
         return self._own_ways[key]
 
     def work(self, e: Equation, products: float, others: float, moved: float) -> float:
@@ -138,3 +119,18 @@ def _of(kernel: Kernel, part: float) -> tuple[float, float]:
     """The operations of products, and all others, in a part of a kernel."""
     products = flops(kernel.equation) if kernel.kind == PRODUCT else 0
     return products * part, kernel.vector_flops * part
+
+
+def seconds_on(machine: Machine) -> Callable[[Mesh, tuple[Atoms, ...]], Seconds]:
+    """The objective for meshes of a machine's devices; what moves cost is known from plan to plan."""
+    return functools.partial(_seconds_on, machine)
+
+
+def on_machine(mesh: Mesh, machine: Machine) -> Mesh:
+    """The mesh on which arrays are moved as it is fastest on a machine."""
+    return dataclasses.replace(mesh, times=StepTimes(machine))
+
+
+@functools.lru_cache(maxsize=16)
+def _seconds_on(machine: Machine, mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
+    return Seconds(mesh, machine, axes)

@@ -12,6 +12,8 @@ Each rule keeps at least one best solution, and memory is kept to the byte:
 * a state that another of the same node beats whatever the neighbours choose, with no more bytes, goes (dead-end
   elimination; Goldstein, Biophysical Journal 1994).
 
+Equal layers of a model are equal nodes with equal tables: what one of them comes to is known for all.
+
     >>> p = Problem.of([[0, 3], [1, 0], [2, 5]], [(0, 1, [[0, 9], [9, 0]]), (1, 2, [[0, np.inf], [np.inf, 0]])])
     >>> small = reduce(p)
     >>> len(small.problem.tables), small.lift([0] * len(small.problem.costs)).tolist()
@@ -19,6 +21,9 @@ Each rule keeps at least one best solution, and memory is kept to the byte:
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,6 +34,8 @@ from gshard.solver.reduced import DoesNotFit, Dominated, Reduced, Step
 TABLE = 4096  # entries of the table that the elimination of a node with two neighbours may leave
 GROWTH = 100_000  # entries by which a merge may make the tables larger
 DOMINANCE = 60_000  # entries that comparing all pairs of states over one edge may take
+
+_Alike = tuple[bytes, ...]
 
 
 def reduce(problem: Problem) -> Reduced:
@@ -65,6 +72,10 @@ class _Work:
         if problem.limit is not None:
             for load, (first, last) in zip(problem.loads, problem.rows.tolist()):
                 self._load(load.node, (first, last), load.bytes)
+        # What nodes with these costs and tables come to.
+        self.beaten: dict[_Alike, tuple[tuple[int, int], ...]] = {}
+        self.eliminated: dict[_Alike, tuple[Floats, Ints, Floats]] = {}
+        self.changed: dict[int, None] = dict.fromkeys(range(n))  # nodes, since states were last compared
         self.edges: dict[tuple[int, int], None] = dict.fromkeys(map(tuple, problem.ends.tolist()))
         self.nodes: dict[int, None] = dict.fromkeys(range(n))
         for i in range(n):
@@ -112,13 +123,17 @@ class _Work:
 
     def fewer_states(self) -> bool:
         """Removes dominated states. True if there were any."""
-        changed = False
-        for i, alive in enumerate(self.alive):
-            if alive and self.cost[i].size > 1:
-                ok = self._undominated(i)
-                changed |= not ok.all()
+        found = False
+        for i in sorted(self.changed):
+            del self.changed[i]
+            if self.alive[i] and self.cost[i].size > 1:
+                ok = np.ones(self.cost[i].size, dtype=bool)
+                for b, by in self._dominated(i):
+                    ok[b] = False
+                    self.steps.append(Dominated(i, int(self.kept[i][b]), int(self.kept[i][by])))
+                found |= not ok.all()
                 self._restrict(i, ok)
-        return changed
+        return found
 
     def result(self) -> Reduced:
         left = [i for i, alive in enumerate(self.alive) if alive]
@@ -182,21 +197,18 @@ class _Work:
                 self.fixed[first:last] += amount[0]
             self._eliminate(i)
         elif not self.loads[i] and len(near) <= 2:
-            if len(near) < 2 or np.prod([self.cost[j].size for j in near]) <= TABLE:
+            if len(near) < 2 or math.prod(self.cost[j].size for j in near) <= TABLE:
                 self._eliminate(i)
 
     def _eliminate(self, i: int) -> None:
         """Takes out a node, the best of it given its neighbours, which are at most two."""
         given = tuple(self.near[i])
-        total = self.cost[i].reshape(-1, *[1] * len(given))
-        for axis, j in enumerate(given):
-            shape = [self.cost[i].size] + [self.cost[k].size if a == axis else 1 for a, k in enumerate(given)]
-            total = total + self.near[i][j].reshape(shape)
-        best = total.min(0)
-        with np.errstate(invalid="ignore"):  # inf - inf: nothing is allowed there
-            extra = np.where(np.isfinite(best), total - best, np.inf)
+        key = self._alike(i)
+        if key not in self.eliminated:
+            self.eliminated[key] = _best(self.cost[i], tuple(self.near[i].values()))
+        best, choice, extra = self.eliminated[key]
         kept = tuple(self.kept[j] for j in given)
-        self.steps.append(Step(i, self.kept[i], given, kept, np.asarray(total.argmin(0)), extra))
+        self.steps.append(Step(i, self.kept[i], given, kept, choice, extra))
         for j in given:
             del self.near[j][i]
             self.nodes[j] = None
@@ -231,9 +243,11 @@ class _Work:
             self.cost[i] = self.cost[i] + (table[:, 0] - table[least, 0])
         self._add_cost(j, table[least])
         self.nodes[i] = self.nodes[j] = None
+        self.changed[i] = self.changed[j] = None
 
     def _add_cost(self, j: int, more: Floats) -> None:
         self.cost[j] = self.cost[j] + more
+        self.changed[j] = None
         self._restrict(j, np.isfinite(self.cost[j]))
 
     def _add_table(self, j: int, k: int, more: Floats) -> None:
@@ -241,6 +255,7 @@ class _Work:
         self.near[j][k], self.near[k][j] = table, table.T
         self.edges[j, k] = None
         self.nodes[j] = self.nodes[k] = None
+        self.changed[j] = self.changed[k] = None
 
     def _load(self, i: int, rows: tuple[int, int], amount: Floats) -> None:
         if rows[1] > rows[0]:
@@ -259,11 +274,11 @@ class _Work:
             raise ProblemError(f"No state of {self.whole.name(i)} is allowed by what its neighbours may be.")
         self.cost[i], self.kept[i] = self.cost[i][ok], self.kept[i][ok]
         self.loads[i] = {rows: amount[ok] for rows, amount in self.loads[i].items()}
-        self.nodes[i] = None
+        self.nodes[i] = self.changed[i] = None
         for j in self.near[i]:
             table = self.near[i][j][ok]
             self.near[i][j], self.near[j][i] = table, table.T
-            self.edges[i, j] = None
+            self.edges[i, j] = self.changed[j] = None
 
     def _growth(self, i: int, j: int) -> int:
         """Entries that the tables have more of after merging i into j."""
@@ -276,12 +291,15 @@ class _Work:
             return 1 in table.shape
         return bool((table + table[0, 0] == table[:1] + table[:, :1]).all())
 
-    def _undominated(self, i: int) -> np.ndarray:
-        """Which states of a node to keep."""
-        size = self.cost[i].size
-        ok = np.ones(size, dtype=bool)
+    def _dominated(self, i: int) -> tuple[tuple[int, int], ...]:
+        """The states of a node that go, the last first, each with one that beats it."""
+        size, key = self.cost[i].size, None
         if any(size * table.size > DOMINANCE for table in self.near[i].values()):
-            return ok
+            return ()
+        if not self.loads[i]:
+            key = self._alike(i)
+            if key in self.beaten:
+                return self.beaten[key]
         more = self.cost[i][:, None] - self.cost[i][None, :]  # [b, a]: what b costs above a, at least
         with np.errstate(invalid="ignore"):
             for table in self.near[i].values():
@@ -292,9 +310,27 @@ class _Work:
         for amount in self.loads[i].values():
             worse &= amount[:, None] >= amount[None, :]
         np.fill_diagonal(worse, False)
-        for b in range(size - 1, -1, -1):
+        ok, found = np.ones(size, dtype=bool), []
+        for b in np.flatnonzero(worse.any(1))[::-1].tolist():
             by = np.flatnonzero(worse[b] & ok)
             if by.size:
                 ok[b] = False
-                self.steps.append(Dominated(i, int(self.kept[i][b]), int(self.kept[i][by[0]])))
-        return ok
+                found.append((b, int(by[0])))
+        if key is not None:
+            self.beaten[key] = tuple(found)
+        return tuple(found)
+
+    def _alike(self, i: int) -> _Alike:
+        """Two nodes of which this is equal have the same costs, and the same tables with their neighbours."""
+        return self.cost[i].tobytes(), *(table.tobytes() for table in self.near[i].values())
+
+
+def _best(cost: Floats, tables: Sequence[Floats]) -> tuple[Floats, Ints, Floats]:
+    """The least cost of a node given its neighbours' states, its state then, and what others cost more."""
+    total = cost.reshape(-1, *[1] * len(tables))
+    for axis, table in enumerate(tables):
+        total = total + table.reshape(-1, *[table.shape[1] if a == axis else 1 for a in range(len(tables))])
+    best = np.asarray(total.min(0))
+    with np.errstate(invalid="ignore"):  # inf - inf: nothing is allowed there
+        extra = np.where(np.isfinite(best), total - best, np.inf)
+    return best, np.asarray(total.argmin(0)), extra

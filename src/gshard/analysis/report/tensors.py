@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gshard.analysis.report.places import Places
+from gshard.analysis.rows import TensorRow
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Value
-
-if TYPE_CHECKING:
-    from gshard.analysis.explain import TensorRow
 
 
 def tensor_rows(

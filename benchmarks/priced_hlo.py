@@ -1,0 +1,130 @@
+"""What a compiled program takes on a machine: read off its HLO, whoever partitioned it.
+
+Each instruction that XLA did not fuse into another one is a kernel: it takes the longer of its arithmetic and its
+memory traffic, and its start. A collective takes what the network takes, among the devices that it runs over. Nothing
+overlaps. That is how ``gshard.analysis.cost`` prices our own programs; here both sides are read from what XLA compiled
+(for CPU, whose fusions are not those of an accelerator), so that only ratios mean anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import flops
+from gshard.analysis import hlo
+from gshard.analysis.hlo_text import Computation, Instruction, Module, read_module, trip_count, type_bytes
+from gshard.analysis.machine import Machine
+from gshard.analysis.network import permutation_seconds, seconds_among
+
+FREE = frozenset(
+    """
+    parameter constant tuple get-tuple-element bitcast while conditional call after-all opt-barrier partition-id
+    replica-id domain add-dependency async-update
+    """.split()
+)
+NAMES = {"f32": "f32", "f64": "f64", "bf16": "bf16", "f16": "bf16", "s8": "s8", "u8": "s8"}
+
+
+def seconds(text: str, machine: Machine) -> float:
+    """Of one call, on the device that is in the first group of every collective."""
+    module = read_module(text)
+    sent = {c.name: c for c in hlo.collectives(text)}
+    total = 0.0
+    for computation, made, times in kernels(module, module.computations[module.entry], 1):
+        if made.name in sent:
+            total += times * collective_seconds(made, sent[made.name], machine)
+        elif (
+            made.opcode not in FREE
+            and not is_part_of_all_to_all(computation, made)
+            and not made.opcode.endswith("-done")
+        ):
+            total += times * kernel_seconds(module, computation, made, machine)
+    return total
+
+
+def kernels(module: Module, computation: Computation, times: int) -> Iterator[tuple[Computation, Instruction, int]]:
+    """Every instruction that runs by itself, and how often; of a conditional, its first branch."""
+    for made in computation.instructions.values():
+        yield computation, made, times
+        if made.opcode == "while":
+            rounds = trip_count(module, computation, made)
+            inner = [(name, 1 if rounds is None else rounds) for name in made.called("body")]
+        elif made.opcode == "conditional":
+            branches = (*made.called("branch_computations"), *made.called("true_computation"))
+            inner = [(name, 1) for name in branches[:1]]
+        else:
+            inner = [(name, 1) for name in made.called("to_apply")] if made.opcode == "call" else []
+        for name, rounds in inner:
+            yield from kernels(module, module.computations[name], times * rounds)
+
+
+def is_part_of_all_to_all(computation: Computation, made: Instruction) -> bool:
+    """Whether it cuts or joins what an all-to-all moves: on CPU that is done array by array, elsewhere on the way."""
+    if made.opcode == "concatenate":
+        parts = [computation.instructions[o] for o in made.operands]
+        return all(p.opcode == "get-tuple-element" and _is_all_to_all(computation, p.operands[0]) for p in parts)
+    users = [i.name for i in computation.instructions.values() if made.name in i.operands]
+    is_slice = made.opcode == "slice" or made.name.startswith("wrapped_slice")
+    return is_slice and bool(users) and all(_is_all_to_all(computation, name) for name in users)
+
+
+def _is_all_to_all(computation: Computation, name: str) -> bool:
+    return computation.instructions[name].opcode == "all-to-all"
+
+
+def collective_seconds(made: Instruction, c: hlo.CompiledCollective, machine: Machine) -> float:
+    if c.kind == "collective_permute":
+        listed = re.search(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?\s*)+)\}", made.attributes)
+        pairs = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", listed[1])] if listed else []
+        return permutation_seconds(c.bytes_moved, pairs, machine)
+    group = c.group or tuple(range(c.group_size))
+    return seconds_among(c.kind, c.operand_bytes, group, machine)
+
+
+def kernel_seconds(module: Module, computation: Computation, made: Instruction, machine: Machine) -> float:
+    moved = bytes_moved(module, computation, made)
+    everything = flops.of_instruction(module, computation, made)
+    products, dtype = flops.products_of(module, computation, made)
+    computing = products / machine.rate(NAMES.get(dtype, "f32")) + (everything - products) / machine.vector_flops
+    return max(computing, moved / machine.memory_bandwidth) + machine.starting(moved)
+
+
+def bytes_moved(module: Module, computation: Computation, made: Instruction) -> int:
+    """Bytes that a kernel reads and writes; of what it takes a slice of, or writes a slice into, the slice."""
+    if made.opcode == "fusion":
+        body = module.computations[made.called("calls")[0]]
+        entered = [i for i in body.instructions.values() if i.opcode == "parameter"]
+        return sum(_read(body, i) for i in entered) + _written(body, body.instructions[body.root])
+    operands = [computation.instructions[o] for o in made.operands if o in computation.instructions]
+    if made.opcode in ("slice", "dynamic-slice", "gather"):
+        return 2 * type_bytes(made.type)
+    if made.opcode == "dynamic-update-slice":
+        return 2 * type_bytes(operands[1].type)
+    return sum(type_bytes(x.type) for x in operands) + type_bytes(made.type)
+
+
+def _read(body: Computation, value: Instruction) -> int:
+    """Bytes that a fusion reads of one of its operands."""
+    total, whole = 0, type_bytes(value.type)
+    for reader in body.instructions.values():
+        if value.name not in reader.operands:
+            continue
+        if reader.opcode in ("slice", "dynamic-slice", "gather") and reader.operands[0] == value.name:
+            total += type_bytes(reader.type)
+        elif reader.opcode == "dynamic-update-slice" and reader.operands[0] == value.name:
+            continue
+        elif reader.opcode == "bitcast":
+            total += _read(body, reader)
+        else:
+            return whole
+    return min(total, whole)
+
+
+def _written(body: Computation, root: Instruction) -> int:
+    """Bytes that a fusion writes."""
+    if root.opcode == "dynamic-update-slice":
+        return type_bytes(body.instructions[root.operands[1]].type)
+    if root.opcode in ("tuple", "bitcast"):
+        return sum(_written(body, body.instructions[o]) for o in root.operands)
+    return type_bytes(root.type)

@@ -1,0 +1,87 @@
+"""Instead: what else an array could be, and what a call would then take.
+
+Each sharding is tried as a user would try it: the program is planned again with one mark more, partitioned and priced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from gshard.analysis.cost import Cost, cost
+from gshard.analysis.proposal import text_of_mark, with_marks
+from gshard.core.errors import GShardError
+from gshard.core.mark import mark_of_cut
+from gshard.core.plan import Plan
+from gshard.core.program import Value, format_bytes
+from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
+from gshard.passes.ways import shardings
+
+_EQUATIONS = 40_000  # that are planned again, all in all,
+_MOST = 24  # and shardings that are tried
+
+
+@dataclasses.dataclass(frozen=True)
+class Instead:
+    """Another sharding, and what a call takes with it.
+
+    Attributes:
+        sharding: as text.
+        mark: as it is written.
+        cost: of the program with that mark;
+        now: and of the program as it is.
+    """
+
+    sharding: str
+    mark: str
+    cost: Cost
+    now: Cost
+
+    @property
+    def seconds(self) -> float:
+        """How much longer a call takes with it."""
+        return self.cost.seconds - self.now.seconds
+
+    def __str__(self) -> str:
+        sent, held = self.cost.sent - self.now.sent, self.cost.peak - self.now.peak
+        amounts = (f"{_signed(sent)} sent by each device", f"{_signed(held)} at the peak")
+        return f"{self.sharding}: {self.seconds * 1e3:+.3g} ms a call, {', '.join(amounts)}   {self.mark}"
+
+
+def instead(plan: Plan, value: Value, now: Cost, donated: Sequence[int] = ()) -> tuple[Instead, ...]:
+    """The other shardings of a value over whole axes, the fastest first; none for one that cannot be marked.
+
+    Args:
+        plan: as it is.
+        value: one of its values.
+        now: what a call takes.
+        donated: inputs (captured arrays counted) whose memory results may take.
+    """
+    equations = sum(1 for _ in plan.program.block.walk())
+    most = max(1, min(_MOST, _EQUATIONS // max(equations, 1)))
+    found = itertools.islice(_tried(plan, value, now, donated), most)
+    return tuple(sorted(found, key=lambda row: (row.cost.seconds, row.cost.sent, row.sharding)))
+
+
+def _tried(plan: Plan, value: Value, now: Cost, donated: Sequence[int]) -> Iterator[Instead]:
+    first = len(plan.program.captured)
+    axes = tuple(atoms for atoms in plan.mesh.atoms_of.values() if atoms)
+    ways = shardings(value.shape, plan.mesh, axes, even=value in plan.program.block.inputs)
+    # Those over the fewest axes first: the others come last where not all can be tried.
+    for way in sorted(ways, key=lambda way: len(way.atoms)):
+        text = text_of_mark(way, plan.mesh)
+        program = with_marks(plan.program, {value: mark_of_cut(way.dims, plan.mesh)})
+        if way.dims == plan.sharding(value).dims or text is None or program is None:
+            continue
+        try:
+            spmd = partition(propagate(program, plan.mesh, donated=donated), donated=donated)
+        except GShardError:  # it does not fit another mark
+            continue
+        shown = way.format(plan.mesh, value.shape, value.dtype_name)
+        yield Instead(shown, text, cost(spmd, now.machine, [i - first for i in donated]), now)
+
+
+def _signed(size: int) -> str:
+    return f"{'-' if size < 0 else '+'}{format_bytes(abs(size))}"

@@ -1,0 +1,79 @@
+"""Rows: what an explanation tells of each array, and of each kind of collective."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from gshard.core.mesh import Mesh
+from gshard.core.program import Value
+from gshard.core.spmd import Collective
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One array of the program.
+
+    Attributes:
+        name: an argument's path, or ``%12`` with the primitive and line that made it.
+        sharding: text form.
+        bytes: of the whole array.
+        local_bytes: of one device's part.
+        is_argument: whether the caller hands it in.
+        why: for each dimension that is split, the reasons from here back to a mark.
+        value: the value in the plan.
+        note: what to know of a value that no mark can split: one device's part, or what becomes of parts.
+    """
+
+    name: str
+    sharding: str
+    bytes: int
+    local_bytes: int
+    is_argument: bool
+    why: tuple[tuple[str, ...], ...]
+    value: Value = dataclasses.field(repr=False)
+    note: str = ""
+
+    @property
+    def reason(self) -> str:
+        """For each dimension the nearest reason and the mark where the chain ends, in one line."""
+        texts = []
+        for nearest, *further in self.why:
+            root = further[-1].partition(": ")[2] if further else ""
+            texts.append(nearest if not root or root in nearest else f"{nearest} <- {root}")
+        return "; ".join(texts) or self.note or "nothing asks to split it"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CollectiveRow:
+    """Collectives of one kind over the same axes for the same line.
+
+    Attributes:
+        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
+        axes: names of mesh axes, or of their parts.
+        times: how many run in one call of the program.
+        bytes: what each device sends in all of them.
+        shape: the local operand of the largest.
+        line: the user's source line.
+        why: what needed it.
+    """
+
+    kind: str
+    axes: str
+    times: int
+    bytes: int
+    shape: str
+    line: str
+    why: str
+
+
+def rows_of_collectives(collectives: Sequence[Collective], mesh: Mesh) -> tuple[CollectiveRow, ...]:
+    """The collectives in rows, most bytes first."""
+    rows: dict[tuple[str, str, str, str, str], CollectiveRow] = {}
+    for c in collectives:
+        axes = mesh.format_atoms(c.atoms)
+        key = (c.kind, axes, c.line, c.why, c.shape)
+        old = rows.get(key)
+        times, sent = c.times + (old.times if old else 0), c.total_bytes + (old.bytes if old else 0)
+        rows[key] = CollectiveRow(c.kind, axes, times, sent, c.shape, c.line, c.why)
+    return tuple(sorted(rows.values(), key=lambda r: -r.bytes))

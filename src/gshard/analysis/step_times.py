@@ -1,0 +1,70 @@
+"""Step times: how long the steps take in which an array is moved on a machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from gshard.analysis.machine import Machine
+from gshard.analysis.network import permutation_seconds, seconds
+from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, Step, bytes_sent, permutation
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.sharding import Sharding
+
+# A collective may make two kernels of one. Of equal ways this takes the one with fewer.
+_SPLITS = 0.1
+# What is gathered or cut along a dimension that is not the first may have to be copied into place, which compilers
+# spare now and then. Of equal ways this takes the one that need not.
+_COPIES = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """What steps take on a machine (``comm.steps.Times``)."""
+
+    machine: Machine
+
+    def seconds(
+        self,
+        step: Step,
+        shape: tuple[int, ...],
+        itemsize: int,
+        mesh: Mesh,
+        *,
+        among: tuple[Mesh, Atoms] | None = None,
+    ) -> float:
+        """One step.
+
+        Args:
+            step: which, over atoms of ``mesh``.
+            shape, itemsize: of the array, which is global.
+            mesh: the devices.
+            among: the mesh and the atoms that the network knows, where ``mesh`` is a coarser one.
+        """
+        if step.kind in LOCAL:
+            copied = 2 * math.prod(step.after.local_shape(mesh, shape)) * itemsize
+            return self.machine.launch + copied / self.machine.memory_bandwidth
+        taken = self._sent(step, shape, itemsize, mesh, among or (mesh, step.atoms)) + _SPLITS * self.machine.launch
+        if step.dim > 0 and step.to < 0:
+            whole, parts = (step.after, step.before) if step.kind == ALL_GATHER else (step.before, step.after)
+            if any(n > 1 for n in parts.local_shape(mesh, shape)[: step.dim]):
+                size = math.prod(whole.local_shape(mesh, shape)) * itemsize
+                taken += _COPIES * 2 * size / self.machine.memory_bandwidth
+        return taken
+
+    def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, among: tuple[Mesh, Atoms]) -> float:
+        if step.kind == PERMUTE:
+            latency, a_byte = _permuting(step.before, step.after, mesh, self.machine)
+            return latency + a_byte * bytes_sent(step, shape, itemsize, mesh)
+        known, atoms = among
+        local = math.prod(step.before.local_shape(mesh, shape)) * itemsize
+        return seconds(step.kind, local, known, self.machine, atoms)
+
+
+@functools.lru_cache(maxsize=4096)
+def _permuting(before: Sharding, after: Sharding, mesh: Mesh, machine: Machine) -> tuple[float, float]:
+    """What a permutation takes, and what a byte of it takes more: whatever the array."""
+    pairs = permutation(before, after, mesh)
+    none, many = (permutation_seconds(sent, pairs, machine) for sent in (0, 1 << 30))
+    return none, (many - none) / (1 << 30)

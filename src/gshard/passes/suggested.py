@@ -1,0 +1,45 @@
+"""Suggested: shardings over parts of axes, of which the facts make some worth while."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.program import Equation, Value
+from gshard.core.rule import Rule
+from gshard.core.sharding import Sharding
+from gshard.core.split import operand_sharding, result_sharding
+from gshard.passes.candidates import Arrays, arrays_of, candidates
+from gshard.passes.facts import Facts
+from gshard.passes.moves import is_made_of
+
+
+def in_parts(facts: Facts, tied: Collection[Equation], axes: Sequence[Atoms]) -> dict[Value, dict[Sharding, None]]:
+    """Shardings, over parts of axes, in which equations make or take a value where it is sharded as the facts say.
+
+    Args:
+        facts: what follows from the marks.
+        tied: equations that have no choice of their own.
+        axes: those that move as wholes.
+    """
+    found: dict[Value, dict[Sharding, None]] = {}
+    known: dict[object, list[tuple[int, Sharding]]] = {}
+    for e in facts.program.block.walk():
+        if e.rule is None or e.rule.fixed is not None or e in tied:
+            continue
+        arrays = arrays_of(e, facts.shardings)
+        if (e.rule, arrays) not in known:
+            known[e.rule, arrays] = list(_of_rule(e.rule, arrays, facts.mesh, axes))
+        values = (*e.inputs, *e.outputs)
+        for i, sharding in known[e.rule, arrays]:
+            if isinstance(v := values[i], Value):
+                found.setdefault(v, {})[sharding] = None
+    return found
+
+
+def _of_rule(rule: Rule, arrays: Arrays, mesh: Mesh, axes: Sequence[Atoms]) -> Iterator[tuple[int, Sharding]]:
+    for split in candidates(rule, arrays, mesh):
+        if any(not is_made_of(atoms, axes) for atoms in split.values()):
+            operands = [operand_sharding(rule, i, split) for i in range(len(rule.operands))]
+            results = [result_sharding(rule, i, split) for i in range(len(rule.results))]
+            yield from enumerate((*operands, *results))
