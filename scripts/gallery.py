@@ -23,12 +23,13 @@ PAGE = ROOT / "docs" / "gallery.md"
 SHOWN = 4  # programs of an example
 GROUPS = {
     "Kinds of parallelism": (
-        "zero", "optax_fsdp", "tensor_parallel", "sequence_parallel", "pipeline", "moe_layer", "summa", "spatial_unet",
-        "vocabulary",
+        "zero", "optax_fsdp", "tensor_parallel", "sequence_parallel", "pipeline", "moe_layer", "decoder_moe", "summa",
+        "spatial_unet", "vocabulary",
     ),
     "Frameworks": ("flax_nnx", "equinox_modules", "haiku_batch_norm", "orbax_restore"),
     "Ways to say it": (
         "annotated_for_jax", "layout_transformer", "search_training", "local_gather", "device_order", "new_operator",
+        "explained_transformer",
     ),
 }  # fmt: skip
 

@@ -258,6 +258,7 @@ def test_the_plan_of_the_paper_is_found_without_its_marks():
             assert found.found.plan.mesh.count(found.found.plan.shardings[v].dims[1]) == 128
 
 
+@pytest.mark.slow
 def test_memory_is_constant_from_128_to_2048_experts():
     """Figure 7: at fixed depth weights and activations of a device do not grow with the experts, nor does planning."""
     peaks = {}

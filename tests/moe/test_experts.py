@@ -44,8 +44,15 @@ def assert_trees_close(left, right, **tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), left, right)
 
 
-@pytest.mark.parametrize("routing", ["paper", "lingvo"])
-@pytest.mark.parametrize("group_size, capacity_factor", [(8, 1.0), (24, 0.5), (4, 2.0), (None, math.inf)])
+@pytest.mark.parametrize(
+    "group_size, capacity_factor, routing",
+    [
+        (8, 1.0, "paper"), (24, 0.5, "lingvo"), (None, math.inf, "paper"),
+        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [
+            (8, 1.0, "lingvo"), (24, 0.5, "paper"), (4, 2.0, "paper"), (4, 2.0, "lingvo"), (None, math.inf, "lingvo"),
+        ]),
+    ],
+)  # fmt: skip
 def test_dispatches_agree(routing, group_size, capacity_factor):
     """Values, gradients and metrics; ``blocks`` too where nothing is dropped."""
     config = dataclasses.replace(

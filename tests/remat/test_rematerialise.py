@@ -253,7 +253,7 @@ SORTED = [
 @example(SORTED, [(2,), (2,)], 0.02)
 @example(OVERLAPPING, [(2, 3, 7)], 0.2)
 @given(programs, all_shapes, st.sampled_from([0.02, 0.1, 0.3, 0.5]))
-@settings(max_examples=4, phases=PHASES)
+@settings(max_examples=2, phases=PHASES)
 def test_any_program_with_any_limit(steps: list[Step], shapes: list[tuple[int, ...]], part: float) -> None:
     check(steps, shapes, Squeeze(part))
 
