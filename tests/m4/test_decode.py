@@ -96,7 +96,10 @@ def listed(found: Decoded) -> list[list[tuple[list[int], float]]]:
     return [[(ids_of(t), s) for t, s in zip(*of, strict=True) if s > -np.inf] for of in zip(tokens, scores)]
 
 
-@pytest.mark.parametrize(("beam", "n_best", "alpha", "seed"), [(2, 2, 0.6, 10), (4, 4, 0.6, 11), (8, 5, 1.4, 13)])
+@pytest.mark.parametrize(("beam", "n_best", "alpha", "seed"), [
+    pytest.param(2, 2, 0.6, 10, marks=pytest.mark.slow), pytest.param(4, 4, 0.6, 11, marks=pytest.mark.slow),
+    (8, 5, 1.4, 13),
+])  # fmt: skip
 def test_flat_equals_reordering_on_random_models(
     beam: int, n_best: int, alpha: float, seed: int, rng: np.random.Generator
 ) -> None:
@@ -199,7 +202,8 @@ def test_partitioned_equals_one_device(devices: int, rng: np.random.Generator) -
     assert sum("experts" in row.name for row in split if row.is_argument) == 4, "both products of both stacks"
 
 
-@pytest.mark.parametrize("beam", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("beam", [1, 3])
 def test_long_sources_have_room_for_long_translations(beam: int) -> None:
     """No fixed length cuts them, and short ones do not wait for it; what is asked for is kept to."""
     params = random_model(4)

@@ -49,7 +49,8 @@ def training(dispatch: str, partitions: int) -> tuple[Any, Any, Any]:
     return step, (params, optimizer.init(specs)), batches
 
 
-@pytest.mark.parametrize("dispatch", ["einsum", pytest.param("gather", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["einsum", "gather"])
 def test_twenty_steps_give_the_same_losses(dispatch: str) -> None:
     step, state, batches = training(dispatch, partitions=8)
     partitioned = gshard.jit(step, mesh=8, donate_argnums=0)

@@ -157,9 +157,10 @@ def test_translations_are_those_of_the_model_whoever_asks_at_the_same_time(serve
     assert [line["text"] for line in found["lines"]] == [of.text for of in from_german]
     assert found["text"] == "\n".join(of.text for of in from_german)
     for line, of in zip(found["lines"], from_german, strict=True):
-        assert [(a["text"], a["score"]) for a in line["alternatives"]] == [
-            (h.text, round(h.score, 6)) for h in of.hypotheses
-        ]
+        assert [a["text"] for a in line["alternatives"]] == [h.text for h in of.hypotheses]
+        # Who else is asked for at the time is added up beside it, in other kernels: a last bit of a float32.
+        scores = [a["score"] for a in line["alternatives"]]
+        assert scores == pytest.approx([h.score for h in of.hypotheses], rel=5e-7, abs=2e-6)
     assert [answer["text"] for _, _, answer in single] == [of.text for of in want]
     assert served.ask("POST", "/translate", {"text": ""})[2] == {"text": "", "language": None, "lines": []}
     assert found["language"] == "de"

@@ -58,8 +58,13 @@ def test_equals_a_loop_over_tokens(k, E, capacity, gates, normalise, scale, bias
         np.testing.assert_allclose(gating.metrics["kept_share"], kept_number / (k * valid.sum()), rtol=1e-6)
 
 
-@pytest.mark.parametrize("routing", ["paper", "lingvo"])
-@pytest.mark.parametrize("second_expert", ["random", "all"])
+@pytest.mark.parametrize(
+    ("routing", "second_expert"),
+    [
+        ("paper", "random"), ("lingvo", "all"), pytest.param("paper", "all", marks=pytest.mark.slow),
+        pytest.param("lingvo", "random", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_the_papers_gating_is_bit_for_bit_what_it_was(routing, second_expert):
     choices = {"routing": routing, "second_expert": second_expert}
     old = jax.jit(functools.partial(top2_gating_before, **choices), static_argnums=1)

@@ -83,7 +83,10 @@ def packed(data, rows, source_length, target_length):
     return out
 
 
-@pytest.mark.parametrize("config", [DENSE, DROPLESS], ids=["dense", "dropless"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(DENSE, marks=pytest.mark.slow, id="dense"), pytest.param(DROPLESS, id="dropless")],
+)
 def test_a_packed_batch_is_its_sentences(config):
     """Several sentences in a row have the loss, the gradients and the routing of rows of their own."""
     params = initial(config, jax.random.key(0))
@@ -133,7 +136,9 @@ def test_dense_metrics_have_the_same_names():
     assert all(value.shape == () and value.dtype == jnp.float32 for value in metrics.values())
 
 
-@pytest.mark.parametrize("name", ["dropout", "attention_dropout", "second_expert"])
+@pytest.mark.parametrize(
+    "name", ["second_expert", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dropout", "attention_dropout"))]
+)
 def test_keys_decide_what_is_random(name):
     """The same key gives the same result, another one another."""
     config = dataclasses.replace(DROPLESS, **{name: "random" if name == "second_expert" else 0.3})

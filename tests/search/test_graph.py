@@ -103,7 +103,7 @@ SMALL: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-_LONG = {"attended", "looked_up"}
+_LONG = {"attended", "looked_up", "two"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _LONG else n for n in SMALL])
