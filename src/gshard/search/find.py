@@ -290,7 +290,7 @@ class Pricing:
     known: list[PricedPlan] = dataclasses.field(default_factory=list)
 
     def planned(self, program: Program, mesh: Mesh) -> Plan:
-        """What follows from a program's marks, as ``jit`` plans it."""
+        """What follows from a program's marks, by seconds on the machine."""
         return propagate(program, mesh, donated=self._inputs(program), objective=seconds_on(self.machine))
 
     def add(self, name: str, plan: Plan) -> PricedPlan:
