@@ -35,7 +35,7 @@ import numpy as np
 
 import gshard
 from gshard import moe
-from gshard.analysis import hlo
+from gshard.analysis import hlo_collectives
 from gshard.analysis.peer import xla_function
 from gshard.passes.compile import compile_spmd, named_sharding
 from gshard.passes.partition import partition
@@ -77,7 +77,7 @@ class Side:
         self.compiled = function.lower(*arguments).compile()
         self.name, self.before = name, before
         self.compile = time.perf_counter() - start
-        self.kinds = hlo.summary(hlo.collectives(self.compiled.as_text()))
+        self.kinds = hlo_collectives.summary(hlo_collectives.collectives(self.compiled.as_text()))
         self.bytes = sum(n for _, n in self.kinds.values())
         memory = self.compiled.memory_analysis()
         self.temp = memory.temp_size_in_bytes

@@ -10,7 +10,7 @@ each wants.
 Seconds are modelled, on three machines: both compiled programs are read and priced alike, kernel by kernel
 (``priced_hlo.py``). Our side is planned for each of them (``gshard.jit(machine=...)``); XLA knows nothing of machines.
 
-Bytes that each device sends are read from both compiled programs, rounds of loops included (``gshard.analysis.hlo``).
+Bytes that each device sends are read from both compiled programs, rounds of loops included (``hlo_collectives``).
 FLOPs that each device executes are XLA's own count of both compiled programs (``compiled.cost_analysis()``), to which
 the further rounds of loops are added, for XLA counts a body once (``tests/flops.py``). Temporaries are XLA's number too
 (``memory_analysis``). Each is compared with the chance of XLA's that needs less of it; a few thousand count as none.
@@ -55,7 +55,7 @@ from priced_hlo import seconds
 import flops
 import gshard
 from families import CASES, Case
-from gshard.analysis import hlo, hlo_text
+from gshard.analysis import hlo_collectives, hlo_parser
 from gshard.analysis.machine import Machine
 from gshard.analysis.peer import xla_function
 from gshard.passes.compile import named_sharding
@@ -73,7 +73,7 @@ CHANCES = "its own arguments", "our arguments"
 
 def measured(compiled: Any) -> dict[str, Any]:
     text = compiled.as_text()
-    kinds = hlo.summary(hlo.collectives(text))
+    kinds = hlo_collectives.summary(hlo_collectives.collectives(text))
     total = sum(n for _, n in kinds.values())
     memory = compiled.memory_analysis().temp_size_in_bytes
     at_best = total - reduce_scatters_missed(text)
@@ -84,9 +84,9 @@ def measured(compiled: Any) -> dict[str, Any]:
 
 def reduce_scatters_missed(text: str) -> int:
     """Bytes that a compiled program would not send if no all-reduce were one whose result is only read in slices."""
-    module = hlo_text.read_module(text)
+    module = hlo_parser.read_module(text)
     saved = 0
-    for found in hlo.collectives(text):
+    for found in hlo_collectives.collectives(text):
         if found.kind != "all_reduce":
             continue
         (computation,) = (c for c in module.computations.values() if found.name in c.instructions)
@@ -95,28 +95,28 @@ def reduce_scatters_missed(text: str) -> int:
             [i for i in computation.instructions.values() if made.name in i.operands] if "(" in made.type else [made]
         )
         for part in parts:
-            size, read = hlo_text.type_bytes(part.type), slices_read(module, computation, part.name)
+            size, read = hlo_parser.type_bytes(part.type), slices_read(module, computation, part.name)
             if read is not None and read * found.group_size <= size:
                 saved += found.executions * (size * (found.group_size - 1) // found.group_size)
     return saved
 
 
-def slices_read(module: hlo_text.Module, computation: hlo_text.Computation, name: str) -> int | None:
-    """Bytes of the largest slice that is read of a value, fused readers included; None if more is read."""
+def slices_read(module: hlo_parser.Module, computation: hlo_parser.Computation, name: str) -> int | None:
+    """Bytes of the largest slice that is read of a value, fused users included; None if more is read."""
     if computation.root == name:
         return None
     largest = 0
-    for reader in computation.instructions.values():
-        if name not in reader.operands:
+    for user in computation.instructions.values():
+        if name not in user.operands:
             continue
         inner: int | None
-        if reader.opcode == "dynamic-slice" and reader.operands[0] == name:
-            inner = hlo_text.type_bytes(reader.type)
-        elif reader.opcode in ("bitcast", "copy", "transpose", "reshape"):
-            inner = slices_read(module, computation, reader.name)
-        elif reader.opcode == "fusion":
-            body = module.computations[reader.called("calls")[0]]
-            numbers = [str(k) for k, operand in enumerate(reader.operands) if operand == name]
+        if user.opcode == "dynamic-slice" and user.operands[0] == name:
+            inner = hlo_parser.type_bytes(user.type)
+        elif user.opcode in ("bitcast", "copy", "transpose", "reshape"):
+            inner = slices_read(module, computation, user.name)
+        elif user.opcode == "fusion":
+            body = module.computations[user.called("calls")[0]]
+            numbers = [str(k) for k, operand in enumerate(user.operands) if operand == name]
             entered = [i for i in body.instructions.values() if i.opcode == "parameter" and i.literal in numbers]
             all_read = [slices_read(module, body, i.name) for i in entered]
             inner = None if None in all_read else max(n for n in all_read if n is not None)

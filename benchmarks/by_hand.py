@@ -3,7 +3,7 @@
 Each program stands beside a ``shard_map`` program in which every collective was placed by hand. Arguments and results
 lie alike on all sides: one dimension over 8 virtual CPU devices. Ours, the one by hand and that of XLA's own
 partitioner are compiled, run, and compared with the unpartitioned program; bytes and messages are read from the
-compiled programs (``gshard.analysis.hlo``), FLOPs are XLA's own count. Seconds are modelled: a microsecond for a
+compiled programs (``hlo_collectives``), FLOPs are XLA's own count. Seconds are modelled: a microsecond for a
 message, 100 GB/s between devices, 50 TFLOP/s, 450 GB/s of memory; they are the same formula for all sides, and only
 their ratios mean anything.
 
@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 
 import flops
 import gshard
-from gshard.analysis import hlo
+from gshard.analysis import hlo_collectives
 
 PARTS = 8
 MESH = jax.make_mesh((PARTS,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -248,7 +248,7 @@ def side(program: Program, compiled: Any) -> Side:
     except jax.errors.JaxRuntimeError:  # XLA on CPU and transforms; what is compiled can be measured all the same
         found = np.full(expected.shape, np.nan)
     off = np.abs(found.astype(complex) - expected).max() / np.abs(expected).max()
-    sent = hlo.collectives(compiled.as_text())
+    sent = hlo_collectives.collectives(compiled.as_text())
     total, messages = sum(c.total_bytes for c in sent), sum(c.executions for c in sent)
     work, read = flops.executed(compiled), float((compiled.cost_analysis() or {}).get("bytes accessed", 0.0))
     seconds = messages * 1e-6 + total / 1e11 + work / 5e13 + read / 4.5e11

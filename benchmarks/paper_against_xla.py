@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from gshard.analysis import hlo
+from gshard.analysis import hlo_collectives
 from gshard.analysis.cycles import estimated_cycles
 from gshard.analysis.peer import xla_function
 from gshard.passes.compile import named_sharding
@@ -62,7 +62,7 @@ def measure(name: str, topology: str, side: str, remat: bool | None) -> None:
         return
     memory, text = found.memory_analysis(), found.as_text()
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    kinds = hlo.summary(hlo.collectives(text))
+    kinds = hlo_collectives.summary(hlo_collectives.collectives(text))
     seconds = estimated_cycles(text) / CYCLES_A_SECOND[topology.partition(":")[0]]
     row = (peak - memory.alias_size_in_bytes, sum(n for _, n in kinds.values()))
     shown = ", ".join(f"{kind} x{n} {size / 2**30:.2f}" for kind, (n, size) in kinds.items())

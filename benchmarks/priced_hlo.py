@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator
 
 import flops
-from gshard.analysis import hlo
-from gshard.analysis.hlo_text import Computation, Instruction, Module, read_module, trip_count, type_bytes
+from gshard.analysis import hlo_collectives
+from gshard.analysis.hlo_parser import Computation, Instruction, Module, read_module, trip_count, type_bytes
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import permutation_seconds, seconds_among
 
@@ -29,7 +29,7 @@ NAMES = {"f32": "f32", "f64": "f64", "bf16": "bf16", "f16": "bf16", "s8": "s8", 
 def seconds(text: str, machine: Machine) -> float:
     """Of one call, on the device that is in the first group of every collective."""
     module = read_module(text)
-    sent = {c.name: c for c in hlo.collectives(text)}
+    sent = {c.name: c for c in hlo_collectives.collectives(text)}
     total = 0.0
     for computation, made, times in kernels(module, module.computations[module.entry], 1):
         if made.name in sent:
@@ -73,7 +73,7 @@ def _is_all_to_all(computation: Computation, name: str) -> bool:
     return computation.instructions[name].opcode == "all-to-all"
 
 
-def collective_seconds(made: Instruction, c: hlo.CompiledCollective, machine: Machine) -> float:
+def collective_seconds(made: Instruction, c: hlo_collectives.CompiledCollective, machine: Machine) -> float:
     if c.kind == "collective_permute":
         listed = re.search(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?\s*)+)\}", made.attributes)
         pairs = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", listed[1])] if listed else []
@@ -107,15 +107,15 @@ def bytes_moved(module: Module, computation: Computation, made: Instruction) -> 
 def _read(body: Computation, value: Instruction) -> int:
     """Bytes that a fusion reads of one of its operands."""
     total, whole = 0, type_bytes(value.type)
-    for reader in body.instructions.values():
-        if value.name not in reader.operands:
+    for user in body.instructions.values():
+        if value.name not in user.operands:
             continue
-        if reader.opcode in ("slice", "dynamic-slice", "gather") and reader.operands[0] == value.name:
-            total += type_bytes(reader.type)
-        elif reader.opcode == "dynamic-update-slice" and reader.operands[0] == value.name:
+        if user.opcode in ("slice", "dynamic-slice", "gather") and user.operands[0] == value.name:
+            total += type_bytes(user.type)
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
             continue
-        elif reader.opcode == "bitcast":
-            total += _read(body, reader)
+        elif user.opcode == "bitcast":
+            total += _read(body, user)
         else:
             return whole
     return min(total, whole)

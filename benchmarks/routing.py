@@ -97,7 +97,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = layers(options)
     x_BLM = jax.random.normal(jax.random.key(2), (1, options.tokens, options.model))
-    full = [f(params, x_BLM) for name, (f, params) in rows.items() if name in ("gather, all", "blocks", "ragged")]
+    with jax.default_matmul_precision("highest"):  # on a GPU the default is TF32
+        full = [f(params, x_BLM) for name, (f, params) in rows.items() if name in ("gather, all", "blocks", "ragged")]
     assert all(jnp.allclose(full[0], other, rtol=1e-3, atol=1e-4) for other in full[1:]), "dropless forms disagree"
     print(f"{options.tokens} tokens, M={options.model}, H={options.hidden}, E={options.experts}, k={options.top_k}, "
           f"{jax.devices()[0].device_kind}, jax {jax.__version__}")  # fmt: skip

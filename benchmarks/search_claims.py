@@ -48,10 +48,10 @@ import gshard
 from families import CASES
 from gshard.analysis.proposal import spec_of_cut
 from gshard.core.program import Block, Constant, Program, Value
+from gshard.language.region import with_edges
 from gshard.passes.compile import compile_spmd, named_sharding
 from gshard.passes.partition import partition
 from gshard.planning import configured, searched
-from gshard.rules.region import with_edges
 from gshard.search.find import best_plan
 from gshard.solver.problem import Problem
 from gshard.solver.solve import solve

@@ -12,7 +12,7 @@ Both sides are one function each, ``gshard.jit`` and ``jax.jit``, given the same
 and result; marks inside the MoE model are sharding constraints for XLA (``gshard.analysis.peer``). Both train from the
 same state on the same batch, and losses are compared. They run in turns in this process, several steps at a time; a
 ratio is the median of pairs that ran next to each other. Beside it stand, ours over XLA's: FLOPs that a device executes
-(``tests/flops.py``), bytes that it sends (``gshard.analysis.hlo``), and temporary memory (``memory_analysis``).
+(``tests/flops.py``), bytes that it sends (``hlo_collectives``), and temporary memory (``memory_analysis``).
 
     python benchmarks/wall_clock.py [--only gpt] [--pairs 9] [--json out.json]
 """
@@ -50,7 +50,7 @@ from jax.sharding import PartitionSpec as P
 import flops
 import gshard
 from gshard import moe
-from gshard.analysis import hlo
+from gshard.analysis import hlo_collectives
 from gshard.analysis.peer import xla_function
 from gshard.passes.trace import trace
 from m4 import optimizer
@@ -254,7 +254,7 @@ class Side:
         self.step, self.state, self.batch = step, state, batch
         self.losses: list[Any] = []
         self.flops = flops.executed(compiled)
-        self.bytes = sum(c.total_bytes for c in hlo.collectives(text))
+        self.bytes = sum(c.total_bytes for c in hlo_collectives.collectives(text))
         self.temporaries = compiled.memory_analysis().temp_size_in_bytes
 
     def train(self, steps: int) -> float:

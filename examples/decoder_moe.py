@@ -1,7 +1,7 @@
 """A decoder as they are built now, trained on text that Python brings: its own docstrings, on eight devices.
 
 Rotary positions, grouped queries, SwiGLU, sigmoid gates, three experts a token of which one is shared, and a bias in
-place of a balancing loss. Tokens travel to their experts and back by all-to-alls; where none may be dropped, they are
+place of a balancing loss. Tokens are sent to their experts and back by all-to-alls; where none may be dropped, they are
 gathered.
 
     python examples/decoder_moe.py
@@ -84,5 +84,5 @@ assert sum(row.times for row in told.collectives if row.kind == "all_to_all") >=
 dropless = dataclasses.replace(CONFIG, dispatch="ragged")
 sent = gshard.explain(lambda p, b: loss(dropless, p, b)[0], params, first, mesh=8).bytes_by_kind
 print(f"\nwithout a capacity, forward: {sent}")
-# Tokens are gathered and sums scattered; what else travels are places and weights, a few numbers a token.
+# Tokens are gathered and sums scattered; what else is sent are places and weights, a few numbers a token.
 assert sent["all_gather"] + sent["reduce_scatter"] > 0.95 * sum(sent.values())

@@ -2,7 +2,7 @@
 
 Eight chips stand in two rows of four. Parts that hand something to their neighbour should be neighbours there too: a
 ring that goes along one row and back along the other is made of single links, while counting through the rows jumps
-back at the end of each. The numbers, and the bytes, are the same for every assignment; how far they travel is not.
+back at the end of each. The numbers, and the bytes, are the same for every assignment; how far they go is not.
 
     python examples/device_order.py
 """

@@ -1,4 +1,4 @@
-"""Two operators that gshard has never heard of are taught to it, and what was taught is checked.
+"""Rules of two operators that gshard has never heard of are registered and checked.
 
 One is told in a line of text, the other by a function of its equation, because its dimensions depend on a parameter.
 Then a line that is not true: the check finds the dimension.
@@ -60,7 +60,7 @@ def relative(call):
     """All dimensions are independent but the one whose maximum is taken."""
     make = gshard.RuleMaker()
     (shape,) = call.in_shapes
-    dims = [make.whole(n) if d == call.params["axis"] else make.factor(n) for d, n in enumerate(shape)]
+    dims = [make.replicate(n) if d == call.params["axis"] else make.factor(n) for d, n in enumerate(shape)]
     return make.rule([dims], [dims])
 
 

@@ -1,4 +1,4 @@
-"""Spatial partitioning: a small U-Net on an image whose rows are split, where only the rows at the edges travel.
+"""Spatial partitioning: a small U-Net on an image whose rows are split, where only the rows at the edges are sent.
 
 python examples/spatial_unet.py
 """

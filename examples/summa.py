@@ -2,7 +2,7 @@
 
 Each of three matrices is cut in rows over one axis and in columns over the other, and so is each gradient: nothing is
 held twice, as in Optimus' layers. A product gathers rows of parts of one operand and columns of parts of the other.
-With ``windowed`` no device ever holds those: parts travel, and each step multiplies those that are at hand.
+With ``windowed`` no device ever holds those: parts rotate, and each step multiplies those that are at hand.
 
     python examples/summa.py
 """
@@ -49,9 +49,9 @@ assert (summa(a, b) == a @ b).all()
 assert told(summa, a, b) == [("all_gather", "columns", 1, 3 * part), ("all_gather", "rows", 1, part)]
 
 # The same bytes with the larger of both coming by in parts.
-in_steps = gshard.jit(product, mesh=grid(2, 4), windowed=True)
-assert (in_steps(a, b) == a @ b).all()
-assert told(in_steps, a, b) == [("all_gather", "rows", 1, part), ("collective_permute", "columns", 3, 3 * part)]
+rotated = gshard.jit(product, mesh=grid(2, 4), windowed=True)
+assert (rotated(a, b) == a @ b).all()
+assert told(rotated, a, b) == [("all_gather", "rows", 1, part), ("collective_permute", "columns", 3, 3 * part)]
 
 # Cannon's algorithm on 2 x 2 devices: a skew and one step further, for both operands.
 part = N * N // 4 * 4
@@ -66,7 +66,7 @@ assert told(cannon, a, b) == [
 print(gshard.explain(cannon, a, b))
 
 
-# The gradients are products of the same kind: one operand and the sums travel.
+# The gradients are products of the same kind: one operand and the sums rotate.
 def loss(a, b):
     return jnp.sum(jnp.square(product(a, b) / N))
 

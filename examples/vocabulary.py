@@ -1,8 +1,7 @@
 """A vocabulary split over devices: embedding, logits and cross-entropy, and neither table nor logits are gathered.
 
 A device looks up the words it holds and contributes zero for the others; of the logits it keeps its own words, and of
-the softmax only a maximum, a sum and the label's logit for each token travel. What is sent does not depend on the size
-of the vocabulary.
+the softmax only a maximum, a sum and the label's logit for each token are sent, whatever the size of the vocabulary.
 
     python examples/vocabulary.py
 """

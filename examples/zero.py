@@ -1,7 +1,7 @@
 """ZeRO by marking the optimizer's state: gradients are reduce-scattered, and the new weights all-gathered.
 
 Data parallelism would all-reduce the gradients and keep Adam's moments whole on every device. With the moments split,
-the same bytes travel and each device updates, and remembers, an eighth.
+the same bytes are sent and each device updates, and remembers, an eighth.
 
     python examples/zero.py
 """

@@ -14,14 +14,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gshard.core.rule import EXCHANGE, PARALLEL, REDUCE, WHOLE, Rule
+from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule
+from gshard.language.region import REGIONS
+from gshard.language.registry import known_primitives, own_rule
 from gshard.passes.trace import trace
-from gshard.rules.region import REGIONS
-from gshard.rules.registry import known_primitives, own_rule
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "operators.md"
-FIRST = ("elementwise", "contract", "ragged", "reduce", "shape", "slicing", "dynamic", "indexing", "window", "order")
+FIRST = (
+    "elementwise", "contract", "ragged_dot", "reductions", "shape", "slicing", "dynamic", "indexing", "window", "sort",
+)  # fmt: skip
 
 HEAD = """# Operators
 
@@ -31,7 +33,7 @@ What splitting a dimension costs depends on what the operator does along it:
 
 - **for nothing**: each device computes its part, and nothing is sent;
 - **combined**: each device gets a part of the result; the parts are combined by a collective, at once or later;
-- **exchanged**: the operator's own way to run on shards communicates: a halo, a prefix sum, candidates;
+- **communicates**: the operator's own way to run on shards communicates: a halo, a prefix sum, candidates;
 - **gathered**: the operand is all-gathered along that dimension first.
 
 The example is the rule of one case, in the notation of the [architecture](architecture.md): its letters are the loops
@@ -65,9 +67,9 @@ class Seen:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """For nothing, combined, exchanged, gathered."""
+        """For nothing, combined, communicates, gathered."""
         monoids = sorted({m for kinds in self.kinds for k, m in kinds if k == REDUCE and m})
-        return (self._often(PARALLEL), ", ".join(monoids), self._often(EXCHANGE), self._often(WHOLE))
+        return (self._often(PARALLEL), ", ".join(monoids), self._often(COMMUNICATE), self._often(REPLICATE))
 
     def _often(self, kind: str) -> str:
         having = [kind in {k for k, _ in kinds} for kinds in self.kinds if kinds]
@@ -110,7 +112,7 @@ def _table(names: list[str], found: dict[str, Seen]) -> Iterator[str]:
             key = (own_rule(name).__name__, *found[name].cells)
             alike.setdefault(key, []).append(name)
     if alike:
-        yield "| operators | for nothing | combined | exchanged | gathered | for example |"
+        yield "| operators | for nothing | combined | communicates | gathered | for example |"
         yield "|---|---|---|---|---|---|"
     for (_, *cells), members in alike.items():
         shown = ", ".join(f"`{name}`" for name in members)

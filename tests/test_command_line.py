@@ -13,8 +13,8 @@ from gshard.analysis.calibrate import calibrate
 from gshard.analysis.machine import Machine
 from gshard.core.mesh import Mesh
 from gshard.moe.config import TABLE_1
+from gshard.named_target import mesh_of, shape_of
 from gshard.planning import configured, lower, plan
-from gshard.target import mesh_of, shape_of
 
 MODEL = """
 import gshard, jax, jax.numpy as jnp

@@ -6,6 +6,7 @@ Everything is read from syntax trees; nothing is imported, so a broken module is
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,15 +18,17 @@ SRC = ROOT / "src"
 
 # An import may point to an earlier layer or to its own.
 LAYERS = [
-    "core", "comm", "rules", "solver", "passes", "analysis", "remat", "search", "testing", "api", "moe",
-    "planning", "target", "checked", "__main__",
+    "core", "comm", "language", "rules", "tracing", "solver", "passes", "analysis", "remat", "search", "simulator",
+    "testing", "api", "moe", "planning", "named_target", "baselines", "__main__",
 ]  # fmt: skip
 MAX_LINES = 400
 LONG_FILES: set[str] = set()  # exceptions, each with its reason
 # May be imported inside a function, by the one feature that needs it: the package works without.
 OPTIONAL = {"matplotlib", "rich", "scipy"}
+# May be the name of several modules.
+TWINS = {"__init__"}
 BANNED_STEMS = {"utils", "util", "helpers", "helper", "common", "misc"}
-MAY_NAME_PRIMITIVES = ("rules/", "core/jax_adapter", "comm/simulate")
+MAY_NAME_PRIMITIVES = ("rules/", "language/", "tracing/", "core/jax_adapter", "simulator/")
 # Collectives are JAX primitives too, but these words are the names of our steps and reductions.
 COLLECTIVES = {"all_gather", "all_to_all", "psum_scatter", "reduce_scatter", "axis_index"}
 
@@ -108,6 +111,23 @@ def test_imports_point_left(path: Path) -> None:
         if inside(name, "m4") or (inside(name, "gshard") and not any(inside(name, package) for package in allowed))
     ]
     assert not wrong, f"{name_of(path)} may import {sorted(allowed)} only: {wrong}"
+
+
+def test_no_circle_of_imports() -> None:
+    """Also for types: what is imported under ``TYPE_CHECKING`` counts."""
+    modules = {".".join(path.relative_to(SRC).with_suffix("").parts): path for path in GSHARD}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names = {name for name, _ in imported(path)}
+        graph[module] = {m for n in names for m in (n, n.rpartition(".")[0]) if m in modules and m != module}
+    while leaves := {module for module, needed in graph.items() if not needed & graph.keys()}:
+        graph = {module: needed for module, needed in graph.items() if module not in leaves}
+    assert not graph, f"in a circle, or behind one: {sorted(graph)}"
+
+
+def test_no_two_modules_of_one_name() -> None:
+    stems = Counter(path.stem for path in GSHARD)
+    assert {stem for stem, count in stems.items() if count > 1} <= TWINS
 
 
 @each(PARTITIONER)

@@ -14,7 +14,7 @@ from jax import lax
 import gshard
 from gshard.core.errors import RuleError
 from gshard.core.rule import Rule
-from gshard.rules.registry import forget_taught
+from gshard.language.registry import unregister
 from gshard.testing import check_rule
 from invented import invented, primitive_of
 
@@ -31,7 +31,7 @@ shifted_p = primitive_of("told_shifted", lambda x: jnp.roll(x, 1, axis=0))
 def _forgotten() -> Iterator[None]:
     yield
     for p in (softmax_p, total_p, placed_p, squares_p, shifted_p):
-        forget_taught(p.name)
+        unregister(p.name)
 
 
 def lie(primitive: Any, rule: Any, x: Any = X) -> str:
@@ -47,9 +47,9 @@ def lie(primitive: Any, rule: Any, x: Any = X) -> str:
 
 def test_true_rules_pass() -> None:
     for primitive, rule, splits in (
-        (softmax_p, "a b -> a b; whole b", 4),
+        (softmax_p, "a b -> a b; replicate b", 4),
         (total_p, "a b -> a; add over b", 10),
-        (placed_p, "a b -> a b; whole a", 4),
+        (placed_p, "a b -> a b; replicate a", 4),
         (squares_p, "a b -> a b", 10),
     ):
         gshard.rule(primitive)(rule)
@@ -80,7 +80,7 @@ def test_a_lie_about_several_factors_at_once() -> None:
     """Each alone would be right: elements are only counted over both."""
     count = primitive_of("told_count", lambda x: jnp.full_like(x, min(x.shape[0], 3) * min(x.shape[1], 3)))
     text = lie(count, "a b -> a b", X[:4, :4])
-    forget_taught("told_count")
+    unregister("told_count")
     assert "factor" in text
 
 
@@ -111,7 +111,7 @@ def test_what_passes_uncombined_must_be_linear() -> None:
 
 def test_a_local_that_forgets_its_neighbour() -> None:
     rule = gshard.rule(shifted_p)
-    rule("a b -> a b; exchange a", local=lambda shards, x: shards.bind(x))
+    rule("a b -> a b; communicate a", local=lambda shards, x: shards.bind(x))
     with pytest.raises(RuleError, match=r"not true of factor 'a'[^$]*Does local fetch all"):
         check_rule(lambda x: shifted_p.bind(x), X[:6], primitive="told_shifted", mesh=2)
 
@@ -126,7 +126,7 @@ def test_a_local_that_forgets_its_neighbour() -> None:
         return [jnp.concatenate([last, x[:-1]])]
 
     told = True
-    rule("a b -> a b; exchange a", local=local)
+    rule("a b -> a b; communicate a", local=local)
     assert check_rule(lambda x: shifted_p.bind(x), X[:6], primitive="told_shifted", mesh=2)
     with pytest.raises(RuleError, match="parts along a are padded"):
         check_rule(lambda x: shifted_p.bind(x), X, primitive="told_shifted", mesh=2)

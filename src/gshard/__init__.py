@@ -16,15 +16,15 @@ What ``jit`` does, verb by verb, each from one noun to the next::
 Besides::
 
     Mesh, Sharding              the devices, and how an array is cut over them
-    Machine, Cost, Windowed     what a program takes on given devices; which contractions run in steps
+    Machine, Cost, Windowed     what a program takes on given devices; which are collective matmuls
     manual, auto_to_manual ...  parts of a program that you partition yourself
-    rule, testing               teach it an operator (RuleMaker, Call, Shards, Rule), and check what you taught
+    rule, testing               register a rule of an operator (RuleMaker, Call, Shards, Rule), and check it
     GShardError                 the base of all errors raised on purpose
 """
 
 from gshard import testing as testing
 from gshard.analysis.cost import Cost as Cost
-from gshard.analysis.dimensions import Dimensions as Dimensions
+from gshard.analysis.dimension_classes import Dimensions as Dimensions
 from gshard.analysis.explain import Explanation as Explanation
 from gshard.analysis.machine import Machine as Machine
 from gshard.analysis.machine import MachineError as MachineError
@@ -60,6 +60,8 @@ from gshard.core.rule import RuleMaker as RuleMaker
 from gshard.core.sharding import Sharding as Sharding
 from gshard.core.spmd import SpmdProgram as SpmdProgram
 from gshard.core.uneven import UnevenArray as UnevenArray
+from gshard.language.custom import rule as rule
+from gshard.language.registry import Call as Call
 from gshard.passes import compile as _compile
 from gshard.passes.compile import Executable as Executable
 from gshard.passes.partition import partition as partition
@@ -67,8 +69,6 @@ from gshard.passes.propagate import propagate as propagate
 from gshard.passes.recorded import Recorded as Recorded
 from gshard.passes.trace import trace as trace
 from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
-from gshard.rules.registry import Call as Call
-from gshard.rules.teach import rule as rule
 from gshard.search.found import Found as Found
 
 compile = _compile.compile_spmd

@@ -28,13 +28,13 @@ from gshard.analysis.report.page import page
 from gshard.api.explained import explain
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
-from gshard.checked import CheckFailed, explanation_in, limit_of, over_baseline, over_limit
+from gshard.baselines import CheckFailed, explanation_in, limit_of, over_baseline, over_limit
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.jax_adapter import line_of_exception
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
+from gshard.named_target import TargetError, load, mesh_of
 from gshard.planning import plan
-from gshard.target import TargetError, load, mesh_of
 
 FAILED = 3  # exit status
 
@@ -107,7 +107,7 @@ def _search(options: argparse.Namespace) -> None:
         if of_plans := [f"--{name}" for name in ("why", "marks", "patch", "html", "save") if getattr(options, name)]:
             raise ArgumentError(
                 f"--over layout finds a table, and {', '.join(of_plans)} would tell of a plan.",
-                way_out="Leave one of them out.",
+                hint="Leave one of them out.",
             )
         print(search(f, *arguments, over="layout", **asked))
         return
@@ -154,11 +154,11 @@ def _planned(options: argparse.Namespace) -> str:
         raise TargetError(
             "--search, --compile and --remat are for the paper's models.",
             got=options.config,
-            way_out="For a function of yours: gshard search TARGET, or jax.checkpoint and --memory-limit.",
+            hint="For a function of yours: gshard search TARGET, or jax.checkpoint and --memory-limit.",
         )
     f, arguments = load(options.config, options.arg)
     if isinstance(f, Jitted) and options.memory_limit:
-        raise TargetError(f"{options.config!r} is jitted already.", way_out="Give its own gshard.jit the memory_limit.")
+        raise TargetError(f"{options.config!r} is jitted already.", hint="Give its own gshard.jit the memory_limit.")
     machine = Machine.of(
         options.topology, None if ":" in options.topology else (options.mesh and mesh_of(options.mesh).size)
     )

@@ -26,7 +26,6 @@ from jax.experimental import topologies
 from gshard.analysis.cost import Cost, KernelCost
 from gshard.analysis.cost import cost as cost_of
 from gshard.analysis.cycles import estimated_cycles
-from gshard.analysis.explain import explain_program
 from gshard.analysis.machine import Machine
 from gshard.api.jit import jit
 from gshard.api.lowered import Lowered
@@ -34,6 +33,7 @@ from gshard.api.search import search
 from gshard.core.errors import GShardError
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
+from gshard.core.plan import local_bytes
 from gshard.core.spmd import Recomputed
 from gshard.moe.config import TransformerConfig
 from gshard.moe.models import MODELS, model_name
@@ -83,7 +83,7 @@ class Planned:
         cost: time, bytes and memory of a step.
         replicated, distributed: bytes of a device's weights that all hold, and that are split.
         collectives: for each kind how often and how many bytes a device sends.
-        recomputed: what a limit of memory made the step compute again.
+        recomputed: what a limit of memory made the step recompute.
         found: the plan, if it was searched.
         compiled: what libtpu makes of it, by name, if asked for.
     """
@@ -353,9 +353,8 @@ def plan(
 
 
 def _local_bytes(lowered: Lowered) -> list[int]:
-    explained = explain_program(lowered.plan, lowered.spmd)
-    local = {row.name: row.local_bytes for row in explained.tensors if row.is_argument}
-    return [local[name] for name in lowered.program.names]
+    plan = lowered.plan
+    return [local_bytes(v, plan.shardings[v], plan.mesh) for v in plan.program.block.inputs]
 
 
 def topology_mesh(machine: Machine) -> Mesh:
@@ -369,7 +368,7 @@ def topology_mesh(machine: Machine) -> Mesh:
     except Exception as error:
         raise PlanningError(
             f"libtpu cannot describe {machine.name!r}: {str(error).splitlines()[0]}",
-            way_out="pip install libtpu (the version that belongs to jaxlib), and name the shape: v3:8x8.",
+            hint="pip install libtpu (the version that belongs to jaxlib), and name the shape: v3:8x8.",
         ) from error
     every: list[Any] = list(found.devices)
     devices = sorted(every, key=lambda d: (*reversed(d.coords), d.core_on_chip))

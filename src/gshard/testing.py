@@ -20,20 +20,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.analysis.emitted import emitted, reported
-from gshard.comm.simulate import simulate
+from gshard.analysis.jaxpr_collectives import emitted, reported
 from gshard.comm.steps import identity
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import bind
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Program, Value
-from gshard.core.rule import EXCHANGE, REDUCE, WHOLE, Rule
+from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, operand_sharding, passing
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.partition import partition
 from gshard.passes.trace import trace
+from gshard.simulator.simulate import simulate
 
 SMALL = Mesh.abstract(a=2, b=3)
 
@@ -77,14 +77,14 @@ def check_rule(
         raise RuleError(
             f"{program.name} has no equation of primitive {name!r}{' outside of its loops' if inside else ''}.",
             got=f"it has: {', '.join(dict.fromkeys(e.name for e in program.block.walk()))}",
-            way_out="Give a function that applies the primitive directly.",
+            hint="Give a function that applies the primitive directly.",
         )
     checked: list[str] = []
     for equation in found:
         assert equation.rule is not None
-        if not equation.rule.known and all(factor.kind == WHOLE for factor in equation.rule.factors):
+        if not equation.rule.known and all(factor.kind == REPLICATE for factor in equation.rule.factors):
             raise RuleError(
-                f"primitive '{equation.name}' has no rule.", equation.line, way_out="Teach it: gshard.rule(...)."
+                f"primitive '{equation.name}' has no rule.", equation.line, hint="Register one: gshard.rule(...)."
             )
         alone = Alone.of(program, equation, jax.tree.leaves(args))
         for split in (*splits_of(equation.rule, devices, most), *alone.passing(devices)):
@@ -207,10 +207,10 @@ class Alone:
 def _advice(rule: Rule, f: int) -> str:
     factor, name = rule.factors[f], rule.names[f]
     if factor.kind == REDUCE:
-        return f"Are parts along '{name}' combined by '{factor.monoid}'? If by nothing, it is whole."
-    if factor.kind == EXCHANGE:
+        return f"Are parts along '{name}' combined by '{factor.monoid}'? If by nothing, it is replicated."
+    if factor.kind == COMMUNICATE:
         return f"Does local fetch all that a part along '{name}' needs?"
-    return f"Do elements along '{name}' meet? Then it is reduced, exchanged in a local, or whole."
+    return f"Do elements along '{name}' meet? Then it is reduced, communicated in a local, or replicated."
 
 
 def splits_of(rule: Rule, mesh: Mesh, most: int | None = None) -> list[Split]:
@@ -229,7 +229,7 @@ def _splits(rule: Rule, mesh: Mesh, f: int, so_far: Split) -> Iterator[Split]:
         yield so_far
         return
     yield from _splits(rule, mesh, f + 1, so_far)
-    if rule.factors[f].kind != WHOLE:
+    if rule.factors[f].kind != REPLICATE:
         used = {a for g, atoms in so_far.items() if rule.component[g] == rule.component[f] for a in atoms}
         free = [a for a in mesh.atoms if a not in used]
         for count in range(1, len(free) + 1):

@@ -90,7 +90,7 @@ class Batches:
             raise CorpusError(
                 f"no pair of sentences fits into {self.length} tokens.",
                 got=f"{len(self.data):,} pairs",
-                way_out="Prepare again with a larger --length, or give shorter sentences.",
+                hint="Prepare again with a larger --length, or give shorter sentences.",
             )
         language = np.asarray(self.data.language)[fitting]
         count_L = np.bincount(language, minlength=len(self.data.languages))

@@ -133,7 +133,7 @@ def begin(
             raise CheckpointError(
                 f"step {step} is saved already.",
                 where=str(target),
-                way_out="Save under another step, or remove that folder first.",
+                hint="Save under another step, or remove that folder first.",
             )
         check_room(directory, step, needed, steps(directory))
     _wait_for_all(f"may save {step}")
@@ -177,7 +177,7 @@ def restore(
     found = steps(directory)
     if step is None and not found:
         raise CheckpointError(
-            "there is no checkpoint.", where=str(directory), way_out="Train first, or name another directory."
+            "there is no checkpoint.", where=str(directory), hint="Train first, or name another directory."
         )
     step = found[-1] if step is None else step
     if step not in found:
@@ -185,7 +185,7 @@ def restore(
             f"there is no step {step}.",
             where=str(directory),
             got=f"steps: {', '.join(map(str, found)) or 'none'}",
-            way_out="Name one of these.",
+            hint="Name one of these.",
         )
     return _read(directory / f"{step:08d}", step, like, check)
 
@@ -370,7 +370,7 @@ def _check_like(folder: Path, saved: dict[str, list[Any]], wanted: dict[str, lis
             raise CheckpointError(
                 f"the checkpoint does not fit this model: {name!r} is {was} in the checkpoint and {want} in the model.",
                 where=str(folder),
-                way_out="Use the configuration the checkpoint was trained with.",
+                hint="Use the configuration the checkpoint was trained with.",
             )
 
 

@@ -44,7 +44,7 @@ class Checkpoint:
                 f"there is no step {self.step}.",
                 where=str(run.checkpoints),
                 got=f"steps: {', '.join(map(str, steps))}",
-                way_out="Name one of these, or another run.",
+                hint="Name one of these, or another run.",
             )
         best, damaged = checkpoint.best(run.checkpoints), 0
         for step in steps if self.step is None else [self.step]:

@@ -98,7 +98,7 @@ def run() -> None:
         traceback.print_exc()
         code = 1
     if jax.distributed.is_initialized():
-        # It failed among others. The usual way out would wait for them at a barrier, for minutes.
+        # It failed among others. The usual exit would wait for them at a barrier, for minutes.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -81,7 +81,7 @@ class Train:
         if self.devices % self.together.processes:
             raise CommandError(
                 f"{self.devices} devices cannot be dealt out to {self.together.processes} processes.",
-                way_out="Give --devices, the devices of all processes together, as a multiple of --processes.",
+                hint="Give --devices, the devices of all processes together, as a multiple of --processes.",
             )
         return 1 if self.plan else self.devices // self.together.processes
 
@@ -107,7 +107,7 @@ class Train:
             if self.tokens < text.length:
                 raise CommandError(
                     f"a batch of {self.tokens} tokens cannot hold a sentence of {text.length}.",
-                    way_out=f"Give --tokens of {text.length} or more.",
+                    hint=f"Give --tokens of {text.length} or more.",
                 )
             text = text.rebatched(tokens=self.tokens)
         return text.of_languages(self.languages) if self.languages else text
@@ -236,10 +236,8 @@ class Serve:
         try:
             server = importlib.import_module("m4.serve.server")
         except ModuleNotFoundError as error:
-            way_out = "pip install starlette uvicorn prometheus-client"
-            raise CommandError(
-                "serving needs a package that is not installed.", got=str(error), way_out=way_out
-            ) from error
+            hint = "pip install starlette uvicorn prometheus-client"
+            raise CommandError("serving needs a package that is not installed.", got=str(error), hint=hint) from error
         with server.listen(self.listen) as bound:
             check_devices(self.devices)
             run, text = _opened(self.run, self.data)

@@ -157,7 +157,7 @@ class TrainConfig:
         save_every: steps between checkpoints; 0 saves at the end only.
         keep: number of newest checkpoints that are kept, beside the one with the best held-out cross entropy.
         accumulate: micro-batches that each batch is computed in, one after the other, to save memory.
-        memory_limit: what a device may hold in a step, such as 14GiB; what does not fit is computed again in the
+        memory_limit: what a device may hold in a step, such as 14GiB; what does not fit is recomputed in the
             backward pass. None keeps everything.
         search: whether the plan of a step is searched (``gshard.search``), the marks of the MoE layers kept.
         skip_limit: steps whose loss or gradient is not finite are skipped; the run stops after this many.

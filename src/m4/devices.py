@@ -18,5 +18,5 @@ def check_devices(count: int) -> None:
         raise CommandError(
             f"cannot use {count} devices.",
             got=f"{present} devices of kind {jax.devices()[0].device_kind!r}",
-            way_out="Ask with --devices for as many as there are, or fewer.",
+            hint="Ask with --devices for as many as there are, or fewer.",
         )

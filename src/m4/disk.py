@@ -52,7 +52,7 @@ def cannot_write(
     return CheckpointError(
         f"step {step} could not be saved: {reason}.",
         where=str(directory),
-        way_out="Name a directory that can be written to.",
+        hint="Name a directory that can be written to.",
     )
 
 
@@ -62,7 +62,7 @@ def _full(directory: Path, step: int, bytes_needed: int, free: int, kept: Sequen
         f"step {step} could not be saved: no space left to write it (disk full, or a limit on file sizes).",
         where=str(directory),
         got=f"needed: about {_mib(bytes_needed + _SPARE)}; free: {_mib(free)}; {intact}, nothing half-written is left",
-        way_out="Free some space or name another directory, then resume.",
+        hint="Free some space or name another directory, then resume.",
     )
 
 

@@ -62,8 +62,8 @@ class Encoded:
                 if len(at) != len(found) + 1 or at[0] != 0 or at[-1] != len(ids):
                     raise ValueError("the arrays do not belong together")
         except (OSError, ValueError, TypeError) as error:
-            way_out = "Delete the folder and run m4 prepare again."
-            raise CorpusError("a file of the corpus is missing or damaged.", str(path), str(error), way_out) from error
+            hint = "Delete the folder and run m4 prepare again."
+            raise CorpusError("a file of the corpus is missing or damaged.", str(path), str(error), hint) from error
         return found
 
     def __len__(self) -> int:

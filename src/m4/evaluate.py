@@ -90,7 +90,7 @@ class Results:
             raise EvaluateError(f"results cannot be read: {error.strerror}.", where=str(path)) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EvaluateError(
-                "this is no file of results.", where=str(path), got=str(error), way_out="Run m4 evaluate again."
+                "this is no file of results.", where=str(path), got=str(error), hint="Run m4 evaluate again."
             ) from error
 
 
@@ -157,7 +157,7 @@ def differences(results: Results, baselines: Sequence[Results]) -> dict[str, tup
                 "scores that were computed differently cannot be compared.",
                 where=baseline.name,
                 got=f"{baseline.signature}, and here {results.signature}",
-                way_out="Evaluate both with the same version.",
+                hint="Evaluate both with the same version.",
             )
         for code in (code for code in results.languages if code in baseline.languages):
             ours, theirs = results.languages[code], baseline.languages[code]
@@ -170,7 +170,7 @@ def differences(results: Results, baselines: Sequence[Results]) -> dict[str, tup
                     f"scores of {code} are not of the same sentences.",
                     where=baseline.name,
                     got=f"{theirs.sentences} sentences {theirs.test[:8]}, and here {ours.sentences} {ours.test[:8]}",
-                    way_out="Evaluate both with the same corpus and the same --sentences.",
+                    hint="Evaluate both with the same corpus and the same --sentences.",
                 )
             owner[code] = baseline.name
             found[code] = ours.bleu - theirs.bleu, ours.chrf - theirs.chrf

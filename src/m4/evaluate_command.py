@@ -64,7 +64,7 @@ class Evaluate:
         """Evaluates; what can be wrong with the baselines is told before anything is translated."""
         few = self.sentences if self.each is None else min(self.sentences, self.each)
         if few < 1:
-            raise CommandError(f"cannot score {few} sentences.", way_out="Ask for at least one.")
+            raise CommandError(f"cannot score {few} sentences.", hint="Ask for at least one.")
         check_devices(self.devices)
         run = runs.chosen(self.run)
         corpus = runs.corpus_of(run, self.data, DATA)
@@ -75,7 +75,7 @@ class Evaluate:
         if KNOWN_ENGLISH in _TESTS[self.test] and KNOWN_ENGLISH not in tests:
             print(NO_KNOWN)
         if not tests:
-            raise CommandError("there is nothing to score.", where=str(corpus), way_out="Ask with --test new.")
+            raise CommandError("there is nothing to score.", where=str(corpus), hint="Ask with --test new.")
         others = {name: self._baseline(open_text(corpus), name, tests) for name in self.baselines}
         model = dataclasses.replace(translator.model, partitions=1)
         held_out = compile_step(make_evaluation(model), 1, donate=False)
@@ -167,7 +167,7 @@ class Evaluate:
         folder, _, step = name.partition("@")
         if step:
             if not step.isdecimal():
-                raise CommandError(f"{step!r} is no step of a run.", where=name, way_out="Write RUN@STEP.")
+                raise CommandError(f"{step!r} is no step of a run.", where=name, hint="Write RUN@STEP.")
             return self._load(text, runs.chosen(Path(folder)), int(step))
         if Path(name).is_file():
             return {NEW_ENGLISH.name: evaluate.Results.load(Path(name))}

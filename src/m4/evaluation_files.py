@@ -42,7 +42,7 @@ def read_translations(folder: Path) -> dict[str, list[str]]:
         return {}
     except (OSError, ValueError) as error:
         raise EvaluateError(
-            "these are no translations.", where=str(path), got=str(error), way_out="Run m4 evaluate again."
+            "these are no translations.", where=str(path), got=str(error), hint="Run m4 evaluate again."
         ) from error
     return found
 

@@ -54,7 +54,7 @@ def export(run: Run, target: Path, step: int | None = None) -> int:
         raise CheckpointError(
             f"the parameters could not be written: {error.strerror or error}.",
             where=str(target),
-            way_out="Name a file that can be written, on a disk with room.",
+            hint="Name a file that can be written, on a disk with room.",
         ) from error
     finally:
         with contextlib.suppress(OSError):

@@ -53,7 +53,7 @@ def decoded(lines: Iterable[bytes], name: str, *, replace: bool = False) -> Iter
                 f"line {number} is not UTF-8.",
                 where=f"{name}, line {number}, byte {error.start + 1}",
                 got=repr(near)[2:-1],
-                way_out="Convert the file (iconv -t UTF-8), or add --replace-invalid. The lines before are translated.",
+                hint="Convert the file (iconv -t UTF-8), or add --replace-invalid. The lines before are translated.",
             ) from error
 
 
@@ -191,7 +191,7 @@ def check_files(source: Path | None, target: Path | None) -> None:
         CommandError: both are one file.
     """
     if source is not None and target is not None and target.exists() and target.samefile(source):
-        raise CommandError("the output would overwrite the input.", where=str(target), way_out="Name another file.")
+        raise CommandError("the output would overwrite the input.", where=str(target), hint="Name another file.")
 
 
 @contextmanager

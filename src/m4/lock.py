@@ -26,7 +26,7 @@ def locked(path: Path) -> Iterator[None]:
         raise TrainError(
             f"the folder of the run cannot be written: {error.strerror}.",
             where=str(path.parent),
-            way_out="Name a folder that can be written to.",
+            hint="Name a folder that can be written to.",
         ) from error
     with file:
         try:
@@ -37,7 +37,7 @@ def locked(path: Path) -> Iterator[None]:
                 "another process trains in this folder.",
                 where=str(path.parent),
                 got=file.read().strip() or None,
-                way_out="Wait for it, stop it, or name another folder.",
+                hint="Wait for it, stop it, or name another folder.",
             ) from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -63,7 +63,7 @@ def damaged(folder: Path, what: str) -> DamagedError:
     return DamagedError(
         f"the checkpoint is damaged: {what}.",
         where=str(folder),
-        way_out="Remove that folder to go on from an earlier step, or train again.",
+        hint="Remove that folder to go on from an earlier step, or train again.",
     )
 
 

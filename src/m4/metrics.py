@@ -65,7 +65,7 @@ class MetricsLog:
         return TrainError(
             f"the metrics cannot be written: {error.strerror}.",
             where=str(self._path),
-            way_out="Name a folder that can be written to, on a disk with room.",
+            hint="Name a folder that can be written to, on a disk with room.",
         )
 
     def __enter__(self) -> MetricsLog:
@@ -82,7 +82,7 @@ def _events(folder: Path, first: int) -> Any:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise TrainError(
-            "TensorBoard files need the package tensorboardX.", way_out="Install it, or leave --tensorboard out."
+            "TensorBoard files need the package tensorboardX.", hint="Install it, or leave --tensorboard out."
         ) from error
     # The name is otherwise that of the second: a run that goes on at once would overwrite what it goes on from.
     return SummaryWriter(str(folder), purge_step=first, filename_suffix=f".{first}-{os.getpid()}")

@@ -72,7 +72,7 @@ def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepar
         raise CorpusError(
             "there is something here that is not a prepared corpus.",
             str(output),
-            way_out="Name another folder with --output, or empty this one.",
+            hint="Name another folder with --output, or empty this one.",
         )
     for file in config.files:
         parallel.read(file)  # what cannot be read is said before anything is downloaded
@@ -175,7 +175,7 @@ def _write_text(
         there = ", ".join(name for name, _ in merged.languages.most_common())
         raise CorpusError(
             f"there is no text in {name_of(absent[0])} here.", got=f"--only {' '.join(config.only)}",
-            way_out=f"There are: {there}.",
+            hint=f"There are: {there}.",
         )  # fmt: skip
     left_out.update(merged.left_out)
     if not merged.files:
@@ -183,7 +183,7 @@ def _write_text(
         raise CorpusError(
             "there is not one pair of sentences to train on.",
             got="; ".join([*problems, *(f"{n:,} {reason}" for reason, n in left_out.most_common())]) or None,
-            way_out="Check the connection to the package index, or give text of your own with --files.",
+            hint="Check the connection to the package index, or give text of your own with --files.",
         )
     tested = [by_name[got.source.name].pairs for got in fetched if got.folder and got.source.only_tests]
     split = Split(config.dev, config.test, settings["quota"], settings["known"])
@@ -322,7 +322,7 @@ def _check_length(part: str, lengths: np.ndarray, length: int) -> None:
         raise CorpusError(
             f"no pair of the {part} part fits into {length} tokens.",
             got=f"{len(lengths):,} pairs",
-            way_out="Allow longer ones with --length, or give shorter sentences.",
+            hint="Allow longer ones with --length, or give shorter sentences.",
         )
 
 

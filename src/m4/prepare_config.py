@@ -105,12 +105,12 @@ class PrepareConfig:
         settings = self.settings
         if not (self.dev > 0 and self.test > 0 and self.dev + self.test <= 0.5):
             raise CorpusError(
-                f"cannot hold out shares of {self.dev} and {self.test}.", way_out="Both above 0, together at most 0.5."
+                f"cannot hold out shares of {self.dev} and {self.test}.", hint="Both above 0, together at most 0.5."
             )
         if settings["length"] < 4 or settings["tokens"] < settings["length"]:
             raise CorpusError(f"batches of {settings['tokens']} tokens cannot hold sentences of {settings['length']}.")
         if settings["temperature"] < 1:
-            raise CorpusError(f"a temperature of {self.temperature} makes no sense.", way_out="Use 1 or more.")
+            raise CorpusError(f"a temperature of {self.temperature} makes no sense.", hint="Use 1 or more.")
         if (
             min(settings["quota"], settings["known"]) < 0
             or (self.languages is not None and self.languages < 1)
@@ -121,10 +121,10 @@ class PrepareConfig:
             raise CorpusError(
                 "languages are chosen by their names or by their number.",
                 got=f"--only {' '.join(self.only)}, --languages {self.languages}",
-                way_out="Leave one of them out.",
+                hint="Leave one of them out.",
             )
         if not self.chosen_sources and not self.files:
-            raise CorpusError("there is nothing to prepare.", way_out="Name a source or a file.")
+            raise CorpusError("there is nothing to prepare.", hint="Name a source or a file.")
 
     @property
     def folder(self) -> Path:
@@ -172,6 +172,6 @@ def _code(language: str) -> str:
     found = code_of(language) or canonical(language)
     if found is None:
         raise CorpusError(
-            f"{language!r} is no language to translate from.", way_out="Give codes or English names: de, German, pt_BR."
+            f"{language!r} is no language to translate from.", hint="Give codes or English names: de, German, pt_BR."
         )
     return found

@@ -43,7 +43,7 @@ def chosen(asked: Path | None, quiet: bool = False) -> Run:
             raise CheckpointError(
                 "there is no trained model.",
                 where=str(RUNS.absolute()),
-                way_out="m4 demo trains one in ten minutes; --run names one that is elsewhere.",
+                hint="m4 demo trains one in ten minutes; --run names one that is elsewhere.",
             )
         if not quiet:
             others = f", the newest of {len(there)} runs" if len(there) > 1 else ""
@@ -54,7 +54,7 @@ def chosen(asked: Path | None, quiet: bool = False) -> Run:
         raise CheckpointError(
             "there is no checkpoint.",
             where=str(Run(asked).checkpoints),
-            way_out=f"Name one of the runs there are: {names}." if there else "Train first, or name another run.",
+            hint=f"Name one of the runs there are: {names}." if there else "Train first, or name another run.",
         )
     return Run(asked)
 

@@ -137,7 +137,7 @@ def compile_step(
         step: a function of a state and a batch, written for one device.
         mesh: the number of devices, the first there are; more than one partitions the step. Or a mesh.
         donate: whether the new state may take the memory of the old one.
-        memory_limit: what a device may hold, such as ``"14GiB"``; what does not fit is computed again.
+        memory_limit: what a device may hold, such as ``"14GiB"``; what does not fit is recomputed.
         search: whether a plan is searched, instead of following from the marks alone.
     """
     donated = (0,) if donate else ()

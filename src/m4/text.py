@@ -69,8 +69,8 @@ class PreparedText:
         if manifest is None:
             others = sorted(str(path.parent) for path in folder.parent.glob(f"*/{MANIFEST}"))
             there = f" There are: {', '.join(others)}." if others else ""
-            way_out = f"Run m4 prepare, or name the folder that it made.{there}"
-            raise CorpusError("there is no prepared corpus.", str(folder), way_out=way_out)
+            hint = f"Run m4 prepare, or name the folder that it made.{there}"
+            raise CorpusError("there is no prepared corpus.", str(folder), hint=hint)
         models = manifest["models"]
         source = Vocabulary.load(folder / "source.model", models["source"])
         return PreparedText(folder, manifest, source, Vocabulary.load(folder / "target.model", models["target"]))
@@ -149,7 +149,7 @@ class PreparedText:
             raise CorpusError(
                 f"there is no language {unknown[0]!r} here.",
                 str(self.folder),
-                way_out=f"There are: {', '.join(sorted(self.languages))}.",
+                hint=f"There are: {', '.join(sorted(self.languages))}.",
             )
         return dataclasses.replace(self, only=tuple(languages))
 
@@ -250,5 +250,5 @@ class PreparedText:
         try:
             return [Pair(*line.split("\t")) for line in path.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError, TypeError) as error:
-            way_out = "Delete the folder and run m4 prepare again."
-            raise CorpusError("a file of the corpus is missing or damaged.", str(path), str(error), way_out) from error
+            hint = "Delete the folder and run m4 prepare again."
+            raise CorpusError("a file of the corpus is missing or damaged.", str(path), str(error), hint) from error

@@ -83,7 +83,7 @@ class Processes:
             raise TrainError(
                 "the processes did not find each other.",
                 got=str(error).splitlines()[0],
-                way_out="Start all of them with the same --coordinator and --processes, or raise --init-timeout.",
+                hint="Start all of them with the same --coordinator and --processes, or raise --init-timeout.",
             ) from error
 
     def _address(self) -> str:
@@ -98,7 +98,7 @@ class Processes:
             raise TrainError(
                 f"the coordinator cannot listen: {getattr(error, 'strerror', None) or error}.",
                 where=told,
-                way_out="Give --coordinator as host:port, with an address of this machine and a port that is free.",
+                hint="Give --coordinator as host:port, with an address of this machine and a port that is free.",
             ) from error
         if self.process_index == 0:
             return told
@@ -157,7 +157,7 @@ class Together:
             self.any(False)  # nobody takes the end of another one for a death
             raise TrainError(
                 f"the processes were not started alike: {found}.",
-                way_out="Give all of them the same options, versions and corpus, and one folder for the run.",
+                hint="Give all of them the same options, versions and corpus, and one folder for the run.",
             )
 
     def any(self, asked: bool) -> bool:

@@ -44,7 +44,7 @@ class Vocabulary:
             raise VocabularyError(f"the vocabulary cannot be read: {error.strerror}.", str(path)) from error
         if sha256 is not None and hashlib.sha256(model).hexdigest() != sha256:
             raise VocabularyError(
-                "the vocabulary is not the one that was learnt here.", str(path), way_out="Run m4 prepare again."
+                "the vocabulary is not the one that was learnt here.", str(path), hint="Run m4 prepare again."
             )
         return _of(model)
 
@@ -102,9 +102,7 @@ def learn(sentences: Iterable[str], size: int | None, default: int, what: str) -
         raise VocabularyError(f"there is no text to learn the {what} vocabulary from.")
     wanted = default if size is None else size
     if wanted < _SMALLEST:
-        raise VocabularyError(
-            f"a {what} vocabulary of {wanted} is too small.", way_out=f"Ask for at least {_SMALLEST}."
-        )
+        raise VocabularyError(f"a {what} vocabulary of {wanted} is too small.", hint=f"Ask for at least {_SMALLEST}.")
     try:
         return _train(lines, wanted)
     except RuntimeError as error:
@@ -114,7 +112,7 @@ def learn(sentences: Iterable[str], size: int | None, default: int, what: str) -
             raise VocabularyError(
                 f"a {what} vocabulary of {wanted} is too small: the text has more letters than that.",
                 got=f"{len(lines):,} sentences",
-                way_out=f"Ask for more than {least.group(1)}.",
+                hint=f"Ask for more than {least.group(1)}.",
             ) from error
         if found is None:
             raise VocabularyError(f"the {what} vocabulary could not be learnt: {error}") from error
@@ -123,7 +121,7 @@ def learn(sentences: Iterable[str], size: int | None, default: int, what: str) -
             raise VocabularyError(
                 f"a {what} vocabulary of {size} is larger than the text supports.",
                 got=f"{len(lines):,} sentences",
-                way_out=f"Ask for at most {most}, or give more text.",
+                hint=f"Ask for at most {most}, or give more text.",
             ) from error
         return _train(lines, most)
 
@@ -152,5 +150,5 @@ def _of(model: bytes) -> Vocabulary:
     try:
         processor.load_from_serialized_proto(model)
     except RuntimeError as error:
-        raise VocabularyError(f"this is no vocabulary: {error}", way_out="Run m4 prepare again.") from error
+        raise VocabularyError(f"this is no vocabulary: {error}", hint="Run m4 prepare again.") from error
     return Vocabulary(model, processor)

@@ -210,7 +210,7 @@ class _Loop:
             raise TrainError(
                 f"the run has a checkpoint of step {saved[-1]} already.",
                 where=str(run.checkpoints),
-                way_out="Add --resume to go on from it, or name another folder.",
+                hint="Add --resume to go on from it, or name another folder.",
             )
         if not saved:
             return initial_state(self.model, options.seed)
@@ -249,7 +249,7 @@ class _Loop:
                     f"the checkpoint was made with other {what}.",
                     where=str(self.where.checkpoints),
                     got=f"{saved.get(name)} there, {self.described.get(name)} here",
-                    way_out="Use the corpus and the languages of the first run, or name another folder.",
+                    hint="Use the corpus and the languages of the first run, or name another folder.",
                 )
         ours = json.loads(json.dumps(self.described["model"]))
         theirs = {name: value for name, value in _AS_IT_WAS.items() if name in ours} | saved.get("model", {})
@@ -262,14 +262,14 @@ class _Loop:
                     f"the checkpoint was made by another model: {name} is {theirs.get(name)!r} there and "
                     f"{ours.get(name)!r} here.",
                     where=str(self.where.checkpoints),
-                    way_out="Use the settings of the first run, or name another folder.",
+                    hint="Use the settings of the first run, or name another folder.",
                 )
         if theirs.get("groups") != ours.get("groups"):
             raise TrainError(
                 f"the run routes its tokens in {theirs.get('groups')} groups, and here there would be "
                 f"{ours.get('groups')}: other tokens would find an expert full.",
                 where=str(self.where.checkpoints),
-                way_out=f"Add --groups {theirs.get('groups')}, or name another folder.",
+                hint=f"Add --groups {theirs.get('groups')}, or name another folder.",
             )
 
     def _best_before(self, first: int) -> float:
@@ -284,7 +284,7 @@ class _Loop:
         if rows % self.options.accumulate:
             raise TrainError(
                 f"the {rows} rows of batch {step} cannot be dealt out to {self.options.accumulate} micro-batches.",
-                way_out="Choose a number for --accumulate that divides the rows of every batch.",
+                hint="Choose a number for --accumulate that divides the rows of every batch.",
             )
         return batch
 
@@ -305,7 +305,7 @@ class _Loop:
             f"{what} That makes {count} steps that were not finite.",
             where=str(path),
             got=", ".join(f"{key} {value:.4g}" for key, value in values.items()),
-            way_out=(f"Look at that batch; resume from step {saved[-1]} with " if saved else "Start again with ")
+            hint=(f"Look at that batch; resume from step {saved[-1]} with " if saved else "Start again with ")
             + "a smaller learning_rate, or a longer warm-up.",
         )
 

@@ -222,7 +222,7 @@ class Translator:
         raise TranslateError(
             f"the model knows no language {language!r}.",
             got=f"{len(known)} languages: {', '.join(list(known)[:12])}{', ...' if len(known) > 12 else ''}",
-            way_out=f"Did you mean {' or '.join(near[:3])}?" if near else "Leave --from out.",
+            hint=f"Did you mean {' or '.join(near[:3])}?" if near else "Leave --from out.",
         )
 
     def translate(
@@ -308,7 +308,7 @@ class Translator:
             raise TranslateError(
                 "the model gives no finite probability to any translation.",
                 got=f"score {found.score_N[0]}",
-                way_out="The run has diverged: use an earlier checkpoint with --step, or train again.",
+                hint="The run has diverged: use an earlier checkpoint with --step, or train again.",
             )
         hypotheses = []
         for tokens_T, score in zip(found.tokens_NT, found.score_N, strict=True):
@@ -348,7 +348,7 @@ def load(
         TranslateError: the vocabularies are not those of the run.
     """
     if batch < 1:
-        raise TranslateError(f"cannot translate {batch} sentences at a time.", way_out="Use --batch 1 or more.")
+        raise TranslateError(f"cannot translate {batch} sentences at a time.", hint="Use --batch 1 or more.")
     if step is None:
         step, state, meta, _ = checkpoint.restore_newest_sound(run.checkpoints)
     else:
@@ -358,7 +358,7 @@ def load(
             "the model was trained with other vocabularies.",
             where=str(run.checkpoints),
             got=f"vocabularies: {meta.get('vocabularies')} of the model, {text.fingerprint} of the corpus",
-            way_out="Name the folder of the corpus it was trained on, or train again.",
+            hint="Name the folder of the corpus it was trained on, or train again.",
         )
     if meta.get("only"):
         text = text.of_languages(meta["only"])

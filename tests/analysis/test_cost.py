@@ -1,4 +1,4 @@
-"""Costs: bytes are those of the emitted program, loops count by their trips, memory is what XLA plans."""
+"""Costs: bytes are those of the emitted program, loops count by their number of rounds, memory is what XLA plans."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 import gshard
 from analysis.models import MODELS, WITH_EXPERTS, model
 from gshard.analysis.cost import cost
-from gshard.analysis.emitted import emitted, reported
+from gshard.analysis.jaxpr_collectives import emitted, reported
 from gshard.analysis.machine import Machine
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import gshard
 from gshard import Layout, dimensions
-from gshard.analysis.dimensions import Dimensions
+from gshard.analysis.dimension_classes import Dimensions
 from gshard.core.errors import ArgumentError, ShardingError
 
 

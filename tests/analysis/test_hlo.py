@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gshard.analysis.hlo import CompiledCollective, collectives, summary, table
-from gshard.analysis.hlo_text import read_module, trip_count, type_bytes
+from gshard.analysis.hlo_collectives import CompiledCollective, collectives, summary, table
+from gshard.analysis.hlo_parser import read_module, trip_count, type_bytes
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +233,7 @@ ENTRY %main (x: f32[2]) -> (s32[], f32[2]) {
 
 
 @pytest.mark.parametrize(
-    ("start", "direction", "limit", "by", "trips"),
+    ("start", "direction", "limit", "by", "count"),
     [
         (0, "LT", 5, 1, 5),
         (0, "LE", 5, 1, 6),
@@ -247,13 +247,13 @@ ENTRY %main (x: f32[2]) -> (s32[], f32[2]) {
         (0, "LT", 5, 0, None),
     ],
 )
-def test_trip_counts(start: int, direction: str, limit: int, by: int, trips: int | None) -> None:
+def test_trip_counts(start: int, direction: str, limit: int, by: int, count: int | None) -> None:
     turned = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}[direction]
     for operands, way in (("%i.1, %limit", direction), ("%limit, %i.1", turned)):
         text = LOOP.replace("FROM", str(start)).replace("DIRECTION", way).replace("LIMIT", str(limit))
         module = read_module(text.replace("BY", str(by)).replace("OPERANDS", operands))
         main = module.computations["main"]
-        assert trip_count(module, main, main.instructions["w"]) == trips
+        assert trip_count(module, main, main.instructions["w"]) == count
 
 
 @pytest.mark.parametrize(

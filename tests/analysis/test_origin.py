@@ -72,7 +72,7 @@ def test_what_a_memory_limit_runs_again_has_a_line():
     mesh = gshard.Mesh.abstract(**axes)
     peak = gshard.explain(f, *args, mesh=mesh).cost("v3:2x2").peak
     found = gshard.explain(gshard.jit(f, mesh=mesh, memory_limit=int(0.8 * peak), machine="v3:2x2"), *args)
-    again = [c for c in found.spmd.collectives if c.why.startswith("made again")]
+    again = [c for c in found.spmd.collectives if c.why.startswith("recomputed")]
     assert all(c.cause.line == c.line != "" for c in found.spmd.collectives)
     assert found.spmd.recomputed is not None or not again
 

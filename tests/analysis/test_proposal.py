@@ -19,7 +19,8 @@ def proposals(f, *args, mesh=MESH, tries=12):
     found = gshard.explain(f, *args, mesh=mesh)
     budget = iter(range(tries))
     rows = sorted(found.spmd.collectives, key=lambda c: -c.total_bytes)
-    return found, [p for c in rows if (p := proposal(c, found.plan, found.total_bytes, budget)) is not None]
+    made = [proposal(c, found.plan, found.total_bytes, budget, found.marked) for c in rows]
+    return found, [p for p in made if p is not None]
 
 
 def layers(x, *weights):

@@ -11,7 +11,7 @@ import pytest
 
 import gshard
 from analysis.models import explained, f32
-from gshard.analysis.emitted import emitted
+from gshard.analysis.jaxpr_collectives import emitted
 from gshard.analysis.machine import MachineError
 
 

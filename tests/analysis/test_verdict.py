@@ -77,3 +77,13 @@ def test_programs_without_products_or_communication_have_a_verdict_too():
 def test_what_does_not_fit_is_told():
     found = told(lambda x: jnp.sin(x) + 1, f32(1 << 35))
     assert "it does not fit" in str(found)
+
+
+def test_how_good_the_plan_is_among_those_that_keep_the_marks():
+    sentence = "As planning counts, no other plan that keeps the marks costs less."
+    found = told(lambda x, w: gshard.split(x, 0, "data") @ w, f32(512, 64), f32(64, 64))
+    assert found.gap == 0
+    assert sentence in found.sentences
+    unmarked = told(lambda x, w: x @ w, f32(512, 64), f32(64, 64))
+    assert unmarked.gap is None
+    assert sentence not in unmarked.sentences

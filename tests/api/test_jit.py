@@ -44,7 +44,7 @@ def test_traces_once_for_each_kind_of_arguments() -> None:
     first = f({"x": x}, extra=1.0)
     f({"x": x + 1}, extra=2.0)
     assert len(traced) == 1
-    f({"x": first["sum"]}, extra=3.0)  # lies as the program would have put it
+    f({"x": first["sum"]}, extra=3.0)  # sharded as the program would have put it
     assert len(traced) == 1
     f({"x": x.astype(np.int32)}, extra=1.0)
     f({"x": np.concatenate([x, x])}, extra=1.0)
@@ -164,15 +164,15 @@ BAD_INPUT = [
 ]
 
 
-@pytest.mark.parametrize(("f", "kind", "what", "way_out"), BAD_INPUT, ids=[b[2] for b in BAD_INPUT])
+@pytest.mark.parametrize(("f", "kind", "what", "hint"), BAD_INPUT, ids=[b[2] for b in BAD_INPUT])
 def test_bad_input_gets_one_clear_error(
-    f: Any, kind: type[Exception], what: str, way_out: str, mesh_2x4: jax.sharding.Mesh
+    f: Any, kind: type[Exception], what: str, hint: str, mesh_2x4: jax.sharding.Mesh
 ) -> None:
     with pytest.raises(kind) as caught:
         gshard.jit(f, mesh=mesh_2x4)(jnp.ones((4, 6)))
     text = str(caught.value)
     assert what in text
-    assert way_out in text
+    assert hint in text
     assert "test_jit.py" in text, "the user's line is missing"
 
 

@@ -169,7 +169,7 @@ def test_transformations_around_take_the_layout_along(transformed: Callable[...,
 
 
 def test_a_derivative_from_outside_is_split_as_the_layout_says(rng: np.random.Generator) -> None:
-    """Also where only one of its halves has what the layout speaks of, and ``strict`` is asked for."""
+    """Also where only one of its halves has what the layout names, and ``strict`` is asked for."""
     w, x = (rng.standard_normal(s).astype(np.float32) for s in ((8, 16), (12, 8)))
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 

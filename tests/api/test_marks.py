@@ -276,7 +276,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_mark_gets_one_error(case: str, x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
-    mark, what, way_out = WRONG[case]
+    mark, what, hint = WRONG[case]
     with pytest.raises(ShardingError) as caught:
         gshard.jit(mark, mesh=mesh)(x)
     error = caught.value
@@ -284,9 +284,9 @@ def test_a_wrong_mark_gets_one_error(case: str, x: np.ndarray, mesh: jax.shardin
     assert error.where is not None
     assert "test_marks.py" in error.where
     assert error.got
-    assert error.way_out is not None
-    assert way_out in error.way_out
-    assert ("vmap" in error.way_out) == ("vmap" in case)
+    assert error.hint is not None
+    assert hint in error.hint
+    assert ("vmap" in error.hint) == ("vmap" in case)
 
 
 @pytest.mark.parametrize(

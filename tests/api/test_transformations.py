@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gshard
-from gshard.analysis.hlo import collectives
+from gshard.analysis.hlo_collectives import collectives
 
 Weights = dict[str, Any]
 
@@ -73,7 +73,7 @@ def test_shapes_alone(arguments: tuple[Weights, Any, Any]) -> None:
 
 
 def test_a_derivative_is_partitioned_too(arguments: tuple[Weights, Any, Any]) -> None:
-    """What the backward half needs of the forward half comes as it lies: one all-reduce of the gradients, no gather."""
+    """What backward needs of the forward half comes sharded as it is: one all-reduce of the gradients, no gather."""
     w, x, _ = arguments
     compiled = jax.jit(jax.grad(gshard.jit(loss, mesh=8))).lower(w, x).compile()
     kinds = {c.kind for c in collectives(compiled.as_text())}

@@ -33,25 +33,25 @@ def every_step(here: Sharding) -> Iterator[Step]:
     waiting = dict(here.unreduced)
     free = [a for a in CUBE.atoms if a not in here.atoms]
 
-    def lying(changes: dict[int, tuple[str, ...]], combined: tuple[str, ...] = ()) -> Sharding:
+    def with_changes(changes: dict[int, tuple[str, ...]], combined: tuple[str, ...] = ()) -> Sharding:
         dims = tuple(changes.get(d, dim) for d, dim in enumerate(here.dims))
         return Sharding(dims).with_unreduced({a: m for a, m in waiting.items() if a not in combined})
 
     for d, have in enumerate(here.dims):
         for k in range(1, 4):
             for atoms in itertools.permutations(free, k):
-                yield Step(ALL_SLICE, atoms, here, lying({d: (*have, *atoms)}), d)
+                yield Step(ALL_SLICE, atoms, here, with_changes({d: (*have, *atoms)}), d)
             for atoms in itertools.permutations(waiting, k):
-                yield Step(REDUCE_SCATTER, atoms, here, lying({d: (*have, *atoms)}, atoms), d)
+                yield Step(REDUCE_SCATTER, atoms, here, with_changes({d: (*have, *atoms)}, atoms), d)
         for k in range(len(have)):
-            yield Step(ALL_GATHER, have[k:], here, lying({d: have[:k]}), d)
+            yield Step(ALL_GATHER, have[k:], here, with_changes({d: have[:k]}), d)
             for e, other in enumerate(here.dims):
                 if e != d:
-                    after = lying({d: have[:k], e: (*other, *have[k:])})
+                    after = with_changes({d: have[:k], e: (*other, *have[k:])})
                     yield Step(ALL_TO_ALL, have[k:], here, after, d, e)
     for k in range(1, 4):
         for atoms in itertools.combinations(waiting, k):
-            yield Step(ALL_REDUCE, atoms, here, lying({}, atoms))
+            yield Step(ALL_REDUCE, atoms, here, with_changes({}, atoms))
     for after in EVERY:
         alike = all(CUBE.count(a) == CUBE.count(b) for a, b in zip(here.dims, after.dims, strict=True))
         if alike and after != here and after.unreduced == here.unreduced:

@@ -1,4 +1,4 @@
-"""Pieces arrive where they are wanted, and in no more rounds than the busiest device has pieces."""
+"""Chunks arrive where they are wanted, and in no more rounds than the busiest device has chunks."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gshard.comm.route import Piece, carry, routed
-from gshard.comm.simulate import simulate_function
+from gshard.comm.route import Chunk, carry, routed
 from gshard.core.mesh import Mesh
+from gshard.simulator.simulate import simulate_function
 
 SIZE, ROOM = 5, 7
 MESHES = [Mesh.abstract(a=2, b=3), Mesh.abstract(a=4), Mesh.abstract(a=1, b=2)]
 
 
 @st.composite
-def exchanges(draw: st.DrawFn) -> tuple[Mesh, tuple[Piece, ...]]:
-    """Some pieces, which do not overlap where they come to lie."""
+def redistributions(draw: st.DrawFn) -> tuple[Mesh, tuple[Chunk, ...]]:
+    """Some chunks, which do not overlap where they come to lie."""
     mesh = draw(st.sampled_from(MESHES))
-    pieces = []
+    chunks = []
     for receiver in range(mesh.size):
         at = draw(st.integers(0, 2))
         while at < ROOM:
             length = draw(st.integers(1, min(SIZE, ROOM - at)))
             low = draw(st.integers(0, SIZE - length))
-            pieces.append(Piece(draw(st.integers(0, mesh.size - 1)), low, receiver, at, length))
+            chunks.append(Chunk(draw(st.integers(0, mesh.size - 1)), low, receiver, at, length))
             at += length + draw(st.integers(0, 2))
-    return mesh, tuple(pieces)
+    return mesh, tuple(chunks)
 
 
 @settings(max_examples=60, deadline=None)
-@given(exchanges())
-def test_pieces_arrive(exchange: tuple[Mesh, tuple[Piece, ...]]) -> None:
-    mesh, pieces = exchange
-    route = routed(pieces)
+@given(redistributions())
+def test_chunks_arrive(drawn: tuple[Mesh, tuple[Chunk, ...]]) -> None:
+    mesh, chunks = drawn
+    route = routed(chunks)
     x = np.arange(1, mesh.size * 2 * SIZE + 1, dtype=np.int32).reshape(mesh.size, 2, SIZE)
     expected = np.zeros((mesh.size, 2, ROOM), np.int32)
-    for p in pieces:
+    for p in chunks:
         expected[p.receiver, :, p.at : p.at + p.length] = x[p.source, :, p.low : p.low + p.length]
     got = simulate_function(lambda part: carry(part, 1, mesh.atoms, mesh, route, ROOM), mesh.atom_sizes, x)
     np.testing.assert_array_equal(np.stack(got[0]) if isinstance(got, list) else got, expected)
 
 
 @settings(max_examples=200, deadline=None)
-@given(exchanges())
-def test_no_more_rounds_than_the_busiest_device_needs(exchange: tuple[Mesh, tuple[Piece, ...]]) -> None:
-    _, pieces = exchange
-    for rounds, own in zip((routed(pieces).stay, routed(pieces).rounds), (True, False), strict=True):
-        wanted = [p for p in pieces if (p.source == p.receiver) == own]
-        assert sorted(wanted, key=repr) == sorted((p for pieces in rounds for p in pieces), key=repr)
+@given(redistributions())
+def test_no_more_rounds_than_the_busiest_device_needs(drawn: tuple[Mesh, tuple[Chunk, ...]]) -> None:
+    _, chunks = drawn
+    for rounds, own in zip((routed(chunks).stay, routed(chunks).rounds), (True, False), strict=True):
+        wanted = [p for p in chunks if (p.source == p.receiver) == own]
+        assert sorted(wanted, key=repr) == sorted((p for chunks in rounds for p in chunks), key=repr)
         for together in rounds:
             assert max(Counter(p.source for p in together).values()) == 1
             assert max(Counter(p.receiver for p in together).values()) == 1

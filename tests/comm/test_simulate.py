@@ -11,9 +11,9 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from gshard.comm.simulate import local_jaxpr, simulate, simulate_function
-from gshard.comm.simulated_collectives import device_groups
 from gshard.core.errors import RuleError, TraceError
+from gshard.simulator.simulate import local_jaxpr, simulate, simulate_function
+from gshard.simulator.simulated_collectives import device_groups
 
 CUBE = {"a": 2, "b": 2, "c": 2}
 ORDERS = [axes for n in (1, 2, 3) for axes in itertools.permutations(CUBE, n)]

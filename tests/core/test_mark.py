@@ -131,7 +131,7 @@ def test_axes_by_name() -> None:
 
 
 def test_axes_of_another_mesh_over_the_same_devices() -> None:
-    """A constraint that speaks of a mesh ``2 x 4`` is understood on one axis of 8, by the strides of its axes."""
+    """A constraint of a mesh ``2 x 4`` is understood on one axis of 8, by the strides of its axes."""
     mark = Mark("spec", spec=("y", "x"), axes=(("x", 2), ("y", 4)))
     mesh = Mesh.abstract(devices=8)
     d0, d1, d2 = mesh.atoms
@@ -169,9 +169,9 @@ BAD: list[tuple[str, Callable[[Any], Any], str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mark", "what", "way_out"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
-def test_a_bad_mark_gets_one_error_with_what_where_given_and_way_out(
-    mark: Callable[[Any], Any], what: str, way_out: str, mesh_2x4: jax.sharding.Mesh
+@pytest.mark.parametrize(("mark", "what", "hint"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_a_bad_mark_gets_one_error_with_what_where_given_and_hint(
+    mark: Callable[[Any], Any], what: str, hint: str, mesh_2x4: jax.sharding.Mesh
 ) -> None:
     with pytest.raises(ShardingError) as caught:
         gshard.jit(lambda x: mark(x) * 2, mesh=mesh_2x4)(jnp.ones((4, 6)))
@@ -180,10 +180,10 @@ def test_a_bad_mark_gets_one_error_with_what_where_given_and_way_out(
     assert error.where is not None
     assert "test_mark.py" in error.where
     assert error.got
-    assert error.way_out is not None
-    assert way_out in error.way_out
+    assert error.hint is not None
+    assert hint in error.hint
     lines = str(error).splitlines()
-    assert [error.what, error.where, error.got, error.way_out] == [
+    assert [error.what, error.where, error.got, error.hint] == [
         lines[0], lines[1].removeprefix("  at "), *(line.strip() for line in lines[2:])
     ]  # fmt: skip
 

@@ -223,4 +223,4 @@ def test_bad_meshes_are_refused(make: Any, text: str) -> None:
     with pytest.raises(MeshError, match=text) as caught:
         make()
     assert isinstance(caught.value, GShardError)
-    assert caught.value.way_out
+    assert caught.value.hint

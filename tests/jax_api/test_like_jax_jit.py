@@ -726,7 +726,7 @@ def static_under_transformations(t: Tools) -> Any:
 def donated_is_deleted(t: Tools) -> Any:
     f = t.jit(lambda x, y: (t.split(x) + 1, y * 2), donate_argnums=0)
     x, y = jnp.arange(8.0), jnp.ones(3)
-    # What lies where the program wants it is donated; a first call may have to move it.
+    # What is where the program wants it is donated; a first call may have to move it.
     x, y = f(x, y)
     found = f(x, y)
     return found, x.is_deleted(), y.is_deleted()

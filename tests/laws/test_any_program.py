@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec as P
 
 from emitted import emitted, reported
 from gshard import shard
-from gshard.comm.simulate import simulate
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.passes.trace import trace
+from gshard.simulator.simulate import simulate
 from laws.test_propagate_laws import MESH, parts_of
 
 LARGEST = 600  # elements of an array
@@ -232,9 +232,9 @@ def check(
     assert emitted(spmd.jaxpr, MESH.atom_sizes) == reported(spmd.collectives)
     (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
     given_arrays = dict(zip(spmd.jaxpr.jaxpr.invars, [*program.captured, *arrays], strict=True))
-    lies = dict(zip(spmd.jaxpr.jaxpr.invars, spmd.in_shardings, strict=True))
+    placed = dict(zip(spmd.jaxpr.jaxpr.invars, spmd.in_shardings, strict=True))
     given_arrays |= dict(zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True))
-    stacked = [parts_of(given_arrays[v], lies[v].dims if v in lies else ()) for v in mapped.invars]
+    stacked = [parts_of(given_arrays[v], placed[v].dims if v in placed else ()) for v in mapped.invars]
     results = simulate(mapped.params["jaxpr"], (), MESH.atom_sizes, stacked)
     for got, whole, sharding in zip(results, want, spmd.out_shardings, strict=True):
         for device, part in enumerate(parts_of(np.asarray(whole), sharding.dims)):

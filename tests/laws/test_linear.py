@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from gshard.comm.simulate import simulate
-from gshard.comm.simulated_runs import AS_WRITTEN
 from gshard.core.program import Equation, Value
 from gshard.core.rule import MONOIDS
 from gshard.core.sharding import Sharding
 from gshard.core.split import is_valid, operand_sharding
+from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.passes.partition import partition
 from gshard.passes.trace import trace
+from gshard.simulator.simulate import simulate
 from harness import Row, rows
 from laws.test_rules_sound import MESH, _array, parts_of, plan_of, splits_of, the_equation
 
@@ -74,7 +74,7 @@ def random_like(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
 
 def fits(monoid: str, x: np.ndarray) -> bool:
     """Whether numbers of this dtype can be combined so at all."""
-    if x.dtype.kind not in "biufc":  # narrow floats and keys
+    if x.dtype.kind not in "biufc":  # floats of low precision and keys
         return False
     if monoid == "pick":
         return True
@@ -133,11 +133,11 @@ def check(
     to_the_bit: bool = False,
 ) -> None:
     plan = plan_of(program, equation, split)
-    lies = {}
+    placed = {}
     for i, v in enumerate(equation.inputs):
         if v in cut:
-            lies[v] = operand_sharding(equation.rule, i, split)
-    at = {program.block.inputs.index(v): Sharding(((),) * len(s.dims), s.unreduced) for v, s in lies.items()}
+            placed[v] = operand_sharding(equation.rule, i, split)
+    at = {program.block.inputs.index(v): Sharding(((),) * len(s.dims), s.unreduced) for v, s in placed.items()}
     plan = dataclasses.replace(
         plan, shardings={**plan.shardings, **{program.block.inputs[i]: s for i, s in at.items()}}
     )

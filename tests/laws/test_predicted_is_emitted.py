@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from emitted import emitted, reported
 from gshard import shard, split
-from gshard.analysis import hlo
+from gshard.analysis import hlo_collectives
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -77,7 +77,12 @@ def test_bytes_by_kind(name: str, function: Any, arguments: Any, mesh_2x4: jax.s
     said = reported(lowered.spmd.collectives)
     assert said, "a program that sends nothing shows nothing"
     assert emitted(lowered.spmd.jaxpr, lowered.mesh.atom_sizes) == said
-    compiled = {kind: n for kind, (_, n) in hlo.summary(hlo.collectives(lowered.executable.compiled.as_text())).items()}
+    compiled = {
+        kind: n
+        for kind, (_, n) in hlo_collectives.summary(
+            hlo_collectives.collectives(lowered.executable.compiled.as_text())
+        ).items()
+    }
     # XLA may combine small collectives; it does not change what they send but for the rounding of each.
     assert compiled.keys() == said.keys()
     for kind, sent in said.items():

@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from emitted import emitted, reported
 from gshard import shard
-from gshard.comm.simulate import simulate
 from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
 from gshard.core.program import Value
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.passes.trace import trace
+from gshard.simulator.simulate import simulate
 
 MESH = Mesh.abstract(data=2, model=3)
 Marker = Callable[[Any], Any]

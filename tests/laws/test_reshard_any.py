@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from gshard.comm.reshard import plan_reshard, reshard_bytes
-from gshard.comm.simulate import simulate_function
 from gshard.comm.steps import run
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
+from gshard.simulator.simulate import simulate_function
 
 CUBE = Mesh.abstract(a=2, b=2, c=2)
 UNEVEN = Mesh.abstract(a=2, b=3)

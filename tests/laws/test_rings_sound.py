@@ -1,4 +1,4 @@
-"""The law: a contraction in steps, around any ring that its split allows, computes what it computes at once.
+"""The law: a collective matmul, around any ring that its split allows, computes what it computes at once.
 
 Plans are made by hand, as in the law of the rules: padding is poisoned, sums come as parts of both signs, all devices
 are simulated, and what is sent is what is reported, part for part.
@@ -64,7 +64,7 @@ def rings_of(e: Equation, split: Split, mesh: Mesh) -> Iterator[Ring]:
                     singles.append(Ring(f, (), atoms))
     yield from singles
     for one, other in itertools.combinations(singles, 2):
-        (a,), (b,) = one.travelling, other.travelling
+        (a,), (b,) = one.rotating, other.rotating
         apart = not set(a) & set(b) and not (one.result and other.result)
         if apart and one.factor == other.factor and mesh.count(a) == mesh.count(b):
             operands = tuple(sorted((*one.operands, *other.operands)))
@@ -73,20 +73,20 @@ def rings_of(e: Equation, split: Split, mesh: Mesh) -> Iterator[Ring]:
 
 
 def plan_of(alone: testing.Alone, split: Split, ring: Ring, mesh: Mesh) -> Plan:
-    """A plan in which operands lie as the ring takes them; the result goes to every device."""
+    """A plan in which operands are sharded as the ring takes them; the result goes to every device."""
     plan, e = testing.plan_of(alone.program, alone.equation, split, mesh), alone.equation
     assert e.rule is not None
-    lie = {v: entering(e.rule, split, ring, i) for i, v in enumerate(e.inputs) if isinstance(v, Value)}
-    return dataclasses.replace(plan, shardings={**plan.shardings, **lie}, rings={e: ring})
+    placed = {v: entering(e.rule, split, ring, i) for i, v in enumerate(e.inputs) if isinstance(v, Value)}
+    return dataclasses.replace(plan, shardings={**plan.shardings, **placed}, rings={e: ring})
 
 
 def sent_in(ring: Ring, e: Equation, split: Split, mesh: Mesh) -> int:
-    """What each device is to send in steps: every other part once, and the skews if two arrays travel."""
+    """What each device is to send: every other part once, and the skews if two arrays rotate."""
     assert e.rule is not None
-    lie = [(e.inputs[i], entering(e.rule, split, ring, i)) for i, _ in ring.operands]
-    lie += [(e.outputs[0], leaving(e.rule, split, ring, 0))] if ring.result else []
-    part = sum(math.prod(s.local_shape(mesh, v.shape)) * itemsize(v.dtype) for v, s in lie)
-    return part * (ring.steps(mesh) - 1 + (len(lie) > 1))
+    placed = [(e.inputs[i], entering(e.rule, split, ring, i)) for i, _ in ring.operands]
+    placed += [(e.outputs[0], leaving(e.rule, split, ring, 0))] if ring.result else []
+    part = sum(math.prod(s.local_shape(mesh, v.shape)) * itemsize(v.dtype) for v, s in placed)
+    return part * (ring.steps(mesh) - 1 + (len(placed) > 1))
 
 
 @pytest.mark.parametrize("on", MESHES)
@@ -128,7 +128,7 @@ def check(name: str, on: str, most: int, dtype: Any) -> None:
     for split, ring in (way for ways in kinds.values() for way in draw.sample(ways, min(most, len(ways)))):
         spmd = testing.emit(plan_of(alone, split, ring, mesh))
         assert emitted(spmd.jaxpr, mesh.atom_sizes) == reported(spmd.collectives), (split, ring)
-        told = sum(c.total_bytes for c in spmd.collectives if c.why == f"steps of {e.name}")
+        told = sum(c.total_bytes for c in spmd.collectives if c.why == f"collective matmul of {e.name}")
         assert told == sent_in(ring, e, split, mesh), (split, ring)
         results = testing.run_on_all(spmd, alone.arguments)
         try:

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import pytest
 
-from gshard.comm.simulated_runs import AS_WRITTEN
 from gshard.core.errors import GShardError
 from gshard.core.program import Block, Equation
-from gshard.core.rule import PARALLEL, WHOLE, Rule
+from gshard.core.rule import PARALLEL, REPLICATE, Rule
+from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.passes.trace import trace
 from harness import Row, rows
 from laws.test_rules_sound import MESH, _array, plan_of, run_everywhere, the_equation
@@ -34,7 +34,7 @@ def factors_to_try(equation: Equation) -> list[tuple[int, str]]:
     for f, factor in enumerate(rule.factors):
         alone = all(dim == (f,) for tensor in tensors for dim in tensor if f in dim)
         atom = next((a for a in MESH.atoms if factor.size > 1 and factor.size % MESH.atom_sizes[a] == 0), None)
-        if factor.kind == WHOLE and alone and atom is not None:
+        if factor.kind == REPLICATE and alone and atom is not None:
             found.append((f, atom))
     return found
 

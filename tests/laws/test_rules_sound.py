@@ -20,8 +20,8 @@ from gshard.core.plan import Plan
 from gshard.core.program import Equation, Program
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
+from gshard.language.registry import known_primitives
 from gshard.passes.trace import trace
-from gshard.rules.registry import known_primitives
 from harness import Row, elementwise, rows
 
 MESH = testing.SMALL

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.rule import EXCHANGE, PARALLEL, REDUCE, WHOLE, Dims, Factor, Rule
+from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Dims, Factor, Rule
 from gshard.core.split import Split, fits, is_valid, local_size, place, project
 
 MESH = Mesh.abstract(a=2, b=3, c=4)
@@ -18,7 +18,7 @@ MESH = Mesh.abstract(a=2, b=3, c=4)
 @st.composite
 def arrays(draw: st.DrawFn) -> tuple[tuple[Factor, ...], Dims]:
     """Factors of all kinds and sizes, laid out on the dimensions of one array, each once."""
-    kinds = st.sampled_from([PARALLEL, PARALLEL, PARALLEL, REDUCE, EXCHANGE, WHOLE])
+    kinds = st.sampled_from([PARALLEL, PARALLEL, PARALLEL, REDUCE, COMMUNICATE, REPLICATE])
     factors = tuple(
         Factor(size, kind, "add" if kind == REDUCE else None)
         for size, kind in draw(st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 5, 6, 12]), kinds), max_size=5))
@@ -130,14 +130,14 @@ def test_splits_that_break_a_law_are_not_valid(
     factors, dims, split = drawn
     rule = rule_of(factors, dims)
     for f, factor in enumerate(factors):
-        if factor.kind == WHOLE:
+        if factor.kind == REPLICATE:
             assert not is_valid(rule, {f: (atom,)}, MESH)
         if atom in itertools.chain(*split.values()):
             assert not is_valid(rule, {**split, f: (*split.get(f, ()), atom)}, MESH), "an atom twice"
 
 
 def test_factors_of_arrays_that_have_nothing_to_do_with_each_other_may_use_one_atom_each() -> None:
-    """The operands of a barrier lie side by side."""
+    """The operands of a barrier are side by side."""
     factors = (Factor(4), Factor(6))
     apart = Rule(factors, (((0,),), ((1,),)), (((0,),), ((1,),)), component=(0, 1))
     together = Rule(factors, (((0,), (1,)),), (), component=(0, 0))

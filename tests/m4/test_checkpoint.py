@@ -80,8 +80,8 @@ def test_another_number_of_devices(before: int, after: int, tmp_path: Path, rng:
         return lambda x: split if x.ndim and x.shape[0] % count == 0 else whole
 
     state = random_state(rng)
-    lies = spread(before)
-    checkpoint.save(tmp_path, 1, jax.tree.map(lambda x: jax.device_put(x, lies(x)), state), {})
+    placed = spread(before)
+    checkpoint.save(tmp_path, 1, jax.tree.map(lambda x: jax.device_put(x, placed(x)), state), {})
     wanted = spread(after)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted(x)), state)
     _, found, _ = checkpoint.restore(tmp_path, like=like)

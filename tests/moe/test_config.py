@@ -136,7 +136,7 @@ def test_refused(change, message):
     assert error.value.got
 
 
-def test_capacity_below_one_says_the_way_out():
+def test_capacity_below_one_gets_a_hint():
     with pytest.raises(ModelError, match="Use groups of at least 4 tokens"):
         dataclasses.replace(MOE, group_size=3)
 

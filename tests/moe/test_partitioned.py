@@ -15,7 +15,7 @@ CONFIG = TransformerConfig(9, 9, model_dim=8, hidden_dim=16, experts=8, group_si
 
 @pytest.mark.parametrize("dispatch", ["einsum", "gather"])
 def test_four_devices_compute_what_one_does(dispatch):
-    """Values and gradients; forward, tokens travel once to their experts and once back, and nothing else does."""
+    """Values and gradients; forward, tokens are sent once to their experts and once back, and nothing else does."""
     config = dataclasses.replace(CONFIG, dispatch=dispatch)
     params = init_params(expert_specs(config), jax.random.key(0))
     x_BLM, direction_BLM = jax.random.normal(jax.random.key(1), (2, 4, 8, 8))

@@ -106,7 +106,7 @@ def test_eight_devices_compute_what_one_does(dtype):
 
 
 def test_tokens_are_gathered_once_and_sums_scattered_once():
-    """Forward, the only arrays of the size of the tokens that travel; experts stay where they are."""
+    """Forward, the only arrays of the size of the tokens that are sent; experts stay where they are."""
     config = dataclasses.replace(BASE, model_dim=64, experts=8, dispatch="ragged", partitions=8, group_size=32)
     params = shapes(expert_specs(config))
     x_BLM = jax.ShapeDtypeStruct((8, 32, 64), "float32")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import shard
-from gshard.analysis.hlo import collectives
+from gshard.analysis.hlo_collectives import collectives
 
 X = np.random.default_rng(0).standard_normal((8, 24)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((24, 16)).astype(np.float32)
@@ -94,7 +94,7 @@ def test_between_random_orders_of_eight_it_is_one_permute(i: int) -> None:
 
 
 def test_a_state_that_stays_in_its_order_is_never_moved() -> None:
-    """Results lie in the order of the mark, and the next call takes them so: nothing is sent, on either way."""
+    """Results leave in the order of the mark, and the next call takes them so: nothing is sent, on either way."""
     ids = OF_EIGHT[3].reshape(4, 2)
     step = gshard.jit(lambda x: shard(x, ids) + 1, mesh=8, donate_argnums=0)
     start = np.arange(8 * 24, dtype=np.int32).reshape(8, 24)
@@ -118,7 +118,7 @@ def test_two_orders_in_one_program() -> None:
 
 
 def test_names_of_the_mesh_keep_their_meaning_beside_a_device_order(mesh_2x4: jax.sharding.Mesh) -> None:
-    """A result marked by names lies where JAX would put it, though the program runs in another order."""
+    """A result marked by names is where JAX would put it, though the program runs in another order."""
     ids = OF_EIGHT[5].reshape(8, 1)
     jitted = gshard.jit(lambda x, w: (shard(w, ids) + 1, shard(x * 2, P("model", "data"))), mesh=mesh_2x4)
     first, second = jitted(X, W)

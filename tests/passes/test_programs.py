@@ -107,7 +107,7 @@ def empty(x: Any) -> Any:
     return split(x, 0, 8) * 2, x.sum(), jnp.zeros((0, 3)), x[:0]
 
 
-def narrow_types(x: Any) -> Any:
+def low_precision_types(x: Any) -> Any:
     y = split(x.astype(jnp.bfloat16), 0, 4)
     return (y * 2).max(), y.astype(jnp.int8).sum(), (y > 0).any(0), (y > 0).all(), y.astype(jnp.float32).sum(0)
 
@@ -137,10 +137,10 @@ def lengthened(x: Any) -> Any:
 
 def over_a_sequence(q: Any, k: Any, v: Any) -> Any:
     """Each device has all heads of some tokens; attention wants all tokens, of some heads."""
-    lies = P(None, None, ("data", "model"))
-    q, k, v = (shard(x, lies) for x in (q, k, v))
+    placed = P(None, None, ("data", "model"))
+    q, k, v = (shard(x, placed) for x in (q, k, v))
     weights = jax.nn.softmax(jnp.einsum("bhqd,bhkd->bhqk", q, k))
-    return shard(jnp.einsum("bhqk,bhkd->bhqd", weights, v), lies)
+    return shard(jnp.einsum("bhqk,bhkd->bhqd", weights, v), placed)
 
 
 def joined(x: Any) -> Any:
@@ -240,7 +240,7 @@ CASES = [
     Case("random", random, (jax.random.key(3), normal(5, 6))),
     Case("size 1", empty, (normal(1, 4),)),
     Case("size 0", empty, (normal(0, 4),)),
-    Case("narrow types", narrow_types, (normal(6, 4),)),
+    Case("low precision types", low_precision_types, (normal(6, 4),)),
     Case("both dimensions", both_dimensions, (normal(8, 8), normal(8, 8))),
     Case("both dimensions, uneven", both_dimensions, (normal(5, 6), normal(6, 7))),
     Case("reshape", reshapes, (normal(4, 12),)),

@@ -1,4 +1,4 @@
-"""Unreduced values travel: parts are combined where that sends the fewest bytes, and no sooner."""
+"""Unreduced values pass on: parts are combined where that sends the fewest bytes, and no sooner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contractions in steps: the same bytes as a gather or scatter, less memory, the same numbers; and who decides."""
+"""Collective matmuls: the same bytes as a gather or scatter, less memory, the same numbers; and who decides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from emitted import emitted, reported
 from gshard import Windowed, shard, split
-from gshard.analysis import hlo
+from gshard.analysis import hlo_collectives
 
 GRID = ("data", "model")
 
@@ -35,7 +35,7 @@ def contracted(x: Any, w: Any) -> Any:
 
 
 def scattered(x: Any, w: Any) -> Any:
-    """Sums travel."""
+    """Sums rotate."""
     return split(split(x, 1, 8) @ split(w, 0, 8), 0, 8)
 
 
@@ -63,7 +63,7 @@ CASES: dict[str, Case] = {
 }
 # Results leave in whole parts, and arguments come so: uneven ones take memory at the border.
 SMALLER = {"gathered": 0.6, "contracted": 0.7, "scattered": 0.5, "grid": 0.9}
-HOW = {"at once": False, "in steps": True, "both ways": Windowed(both_ways=True), "two at once": 0}
+HOW = {"at once": False, "one way": True, "both ways": Windowed(both_ways=True), "two at once": 0}
 
 
 def temporaries(lowered: Any) -> int:
@@ -87,17 +87,17 @@ def test_bytes_memory_and_numbers(name: str, mesh_2x4: jax.sharding.Mesh) -> Non
         np.testing.assert_array_equal(step(*arguments), expected)
         said = reported(lowered.spmd.collectives)
         assert emitted(lowered.spmd.jaxpr, lowered.mesh.atom_sizes) == said
-        compiled = hlo.summary(hlo.collectives(lowered.executable.compiled.as_text()))
+        compiled = hlo_collectives.summary(hlo_collectives.collectives(lowered.executable.compiled.as_text()))
         assert {kind: n for kind, (_, n) in compiled.items()} == said, how
-    assert sent(found["in steps"]) == sent(found["both ways"]) == sent(found["at once"])
+    assert sent(found["one way"]) == sent(found["both ways"]) == sent(found["at once"])
     if name in SMALLER:
-        for how in ("in steps", "two at once"):
+        for how in ("one way", "two at once"):
             assert temporaries(found[how]) < SMALLER[name] * temporaries(found["at once"]), how
 
 
 @pytest.mark.parametrize("windowed", [True, 0, Windowed(both_ways=True)])
-def test_gradients_are_contractions_in_steps_too(windowed: Any, mesh_2x4: jax.sharding.Mesh) -> None:
-    """What is gathered forward is scattered backward: operands that travelled get sums that travel."""
+def test_gradients_are_collective_matmuls_too(windowed: Any, mesh_2x4: jax.sharding.Mesh) -> None:
+    """What is gathered forward is scattered backward: operands that rotated get sums that rotate."""
 
     def loss(x: Any, w: Any) -> Any:
         return jnp.sum(jnp.tanh(grid(x, w) / 64) ** 2)
@@ -117,7 +117,7 @@ def test_gradients_are_contractions_in_steps_too(windowed: Any, mesh_2x4: jax.sh
     np.testing.assert_allclose(outside(*arguments), step(*arguments)[0], rtol=1e-4, atol=1e-4)
 
 
-def test_narrow_sums_are_as_exact_as_at_once() -> None:
+def test_low_precision_sums_are_as_exact_as_at_once() -> None:
     x, w = (np.random.default_rng(i).standard_normal(s) for i, s in enumerate([(2048, 512), (512, 16)]))
     x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
     exact = x.astype(np.float64) @ w.astype(np.float64)
@@ -138,7 +138,7 @@ def test_loops_and_rows_of_the_explanation(mesh_2x4: jax.sharding.Mesh) -> None:
     step = gshard.jit(layers, mesh=mesh_2x4, windowed=True)
     np.testing.assert_allclose(step(*arguments), layers(*arguments), rtol=1e-5, atol=1e-5)
     told = gshard.explain(step, *arguments)
-    (row,) = [row for row in told.collectives if row.why == "steps of dot_general"]
+    (row,) = [row for row in told.collectives if row.why == "collective matmul of dot_general"]
     part = 8 * 64 * 4
     assert (row.kind, row.axes, row.times, row.bytes) == ("collective_permute", "data,model", 3 * 7, 3 * 7 * part)
     assert "in 8 parts, operand 1 around data,model" in str(step.lower(*arguments).plan)
@@ -148,7 +148,7 @@ def test_loops_and_rows_of_the_explanation(mesh_2x4: jax.sharding.Mesh) -> None:
 
 @pytest.mark.parametrize("name", ["gathered", "contracted", "scattered"])
 def test_planned_memory_is_near_what_xla_plans(name: str, mesh_2x4: jax.sharding.Mesh) -> None:
-    """XLA sometimes adds up where the result will lie: then we expect more."""
+    """XLA sometimes adds up where the result will be: then we expect more."""
     f, *shapes = CASES[name]
     arguments = [whole(i, *shape) for i, shape in enumerate(shapes)]
     step = gshard.jit(f, mesh=mesh_2x4, windowed=True)
@@ -229,7 +229,7 @@ def test_an_unknown_machine_is_refused_at_once() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int8, jnp.complex64, jnp.float16])
 def test_other_dtypes(dtype: Any) -> None:
-    """Sums of whole numbers are exact, wrap around alike, or are of truth values, which do not travel."""
+    """Sums of whole numbers are exact, wrap around alike, or are of truth values, which do not rotate."""
     x, w = (
         (whole(i, *s) > 0 if dtype == jnp.bool_ else whole(i, *s)).astype(dtype)
         for i, s in enumerate([(24, 32), (32, 16)])
@@ -238,7 +238,7 @@ def test_other_dtypes(dtype: Any) -> None:
         np.testing.assert_array_equal(gshard.jit(f, mesh=8, windowed=True)(x, w), f(x, w))
 
 
-def test_advice_names_the_mark_of_what_travels(mesh_2x4: jax.sharding.Mesh) -> None:
+def test_advice_names_the_mark_of_what_rotates(mesh_2x4: jax.sharding.Mesh) -> None:
     for name, words in (("contracted", "What reads it needs it whole there"), ("scattered", "A sum over a dim")):
         f, *shapes = CASES[name]
         arguments = [whole(i, *shape) for i, shape in enumerate(shapes)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import gshard
 from analysis.models import f32, model
 from gshard.analysis.cost import cost
-from gshard.analysis.emitted import emitted, reported
+from gshard.analysis.jaxpr_collectives import emitted, reported
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import memory_of
 from gshard.core.spmd import SpmdProgram
@@ -266,7 +266,7 @@ def test_very_many_programs_with_any_limit(steps: list[Step], shapes: list[tuple
 
 
 def test_what_is_read_in_another_shape_is_no_stack():
-    """Slices of a reshaped stack are not those of the stack: what cannot be made again is told, or stays."""
+    """Slices of a reshaped stack are not those of the stack: what cannot be recomputed is told, or stays."""
 
     def f(ws: Any, x: Any) -> Any:
         def outer(x: Any, w: Any) -> Any:
@@ -293,7 +293,7 @@ def test_a_sort_is_no_barrier():
     assert kinds == ["operator"]
 
 
-def test_what_a_loop_widens_last_is_stacked_narrow():
+def test_what_a_loop_widens_last_is_stacked_in_low_precision():
     """Gradients of float32 weights that are used in bfloat16 take half the memory, for nothing, bit for bit."""
 
     def loss(ws: Any, x: Any) -> Any:
@@ -307,22 +307,22 @@ def test_what_a_loop_widens_last_is_stacked_narrow():
 
     args = f32(16, 256, 256), jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
     plain, memory = without_limit(step, args, 8)
-    narrow = gshard.jit(step, mesh=8, memory_limit=memory.peak - 16 * 256 * 256).lower(*args)
-    found = narrow.spmd.recomputed
+    changed = gshard.jit(step, mesh=8, memory_limit=memory.peak - 16 * 256 * 256).lower(*args)
+    found = changed.spmd.recomputed
     assert [(v.name, v.freed) for v in found.values] == [("convert_element_type", 2 * 16 * 256 * 256)]
     assert found.share == 0
     # XLA on CPU widens the stack once more before its loop, as long as the program runs: its peak is above the model's.
-    executable = compile_spmd(narrow.spmd, frozenset())
+    executable = compile_spmd(changed.spmd, frozenset())
     saved = peak_of(plain.executable.compiled) - peak_of(executable.compiled)
-    newer = jax.__version_info__ >= (0, 12)  # whose XLA on CPU stacks narrow by itself
+    newer = jax.__version_info__ >= (0, 12)  # whose XLA on CPU stacks bfloat16 by itself
     assert saved == 0 if newer else saved >= 16 * 256 * 256
     arrays = [some(s, i) for i, s in enumerate(args)]
-    placed = [jax.device_put(x, s) for x, s in zip(arrays, narrow.argument_shardings, strict=True)]
+    placed = [jax.device_put(x, s) for x, s in zip(arrays, changed.argument_shardings, strict=True)]
     for got, whole in zip(executable.compiled(*executable.captured, *placed), run(plain, arrays), strict=True):
         np.testing.assert_array_equal(got, whole)
 
 
-def test_the_tpu_compiler_keeps_narrow_copies_of_what_loops_multiply():
+def test_the_tpu_compiler_keeps_low_precision_copies_of_what_loops_multiply():
     f, args = SMALL["loop"]
     plain, memory = without_limit(f, args, gshard.Mesh.abstract(d=8))
     weights = 12 * 64 * 64 * 4

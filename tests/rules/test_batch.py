@@ -13,8 +13,8 @@ from jax.extend.core import Primitive
 
 import gshard
 from gshard.core.rule import Rule
+from gshard.language.batch import same
 from gshard.passes.trace import trace
-from gshard.rules.batch import same
 from gshard.testing import check_rule
 from invented import invented_p, primitive_of
 
@@ -60,15 +60,15 @@ def rule_of(f: Callable[..., Any], *args: Any) -> Rule:
 @pytest.mark.parametrize(
     "f, args, rule",
     [
-        (centred_p.bind, (X,), "a b c -> a d e; whole b c d e"),
-        (centred_p.bind, (X[None],), "a b c d -> a b e f; whole c d e f"),
-        (centred_p.bind, (RNG.standard_normal((3, 3, 3, 3)),), "a b c d -> a b e f; whole c d e f"),
-        (centred_p.bind, (SQUARES,), "a b c -> a d e; whole b c d e"),
-        (applied_p.bind, (X, X[:, 0]), "a b c, a d -> a e; whole b c d e"),
-        (applied_p.bind, (SQUARES, SQUARES[0]), "a b c, a d -> a e; whole b c d e"),
-        (lambda x: summed_p.bind(x, axis=1), (X,), "a b c -> a d c; whole b d"),
-        (lambda x: summed_p.bind(x, axis=0), (SQUARES,), "a b c -> d b c; whole a d"),
-        (invented_p.bind, (X,), "a b c -> d e f; whole a b c d e f"),  # no vmap rule
+        (centred_p.bind, (X,), "a b c -> a d e; replicate b c d e"),
+        (centred_p.bind, (X[None],), "a b c d -> a b e f; replicate c d e f"),
+        (centred_p.bind, (RNG.standard_normal((3, 3, 3, 3)),), "a b c d -> a b e f; replicate c d e f"),
+        (centred_p.bind, (SQUARES,), "a b c -> a d e; replicate b c d e"),
+        (applied_p.bind, (X, X[:, 0]), "a b c, a d -> a e; replicate b c d e"),
+        (applied_p.bind, (SQUARES, SQUARES[0]), "a b c, a d -> a e; replicate b c d e"),
+        (lambda x: summed_p.bind(x, axis=1), (X,), "a b c -> a d c; replicate b d"),
+        (lambda x: summed_p.bind(x, axis=0), (SQUARES,), "a b c -> d b c; replicate a d"),
+        (invented_p.bind, (X,), "a b c -> d e f; replicate a b c d e f"),  # no vmap rule
     ],
 )
 def test_what_is_proven(f: Callable[..., Any], args: tuple[Any, ...], rule: str) -> None:
@@ -140,8 +140,8 @@ def test_arrays_that_the_primitive_was_not_made_for_prove_nothing() -> None:
     meaning = lambda x: x - x.mean((-2, -1), keepdims=True)  # noqa: E731
     careless_p = primitive_of("careless", meaning, leading(lambda: careless_p))
     careless_p.def_abstract_eval(lambda x: x)
-    assert str(rule_of(careless_p.bind, X[0])) == "a b -> c d; whole a b c d"
-    assert str(rule_of(careless_p.bind, X)) == "a b c -> a d e; whole b c d e"
+    assert str(rule_of(careless_p.bind, X[0])) == "a b -> c d; replicate a b c d"
+    assert str(rule_of(careless_p.bind, X)) == "a b c -> a d e; replicate b c d e"
 
 
 def test_a_vmap_rule_that_says_more_than_the_primitive_proves_nothing() -> None:
@@ -151,13 +151,13 @@ def test_a_vmap_rule_that_says_more_than_the_primitive_proves_nothing() -> None:
         return jnp.moveaxis(turned_p.bind(jnp.moveaxis(args[0], dims[0], -1)), -1, 0), 0
 
     turned_p = primitive_of("turned", meaning, transposed)
-    assert str(rule_of(turned_p.bind, X[0])) == "a b -> c d; whole a b c d"
+    assert str(rule_of(turned_p.bind, X[0])) == "a b -> c d; replicate a b c d"
 
     def negated(args: Any, dims: Any) -> Any:
         return -negated_p.bind(-jnp.moveaxis(args[0], dims[0], 0)), 0
 
     negated_p = primitive_of("negated", jnp.sin, negated)
-    assert str(rule_of(negated_p.bind, X[0])) == "a b -> c d; whole a b c d"
+    assert str(rule_of(negated_p.bind, X[0])) == "a b -> c d; replicate a b c d"
 
     def counted(args: Any, dims: Any, *, batches: int) -> Any:
         return counted_p.bind(jnp.moveaxis(args[0], dims[0], 0), batches=batches + 1), 0

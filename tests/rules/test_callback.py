@@ -130,8 +130,8 @@ def test_partitioned_ones_see_every_part() -> None:
     assert rows == sorted([*(tuple(row) for row in X[:, :2].tolist()), (0.0, 0.0)])  # the eighth part is padding
 
 
-@pytest.mark.parametrize("trips", [0, 3])
-def test_in_loops_and_branches(trips: int) -> None:
+@pytest.mark.parametrize("count", [0, 3])
+def test_in_loops_and_branches(count: int) -> None:
     host, counted = Host(), []
 
     def f(x: Any) -> Any:
@@ -144,16 +144,16 @@ def test_in_loops_and_branches(trips: int) -> None:
             jax.debug.callback(lambda n: counted.append(int(n)), state[0])
             return state[0] + 1, state[1]
 
-        x, _ = jax.lax.scan(step, gshard.split(x, 0, 8), jnp.arange(trips))
-        return jax.lax.while_loop(lambda s: s[0] < trips, again, (0, x))[1]
+        x, _ = jax.lax.scan(step, gshard.split(x, 0, 8), jnp.arange(count))
+        return jax.lax.while_loop(lambda s: s[0] < count, again, (0, x))[1]
 
     result = run(f, X)
-    doubled = trips + trips // 2
+    doubled = count + count // 2
     np.testing.assert_array_equal(result, X * 2**doubled)
     assert len(host.calls) == doubled
     for i, call in enumerate(host.calls):
         np.testing.assert_array_equal(call, X * 2**i)
-    assert sorted(counted) == list(range(trips))
+    assert sorted(counted) == list(range(count))
 
 
 def test_an_order_that_jax_does_not_keep_is_refused() -> None:

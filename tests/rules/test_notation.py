@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gshard.core.errors import RuleError
+from gshard.language.notation import check_without_local, parse
+from gshard.language.registry import Call, contradiction
 from gshard.passes.trace import trace
-from gshard.rules.notation import check_without_local, parse
-from gshard.rules.registry import Call, contradiction
 from harness import rows
 
 
@@ -22,16 +22,16 @@ def call(operands: list[tuple[int, ...]], *results: tuple[int, ...]) -> Call:
         ("row in, in out->row out;  max over in", [(7, 5), (5, 3)], (7, 3), "a b, b c -> a c; max over b=5"),
         ("(a b) c -> a b c; a=2", [(6, 5)], (2, 3, 5), "(a b) c -> a b c"),
         ("(a b) -> b a", [(6,)], (3, 2), "(a b) -> b a"),
-        ("(a b) -> a; whole b=2", [(6,)], (3,), "(a b) -> a; whole b"),
+        ("(a b) -> a; replicate b=2", [(6,)], (3,), "(a b) -> a; replicate b"),
         ("a b -> a; add over b=5", [(7, 5)], (7,), "a b -> a; add over b=5"),
         ("... a, a -> ... a", [(2, 3, 4), (4,)], (2, 3, 4), "a b c, c -> a b c"),
         ("... a -> ...; add over a", [(4,)], (), "a -> (); add over a=4"),
-        ("... a -> ... b; whole a b", [(3, 4)], (3, 9), "a b -> a c; whole b c"),
+        ("... a -> ... b; replicate a b", [(3, 4)], (3, 9), "a b -> a c; replicate b c"),
         ("a (), () -> a", [(), ()], (3,), None),
         ("a, () -> a", [(3,), ()], (3,), "a, () -> a"),
         ("a 1 -> a", [(3, 1)], (3,), "a 1 -> a"),
-        ("a -> a; exchange a", [(6,)], (4,), "a -> a; exchange a"),
-        (" -> a; whole a", [], (4,), " -> a; whole a"),
+        ("a -> a; communicate a", [(6,)], (4,), "a -> a; communicate a"),
+        (" -> a; replicate a", [], (4,), " -> a; replicate a"),
         ("a b, c -> a, c; min over b, xor over c", [(2, 3), (3,)], (2,), None),
         ("a b c -> c; add over a b", [(2, 3, 4)], (4,), "a b c -> c; add over a=2; add over b=3"),
     ],
@@ -44,7 +44,7 @@ def test_text_is_read(text: str, operands: list[tuple[int, ...]], result: tuple[
     one = call(operands, result)
     rule = parse(text).rule(one)
     assert str(rule) == printed
-    if "exchange" not in text:
+    if "communicate" not in text:
         assert contradiction(rule, one) is None
 
 
@@ -80,7 +80,7 @@ def read_again(text: str, one: Call) -> str:
         ("a b -> a", "'b' stands in no result"),
         ("a b -> a b; add over b", "'b' is reduced and stands in a result"),
         ("a b -> a; sum over b", "'sum over b' says nothing of a factor"),
-        ("a b -> a; add over b; whole b", "'b' is of two kinds"),
+        ("a b -> a; add over b; replicate b", "'b' is of two kinds"),
         ("a a -> a", "'a' stands twice in one array"),
         ("a b -> a b; a=x", "'x' is no size"),
         ("(a b -> a b", "is no array"),
@@ -98,7 +98,10 @@ def test_text_that_is_no_rule(text: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     "text, message",
-    [("a -> a b", "'b' stands in a result only"), ("a -> a; exchange a", "'a' is exchanged, and nothing says how")],
+    [
+        ("a -> a b", "'b' stands in a result only"),
+        ("a -> a; communicate a", "'a' is communicated, and nothing says how"),
+    ],
 )
 def test_text_that_needs_a_local(text: str, message: str) -> None:
     with pytest.raises(RuleError, match=message):

@@ -185,10 +185,10 @@ def test_what_is_not_opened() -> None:
     host_p.def_abstract_eval(lambda x: x)
     assert names(host_p.bind, X) == ["other_host"]
 
-    taught_p = made_of("other_taught", lambda x: x + 1)
-    assert names(taught_p.bind, X) == ["add"]
-    gshard.rule("other_taught")("a b -> a b")
-    assert names(taught_p.bind, X) == ["other_taught"]
+    custom_p = made_of("other_custom", lambda x: x + 1)
+    assert names(custom_p.bind, X) == ["add"]
+    gshard.rule("other_custom")("a b -> a b")
+    assert names(custom_p.bind, X) == ["other_custom"]
 
 
 def test_one_that_is_only_evaluated_is_opened() -> None:

@@ -14,12 +14,12 @@ from jax import lax
 import gshard
 from gshard import split
 from gshard.comm.shards import Shards
-from gshard.comm.simulate import simulate_function
 from gshard.comm.sorting import Columns, _columns, ways
 from gshard.core.mesh import Mesh
 from gshard.core.program import Equation
 from gshard.core.split import Split, place
 from gshard.passes.trace import trace
+from gshard.simulator.simulate import simulate_function
 from laws.test_rules_sound import the_equation
 
 
@@ -239,7 +239,7 @@ def test_windows_of_several_dimensions_send_what_they_say(rng: np.random.Generat
 
 @pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
 def test_a_program_differentiates_pooling(strides: tuple[int, int], rng: np.random.Generator) -> None:
-    """XLA's own partitioner shifts the first part's gradient where windows overlap; only halos travel here."""
+    """XLA's own partitioner shifts the first part's gradient where windows overlap; only halos are sent here."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     image = np.round(rng.standard_normal((64, 9)) * 2).astype(np.float32)
 

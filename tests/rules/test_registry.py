@@ -9,9 +9,9 @@ import pytest
 
 from gshard.core.errors import RuleError
 from gshard.core.program import Equation
-from gshard.core.rule import EXCHANGE, PARALLEL, REDUCE, WHOLE, Rule
+from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule
+from gshard.language.registry import Call, known_primitives, rule, rule_of
 from gshard.passes.trace import trace
-from gshard.rules.registry import Call, known_primitives, rule, rule_of
 from harness import Row, rows
 from invented import invented
 
@@ -30,8 +30,8 @@ def test_factors_add_up(row: Row) -> None:
             for n, dim in zip(value.shape, dims, strict=True):
                 kinds = {e.rule.factors[f].kind for f in dim}
                 size = math.prod(e.rule.factors[f].size for f in dim)
-                if EXCHANGE in kinds or (kinds == {WHOLE} and size != n):
-                    assert len(dim) == 1, "what is exchanged (or would be, were it not of keys) is its own dimension"
+                if COMMUNICATE in kinds or (kinds == {REPLICATE} and size != n):
+                    assert len(dim) == 1, "what is communicated (or would be, were it not of keys) is its own dimension"
                     assert n <= size
                 elif not (e.rule.masks_itself and REDUCE in kinds):
                     assert size == n or not dim, e.rule
@@ -46,7 +46,7 @@ def test_kinds_and_monoids(row: Row) -> None:
     for e in equations(row):
         assert e.rule is not None
         for f, factor in enumerate(e.rule.factors):
-            assert factor.kind in (PARALLEL, REDUCE, EXCHANGE, WHOLE)
+            assert factor.kind in (PARALLEL, REDUCE, COMMUNICATE, REPLICATE)
             assert (factor.monoid is not None) == (factor.kind == REDUCE)
             if factor.kind == REDUCE:
                 assert not any(f in dim for dims in e.rule.results for dim in dims), "what is reduced is no result"
@@ -61,8 +61,8 @@ def test_a_primitive_without_a_rule_is_whole_in_every_factor() -> None:
     (e,) = equations(Row("invented", "invented", invented, (jnp.ones((4, 3)),)))
     assert e.rule is not None
     assert not e.rule.known
-    assert {factor.kind for factor in e.rule.factors} == {WHOLE}
-    assert str(e.rule) == "a b -> c d; whole a b c d"
+    assert {factor.kind for factor in e.rule.factors} == {REPLICATE}
+    assert str(e.rule) == "a b -> c d; replicate a b c d"
 
 
 def test_a_primitive_has_one_rule() -> None:

@@ -26,7 +26,7 @@ from gshard.passes.graph import Graph
 from gshard.passes.moves import axes_of
 from gshard.passes.partition import partition
 from gshard.passes.recorded import plan_of
-from gshard.passes.ways import pieces, shardings, splits
+from gshard.passes.ways import components, shardings, splits
 from gshard.search.find import best_plan
 from gshard.search.presets import presets
 from gshard.search.seconds import Seconds
@@ -243,7 +243,7 @@ def test_ways() -> None:
     assert [s.format(FOUR, (17,)) for s in shardings((17,), FOUR, AXES, even=True)] == ["[17]"]
     (e,) = gshard.trace(lambda a, b: a @ b, shape(8, 16), shape(16, 8)).block.equations
     assert e.rule is not None
-    chosen = splits(e.rule, *pieces(e.rule), FOUR, AXES)
+    chosen = splits(e.rule, *components(e.rule), FOUR, AXES)
     assert {} in chosen
     assert len(chosen) >= 16, "two axes, each along rows, columns, the sum, or nowhere"
 
@@ -306,11 +306,13 @@ LAYERED = (shape(6, 1024, 4096), shape(6, 4096, 1024)), shape(512, 1024)
 
 
 def test_each_operand_of_a_barrier_is_split_for_itself() -> None:
-    """What is computed again in the backward pass goes through one barrier, weights and activations together."""
+    """What is recomputed in the backward pass goes through one barrier, weights and activations together."""
     program = gshard.trace(jax.grad(layered), *LAYERED)
     barrier = next(e for e in program.block.walk() if e.rule is not None and e.rule.passes and len(e.inputs) > 2)
-    found = pieces(barrier.rule)
-    assert [(piece.operands, piece.results) for piece in found] == [((i,), (i,)) for i in range(len(barrier.inputs))]
+    found = components(barrier.rule)
+    assert [(component.operands, component.results) for component in found] == [
+        ((i,), (i,)) for i in range(len(barrier.inputs))
+    ]
     machine = slow()
     best = best_plan(program, EIGHT, machine)
     split = [v for v in barrier.inputs if isinstance(v, Value) and best.searched.plan.shardings[v].atoms]
@@ -339,7 +341,7 @@ def test_a_sum_over_two_axes_is_cut_over_both_in_one_message() -> None:
 
 def test_presets_split_one_dimension_of_all_that_have_it() -> None:
     program = gshard.trace(lambda w, v, x: jnp.tanh(x @ w) @ v, shape(64, 256), shape(256, 16), shape(32, 64))
-    found = dict(presets(program, FOUR))
+    found = {name: preset[0].plan for name, preset in presets(program, FOUR)}
     w, v, x = program.block.inputs
     hidden = found["the 256 of w over all devices"]
     assert hidden.shardings[w].dims[1] == FOUR.atoms == hidden.shardings[v].dims[0]

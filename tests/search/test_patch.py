@@ -17,7 +17,7 @@ from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
-from gshard.search.marks import FoundMark
+from gshard.search.as_marks import FoundMark
 from gshard.search.patch import patch_of
 from search.test_search import shape
 

@@ -254,7 +254,7 @@ def test_a_saved_plan_runs_in_another_trace_and_refuses_another_program(tmp_path
         gshard.Recorded.load(tmp_path / "none.json")
 
 
-def test_products_run_in_steps_where_nothing_else_fits(tmp_path: Path) -> None:
+def test_products_become_collective_matmuls_where_nothing_else_fits(tmp_path: Path) -> None:
     def f(a: Any, b: Any) -> Any:
         return gshard.split(a @ b, 0, 8)
 

@@ -19,15 +19,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
 import gshard
-from gshard.comm.simulate import simulate
-from gshard.comm.simulated_runs import AS_WRITTEN
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.passes.trace import trace
+from gshard.simulator.simulate import simulate
 from sweep.comparison import difference
 from sweep.harnesses import Harness
 

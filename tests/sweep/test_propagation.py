@@ -39,7 +39,7 @@ def of_floats() -> list[Harness]:
 
 
 def whole_only_with_us(plan: Plan, function: Callable[..., Any], arguments: Sequence[Any]) -> list[str]:
-    """The results that lie split by XLA's propagation and whole on every device by ours."""
+    """The results that are split by XLA's propagation and whole on every device by ours."""
     outputs = plan.program.block.outputs
     both = zip(outputs, shardy.results(function, arguments), strict=True)
     return [f"{v}: {split}" for v, split in both if any(split) and not any(plan.sharding(v).dims)]
@@ -54,10 +54,10 @@ def made_whole(members: Iterable[Harness]) -> list[str]:
             spec = (*(None,) * d, "x")
             marks = [Mark("spec", spec=spec) if k == i else None for k in range(len(h.arguments))]
             plan = propagate(trace(h.function, *h.arguments, argument_marks=marks), mesh)
-            lies = [NamedSharding(mesh.jax_mesh, P(*spec) if k == i else P()) for k in range(len(h.arguments))]
+            placed = [NamedSharding(mesh.jax_mesh, P(*spec) if k == i else P()) for k in range(len(h.arguments))]
             given = [
                 jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=s)
-                for x, s in zip(h.arguments, lies, strict=True)
+                for x, s in zip(h.arguments, placed, strict=True)
             ]
             found += [
                 f"{h.name}, dimension {d} of argument {i}, {x}" for x in whole_only_with_us(plan, h.function, given)
@@ -66,7 +66,7 @@ def made_whole(members: Iterable[Harness]) -> list[str]:
 
 
 def test_the_oracle_speaks() -> None:
-    """It tells how results lie, one by one; and a plan that forgets a split is found out."""
+    """It tells how results are sharded, one by one; and a plan that forgets a split is found out."""
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = jax.ShapeDtypeStruct((4, 8), "float32", sharding=NamedSharding(mesh, P("x", "y")))
 

@@ -7,30 +7,30 @@ from collections.abc import Mapping
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Value
 from gshard.core.rule import REDUCE
-from gshard.core.spmd import MADE_AGAIN, Collective
+from gshard.core.spmd import RECOMPUTED, Collective
 
 
-def advice(c: Collective, plan: Plan, makers: Mapping[Value, Equation]) -> str:
+def advice(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> str:
     """One or two sentences: which marks lead here.
 
     Args:
         c: the collective.
         plan: the plan it was made from.
-        makers: the equation that makes each value.
+        producers: the equation that makes each value.
     """
-    if c.why == MADE_AGAIN:
+    if c.why == RECOMPUTED:
         return "It runs once more because what it makes is not kept: memory_limit would not allow it."
     if c.value is None or c.before is None or c.after is None:
         return f"The operator itself communicates ({c.why}), because a dimension that it mixes along is split."
     axes = plan.mesh.format_atoms(c.atoms)
     moved = set(c.atoms)
     if moved & {a for a, _ in c.before.unreduced}:
-        root = _root_of_sum(c.value, moved, plan, makers)
+        root = _root_of_sum(c.value, moved, plan, producers)
         because = f" ({root})" if root else ""
         return f"A sum over a dimension that is split over {axes}{because} leaves each device a part."
     if c.source is not None and moved.isdisjoint(c.source.atoms):
         summed = [a for a, _ in c.source.unreduced]
-        root = _root_of_sum(c.value, set(summed), plan, makers)
+        root = _root_of_sum(c.value, set(summed), plan, producers)
         because = f" ({root})" if root else ""
         return (
             f"Copies over {axes} have shared the work of combining a sum over a dimension that is split over "
@@ -54,12 +54,12 @@ def _root(value: Value, atoms: set[str], plan: Plan) -> str:
     return ""
 
 
-def _root_of_sum(value: Value, atoms: set[str], plan: Plan, makers: Mapping[Value, Equation]) -> str:
+def _root_of_sum(value: Value, atoms: set[str], plan: Plan, producers: Mapping[Value, Equation]) -> str:
     """The mark that splits the dimension over which the nearest equation before ``value`` adds up."""
     seen: set[Equation] = set()
     at = [value]
     while at:
-        e = makers.get(at.pop())
+        e = producers.get(at.pop())
         if e is None or e.rule is None or e in seen:
             continue
         seen.add(e)

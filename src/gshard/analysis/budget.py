@@ -28,7 +28,7 @@ class Budget:
 
     @staticmethod
     def of(strict: Any) -> Budget | None:
-        """What ``strict=`` allows; None if it speaks of rules only.
+        """What ``strict=`` allows; None if it is about rules only.
 
         Raises:
             PlanError: it is neither a truth value nor a number of bytes.
@@ -41,7 +41,7 @@ class Budget:
         if not isinstance(strict, int | float) or not strict >= 0:
             raise PlanError(
                 f"strict={strict!r} says nothing.",
-                way_out="Write True, False, or the number of bytes that each device may send in one call: strict=50e6.",
+                hint="Write True, False, or the number of bytes that each device may send in one call: strict=50e6.",
             )
         return Budget(strict)
 
@@ -54,9 +54,9 @@ class Budget:
         total = sum(c.total_bytes for c in spmd.collectives)
         if total <= self.bytes:
             return
-        makers = {v: e for e in plan.program.block.walk() for v in e.outputs}
+        producers = {v: e for e in plan.program.block.walk() for v in e.outputs}
         most = sorted(spmd.collectives, key=lambda c: -c.total_bytes)
-        rows = [_row(c, plan) + f"\n    {advice(c, plan, makers)}" for c in most[:SHOWN]]
+        rows = [_row(c, plan) + f"\n    {advice(c, plan, producers)}" for c in most[:SHOWN]]
         if rest := most[SHOWN:]:
             rows.append(f"and {len(rest)} more collectives, {_bytes(sum(c.total_bytes for c in rest))}")
         raise PlanError(

@@ -13,6 +13,7 @@ bound on the roofline and no promise about a clock. Bodies of loops count as oft
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,14 +73,19 @@ class Cost:
     Attributes:
         machine: what was assumed.
         kernels: in the order in which they run.
-        memory: what a device holds, moment by moment.
         program: the kernels as they are nested in loops, whose costs ``kernels`` are.
+        donated: inputs (captured arrays counted) whose memory results may take.
     """
 
     machine: Machine
     kernels: tuple[KernelCost, ...]
-    memory: Memory
     program: Kernels = dataclasses.field(repr=False)
+    donated: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """What a device holds, moment by moment."""
+        return memory_of(self.program, self.donated, keeps_low_precision_copies=self.machine.keeps_low_precision_copies)
 
     @property
     def seconds(self) -> float:
@@ -164,8 +170,7 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
         for kernel, times in program.walk()
         if kernel.kind != REGION
     ]
-    memory = memory_of(program, [captured + i for i in donated], narrows=machine.narrows)
-    return Cost(machine, tuple(rows), memory, program)
+    return Cost(machine, tuple(rows), program, tuple(captured + i for i in donated))
 
 
 def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined: int = 0) -> KernelCost:

@@ -1,6 +1,6 @@
 """Cycles: how long the TPU compiler itself expects a compiled program to take.
 
-libtpu writes its estimate on each instruction that runs by itself; loops count by their trips.
+libtpu writes its estimate on each instruction that runs by itself; loops count by their number of rounds.
 
     >>> estimated_cycles("HloModule empty")
     0
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from gshard.analysis.hlo_text import Computation, Module, read_module, trip_count
+from gshard.analysis.hlo_parser import Computation, Module, read_module, trip_count
 
 _NOTE = re.compile(r'"estimated_cycles":"(\d+)"')
 

@@ -130,7 +130,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
             raise DifferenceError(
                 "this is no explanation that can be compared.",
                 got="it was written by another version of gshard" if "totals" in (data or ()) else "it has no totals",
-                way_out="Write it with: gshard explain TARGET --json FILE",
+                hint="Write it with: gshard explain TARGET --json FILE",
             )
     moved = dict(_matched(before["files"], after["files"]))
     texts = {f"{f['name']}:{n} (gone)": text for f in before["files"] for n, text in f["lines"]}

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ from gshard.analysis.verdict import Verdict, verdict
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, local_bytes
-from gshard.core.program import Block, Value, format_bytes
+from gshard.core.program import Block, Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
-from gshard.rules.zones import parts_of
+from gshard.tracing.manual_regions import parts_of
 
 _SHOWN = 24  # names of arguments in a message
 _FRAME = "width: 100%; height: 800px; border: 1px solid #8884; border-radius: 8px"
@@ -57,6 +57,7 @@ class Explanation:
         argument_bytes: bytes of all arguments, whole and on one device.
         plan: what it was read from;
         spmd: and the per-device program.
+        marked: what all devices would run if the program had other marks.
         donated: arguments whose memory results may take.
         replicated: operations that every device computes whole although an operand is split: line, how many times its
             share, bytes spared, the mark that forbids it.
@@ -74,6 +75,7 @@ class Explanation:
     argument_bytes: tuple[int, int]
     plan: Plan = dataclasses.field(repr=False)
     spmd: SpmdProgram = dataclasses.field(repr=False)
+    marked: Callable[[Program], SpmdProgram] = dataclasses.field(repr=False)
     donated: frozenset[int] = frozenset()
     replicated: tuple[str, ...] = ()
     layout: tuple[str, ...] = ()
@@ -113,7 +115,7 @@ class Explanation:
         rows = [
             dataclasses.replace(same[0], times=sum(c.times for c in same)) for same in rows_of(self.spmd.collectives)
         ]
-        return proposals(rows, self.plan, self.equations, self._donated_inputs)
+        return proposals(rows, self.plan, self.equations, self.marked)
 
     def data(self, machine: Machine | str | None = None) -> dict[str, Any]:
         """Everything the HTML report shows, as lists and dictionaries that JSON can hold."""
@@ -274,7 +276,7 @@ class Explanation:
         ["gshard.shard(x, P(None, 'devices'))", "gshard.shard(x, P('devices', None))"]
         """
         row = self._row(name)
-        return instead(self.plan, row.value, self.cost(machine), self._donated_inputs)
+        return instead(self.plan, row.value, self.cost(machine), sorted(self.donated), self.marked)
 
     def _row(self, name: str) -> TensorRow:
         for row in self.tensors:
@@ -283,12 +285,8 @@ class Explanation:
         arguments = [row.name for row in self.tensors if row.is_argument][:_SHOWN]
         raise ArgumentError(
             f"no tensor is called {name!r}.",
-            way_out=known_names(name, arguments, "Arguments are") + " print(explanation) shows the others.",
+            hint=known_names(name, arguments, "Arguments are") + " print(explanation) shows the others.",
         )
-
-    @property
-    def _donated_inputs(self) -> list[int]:
-        return [len(self.plan.program.captured) + i for i in sorted(self.donated)]
 
     def __str__(self) -> str:
         return self.format()
@@ -296,11 +294,17 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain_program(plan: Plan, spmd: SpmdProgram, donated: frozenset[int] = frozenset()) -> Explanation:
+def explain_program(
+    plan: Plan,
+    spmd: SpmdProgram,
+    marked: Callable[[Program], SpmdProgram],
+    donated: frozenset[int] = frozenset(),
+) -> Explanation:
     """Reads a plan and its per-device program.
 
     Args:
-        plan, spmd: what ``propagate`` and ``partition`` made.
+        plan, spmd: what ``propagate`` and ``partition`` made;
+        marked: and what they make of the program with other marks.
         donated: arguments (counted without captured arrays) whose memory results may take.
     """
     program, mesh = plan.program, plan.mesh
@@ -336,6 +340,7 @@ def explain_program(plan: Plan, spmd: SpmdProgram, donated: frozenset[int] = fro
         (sum(v.bytes for v in arguments), sum(map(on_a_device, arguments))),
         plan,
         spmd,
+        marked,
         donated,
         tuple(map(str, replicated)),
         uses_of_layout(program),

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from gshard.analysis.cost import Cost, cost
 from gshard.analysis.proposal import text_of_mark, with_marks
 from gshard.core.errors import GShardError
 from gshard.core.mark import mark_of_cut
 from gshard.core.plan import Plan
-from gshard.core.program import Value, format_bytes
-from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
+from gshard.core.program import Program, Value, format_bytes
+from gshard.core.spmd import SpmdProgram
 from gshard.passes.ways import shardings
 
 _EQUATIONS = 40_000  # that are planned again, all in all,
@@ -50,23 +49,27 @@ class Instead:
         return f"{self.sharding}: {self.seconds * 1e3:+.3g} ms a call, {', '.join(amounts)}   {self.mark}"
 
 
-def instead(plan: Plan, value: Value, now: Cost, donated: Sequence[int] = ()) -> tuple[Instead, ...]:
+def instead(
+    plan: Plan, value: Value, now: Cost, donated: Sequence[int], marked: Callable[[Program], SpmdProgram]
+) -> tuple[Instead, ...]:
     """The other shardings of a value over whole axes, the fastest first; none for one that cannot be marked.
 
     Args:
         plan: as it is.
         value: one of its values.
         now: what a call takes.
-        donated: inputs (captured arrays counted) whose memory results may take.
+        donated: arguments (captured arrays not counted) whose memory results may take.
+        marked: what a program with other marks becomes.
     """
     equations = sum(1 for _ in plan.program.block.walk())
     most = max(1, min(_MOST, _EQUATIONS // max(equations, 1)))
-    found = itertools.islice(_tried(plan, value, now, donated), most)
+    found = itertools.islice(_tried(plan, value, now, donated, marked), most)
     return tuple(sorted(found, key=lambda row: (row.cost.seconds, row.cost.sent, row.sharding)))
 
 
-def _tried(plan: Plan, value: Value, now: Cost, donated: Sequence[int]) -> Iterator[Instead]:
-    first = len(plan.program.captured)
+def _tried(
+    plan: Plan, value: Value, now: Cost, donated: Sequence[int], marked: Callable[[Program], SpmdProgram]
+) -> Iterator[Instead]:
     axes = tuple(atoms for atoms in plan.mesh.atoms_of.values() if atoms)
     ways = shardings(value.shape, plan.mesh, axes, even=value in plan.program.block.inputs)
     # Those over the fewest axes first: the others come last where not all can be tried.
@@ -76,11 +79,11 @@ def _tried(plan: Plan, value: Value, now: Cost, donated: Sequence[int]) -> Itera
         if way.dims == plan.sharding(value).dims or text is None or program is None:
             continue
         try:
-            spmd = partition(propagate(program, plan.mesh, donated=donated), donated=donated)
+            spmd = marked(program)
         except GShardError:  # it does not fit another mark
             continue
         shown = way.format(plan.mesh, value.shape, value.dtype_name)
-        yield Instead(shown, text, cost(spmd, now.machine, [i - first for i in donated]), now)
+        yield Instead(shown, text, cost(spmd, now.machine, donated), now)
 
 
 def _signed(size: int) -> str:

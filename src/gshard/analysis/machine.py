@@ -104,7 +104,7 @@ class Machine:
         return self.launch if moved > _NUMBERS else 0.0
 
     @property
-    def narrows(self) -> bool:
+    def keeps_low_precision_copies(self) -> bool:
         """Whether the compiler keeps bfloat16 copies of the float32 stacks that products in loops read in slices.
 
         libtpu does: the products run in one bfloat16 pass.
@@ -133,7 +133,7 @@ class Machine:
             raise MachineError(
                 f"no machine is called {text!r}.",
                 got=f"machines: {', '.join(_KINDS)}",
-                way_out="Write v3:32x32 (chips), h100:4x8 (nodes and GPUs), cpu:8, or a file of gshard calibrate.",
+                hint="Write v3:32x32 (chips), h100:4x8 (nodes and GPUs), cpu:8, or a file of gshard calibrate.",
             )
         kind = _KINDS[match[1]]
         shape = tuple(int(n) for n in match[2].split("x")) if match[2] else _shape_for(kind, text, devices)
@@ -217,11 +217,11 @@ def kind_of_devices(mesh: Mesh) -> str:
 def _shape_for(kind: _Kind, text: str, devices: int | None) -> tuple[int, ...]:
     """The most square grid of chips with so many devices."""
     if devices is None:
-        raise MachineError(f"{text!r} does not say how many devices.", way_out=f"Write {text}:8, for example.")
+        raise MachineError(f"{text!r} does not say how many devices.", hint=f"Write {text}:8, for example.")
     if devices % kind.cores:
         raise MachineError(
             f"{text!r} has {kind.cores} devices on each chip, which do not make {devices}.",
-            way_out=f"Use a multiple of {kind.cores} devices.",
+            hint=f"Use a multiple of {kind.cores} devices.",
         )
     if kind.node:
         return (devices // kind.node, kind.node) if devices % kind.node == 0 else (1, devices)
@@ -256,15 +256,15 @@ def _build(name: str, kind: _Kind, shape: tuple[int, ...]) -> Machine:
 
 
 def _load(path: Path) -> Machine:
-    way_out = "Make one with: gshard calibrate --out machine.json"
+    hint = "Make one with: gshard calibrate --out machine.json"
     try:
         data: dict[str, Any] = json.loads(path.read_text("utf-8"))
         network = tuple(Dimension(**d) for d in data.pop("network"))
         return Machine(network=network, **data)
     except OSError as error:
-        raise MachineError(f"{path} cannot be read: {error.strerror}.", way_out=way_out) from error
+        raise MachineError(f"{path} cannot be read: {error.strerror}.", hint=hint) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise MachineError(f"{path} does not describe a machine: {error}.", way_out=way_out) from error
+        raise MachineError(f"{path} does not describe a machine: {error}.", hint=hint) from error
 
 
 def _fitted(machine: Machine, devices: int | None) -> Machine:
@@ -272,6 +272,6 @@ def _fitted(machine: Machine, devices: int | None) -> Machine:
         raise MachineError(
             f"{machine.name} has {machine.size} devices, and the mesh has {devices}.",
             got=" x ".join(str(d.size) for d in machine.network),
-            way_out="Name a machine of the mesh's size, or leave its shape away.",
+            hint="Name a machine of the mesh's size, or leave its shape away.",
         )
     return machine

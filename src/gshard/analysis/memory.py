@@ -12,6 +12,7 @@ memory again as the layers' weights.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -57,13 +58,14 @@ class Memory:
         return self.arguments + self.results - self.shared + self.temporaries
 
 
-def memory_of(program: Kernels, donated: Iterable[int] = (), *, narrows: bool = False) -> Memory:
+def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precision_copies: bool = False) -> Memory:
     """Follows a per-device program.
 
     Args:
         program: its kernels.
         donated: positions of inputs whose place results may take.
-        narrows: whether the compiler keeps bfloat16 copies of what loops read (``Machine.narrows``).
+        keeps_low_precision_copies: whether the compiler keeps bfloat16 copies of what loops read, as
+            ``Machine.keeps_low_precision_copies`` says.
     """
     block = program.block
     results = [v for v in dict.fromkeys(block.outputs) if isinstance(v, Value)]
@@ -77,7 +79,7 @@ def memory_of(program: Kernels, donated: Iterable[int] = (), *, narrows: bool = 
     places = [program.home.get(v, v) for v in results if v not in block.inputs and v not in lent]
     elsewhere = frozenset(program.home.get(v, v) for v in results) | _in_places(program, places)
     moments: list[Moment] = []
-    peak, alive, path = _follow(program, elsewhere, 0, 0, moments, narrows)
+    peak, alive, path = _follow(program, elsewhere, 0, 0, moments, keeps_low_precision_copies)
     return Memory(
         sum(map(size, block.inputs)), sum(map(size, results)), shared, peak, tuple(moments),
         tuple(sorted(alive, key=lambda pair: -size(pair[0]))), path,
@@ -90,14 +92,14 @@ def _in_places(program: Kernels, results: Sequence[Value]) -> frozenset[Value]:
     last = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.reads}
     last.update({program.home.get(v, v): len(made) for v in program.block.outputs if isinstance(v, Value)})
     places = sorted((v for v in results if v in made), key=size)
+    sizes = list(map(size, places))
     taken: dict[Value, list[tuple[int, int]]] = {v: [] for v in places}
     found = set()
     spans = {v: (i, last.get(v, i)) for v, i in made.items()}
     for v in sorted(made, key=lambda v: (-size(v), spans[v][0] - spans[v][1])):
         first, end = spans[v]
-        for place in places if size(v) else ():
-            free = end < made[place] and all(end < a or first > b for a, b in taken[place])
-            if free and size(place) >= size(v):
+        for place in places[bisect.bisect_left(sizes, size(v)) :] if size(v) else ():
+            if end < made[place] and all(end < a or first > b for a, b in taken[place]):
                 taken[place].append((first, end))
                 found.add(v)
                 break
@@ -114,7 +116,7 @@ def _follow(
     below: int,
     depth: int,
     moments: list[Moment],
-    narrows: bool,
+    keeps_low_precision_copies: bool,
     carried: Mapping[Value, Equation] = MappingProxyType({}),
 ) -> _Peak:
     """The most bytes of temporaries on top of ``below``, what they are, and where.
@@ -125,10 +127,10 @@ def _follow(
         below: bytes alive around it.
         depth: how many loops are around it.
         moments: what has been seen; more is added.
-        narrows: see ``memory_of``.
+        keeps_low_precision_copies: see ``memory_of``.
         carried: inputs that are there to be overwritten, and their loop.
     """
-    copies = _narrow_copies(program) if narrows else []
+    copies = _low_precision_copies(program) if keeps_low_precision_copies else []
     last: dict[Value, int] = {}
     for i, kernel in enumerate(program.kernels):
         for v in kernel.reads:
@@ -150,7 +152,9 @@ def _follow(
         elif kernel.bodies:
             grown -= sum(size(after) for before, after in _carried(kernel) if before in dying and after in new)
         grown += sum(n for first, end, n in copies if first <= i <= end)
-        inner, inner_alive, inner_path = _bodies(kernel, below + now + grown, depth, moments, narrows)
+        inner, inner_alive, inner_path = _bodies(
+            kernel, below + now + grown, depth, moments, keeps_low_precision_copies
+        )
         total = now + grown + inner
         moments.append(Moment(kernel.equation, depth, below + total))
         for v in new:
@@ -213,7 +217,7 @@ def _held(e: Equation, body: Block) -> dict[Value, Value]:
     return {edge.outer: edge.inner for edge in e.edges if edge.outer in inputs and edge.inner in outputs}
 
 
-def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment], narrows: bool) -> _Peak:
+def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment], keeps_low_precision_copies: bool) -> _Peak:
     """The temporaries of a region's bodies: of branches the larger, of a loop those of one round.
 
     Of stacked operands a round takes a slice. What is carried is where the loop's results will be.
@@ -223,19 +227,21 @@ def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment], narro
     for body in kernel.bodies:
         held = dict.fromkeys(_held(e, body.block), e)
         place = sum(map(size, held))
-        inner, alive, path = _follow(body, frozenset(), below - place, depth + 1, moments, narrows, held)
+        inner, alive, path = _follow(
+            body, frozenset(), below - place, depth + 1, moments, keeps_low_precision_copies, held
+        )
         alive = [x for x in alive if x[0] not in held]
         found = max(found, (inner - place, alive, path), key=lambda peak: peak[0])
     return found
 
 
-def _narrow_copies(program: Kernels) -> list[tuple[int, int, int]]:
+def _low_precision_copies(program: Kernels) -> list[tuple[int, int, int]]:
     """The copies of stacks in half the width: from which kernel to which, and bytes."""
     spans: dict[Value, tuple[int, int]] = {}
     stacked: set[Value] = set()  # by loops, which write what others read as that wants it
     for i, kernel in enumerate(program.kernels):
         e = kernel.equation
-        if kernel.kind != REGION or len(kernel.bodies) != 1 or "reverse" not in e.params or e.trips < 2:
+        if kernel.kind != REGION or len(kernel.bodies) != 1 or "reverse" not in e.params or e.trip_count < 2:
             continue
         (body,) = kernel.bodies
         stacked.update(kernel.writes)

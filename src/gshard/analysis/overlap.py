@@ -1,10 +1,10 @@
-"""Overlap: which contractions are worth being run in steps, part by part (``passes.windowed``).
+"""Overlap: which contractions are worth being collective matmuls (``passes.windowed``).
 
     gshard.jit(f, mesh=8, windowed=2**28)                              # what would be larger than 256 MiB when gathered
     gshard.jit(f, mesh=mesh, windowed=Windowed(machine="v4:4x4x4"))    # where a step hides the next part's way
 
-On a machine a contraction that waits for a gather takes the sum of both; in steps it takes the longer of both, once for
-each part, and a step more. But each step starts anew, and reads again what does not come in parts.
+On a machine a contraction that waits for a gather takes the sum of both; as a collective matmul it takes the longer of
+both, once for each part, and a step more. But each step starts anew, and reads again what does not come in parts.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from gshard.passes.windowed import Offer, together
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Windowed:
-    """Contractions that run in steps while the next part is on its way, instead of after a gather or before a scatter.
+    """Contractions that run as collective matmuls: part by part, instead of after a gather or before a scatter.
 
     With neither a number nor a machine these are all that send no more bytes so.
 
     Attributes:
         above: those for which a device would hold a gathered operand, or a result still to be scattered, of more bytes
-            than this. Where two such arrays are split along the same dimension both travel: Cannon's algorithm, whose
+            than this. Where two such arrays are split along the same dimension both rotate: Cannon's algorithm, whose
             skew sends one more part of each. An array that several contractions need is sent for each of them,
             instead of once for all.
         machine: as for ``explain(...).cost``: those that its roofline expects to be faster so, and that send no more.
-        both_ways: whether half of every part travels in each direction, which rings of links make use of. None leaves
-            that to the machine's network; without a machine all travel in one.
+        both_ways: whether half of every part rotates in each direction, which rings of links make use of. None leaves
+            that to the machine's network; without a machine all rotate in one.
     """
 
     above: float | None = None
@@ -68,14 +68,14 @@ class Windowed:
         if not isinstance(asked, Windowed) or (asked.above is not None and not asked.above >= 0):
             raise PlanError(
                 f"windowed={given!r} says nothing.",
-                way_out="Write True, False, the bytes above which arrays come in parts, or gshard.Windowed(...).",
+                hint="Write True, False, the bytes above which arrays come in parts, or gshard.Windowed(...).",
             )
         if asked.machine is not None:
             _machine(asked.machine, mesh.size)
         return asked
 
     def chosen(self, plan: Plan, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
-        """The ring of an equation: of what is too large the two that can travel together, or the largest."""
+        """The ring of an equation: of what is too large the two that can rotate together, or the largest."""
         ring = self._of_large(plan, equation, [x for x in offers if self.above is not None and x.bytes > self.above])
         free = [] if ring is not None else [x for x in offers if not x.shared]
         if ring is None and self.machine is not None:
@@ -106,13 +106,13 @@ def _machine(text: str, devices: int) -> Machine:
 
 
 def _closes(ring: Ring, mesh: Mesh, machine: Machine) -> bool:
-    """Whether what travels goes around rings of links, each of which has two directions."""
-    found = [e for atoms in ring.travelling for spread in extents(mesh, machine, atoms) for e in spread]
+    """Whether what rotates goes around rings of links, each of which has two directions."""
+    found = [e for atoms in ring.rotating for spread in extents(mesh, machine, atoms) for e in spread]
     return ring.steps(mesh) > 2 and all(e.kind == RING for e in found)
 
 
 def _gain(ring: Ring, plan: Plan, e: Equation, machine: Machine) -> float:
-    """Seconds that a ring with one array that travels spares, if the roofline is right."""
+    """Seconds that a ring with one array that rotates spares, if the roofline is right."""
     assert e.rule is not None
     mesh, split, steps = plan.mesh, plan.splits[e], ring.steps(plan.mesh)
     values = [*e.inputs, *e.outputs]
@@ -131,7 +131,7 @@ def _gain(ring: Ring, plan: Plan, e: Equation, machine: Machine) -> float:
     flops = e.rule.flops / parts(split, mesh)
     at_once = max(flops / rate, sum(sizes) / machine.memory_bandwidth) + machine.launch
     one = max(flops / steps / rate, sum(moved) / machine.memory_bandwidth) + machine.launch
-    (atoms,) = ring.travelling
+    (atoms,) = ring.rotating
     if ring.result:
         sent, waited = (
             _bytes(values[count], taken[count], mesh),

@@ -17,7 +17,7 @@ from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Program, Value
-from gshard.rules.replay import Replay
+from gshard.language.interpret import Interpreter
 
 
 def xla_function(program: Program, mesh: Mesh, plan: Plan | None = None) -> Callable[..., list[Any]]:
@@ -37,7 +37,7 @@ def xla_function(program: Program, mesh: Mesh, plan: Plan | None = None) -> Call
 
 
 @dataclasses.dataclass(frozen=True)
-class _Marked(Replay):
+class _Marked(Interpreter):
     """Runs blocks on whole arrays; marks are constraints."""
 
     mesh: Mesh

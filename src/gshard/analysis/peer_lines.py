@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from gshard.analysis.difference import FORMAT, Difference, difference
-from gshard.analysis.hlo import collectives, executed, line_of
-from gshard.analysis.hlo_text import read_module
+from gshard.analysis.hlo_collectives import collectives, executed, line_of
+from gshard.analysis.hlo_parser import read_module
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import members, permutation_seconds, seconds
 from gshard.analysis.peer import xla_function
@@ -49,7 +49,7 @@ def against_xla(
         raise MeshError(
             "XLA cannot compile for an abstract mesh.",
             got=f"mesh: {plan.mesh}",
-            way_out="Explain for devices that exist: mesh=8, with "
+            hint="Explain for devices that exist: mesh=8, with "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8 on one CPU.",
         )
     shardings = [named_sharding(plan.mesh, s) for s in spmd.in_shardings]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -19,12 +19,10 @@ from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.sharding import Sharding
-from gshard.core.spmd import Collective
-from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
-from gshard.rules.mark import mark_p
-from gshard.rules.region import with_edges
-from gshard.rules.registry import Call, rule_of
+from gshard.core.spmd import Collective, SpmdProgram
+from gshard.language.mark_primitive import mark_p
+from gshard.language.region import with_edges
+from gshard.language.registry import Call, rule_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +51,7 @@ REPLANNED = 1000  # equations that are planned again, all in all, to find marks 
 
 
 def proposals(
-    collectives: Sequence[Collective], plan: Plan, equations: int, donated: Sequence[int] = ()
+    collectives: Sequence[Collective], plan: Plan, equations: int, marked: Callable[[Program], SpmdProgram]
 ) -> tuple[tuple[Proposal | None, ...], int]:
     """For each collective the mark that would lower the bytes sent, if one is found, and for how many it was sought.
 
@@ -61,20 +59,20 @@ def proposals(
         collectives: one of each kind, those that send most first.
         plan: the plan they were made from.
         equations: of the program; large ones are planned again for few marks, or for none.
-        donated: its inputs (captured arrays counted) whose memory results may take.
+        marked: what a program with other marks becomes.
     """
     sent = sum(c.total_bytes for c in collectives)
     budget = iter(range(REPLANNED // max(equations, 1)))
     found, tried = [], 0
     for c in collectives:
         left = operator.length_hint(budget)
-        found.append(proposal(c, plan, sent, budget, donated) if left else None)
+        found.append(proposal(c, plan, sent, budget, marked) if left else None)
         tried += operator.length_hint(budget) < left
     return tuple(found), tried
 
 
 def proposal(
-    c: Collective, plan: Plan, sent: int, budget: Iterator[int], donated: Sequence[int] = ()
+    c: Collective, plan: Plan, sent: int, budget: Iterator[int], marked: Callable[[Program], SpmdProgram]
 ) -> Proposal | None:
     """The mark on the value of a collective with which the whole program sends least, if that is less than now.
 
@@ -83,7 +81,7 @@ def proposal(
         plan: the plan it was made from.
         sent: bytes that each device sends in one call as it is.
         budget: one is taken for each time that the program is planned again; where none is left, nothing is proposed.
-        donated: as for ``proposals``.
+        marked: as for ``proposals``.
     """
     if c.value is None or c.before is None or c.after is None:
         return None
@@ -92,7 +90,7 @@ def proposal(
         text = text_of_mark(sharding, plan.mesh)
         if text is None or next(budget, None) is None:
             continue
-        again = _sent_with(plan, c.value, sharding, donated)
+        again = _sent_with(plan, c.value, sharding, marked)
         if again is not None and again < (found.after if found else sent):
             found = Proposal(text, _place(c.value, plan.program), sent, again)
     return found
@@ -114,16 +112,13 @@ def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan) -> Iter
             yield Sharding(dims)
 
 
-def _sent_with(plan: Plan, value: Value, sharding: Sharding, donated: Sequence[int]) -> int | None:
+def _sent_with(plan: Plan, value: Value, sharding: Sharding, marked: Callable[[Program], SpmdProgram]) -> int | None:
     """Bytes that each device sends where the value is marked; None if it cannot be marked so."""
     program = with_marks(plan.program, {value: mark_of_cut(sharding.dims, plan.mesh)})
     if program is None:
         return None
     try:
-        return sum(
-            c.total_bytes
-            for c in partition(propagate(program, plan.mesh, donated=donated), donated=donated).collectives
-        )
+        return sum(c.total_bytes for c in marked(program).collectives)
     except GShardError:
         return None
 
@@ -188,5 +183,5 @@ def spec_of_cut(sharding: Sharding, mesh: Mesh) -> PartitionSpec | None:
 def _place(value: Value, program: Program) -> str:
     if value in program.block.inputs:
         return f"the argument {program.names[program.block.inputs.index(value)]}"
-    maker = next((e for e in program.block.walk() if value in e.outputs), None)
-    return "" if maker is None else f"the result of {maker.name} at {maker.line}"
+    producer = next((e for e in program.block.walk() if value in e.outputs), None)
+    return "" if producer is None else f"the result of {producer.name} at {producer.line}"

@@ -107,7 +107,7 @@ class _Layout:
                 at += cost.seconds
                 continue
             e = kernel.equation
-            rounds, start = e.trips, at
+            rounds, start = e.trip_count, at
             drawn = rounds if rounds * self._events(kernel.bodies) <= ROUNDS else self._first(kernel.bodies, rounds)
             begin = len(self.loops)
             for _ in range(drawn):
@@ -132,7 +132,9 @@ class _Layout:
             for kernel in body.kernels:
                 inside = self._events(kernel.bodies)
                 found += (
-                    1 if kernel.kind != REGION else min(kernel.equation.trips * inside, max(ROUNDS, FIRST * inside))
+                    1
+                    if kernel.kind != REGION
+                    else min(kernel.equation.trip_count * inside, max(ROUNDS, FIRST * inside))
                 )
         return found
 
@@ -141,7 +143,7 @@ class _Layout:
         total = 0.0
         for kernel in block.kernels:
             if kernel.kind == REGION:
-                total += kernel.equation.trips * sum(map(self._seconds, kernel.bodies))
+                total += kernel.equation.trip_count * sum(map(self._seconds, kernel.bodies))
             else:
                 total += self.costs[self.numbers[id(kernel)]].seconds
         return total

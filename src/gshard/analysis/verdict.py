@@ -22,6 +22,7 @@ from gshard.core.program import Block, Equation, format_bytes, short_dtype
 from gshard.passes.device_program import PRODUCT, flops, kind_of
 
 BOUNDS = {"network": "communication", "compute": "arithmetic", "memory": "memory traffic"}
+PROVEN = 1e-6  # of what a plan costs: a smaller gap is none
 EVEN = 1.02  # of its share of the products: more is no rounding of uneven parts any more
 
 
@@ -39,6 +40,7 @@ class Verdict:
         largest: the collectives of a kind at a line that send most and, if they are others, those that take longest.
         proposal: the mark that lowers the bytes sent most, of those that were tried.
         tried: for how many collectives marks were tried.
+        gap: of the plan (``core.plan``).
     """
 
     cost: Cost
@@ -50,6 +52,7 @@ class Verdict:
     largest: tuple[MergedCollective, ...]
     proposal: Proposal | None
     tried: int
+    gap: float | None = None
 
     @property
     def shares(self) -> dict[str, float]:
@@ -79,7 +82,9 @@ class Verdict:
     @property
     def sentences(self) -> tuple[str, ...]:
         """The others."""
-        return tuple(text for text in (self._compute(), self._network(), self._way_out(), self._memory()) if text)
+        return tuple(
+            text for text in (self._compute(), self._network(), self._hint(), self._choice(), self._memory()) if text
+        )
 
     def _compute(self) -> str:
         if not self.ideal:
@@ -105,7 +110,7 @@ class Verdict:
         over = self.mesh.format_atoms(c.atoms)
         return f"{c.kind} of {c.shape} over {over}{times}, {_time(row.seconds)}, caused at {c.line or 'the border'}"
 
-    def _way_out(self) -> str:
+    def _hint(self) -> str:
         p = self.proposal
         if p is not None:
             return (
@@ -113,6 +118,14 @@ class Verdict:
                 f"instead of {format_bytes(p.before)}."
             )
         return f"No mark lowers this: tried for the {self.tried} largest collectives." if self.tried > 1 else ""
+
+    def _choice(self) -> str:
+        """How good the plan is among those that keep the marks."""
+        if self.gap is None:
+            return ""
+        if self.gap < PROVEN:
+            return "As planning counts, no other plan that keeps the marks costs less."
+        return f"As planning counts, no other plan that keeps the marks costs less by more than {100 * self.gap:.2g} %."
 
     def _memory(self) -> str:
         found = self.cost
@@ -154,14 +167,14 @@ def verdict(
     sent = sum(row.collective.total_bytes for row in rows)
     longest = max(rows, key=lambda row: row.seconds, default=None)
     largest = rows[:1] if longest is None or longest is rows[0] else (rows[0], longest)
-    return Verdict(found, plan.mesh, ideal, work, repeated, sent, tuple(largest), best, tried)
+    return Verdict(found, plan.mesh, ideal, work, repeated, sent, tuple(largest), best, tried, plan.gap)
 
 
 def _products(block: Block, times: int = 1) -> Iterator[tuple[Equation, int]]:
     """The products of the program as it was written, and how often each is computed."""
     for e in block.equations:
         for body in e.blocks:
-            yield from _products(body, times * e.trips)
+            yield from _products(body, times * e.trip_count)
         if e.rule is not None and flops(e) and kind_of(e) == PRODUCT:
             yield e, times
 

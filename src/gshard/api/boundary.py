@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 from gshard.api.specs import as_array, spread
 from gshard.api.specs import mark_of_spec as mark_of_spec
 from gshard.core.mark import Mark
-from gshard.rules.expand import mark_of_named_sharding
-from gshard.rules.mark import bind_mark
+from gshard.language.mark_primitive import bind_mark
+from gshard.tracing.expand import mark_of_named_sharding
 
 
 def mark_of_sharding(sharding: Any, ndim: int, devices: Collection[Any]) -> Mark | None:

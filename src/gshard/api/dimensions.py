@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from gshard.analysis.dimensions import Dimensions, dimensions_of
+from gshard.analysis.dimension_classes import Dimensions, dimensions_of
 from gshard.api.jit import Jitted
 from gshard.api.names import names_of_arguments, paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError
@@ -50,7 +50,7 @@ def dimensions(f: Callable[..., Any], *args: Any, names: Any = None, **kwargs: A
             raise ArgumentError(
                 "gshard.dimensions takes names for a plain function only.",
                 got=f"names={names!r}, for {f!r}",
-                way_out="Give them to gshard.jit, which made this function.",
+                hint="Give them to gshard.jit, which made this function.",
             )
         lowered = f.lower(*args, **kwargs)
         program, tree = lowered.program, lowered.in_tree

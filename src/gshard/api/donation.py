@@ -61,7 +61,7 @@ def _check(lowered: Lowered, leaves: Sequence[Any]) -> None:
                 RuntimeError(),
                 f"{lowered.program.name} was given an array that an earlier call has overwritten, as {names[i]}.",
                 user_line(),
-                way_out="Use the earlier call's result, or do not donate it.",
+                hint="Use the earlier call's result, or do not donate it.",
             )
 
 

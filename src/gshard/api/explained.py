@@ -36,4 +36,4 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
     else:
         jitted = jit(f, mesh=mesh)
     lowered = jitted.lower(*args, **kwargs)
-    return explain_program(lowered.plan, lowered.spmd, lowered.donated)
+    return explain_program(lowered.plan, lowered.spmd, lowered.marked, lowered.donated)

@@ -205,7 +205,7 @@ class Jitted:
             raise MemoryLimitError(
                 f"{name_of(self._f)} has a memory_limit, and a transformation around it decides what is kept.",
                 user_line(),
-                way_out="Take the gradient inside: gshard.jit(jax.grad(f), mesh=..., memory_limit=...).",
+                hint="Take the gradient inside: gshard.jit(jax.grad(f), mesh=..., memory_limit=...).",
             )
         if manual := jax.sharding.get_abstract_mesh().manual_axes:
             raise TraceError(
@@ -331,10 +331,10 @@ def jit(
         uneven: what becomes of results that are split in a dimension which does not divide: ``"gather"`` makes it
             whole, since JAX has no such arrays, or cuts a result that nobody marked along another one if that sends
             less; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it is.
-        windowed: which contractions run in steps, part by part, instead of after a gather of an operand or before a
-            scatter of the result (figure 4c of the paper): True takes those that send no more bytes so, a number those
-            for which a device would hold more bytes than that, and ``Windowed`` says it in detail.
-        memory_limit: bytes that a device may hold, or text such as ``"14GiB"``. What would not fit is computed again
+        windowed: which contractions run part by part (collective matmul) instead of after a gather of an operand or
+            before a scatter of the result (figure 4c of the paper): True takes those that send no more bytes so, a
+            number those for which a device would hold more bytes than that, and ``Windowed`` says it in detail.
+        memory_limit: bytes that a device may hold, or text such as ``"14GiB"``. What would not fit is recomputed
             when it is needed; ``gshard.explain`` says what, and the share of FLOPs.
         plan: what ``gshard.search`` found (``found.plan``, or ``Recorded.load`` of what was saved): exactly this is
             partitioned, whatever sharding arguments come with. Another program, or another mesh, is refused.
@@ -367,8 +367,8 @@ def jit(
     try:
         refuse_what_is_no_function(f)
     except TypeError as error:
-        way_out = "Write gshard.jit(f, mesh=8), or @gshard.jit(mesh=8) above a function."
-        raise ArgumentError(str(error), user_line(), way_out=way_out) from None
+        hint = "Write gshard.jit(f, mesh=8), or @gshard.jit(mesh=8) above a function."
+        raise ArgumentError(str(error), user_line(), hint=hint) from None
     if device is not None or backend is not None:
         raise ArgumentError(
             "gshard.jit takes no device and no backend: the mesh names the devices.",
@@ -377,7 +377,7 @@ def jit(
             "Write mesh=jax.devices('cpu')[:8], for example.",
         )
     if uneven not in ("gather", "keep"):
-        raise ShardingError(f"uneven={uneven!r} is not known.", way_out='Write uneven="gather" or uneven="keep".')
+        raise ShardingError(f"uneven={uneven!r} is not known.", hint='Write uneven="gather" or uneven="keep".')
     static, donated = (static_argnums, static_argnames), (donate_argnums, donate_argnames)
     parameters = Parameters.of(f, static, donated, static_leaves)
     options = Options(

@@ -25,6 +25,7 @@ from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
 from gshard.passes.compile import Executable, named_sharding
 from gshard.passes.partition import partition
+from gshard.search.propagated import Propagated
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -55,7 +56,11 @@ class Lowered:
     @functools.cached_property
     def plan(self) -> Plan:
         """The sharding of every value, and why."""
-        return self.target.plan(self.program, sorted(self.donated))
+        return self._planned.plan
+
+    @functools.cached_property
+    def _planned(self) -> Propagated:
+        return self.target.planned(self.program, sorted(self.donated))
 
     @functools.cached_property
     def spmd(self) -> SpmdProgram:
@@ -66,9 +71,15 @@ class Lowered:
 
     @functools.cached_property
     def _all_kept(self) -> SpmdProgram:
+        if self._planned.spmd is not None and not self.padded:
+            return self._planned.spmd
         first = len(self.program.captured)
         donated = [first + i for i in sorted(self.donated)]
         return partition(self.plan, self.padded, keep_uneven=self.target.keep_uneven, donated=donated)
+
+    def marked(self, program: Program) -> SpmdProgram:
+        """What all devices would run if the program had other marks: those that ``program`` has."""
+        return dataclasses.replace(self, program=program, target=self.target.by_marks).spmd
 
     @functools.cached_property
     def argument_shardings(self) -> tuple[Any, ...]:
@@ -234,7 +245,7 @@ class Compiled:
                 f"Argument types differ from the types for which {self._name} was compiled. The mismatches are:\n"
                 + "\n".join(wrong),
                 user_line(),
-                way_out="Lower it for such arguments too, or call what gshard.jit returned.",
+                hint="Lower it for such arguments too, or call what gshard.jit returned.",
             )
         placed = [jax.device_put(x, s) for x, s in zip(leaves, self.lowered.argument_shardings, strict=True)]
         return self.lowered.results(self.lowered.executable(*placed))

@@ -120,21 +120,21 @@ def manual(
             raise ShardingError(
                 f"in_dims has {len(dims)} entries for {len(args)} arguments.",
                 user_line(),
-                way_out="Give one for each positional argument.",
+                hint="Give one for each positional argument.",
             )
         cut = [
-            x if d is None else jax.tree.map(functools.partial(_cut, dim=d, parts=num_partitions), x)
+            x if d is None else jax.tree.map(functools.partial(_into_parts, dim=d, parts=num_partitions), x)
             for x, d in zip(args, dims, strict=True)
         ]
         out = jax.vmap(f, in_axes=dims, out_axes=out_dims, axis_name=axis_name, axis_size=num_partitions)(*cut)
         leaves, tree = jax.tree.flatten(out)
         along = jax.tree.leaves(jax.tree.broadcast(out_dims, out))
-        return jax.tree.unflatten(tree, [_joined(x, d, num_partitions) for x, d in zip(leaves, along, strict=True)])
+        return jax.tree.unflatten(tree, [_from_parts(x, d, num_partitions) for x, d in zip(leaves, along, strict=True)])
 
     return parts
 
 
-def _cut(x: Any, dim: int, parts: int) -> Any:
+def _into_parts(x: Any, dim: int, parts: int) -> Any:
     shape = jnp.shape(x)
     if not 0 <= dim < len(shape) or shape[dim] % parts:
         raise ShardingError(
@@ -146,7 +146,7 @@ def _cut(x: Any, dim: int, parts: int) -> Any:
     return split(jnp.reshape(x, (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])), dim, parts)
 
 
-def _joined(x: Any, dim: int, parts: int) -> Any:
+def _from_parts(x: Any, dim: int, parts: int) -> Any:
     x = split(x, dim, parts)
     return jnp.reshape(x, (*x.shape[:dim], parts * x.shape[dim + 1], *x.shape[dim + 2 :]))
 
@@ -212,7 +212,7 @@ def _outside(primitive: Primitive) -> Callable[..., Any]:
             raise ShardingError(
                 f"{primitive.name} with {partitions} parts has no meaning outside of gshard.jit.",
                 user_line(),
-                way_out="Run the function by gshard.jit, or write it with gshard.manual, which runs anywhere.",
+                hint="Run the function by gshard.jit, or write it with gshard.manual, which runs anywhere.",
             )
         return args[0] if args else jnp.zeros((), jnp.int32)
 

@@ -29,7 +29,7 @@ from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.layout import Names
 from gshard.core.mark import Mark
-from gshard.rules.mark import bind_mark, bind_names
+from gshard.language.mark_primitive import bind_mark, bind_names
 
 
 def replicate(x: Any) -> Any:
@@ -87,9 +87,9 @@ def split(x: Any, dim: int, num_partitions: int | str | Sequence[str]) -> Any:
         what = f"an array of {most} dimensions has no dimension {dim} to split."
         if not jax.tree_util.all_leaves([x]):
             what = f"no array of the pytree has a dimension {dim} to split."
-        way_out = f"Use a dimension from 0 to {most - 1}." if most else "A scalar cannot be split; use replicate(x)."
-        way_out += hidden_by_vmap(array for _, array in leaves)
-        raise ShardingError(what, user_line(), f"{_listed(leaves)}; {call}", way_out)
+        hint = f"Use a dimension from 0 to {most - 1}." if most else "A scalar cannot be split; use replicate(x)."
+        hint += hidden_by_vmap(array for _, array in leaves)
+        raise ShardingError(what, user_line(), f"{_listed(leaves)}; {call}", hint)
     marks = [
         Mark("split", dim=dim % ndim, partitions=parts, leaf=name) if found else None
         for (name, _), ndim, found in zip(leaves, ndims, has, strict=True)
@@ -198,8 +198,8 @@ def names_of(said: Any, x: Any, leaf: str, at: str = "") -> Names:
             words += [None] * (ndim - len(words))
     shown = f"{leaf}: {describe(x)}, named {said!r}" if leaf else f"{describe(x)}, named {said!r}"
     if wrong := [word for word in words if word is not None and not (isinstance(word, str) and ":" not in word)]:
-        way_out = "Names are words without ':'."
-        raise ShardingError(f"{wrong[0]!r} is no name of a dimension.", user_line(), shown, way_out)
+        hint = "Names are words without ':'."
+        raise ShardingError(f"{wrong[0]!r} is no name of a dimension.", user_line(), shown, hint)
     if words.count("...") == 1:
         i = words.index("...")
         words = [*words[:i], *[None] * max(ndim - len(words) + 1, 0), *words[i + 1 :]]
@@ -236,12 +236,12 @@ def _listed(leaves: Sequence[tuple[str, Any]]) -> str:
 def _dimension(dim: Any, partitions: Any, call: str) -> int:
     is_name = isinstance(dim, str) or (isinstance(dim, tuple | list) and all(isinstance(n, str) for n in dim))
     if is_name or isinstance(dim, PartitionSpec | NamedSharding | bool | np.bool_):
-        way_out = "Give a number, from 0; negative counts from the end."
+        hint = "Give a number, from 0; negative counts from the end."
         if isinstance(dim, PartitionSpec | NamedSharding):
-            way_out = "A PartitionSpec goes to shard: shard(x, P(...))."
+            hint = "A PartitionSpec goes to shard: shard(x, P(...))."
         elif is_name and isinstance(partitions, int | np.integer):
-            way_out = f"split takes the dimension first: split(x, {int(partitions)}, {dim!r})."
-        raise ShardingError(f"{dim!r} is no dimension of an array.", user_line(), call, way_out)
+            hint = f"split takes the dimension first: split(x, {int(partitions)}, {dim!r})."
+        raise ShardingError(f"{dim!r} is no dimension of an array.", user_line(), call, hint)
     try:
         return operator.index(dim)
     except TypeError as error:
@@ -269,18 +269,18 @@ def _partitions(partitions: Any, call: str) -> int | str | tuple[str, ...]:
         number = None
     if number is not None and number >= 1:
         return number
-    way_out = "Give a number from 1 to the number of devices, or the name of a mesh axis, or a tuple of names."
+    hint = "Give a number from 1 to the number of devices, or the name of a mesh axis, or a tuple of names."
     if number is not None:
         what = f"an array cannot be split in {number} partitions."
     elif isinstance(partitions, tuple | list) and not partitions:
-        what, way_out = "an array cannot be split over no axes.", "Name an axis, or use replicate(x)."
+        what, hint = "an array cannot be split over no axes.", "Name an axis, or use replicate(x)."
     elif isinstance(partitions, PartitionSpec | NamedSharding):
-        what, way_out = "a PartitionSpec says how all dimensions are cut.", "Use shard(x, P(...))."
+        what, hint = "a PartitionSpec says how all dimensions are cut.", "Use shard(x, P(...))."
     else:
         what = f"{partitions!r} is neither a number of partitions nor names of mesh axes."
         if isinstance(partitions, float) and partitions.is_integer() and partitions >= 1:
-            way_out = f"Give a whole number: {int(partitions)}."
-    raise ShardingError(what, user_line(), call, way_out)
+            hint = f"Give a whole number: {int(partitions)}."
+    raise ShardingError(what, user_line(), call, hint)
 
 
 def _is_assignment(x: Any) -> bool:

@@ -22,8 +22,8 @@ from gshard.core.layout import Named, Names
 from gshard.core.mark import Mark
 from gshard.core.paths import matches, path_of
 from gshard.core.program import Program
+from gshard.language.mark_primitive import bind_names
 from gshard.passes.trace import parameters_of
-from gshard.rules.mark import bind_names
 
 
 def names_of_arguments(
@@ -109,10 +109,10 @@ def _below(path: str, x: Any) -> Iterator[tuple[str, Any]]:
 
 def _matches_nothing(pattern: str, nodes: Sequence[tuple[str, Any]]) -> ShardingError:
     paths = [path for path, part in nodes if isinstance(part, int)]
-    way_out = known_names(pattern, paths[:20], "The arguments are at")
+    hint = known_names(pattern, paths[:20], "The arguments are at")
     if any(matches(pattern, path) for path, _ in nodes):
-        way_out = f"There is no array there, but what holds some: write {pattern + '/**'!r} for all of them."
-    return ShardingError(f"no argument is at {pattern!r}, which names= speaks of.", user_line(), way_out=way_out)
+        hint = f"There is no array there, but what holds some: write {pattern + '/**'!r} for all of them."
+    return ShardingError(f"no argument is at {pattern!r}, which names= has.", user_line(), hint=hint)
 
 
 def with_named_arguments(f: Callable[..., Any], names: Any) -> Callable[..., Any]:
@@ -141,7 +141,7 @@ def with_names_of_arguments(
         in_shardings: what else was said of them, of the positional ones at least.
 
     Raises:
-        ShardingError: the layout and ``in_shardings`` both speak of an argument, or the names contradict the layout.
+        ShardingError: the layout and ``in_shardings`` both name an argument, or the names contradict the layout.
     """
     if not any(said):
         return program

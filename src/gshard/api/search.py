@@ -104,7 +104,7 @@ def search(
             raise ArgumentError(
                 "gshard.search takes donate_argnums for a plain function only.",
                 got=f"donate_argnums={donate_argnums!r}, for {f!r}",
-                way_out="Give it to gshard.jit, which made this function.",
+                hint="Give it to gshard.jit, which made this function.",
             )
         made, given = f, f.options
         mesh = given.mesh if mesh is None else mesh
@@ -116,12 +116,12 @@ def search(
         raise ArgumentError(
             f"gshard.search knows nothing to search over that is called {over!r}.",
             got=f"over={over!r}",
-            way_out="Write over='plan', the sharding of every value, or over='layout', a table of names and axes.",
+            hint="Write over='plan', the sharding of every value, or over='layout', a table of names and axes.",
         )
     if budget_seconds is not None and not (isinstance(budget_seconds, int | float) and budget_seconds > 0):
         raise ArgumentError(
             f"budget_seconds={budget_seconds!r} is no time to search for.",
-            way_out="Give seconds above zero, or None for a number of steps that follows from the size of the program.",
+            hint="Give seconds above zero, or None for a number of steps that follows from the size of the program.",
         )
     begun: list[tuple[Begun, Lowered]] = []
     candidates = list(_meshes(mesh))

@@ -3,7 +3,7 @@
 Two calls with equal signatures get the same program and the same shardings, whatever was called before. A signature
 holds the structure of the arguments, the type of each array (shape, dtype, weak type, memory, and the sharding where
 its mesh has explicit axes), the sharding of arrays that are committed to one, static arguments by type and value,
-JAX's settings and the rules that were taught.
+JAX's settings and the rules that were registered.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import is_token, named_arguments, trace_settings
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import UnevenArray
+from gshard.language.registry import custom_rules
 from gshard.passes.trace import leaf_names, name_of, parameters_of
-from gshard.rules.registry import taught_rules
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class Parameters:
             read = tuple(map(Leaf.of, leaves))
         except TypeError as error:
             raise self._no_array(arrays, leaves) from error
-        return Signature(tree, read, statics, (trace_settings(), taught_rules())), leaves
+        return Signature(tree, read, statics, (trace_settings(), custom_rules())), leaves
 
     def _no_array(self, arrays: Any, leaves: Sequence[Any]) -> ArgumentError:
         for name, x in zip(leaf_names(self.f, arrays), leaves, strict=True):

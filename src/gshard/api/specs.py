@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import is_mapped, user_line
 from gshard.core.mark import Mark, entries_of, text_of_spec
-from gshard.rules.expand import mark_of_named_sharding
+from gshard.tracing.expand import mark_of_named_sharding
 
 
 def is_spec(x: Any) -> bool:
@@ -90,7 +90,7 @@ def spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = i
             f"the structure of {what} does not fit what it is about.",
             user_line(),
             _mismatch(prefix, tree, what, is_leaf) or " ".join(str(error).split()),
-            _way_out(what, prefix, tree, is_leaf),
+            _hint(what, prefix, tree, is_leaf),
         ) from error
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path), s, x) for (path, x), s in zip(leaves, said, strict=True)]
@@ -120,7 +120,7 @@ def _children(x: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): part for path, part in found}
 
 
-def _way_out(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> str:
+def _hint(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> str:
     if isinstance(tree, tuple) and len(tree) == 1:
         with contextlib.suppress(ValueError):
             _spread((prefix,), tree, is_leaf)

@@ -84,8 +84,8 @@ def refuse_without_hash(x: Any, said: str) -> None:
     try:
         hash(x)
     except TypeError as error:
-        way_out = "Give a tuple or another value that is hashable and does not change."
-        raise ArgumentError.like(ValueError(), said, user_line(), f"a {type(x).__name__}", way_out) from error
+        hint = "Give a tuple or another value that is hashable and does not change."
+        raise ArgumentError.like(ValueError(), said, user_line(), f"a {type(x).__name__}", hint) from error
 
 
 def freed(tree: Any) -> Any:

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
 import jax
 
 from gshard.analysis.budget import Budget
-from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine, kind_of_devices
 from gshard.analysis.named import refuse_unused
 from gshard.analysis.overlap import Windowed
 from gshard.core.layout import Layout
-from gshard.core.mesh import Atoms, Mesh
+from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.compile import Executable, compile_spmd
-from gshard.passes.objective import Objective, bytes_on
-from gshard.passes.partition import partition
-from gshard.passes.propagate import in_best_order, propagate
+from gshard.passes.propagate import in_best_order
 from gshard.passes.recorded import Recorded
 from gshard.passes.windowed import Policy, windowed
 from gshard.remat.fit import compiled_within
 from gshard.remat.rematerialise import rematerialise
 from gshard.search.find import best_plan
-from gshard.search.seconds import on_machine, seconds_on
-
-# Of the time of the plan that sends least: what takes longer than so much of it is not worth more bytes.
-_WORTH = 0.98
+from gshard.search.propagated import Propagated, propagated
+from gshard.search.seconds import on_machine
 
 
 class Limit(Protocol):
@@ -50,7 +45,7 @@ class Target:
         budget: what a per-device program may cost; asked once each is made.
         reorders: whether devices may be put in the order that marks ask for. Under a transformation they may not:
             what JAX compiles around the program has one order of devices, the mesh's.
-        windowed: which contractions run in steps.
+        windowed: which contractions are collective matmuls.
         keep_uneven: whether results leave in padded parts where parts are unequal.
         memory_limit: bytes that a device may hold; what does not fit is recomputed.
         machine: what costs are of: planning is by seconds on it (by bytes if None), and what recomputing takes too (on
@@ -89,36 +84,32 @@ class Target:
         """Whether the shardings of arguments count as marks, and not just what ``in_shardings`` says."""
         return self.recorded is None and self.search is False
 
-    def plan(self, program: Program, donated: Iterable[int] = ()) -> Plan:
+    @property
+    def by_marks(self) -> Target:
+        """The same for programs with other marks, whatever they cost: a plan that is given is not theirs."""
+        return dataclasses.replace(self, recorded=None, search=False, budget=None)
+
+    def planned(self, program: Program, donated: Iterable[int] = ()) -> Propagated:
         """The program's plan; ``donated`` are arguments whose memory results may take."""
         if self.strict and self.reorders:  # a derivative, or one half of it, need not have all names
             refuse_unused(program, self.mesh)
         if self.recorded is not None:
-            return self.recorded.plan(program, self.mesh)
+            return Propagated(self.recorded.plan(program, self.mesh))
         if self.search is not False:
             seconds = None if self.search is True else float(self.search)
             found = best_plan(
                 program, self.mesh, self._machine, donated=donated, memory_limit=self.memory_limit,
                 budget_seconds=seconds,
             )  # fmt: skip
-            return found.chosen.plan
-        made = windowed(self._propagated(program, [len(program.captured) + i for i in donated]), self.windowed)
-        return made if self.reorders else dataclasses.replace(made, orders={})
-
-    def _propagated(self, program: Program, donated: list[int]) -> Plan:
-        """The plan that sends least; with a machine, the one that takes least time there, if that is worth it."""
-
-        def planned(objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Plan:
-            options: dict[str, Any] = {"strict": self.strict, "keep_uneven": self.keep_uneven, "donated": donated}
-            return propagate(program, self.mesh, objective=objective, **options)
-
-        plan = planned(bytes_on)
-        if self.machine is None:
-            return plan
-        faster = planned(seconds_on(self.machine))
-        emitted = (partition(p, keep_uneven=self.keep_uneven, donated=donated) for p in (plan, faster))
-        taken, instead = (cost(spmd, self.machine).seconds for spmd in emitted)
-        return faster if instead < _WORTH * taken else plan
+            return Propagated(found.chosen.plan)
+        made, *_ = propagated(
+            program, self.mesh, self.machine, strict=self.strict, keep_uneven=self.keep_uneven,
+            donated=[len(program.captured) + i for i in donated],
+        )  # fmt: skip
+        if self.windowed is None and self.reorders:
+            return made
+        plan = windowed(made.plan, self.windowed)
+        return Propagated(plan if self.reorders else dataclasses.replace(plan, orders={}))
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
@@ -156,7 +147,7 @@ class Options:
         in_shardings, out_shardings: marks on arguments and results.
         strict: refuse operations without a rule.
         budget: what a program may cost.
-        windowed: which contractions run in steps.
+        windowed: which contractions are collective matmuls.
         keep_uneven: whether results leave in padded parts where parts are unequal.
         memory_limit: bytes that a device may hold.
         machine: what computing and sending take; None computes no product twice to send less.

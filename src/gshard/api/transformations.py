@@ -35,10 +35,10 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.language.mark_primitive import bind_mark
 from gshard.passes.compile import named_sharding
 from gshard.passes.partition import partition
 from gshard.passes.trace import program_of
-from gshard.rules.mark import bind_mark
 
 call_p = Primitive("gshard_call")
 call_p.multiple_results = True
@@ -66,7 +66,7 @@ def _on(x: Any, mesh: Any) -> Any:
 
 @weakly_cached
 def _planned(jaxpr: Any, target: Target) -> Plan:
-    return target.plan(_program(jaxpr, target))
+    return target.planned(_program(jaxpr, target)).plan
 
 
 def _program(jaxpr: Any, target: Target, marks: Sequence[Mark | None] | None = None) -> Program:
@@ -153,15 +153,15 @@ def _checked(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) ->
 
 
 @weakly_cached
-def _halves(jaxpr: Any, target: Target, moving: tuple[int, ...]) -> tuple[Any, Any]:
+def _linearize_split(jaxpr: Any, target: Target, nonzero_tangents: tuple[int, ...]) -> tuple[Any, Any]:
     """The function with what its derivative needs as further results, and the derivative, a function of those.
 
-    The second half is planned apart from the first, so what goes from one to the other comes marked as it is sharded.
+    The second is planned by itself, so what goes from one to the other comes marked as it is sharded.
 
     Args:
         jaxpr: the function.
         target: what both are partitioned for.
-        moving: the arguments that have tangents.
+        nonzero_tangents: the arguments that have tangents.
 
     Returns:
         two closed jaxprs: arguments -> (results, residuals), and (residuals, tangents) -> tangents of those results
@@ -172,14 +172,14 @@ def _halves(jaxpr: Any, target: Target, moving: tuple[int, ...]) -> tuple[Any, A
     smooth = _differentiable(jaxpr.out_avals)
 
     def forward(*arguments: Any) -> list[Any]:
-        def of_moving(*some: Any) -> list[Any]:
+        def of_nonzero(*some: Any) -> list[Any]:
             full = list(arguments)
-            for i, x in zip(moving, some, strict=True):
+            for i, x in zip(nonzero_tangents, some, strict=True):
                 full[i] = x
             return f(*full)  # type: ignore[no-any-return]
 
-        results, push = jax.linearize(of_moving, *(arguments[i] for i in moving))
-        residuals, tree = jax.tree.flatten(push)
+        results, jvp_fn = jax.linearize(of_nonzero, *(arguments[i] for i in nonzero_tangents))
+        residuals, tree = jax.tree.flatten(jvp_fn)
         trees.append(tree)
         return [*results, *residuals]
 
@@ -188,13 +188,13 @@ def _halves(jaxpr: Any, target: Target, moving: tuple[int, ...]) -> tuple[Any, A
     plan = _planned(first, target)
     marks = [_mark(plan.sharding(v), target.mesh) for v in plan.program.block.outputs[len(jaxpr.out_avals) :]]
 
-    def pushed(*arguments: Any) -> list[Any]:
+    def tangents_of(*arguments: Any) -> list[Any]:
         sharded = [bind_mark(x, m) for x, m in zip(arguments[: len(residuals)], marks, strict=True)]
-        push = jax.tree.unflatten(trees[0], sharded)
-        tangents = push(*arguments[len(residuals) :])
+        jvp_fn = jax.tree.unflatten(trees[0], sharded)
+        tangents = jvp_fn(*arguments[len(residuals) :])
         return [t for t, keep in zip(tangents, smooth, strict=True) if keep]
 
-    second = jax.make_jaxpr(pushed)(*residuals, *_shapes([jaxpr.in_avals[i] for i in moving]))
+    second = jax.make_jaxpr(tangents_of)(*residuals, *_shapes([jaxpr.in_avals[i] for i in nonzero_tangents]))
     return first, second
 
 
@@ -209,22 +209,22 @@ def _differentiable(avals: Sequence[Any]) -> list[bool]:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, target: Target) -> tuple[list[Any], list[Any]]:
-    moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
-    first, second = _halves(jaxpr, target, moving)
+    nonzero_tangents = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
+    first, second = _linearize_split(jaxpr, target, nonzero_tangents)
     everything = call(first, target, primals)
     count = len(jaxpr.out_avals)
     results, residuals = everything[:count], everything[count:]
-    pushed = iter(call(second, target, [*residuals, *(tangents[i] for i in moving)]))
+    found = iter(call(second, target, [*residuals, *(tangents[i] for i in nonzero_tangents)]))
     smooth = _differentiable(jaxpr.out_avals)
     flat = [None if s else ad.Zero(jax.typeof(x).to_tangent_aval()) for s, x in zip(smooth, results, strict=True)]
-    return results, [next(pushed) if zero is None else zero for zero in flat]
+    return results, [next(found) if zero is None else zero for zero in flat]
 
 
 ad.primitive_jvps[call_p] = _jvp
 
 
 @weakly_cached
-def _turned(jaxpr: Any, linear: tuple[int, ...], given: tuple[int, ...]) -> Any:
+def _transposed(jaxpr: Any, linear: tuple[int, ...], given: tuple[int, ...]) -> Any:
     """(other arguments, cotangents of the results ``given``) -> cotangents of the arguments ``linear``."""
     f = jaxpr_as_fun(jaxpr)
     others = [i for i in range(len(jaxpr.in_avals)) if i not in linear]
@@ -250,8 +250,8 @@ def _transpose(cotangents: Sequence[Any], *arguments: Any, jaxpr: Any, target: T
     if not given:
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in arguments]
     known = [x for x in arguments if not ad.is_undefined_primal(x)]
-    turned = call(_turned(jaxpr, linear, given), target, [*known, *(cotangents[i] for i in given)])
-    found = dict(zip(linear, turned, strict=True))
+    transposed = call(_transposed(jaxpr, linear, given), target, [*known, *(cotangents[i] for i in given)])
+    found = dict(zip(linear, transposed, strict=True))
     return [found.get(i) for i in range(len(arguments))]
 
 

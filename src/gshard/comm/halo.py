@@ -3,16 +3,16 @@
 Everything that shifts, cuts or slides along a split dimension (slice, pad, concatenate, reverse, convolution, pooling)
 asks for the same thing: part ``i`` of the result needs what stands from position ``first + step * i`` on in an operand
 whose elements stand ``dilation`` apart: elements from ``ceil((first + step * i) / dilation)`` on. From these numbers
-follow, statically, the distances over which parts must travel and how much of each; a window that reaches over
+follow, statically, the distances over which parts must be sent and how much of each; a window that reaches over
 several parts takes several shifts, each one CollectivePermute of just the elements that somebody needs. Where parts
-need such different things that shifts would carry much for nobody, every piece gets a route of its own
+need such different things that shifts would carry much for nobody, every chunk gets a route of its own
 (``comm.route``).
 
     >>> window = Window(n=12, first=-1, step=3, parts=4, extent=5)      # one neighbour's element on each side
     >>> [(shift.distance, shift.low, shift.high) for shift in window.shifts(3)]
     [(-1, 2, 3), (0, 0, 3), (1, 0, 1)]
 
-Each shift carries only what one of its receivers needs. Where it is laid down, between its neighbours' pieces, it is
+Each shift carries only what one of its receivers needs. Where it is laid down, between its neighbours' chunks, it is
 padded to a whole part.
 
 Elements before 0 or from ``n`` on are whatever happens to be there, and the caller masks them, but where they are known
@@ -28,14 +28,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.comm.local import apart
-from gshard.comm.route import Piece, Route, carry, pairs, pieces_of, routed
+from gshard.comm.route import Chunk, Route, carry, chunks_of, pairs, routed
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.xla_workarounds import opaque_for_slice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shift:
-    """Elements ``low`` to ``high`` of every part travel from part ``i + distance`` to part ``i``, if it needs them.
+    """Elements ``low`` to ``high`` of every part go from part ``i + distance`` to part ``i``, if it needs them.
 
     Attributes:
         distance: how many parts away they come from; 0 stays at home.
@@ -98,7 +98,7 @@ class Window:
         return _plan(self, size)
 
     def route(self, size: int) -> Route | None:
-        """Another way, if shifts would carry more: every piece on its own route."""
+        """Another way, if shifts would carry more: every chunk on its own route."""
         return _route(self, size)
 
     def messages(self, size: int) -> tuple[int, ...]:
@@ -130,18 +130,18 @@ class Window:
 @functools.lru_cache(maxsize=4096)
 def _route(window: Window, size: int) -> Route | None:
     by_shifts = sum(shift.high - shift.low for shift in window.shifts(size) if shift.distance and shift.receivers)
-    pieces: list[Piece] = []
+    chunks: list[Chunk] = []
     for i in window.receivers:
         start = window.start(i)
-        pieces += pieces_of(max(start, 0), min(start + window.width, window.n), size, i, start)
+        chunks += chunks_of(max(start, 0), min(start + window.width, window.n), size, i, start)
     sent, taken = [0] * window.parts, [0] * window.parts
-    for p in pieces:
+    for p in chunks:
         if p.source != p.receiver:
             sent[p.source] += p.length
             taken[p.receiver] += p.length
     if max(*sent, *taken, 0) >= by_shifts:
         return None
-    route = routed(tuple(pieces))
+    route = routed(tuple(chunks))
     return route if sum(route.messages) < by_shifts else None
 
 
@@ -165,7 +165,7 @@ def _plan(window: Window, size: int) -> tuple[Shift, ...]:
     shifts = []
     for distance in range(nearest, farthest + 1):
         low, high, receivers = needed.get(distance, (0, size, []))
-        # Pieces are laid side by side, so only the outer ends may be cut off.
+        # Chunks are laid side by side, so only the outer ends may be cut off.
         begin, end = low if distance == nearest else 0, high if distance == farthest else size
         shifts.append(Shift(distance, low, high, begin, end, tuple(receivers)))
     return tuple(shifts)
@@ -183,17 +183,17 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
         return jnp.zeros((*x.shape[:dim], width, *x.shape[dim + 1 :]), x.dtype)
     if (route := window.route(size)) is not None:
         return carry(x, dim, atoms, mesh, route, width)
-    pieces = []
+    chunks = []
     for shift in shifts:
         if not shift.distance:
-            pieces.append(lax.slice_in_dim(x, shift.begin, shift.end, axis=dim))
+            chunks.append(lax.slice_in_dim(x, shift.begin, shift.end, axis=dim))
             continue
-        piece = lax.slice_in_dim(x, shift.low, shift.high, axis=dim)
+        chunk = lax.slice_in_dim(x, shift.low, shift.high, axis=dim)
         ends = pairs([(i + shift.distance, i) for i in shift.receivers], atoms, mesh)
-        piece = lax.ppermute(piece, mesh.atoms, ends) if ends else jnp.zeros_like(piece)
+        chunk = lax.ppermute(chunk, mesh.atoms, ends) if ends else jnp.zeros_like(chunk)
         room = (shift.low - shift.begin, shift.end - shift.high)
-        pieces.append(jnp.pad(piece, [room if d == dim else (0, 0) for d in range(x.ndim)]) if any(room) else piece)
-    buffer = lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
+        chunks.append(jnp.pad(chunk, [room if d == dim else (0, 0) for d in range(x.ndim)]) if any(room) else chunk)
+    buffer = lax.concatenate(chunks, dim) if len(chunks) > 1 else chunks[0]
 
     def offset(part: Any) -> Any:
         return window.start(part) - (part + shifts[0].distance) * size - shifts[0].begin
@@ -207,4 +207,4 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
         begin = begins.pop()
         return lax.slice_in_dim(buffer, begin, begin + width, axis=dim)
     begin = jnp.clip(offset(lax.axis_index(atoms)) + left, 0, buffer.shape[dim] - width)
-    return lax.dynamic_slice_in_dim(apart(buffer, dim, width), begin, width, axis=dim)
+    return lax.dynamic_slice_in_dim(opaque_for_slice(buffer, dim, width), begin, width, axis=dim)

@@ -1,7 +1,7 @@
 """Reshard: the cheapest chain of steps from one sharding to another.
 
 A shortest path (A*) over shardings; the edges are the steps of ``comm.steps``, their length is the bytes that
-each device sends plus a little for each message, or the seconds that they take (``Mesh.times``). Atoms that travel
+each device sends plus a little for each message, or the seconds that they take (``Mesh.times``). Atoms that move
 together are moved as one block, so that the search sees a handful of moves however many devices there are. There is no
 step that gathers everything at once: a gather appears only where a dimension really has to be made whole.
 
@@ -32,14 +32,14 @@ from gshard.comm.steps import (
     aligned,
     bytes_sent,
 )
-from gshard.core.mesh import Atoms, Mesh
+from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.sharding import Sharding
 
 # What one message costs beside its bytes, in bytes: keeps chains short where bytes are equal.
 _LATENCY = 64
 # Seconds that are no difference: keeps chains short where times are equal.
 _TIE = 1e-12
-# Two or three blocks of atoms are moved in every way; more of them, or a single one, only straight to the target.
+# Two or three blocks of atoms are moved in every way; more of them, or a single one, only directly to the target.
 _FEW = 3
 _WITH_REDUCE_SCATTER = frozenset({"add", "pick"})
 
@@ -245,7 +245,7 @@ def _arranged(here: Sharding, target: Sharding, mesh: Mesh) -> Sharding | None:
 
 @functools.lru_cache(maxsize=4096)
 def _blocks(source: Sharding, target: Sharding, mesh: Mesh, stay: bool) -> tuple[Atoms, ...]:
-    """Atoms that may travel as one: neighbours both in the source and in the target, or alike in not being there.
+    """Atoms that may move as one: neighbours both in the source and in the target, or alike in not being there.
 
     Args:
         source, target: from where to where.
@@ -277,7 +277,7 @@ def _blocks(source: Sharding, target: Sharding, mesh: Mesh, stay: bool) -> tuple
                 else:
                     blocks.append([a])
     if stay and len(blocks) > 1:
-        placed = {a for have, wanted in zip(source.dims, target.dims, strict=True) for a in _common(have, wanted)}
+        placed = {a for have, wanted in zip(source.dims, target.dims, strict=True) for a in common_prefix(have, wanted)}
         blocks = [block for block in blocks if not placed.issuperset(block)]
     # Few of them may be cut where a part of one is as large as another: the two can change places.
     cut = True
@@ -289,11 +289,6 @@ def _blocks(source: Sharding, target: Sharding, mesh: Mesh, stay: bool) -> tuple
                 blocks[i : i + 1], cut = [block[:at], block[at:]], True
                 break
     return tuple(map(tuple, blocks))
-
-
-def _common(a: Atoms, b: Atoms) -> Atoms:
-    """The atoms with which both begin."""
-    return tuple(x for x, y in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _suffixes(atoms: Atoms, blocks: Sequence[Atoms]) -> Iterator[Atoms]:

@@ -56,7 +56,7 @@ class Shards:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The equation's parameters, which speak of global shapes."""
+        """The equation's parameters, which have global shapes."""
         return self.equation.params
 
     def bind(self, *arrays: Any, **changes: Any) -> list[Any]:
@@ -114,7 +114,7 @@ class Shards:
         return self.fetched[key][1]
 
     def route(self, x: Any, dim: int, atoms: Atoms, route: Route, room: int) -> Any:
-        """``room`` elements along ``dim``: the pieces that come to this device."""
+        """``room`` elements along ``dim``: the chunks that come to this device."""
         self.permutes(x, dim, atoms, route.messages)
         return carry(x, dim, atoms, self.mesh, route, room)
 

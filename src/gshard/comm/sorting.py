@@ -9,7 +9,7 @@
 Columnsort of ``parts`` columns, one on each device, of ``rows`` elements each:
 
 1. Every column is sorted, and dealt out like cards: element ``k`` goes to column ``k % parts``.
-2. Every column is sorted, and cut in equal pieces: piece ``j`` goes to column ``j``.
+2. Every column is sorted, and cut in equal chunks: chunk ``j`` goes to column ``j``.
 3. Every column is sorted. What is still in the wrong place is near the border of two columns.
 4. The ends of neighbouring columns are merged.
 
@@ -191,7 +191,7 @@ def _columns(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: 
 
 
 def _dealt(x: Any, parts: int) -> Any:
-    """Element ``k`` moves into piece ``k % parts``."""
+    """Element ``k`` moves into chunk ``k % parts``."""
     return x.reshape(x.shape[0], -1, parts).swapaxes(1, 2).reshape(x.shape)
 
 

@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 
 from gshard.comm.local import slice_part
-from gshard.comm.route import Piece, Route, carry, pieces_of, routed
+from gshard.comm.route import Chunk, Route, carry, chunks_of, routed
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
 
@@ -155,15 +155,15 @@ def _lined_up(step: Step, n: int, mesh: Mesh) -> tuple[Route | None, int]:
         return None, have
     joined = -(-n * group // parts)
     room = -(-joined // group)
-    pieces: list[Piece] = []
+    chunks: list[Chunk] = []
     for receiver in range(parts):
         first = receiver // group * joined + receiver % group * room
-        pieces += pieces_of(first, min(first + room, (receiver // group + 1) * joined, n), have, receiver, first)
-    return routed(tuple(pieces)), room
+        chunks += chunks_of(first, min(first + room, (receiver // group + 1) * joined, n), have, receiver, first)
+    return routed(tuple(chunks)), room
 
 
 def _run_on_key_data(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
-    """PRNG keys travel as the words they are made of: one more dimension, never split."""
+    """PRNG keys are sent as the words they are made of: one more dimension, never split."""
     data = jax.random.key_data(x)
     longer = [Sharding((*s.dims, ()), s.unreduced) for s in (step.before, step.after)]
     step = dataclasses.replace(step, before=longer[0], after=longer[1])

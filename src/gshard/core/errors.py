@@ -1,7 +1,7 @@
 """Errors: one family, one layout.
 
 Every message a user can see says, in this order: what is wrong, where in their file, what was
-given, and the way out.
+given, and a hint.
 
     ShardingError: dimension 0 of f32[12,512] is split over axis 'expert' twice.
       at train.py:41 (loss)
@@ -24,23 +24,23 @@ class GShardError(Exception):
         what: one sentence that names the problem.
         where: the user's file and line, or None when there is none.
         got: what was given (shapes, mesh, values).
-        way_out: what to do instead.
+        hint: what to do instead.
     """
 
-    def __init__(self, what: str, where: str | None = None, got: str | None = None, way_out: str | None = None):
+    def __init__(self, what: str, where: str | None = None, got: str | None = None, hint: str | None = None):
         lines = [what]
         if where:
             lines.append(f"  at {where}")
         if got:
             lines.append(f"  {got}")
-        if way_out:
-            lines.append(f"  {way_out}")
+        if hint:
+            lines.append(f"  {hint}")
         Exception.__init__(self, "\n".join(lines))
-        self.what, self.where, self.got, self.way_out = what, where, got, way_out
+        self.what, self.where, self.got, self.hint = what, where, got, hint
 
     @classmethod
     def like(
-        cls, error: Exception, what: str, where: str | None = None, got: str | None = None, way_out: str | None = None
+        cls, error: Exception, what: str, where: str | None = None, got: str | None = None, hint: str | None = None
     ) -> Self:
         """The same error, which is also of another error's type: ``except TypeError`` catches it.
 
@@ -49,7 +49,7 @@ class GShardError(Exception):
         """
         kind: Any = _also_of_type(cls, type(error))  # type: ignore[arg-type]
         made: Self = kind.__new__(kind)
-        GShardError.__init__(made, what, where, got, way_out)
+        GShardError.__init__(made, what, where, got, hint)
         return made
 
 
@@ -86,7 +86,7 @@ def _also_of_type(ours: Any, theirs: Any) -> Any:
 
 
 def known_names(name: str, known: Iterable[str], what: str = "Its axes are") -> str:
-    """The way out for a name that is not known: the one that was meant, if it can be told, and all that there are.
+    """The hint for a name that is not known: the one that was meant, if it can be told, and all that there are.
 
     >>> known_names("dat", ("data", "model"))
     "Did you mean 'data'? Its axes are 'data', 'model'."

@@ -31,7 +31,7 @@ from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
 
 # Frames of the partitioner are not the user's; the model library's are, since it is written as users write.
-for _folder in ("core", "comm", "rules", "passes", "analysis", "remat", "api"):
+for _folder in ("core", "comm", "language", "rules", "tracing", "passes", "analysis", "remat", "api"):
     _public_source_info.register_exclusion(os.path.join(os.path.dirname(os.path.dirname(__file__)), _folder))
 
 
@@ -184,7 +184,7 @@ def traced_together(a: Any, b: Any) -> bool:
     return getattr(a, "_trace", None) is getattr(b, "_trace", None)
 
 
-def without_dead_code(jaxpr: Any) -> Any:
+def jaxpr_without_dead_code(jaxpr: Any) -> Any:
     """The jaxpr without equations that no result needs; all its inputs stay."""
     return _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 

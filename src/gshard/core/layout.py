@@ -28,7 +28,7 @@ from gshard.core.paths import is_below
 
 Entry = tuple[str, ...] | int | None
 
-_WAY_OUT = "Give a mesh axis, a tuple of axes, a number of parts, or None (whole)."
+_HINT = "Give a mesh axis, a tuple of axes, a number of parts, or None (whole)."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,14 +118,14 @@ class Layout:
             raise ShardingError(
                 f"a layout is made of a dictionary or keywords, not of a {type(rows).__name__}.",
                 user_line(),
-                way_out="Write Layout(batch='data'), or Layout.of(rules) for ordered rules of (name, axes).",
+                hint="Write Layout(batch='data'), or Layout.of(rules) for ordered rules of (name, axes).",
             )
         self._fill([_row(key, entry) for key, entry in (*(rows or {}).items(), *named.items())], False)
 
     def _fill(self, rows: Sequence[Row], ordered: bool) -> None:
         keys = [row.key for row in rows]
         if not ordered and (twice := next((row for row in rows if keys.count(row.key) > 1), None)):
-            raise ShardingError(f"the layout has two rows for {twice.key!r}.", user_line(), way_out="Leave one.")
+            raise ShardingError(f"the layout has two rows for {twice.key!r}.", user_line(), hint="Leave one.")
         object.__setattr__(self, "rows", tuple(rows))
         object.__setattr__(self, "ordered", ordered)
         object.__setattr__(self, "_key", tuple(rows) if ordered else frozenset(rows))
@@ -155,8 +155,8 @@ class Layout:
         rows = []
         for rule in rules:
             if not isinstance(rule, tuple | list) or len(rule) != 2:
-                way_out = "A rule is a pair: (name, axis, tuple of axes or None)."
-                raise ShardingError(f"{rule!r} is no rule.", user_line(), way_out=way_out)
+                hint = "A rule is a pair: (name, axis, tuple of axes or None)."
+                raise ShardingError(f"{rule!r} is no rule.", user_line(), hint=hint)
             rows.append(_row(*rule, pattern=False))
         made = Layout()
         made._fill(rows, True)
@@ -174,7 +174,7 @@ class Layout:
         raise ShardingError(
             f"layout= takes a gshard.Layout, not a {type(layout).__name__}.",
             user_line(),
-            way_out="Write gshard.Layout(batch='data'), or gshard.Layout.of(rules) for ordered rules of (name, axes).",
+            hint="Write gshard.Layout(batch='data'), or gshard.Layout.of(rules) for ordered rules of (name, axes).",
         )
 
     def rows_of(self, names: Names, line: str = "") -> tuple[Row | None, ...]:
@@ -224,13 +224,13 @@ class Layout:
                     raise ShardingError(
                         f"the mesh has no axis {axis!r}, which the layout's row {row} names.",
                         got=f"mesh: {mesh}; {self}",
-                        way_out=known_names(axis, mesh.atoms_of),
+                        hint=known_names(axis, mesh.atoms_of),
                     )
             if isinstance(row.entry, int):
                 try:
                     atoms_of_partitions(row.entry, mesh)
                 except ShardingError as reason:
-                    raise ShardingError(reason.what, None, f"mesh: {mesh}; layout: {row}", reason.way_out) from None
+                    raise ShardingError(reason.what, None, f"mesh: {mesh}; layout: {row}", reason.hint) from None
 
     def _row(self, name: str, at: str, line: str) -> Row | None:
         found = [row for row in self.rows if row.name == name]
@@ -240,7 +240,7 @@ class Layout:
                 f"two rows of the layout disagree about {name!r} of {at}.",
                 line,
                 ", ".join(map(str, own)),
-                way_out="Rows have no order: make their paths such that one applies.",
+                hint="Rows have no order: make their paths such that one applies.",
             )
         return next(iter(own), None) or next((row for row in found if not row.at), None)
 
@@ -251,7 +251,7 @@ class Layout:
                 f"two dimensions of one value are called {twice!r}, which ordered rules do not allow.",
                 line,
                 f"names {str(names)!r}",
-                way_out="Give one another name, or '_', or use a Layout without order.",
+                hint="Give one another name, or '_', or use a Layout without order.",
             )
         given: dict[int, Row] = {}
         decided: dict[str, None] = {}
@@ -301,7 +301,7 @@ def _row(key: Any, entry: Any, *, pattern: bool = True) -> Row:
         raise ShardingError(
             f"{key!r} is no name of dimensions.",
             user_line(),
-            way_out="A name is a word; 'params:embed' is the row of 'embed' for arguments below params.",
+            hint="A name is a word; 'params:embed' is the row of 'embed' for arguments below params.",
         )
     return Row(name, _entry(entry, name), at)
 
@@ -313,10 +313,10 @@ def _entry(entry: Any, name: str) -> Entry:
         return (entry,)
     if isinstance(entry, tuple | list):
         if not all(isinstance(axis, str) for axis in entry):
-            raise ShardingError(f"{entry!r} is no tuple of mesh axes.", user_line(), f"row {name!r}", _WAY_OUT)
+            raise ShardingError(f"{entry!r} is no tuple of mesh axes.", user_line(), f"row {name!r}", _HINT)
         if len(set(entry)) < len(entry):
             raise ShardingError(
-                f"an axis stands twice in the row {name}={tuple(entry)!r}.", user_line(), way_out="Name each axis once."
+                f"an axis stands twice in the row {name}={tuple(entry)!r}.", user_line(), hint="Name each axis once."
             )
         return tuple(entry) or None
     try:
@@ -324,5 +324,5 @@ def _entry(entry: Any, name: str) -> Entry:
     except TypeError:
         number = 0
     if number < 1:
-        raise ShardingError(f"{entry!r} is nothing that {name!r} can be split over.", user_line(), None, _WAY_OUT)
+        raise ShardingError(f"{entry!r} is nothing that {name!r} can be split over.", user_line(), None, _HINT)
     return number

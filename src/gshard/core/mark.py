@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from gshard.core.device_order import Order, cut, order_for, table_of_axes, table_of_ids
 from gshard.core.errors import ShardingError, known_names
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.order import Order, cut, order_for, table_of_axes, table_of_ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Mark:
         ids_shape: number of parts along each dimension.
         spec: for each dimension None, an axis name, a tuple of names, a number of parts (by a layout), or
             ``PartitionSpec.UNCONSTRAINED``.
-        axes: names and sizes of the mesh that ``spec`` speaks of, if it came with one.
+        axes: names and sizes of the mesh of ``spec``, if it came with one.
         devices: the devices of that mesh in row-major order, if it has any.
         batch_dims: dimensions that vmap added, in the order they were added; they stay open.
         even: whether parts must be equal, as JAX has it of the result of a program.
@@ -150,7 +150,7 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
         which = f"{mark.leaf}: " if mark.leaf else ""
         said = f"NamedSharding of JAX's over {_axes(mark.axes)}: {text_of_spec(mark.spec)}" if mark.axes else str(mark)
         got = f"{which}{_text(shape)}, {said}; mesh: {mesh}{'; ' + reason.got if reason.got else ''}"
-        raise ShardingError(reason.what, line, got, reason.way_out) from None
+        raise ShardingError(reason.what, line, got, reason.hint) from None
     return Demand(tuple(d or () for d in placed), tuple(d is None for d in placed), order)
 
 
@@ -194,7 +194,7 @@ def atoms_of_partitions(partitions: int | str | tuple[str, ...], mesh: Mesh) -> 
     if partitions > mesh.size:
         raise ShardingError(
             f"{partitions} partitions were asked for, and the mesh has {mesh.size} devices.",
-            way_out=f"Use at most {mesh.size} partitions.",
+            hint=f"Use at most {mesh.size} partitions.",
         )
     # Major atoms first, so that the copies of a part are on consecutive devices; any others if that fits alone.
     chosen: list[str] = []
@@ -207,7 +207,7 @@ def atoms_of_partitions(partitions: int | str | tuple[str, ...], mesh: Mesh) -> 
         fitting = sorted(n for n in range(1, mesh.size + 1) if mesh.size % n == 0)
         raise ShardingError(
             f"{mesh.size} devices cannot hold {partitions} partitions in equal numbers of copies.",
-            way_out=f"Use one of {', '.join(map(str, fitting))} partitions.",
+            hint=f"Use one of {', '.join(map(str, fitting))} partitions.",
         )
     return tuple(chosen)
 
@@ -217,7 +217,7 @@ def _axis(name: str, mesh: Mesh) -> Atoms:
         return mesh.atoms_of[name]
     if name in mesh.atom_sizes:
         return (name,)
-    raise ShardingError(f"the mesh has no axis {name!r}.", way_out=known_names(name, mesh.atoms_of))
+    raise ShardingError(f"the mesh has no axis {name!r}.", hint=known_names(name, mesh.atoms_of))
 
 
 def _named(mark: Mark, mesh: Mesh, ndim: int) -> list[tuple[str, ...] | None]:
@@ -246,7 +246,7 @@ def _spec(mark: Mark, mesh: Mesh, ndim: int) -> tuple[list[Atoms | None], Order]
     if math.prod(size for _, size in axes) != mesh.size:
         raise ShardingError(
             f"a sharding over {math.prod(size for _, size in axes)} devices cannot be one over {mesh.size}.",
-            way_out="Make its jax.sharding.Mesh of the devices of the program.",
+            hint="Make its jax.sharding.Mesh of the devices of the program.",
         )
     _check_once([*dims], mesh)
     cuts, order = _found(table_of_axes(dims, axes, ours or range(mesh.size)), mesh)
@@ -284,7 +284,7 @@ def _check_names(mark: Mark, dims: list[Atoms | None]) -> None:
                 said = f"{both} both want {what}."
             raise ShardingError(
                 said,
-                way_out="An axis splits one dimension of an array: give one row of the layout another axis or None, "
+                hint="An axis splits one dimension of an array: give one row of the layout another axis or None, "
                 "or write '_' for one of the names here.",
             )
 
@@ -296,7 +296,7 @@ def _check_once(dims: list[Atoms | None], mesh: Mesh) -> None:
             if atom in seen:
                 where = f"dimension {d} twice" if seen[atom] == d else f"dimensions {seen[atom]} and {d}"
                 axis = next((n for n, own in mesh.atoms_of.items() if atom in own), atom)
-                raise ShardingError(f"axis {axis!r} splits {where}.", way_out="Name each mesh axis once.")
+                raise ShardingError(f"axis {axis!r} splits {where}.", hint="Name each mesh axis once.")
             seen[atom] = d
 
 
@@ -305,5 +305,5 @@ def _check_even(dims: list[Atoms | None], shape: tuple[int, ...], mesh: Mesh) ->
         if n % (parts := mesh.count(atoms or ())):
             raise ShardingError(
                 f"dimension {d} of a result has {n} elements, which cannot leave in {parts} equal parts.",
-                way_out='Give a spec that divides it, leave it open, or take padded parts with uneven="keep".',
+                hint='Give a spec that divides it, leave it open, or take padded parts with uneven="keep".',
             )

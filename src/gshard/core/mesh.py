@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -91,7 +92,7 @@ class Mesh:
             if mesh is None:
                 raise MeshError(
                     "no mesh was given, and none is set.",
-                    way_out="Give mesh=8 or a jax.sharding.Mesh, or call inside `with jax.set_mesh(mesh):`.",
+                    hint="Give mesh=8 or a jax.sharding.Mesh, or call inside `with jax.set_mesh(mesh):`.",
                 )
         if isinstance(mesh, Mesh):
             return mesh
@@ -111,7 +112,7 @@ class Mesh:
         raise MeshError(
             f"a mesh cannot be made of {type(mesh).__name__}.",
             got=f"mesh={mesh!r}"[:200],
-            way_out=f"Write mesh={int(mesh)}, without quotes."
+            hint=f"Write mesh={int(mesh)}, without quotes."
             if isinstance(mesh, str) and mesh.isdecimal()
             else 'Give a jax.sharding.Mesh, a number of devices, a list of devices, or {"data": 4, "model": 2}.',
         )
@@ -125,7 +126,7 @@ class Mesh:
         Mesh._check_axes(axes)
         if devices is not None and len(set(devices)) != len(devices):
             twice = next(d for i, d in enumerate(devices) if d in devices[:i])
-            raise MeshError(f"device {twice} stands twice in the mesh.", way_out="Name each device once.")
+            raise MeshError(f"device {twice} stands twice in the mesh.", hint="Name each device once.")
         return Mesh(tuple((name, int(size)) for name, size in axes), devices, made_from=made_from)
 
     @staticmethod
@@ -136,23 +137,23 @@ class Mesh:
                 raise MeshError(
                     f"{name!r} cannot be the name of an axis of a mesh.",
                     got=f"axes: {dict(axes)}",
-                    way_out='Name each axis by text, such as {"data": 4, "model": 2}.',
+                    hint='Name each axis by text, such as {"data": 4, "model": 2}.',
                 )
             if not isinstance(size, int | np.integer) or isinstance(size, bool):
                 raise MeshError(
                     f"the size of axis {name!r} is a number of devices, not {type(size).__name__}.",
                     got=f"axes: {dict(axes)}",
-                    way_out='Give each axis a whole number from 1 on, such as {"data": 4, "model": 2}.',
+                    hint='Give each axis a whole number from 1 on, such as {"data": 4, "model": 2}.',
                 )
         if any(size < 1 for _, size in axes) or not axes:
             raise MeshError(
                 "a mesh needs at least one axis and one device.",
                 got=f"axes: {dict(axes)}",
-                way_out="Give each axis a whole number of devices from 1 on.",
+                hint="Give each axis a whole number of devices from 1 on.",
             )
         if len(set(names)) != len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
-            raise MeshError(f"the mesh has two axes named {twice!r}.", way_out="Name each axis differently.")
+            raise MeshError(f"the mesh has two axes named {twice!r}.", hint="Name each axis differently.")
 
     @property
     def given(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
@@ -309,7 +310,7 @@ def _first_devices(count: int) -> tuple[Any, ...]:
     raise MeshError(
         f"a mesh of {count} devices was asked for, and there are {len(available)}.",
         got=f"devices: {', '.join(map(str, available[:8]))}{', ...' if len(available) > 8 else ''}",
-        way_out="On CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=N before JAX starts."
+        hint="On CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=N before JAX starts."
         if count > 0
         else f"Give a number from 1 to {len(available)}.",
     )
@@ -324,19 +325,28 @@ def _listed(devices: Sequence[Any] | np.ndarray) -> tuple[Any, ...]:
         raise MeshError(
             "a mesh is made of devices, and these are numbers.",
             got=f"mesh={devices!r}"[:200],
-            way_out="If they are the sizes of its axes, name the axes: "
+            hint="If they are the sizes of its axes, name the axes: "
             f"mesh={{{', '.join(f'{k!r}: {v}' for k, v in axes.items())}}}.".replace("'", '"'),
         )
     if isinstance(devices, np.ndarray) and devices.ndim != 1:
         raise MeshError(
             f"an array of devices of {devices.ndim} dimensions does not say how its axes are called.",
             got=f"an array of shape {devices.shape}",
-            way_out='Give jax.sharding.Mesh(devices, ("data", "model")), with a name for each dimension.',
+            hint='Give jax.sharding.Mesh(devices, ("data", "model")), with a name for each dimension.',
         )
     wrong = next((d for d in sizes if not isinstance(d, jax.Device)), None)
     if wrong is not None or None in sizes:
         raise MeshError(
             f"a mesh is made of devices, and {wrong!r} is of type {type(wrong).__name__}.",
-            way_out="Give some of jax.devices(), or a number of them.",
+            hint="Give some of jax.devices(), or a number of them.",
         )
     return sizes
+
+
+def common_prefix(a: Atoms, b: Atoms) -> Atoms:
+    """The atoms with which both begin.
+
+    >>> common_prefix(("x.0", "x.1"), ("x.0", "y"))
+    ('x.0',)
+    """
+    return tuple(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

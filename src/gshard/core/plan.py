@@ -9,11 +9,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from gshard.core.device_order import Order
 from gshard.core.mesh import Mesh
-from gshard.core.order import Order
 from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize
 from gshard.core.ring import Ring
-from gshard.core.rule import WHOLE
+from gshard.core.rule import REPLICATE
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, passing, place
 
@@ -63,9 +63,11 @@ class Plan:
         splits: the atoms of the factors of every equation that has a rule.
         reasons: for each value and dimension that is split, why.
         orders: the order of the devices in which a marked value is to be, where that is not the mesh's.
-        rings: the contractions that run in steps, part by part, and what of them travels.
+        rings: the collective matmuls: contractions taken part by part, and what of them rotates.
         readings: the values that several equations read otherwise than they are sharded: moved there once.
         leaves: the results that leave the program otherwise than they are sharded.
+        gap: how much of what the plan costs, as planning counts, a plan that keeps the marks could at most spare, as a
+            part of it; None where nothing was to be chosen, or that is not known.
     """
 
     program: Program
@@ -77,6 +79,7 @@ class Plan:
     rings: Mapping[Equation, Ring] = dataclasses.field(default_factory=dict)
     readings: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)
     leaves: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)
+    gap: float | None = None
 
     def sharding(self, value: Value | Constant) -> Sharding:
         """The sharding of a value; constants are replicated."""
@@ -97,7 +100,7 @@ class Plan:
     def _gathers(self, e: Equation) -> bool:
         if e.rule is None or e.rule.known:
             return False
-        if all(factor.kind == WHOLE for factor in e.rule.factors):
+        if all(factor.kind == REPLICATE for factor in e.rule.factors):
             return True
         split = self.splits.get(e, {})
         for v, dims in zip(e.inputs, e.rule.operands, strict=True):

@@ -132,7 +132,7 @@ class Equation:
         blocks: the bodies of a region.
         edges: which values of the bodies must agree with which outside.
         mark: what the user demands of the result, if this is a mark.
-        trips: how often the bodies run, as far as known (a scan's length; 1 otherwise).
+        trip_count: how often the bodies run, as far as known (a scan's length; 1 otherwise).
     """
 
     primitive: Any
@@ -144,7 +144,7 @@ class Equation:
     blocks: tuple[Block, ...] = ()
     edges: tuple[Edge, ...] = ()
     mark: Mark | None = None
-    trips: int = 1
+    trip_count: int = 1
 
     @property
     def name(self) -> str:

@@ -1,13 +1,13 @@
-"""Rings: contractions that are done in steps while parts travel from device to device.
+"""Rings: collective matmuls, contractions that are done part by part while parts rotate among the devices.
 
 A contraction whose operand would be gathered, or whose result would be reduce-scattered, can do without ever holding
 the whole: a factor is taken one part after another, and each part comes by on its way around a ring of devices (figure
 4c of the GShard paper, after Cannon's algorithm). The same bytes are sent; a part's place takes the whole array's.
 
-    gathered operand     x[i@x,k] y[k,j@x]: parts of y travel, each step writes the columns that it makes
-    contracted factor    x[i@x,k] y[k@x,j]: parts of y travel, each step takes its part of x and adds
-    scattered result     x[i,k@x] y[k@x,j] -> [i@x,j]: the sums travel, each step adds to those at hand
-    two at once          x[i@x,k@y] y[k@x,j@y] -> [i@x,j@y]: Cannon's algorithm; both travel, after a skew
+    gathered operand     x[i@x,k] y[k,j@x]: parts of y rotate, each step writes the columns that it makes
+    contracted factor    x[i@x,k] y[k@x,j]: parts of y rotate, each step takes its part of x and adds
+    scattered result     x[i,k@x] y[k@x,j] -> [i@x,j]: the sums rotate, each step adds to those at hand
+    two at once          x[i@x,k@y] y[k@x,j@y] -> [i@x,j@y]: Cannon's algorithm; both rotate, after a skew
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Ring:
     """One factor of a contraction, taken part by part.
 
     Attributes:
-        factor: the factor; of everything but what travels each device uses the part whose turn it is.
-        operands: those that travel, each with the atoms over which its dimension of the factor is cut further.
-        result: the atoms over which the result's dimension of the factor comes to be split, if sums travel.
-        both_ways: whether half of every part travels in each direction.
+        factor: the factor; of everything but what rotates each device uses the part whose turn it is.
+        operands: those that rotate, each with the atoms over which its dimension of the factor is cut further.
+        result: the atoms over which the result's dimension of the factor comes to be split, if sums rotate.
+        both_ways: whether half of every part rotates in each direction.
     """
 
     factor: int
@@ -38,16 +38,16 @@ class Ring:
     both_ways: bool = False
 
     @property
-    def travelling(self) -> tuple[Atoms, ...]:
-        """The atoms of each array that travels, operands first."""
+    def rotating(self) -> tuple[Atoms, ...]:
+        """The atoms of each array that rotates, operands first."""
         return (*(atoms for _, atoms in self.operands), *([self.result] if self.result else []))
 
     def steps(self, mesh: Mesh) -> int:
         """In how many parts the factor is taken."""
-        return mesh.count(self.travelling[0])
+        return mesh.count(self.rotating[0])
 
     def atoms_of(self, operand: int) -> Atoms:
-        """The atoms over which an operand travels; none if it stays."""
+        """The atoms over which an operand rotates; none if it stays."""
         return next((atoms for i, atoms in self.operands if i == operand), ())
 
 
@@ -55,7 +55,7 @@ def entering(rule: Rule, split: Split, ring: Ring | None, i: int) -> Sharding:
     """How operand ``i`` enters an equation that is split like this, with or without a ring."""
     sharding = operand_sharding(rule, i, split)
     atoms = ring.atoms_of(i) if ring is not None else ()
-    return _cut(sharding, rule.operands[i], ring.factor, atoms) if ring is not None and atoms else sharding
+    return _split_further(sharding, rule.operands[i], ring.factor, atoms) if ring is not None and atoms else sharding
 
 
 def leaving(rule: Rule, split: Split, ring: Ring | None, i: int) -> Sharding:
@@ -64,9 +64,9 @@ def leaving(rule: Rule, split: Split, ring: Ring | None, i: int) -> Sharding:
     if ring is None or not ring.result:
         return sharding
     finished = sharding.with_unreduced({a: m for a, m in sharding.unreduced if a not in ring.result})
-    return _cut(finished, rule.results[i], ring.factor, ring.result)
+    return _split_further(finished, rule.results[i], ring.factor, ring.result)
 
 
-def _cut(sharding: Sharding, dims: Sequence[tuple[int, ...]], factor: int, atoms: Atoms) -> Sharding:
+def _split_further(sharding: Sharding, dims: Sequence[tuple[int, ...]], factor: int, atoms: Atoms) -> Sharding:
     further = (have + (atoms if f == (factor,) else ()) for f, have in zip(dims, sharding.dims, strict=True))
     return Sharding(tuple(further), sharding.unreduced)

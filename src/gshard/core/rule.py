@@ -9,10 +9,10 @@ operand and result is a product of factors, major to minor, in the notation of e
 Splitting an equation means giving atoms of the mesh to factors (``core.split``). What that costs is fixed by the
 kind of the factor, so nothing outside ``rules/`` asks which primitive it is looking at:
 
-    parallel    splitting costs nothing
-    reduce      each device gets a part of the result, to be combined by the factor's monoid
-    exchange    the equation's own way to run on shards communicates with the neighbours: a halo, a prefix, candidates
-    whole       cannot be split: the operand is gathered first
+    parallel       splitting costs nothing
+    reduce         each device gets a part of the result, to be combined by the factor's monoid
+    communicate    the equation's own way to run on shards communicates: a halo, a prefix sum, candidates
+    replicate      cannot be split: the operand is gathered first
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 
 PARALLEL = "parallel"
 REDUCE = "reduce"
-EXCHANGE = "exchange"
-WHOLE = "whole"
+COMMUNICATE = "communicate"
+REPLICATE = "replicate"
 
 Dims = tuple[tuple[int, ...], ...]
 
@@ -43,7 +43,7 @@ def moves(*positions: int) -> list[tuple[str, tuple[int, ...]]]:
 class Factor:
     """One loop: its global size, kind, and for a ``reduce`` factor the monoid that combines parts.
 
-    An ``exchange`` factor may stand for dimensions of several sizes (a slice's operand and result); each is cut in
+    A ``communicate`` factor may stand for dimensions of several sizes (a slice's operand and result); each is cut in
     parts of its own size, and ``size`` is the largest. So may a ``reduce`` factor of a rule that masks itself (a long
     kernel and what it slides over); ``size`` is that of what is summed over.
     """
@@ -71,7 +71,7 @@ class Rule:
         fixed: ``fixed(mesh)``: the one split that the equation can run in, if it has no choice: a manual region.
         linear: ways in which values still to be combined may pass: a monoid and the operands that must all be unreduced
             alike, so that the parts of the results, combined, are the results: also where parts are infinite, or so
-            large that scaling them would overflow (``rules.passing``). Way ``k`` of a split is key ``-1 - k``.
+            large that scaling them would overflow (``language.passing``). Way ``k`` of a split is key ``-1 - k``.
         component: for each factor a number; factors of arrays that have nothing to do with each other (the operands
             of a barrier) have different ones, and only those of one component compete for atoms.
         part: ``part(shards, *arrays) -> result``, run on a part of one factor after another while others are on their
@@ -120,10 +120,10 @@ class Rule:
         for i, factor in enumerate(self.factors):
             if factor.kind == REDUCE:
                 text += f"; {factor.monoid} over {names[i]}={factor.size}"
-        exchanged = [names[i] for i, factor in enumerate(self.factors) if factor.kind == EXCHANGE]
-        text += f"; exchange {' '.join(sorted(exchanged, key=_alphabetic))}" if exchanged else ""
-        whole = sorted((names[i] for i, factor in enumerate(self.factors) if factor.kind == WHOLE), key=_alphabetic)
-        return text + (f"; whole {' '.join(whole)}" if whole else "")
+        for kind in (COMMUNICATE, REPLICATE):
+            found = sorted((names[i] for i, factor in enumerate(self.factors) if factor.kind == kind), key=_alphabetic)
+            text += f"; {kind} {' '.join(found)}" if found else ""
+        return text
 
 
 def _letter(i: int) -> str:
@@ -146,13 +146,13 @@ class RuleMaker:
         self.factors.append(Factor(int(size), kind, monoid))
         return (len(self.factors) - 1,)
 
-    def whole(self, size: int) -> tuple[int, ...]:
+    def replicate(self, size: int) -> tuple[int, ...]:
         """A new dimension that cannot be split."""
-        return self.factor(size, WHOLE)
+        return self.factor(size, REPLICATE)
 
-    def exchange(self, size: int) -> tuple[int, ...]:
+    def communicate(self, size: int) -> tuple[int, ...]:
         """A new dimension over which shards communicate inside ``local``."""
-        return self.factor(size, EXCHANGE)
+        return self.factor(size, COMMUNICATE)
 
     def parallel(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """New parallel dimensions of these sizes."""
@@ -199,10 +199,10 @@ class RuleMaker:
 def _components(factors: Sequence[Factor], tensors: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
     """For each factor the smallest factor that it shares arrays with, directly or through others.
 
-    Where parts are combined or exchanged all factors belong together: the atoms of a looked-up dimension, say, stand
+    Where parts are combined or communicated all factors belong together: the atoms of a looked-up dimension, say, stand
     on every result although the dimension itself does not.
     """
-    if any(factor.kind in (REDUCE, EXCHANGE) for factor in factors):
+    if any(factor.kind in (REDUCE, COMMUNICATE) for factor in factors):
         return (0,) * len(factors)
     component = list(range(len(factors)))
 

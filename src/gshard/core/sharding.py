@@ -85,7 +85,7 @@ class Sharding:
         entry = r"\d+(?:@(?:\([\w.,]+\)|[\w.]+))?"
         match = re.fullmatch(rf"(\w*(?:<\w+>)?)\[((?:{entry}(?:, ?{entry})*)?)\](?:\{{(.*)\}})?", text.strip())
         if not match:
-            raise ShardingError(f"{text!r} is not the text of a sharding.", way_out="Write f32[8@data,512].")
+            raise ShardingError(f"{text!r} is not the text of a sharding.", hint="Write f32[8@data,512].")
         dtype, inside, tail = match.groups()
         entries = re.findall(r"(\d+)(?:@(?:\(([^)]*)\)|([\w.]+)))?", inside)
         dims = tuple(_atoms((several or one), mesh) for _, several, one in entries)
@@ -99,6 +99,6 @@ def _atoms(axes: str, mesh: Mesh) -> Atoms:
     names = [a for a in axes.split(",") if a]
     for name in names:
         if name not in mesh.atoms_of and name not in mesh.atom_sizes:
-            way_out = known_names(name, mesh.atoms_of)
-            raise ShardingError(f"the mesh has no axis {name!r}.", got=f"mesh: {mesh}", way_out=way_out)
+            hint = known_names(name, mesh.atoms_of)
+            raise ShardingError(f"the mesh has no axis {name!r}.", got=f"mesh: {mesh}", hint=hint)
     return tuple(a for name in names for a in mesh.atoms_of.get(name, (name,)))

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.rule import REDUCE, WHOLE, Dims, Factor, Rule
+from gshard.core.rule import REDUCE, REPLICATE, Dims, Factor, Rule
 from gshard.core.sharding import Sharding
 
 Split = dict[int, Atoms]
@@ -33,12 +33,12 @@ def project(dims: Dims, sharding: Sequence[Atoms], factors: Sequence[Factor], me
         if not atoms or not dim:
             continue
         if len(dim) == 1:
-            if factors[dim[0]].kind != WHOLE:
+            if factors[dim[0]].kind != REPLICATE:
                 split[dim[0]] = tuple(atoms)
             continue
         at = 0
         for f in dim:
-            if factors[f].kind == WHOLE:
+            if factors[f].kind == REPLICATE:
                 break
             room, taken = factors[f].size, []
             while at < len(atoms) and room > 1 and room % sizes[atoms[at]] == 0:
@@ -101,10 +101,10 @@ def fits(dims: Dims, split: Mapping[int, Atoms], factors: Sequence[Factor], mesh
 
 
 def is_valid(rule: Rule, split: Mapping[int, Atoms], mesh: Mesh) -> bool:
-    """Whether an equation may be split this way: atoms used once, whole factors unsplit, every array fits."""
+    """Whether an equation may be split this way: atoms used once, replicated factors unsplit, every array fits."""
     atoms = [(rule.component[f], a) for f, own in split.items() if f >= 0 for a in own]
     combined = [a for f, own in split.items() if f < 0 for a in own]
-    if len(set(atoms)) != len(atoms) or any(split[f] and rule.factors[f].kind == WHOLE for f in split if f >= 0):
+    if len(set(atoms)) != len(atoms) or any(split[f] and rule.factors[f].kind == REPLICATE for f in split if f >= 0):
         return False
     if len(set(combined)) != len(combined) or set(combined) & {a for _, a in atoms}:
         return False

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from gshard.core.device_order import Order
 from gshard.core.mesh import Mesh
-from gshard.core.order import Order
 from gshard.core.program import Equation, Program, Value
 from gshard.core.sharding import Sharding
 
@@ -52,19 +52,19 @@ class Collective:
         return self.bytes * self.times
 
 
-MADE_AGAIN = "made again to save memory"  # why a collective runs that belongs to a value that was not kept
-_SHOWN = 15  # rows of what is computed again
+RECOMPUTED = "recomputed to save memory"  # why a collective runs that belongs to a value that was not kept
+_SHOWN = 15  # rows of what is recomputed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recomputation:
-    """Values that are computed again instead of being kept over the peak of memory.
+    """Values that are recomputed instead of being kept over the peak of memory.
 
     Attributes:
         name: the operation that makes the largest of them.
         line: the user's source line of it.
         shape: the largest, one device's part, as text; in loops all rounds together.
-        values: how many values are computed again together.
+        values: how many values are recomputed together.
         freed: bytes.
         seconds: what it takes, as modelled.
     """
@@ -86,7 +86,7 @@ class Recomputed:
         before, after: the modelled peak without recomputation, and with it.
         flops: operations of one call without recomputation, on one device.
         flops_again: operations that are done once more.
-        values: what is computed again, in the order in which it was chosen.
+        values: what is recomputed, in the order in which it was chosen.
     """
 
     limit: int
@@ -130,7 +130,7 @@ class SpmdProgram:
         collectives: everything the devices send each other.
         in_orders, out_orders: inputs and results (by number) whose parts are in another order of devices than the
             mesh's. The program takes and gives their parts as they are, as if that were the mesh's order.
-        recomputed: what is computed again so that the program fits, if it was given a limit that it did not fit.
+        recomputed: what is recomputed so that the program fits, if it was given a limit that it did not fit.
     """
 
     jaxpr: Any

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from gshard.core.errors import GShardError, known_names
-
-if TYPE_CHECKING:
-    from gshard.moe.config import TransformerConfig
 
 CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -30,17 +27,67 @@ class ModelError(GShardError):
     """A model's configuration makes no sense, or does not fit the batch it is given."""
 
 
-def require(holds: bool, what: str, got: str, way_out: str | None = None) -> None:
+def require(holds: bool, what: str, got: str, hint: str | None = None) -> None:
     """Raises a ``ModelError`` unless something holds."""
     if not holds:
-        raise ModelError(what, None, got, way_out)
+        raise ModelError(what, None, got, hint)
 
 
-def check(config: TransformerConfig) -> None:
+class Choices(Protocol):
+    """What is looked at of a ``TransformerConfig``."""
+
+    @property
+    def balance(self) -> str: ...
+    @property
+    def capacity_factor(self) -> float: ...
+    @property
+    def decoder_routing(self) -> str | None: ...
+    @property
+    def dense_first(self) -> int: ...
+    @property
+    def dispatch(self) -> str: ...
+    @property
+    def drops_nothing(self) -> bool: ...
+    @property
+    def encoder_layers(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def experts_every(self) -> int: ...
+    @property
+    def group_size(self) -> int | None: ...
+    @property
+    def groups(self) -> int | None: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int | None: ...
+    @property
+    def model_dim(self) -> int: ...
+    @property
+    def normalise_gates(self) -> bool: ...
+    @property
+    def partitions(self) -> int: ...
+    @property
+    def positions(self) -> str: ...
+    @property
+    def rotary_base(self) -> float: ...
+    @property
+    def routing(self) -> str: ...
+    @property
+    def source_vocabulary(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    def capacity(self, tokens_of_group: int) -> int: ...
+
+
+def check(config: Choices) -> None:
     """Refuses what makes no sense.
 
     Raises:
-        ModelError: with what was given, and the way out.
+        ModelError: with what was given, and a hint.
     """
     for name in _SIZES:
         require(getattr(config, name) >= 1, f"{name} must be at least 1.", f"{name}={getattr(config, name)}")
@@ -58,8 +105,8 @@ def check(config: TransformerConfig) -> None:
     for name, known in CHOICES.items():
         value = getattr(config, name)
         if value is not None or name != "decoder_routing":
-            way_out = known_names(str(value), known, "Use one of")
-            require(value in known, f"{name} {value!r} is not known.", f"{name}={value!r}", way_out)
+            hint = known_names(str(value), known, "Use one of")
+            require(value in known, f"{name} {value!r} is not known.", f"{name}={value!r}", hint)
     for name in ("dense_hidden_dim", "kv_heads"):
         value = getattr(config, name)
         require(value is None or value >= 1, f"{name} must be at least 1.", f"{name}={value}")
@@ -69,7 +116,7 @@ def check(config: TransformerConfig) -> None:
         _check_routing(config)
 
 
-def _check_positions(config: TransformerConfig) -> None:
+def _check_positions(config: Choices) -> None:
     kv_heads = config.kv_heads or config.heads
     require(
         config.heads % kv_heads == 0,
@@ -86,7 +133,7 @@ def _check_positions(config: TransformerConfig) -> None:
         require(config.rotary_base > 0, "rotary_base must be positive.", f"rotary_base={config.rotary_base}")
 
 
-def _check_experts(config: TransformerConfig) -> None:
+def _check_experts(config: Choices) -> None:
     require(
         config.experts >= 2,
         "top-2 gating needs at least two experts.",
@@ -134,7 +181,7 @@ def _check_experts(config: TransformerConfig) -> None:
         config.capacity(config.group_size)
 
 
-def _check_routing(config: TransformerConfig) -> None:
+def _check_routing(config: Choices) -> None:
     decoder = config.decoder_routing or config.routing
     require(
         decoder != "expert_choice",

@@ -81,6 +81,6 @@ def ragged_expert_layer(
     part_P = jnp.arange(P, dtype=jnp.int32)
     dispatched_PXM = mark(jax.vmap(taken)(part_P))
     outputs_PXM = jax.vmap(answered)(dispatched_PXM, sizes_PE, own)
-    # Split by part, so that one sum travels and not the rows of each choice.
+    # Split by part, so that one sum is sent and not the rows of each choice.
     returned_PTM = mark(jax.vmap(returned)(part_P, outputs_PXM))
     return jnp.sum(returned_PTM, axis=0).reshape(G, S, M)

@@ -49,17 +49,14 @@ def arrays_of(equation: Equation, shardings: Mapping[Value, Sharding]) -> Arrays
     )
 
 
-def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
-    """Splits worth considering, without duplicates; one of them splits nothing (unless there is no choice)."""
-    suggested, far = near_and_far(rule, arrays, mesh)
-    return suggested + far
-
-
 @functools.lru_cache(maxsize=16384)
-def near_and_far(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
-    """The candidates that the arrays suggest, and those in which atoms that could stay move to another dimension."""
+def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
+    """Splits worth considering, without duplicates; one of them splits nothing (unless there is no choice).
+
+    Those that the arrays suggest come first, then those in which atoms that could stay move to another dimension.
+    """
     if rule.fixed is not None:
-        return (rule.fixed(mesh),), ()
+        return (rule.fixed(mesh),)
     tensors = [
         (x.bytes, project(dims, x.sharding.dims, rule.factors, mesh))
         for x, dims in zip(arrays, (*rule.operands, *rule.results), strict=True)
@@ -88,13 +85,11 @@ def near_and_far(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[tuple[Split, .
     for split in list(found.values()):
         for passed in _passing(rule, split, arrays, mesh):
             note(passed)
-    suggested = len(found)
     for moved in _with_moved_axes(rule, {}, arrays, mesh):
         for claim in claims:
             moved = _extend(moved, claim, rule, mesh)
         note(moved)
-    splits = tuple(found.values())
-    return splits[:suggested], splits[suggested:]
+    return tuple(found.values())
 
 
 def _extend(split: Split, claim: Split, rule: Rule, mesh: Mesh) -> Split:

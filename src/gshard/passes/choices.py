@@ -18,6 +18,7 @@ from gshard.core.rule import PARALLEL, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.core.uneven import cut_evenly
+from gshard.language.region import REGIONS, Crossing
 from gshard.passes.bundles import bundles_of
 from gshard.passes.candidates import arrays_of, candidates
 from gshard.passes.device_program import PASSING, REGION, Kernel
@@ -25,9 +26,8 @@ from gshard.passes.facts import Facts, demands
 from gshard.passes.graph import Graph
 from gshard.passes.objective import Objective
 from gshard.passes.suggested import in_parts
-from gshard.passes.ways import Piece, pieces, shardings, splits
+from gshard.passes.ways import Component, components, shardings, splits
 from gshard.passes.windows import SharedWindows
-from gshard.rules.region import REGIONS, Crossing
 from gshard.solver.problem import Floats, Problem
 
 # What a caller may have to move afterwards counts so much.
@@ -69,12 +69,12 @@ class _Builder:
         self.crossings = [(e, c) for e in program.block.walk() if e.rule is None for c in REGIONS[e.name].crossings(e)]
         inner = {v for e in program.block.walk() for body in e.blocks for v in body.inputs}
         self.carried = inner & {c.edge.inner for _, c in self.crossings if not c.inward}
-        self.loops = {e for e, c in self.crossings if c.each_round or e.trips > 1}
+        self.loops = {e for e, c in self.crossings if c.each_round or e.trip_count > 1}
         entering = inner - {c.edge.inner for _, c in self.crossings if c.each_round}
         finished = {*program.block.inputs, *self.said, *entering}
         self.bundles = bundles_of(program, {*finished, *inner}, finished)
         self.suggested = {} if facts is None else in_parts(facts, self.bundles.tied, objective.axes)
-        self.leaving = set() if facts is None else self._leaving(facts)
+        self.leaving = set() if facts is None else self._free_to_leave(facts)
         # Equal ones are one object, by which tables are known.
         self.known: dict[tuple[Sharding, ...], tuple[Sharding, ...]] = {}
         self.states = tuple(self._one(self._states(k)) for k in range(len(self.bundles.members)))
@@ -86,7 +86,7 @@ class _Builder:
         self.tables: dict[object, Floats] = {}
         self.windows = SharedWindows(program.block)
         self.ways: dict[object, tuple[tuple[Split, ...], tuple[Split, ...]]] = {}
-        self.options: dict[tuple[Equation, Piece], tuple[int, tuple[Split, ...]]] = {}
+        self.options: dict[tuple[Equation, Component], tuple[int, tuple[Split, ...]]] = {}
         self.readings: dict[Value, tuple[int, Sequence[Sharding]]] = {}
         self.leaves: dict[Value, tuple[int, Sequence[Sharding]]] = {}
         self.held: list[tuple[int, Equation, Sequence[int]]] = []
@@ -97,15 +97,15 @@ class _Builder:
         for e in self.program.block.walk():
             if e.rule is None or e in self.bundles.tied:
                 continue
-            for piece in pieces(e.rule):
-                ways, marked[e] = self._ways(e, piece)
-                self.options[e, piece] = self._node(len(ways), f"{e.name} at {e.line}"), ways
+            for component in components(e.rule):
+                ways, marked[e] = self._ways(e, component)
+                self.options[e, component] = self._node(len(ways), f"{e.name} at {e.line}"), ways
         for kernel, times in self.objective.kernels(self.program.block):
             self._work(kernel, times, marked.get(kernel.equation, ()))
         for v, receivers in self.windows.shared():
             self._fetched_once(v, receivers)
-        for (e, piece), (node, ways) in self.options.items():
-            for i in piece.results:
+        for (e, component), (node, ways) in self.options.items():
+            for i in component.results:
                 self.edges.append((self.bundles.of[e.outputs[i]], node, self._making(e, ways, i)))
         self._readings()
         for e, crossing in self.crossings:
@@ -158,21 +158,21 @@ class _Builder:
             found = found or (Sharding(demand.dims),)  # it names parts of axes, or axes in another order
         return found
 
-    def _leaving(self, facts: Facts) -> set[int]:
+    def _free_to_leave(self, facts: Facts) -> set[int]:
         """The bundles of results that may leave as they like, and of what nothing but these is made of, in place."""
         block = self.program.block
         free = {v for v in block.outputs if isinstance(v, Value)} - facts.kept - self.said.keys() - set(block.inputs)
         found = {self.bundles.of[v] for v in free}
-        readers: dict[int, set[Equation]] = {}
+        users: dict[int, set[Equation]] = {}
         for e in block.walk():
             for v in e.inputs:
                 if isinstance(v, Value):
-                    readers.setdefault(self.bundles.of[v], set()).add(e)
+                    users.setdefault(self.bundles.of[v], set()).add(e)
         for e in reversed(block.equations):
             if e.rule is not None and e.mark is None and {self.bundles.of[v] for v in e.outputs} <= found:
                 if all(f.kind == PARALLEL for f in e.rule.factors):
                     own = (self.bundles.of[v] for v in e.inputs if isinstance(v, Value))
-                    found.update(k for k in own if readers[k] - self.bundles.tied <= {e})
+                    found.update(k for k in own if users[k] - self.bundles.tied <= {e})
         return found
 
     def _otherwise(self, k: int, sharding: Sharding) -> float:
@@ -180,18 +180,18 @@ class _Builder:
             return 0.0
         return self.objective.tie
 
-    def _ways(self, e: Equation, piece: Piece) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
+    def _ways(self, e: Equation, component: Component) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
         """The splits of an equation, and those that the facts suggest."""
         rule = _rule(e)
-        passing = frozenset(w for w in piece.factors if w < 0 and self._may_pass(e, *rule.linear[-1 - w]))
+        passing = frozenset(w for w in component.factors if w < 0 and self._may_pass(e, *rule.linear[-1 - w]))
         arrays = None if self.facts is None else arrays_of(e, self.facts.shardings)
-        key = rule, piece, passing, arrays
+        key = rule, component, passing, arrays
         if key not in self.ways:
             near = () if arrays is None or rule.fixed is not None else candidates(rule, arrays, self.mesh)
-            suggested = tuple({f: a for f, a in s.items() if f in piece.factors} for s in near)
+            suggested = tuple({f: a for f, a in s.items() if f in component.factors} for s in near)
             cuts = ((f, a, rule.factors[f].size) for s in suggested for f, a in s.items() if f >= 0)
             uneven = frozenset((f, a) for f, a, n in cuts if n % self.mesh.count(a))
-            found = splits(rule, piece, self.mesh, self.objective.axes, passing, uneven)
+            found = splits(rule, component, self.mesh, self.objective.axes, passing, uneven)
             known = {_key(split) for split in found}
             new = {_key(s): s for s in suggested if all(f >= 0 or f in passing for f, a in s.items() if a)}
             self.ways[key] = found + tuple(s for own, s in new.items() if own not in known), suggested
@@ -212,7 +212,7 @@ class _Builder:
             if key not in self.tables:
                 self.tables[key] = self.objective.of_shardings(kernel, self.states[k])
         else:
-            k, ways = self.options[e, pieces(e.rule)[0]]
+            k, ways = self.options[e, components(e.rule)[0]]
             key = "work", self.objective.alike(kernel), id(ways)
             if key not in self.tables:
                 self.tables[key] = self.objective.of_splits(kernel, ways, marked)
@@ -238,10 +238,10 @@ class _Builder:
         key = "making", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), self.bundles.of[v] in self.leaving
         if key not in self.tables:
             made = [result_sharding(rule, i, split) for split in ways]
-            self.tables[key] = (self._moves(made, states, v) + self._cut(v, made, states)).T
+            self.tables[key] = (self._move_costs(made, states, v) + self._cut_costs(v, made, states)).T
         return _often(self.times[e], self.tables[key])
 
-    def _cut(self, v: Value, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Floats | float:
+    def _cut_costs(self, v: Value, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Floats | float:
         """float64 [sources, targets]: ``inf`` where a sum would be cut in order to leave cut, though no mark cuts it.
 
         A sum over devices that nobody marked, and that is a result, comes to all of them.
@@ -256,12 +256,12 @@ class _Builder:
 
     def _readings(self) -> None:
         """Moves from a bundle to how the options take a value; where several do, by a reading between them."""
-        readers: dict[Value, list[tuple[Equation, Piece, int]]] = {}
-        for e, piece in self.options:
-            for i in piece.operands:
+        users: dict[Value, list[tuple[Equation, Component, int]]] = {}
+        for e, component in self.options:
+            for i in component.operands:
                 if isinstance(x := e.inputs[i], Value):
-                    readers.setdefault(x, []).append((e, piece, i))
-        for v, who in readers.items():
+                    users.setdefault(x, []).append((e, component, i))
+        for v, who in users.items():
             k = self.bundles.of[v]
             home, states = k, self.states[k]
             if len(who) > 1 and (len(states) > 1 or self.facts is not None):
@@ -273,14 +273,14 @@ class _Builder:
                 times = min(self.times[e] for e, _, _ in who)
                 key = "read", v.shape, itemsize(v.dtype), id(self.states[k]), id(states)
                 if key not in self.tables:
-                    self.tables[key] = self._moves(self.states[k], states, v)
+                    self.tables[key] = self._move_costs(self.states[k], states, v)
                 self.edges.append((k, home, _often(times, self.tables[key])))
-            for e, piece, i in who:
-                rule, (node, ways) = _rule(e), self.options[e, piece]
+            for e, component, i in who:
+                rule, (node, ways) = _rule(e), self.options[e, component]
                 taken_key = "taking", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), k in self.leaving
                 if taken_key not in self.tables:
                     wanted = [operand_sharding(rule, i, split) for split in ways]
-                    self.tables[taken_key] = self._moves(states, wanted, v) + self._cut(v, states, wanted)
+                    self.tables[taken_key] = self._move_costs(states, wanted, v) + self._cut_costs(v, states, wanted)
                 self.edges.append((home, node, _often(self.times[e], self.tables[taken_key])))
 
     def _crossing(self, e: Equation, crossing: Crossing) -> None:
@@ -289,12 +289,12 @@ class _Builder:
         outside, inside = self.bundles.of[outer], self.bundles.of[inner]
         stacked = len(outer.shape) - len(inner.shape)
         at_border = [Sharding(((),) * stacked + s.dims, s.unreduced) for s in self.states[inside]]
-        times = self.times[e] * (e.trips if crossing.each_round else 1)
+        times = self.times[e] * (e.trip_count if crossing.each_round else 1)
         sizes = [local_bytes(outer, s, self.mesh) for s in at_border]
         if crossing.inward and not crossing.each_round:
             # Either it is taken as it is, or a copy of it is moved, which is there until the region ends.
             copy = self._node(2 * len(at_border), f"{self.names[outside]}, as it enters {e.name} at {e.line}")
-            moves = self._moves(self.states[outside], at_border, outer)
+            moves = self._move_costs(self.states[outside], at_border, outer)
             if self.facts is not None and e in self.loops and inner not in self.carried:
                 known = self.facts.shardings
                 more = np.array(sizes) - local_bytes(outer, known[outer], self.mesh)
@@ -309,13 +309,17 @@ class _Builder:
             self.edges.append((copy, inside, np.vstack([equal, equal])))
             self.held.append((copy, e, [0] * len(sizes) + sizes))
         elif crossing.inward:
-            self.edges.append((outside, inside, _often(times, self._moves(self.states[outside], at_border, outer))))
+            self.edges.append(
+                (outside, inside, _often(times, self._move_costs(self.states[outside], at_border, outer)))
+            )
         else:
-            self.edges.append((outside, inside, _often(times, self._moves(at_border, self.states[outside], outer).T)))
+            self.edges.append(
+                (outside, inside, _often(times, self._move_costs(at_border, self.states[outside], outer).T))
+            )
             if stacked or inner in self.carried:
                 self.held.append((inside, e, sizes))
 
-    def _moves(self, sources: Sequence[Sharding], targets: Sequence[Sharding], v: Value) -> Floats:
+    def _move_costs(self, sources: Sequence[Sharding], targets: Sequence[Sharding], v: Value) -> Floats:
         return self.objective.table(sources, targets, v.shape, itemsize(v.dtype))
 
     def _leaves(self, donated: Sequence[int], keep_uneven: bool) -> set[Value]:
@@ -337,7 +341,9 @@ class _Builder:
             node = self._node(len(states), f"{self.names[k]}, as it leaves")
             self.costs[node] = self._charged(v, states, keep_uneven=keep_uneven)
             self.leaves[v] = node, states
-            self.edges.append((k, node, self._moves(self.states[k], states, v) + self._cut(v, self.states[k], states)))
+            self.edges.append(
+                (k, node, self._move_costs(self.states[k], states, v) + self._cut_costs(v, self.states[k], states))
+            )
             if v in came:
                 a = self.bundles.of[came[v]]
                 same = np.array([[0.0 if s == t else np.inf for t in states] for s in self.states[a]])
@@ -359,7 +365,7 @@ class _Builder:
         known = None if self.facts is None else self.facts.shardings[v]
         if known is None or not (keep_uneven or known.is_even(self.mesh, v.shape)):
             return np.zeros(len(states))
-        return _AFTERWARDS * self._moves(states, (known,), v)[:, 0]
+        return _AFTERWARDS * self._move_costs(states, (known,), v)[:, 0]
 
 
 def _often(times: int, table: Floats) -> Floats:
@@ -381,4 +387,4 @@ def _times(block: Block, times: int) -> Iterator[tuple[Equation, int]]:
     for e in block.equations:
         yield e, times
         for body in e.blocks:
-            yield from _times(body, times * e.trips)
+            yield from _times(body, times * e.trip_count)

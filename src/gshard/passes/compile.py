@@ -121,7 +121,7 @@ def compile_spmd(
         raise MeshError(
             "a program planned for an abstract mesh cannot run.",
             got=f"mesh: {spmd.mesh}",
-            way_out="Give gshard.jit a jax.sharding.Mesh or a number of devices.",
+            hint="Give gshard.jit a jax.sharding.Mesh or a number of devices.",
         )
     captured = len(spmd.program.captured)
     run = jaxpr_as_fun(spmd.jaxpr)

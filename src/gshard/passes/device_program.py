@@ -18,7 +18,7 @@ from typing import Any
 
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Block, Constant, Equation, Value, itemsize
-from gshard.core.rule import EXCHANGE, PARALLEL, REDUCE, Rule, moves
+from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, Rule, moves
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.trace import block_of
 
@@ -61,11 +61,9 @@ class Kernel:
         return 0 if self.kind == REGION else sum(map(self._read, self.reads)) + sum(map(size, self.writes))
 
     def _read(self, v: Value) -> int:
-        readers = [(e, i) for e in (self.equation, *self.fused) for i, x in enumerate(e.inputs) if x is v]
+        users = [(e, i) for e in (self.equation, *self.fused) for i, x in enumerate(e.inputs) if x is v]
         found = sum(map(size, self.equation.outputs))
-        return (
-            min(size(v), found) if readers and all(e.rule and is_looked_up(e.rule, i) for e, i in readers) else size(v)
-        )
+        return min(size(v), found) if users and all(e.rule and is_looked_up(e.rule, i) for e, i in users) else size(v)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +79,7 @@ class Kernels:
         for kernel in self.kernels:
             yield kernel, times
             for body in kernel.bodies:
-                yield from body.walk(times * kernel.equation.trips)
+                yield from body.walk(times * kernel.equation.trip_count)
 
 
 def is_looked_up(rule: Rule, operand: int) -> bool:
@@ -128,7 +126,7 @@ def _kind_of_rule(rule: Rule) -> str:
     if kinds <= {PARALLEL} and rule.known:
         return FUSED
     holders = [dims for dims in rule.operands if reduced & {f for dim in dims for f in dim}]
-    if reduced and kinds <= {PARALLEL, REDUCE, EXCHANGE}:
+    if reduced and kinds <= {PARALLEL, REDUCE, COMMUNICATE}:
         return PRODUCT if len(holders) > 1 else REDUCTION
     return OPERATOR
 
@@ -136,7 +134,7 @@ def _kind_of_rule(rule: Rule) -> str:
 def kernels_of(block: Block) -> Kernels:
     """Groups a block's equations."""
     kinds = {e: kind_of(e) for e in block.equations}
-    maker = {v: e for e in block.equations for v in e.outputs}
+    producer = {v: e for e in block.equations for v in e.outputs}
     home: dict[Value, Value] = {}
     for e in block.equations:
         if kinds[e] == PASSING or (kinds[e] == FUSED and _is_view(e)):
@@ -144,14 +142,14 @@ def kernels_of(block: Block) -> Kernels:
     roots = _roots(block, kinds, home)
 
     def is_buffer(v: Value) -> bool:
-        return v not in maker or maker[v] in roots
+        return v not in producer or producer[v] in roots
 
     made: list[Kernel] = []
     for e in block.equations:
         if e in roots:
             fused: dict[Equation, None] = {}
             reads: dict[Value, None] = {}
-            _collect(e, maker, is_buffer, home, fused, reads)
+            _collect(e, producer, is_buffer, home, fused, reads)
             bodies = tuple(map(kernels_of, e.blocks))
             made.append(Kernel(e, kinds[e], tuple(reversed(fused)), tuple(reads), e.outputs, bodies))
     return Kernels(block, tuple(made), home)
@@ -161,7 +159,7 @@ def _roots(block: Block, kinds: Mapping[Equation, str], home: Mapping[Value, Val
     """The equations whose results reach memory.
 
     An elementwise one becomes part of the kernel that reads it if that is one kernel and reads it in any order. What is
-    made from nothing (counters, constants) is made again wherever it is read.
+    made from nothing (counters, constants) is computed anew wherever it is read.
     """
     from_nothing: set[Value] = set()
     for e in block.equations:
@@ -179,10 +177,10 @@ def _roots(block: Block, kinds: Mapping[Equation, str], home: Mapping[Value, Val
                     whole.update({x} if v in whole else ())
             continue
         if kinds[e] == FUSED:
-            readers = {root for v in e.outputs for root in uses.get(v, ())}
-            if not whole & set(e.outputs) and (len(readers) <= 1 or from_nothing >= set(e.outputs)):
+            users = {root for v in e.outputs for root in uses.get(v, ())}
+            if not whole & set(e.outputs) and (len(users) <= 1 or from_nothing >= set(e.outputs)):
                 for x in operands:
-                    uses.setdefault(x, set()).update(readers)
+                    uses.setdefault(x, set()).update(users)
                 continue
         roots.add(e)
         for x in operands:
@@ -209,7 +207,7 @@ def _is_view(e: Equation) -> bool:
 
 def _collect(
     e: Equation,
-    maker: Mapping[Value, Equation],
+    producer: Mapping[Value, Equation],
     is_buffer: Callable[[Value], bool],
     home: Mapping[Value, Value],
     fused: dict[Equation, None],
@@ -222,6 +220,6 @@ def _collect(
         v = home.get(x, x)
         if is_buffer(v):
             reads[v] = None
-        elif v in maker and maker[v] not in fused:
-            fused[maker[v]] = None
-            _collect(maker[v], maker, is_buffer, home, fused, reads)
+        elif v in producer and producer[v] not in fused:
+            fused[producer[v]] = None
+            _collect(producer[v], producer, is_buffer, home, fused, reads)

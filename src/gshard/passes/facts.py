@@ -12,7 +12,7 @@ Priorities, each run until nothing changes before the next begins; any news retu
     4. equations that make many elements of few: a mask says less of the scores than what they are made of
 
 Where a loop runs over a dimension that is split, each device runs the rounds that it has, if these need nothing of each
-other and nothing is split inside (``passes.apart``); else its slices are split along another dimension. So are the
+other and nothing is split inside (``passes.decompose``); else its slices are split along another dimension. So are the
 results of an equation that cannot be split as an operand is, if that sends less. The user's marks, and shardings that
 arguments came with, are set before all this and never changed.
 """
@@ -24,16 +24,16 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from gshard.core.device_order import Order
 from gshard.core.mark import Demand, resolve
-from gshard.core.mesh import Atoms, Mesh
-from gshard.core.order import Order
+from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.plan import Reason
 from gshard.core.program import Edge, Equation, Program, Value
-from gshard.core.rule import EXCHANGE, REDUCE, Dims, Factor, Rule
+from gshard.core.rule import COMMUNICATE, REDUCE, Dims, Factor, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, place, project
-from gshard.passes.apart import Apart
 from gshard.passes.candidates import arrays_of, candidates
+from gshard.passes.decompose import Decompositions
 from gshard.passes.price import price
 
 
@@ -42,7 +42,7 @@ class Facts:
     """What follows from the marks of a program.
 
     Attributes:
-        program: in which some equations are others, as they are split (``passes.apart``).
+        program: in which some equations are others, as they are split (``passes.decompose``).
         mesh: the devices.
         shardings: of every value; what nothing is known of is replicated.
         reasons: for each value and dimension that is split, why.
@@ -144,11 +144,12 @@ class _State:
                 for value, _ in node.tensors:
                     self.users.setdefault(value, []).append(node)
         self.position = {node: i for i, node in enumerate(self.nodes)}
-        self.apart = Apart(program)
+        self.decompositions = Decompositions(program)
         self.other: Program | None = None  # the program that this one is, as its values are split
         self.queues: tuple[deque[_Node], ...] = (deque(), deque(), deque())
         self.pending: set[_Node] = set()
         self.conflicts: dict[_Node, None] = {}
+        self.settled: set[_Node] = set()  # nodes that had nothing to resolve, and whose arrays are as they were then
 
     def _meet(self, value: Value) -> None:
         self.dims[value] = [()] * len(value.shape)
@@ -175,6 +176,7 @@ class _State:
 
     def _wake(self, value: Value) -> None:
         for node in self.users.get(value, ()):
+            self.settled.discard(node)
             if node not in self.pending:
                 self.pending.add(node)
                 self.queues[node.priority].append(node)
@@ -184,17 +186,18 @@ class _State:
         while True:
             while queue := self.queues[0] or self.queues[1]:
                 self._ask(queue.popleft())
-            if any(self._resolve(node) for node in self._in_order(self.conflicts)):
+            if any(self._resolve(node) for node in self._in_order(self.conflicts.keys() - self.settled)):
                 continue
             if self.queues[2]:
                 self._ask(self.queues[2].popleft())
                 continue
-            self.other = self.apart.taken(self.dims, self.mesh)
+            self.other = self.decompositions.taken(self.dims, self.mesh)
             if self.other is not None:
                 return
-            if any(self._split_slices(edge, equation) for edge, equation in self.apart.loops):
+            if any(self._split_slices(edge, equation) for edge, equation in self.decompositions.loops):
                 continue
-            if not any(self._resolve(node) for node in self.nodes if self._is_in_the_way(node)):
+            left = (node for node in self.nodes if node not in self.settled and self._is_in_the_way(node))
+            if not any(self._resolve(node) for node in left):
                 return
 
     def _ask(self, node: _Node) -> None:
@@ -250,7 +253,7 @@ class _State:
                 if known is None or known == atoms[: len(known)]:
                     claims[f] = atoms
                 elif known[: len(atoms)] != atoms:
-                    claims[f] = _common(known, atoms)
+                    claims[f] = common_prefix(known, atoms)
                     conflict = True
         owners: dict[tuple[int, str], int] = {}
         disputed: set[tuple[int, str]] = set()
@@ -276,8 +279,12 @@ class _State:
                 if not is_open[d]:
                     continue
                 wanted = _fitting(factors, split, node.factors, self.mesh)
-                if factors and node.factors[factors[0]].kind == EXCHANGE and value.shape[d] < self.mesh.count(wanted):
-                    continue  # a short piece of a split dimension: most devices would have none of it
+                if (
+                    factors
+                    and node.factors[factors[0]].kind == COMMUNICATE
+                    and value.shape[d] < self.mesh.count(wanted)
+                ):
+                    continue  # a short part of a split dimension: most devices would have none of it
                 have = current[d]
                 if len(wanted) <= len(have) or wanted[: len(have)] != have:
                     continue
@@ -300,11 +307,11 @@ class _State:
     def _resolve(self, node: _Node) -> bool:
         """Settles a disagreement: the cheapest split refines what is still open."""
         equation = node.equation
-        if equation is None or equation.rule is None:
+        refinable = any(self._could_refine(value) for value, _ in node.tensors)
+        if equation is None or equation.rule is None or not refinable:
+            self.settled.add(node)
             return False
         rule = equation.rule
-        if not any(self._could_refine(value) for value, _ in node.tensors):
-            return False
         arrays = [v for v in (*equation.inputs, *equation.outputs) if isinstance(v, Value)]
         shardings = {v: Sharding(tuple(self.dims[v])) for v in arrays}
 
@@ -313,7 +320,10 @@ class _State:
             return price(rule, split, arrays_of(equation, following), self.mesh)
 
         best = min(candidates(rule, arrays_of(equation, shardings), self.mesh), key=cost)
-        return self._apply(node, best, "cost")
+        changed = self._apply(node, best, "cost")
+        if not changed:
+            self.settled.add(node)
+        return changed
 
     def _could_refine(self, value: Value) -> bool:
         return any(is_open and not atoms for is_open, atoms in zip(self.open[value], self.dims[value], strict=True))
@@ -348,7 +358,7 @@ def _nodes(equation: Equation) -> list[_Node]:
 
 def _priority(rule: Rule) -> int:
     """0 where elements stay or are combined in place, 1 where some are summed or sent, 2 where few become many."""
-    if any(f.kind in (REDUCE, EXCHANGE) for f in rule.factors):
+    if any(f.kind in (REDUCE, COMMUNICATE) for f in rule.factors):
         return 1
     held = {f for dims in rule.operands for dim in dims for f in dim}
     new = (f for dims in rule.results for dim in dims for f in dim if f not in held)
@@ -359,11 +369,6 @@ def _edge_node(edge: Edge, equation: Equation) -> _Node:
     rule = edge.rule
     tensors = ((edge.outer, rule.operands[0]), (edge.inner, rule.results[0]))
     return _Node(rule.factors, rule.component, tensors, 0, None, equation)
-
-
-def _common(a: Atoms, b: Atoms) -> Atoms:
-    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[:n]
 
 
 def _fitting(factors: tuple[int, ...], split: Split, table: Sequence[Factor], mesh: Mesh) -> Atoms:

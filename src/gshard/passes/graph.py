@@ -1,8 +1,8 @@
 """Graph: a program as a problem: what is to be chosen, and what each choice costs.
 
     bundle      values with one sharding; its states are shardings             (``passes.bundles``)
-    option      an equation (or a piece of one) that is no part of a bundle; its states are splits  (``passes.ways``)
-    reading     how several readers take a value: moved there once, from there each goes its own way
+    option      an equation (or a component of one) that is in no bundle; its states are splits  (``passes.ways``)
+    reading     how several users take a value: moved there once, from there each goes its own way
     leaving     how a result of the program leaves
 
 Between a bundle, its readings and the options that read or make it are moves (``passes.moves``), between a value
@@ -22,7 +22,7 @@ from gshard.core.program import Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, project
 from gshard.passes.bundles import Bundles
-from gshard.passes.ways import Piece
+from gshard.passes.ways import Component
 from gshard.solver.problem import Floats, Ints, Problem
 
 
@@ -36,7 +36,7 @@ class Graph:
         problem: nodes and tables; bundles come first.
         bundles: the values of each bundle.
         states: of each bundle, its shardings.
-        options: the pieces of equations, with their nodes and splits.
+        options: the components of equations, with their nodes and splits.
         readings: how values are read by several, with their nodes and shardings.
         leaves: how results leave, likewise.
         held: nodes that hold bytes while a region runs: for each state how many.
@@ -49,7 +49,7 @@ class Graph:
     problem: Problem
     bundles: Bundles
     states: tuple[tuple[Sharding, ...], ...]
-    options: Mapping[tuple[Equation, Piece], tuple[int, Sequence[Split]]]
+    options: Mapping[tuple[Equation, Component], tuple[int, Sequence[Split]]]
     readings: Mapping[Value, tuple[int, Sequence[Sharding]]]
     leaves: Mapping[Value, tuple[int, Sequence[Sharding]]]
     held: Sequence[tuple[int, Equation, Sequence[int]]]

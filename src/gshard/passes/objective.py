@@ -16,7 +16,7 @@ import numpy as np
 from gshard.comm.steps import LOCAL, Step, bytes_sent
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Block, Equation
-from gshard.core.rule import EXCHANGE, REDUCE, WHOLE, Rule
+from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.passes.device_program import Kernel, kind_of
@@ -106,7 +106,7 @@ class Bytes(Moves):
         for e in block.equations:
             yield Kernel(e, kind_of(e), (), (), e.outputs), 1
             for body in e.blocks:
-                yield from ((kernel, times * e.trips) for kernel, times in self.kernels(body))
+                yield from ((kernel, times * e.trip_count) for kernel, times in self.kernels(body))
 
     def alike(self, kernel: Kernel) -> Hashable:
         return kernel.equation.rule, kernel.writes[0].shape if kernel.writes else ()
@@ -149,4 +149,4 @@ def is_product(rule: Rule) -> bool:
 
 def _takes_long(rule: Rule) -> bool:
     """Whether an equation is a product, or mixes elements along a dimension: a sort, a transform."""
-    return is_product(rule) or any(f.kind in (EXCHANGE, WHOLE) for f in rule.factors)
+    return is_product(rule) or any(f.kind in (COMMUNICATE, REPLICATE) for f in rule.factors)

@@ -19,15 +19,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from gshard.comm.collective_matmul import Note, collective_matmul
 from gshard.comm.reshard import plan_reshard
-from gshard.comm.ring import Note, run_in_steps
 from gshard.comm.shards import Fetched, Shards
 from gshard.comm.steps import LOCAL, PERMUTE, run, step_collectives
+from gshard.core.device_order import Order, permutation
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import as_if_at, as_weak
 from gshard.core.mesh import Atoms
-from gshard.core.order import Order, moves
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
 from gshard.core.ring import Ring, entering, leaving
@@ -35,7 +35,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import cut_evenly, padded_shape
-from gshard.rules.region import REGIONS
+from gshard.language.region import REGIONS
 
 
 @collected_seldom()
@@ -62,7 +62,7 @@ def partition(
     """
     mesh, block = plan.mesh, plan.program.block
     padded = padded_arguments or {}
-    leave = tuple(_leaving(v, plan, keep_uneven=keep_uneven) for v in block.outputs)
+    leave = tuple(_outgoing(v, plan, keep_uneven=keep_uneven) for v in block.outputs)
     donated = list(donated)
     come = (
         padded
@@ -72,7 +72,7 @@ def partition(
     entry = tuple(come.get(i) or _whole_if_uneven(plan.sharding(v), v, plan) for i, v in enumerate(block.inputs))
     back = {} if keep_uneven else _as_they_came(donated, entry, plan)
     leave = tuple(back.get(v, way) if v in plan.leaves else way for v, way in zip(block.outputs, leave, strict=True))
-    makers = {v: e for e in block.equations for v in e.outputs}
+    producers = {v: e for e in block.equations for v in e.outputs}
     users = {v: e for e in reversed(block.equations) for v in e.inputs}
     orders: Mapping[Any, Order] = plan.orders
     in_orders = {i: orders[v] for i, v in enumerate(block.inputs) if v in orders and any(entry[i].dims)}
@@ -88,9 +88,9 @@ def partition(
                     x = emitter.reorder(x, v, source, in_orders[i], leaving=False)
                 inside.append(emitter.step_to(x, v, source, plan.sharding(v), "uneven argument", users.get(v)))
         for i, (x, made, target) in enumerate(zip(emitter.run(block, inside), block.outputs, leave, strict=True)):
-            maker = makers.get(made) if isinstance(made, Value) else None
-            with emitter.in_place_of(maker):
-                x = emitter.step_to(x, made, plan.sharding(made), target, "result at the border", maker)
+            producer = producers.get(made) if isinstance(made, Value) else None
+            with emitter.in_place_of(producer):
+                x = emitter.step_to(x, made, plan.sharding(made), target, "result at the border", producer)
                 out.append(emitter.reorder(x, made, target, out_orders[i], leaving=True) if i in out_orders else x)
         return [as_weak(x, weak) for x, weak in zip(out, plan.program.weak or [False] * len(out), strict=True)]
 
@@ -120,7 +120,7 @@ def _whole_if_uneven(sharding: Sharding, value: Value, plan: Plan) -> Sharding:
     return Sharding(tuple(() if n % plan.mesh.count(atoms) else atoms for n, atoms in pairs))
 
 
-def _leaving(value: Value | Constant, plan: Plan, *, keep_uneven: bool) -> Sharding:
+def _outgoing(value: Value | Constant, plan: Plan, *, keep_uneven: bool) -> Sharding:
     """How a result leaves: as was decided; else as it is, cut into equal parts."""
     sharding = plan.leaves.get(value, plan.sharding(value)) if isinstance(value, Value) else plan.sharding(value)
     return sharding if keep_uneven else cut_evenly(sharding, value.shape, plan.mesh)
@@ -169,7 +169,7 @@ class _Emitter:
 
     plan: Plan
     collectives: list[Collective] = dataclasses.field(default_factory=list)
-    trips: int = 1
+    trip_count: int = 1
     here: Equation | None = None
 
     def start(self) -> None:
@@ -193,9 +193,9 @@ class _Emitter:
         """The planned sharding of a value."""
         return self.plan.sharding(value)
 
-    def run(self, block: Block, arrays: Sequence[Any], trips: int = 1) -> list[Any]:
+    def run(self, block: Block, arrays: Sequence[Any], trip_count: int = 1) -> list[Any]:
         """Runs a block on local arrays that are sharded as its inputs are."""
-        with self._repeated(trips):
+        with self._repeated(trip_count):
             env = {v: _Made(self.sharding(v), {self.sharding(v): x}) for v, x in zip(block.inputs, arrays, strict=True)}
             fetched: Fetched = {}
             read = {v for e in block.equations for v in e.inputs} | set(block.outputs)
@@ -210,12 +210,12 @@ class _Emitter:
             return results
 
     @contextmanager
-    def _repeated(self, trips: int) -> Iterator[None]:
-        before, self.trips = self.trips, self.trips * trips
+    def _repeated(self, trip_count: int) -> Iterator[None]:
+        before, self.trip_count = self.trip_count, self.trip_count * trip_count
         try:
             yield
         finally:
-            self.trips = before
+            self.trip_count = before
 
     def _equation(self, e: Equation, env: dict[Value, _Made], unread: frozenset[int], fetched: Fetched) -> None:
         if e.rule is None:
@@ -235,7 +235,7 @@ class _Emitter:
                 for i, v in enumerate(e.inputs)
             ]
             if ring is not None:
-                results = [run_in_steps(ring, shards, arrays, self._noting_steps(e, ring))]
+                results = [collective_matmul(ring, shards, arrays, self._noting_ring(e, ring))]
             else:
                 if not e.rule.masks_itself:
                     arrays = [shards.masked(x, i) for i, x in enumerate(arrays)]
@@ -271,12 +271,12 @@ class _Emitter:
 
         def note(kind: str, atoms: tuple[str, ...], sent: int, x: Any) -> None:
             shape = f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
-            self._note(kind, atoms, sent, self.trips, shape, f"inside {e.name}", e)
+            self._note(kind, atoms, sent, self.trip_count, shape, f"inside {e.name}", e)
 
         return note
 
-    def _noting_steps(self, e: Equation, ring: Ring) -> Note:
-        """Notes what travels while a contraction runs in steps."""
+    def _noting_ring(self, e: Equation, ring: Ring) -> Note:
+        """Notes what is sent during a collective matmul."""
         assert e.rule is not None
         rule, split = e.rule, self.plan.splits[e]
 
@@ -289,8 +289,8 @@ class _Emitter:
                 else (entering(rule, split, ring, i), operand_sharding(rule, i, split))
             )
             what: _Moved = (value if isinstance(value, Value) else None, *moved, moved[0])
-            sent, trips = x.size * x.dtype.itemsize, self.trips * times
-            self._note(PERMUTE, atoms, sent, trips, shape, f"steps of {e.name}", e, what)
+            sent, rounds = x.size * x.dtype.itemsize, self.trip_count * times
+            self._note(PERMUTE, atoms, sent, rounds, shape, f"collective matmul of {e.name}", e, what)
 
         return note
 
@@ -346,13 +346,13 @@ class _Emitter:
     def reorder(self, x: Any, value: Value | Constant, sharding: Sharding, order: Order, *, leaving: bool) -> Any:
         """Moves the parts of an array from another order of devices to the mesh's; leaving, from that to the other."""
         mesh = self.plan.mesh
-        pairs = moves(sharding.dims, order, mesh)
+        pairs = permutation(sharding.dims, order, mesh)
         if all(a == b for a, b in pairs) or not x.size:
             return x
         local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
         why = f"{'result' if leaving else 'argument'} in the order of devices {','.join(map(str, order))}"
         sent = x.size * itemsize(value.dtype)
-        self._note(PERMUTE, mesh.atoms, sent, self.trips, local, why, self.here)
+        self._note(PERMUTE, mesh.atoms, sent, self.trip_count, local, why, self.here)
         return lax.ppermute(x, mesh.atoms, [(b, a) for a, b in pairs] if leaving else pairs)
 
     def step_to(
@@ -373,6 +373,6 @@ class _Emitter:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
                 what: _Moved = (value if isinstance(value, Value) else None, step.before, step.after, source)
                 for kind, sent in step_collectives(step, shape, value.dtype, size, mesh):
-                    self._note(kind, step.atoms, sent, self.trips, local, why, cause, what)
+                    self._note(kind, step.atoms, sent, self.trip_count, local, why, cause, what)
             x = run(step, x, shape, mesh)
         return x

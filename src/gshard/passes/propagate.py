@@ -8,12 +8,13 @@ that arguments came with, are never changed; among equal plans the one that foll
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 
+from gshard.core.device_order import Order
 from gshard.core.errors import PlanError
 from gshard.core.garbage import collected_seldom
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.order import Order
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.passes.choices import graph_of
@@ -40,6 +41,7 @@ def propagate(
     keep_uneven: bool = False,
     donated: Iterable[int] = (),
     objective: Callable[[Mesh, tuple[Atoms, ...]], Objective] = bytes_on,
+    facts: Facts | None = None,
 ) -> Plan:
     """Completes the user's marks to a plan.
 
@@ -50,23 +52,24 @@ def propagate(
         keep_uneven: whether results leave in unequal parts too.
         donated: inputs (captured arrays counted) whose place results take, which then leave as these come.
         objective: what choices cost, on the mesh, of which some axes move as wholes.
+        facts: what follows from the marks, if that is known.
 
     Returns:
-        the plan. In its program some equations are others, as they are split (``passes.apart``).
+        the plan. In its program some equations are others, as they are split (``passes.decompose``).
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
         PlanError: ``strict`` and a primitive without rule.
     """
-    facts = facts_of(program, mesh)
+    facts = facts or facts_of(program, mesh)
     if not any(sharding.atoms for sharding in facts.shardings.values()):
         return _whole(facts)
     costs = objective(mesh, axes_of(mesh, facts.shardings.values()))
     graph = graph_of(facts.program, costs, facts=facts, keep_uneven=keep_uneven, donated=list(donated))
-    chosen = _solved(graph.problem)
+    chosen, gap = _solved(graph.problem)
     while (less := within_rounds(graph, chosen)) is not None:
-        graph, chosen = less, _solved(less.problem)
-    plan = decided(graph, chosen, facts)
+        graph, (chosen, gap) = less, _solved(less.problem)
+    plan = dataclasses.replace(decided(graph, chosen, facts), gap=gap)
     if strict and plan.gathered:
         e = plan.gathered[0]
         raise PlanError(
@@ -84,16 +87,17 @@ def _whole(facts: Facts) -> Plan:
     return Plan(facts.program, facts.mesh, facts.shardings, splits, {}, facts.orders)
 
 
-def _solved(problem: Problem) -> Ints:
-    """States that cost least: exactly, if the problem is small; else what some rounds of messages find."""
+def _solved(problem: Problem) -> tuple[Ints, float]:
+    """States that cost least, and the gap: exactly, if the problem is small; else what some rounds of messages find."""
     small = reduce(problem)
     if found := exact(small.problem):
-        return small.lift(found[0])
+        return small.lift(found[0]), 0.0
     descent = Descent(small.problem, 0)
     for _ in range(_ROUNDS):
         descent.round()
     assert descent.states is not None, "without a limit of memory, messages find states that are allowed"
-    return small.lift(descent.states)
+    spared = descent.value - descent.prices.bound
+    return small.lift(descent.states), spared / descent.value if spared > 0 else 0.0
 
 
 def decided(graph: Graph, chosen: Ints, facts: Facts) -> Plan:

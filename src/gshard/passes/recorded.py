@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gshard.core.device_order import Order
 from gshard.core.errors import MeshError, PlanError
 from gshard.core.mesh import Mesh
-from gshard.core.order import Order
 from gshard.core.plan import Plan, Reason
 from gshard.core.program import Equation, Program, Value, format_block
 from gshard.core.ring import Ring
@@ -38,7 +38,7 @@ class Recorded:
         axes: names and sizes of the mesh's axes.
         shardings: of each value, as text.
         splits: of each equation, pairs of a factor's number and the atoms that it was given.
-        rings: the equations, by their number, that run in steps, and how.
+        rings: the equations, by their number, that are collective matmuls, and how.
         readings, leaves: values, by their number, that are read or leave otherwise, and how, as text.
     """
 
@@ -79,7 +79,7 @@ class Recorded:
         raise PlanError(
             f"plan= takes a plan, not a {type(plan).__name__}.",
             got=repr(plan)[:_WIDE],
-            way_out="Give found.plan of gshard.search, or gshard.Recorded.load(path) of a file that found.save wrote.",
+            hint="Give found.plan of gshard.search, or gshard.Recorded.load(path) of a file that found.save wrote.",
         )
 
     def plan(self, program: Program, mesh: Mesh) -> Plan:
@@ -93,7 +93,7 @@ class Recorded:
             raise MeshError(
                 "the plan is for another mesh.",
                 got=f"the plan's axes: {dict(self.axes)}; the mesh's: {dict(mesh.axes)}",
-                way_out="Give jit the mesh that the plan was made for, or search again.",
+                hint="Give jit the mesh that the plan was made for, or search again.",
             )
         text = format_block(program.block)
         if text != self.program:
@@ -102,14 +102,14 @@ class Recorded:
             raise PlanError(
                 f"{program.name} is not the program that the plan was made for.",
                 got="\n  ".join(_changes(self.program, text)),
-                way_out="Search again, or give the arguments that it was searched with.",
+                hint="Search again, or give the arguments that it was searched with.",
             )
         values, equations = list(program.block.values()), list(program.block.walk())
         if (len(values), len(equations)) != (len(self.shardings), len(self.splits)):
             raise PlanError(
                 f"the plan is not whole: {program.name} has {len(values)} values and {len(equations)} equations.",
                 got=f"the plan has {len(self.shardings)} shardings and {len(self.splits)} splits",
-                way_out="Search again, or save the plan again.",
+                hint="Search again, or save the plan again.",
             )
         shardings = {v: Sharding.parse(t, mesh)[0] for v, t in zip(values, self.shardings, strict=True)}
         splits = {e: dict(split) for e, split in zip(equations, self.splits, strict=True) if e.rule is not None}
@@ -134,7 +134,7 @@ class Recorded:
         try:
             data: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
             if data["format"] != _FORMAT:
-                raise PlanError(f"{path} has format {data['format']}, and {_FORMAT} is known.", way_out="Search again.")
+                raise PlanError(f"{path} has format {data['format']}, and {_FORMAT} is known.", hint="Search again.")
             splits = tuple(tuple((int(f), tuple(atoms)) for f, atoms in split) for split in data["splits"])
             axes = tuple((str(name), int(size)) for name, size in data["axes"])
             rings = tuple((int(i), _ring(ring)) for i, ring in data["rings"])
@@ -142,7 +142,7 @@ class Recorded:
             return Recorded(data["program"], axes, tuple(data["shardings"]), splits, rings, read, leave)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(
-                f"{path} cannot be read as a plan: {error}.", way_out="Give a file that found.save wrote."
+                f"{path} cannot be read as a plan: {error}.", hint="Give a file that found.save wrote."
             ) from error
 
 
@@ -162,9 +162,9 @@ def plan_of(
     """A plan that was not propagated but chosen as a whole. The shardings obey the program's marks."""
     reasons: dict[tuple[Value, int], Reason] = {}
     orders: dict[Value, Order] = {}
-    makers = {v: e for e in program.block.walk() for v in e.outputs}
+    producers = {v: e for e in program.block.walk() for v in e.outputs}
     for v, sharding in shardings.items():
-        e = makers.get(v)
+        e = producers.get(v)
         because = Reason("searched", e.line if e else "", e.name if e else "")
         reasons.update({(v, d): because for d, atoms in enumerate(sharding.dims) if atoms})
     for v, demand, reason in demands(program, mesh):

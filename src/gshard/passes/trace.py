@@ -1,8 +1,8 @@
 """Trace: a function and its arguments become a Program.
 
 JAX traces the function to a jaxpr; here calls are opened (jit, custom derivatives, remat), dead code is dropped, what
-is computed twice is computed once, random bits are expanded into counters and arithmetic, every variable becomes a
-value of its own, and each equation gets its rule or its region.
+is computed twice is computed once, random bits become counters and arithmetic, every variable becomes a value of its
+own, and each equation gets its rule or its region.
 """
 
 from __future__ import annotations
@@ -23,36 +23,34 @@ from gshard.core.jax_adapter import (
     as_if_at,
     closed,
     in_scopes_of,
+    jaxpr_without_dead_code,
     line_of_exception,
     optimization_barrier_p,
     user_line,
-    without_dead_code,
 )
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
-from gshard.rules.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
-from gshard.rules.in_a_row import one_equation_each
-from gshard.rules.known import Facts, without_unread
-from gshard.rules.look_up import simpler
-from gshard.rules.mark import mark_p, name_p
-from gshard.rules.opened import opened
-from gshard.rules.padded import padded_by_windows
-from gshard.rules.region import REGIONS
-from gshard.rules.registry import Call, rule_of
-from gshard.rules.subexpression import common_key
-from gshard.rules.zones import check_zones
+from gshard.language.mark_primitive import mark_p, name_p
+from gshard.language.region import REGIONS
+from gshard.language.registry import Call, rule_of
+from gshard.tracing.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
+from gshard.tracing.in_a_row import one_equation_each
+from gshard.tracing.known import Facts, without_unread
+from gshard.tracing.look_up import simpler
+from gshard.tracing.manual_regions import check_manual_regions
+from gshard.tracing.opened import opened
+from gshard.tracing.padded import padded_by_windows
+from gshard.tracing.subexpression import common_key
+from gshard.tracing.swapped import products_as_wanted
 
 assert _rules  # imported for the rules it registers
 
 
 @collected_seldom()
 def trace(
-    f: Callable[..., Any],
-    *args: Any,
-    argument_marks: Sequence[Mark | None] | None = None,
-    **kwargs: Any,
+    f: Callable[..., Any], *args: Any, argument_marks: Sequence[Mark | None] | None = None, **kwargs: Any
 ) -> Program:
     """Traces ``f`` on arguments (arrays or ``jax.ShapeDtypeStruct``) without running it.
 
@@ -107,9 +105,9 @@ def program_of(
     """
     jaxpr, consts = closed(whole)
     builder = _Builder(layout=layout)
-    block = builder.block(without_dead_code(jaxpr), captured=consts)
+    block = builder.block(jaxpr_without_dead_code(jaxpr), captured=consts)
     block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
-    check_zones(block)
+    check_manual_regions(block)
     captured = tuple(consts)
     marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(names)
     every = (*(f"captured[{i}]" for i in range(len(captured))), *names)
@@ -159,7 +157,7 @@ def _refused(f: Callable[..., Any], error: Exception) -> Exception:
 
 def block_of(jaxpr: Any) -> Block:
     """The equations of a jaxpr that is there already, such as that of a per-device program."""
-    return _Builder().block(without_dead_code(jaxpr))
+    return _Builder().block(jaxpr_without_dead_code(jaxpr))
 
 
 def equations_of(whole: Any, e: Equation, first: int) -> tuple[Equation, ...]:
@@ -251,7 +249,8 @@ class _Builder:
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
         equations = without_unread(body.equations, outputs)
         equations = one_equation_each(equations, outputs, self._fresh, self._equation)
-        equations = padded_by_windows(equations, outputs, self._equation)
+        for fewer in (padded_by_windows, products_as_wanted):
+            equations = fewer(equations, outputs, self._equation)
         return Block(tuple(inputs), tuple(equations), outputs)
 
     def marked_by_type(self, block: Block, variables: Sequence[Any], as_typed: bool) -> Block:
@@ -302,7 +301,7 @@ class _Builder:
                 raise TraceError(
                     f"{name} makes a token, which is no array.",
                     user_line(source),
-                    way_out="Leave tokens out: jax.debug.callback(..., ordered=True) keeps callbacks in their order.",
+                    hint="Leave tokens out: jax.debug.callback(..., ordered=True) keeps callbacks in their order.",
                 )
             outputs = tuple(self._new(env, v) for v in eqn.outvars)
             out.equations.append(self._equation(eqn.primitive, params, inputs, outputs, source))
@@ -316,20 +315,15 @@ class _Builder:
         if region is not None:
             blocks = tuple(self.block(*closed(body)) for body in region.bodies(params))
             edges = tuple(region.edges(params, inputs, outputs, blocks))
-            return Equation(primitive, params, inputs, outputs, None, source, blocks, edges, None, region.trips(params))
+            count = region.trip_count(params)
+            return Equation(primitive, params, inputs, outputs, None, source, blocks, edges, None, count)
         mark = mark_of_equation(primitive.name, params, len(inputs[0].shape) if inputs else 0)
         if mark is None:
             # Where JAX saw arguments that are on a mesh it wrote that down; inside shard_map it means nothing.
             params = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
-        call = Call(
-            primitive.name,
-            params,
-            tuple(x.shape for x in inputs),
-            tuple(x.shape for x in outputs),
-            tuple(x.dtype for x in inputs),
-            primitive,
-            tuple(x.number if isinstance(x, Constant) else None for x in inputs),
-        )
+        shapes = tuple(x.shape for x in inputs), tuple(x.shape for x in outputs)
+        numbers = tuple(x.number if isinstance(x, Constant) else None for x in inputs)
+        call = Call(primitive.name, params, *shapes, tuple(x.dtype for x in inputs), primitive, numbers)
         return Equation(primitive, params, inputs, outputs, self._rule(call, source), source, mark=mark)
 
     def _named(self, eqn: Any, x: Value | Constant, env: dict[Any, Any], out: _Body, source: Any) -> None:

@@ -16,7 +16,7 @@ import itertools
 import math
 
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.rule import WHOLE, Rule
+from gshard.core.rule import REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid
 
@@ -63,7 +63,7 @@ def shardings(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class Component:
     """A part of a rule that is split whatever the others are: one operand of a barrier and its result; else all of it.
 
     Attributes:
@@ -77,39 +77,39 @@ class Piece:
 
 
 @functools.lru_cache(maxsize=4096)
-def pieces(rule: Rule) -> tuple[Piece, ...]:
-    """The pieces of a rule, in the order of their operands.
+def components(rule: Rule) -> tuple[Component, ...]:
+    """The components of a rule, in the order of their operands.
 
     >>> from gshard.core.rule import RuleMaker
     >>> make = RuleMaker()
     >>> arrays = [make.parallel((4, 2)), make.parallel((6,))]
-    >>> [piece.factors for piece in pieces(make.rule(arrays, arrays, passes=True))]
+    >>> [component.factors for component in components(make.rule(arrays, arrays, passes=True))]
     [(0, 1), (2,)]
     """
     first, ways = len(rule.factors), len(rule.linear)
     if rule.fixed is not None or not rule.passes:
         keys = (*range(first), *(-1 - k for k in range(ways)))
-        return (Piece(keys, tuple(range(len(rule.operands))), tuple(range(len(rule.results)))),)
+        return (Component(keys, tuple(range(len(rule.operands))), tuple(range(len(rule.results)))),)
     found = []
     for i, dims in enumerate(rule.operands):
         sums = (-1 - k for k, (_, operands) in enumerate(rule.linear) if operands == {i})
-        found.append(Piece((*(f for dim in dims for f in dim), *sums), (i,), (i,)))
+        found.append(Component((*(f for dim in dims for f in dim), *sums), (i,), (i,)))
     return tuple(found)
 
 
 @functools.lru_cache(maxsize=4096)
 def splits(
     rule: Rule,
-    piece: Piece,
+    component: Component,
     mesh: Mesh,
     given: tuple[Atoms, ...],
     passing: frozenset[int] = frozenset(),
     also: Cuts = frozenset(),
 ) -> tuple[Split, ...]:
-    """The splits of a piece, the one that splits nothing first; where the rule has no choice, its own.
+    """The splits of a component, the one that splits nothing first; where the rule has no choice, its own.
 
     Args:
-        rule, piece: which.
+        rule, component: which.
         mesh: the devices.
         given: the axes.
         passing: the ways, by their keys in a split, in which parts still to be combined may pass.
@@ -117,8 +117,10 @@ def splits(
     """
     if rule.fixed is not None:
         return (rule.fixed(mesh),)
-    factors = [f for f in piece.factors if f >= 0 and rule.factors[f].kind != WHOLE and rule.factors[f].size > 1]
-    sums = [way for way in piece.factors if way < 0 and way in passing]
+    factors = [
+        f for f in component.factors if f >= 0 and rule.factors[f].kind != REPLICATE and rule.factors[f].size > 1
+    ]
+    sums = [way for way in component.factors if way < 0 and way in passing]
     found = []
     for chosen in itertools.product([None, *factors, *sums], repeat=len(given)):
         split: Split = {}

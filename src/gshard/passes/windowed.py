@@ -1,8 +1,8 @@
-"""Windowed: which contractions of a plan run in steps, so that no device holds what would be gathered for them.
+"""Windowed: which contractions of a plan are collective matmuls: no device holds what would be gathered for them.
 
 The plan's splits stay as they are. A contraction that takes an operand by an all-gather, or gives its result to a
 reduce-scatter, can run around a ring instead (``core.ring``); where two of them concern the same factor, both may
-travel (Cannon's algorithm). What is possible is found here, what is worth it a ``Policy`` says.
+rotate (Cannon's algorithm). What is possible is found here, what is worth it a ``Policy`` says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gshard.core.program import Block, Equation, Value, itemsize
 from gshard.core.ring import Ring, entering
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
-from gshard.rules.region import REGIONS
+from gshard.language.region import REGIONS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ Needs = dict[Value, dict[Sharding, list[tuple[Equation, int] | None]]]
 
 
 class Policy(Protocol):
-    """What is worth being done in steps."""
+    """What is worth being a collective matmul."""
 
     def chosen(self, plan: Plan, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
         """The ring for an equation, perhaps of two offers; None if it is to run as it is."""
@@ -80,8 +80,8 @@ def _rings_of_block(block: Block, plan: Plan, policy: Policy, needs: Needs) -> d
             ring = policy.chosen(plan, e, offers) if offers else None
             if ring is not None:
                 rings[e] = ring
-        travels = {(e, i) for e, ring in rings.items() for i, _ in ring.operands}
-        wasted = {(e, i) for e, i in travels if not travels.issuperset(_users(e, i, plan, needs))}
+        rotates = {(e, i) for e, ring in rings.items() for i, _ in ring.operands}
+        wasted = {(e, i) for e, i in rotates if not rotates.issuperset(_users(e, i, plan, needs))}
         if not wasted:
             return rings
         banned |= wasted
@@ -104,7 +104,7 @@ def _needs(block: Block, plan: Plan) -> Needs:
 
 
 def _target(v: Value, plan: Plan, needs: Needs) -> Sharding:
-    """Where a result goes first: as it is made, or straight to where its only reader wants it."""
+    """Where a result goes first: as it is made, or directly to where its only user wants it."""
     wanted = list(needs.get(v, ()))
     return wanted[0] if len(wanted) == 1 else plan.sharding(v)
 
@@ -118,7 +118,7 @@ def _users(e: Equation, i: int, plan: Plan, needs: Needs) -> list[tuple[Equation
 
 
 def _offers(e: Equation, plan: Plan, needs: Needs, banned: set[tuple[Equation, int]]) -> Iterator[Offer]:
-    """Rings in which one array travels."""
+    """Rings in which one array rotates."""
     if e.rule is None or e.rule.part is None or not all(math.prod(v.shape) for v in (*e.inputs, *e.outputs)):
         return
     for i, v in enumerate(e.inputs):
@@ -167,15 +167,15 @@ def _scatters(e: Equation, plan: Plan, needs: Needs) -> Iterator[Offer]:
 
 
 def together(a: Ring, b: Ring, equation: Equation, plan: Plan) -> Ring | None:
-    """One ring in which what travels in either travels, if they are about one factor and over different atoms.
+    """One ring in which what rotates in either rotates, if they are about one factor and over different atoms.
 
     Where one has more parts than the other, what is left of it is gathered before or scattered after.
     """
     mesh = plan.mesh
-    if a.factor != b.factor or set(a.travelling[0]) & set(b.travelling[0]) or (a.result and b.result):
+    if a.factor != b.factor or set(a.rotating[0]) & set(b.rotating[0]) or (a.result and b.result):
         return None
     counts = [
-        {mesh.count(atoms[:k]): atoms[:k] for k in range(1, len(atoms) + 1)} for atoms in (*a.travelling, *b.travelling)
+        {mesh.count(atoms[:k]): atoms[:k] for k in range(1, len(atoms) + 1)} for atoms in (*a.rotating, *b.rotating)
     ]
     common = max(set(counts[0]) & set(counts[1]), default=1)
     assert equation.rule is not None

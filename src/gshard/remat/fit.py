@@ -34,7 +34,7 @@ def compiled_within(
         program: as ``rematerialise`` makes it for the limit.
         spmd: the program without recomputation.
         limit: bytes that a device may hold at the peak: arguments, results and all else.
-        machine: tells what it takes to compute a value again.
+        machine: tells what it takes to recompute a value.
         donated: arguments whose memory the results may take.
         compiled: makes a program and the donated arguments an executable.
 

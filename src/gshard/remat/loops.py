@@ -1,4 +1,4 @@
-"""Loops: values that one loop stacks up for another, made again inside the other.
+"""Loops: values that one loop stacks up for another, recomputed inside the other.
 
     ys = scan(x -> f(x) stacked); ...; scan over ys(y -> g(y))
     xs = scan(x -> x stacked);    ...; scan over xs(x -> g(f(x)))
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Constant, Equation, Value
+from gshard.language.region import with_edges
 from gshard.passes.device_program import REGION, Kernel, size
-from gshard.remat.lives import Lives, Seconds
-from gshard.remat.straight import without_dead_code
-from gshard.rules.region import with_edges
-from gshard.rules.subexpression import common_key, is_repeatable
+from gshard.remat.liveness import Liveness, Seconds
+from gshard.remat.straight_line import without_dead_code
+from gshard.tracing.subexpression import common_key, is_repeatable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,14 +27,14 @@ class Stacked:
     """Stacks that one loop writes for another, and what not stacking them would bring and take.
 
     Attributes:
-        writer, reader: the loops.
+        writer, consumer: the loops.
         values: the stacks, results of the writer.
         freed: bytes, less those of what must be kept in their place.
-        seconds: of making all slices again.
+        seconds: of recomputing all slices.
     """
 
     writer: Equation
-    reader: Equation
+    consumer: Equation
     values: tuple[Value, ...]
     freed: int
     seconds: float
@@ -45,12 +45,12 @@ class _Pair:
     """Two loops, and what the second one reads of the first one's stacks."""
 
     writer: Kernel
-    reader: Kernel
+    consumer: Kernel
     at: tuple[int, int]
     stacks: tuple[Value, ...]
 
     @functools.cached_property
-    def maker(self) -> dict[Value, Equation]:
+    def producer(self) -> dict[Value, Equation]:
         """The equation that makes each value of the writer's body."""
         return {v: e for e in self.writer.equation.blocks[0].equations for v in e.outputs}
 
@@ -65,47 +65,47 @@ class _Pair:
         return e.blocks[0].outputs[e.outputs.index(stack)]
 
 
-def _pairs(lives: Lives, peak: int, elsewhere: frozenset[Value]) -> Iterator[_Pair]:
+def _pairs(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> Iterator[_Pair]:
     loops = [
-        (i, k) for i, k in enumerate(lives.kernels.kernels)
-        if k.kind == REGION and len(k.bodies) == 1 and k.equation.trips > 1 and "reverse" in k.equation.params
+        (i, k) for i, k in enumerate(liveness.kernels.kernels)
+        if k.kind == REGION and len(k.bodies) == 1 and k.equation.trip_count > 1 and "reverse" in k.equation.params
     ]  # fmt: skip
     for i, writer in loops:
         carry = scan_counts(writer.equation.params)[1]
-        by_reader: dict[int, list[Value]] = {}
+        by_consumer: dict[int, list[Value]] = {}
         for v in writer.equation.outputs[carry:]:
-            readers = lives.readers.get(v, [])
-            if len(readers) == 1 and i <= peak <= readers[0] and v not in lives.ends and v not in elsewhere:
-                by_reader.setdefault(readers[0], []).append(v)
-        for j, reader in loops:
-            if j in by_reader and reader.equation.params["length"] == writer.equation.params["length"]:
-                before = sum(scan_counts(reader.equation.params))
-                slices = [lives.sliced(x) for x in reader.equation.inputs[before:] if isinstance(x, Value)]
-                fixed = [lives.home(x) for x in reader.equation.inputs[:before] if isinstance(x, Value)]
-                stacks = [v for v in by_reader[j] if slices.count(v) == 1 and v not in fixed]
+            users = liveness.users.get(v, [])
+            if len(users) == 1 and i <= peak <= users[0] and v not in liveness.ends and v not in elsewhere:
+                by_consumer.setdefault(users[0], []).append(v)
+        for j, consumer in loops:
+            if j in by_consumer and consumer.equation.params["length"] == writer.equation.params["length"]:
+                before = sum(scan_counts(consumer.equation.params))
+                slices = [liveness.sliced(x) for x in consumer.equation.inputs[before:] if isinstance(x, Value)]
+                fixed = [liveness.home(x) for x in consumer.equation.inputs[:before] if isinstance(x, Value)]
+                stacks = [v for v in by_consumer[j] if slices.count(v) == 1 and v not in fixed]
                 if stacks:
-                    yield _Pair(writer, reader, (i, j), tuple(stacks))
+                    yield _Pair(writer, consumer, (i, j), tuple(stacks))
 
 
-def stacked_over(lives: Lives, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Stacked]:
+def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Stacked]:
     """The stacks that need not be kept over a kernel: each one by itself, and all of a pair of loops together."""
     found = []
-    for pair in _pairs(lives, peak, elsewhere):
+    for pair in _pairs(liveness, peak, elsewhere):
         (body,) = pair.writer.bodies
         taken = {k.equation: seconds(k) for k in body.kernels}
         carries = _carries(pair.writer.equation)
-        able = [v for v in pair.stacks if pair.inner(v) not in carries and _cone(pair, {v}) is not None]
+        able = [v for v in pair.stacks if pair.inner(v) not in carries and _backward_slice(pair, {v}) is not None]
         groups = [(v,) for v in able] + ([tuple(able)] if len(able) > 1 else [])
         for group in groups:
-            cone = _cone(pair, set(group))
-            assert cone is not None, "a union of cones that can be made again"
-            equations, inputs = cone
-            needed = sum(_kept_for(lives, pair, x) for x in inputs)
+            found_slice = _backward_slice(pair, set(group))
+            assert found_slice is not None, "a union of slices that can be recomputed"
+            equations, inputs = found_slice
+            needed = sum(_kept_for(liveness, pair, x) for x in inputs)
             freed = sum(map(size, group)) - needed
             if freed > 0:
-                trips = pair.writer.equation.trips
-                again = trips * sum(taken.get(e, 0.0) for e in equations)
-                found.append(Stacked(pair.writer.equation, pair.reader.equation, group, freed, again))
+                trip_count = pair.writer.equation.trip_count
+                again = trip_count * sum(taken.get(e, 0.0) for e in equations)
+                found.append(Stacked(pair.writer.equation, pair.consumer.equation, group, freed, again))
     return found
 
 
@@ -114,9 +114,9 @@ def _carries(loop: Equation) -> set[Value]:
     return set(loop.blocks[0].inputs[consts : consts + carry])
 
 
-def _cone(pair: _Pair, dropped: set[Value]) -> tuple[list[Equation], set[Value]] | None:
-    """The equations of the writer's body that make dropped slices again, and the body's inputs that they read."""
-    maker = pair.maker
+def _backward_slice(pair: _Pair, dropped: set[Value]) -> tuple[list[Equation], set[Value]] | None:
+    """The equations of the writer's body that recompute dropped slices, and the body's inputs that they read."""
+    producer = pair.producer
     kept = {x for v, x in pair.inside.items() if v not in dropped}
     equations: dict[Equation, None] = {}
     inputs: set[Value] = set()
@@ -125,68 +125,68 @@ def _cone(pair: _Pair, dropped: set[Value]) -> tuple[list[Equation], set[Value]]
         x = pending.pop()
         if isinstance(x, Constant) or x in kept:
             continue
-        if x not in maker:
+        if x not in producer:
             inputs.add(x)
-        elif maker[x] not in equations:
-            if not is_repeatable(maker[x]):
+        elif producer[x] not in equations:
+            if not is_repeatable(producer[x]):
                 return None
-            equations[maker[x]] = None
-            pending += maker[x].inputs
+            equations[producer[x]] = None
+            pending += producer[x].inputs
     return list(equations), inputs
 
 
-def _kept_for(lives: Lives, pair: _Pair, x: Value) -> int:
-    """Bytes that are held from the writer to the reader so that the reader knows an input of the writer's body."""
+def _kept_for(liveness: Liveness, pair: _Pair, x: Value) -> int:
+    """Bytes that are held from the writer to the consumer so that the consumer knows an input of the writer's body."""
     e = pair.writer.equation
     consts, carry = scan_counts(e.params)
     at = e.blocks[0].inputs.index(x)
     if consts <= at < consts + carry:
-        return size(x) * e.trips
+        return size(x) * e.trip_count
     outer = e.inputs[at]
     if isinstance(outer, Constant):
         return 0
-    v = lives.home(outer)
-    return 0 if v not in lives.made or lives.last[v] >= pair.at[1] else size(v)
+    v = liveness.home(outer)
+    return 0 if v not in liveness.made or liveness.last[v] >= pair.at[1] else size(v)
 
 
-def without_stacking(lives: Lives, found: Stacked, names: Iterator[int]) -> Block:
-    """The block in which the reader makes the stacks again, slice by slice.
+def without_stacking(liveness: Liveness, found: Stacked, names: Iterator[int]) -> Block:
+    """The block in which the consumer recomputes the stacks, slice by slice.
 
     Args:
-        lives: the block's.
+        liveness: the block's.
         found: what ``stacked_over`` found.
         names: numbers for new values.
     """
-    loops = {found.writer, found.reader}
-    writer, reader = (lives.kernels.kernels[lives.position[e]] for e in (found.writer, found.reader))
-    at = lives.position[found.writer], lives.position[found.reader]
+    loops = {found.writer, found.consumer}
+    writer, consumer = (liveness.kernels.kernels[liveness.position[e]] for e in (found.writer, found.consumer))
+    at = liveness.position[found.writer], liveness.position[found.consumer]
     carry = scan_counts(found.writer.params)[1]
-    slices = found.reader.inputs[sum(scan_counts(found.reader.params)) :]
-    read = {lives.sliced(x) for x in slices if isinstance(x, Value)}
-    stacks = tuple(v for v in found.writer.outputs[carry:] if v in read and lives.readers.get(v) == [at[1]])
-    pair = _Pair(writer, reader, at, stacks)
-    new_writer, new_reader = _Rewriting(lives, pair, found.values, names).loops()
+    slices = found.consumer.inputs[sum(scan_counts(found.consumer.params)) :]
+    read = {liveness.sliced(x) for x in slices if isinstance(x, Value)}
+    stacks = tuple(v for v in found.writer.outputs[carry:] if v in read and liveness.users.get(v) == [at[1]])
+    pair = _Pair(writer, consumer, at, stacks)
+    new_writer, new_consumer = _LoopRewriting(liveness, pair, found.values, names).loops()
     made = []
-    for e in lives.kernels.block.equations:
-        made.append(e if e not in loops else new_writer if e is found.writer else new_reader)
-    return without_dead_code(Block(lives.kernels.block.inputs, tuple(made), lives.kernels.block.outputs))
+    for e in liveness.kernels.block.equations:
+        made.append(e if e not in loops else new_writer if e is found.writer else new_consumer)
+    return without_dead_code(Block(liveness.kernels.block.inputs, tuple(made), liveness.kernels.block.outputs))
 
 
-class _Rewriting:
-    def __init__(self, lives: Lives, pair: _Pair, dropped: tuple[Value, ...], names: Iterator[int]):
-        self.pair, self.names, self.lives = pair, names, lives
+class _LoopRewriting:
+    def __init__(self, liveness: Liveness, pair: _Pair, dropped: tuple[Value, ...], names: Iterator[int]):
+        self.pair, self.names, self.liveness = pair, names, liveness
         self.dropped = set(dropped)
-        reader = pair.reader.equation
-        self.counts = scan_counts(reader.params)
+        consumer = pair.consumer.equation
+        self.counts = scan_counts(consumer.params)
         consts, carry = self.counts
-        body = reader.blocks[0]
-        self.consts = list(zip(reader.inputs[:consts], body.inputs[:consts], strict=True))
-        slices = zip(reader.inputs[consts + carry :], body.inputs[consts + carry :], strict=True)
+        body = consumer.blocks[0]
+        self.consts = list(zip(consumer.inputs[:consts], body.inputs[:consts], strict=True))
+        slices = zip(consumer.inputs[consts + carry :], body.inputs[consts + carry :], strict=True)
         self.slices: list[tuple[Value | Constant, Value]] = []
-        self.known: dict[Value | Constant, Value | Constant] = {}  # of the writer's body, as the reader's body has it
-        self.lost: dict[Value, Value | Constant] = {}  # of the reader's body, as the writer's body makes it
+        self.known: dict[Value | Constant, Value | Constant] = {}  # of the writer's body, as the consumer's body has it
+        self.lost: dict[Value, Value | Constant] = {}  # of the consumer's body, as the writer's body makes it
         for outer, inner in slices:
-            stack = lives.sliced(outer) if isinstance(outer, Value) else None
+            stack = liveness.sliced(outer) if isinstance(outer, Value) else None
             if stack in self.dropped:
                 self.lost[inner] = pair.inner(stack)
                 continue
@@ -196,11 +196,11 @@ class _Rewriting:
         self.stacked: list[tuple[Value, Value]] = []  # carries that the writer stacks now: inside and outside
         self.equations: list[Equation] = []
         self.met: dict[object, Equation] = {}
-        self.maker = pair.maker
+        self.producer = pair.producer
 
     def loops(self) -> tuple[Equation, Equation]:
-        writer, reader = self.pair.writer.equation, self.pair.reader.equation
-        body = reader.blocks[0]
+        writer, consumer = self.pair.writer.equation, self.pair.consumer.equation
+        body = consumer.blocks[0]
         env: dict[Value, Value | Constant] = {}
 
         def read(x: Value | Constant) -> Value | Constant:
@@ -219,13 +219,13 @@ class _Rewriting:
                 self.met[key] = self.equations[-1]
         outputs = tuple(map(read, body.outputs))
         consts, carry = self.counts
-        carried = list(zip(reader.inputs, body.inputs, strict=True))[consts : consts + carry]
+        carried = list(zip(consumer.inputs, body.inputs, strict=True))[consts : consts + carry]
         operands = [*self.consts, *carried, *self.slices]
         block = Block(tuple(inner for _, inner in operands), tuple(self.equations), outputs)
-        params = _params(reader, len(self.consts), carry)
+        params = _params(consumer, len(self.consts), carry)
         inputs = tuple(outer for outer, _ in operands)
-        new_reader = with_edges(dataclasses.replace(reader, params=params, inputs=inputs, blocks=(block,)))
-        return self._writer(writer), new_reader
+        new_consumer = with_edges(dataclasses.replace(consumer, params=params, inputs=inputs, blocks=(block,)))
+        return self._writer(writer), new_consumer
 
     def _writer(self, writer: Equation) -> Equation:
         body = writer.blocks[0]
@@ -237,14 +237,14 @@ class _Rewriting:
         return with_edges(dataclasses.replace(writer, params=params, outputs=results, blocks=(block,)))
 
     def _make(self, x: Value | Constant) -> Value | Constant:
-        """A value of the writer's body inside the reader's body."""
+        """A value of the writer's body inside the consumer's body."""
         if isinstance(x, Constant):
             return x
         if x not in self.known:
-            if x not in self.maker:
+            if x not in self.producer:
                 self.known[x] = self._input(x)
             else:
-                e = self.maker[x]
+                e = self.producer[x]
                 inputs = tuple(map(self._make, e.inputs))
                 key = common_key(e.primitive, e.params, inputs)
                 same = self.met.get(key) if key is not None else None
@@ -258,7 +258,7 @@ class _Rewriting:
         return self.known[x]
 
     def _input(self, x: Value) -> Value:
-        """An input of the writer's body inside the reader's body: a constant, a slice, or a stacked carry."""
+        """An input of the writer's body inside the consumer's body: a constant, a slice, or a stacked carry."""
         writer = self.pair.writer.equation
         consts, carry = scan_counts(writer.params)
         at = writer.blocks[0].inputs.index(x)

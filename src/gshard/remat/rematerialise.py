@@ -3,9 +3,9 @@
     program = rematerialise(spmd, 14 * 2**30, Machine.of("v3:8x8"))
 
 As long as the peak is above the limit, the values that are alive there and needed only later are looked at: what
-would it take to make them again just before they are read? Those that take the least time for a byte are not kept. In
-straight code they are made again behind a barrier; what one loop stacks for another is made again in the other; and
-what a loop stacks in a wider type than it need be is widened after the loop, which costs nothing.
+would it take to recompute them just before they are read? Those that take the least time for a byte are not kept. In
+a straight line of equations they are recomputed behind a barrier; what one loop stacks for another is recomputed in
+the other; and what a loop stacks in a wider type than it need be is widened after the loop, which costs nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Equation, Value, format_bytes
 from gshard.core.spmd import Recomputation, Recomputed, SpmdProgram
+from gshard.language.region import with_edges
 from gshard.passes.device_program import REGION, Kernel, Kernels, device_program, flops, kernels_of, size
-from gshard.remat.lives import Lives, lives_of
+from gshard.remat.liveness import Liveness, liveness_of
 from gshard.remat.loops import Stacked, stacked_over, without_stacking
-from gshard.remat.narrow import Narrowed, narrowed_over, with_narrow_stacks
+from gshard.remat.low_precision_stacks import LowPrecision, low_precision_over, with_low_precision_stacks
 from gshard.remat.replay import replayed
-from gshard.remat.straight import Kept, kept_over, without_keeping
-from gshard.rules.region import with_edges
+from gshard.remat.straight_line import Kept, kept_over, without_keeping
 
-_Offer = Kept | Stacked | Narrowed
+_Offer = Kept | Stacked | LowPrecision
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -50,7 +50,7 @@ def bytes_of(limit: int | str) -> int:
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(limit))
     if isinstance(limit, bool) or found is None or found[2].upper() not in _UNITS or not float(found[1]):
         raise MemoryLimitError(
-            f"memory_limit={limit!r} is no number of bytes.", way_out='Write bytes, or "14GiB", "512MiB", "16GB".'
+            f"memory_limit={limit!r} is no number of bytes.", hint='Write bytes, or "14GiB", "512MiB", "16GB".'
         )
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
@@ -61,7 +61,7 @@ def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iter
     Args:
         spmd: the program.
         limit: bytes that a device may hold at the peak: arguments, results and all else.
-        machine: tells what it takes to compute a value again.
+        machine: tells what it takes to recompute a value.
         donated: arguments (counted without captured arrays) whose memory results may take.
 
     Returns:
@@ -72,7 +72,11 @@ def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iter
     """
     before = device_program(spmd)
     lent = [len(spmd.program.captured) + i for i in donated]
-    first, own, target = memory_of(before, lent, narrows=machine.narrows).peak, _flops(before), limit
+    first, own, target = (
+        memory_of(before, lent, keeps_low_precision_copies=machine.keeps_low_precision_copies).peak,
+        _flops(before),
+        limit,
+    )
     while True:
         search = _Search(before, target, machine, spmd.mesh, lent)
         try:
@@ -83,7 +87,7 @@ def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iter
             return spmd
         made = replayed(spmd, before, found)
         after = device_program(made)
-        memory = memory_of(after, lent, narrows=machine.narrows)
+        memory = memory_of(after, lent, keeps_low_precision_copies=machine.keeps_low_precision_copies)
         if memory.peak <= limit:
             again = max(0, _flops(after) - own)
             report = Recomputed(limit, first, memory.peak, own, again, tuple(search.chosen))
@@ -116,7 +120,7 @@ class _Search:
     def run(self) -> Block:
         """The block that fits."""
         program = self.program
-        memory = memory_of(program, self.donated, narrows=self.machine.narrows)
+        memory = memory_of(program, self.donated, keeps_low_precision_copies=self.machine.keeps_low_precision_copies)
         while memory.peak > self.limit:
             step = self._step(program, memory)
             if step is None:
@@ -128,17 +132,19 @@ class _Search:
         """Less memory at the peak, by values of one kind in one block; None if there are none."""
         offers = self._offers(program, memory)
         while offers:
-            depth, lives, batch = self._batch(offers, memory.peak - self.limit)
+            depth, liveness, batch = self._batch(offers, memory.peak - self.limit)
             while batch:
-                block = self._without(lives, memory.path[depth][1], batch)
+                block = self._without(liveness, memory.path[depth][1], batch)
                 for (kernels, at), (below, _) in zip(
                     reversed(memory.path[:depth]), reversed(memory.path[1 : depth + 1]), strict=True
                 ):
                     block = _with_body(kernels, kernels.kernels[at].equation, below.block, block)
                 changed = kernels_of(block)
-                after = memory_of(changed, self.donated, narrows=self.machine.narrows)
+                after = memory_of(
+                    changed, self.donated, keeps_low_precision_copies=self.machine.keeps_low_precision_copies
+                )
                 if _is_less(after, memory):
-                    self.chosen += [_noted(item, lives) for item in batch]
+                    self.chosen += [_noted(item, liveness) for item in batch]
                     return changed, after
                 if len(batch) == 1:
                     self.refused.add(_values(batch[0]))
@@ -146,34 +152,35 @@ class _Search:
             offers = [o for o in offers if _values(o[2]) not in self.refused]
         return None
 
-    def _offers(self, program: Kernels, memory: Memory) -> list[tuple[int, Lives, _Offer]]:
+    def _offers(self, program: Kernels, memory: Memory) -> list[tuple[int, Liveness, _Offer]]:
         """What need not be kept over the peak, the cheapest for its bytes first."""
-        offers: list[tuple[int, Lives, _Offer]] = []
+        offers: list[tuple[int, Liveness, _Offer]] = []
         results = frozenset(v for v in program.block.outputs if isinstance(v, Value))
         rounds = 1
         for depth, (kernels, at) in enumerate(memory.path):
-            lives = lives_of(kernels)
+            liveness = liveness_of(kernels)
             elsewhere = results if depth == 0 else frozenset()
             found: list[_Offer] = [
-                *narrowed_over(lives, at, elsewhere),
-                *kept_over(lives, at, self._seconds, elsewhere), *stacked_over(lives, at, self._seconds, elsewhere)
-            ]  # fmt: skip
+                *low_precision_over(liveness, at, elsewhere),
+                *kept_over(liveness, at, self._seconds, elsewhere),
+                *stacked_over(liveness, at, self._seconds, elsewhere),
+            ]
             offers += [
-                (depth, lives, dataclasses.replace(item, seconds=item.seconds * rounds))
+                (depth, liveness, dataclasses.replace(item, seconds=item.seconds * rounds))
                 for item in found
                 if _values(item) not in self.refused
             ]
-            rounds *= kernels.kernels[at].equation.trips
+            rounds *= kernels.kernels[at].equation.trip_count
         excess = memory.peak - self.limit
         large = [o for o in offers if o[2].freed * 100 >= excess]  # crumbs only where there is nothing else
         return sorted(large or offers, key=lambda o: (o[2].seconds / o[2].freed, -o[2].freed))
 
-    def _batch(self, offers: list[tuple[int, Lives, _Offer]], excess: int) -> tuple[int, Lives, list[_Offer]]:
+    def _batch(self, offers: list[tuple[int, Liveness, _Offer]], excess: int) -> tuple[int, Liveness, list[_Offer]]:
         """The best offer, and the next best that go with it until enough is free.
 
-        A value and what it is made from again are not taken at once: what is left tells what the other one costs then.
+        A value and what it is recomputed from are not taken at once: what is left tells what the other one costs then.
         """
-        depth, lives, best = offers[0]
+        depth, liveness, best = offers[0]
         batch: list[_Offer] = []
         taken: set[Value] = set()
         needed: set[Value] = set()
@@ -190,22 +197,22 @@ class _Search:
             excess -= item.freed
             if excess <= 0:
                 break
-        return depth, lives, batch
+        return depth, liveness, batch
 
-    def _without(self, lives: Lives, at: int, batch: Sequence[_Offer]) -> Block:
+    def _without(self, liveness: Liveness, at: int, batch: Sequence[_Offer]) -> Block:
         values = [v for item in batch for v in _values(item)]
         first = batch[0]
-        if isinstance(first, Narrowed):
-            return with_narrow_stacks(lives, dataclasses.replace(first, values=tuple(values)), self.names)
+        if isinstance(first, LowPrecision):
+            return with_low_precision_stacks(liveness, dataclasses.replace(first, values=tuple(values)), self.names)
         if isinstance(first, Stacked):
-            return without_stacking(lives, dataclasses.replace(first, values=tuple(values)), self.names)
-        return without_keeping(lives, at, values, self.names)
+            return without_stacking(liveness, dataclasses.replace(first, values=tuple(values)), self.names)
+        return without_keeping(liveness, at, values, self.names)
 
     def _seconds(self, kernel: Kernel) -> float:
         if kernel not in self.known:
             if kernel.kind == REGION:
                 inner = sum(self._seconds(k) for body in kernel.bodies for k in body.kernels)
-                self.known[kernel] = kernel.equation.trips * inner
+                self.known[kernel] = kernel.equation.trip_count * inner
             else:
                 self.known[kernel] = kernel_cost(kernel, 1, self.mesh, self.machine).seconds
         return self.known[kernel]
@@ -230,8 +237,8 @@ def _does_not_fit(memory: Memory, limit: int) -> MemoryLimitError:
 def _go_together(a: _Offer, b: _Offer) -> bool:
     """Whether one rewriting serves both: values of one straight line, or stacks of the same loops."""
     if isinstance(a, Stacked) and isinstance(b, Stacked):
-        return a.writer is b.writer and a.reader is b.reader
-    if isinstance(a, Narrowed) and isinstance(b, Narrowed):
+        return a.writer is b.writer and a.consumer is b.consumer
+    if isinstance(a, LowPrecision) and isinstance(b, LowPrecision):
         return a.writer is b.writer
     return isinstance(a, Kept) and isinstance(b, Kept)
 
@@ -257,17 +264,17 @@ def _with_body(kernels: Kernels, region: Equation, old: Block, new: Block) -> Bl
     return Block(block.inputs, tuple(changed if e is region else e for e in block.equations), block.outputs)
 
 
-def _noted(item: _Offer, lives: Lives) -> Recomputation:
+def _noted(item: _Offer, liveness: Liveness) -> Recomputation:
     values = _values(item)
     largest = max(values, key=size)
-    maker = lives.maker[largest]
+    producer = liveness.producer[largest]
     if not isinstance(item, Kept):
         made = item.writer.blocks[0].outputs[item.writer.outputs.index(largest)]
-        makers = {v: e for e in item.writer.blocks[0].equations for v in e.outputs}
-        if isinstance(made, Value) and made in makers:
-            maker = makers[made]
+        producers = {v: e for e in item.writer.blocks[0].equations for v in e.outputs}
+        if isinstance(made, Value) and made in producers:
+            producer = producers[made]
     shape = f"{largest.dtype_name}[{','.join(map(str, largest.shape))}]"
-    return Recomputation(maker.name, maker.line, shape, len(values), item.freed, item.seconds)
+    return Recomputation(producer.name, producer.line, shape, len(values), item.freed, item.seconds)
 
 
 def _largest(block: Block) -> int:

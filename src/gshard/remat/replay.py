@@ -1,4 +1,4 @@
-"""Replay: a block of a per-device program becomes a per-device program again."""
+"""Interpreter: a block of a per-device program becomes a per-device program again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gshard.comm.collectives import KINDS, sent_bytes
 from gshard.core.jax_adapter import optimization_barrier_p
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Equation, Value
-from gshard.core.spmd import MADE_AGAIN, Collective, SpmdProgram
+from gshard.core.spmd import RECOMPUTED, Collective, SpmdProgram
+from gshard.core.xla_workarounds import opaque_identity
+from gshard.language.interpret import Interpreter
 from gshard.passes.device_program import COLLECTIVE, Kernels, kernels_of, size
-from gshard.rules.barrier import held_back
-from gshard.rules.replay import Replay
 
 
 def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
@@ -54,7 +54,7 @@ def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Behind(Replay):
+class _Behind(Interpreter):
     """Runs blocks on one device's parts, as they stand; barriers that are not among ``own`` in CPU's way."""
 
     own: frozenset[Equation] | None
@@ -62,7 +62,7 @@ class _Behind(Replay):
     def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         """Runs an equation."""
         if self.own is not None and e.primitive is optimization_barrier_p and e not in self.own:
-            return [*held_back(inputs[:-1], inputs[-1]), inputs[-1]]
+            return [*opaque_identity(inputs[:-1], inputs[-1]), inputs[-1]]
         return super().equation(e, inputs)
 
 
@@ -89,7 +89,7 @@ def _noted(spmd: SpmdProgram, before: Kernels, after: Kernels) -> tuple[Collecti
             left[said[:4]] -= 1
             kind, atoms, sent, times, shape, line = said
             e = equations[said]
-            kept.append(Collective(kind, atoms, sent, times, shape, line, MADE_AGAIN, cause=e, emitted=e))
+            kept.append(Collective(kind, atoms, sent, times, shape, line, RECOMPUTED, cause=e, emitted=e))
     return tuple(kept)
 
 

@@ -1,6 +1,7 @@
 """rules: what is known of each primitive; importing this package fills the registry."""
 
 from gshard.rules import callback as callback
+from gshard.rules import concatenate_slices as concatenate_slices
 from gshard.rules import contract as contract
 from gshard.rules import convolution as convolution
 from gshard.rules import create as create
@@ -10,11 +11,10 @@ from gshard.rules import indexing as indexing
 from gshard.rules import kernel as kernel
 from gshard.rules import linalg as linalg
 from gshard.rules import manual as manual
-from gshard.rules import order as order
-from gshard.rules import pieces as pieces
-from gshard.rules import ragged as ragged
-from gshard.rules import reduce as reduce
+from gshard.rules import ragged_dot as ragged_dot
+from gshard.rules import reductions as reductions
 from gshard.rules import shape as shape
 from gshard.rules import slicing as slicing
+from gshard.rules import sort as sort
 from gshard.rules import sorted_search as sorted_search
 from gshard.rules import window as window

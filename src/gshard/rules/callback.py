@@ -27,7 +27,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.program import itemsize
 from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split
-from gshard.rules.registry import Call, rule
+from gshard.language.registry import Call, rule
 
 
 @rule("pure_callback")
@@ -35,7 +35,7 @@ def pure_callback(call: Call) -> Rule:
     """Every device calls, with whole arrays.
 
     >>> print(pure_callback(Call("pure_callback", {}, ((3, 4),), ((3,),), ("f4",))))
-    a b -> c; whole a b c
+    a b -> c; replicate a b c
     """
     make = RuleMaker()
     return make.rule(*_whole(make, call))
@@ -65,7 +65,7 @@ def with_effects(call: Call) -> Rule:
             raise PlanError(
                 f"'{call.name}' with ordered=True runs on one device only, and the mesh has {shards.mesh.size}.",
                 shards.equation.line,
-                way_out="Leave the order out, or use jax.experimental.io_callback(..., ordered=True), which keeps it.",
+                hint="Leave the order out, or use jax.experimental.io_callback(..., ordered=True), which keeps it.",
             )
         first = lax.axis_index(shards.mesh.atoms) == 0
         outputs = shards.equation.outputs
@@ -100,8 +100,8 @@ def _by_parts(call: Call) -> Rule:
 
 
 def _whole(make: RuleMaker, call: Call) -> tuple[list[Any], list[Any]]:
-    operands = [[make.whole(n) for n in shape] for shape in call.in_shapes]
-    return operands, [[make.whole(n) for n in shape] for shape in call.out_shapes]
+    operands = [[make.replicate(n) for n in shape] for shape in call.in_shapes]
+    return operands, [[make.replicate(n) for n in shape] for shape in call.out_shapes]
 
 
 def _from_first(shards: Shards, x: Any) -> Any:

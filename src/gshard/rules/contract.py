@@ -10,12 +10,12 @@ from jax import lax
 
 from gshard.comm.shards import Shards
 from gshard.core.rule import REDUCE, Rule, RuleMaker
-from gshard.rules.passing import Ways, is_exact
-from gshard.rules.registry import Call, rule
+from gshard.language.passing import Ways, is_exact
+from gshard.language.registry import Call, rule
 
 
 def in_either_operand(call: Call) -> Ways:
-    """``linear`` of a product whose other operand is known only when the program runs (``rules.passing``)."""
+    """``linear`` of a product whose other operand is known only when the program runs (``language.passing``)."""
     wanted = call.params.get("preferred_element_type")
     exact = bool(call.in_dtypes) and all(is_exact(dtype) and wanted in (None, dtype) for dtype in call.in_dtypes)
     return [("add", (0,)), ("add", (1,))] if exact else []
@@ -54,7 +54,7 @@ def dot_general(call: Call) -> Rule:
 
 
 def _part(shards: Shards, lhs: Any, rhs: Any) -> Any:
-    """The product of parts; narrow floats stay in float32, in which the products of whole arrays are added up too."""
+    """The product of parts; low-precision floats stay in float32, in which those of whole arrays are added up too."""
     dtype, precision = shards.equation.outputs[0].dtype, shards.params.get("precision")
     chosen = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 and not chosen:

@@ -1,6 +1,6 @@
 """Convolutions: windows that slide, multiplied by a kernel.
 
-A spatial dimension is an ``exchange`` factor of operand and result, as in ``rules.window``; a kernel longer than the
+A spatial dimension is a ``communicate`` factor of operand and result, as in ``rules.window``; a kernel longer than the
 result, as in the gradient of a kernel, is summed over. Nothing is multiplied by the zeros between dilated elements.
 """
 
@@ -17,8 +17,8 @@ from jax import lax
 from gshard.comm.halo import Window
 from gshard.comm.shards import Shards
 from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.language.registry import Call, rule
 from gshard.rules.contract import in_either_operand
-from gshard.rules.registry import Call, rule
 from gshard.rules.slicing import sends_of
 from gshard.rules.window import reached, sliding
 
@@ -48,7 +48,7 @@ def conv_general_dilated(call: Call) -> Rule:
     >>> params = {"dimension_numbers": numbers, "window_strides": (1,), "padding": ((1, 1),), "lhs_dilation": (1,)}
     >>> params |= {"rhs_dilation": (1,), "feature_group_count": 1, "batch_group_count": 1}
     >>> print(conv_general_dilated(Call("conv", params, ((2, 3, 8), (5, 3, 3)), ((2, 5, 8),), ("f4", "f4"))))
-    a b c, d b e -> a d c; add over b=3; exchange c; whole e
+    a b c, d b e -> a d c; add over b=3; communicate c; replicate e
     """
     p = call.params
     lhs_spec, rhs_spec, out_spec = p["dimension_numbers"]
@@ -73,11 +73,11 @@ def conv_general_dilated(call: Call) -> Rule:
         n, k, m = lhs_shape[ld], rhs_shape[rd], out_shape[od]
         slide = sliding if k <= m else sliding_with_kernel
         if k <= m:
-            rhs[rd] = make.whole(k)
-            lhs[ld] = out[od] = make.exchange(max(n, m))
+            rhs[rd] = make.replicate(k)
+            lhs[ld] = out[od] = make.communicate(max(n, m))
         else:
             lhs[ld] = rhs[rd] = make.factor(k, REDUCE, "add")
-            out[od] = make.whole(m)
+            out[od] = make.replicate(m)
             summed.append((rd, ld, p["rhs_dilation"][i]))
         windows[ld] = slide(
             n, m, k, p["window_strides"][i], p["padding"][i][0], p["lhs_dilation"][i], p["rhs_dilation"][i]

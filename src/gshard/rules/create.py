@@ -14,7 +14,7 @@ from jax import lax
 
 from gshard.comm.shards import Shards
 from gshard.core.rule import Rule, RuleMaker
-from gshard.rules.registry import Call, rule
+from gshard.language.registry import Call, rule
 
 
 @rule("iota")
@@ -74,7 +74,7 @@ def random_wrap(call: Call) -> Rule:
     """The words of a key (the last dimension) are whole."""
     make = RuleMaker()
     dims = make.parallel(call.out_shapes[0])
-    words = [make.whole(n) for n in call.in_shapes[0][len(dims) :]]
+    words = [make.replicate(n) for n in call.in_shapes[0][len(dims) :]]
     return make.rule([[*dims, *words]], [dims])
 
 
@@ -83,7 +83,7 @@ def random_unwrap(call: Call) -> Rule:
     """The words of a key (the last dimension) are whole."""
     make = RuleMaker()
     dims = make.parallel(call.in_shapes[0])
-    words = [make.whole(n) for n in call.out_shapes[0][len(dims) :]]
+    words = [make.replicate(n) for n in call.out_shapes[0][len(dims) :]]
     return make.rule([dims], [[*dims, *words]])
 
 
@@ -95,7 +95,7 @@ _EACH_BY_ITSELF = ("key<fry>", "key<rbg>")
 def _per_key(call: Call, make: RuleMaker, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The dimensions of keys: parallel where each is by itself."""
     alone = not call.on_keys or call.in_dtypes[0].name in _EACH_BY_ITSELF
-    return make.parallel(shape) if alone else [make.whole(n) for n in shape]
+    return make.parallel(shape) if alone else [make.replicate(n) for n in shape]
 
 
 @rule("random_seed", "random_fold_in")
@@ -109,10 +109,10 @@ def per_key(call: Call) -> Rule:
 
 @rule("random_split")
 def random_split(call: Call) -> Rule:
-    """Keys are parallel; the new dimension, over the keys made of each, is whole."""
+    """Keys are parallel; the new dimension, over the keys made of each, is replicated."""
     make = RuleMaker()
     dims = _per_key(call, make, call.in_shapes[0])
-    return make.rule([dims], [[*dims, *(make.whole(n) for n in call.params["shape"])]])
+    return make.rule([dims], [[*dims, *(make.replicate(n) for n in call.params["shape"])]])
 
 
 @rule("rng_bit_generator")
@@ -122,8 +122,8 @@ def rng_bit_generator(call: Call) -> Rule:
     Every device makes all bits from the whole state and keeps its part.
     """
     make = RuleMaker()
-    state = [make.whole(n) for n in call.in_shapes[0]]
-    return make.rule([state], [state, [make.whole(n) for n in call.out_shapes[1]]])
+    state = [make.replicate(n) for n in call.in_shapes[0]]
+    return make.rule([state], [state, [make.replicate(n) for n in call.out_shapes[1]]])
 
 
 @rule("random_gamma")
@@ -134,6 +134,6 @@ def random_gamma(call: Call) -> Rule:
     """
     keys, shape = call.in_shapes
     make = RuleMaker()
-    dims = make.parallel(keys) if call.in_dtypes[0].name == "key<fry>" else [make.whole(n) for n in keys]
-    dims += [make.whole(n) for n in shape[len(keys) :]]
+    dims = make.parallel(keys) if call.in_dtypes[0].name == "key<fry>" else [make.replicate(n) for n in keys]
+    dims += [make.replicate(n) for n in shape[len(keys) :]]
     return make.rule([dims[: len(keys)], dims], [dims])

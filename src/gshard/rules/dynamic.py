@@ -4,7 +4,7 @@ The start is clamped for the whole array, as JAX does, before any shard looks at
 split, because XLA merges a slice of a slice (the second may be ours) and forgets to clamp the first.
 
     dynamic_slice            a split dimension that is cut is a ``reduce`` factor: every device contributes the elements
-                             that it holds and zero bits for the others, so as many bytes travel as the result has
+                             that it holds and zero bits for the others, so as many bytes are sent as the result has
     dynamic_update_slice     a split dimension stays split: every device writes what falls into its part, and touches no
                              more than a window of it
 """
@@ -17,10 +17,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.comm.local import apart
 from gshard.comm.shards import Shards, along
 from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
-from gshard.rules.registry import Call, rule
+from gshard.core.xla_workarounds import opaque_for_one, opaque_for_slice
+from gshard.language.registry import Call, rule
 
 
 @rule("dynamic_slice")
@@ -29,7 +29,7 @@ def dynamic_slice(call: Call) -> Rule:
 
     >>> params, dtypes = {"slice_sizes": (4, 2)}, ("f", "i", "i")
     >>> print(dynamic_slice(Call("dynamic_slice", params, ((4, 6), (), ()), ((4, 2),), dtypes)))
-    a b, (), () -> a c; pick over b=6; whole c
+    a b, (), () -> a c; pick over b=6; replicate c
     """
     shape, sizes = call.in_shapes[0], call.params["slice_sizes"]
     make = RuleMaker()
@@ -39,8 +39,8 @@ def dynamic_slice(call: Call) -> Rule:
             operand.append(make.factor(n))
             result.append(operand[-1])
         else:
-            operand.append(make.whole(n) if call.on_keys else make.factor(n, REDUCE, "pick"))
-            result.append(make.whole(m))
+            operand.append(make.replicate(n) if call.on_keys else make.factor(n, REDUCE, "pick"))
+            result.append(make.replicate(m))
 
     def local(shards: Shards, x: Any, *starts: Any) -> list[Any]:
         split = [d for d in range(len(shape)) if sizes[d] != shape[d] and shards.atoms(operand[d][0])]
@@ -53,7 +53,7 @@ def dynamic_slice(call: Call) -> Rule:
         for d in split:
             index = starts[d] - shards.offset(operand[d]) + jnp.arange(sizes[d], dtype=jnp.int32)
             held = (index >= 0) & (index < x.shape[d])
-            x = jnp.take(apart(x, d, sizes[d]), jnp.clip(index, 0, x.shape[d] - 1), axis=d)
+            x = jnp.take(opaque_for_slice(x, d, sizes[d]), jnp.clip(index, 0, x.shape[d] - 1), axis=d)
             x = jnp.where(along(held, d, x.ndim), x, jnp.zeros((), x.dtype))
         return [x]
 
@@ -63,17 +63,17 @@ def dynamic_slice(call: Call) -> Rule:
 
 @rule("dynamic_update_slice")
 def dynamic_update_slice(call: Call) -> Rule:
-    """Dimensions of the operand are parallel; the update is whole where it covers only a part.
+    """Dimensions of the operand are parallel; the update is replicated where it covers only a part.
 
     >>> params, shapes = {}, ((4, 6), (4, 2), (), ())
     >>> print(dynamic_update_slice(Call("dynamic_update_slice", params, shapes, ((4, 6),), ("f", "f", "i", "i"))))
-    a b, a c, (), () -> a b; whole c
+    a b, a c, (), () -> a b; replicate c
     """
     shape, sizes = call.in_shapes[:2]
     make = RuleMaker()
     partial = [n != m for n, m in zip(shape, sizes, strict=True)]
-    operand = [make.whole(n) if p and call.on_keys else make.factor(n) for n, p in zip(shape, partial, strict=True)]
-    update = [dim if n == m else make.whole(m) for dim, n, m in zip(operand, shape, sizes, strict=True)]
+    operand = [make.replicate(n) if p and call.on_keys else make.factor(n) for n, p in zip(shape, partial, strict=True)]
+    update = [dim if n == m else make.replicate(m) for dim, n, m in zip(operand, shape, sizes, strict=True)]
 
     def local(shards: Shards, x: Any, values: Any, *starts: Any) -> list[Any]:
         covered = [d for d in range(len(shape)) if partial[d]]
@@ -90,10 +90,9 @@ def dynamic_update_slice(call: Call) -> Rule:
                 first = starts[d] - shards.offset(operand[d])
                 begins[d] = jnp.clip(first, 0, x.shape[d] - size)
                 index = begins[d] - first + jnp.arange(size, dtype=jnp.int32)
-                values = jnp.take(apart(values, d, size), jnp.clip(index, 0, sizes[d] - 1), axis=d)
+                values = jnp.take(opaque_for_slice(values, d, size), jnp.clip(index, 0, sizes[d] - 1), axis=d)
                 written &= along((index >= 0) & (index < sizes[d]), d, x.ndim)
-        if math.prod(sizes_here) == 1:
-            x = lax.optimization_barrier(x)  # as ``apart`` says
+        x = opaque_for_one(x, math.prod(sizes_here))
         there = lax.dynamic_slice(x, begins, sizes_here)
         return [lax.dynamic_update_slice(x, jnp.where(written, values, there), begins)]
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from gshard.comm.steps import has_infinities
 from gshard.core.rule import Rule, RuleMaker, moves
-from gshard.rules.passing import Ways, added, combined, is_exact, sums_in_range
-from gshard.rules.registry import Call, rule
+from gshard.language.passing import Ways, added, combined, is_exact, sums_in_range
+from gshard.language.registry import Call, rule
 
 UNARY = """
 abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj convert_element_type copy copy_p cos cosh

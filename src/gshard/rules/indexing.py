@@ -29,7 +29,8 @@ from jax import lax
 
 from gshard.comm.shards import Shards, along, identity
 from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
-from gshard.rules.registry import Call, rule
+from gshard.core.xla_workarounds import opaque_for_one, update_window
+from gshard.language.registry import Call, rule
 
 _FILL = lax.GatherScatterMode.FILL_OR_DROP
 
@@ -59,7 +60,7 @@ def gather(call: Call) -> Rule:
     >>> numbers = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
     >>> params = {"dimension_numbers": numbers, "slice_sizes": (1, 6), "mode": None}
     >>> print(gather(Call("gather", params, ((10, 6), (4, 1)), ((4, 6),), ("f4", "i4"))))
-    a b, c d -> c b; pick over a=10; whole d
+    a b, c d -> c b; pick over a=10; replicate d
     """
     numbers, slice_sizes = call.params["dimension_numbers"], call.params["slice_sizes"]
     operand_shape, indices_shape = call.in_shapes
@@ -85,12 +86,12 @@ def gather(call: Call) -> Rule:
             continue
         column = numbers.start_index_map.index(d) if d in numbers.start_index_map else None
         if call.on_keys or not slice_sizes[d]:
-            operand.append(make.whole(n))
+            operand.append(make.replicate(n))
         else:
             operand.append(make.factor(n, REDUCE, "pick"))
             partial.append(_Partial(d, n, slice_sizes[d], column, axis))
         if axis is not None:
-            result[axis] = make.whole(slice_sizes[d])
+            result[axis] = make.replicate(slice_sizes[d])
 
     def local(shards: Shards, x: Any, indices: Any) -> list[Any]:
         sizes = tuple(x.shape[d] if size == n else size for d, (n, size) in enumerate(zip(operand_shape, slice_sizes)))
@@ -127,7 +128,7 @@ def gather(call: Call) -> Rule:
             found = jnp.where(first & ~valid, fill, found)
         return [found]
 
-    indices = [*batch, make.whole(indices_shape[-1])]
+    indices = [*batch, make.replicate(indices_shape[-1])]
     flops = math.prod(call.out_shapes[0])
     linear = [] if call.params["mode"] == _FILL else moves(0)  # what is filled in would be added up
     return make.rule([operand, indices], [result], local=local, flops=flops, masks_itself=True, linear=linear)
@@ -203,7 +204,7 @@ def scatter(call: Call) -> Rule:
     >>> numbers = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
     >>> params = {"dimension_numbers": numbers, "mode": None}
     >>> print(scatter(Call("scatter-add", params, ((10, 6), (4, 1), (4, 6)), ((10, 6),), ("f4", "i4", "f4"))))
-    a b, c d, c b -> a b; add over c=4; whole d
+    a b, c d, c b -> a b; add over c=4; replicate d
     """
     numbers, monoid = call.params["dimension_numbers"], _MONOIDS[call.name]
     operand_shape, indices_shape, updates_shape = call.in_shapes
@@ -218,7 +219,7 @@ def scatter(call: Call) -> Rule:
         if d in batching.values():
             batch.append(make.factor(n))
         else:
-            batch.append(make.factor(n, REDUCE, monoid) if accumulates else make.whole(n))
+            batch.append(make.factor(n, REDUCE, monoid) if accumulates else make.replicate(n))
     updates: list[tuple[int, ...]] = [() for _ in updates_shape]
     outside = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
     for d, dim in zip(outside, batch, strict=True):
@@ -237,10 +238,10 @@ def scatter(call: Call) -> Rule:
             updates[axis] = operand[-1]
             continue
         mapped = numbers.scatter_dims_to_operand_dims
-        operand.append(make.whole(n) if call.on_keys or not size else make.factor(n))
+        operand.append(make.replicate(n) if call.on_keys or not size else make.factor(n))
         partial.append(_Partial(d, n, size, mapped.index(d) if d in mapped else None, axis))
         if axis is not None:
-            updates[axis] = make.whole(size)
+            updates[axis] = make.replicate(size)
 
     def local(shards: Shards, x: Any, indices: Any, changes: Any) -> list[Any]:
         atoms = shards.reduced_atoms()
@@ -284,7 +285,7 @@ def scatter(call: Call) -> Rule:
             if combine is not None:
                 ours = {p.column for p in split}
                 return [_one_window(x, indices.reshape(-1), changes, mine.reshape(()), ours, combine)]
-            x = lax.optimization_barrier(x)  # as _one_window says
+            x = opaque_for_one(x, 1)
         if single:
             if call.params["mode"] != _FILL:
                 indices = _clipped(indices, x.shape, {p.column for p in split})
@@ -298,10 +299,7 @@ def scatter(call: Call) -> Rule:
     def _one_window(
         x: Any, index: Any, changes: Any, mine: Any, ours: Container[int | None], combine: Callable[..., Any]
     ) -> Any:
-        """Writes one window, or what is there already.
-
-        XLA reads another element than it should where a single index out of range meets a slice (openxla/xla#49121).
-        """
+        """Writes one window, or what is there already."""
         windows = iter(numbers.update_window_dims)
         sizes, start = [], [jnp.zeros((), index.dtype)] * x.ndim
         for d, n in enumerate(x.shape):
@@ -311,10 +309,8 @@ def scatter(call: Call) -> Rule:
             start[d] = jnp.clip(index[column], 0, x.shape[d] - sizes[d])
             if call.params["mode"] == _FILL and column not in ours:
                 mine &= start[d] == index[column]
-        there = lax.dynamic_slice(x, start, sizes)
-        return lax.dynamic_update_slice(
-            x, jnp.where(mine, combine(there, jnp.asarray(changes, x.dtype).reshape(sizes)), there), start
-        )
+        new = jnp.asarray(changes, x.dtype).reshape(sizes)
+        return update_window(x, start, sizes, lambda there: combine(there, new), mine)
 
     def _clipped(indices: Any, shape: Sequence[int], but: Container[int | None]) -> Any:
         """Indices along other dimensions than those of some columns, moved so that windows fit."""
@@ -328,6 +324,6 @@ def scatter(call: Call) -> Rule:
                 indices = _with_column(indices, column, jnp.clip(indices[..., column], 0, last))
         return indices
 
-    indices = [*batch, make.whole(indices_shape[-1])]
+    indices = [*batch, make.replicate(indices_shape[-1])]
     flops = math.prod(updates_shape)
     return make.rule([operand, indices, updates], [operand], local=local, flops=flops)

@@ -3,7 +3,7 @@
 A kernel may do anything with its blocks and knows where in its grid it is, so its own dimensions are whole. Those that
 ``jax.vmap`` (and so ``gshard.manual``) added are steps of the grid that the kernel does not see: a device takes fewer.
 
-    vmap(kernel)    grid (rows, *own), block i of an operand is its row i       a b -> a c; whole b c
+    vmap(kernel)    grid (rows, *own), block i of an operand is its row i       a b -> a c; replicate b c
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from gshard.comm.shards import Shards
 from gshard.core.jax_adapter import closed
 from gshard.core.rule import Rule, RuleMaker
-from gshard.rules.registry import Call, rule
+from gshard.language.registry import Call, rule
 
 
 @rule("pallas_call")
@@ -26,7 +26,7 @@ def pallas_call(call: Call) -> Rule:
     >>> double = pallas.pallas_call(lambda x, y: y.__setitem__(..., 2 * x[...]), row)
     >>> (e,) = jax.make_jaxpr(jax.vmap(double))(jax.numpy.ones((6, 4))).eqns
     >>> print(pallas_call(Call("pallas_call", e.params, ((6, 4),), ((6, 4),), ("f4",))))
-    a b -> a c; whole b c
+    a b -> a c; replicate b c
     """
     grid = call.params["grid_mapping"]
     mapped = () if grid.num_index_operands or grid.num_dynamic_grid_bounds else grid.vmapped_dims
@@ -35,7 +35,7 @@ def pallas_call(call: Call) -> Rule:
     factors = {g: make.factor(grid.grid[g]) for g, found in places.items() if found is not None}
     of_dim = {place: factors[g] for g in factors for place in places[g] or ()}
     arrays = [
-        [of_dim[i, d] if (i, d) in of_dim else make.whole(n) for d, n in enumerate(shape)]
+        [of_dim[i, d] if (i, d) in of_dim else make.replicate(n) for d, n in enumerate(shape)]
         for i, shape in enumerate((*call.in_shapes, *call.out_shapes))
     ]
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jax.experimental.layout import Layout, with_layout_constraint
-
 from gshard.comm.shards import Shards
 from gshard.core.rule import Rule, RuleMaker, moves
-from gshard.rules.registry import Call, rule
+from gshard.core.xla_workarounds import row_major
+from gshard.language.registry import Call, rule
 
 _MATRIX = """
 cholesky cholesky_update eig eigh hessenberg householder_product lu lu_pivots_to_permutation ormqr qr geqrf geqp3 schur
@@ -25,7 +24,7 @@ def of_matrices(call: Call) -> Rule:
     the columns of its last: parallel too.
 
     >>> print(of_matrices(Call("qr", {}, ((3, 5, 4),), ((3, 5, 4), (3, 4, 4)), ("f4",))))
-    a b c -> a d e, a f g; whole b c d e f g
+    a b c -> a d e, a f g; replicate b c d e f g
     """
     vectors = ("lu_pivots_to_permutation", "tridiagonal_solve", "cholesky_update")
     mixed = 1 if call.name in vectors[:2] else 2
@@ -40,7 +39,7 @@ def of_matrices(call: Call) -> Rule:
         apart = {free: make.factor(call.in_shapes[solved][free])}
 
     def tensor(shape: tuple[int, ...], own: dict[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
-        return [shared[d] if d < leading else own[d] if d in own else make.whole(n) for d, n in enumerate(shape)]
+        return [shared[d] if d < leading else own[d] if d in own else make.replicate(n) for d, n in enumerate(shape)]
 
     operands = [tensor(s, apart if i == solved else {}) for i, s in enumerate(call.in_shapes)]
     results = [tensor(s, apart) for s in call.out_shapes]
@@ -53,28 +52,22 @@ def fft(call: Call) -> Rule:
     """The transformed dimensions, the last ones, are whole.
 
     >>> print(fft(Call("fft", {"fft_lengths": (6,)}, ((4, 6),), ((4, 6),), ("c8",))))
-    a b -> a c; whole b c
+    a b -> a c; replicate b c
     """
     leading = len(call.in_shapes[0]) - len(call.params["fft_lengths"])
     make = RuleMaker()
     shared = make.parallel(call.in_shapes[0][:leading])
     operand, result = (
-        [*shared, *(make.whole(n) for n in shape[leading:])] for shape in (call.in_shapes[0], call.out_shapes[0])
+        [*shared, *(make.replicate(n) for n in shape[leading:])] for shape in (call.in_shapes[0], call.out_shapes[0])
     )
     return make.rule([operand], [result], local=_row_major)
 
 
 def _row_major(shards: Shards, x: Any) -> list[Any]:
-    """The transform between arrays that are in memory row by row, where XLA would have it otherwise.
-
-    On CPU it asks for such arrays when it runs, but lets a neighbour that likes another order (a gather along the last
-    dimension) choose when it compiles: "RET_CHECK failure (fft_thunk.cc) LayoutUtil::IsMonotonicWithDim0Major".
-    Elsewhere its compiler chooses.
-    """
+    """The transform between arrays that are in memory row by row on CPU; elsewhere XLA chooses."""
     if shards.mesh.devices is None or shards.mesh.devices[0].platform != "cpu":
         return shards.bind(x)
-    (y,) = shards.bind(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
-    return [with_layout_constraint(y, Layout(tuple(range(y.ndim))))]
+    return [row_major(lambda x: shards.bind(x)[0], x)]
 
 
 @rule("layout_constraint")

@@ -26,8 +26,8 @@ from gshard.core.mark import Mark, atoms_of_partitions, resolve
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.core.split import Split
-from gshard.rules.per_device import renamed
-from gshard.rules.registry import Call, rule
+from gshard.language.per_device import renamed
+from gshard.language.registry import Call, rule
 
 
 @rule("auto_to_manual")
@@ -37,12 +37,12 @@ def auto_to_manual(call: Call) -> Rule:
     >>> from gshard.core.mesh import Mesh
     >>> found = auto_to_manual(Call("auto_to_manual", {"dim": 0, "partitions": 4}, ((8, 3),), ((2, 3),), ("f4",)))
     >>> print(found, found.fixed(Mesh.abstract(x=4)))
-    a b -> c d; whole b c d {0: ('x.0', 'x.1')}
+    a b -> c d; replicate b c d {0: ('x.0', 'x.1')}
     """
     dim, partitions = call.params["dim"], call.params["partitions"]
     (shape,), (part,) = call.in_shapes, call.out_shapes
     make = RuleMaker()
-    operand = [make.factor(n) if d == dim else make.whole(n) for d, n in enumerate(shape)]
+    operand = [make.factor(n) if d == dim else make.replicate(n) for d, n in enumerate(shape)]
 
     def local(shards: Shards, x: Any) -> list[Any]:
         if dim is not None and shape[dim] % partitions:
@@ -52,7 +52,7 @@ def auto_to_manual(call: Call) -> Rule:
     def fixed(mesh: Mesh) -> Split:
         return {} if dim is None else {operand[dim][0]: atoms_of_partitions(partitions, mesh)}
 
-    return make.rule([operand], [[make.whole(n) for n in part]], local=local, fixed=fixed, flops=0)
+    return make.rule([operand], [[make.replicate(n) for n in part]], local=local, fixed=fixed, flops=0)
 
 
 @rule("manual_to_auto")
@@ -61,8 +61,8 @@ def manual_to_auto(call: Call) -> Rule:
     dim, partitions = call.params["dim"], call.params["partitions"]
     (part,), (shape,) = call.in_shapes, call.out_shapes
     make = RuleMaker()
-    operand = [make.whole(n) for n in part]
-    result = [make.factor(n) if d == dim else make.whole(n) for d, n in enumerate(shape)]
+    operand = [make.replicate(n) for n in part]
+    result = [make.factor(n) if d == dim else make.replicate(n) for d, n in enumerate(shape)]
     (between,) = make.factor(partitions, REDUCE, "add") if dim is None else result[dim]
 
     def fixed(mesh: Mesh) -> Split:
@@ -121,7 +121,7 @@ def _check_devices(user_mesh: Any, mesh: Mesh) -> None:
         raise ShardingError(
             "a shard_map inside the program is over other devices than the program.",
             got=f"its mesh: {dict(user_mesh.shape)}; the program's: {mesh}",
-            way_out="Make both over the same devices in the same order.",
+            hint="Make both over the same devices in the same order.",
         )
 
 
@@ -139,6 +139,6 @@ def _cuts(
         raise ShardingError(
             "a shard_map inside the program cuts its devices otherwise than the axes of the program's mesh do.",
             got=f"its mesh: {dict(axes)}; the program's: {mesh}",
-            way_out="Make both over the same mesh.",
+            hint="Make both over the same mesh.",
         )
     return demand.dims

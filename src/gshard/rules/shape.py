@@ -14,7 +14,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.program import itemsize
 from gshard.core.rule import Rule, RuleMaker, moves
 from gshard.core.split import Split, place
-from gshard.rules.registry import Call, rule
+from gshard.language.registry import Call, rule
 
 
 @rule("broadcast_in_dim")
@@ -59,47 +59,49 @@ def squeeze(call: Call) -> Rule:
 
 @rule("reshape")
 def reshape(call: Call) -> Rule:
-    """Dimensions that are regrouped share factors; of pieces that do not line up the major dimensions exchange.
+    """Dimensions that are regrouped share factors; of runs that do not line up the major dimensions communicate.
 
     >>> def show(*shapes): print(reshape(Call("reshape", {"dimensions": None}, shapes[:1], shapes[1:], ("f",))))
     >>> show((6, 4), (24,))
     a b -> (a b)
     >>> show((6, 4), (4, 6))
-    (a b) c -> (a d) e; whole b c d e
+    (a b) c -> (a d) e; replicate b c d e
     >>> show((8, 1, 3), (2, 4, 3))
     (a b) 1 c -> a b c
     >>> show((4, 9), (9, 4))
-    a b -> a c; exchange a; whole b c
+    a b -> a c; communicate a; replicate b c
     """
     make = RuleMaker()
     order = call.params.get("dimensions") or range(len(call.in_shapes[0]))
     source, target = tuple(call.in_shapes[0][d] for d in order), call.out_shapes[0]
     if 0 in source:
-        return make.rule([[make.whole(n) for n in source]], [[make.whole(n) for n in target]], local=_local_reshape)
-    lined, result, pieces = _line_up(make, source, target, may_exchange=not call.on_keys)
+        return make.rule(
+            [[make.replicate(n) for n in source]], [[make.replicate(n) for n in target]], local=_local_reshape
+        )
+    lined, result, misaligned = _line_up(make, source, target, may_communicate=not call.on_keys)
     operand = [lined[list(order).index(d)] for d in range(len(source))]
 
     def local(shards: Shards, x: Any) -> list[Any]:
         x = x if call.params.get("dimensions") is None else lax.transpose(x, tuple(order))
-        for piece in pieces:
-            if atoms := shards.atoms(piece.factor):
-                # Dimensions of size 1 keep the place of those laid end to end: later pieces count from them.
-                flat = (math.prod(x.shape[piece.begin : piece.end]), *[1] * (piece.end - piece.begin - 1))
-                x = x.reshape(*x.shape[: piece.begin], *flat, *x.shape[piece.end :])
-                x = shards.window(x, piece.begin, atoms, piece.window(shards.mesh.count(atoms)), 0)
+        for run in misaligned:
+            if atoms := shards.atoms(run.factor):
+                # Dimensions of size 1 keep the place of those laid end to end: later ones count from them.
+                flat = (math.prod(x.shape[run.begin : run.end]), *[1] * (run.end - run.begin - 1))
+                x = x.reshape(*x.shape[: run.begin], *flat, *x.shape[run.end :])
+                x = shards.window(x, run.begin, atoms, run.window(shards.mesh.count(atoms)), 0)
         return shards.bind(x, new_sizes=shards.out_shape(), dimensions=None)
 
     def sends(mesh: Mesh, split: Split) -> int:
         total = 0
         sizes = [-(-n // mesh.count(a)) for n, a in zip(source, place(tuple(lined), split), strict=True)]
-        for piece in pieces:
-            parts = mesh.count(split.get(piece.factor, ()))
+        for run in misaligned:
+            parts = mesh.count(split.get(run.factor, ()))
             if parts > 1:
-                each = math.prod(sizes[: piece.begin]) * math.prod(sizes[piece.end :]) * itemsize(call.in_dtypes[0])
-                total += piece.window(parts).bytes(math.prod(sizes[piece.begin : piece.end]), each)
+                each = math.prod(sizes[: run.begin]) * math.prod(sizes[run.end :]) * itemsize(call.in_dtypes[0])
+                total += run.window(parts).bytes(math.prod(sizes[run.begin : run.end]), each)
         return total
 
-    return make.rule([operand], [result], local=local, sends=sends if pieces else None, linear=moves(0))
+    return make.rule([operand], [result], local=local, sends=sends if misaligned else None, linear=moves(0))
 
 
 def _local_reshape(shards: Shards, x: Any) -> list[Any]:
@@ -133,17 +135,17 @@ class _OutOfStep:
 
 
 def _line_up(
-    make: RuleMaker, source: tuple[int, ...], target: tuple[int, ...], *, may_exchange: bool
+    make: RuleMaker, source: tuple[int, ...], target: tuple[int, ...], *, may_communicate: bool
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[_OutOfStep]]:
     """Walks both shapes from the major side and gives what they have in common a shared factor.
 
     The part of each side not yet given out always has the same number of elements, so the greatest common divisor
     of the two current dimensions is a factor of both. When it is 1 the two sides are out of step: each takes a whole
-    factor of its own until their products agree again, except for two entire dimensions that begin the piece.
+    factor of its own until their products agree again, except for two entire dimensions that begin it.
     """
     operand: list[tuple[int, ...]] = [() for _ in source]
     result: list[tuple[int, ...]] = [() for _ in target]
-    pieces: list[_OutOfStep] = []
+    misaligned: list[_OutOfStep] = []
     i = j = 0
     left, right = 1, 1  # what remains of the current dimensions
     while True:
@@ -152,7 +154,7 @@ def _line_up(
         while right == 1 and j < len(target):
             right, j = target[j], j + 1
         if left == right == 1:
-            return operand, result, pieces
+            return operand, result, misaligned
         common = math.gcd(left, right)
         if common > 1:
             shared = make.factor(common)
@@ -162,43 +164,43 @@ def _line_up(
             continue
         # Out of step: take factors on both sides until their products agree.
         begin, n, m = i - 1, left, right
-        entire = may_exchange and not operand[i - 1] and not result[j - 1]
+        entire = may_communicate and not operand[i - 1] and not result[j - 1]
         if entire:
-            operand[i - 1] = result[j - 1] = make.exchange(max(left, right))
+            operand[i - 1] = result[j - 1] = make.communicate(max(left, right))
         else:
-            operand[i - 1] += make.whole(left)
-            result[j - 1] += make.whole(right)
+            operand[i - 1] += make.replicate(left)
+            result[j - 1] += make.replicate(right)
         a, b = left, right
         while a != b:
             if a < b:
                 a *= source[i]
-                operand[i] += make.whole(source[i]) if source[i] > 1 else ()
+                operand[i] += make.replicate(source[i]) if source[i] > 1 else ()
                 i += 1
             else:
                 b *= target[j]
-                result[j] += make.whole(target[j]) if target[j] > 1 else ()
+                result[j] += make.replicate(target[j]) if target[j] > 1 else ()
                 j += 1
         if entire:
-            pieces.append(_OutOfStep(operand[begin][0], begin, i, n, m, a))
+            misaligned.append(_OutOfStep(operand[begin][0], begin, i, n, m, a))
         left = right = 1
 
 
 @rule("stack")
 def stack(call: Call) -> Rule:
-    """The new dimension is whole, the others are parallel."""
+    """The new dimension is replicated, the others are parallel."""
     make = RuleMaker()
     dims = make.parallel(call.in_shapes[0])
     result = list(dims)
-    result.insert(call.params["axis"], make.whole(len(call.in_shapes)))
+    result.insert(call.params["axis"], make.replicate(len(call.in_shapes)))
     return make.rule([dims for _ in call.in_shapes], [result], linear=moves(*range(len(call.in_shapes))))
 
 
 @rule("unstack")
 def unstack(call: Call) -> Rule:
-    """The dimension that is taken apart is whole, the others are parallel."""
+    """The dimension that is taken apart is replicated, the others are parallel."""
     make = RuleMaker()
     axis = call.params["axis"]
-    operand = [make.whole(n) if d == axis else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
+    operand = [make.replicate(n) if d == axis else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
     result = [dim for d, dim in enumerate(operand) if d != axis]
     return make.rule([operand], [result for _ in call.out_shapes], linear=moves(0))
 
@@ -223,12 +225,12 @@ def tile(call: Call) -> Rule:
 
 @rule("bitcast_convert_type")
 def bitcast_convert_type(call: Call) -> Rule:
-    """Elements are re-read in place; a dimension that appears or vanishes at the end (other width) is whole."""
+    """Elements are re-read in place; a dimension that appears or vanishes at the end (other width) is replicated."""
     make = RuleMaker()
     operand, result = call.in_shapes[0], call.out_shapes[0]
     dims = make.parallel(operand if len(operand) <= len(result) else result)
     return make.rule(
-        [[*dims, *(make.whole(n) for n in operand[len(dims) :])]],
-        [[*dims, *(make.whole(n) for n in result[len(dims) :])]],
+        [[*dims, *(make.replicate(n) for n in operand[len(dims) :])]],
+        [[*dims, *(make.replicate(n) for n in result[len(dims) :])]],
         linear=[("pick", (0,))],
     )

@@ -1,11 +1,11 @@
 """Static windows along dimensions: slice, pad, concatenate, split and reverse.
 
-A dimension that stays as it is is parallel. One that is cut, padded, joined or reversed is an ``exchange`` factor:
+A dimension that stays as it is is parallel. One that is cut, padded, joined or reversed is a ``communicate`` factor:
 its operand and result are cut in parts of their own sizes, and each device fetches from its neighbours the elements
 that its part of the result needs (a halo exchange; ``comm.halo``).
 
     slice 1:7 of 8 over 2 parts       result parts 1..3 and 4..6; operand parts 0..3 and 4..7: nothing is sent
-    slice 2:8 of 8 over 2 parts       result parts 2..4 and 5..7: element 4 travels
+    slice 2:8 of 8 over 2 parts       result parts 2..4 and 5..7: element 4 is sent
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.halo import Window
-from gshard.comm.route import Piece, Route, routed
+from gshard.comm.route import Chunk, Route, routed
 from gshard.comm.shards import Shards, rest_bytes
 from gshard.comm.steps import PERMUTE
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
 from gshard.core.split import Split
-from gshard.rules.registry import Call, rule
+from gshard.language.registry import Call, rule
 
 
 @rule("slice")
@@ -33,13 +33,13 @@ def slice_(call: Call) -> Rule:
 
     >>> params = {"start_indices": (0, 2), "limit_indices": (4, 5), "strides": None}
     >>> print(slice_(Call("slice", params, ((4, 6),), ((4, 3),), ("f",))))
-    a b -> a b; exchange b
+    a b -> a b; communicate b
 
     A single element has no parts: the device that holds it contributes it, all others nothing.
 
     >>> params = {"start_indices": (0, 2), "limit_indices": (4, 3), "strides": None}
     >>> print(slice_(Call("slice", params, ((4, 6),), ((4, 1),), ("f",))))
-    a b -> a c; pick over b=6; whole c
+    a b -> a c; pick over b=6; replicate c
     """
     (source,), (target,) = call.in_shapes, call.out_shapes
     starts, limits = call.params["start_indices"], call.params["limit_indices"]
@@ -52,7 +52,7 @@ def slice_(call: Call) -> Rule:
         if d in single:
             moved[d] = False
             dims.append(make.factor(n, REDUCE, "pick"))
-            result.append(make.whole(1))
+            result.append(make.replicate(1))
         else:
             dims.append(cut(call, make, n) if moved[d] else make.factor(n))
             result.append(dims[-1])
@@ -109,13 +109,13 @@ def pad(call: Call) -> Rule:
     """Result part ``i`` begins at ``i * size - low``, in the coordinates of the operand spread by the interior padding.
 
     >>> print(pad(Call("pad", {"padding_config": ((0, 0, 0), (1, 1, 0))}, ((4, 6), ()), ((4, 8),), ("f", "f"))))
-    a b, () -> a b; exchange b
+    a b, () -> a b; communicate b
     """
     source, target = call.in_shapes[0], call.out_shapes[0]
     config = [(int(low), int(high), int(interior)) for low, high, interior in call.params["padding_config"]]
     make = RuleMaker()
     moved = [c != (0, 0, 0) for c in config]
-    dims = [make.exchange(max(n, m)) if c else make.factor(n) for n, m, c in zip(source, target, moved, strict=True)]
+    dims = [make.communicate(max(n, m)) if c else make.factor(n) for n, m, c in zip(source, target, moved, strict=True)]
 
     def window(d: int, parts: int) -> Window:
         size = -(-target[d] // parts)
@@ -183,13 +183,13 @@ def concatenate(call: Call) -> Rule:
     """Result part ``i`` takes from each operand the window where the two overlap.
 
     >>> print(concatenate(Call("concatenate", {"dimension": 0}, ((3, 2), (5, 2)), ((8, 2),), ("f", "f"))))
-    a b, a b -> a b; exchange a
+    a b, a b -> a b; communicate a
     """
     axis = call.params["dimension"]
     return joined(call, axis, [(0, shape[axis]) for shape in call.in_shapes])
 
 
-def joined(call: Call, axis: int, pieces: Sequence[tuple[int, int]]) -> Rule:
+def joined(call: Call, axis: int, chunks: Sequence[tuple[int, int]]) -> Rule:
     """The rule of operands, cut from one element to another along ``axis`` and laid side by side.
 
     An operand without dimensions is a number: as many copies of it.
@@ -199,12 +199,12 @@ def joined(call: Call, axis: int, pieces: Sequence[tuple[int, int]]) -> Rule:
     lengths = [shape[axis] if shape else None for shape in call.in_shapes]
     largest = max(target[axis], *(n for n in lengths if n is not None))
     dims = [cut(call, make, largest) if d == axis else make.factor(n) for d, n in enumerate(target)]
-    at = list(itertools.accumulate((end - start for start, end in pieces), initial=0))
+    at = list(itertools.accumulate((end - start for start, end in chunks), initial=0))
 
     def route(parts: int, begins: Sequence[int]) -> Route:
         """From the parts of all operands to that of the result; operand ``k``'s begins at ``begins[k]``."""
-        wanted: list[Piece] = []
-        for (start, end), to, begin, n in zip(pieces, at[:-1], begins, lengths, strict=True):
+        wanted: list[Chunk] = []
+        for (start, end), to, begin, n in zip(chunks, at[:-1], begins, lengths, strict=True):
             if n is not None:
                 wanted += _moved(start, end, to, n, target[axis], parts, begin, 0)
         return routed(tuple(wanted))
@@ -229,7 +229,7 @@ def joined(call: Call, axis: int, pieces: Sequence[tuple[int, int]]) -> Rule:
     def sends(mesh: Mesh, split: Split) -> int:
         parts = mesh.count(split.get(dims[axis][0], ()))
         rest = rest_bytes(target, call.in_dtypes[0], axis, dims, split, mesh)
-        return rest * sum(route(parts, [0] * len(pieces)).messages) if parts > 1 else 0
+        return rest * sum(route(parts, [0] * len(chunks)).messages) if parts > 1 else 0
 
     linear = moves(*range(len(call.in_shapes)))
     operands = [dims if shape else [] for shape in call.in_shapes]
@@ -241,7 +241,7 @@ def split(call: Call) -> Rule:
     """Part ``i`` of each result takes from the operand the window where it and the result overlap.
 
     >>> print(split(Call("split", {"axis": 0, "sizes": (3, 5)}, ((8, 2),), ((3, 2), (5, 2)), ("f",))))
-    a b -> a b, a b; exchange a
+    a b -> a b, a b; communicate a
     """
     axis, sizes, (source,) = call.params["axis"], tuple(map(int, call.params["sizes"])), call.in_shapes
     make = RuleMaker()
@@ -249,7 +249,7 @@ def split(call: Call) -> Rule:
 
     def route(parts: int) -> Route:
         """From the parts of the operand to those of all results, which are side by side."""
-        wanted: list[Piece] = []
+        wanted: list[Chunk] = []
         start = begin = 0
         for n in sizes:
             wanted += _moved(start, start + n, 0, source[axis], n, parts, 0, begin)
@@ -273,8 +273,8 @@ def split(call: Call) -> Rule:
 
 def _moved(
     start: int, end: int, at: int, source: int, target: int, parts: int, begin: int, beginning: int
-) -> Iterator[Piece]:
-    """The pieces in which elements move that two cuts of a dimension hold.
+) -> Iterator[Chunk]:
+    """The chunks in which elements move that two cuts of a dimension hold.
 
     Args:
         start, end: the elements of the source.
@@ -287,13 +287,13 @@ def _moved(
     while start < end:
         (sender, low), (receiver, to) = divmod(start, have), divmod(at, want)
         length = min(end - start, have - low, want - to)
-        yield Piece(sender, begin + low, receiver, beginning + to, length)
+        yield Chunk(sender, begin + low, receiver, beginning + to, length)
         start, at = start + length, at + length
 
 
 def cut(call: Call, make: RuleMaker, n: int) -> tuple[int, ...]:
     """A dimension along which elements move; those of PRNG keys stay whole, since halos are computed with."""
-    return make.whole(n) if call.on_keys else make.exchange(n)
+    return make.replicate(n) if call.on_keys else make.communicate(n)
 
 
 def sends_of(

@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 from gshard.comm.shards import Shards
 from gshard.core.jax_adapter import shapes_of
 from gshard.core.rule import REDUCE, Rule, RuleMaker
-from gshard.rules.registry import Call, rule
+from gshard.language.registry import Call, rule
 
 _SIDES, _METHODS = ("left", "right"), ("scan", "scan_unrolled", "sort", "compare_all")
 

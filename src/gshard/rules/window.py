@@ -1,6 +1,6 @@
 """Sliding windows: pooling (convolutions: ``rules.convolution``).
 
-A spatial dimension is an ``exchange`` factor of operand and result: each device fetches the rows that the windows of
+A spatial dimension is a ``communicate`` factor of operand and result: each device fetches the rows that the windows of
 its own results reach into (a halo), with strides, padding, and dilation of window and operand taken into account, fills
 what is outside, and then works without padding (GShard paper, section 3.3.3 and appendix A.4).
 """
@@ -22,9 +22,9 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import itemsize
 from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split, place
-from gshard.rules.computation import monoid_of, skipping
-from gshard.rules.passing import combined
-from gshard.rules.registry import Call, rule
+from gshard.language.computation import monoid_of, skipping
+from gshard.language.passing import combined
+from gshard.language.registry import Call, rule
 
 
 def sliding(n: int, m: int, size: int, stride: int, low: int, base: int, dilation: int) -> Callable[[int], Window]:
@@ -52,7 +52,7 @@ def pooling(call: Call) -> Rule:
     >>> params = {"window_dimensions": (1, 3), "window_strides": (1, 2), "padding": ((0, 0), (1, 1))}
     >>> params |= {"base_dilation": (1, 1), "window_dilation": (1, 1)}
     >>> print(pooling(Call("reduce_window_sum", params, ((2, 8),), ((2, 4),), ("f4",))))
-    a b -> a b; exchange b
+    a b -> a b; communicate b
 
     What is outside of the array becomes the monoid's identity. A computation that is no known monoid, or whose initial
     values are no identities, may have none: then flags beside the elements say which of them count.
@@ -71,7 +71,7 @@ def pooling(call: Call) -> Rule:
     one_order = call.name != "select_and_gather_add" or sum(n > 1 for n in p["window_dimensions"]) < 2 or not (
         any(any(pad) for pad in p["padding"]) or any(n > 1 for n in p["base_dilation"])
     )  # fmt: skip
-    slid = make.exchange if one_order else make.whole
+    slid = make.communicate if one_order else make.replicate
     dims = [slid(max(n, m)) if w else make.factor(n) for n, m, w in zip(shape, target, moved, strict=True)]
 
     def window(d: int, parts: int) -> Window:
@@ -204,13 +204,13 @@ def select_and_scatter_add(call: Call) -> Rule:
     >>> params = {"window_dimensions": (1, 3), "window_strides": (1, 2), "padding": ((0, 0), (1, 1))}
     >>> params |= {"select_prim": jax.lax.ge_p}
     >>> print(select_and_scatter_add(Call("", params, ((2, 4), (2, 8)), ((2, 8),), ("f4", "f4"))))
-    a b, a b -> a b; exchange b
+    a b, a b -> a b; communicate b
     """
     (sources, shape), p = call.in_shapes, call.params
     sizes, strides = p["window_dimensions"], p["window_strides"]
     make = RuleMaker()
     moved = [not _stays(p, d) for d in range(len(shape))]
-    dims = [make.exchange(max(n, m)) if w else make.factor(n) for n, m, w in zip(shape, sources, moved, strict=True)]
+    dims = [make.communicate(max(n, m)) if w else make.factor(n) for n, m, w in zip(shape, sources, moved, strict=True)]
 
     def source(d: int, parts: int) -> Window:
         """Window ``o`` stands at ``o * stride``; those matter that begin less than their size before the part."""
@@ -295,6 +295,6 @@ def by_other_dimensions(call: Call) -> Rule:
     ]
 
     def tensor(shape: Sequence[int]) -> list[tuple[int, ...]]:
-        return [dim if dim is not None else make.whole(n) for n, dim in zip(shape, parallel, strict=False)]
+        return [dim if dim is not None else make.replicate(n) for n, dim in zip(shape, parallel, strict=False)]
 
     return make.rule([tensor(s) for s in call.in_shapes], [tensor(s) for s in call.out_shapes])

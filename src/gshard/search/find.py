@@ -2,8 +2,8 @@
 
 The problem of ``passes.graph`` is solved; the plan of the solution is partitioned and priced as it would run, and so
 are the presets. What the graph does not know (how kernels are fused, what a moved copy takes of the memory) is learned
-from that: where the plan needs more memory than there is, products run in steps (``passes.windowed``) or values are
-computed again (``remat``), and the problem is solved again with a limit. The best of all that fit is returned.
+from that: where the plan needs more memory than there is, products become collective matmuls (``passes.windowed``) or
+values are recomputed (``remat``), and the problem is solved again with a limit. The best of all that fit is returned.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from gshard.passes.facts import demands, facts_of
 from gshard.passes.graph import Graph
 from gshard.passes.moves import axes_of
 from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
 from gshard.passes.recorded import plan_of
 from gshard.passes.windowed import windowed
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
 from gshard.search.loads import with_loads
 from gshard.search.presets import presets
+from gshard.search.propagated import Propagated, propagated
 from gshard.search.seconds import on_machine, seconds_on
 from gshard.solver.solve import Solution, solve
 
 _ROUNDS = 7  # of solving, each after the second with other memory
 _EFFORT = 0.2  # for these others
 _USUAL = 4  # presets that are always priced, the usual ones
-_PRESETS = 40_000  # equations of the presets together: of a large program only some more are priced
+_PRESETS = 20_000  # equations of the presets together: of a large program only some more are priced
 # Where nothing fits, operands come in parts whose gathered copies are larger than this part of the limit. A copy is
 # there while its product runs, two at a time: smaller ones hold a few percent of what there is, and taking them in
 # steps would start many kernels to free next to nothing.
@@ -58,8 +58,8 @@ class PricedPlan:
         name: ``searched``, or that of a preset.
         plan: the plan.
         cost: of the per-device program that it becomes.
-        kept: bytes at the peak, if nothing is computed again.
-        recomputed: whether something is computed again, so that it fits.
+        kept: bytes at the peak, if nothing is recomputed.
+        recomputed: whether something is recomputed, so that it fits.
     """
 
     name: str
@@ -222,10 +222,10 @@ def finish(
     graph, mesh, limit, donated = begun.graph, begun.graph.mesh, begun.limit, list(donated)
     pricing = Pricing(machine, donated, limit, on_better, list(known or ()))
     if known is None:
-        every = presets(graph.program, mesh, [len(graph.program.captured) + i for i in donated])
+        every = presets(graph.program, mesh, machine, [len(graph.program.captured) + i for i in donated])
         most = max(_USUAL, _PRESETS // (1 + sum(1 for _ in graph.program.block.walk())))
-        for name, plan in itertools.islice(every, most):
-            pricing.add(name, plan)
+        for name, preset in itertools.islice(every, most):
+            pricing.add(name, *preset)
     others = tuple(pricing.known)
     solutions: dict[PricedPlan, Solution] = {}
     bound = 0.0
@@ -252,7 +252,7 @@ def _searched(begun: Begun, pricing: Pricing, budget_seconds: float | None) -> I
     too_much, too_little = np.inf, 0.0
     for _ in range(_ROUNDS):
         solution = solved.pop(0)
-        found = pricing.add("searched", _plan(graph, solution))
+        found = pricing.add("searched", Propagated(_plan(graph, solution)))
         yield found, solution
         spent = time.monotonic() - begun.since
         if (budget_seconds is not None and spent >= budget_seconds) or found.kept <= limit:
@@ -289,28 +289,32 @@ class Pricing:
     on_better: Callable[[PricedPlan], None] | None = None
     known: list[PricedPlan] = dataclasses.field(default_factory=list)
 
-    def planned(self, program: Program, mesh: Mesh) -> Plan:
-        """What follows from a program's marks, by seconds on the machine."""
-        return propagate(program, mesh, donated=self._inputs(program), objective=seconds_on(self.machine))
+    def marked(self, name: str, program: Program, mesh: Mesh) -> PricedPlan:
+        """Prices what follows from a program's marks."""
+        return self.add(name, *propagated(program, mesh, self.machine, donated=self._inputs(program)))
 
-    def add(self, name: str, plan: Plan) -> PricedPlan:
-        """Prices a plan; where it does not fit, products run in steps, or values are computed again, if that helps."""
-        found = self._priced(name, plan)
-        if found.kept > self.limit:
-            in_steps = windowed(plan, Windowed(above=self.limit * _LARGE))
-            ways = [found] + [self._priced(name, in_steps)] * bool(in_steps.rings)
+    def add(self, name: str, *made: Propagated) -> PricedPlan:
+        """Prices a plan, the best of some.
+
+        Where it does not fit, it has collective matmuls, or recomputes, if that helps.
+        """
+        ways = [self._priced(name, one.plan, one.cost) for one in made[:1]]
+        if ways[0].kept > self.limit:
+            ways += [self._priced(name, one.plan, one.cost) for one in made[1:]]
+            matmuls = [windowed(one.plan, Windowed(above=self.limit * _LARGE)) for one in made]
+            ways += [self._priced(name, plan) for plan in matmuls if plan.rings]
             for way in ways.copy():
                 always = way.cost.memory.arguments + way.cost.memory.results - way.cost.memory.shared
                 if way.kept > self.limit >= always:
                     ways.append(self._recomputed(way))
-            found = min(ways, key=lambda way: way.rank(self.limit))
+        found = min(ways, key=lambda way: way.rank(self.limit))
         if self.on_better is not None and all(found.rank(self.limit) < x.rank(self.limit) for x in self.known):
             self.on_better(found)
         self.known.append(found)
         return found
 
-    def _priced(self, name: str, plan: Plan) -> PricedPlan:
-        costs = cost(self._partitioned(plan), self.machine, self.donated)
+    def _priced(self, name: str, plan: Plan, known: Cost | None = None) -> PricedPlan:
+        costs = known or cost(self._partitioned(plan), self.machine, self.donated)
         return PricedPlan(name, plan, costs, costs.peak)
 
     def _partitioned(self, plan: Plan) -> SpmdProgram:

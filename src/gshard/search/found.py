@@ -20,14 +20,16 @@ from gshard.core.mark import Mark, entries_of, mark_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
+from gshard.core.spmd import SpmdProgram
 from gshard.passes.device_program import size
 from gshard.passes.partition import partition
 from gshard.passes.recorded import Recorded
 from gshard.search.alternatives import alternatives, tries
+from gshard.search.as_marks import Marks, marks_of, without_numbers
 from gshard.search.find import Best, PricedPlan, Pricing, begin, finish
 from gshard.search.layouts import FoundLayout, Namable, layout_of
-from gshard.search.marks import Marks, marks_of, without_numbers
 from gshard.search.patch import patch_of
+from gshard.search.propagated import propagated
 
 _SHOWN = 24  # rows of arguments
 _PRESETS = 5  # that are shown beside, the best
@@ -99,7 +101,7 @@ class Found:
         if self.function is None:
             raise ArgumentError(
                 "a plan with a mark that the function does not have is not said as a layout.",
-                way_out="Write the mark into the function, and search again.",
+                hint="Write the mark into the function, and search again.",
             )
         return layout_of(self.best, self.function, self.donated)
 
@@ -121,7 +123,7 @@ class Found:
             raise ArgumentError(
                 f"there is no mark {i!r} to leave out.",
                 got=f"{len(found)} mark{'s' * (len(found) != 1)}",
-                way_out="They are counted from 1; print(found.marks) shows them.",
+                hint="They are counted from 1; print(found.marks) shows them.",
             )
         kept = (mark for k, mark in enumerate(found, 1) if k != i)
         mesh = self.plan.mesh
@@ -152,14 +154,14 @@ class Found:
             raise ArgumentError(
                 f"{sharding!r} is no PartitionSpec.",
                 got=f"found.with_mark({what!r}, {sharding!r})",
-                way_out=f"Write P({self.mesh.axes[0][0]!r}), for example.",
+                hint=f"Write P({self.mesh.axes[0][0]!r}), for example.",
             )
         least = min(matching, key=lambda v: len(v.shape))
         if len(sharding) > (rank := len(least.shape)):
             raise ArgumentError(
                 f"{sharding} has {len(sharding)} entries, and {what!r} names an array of {rank} dimensions.",
                 got=f"{self._format(least)}; {len(matching)} values match",
-                way_out="Give an entry for each dimension at most, or more of the name.",
+                hint="Give an entry for each dimension at most, or more of the name.",
             )
         mark = Mark("spec", spec=entries_of(sharding), axes=tuple(self.mesh.axes))
         marked = with_marks(self.plan.program, dict.fromkeys(matching, mark))
@@ -167,7 +169,7 @@ class Found:
             raise ArgumentError(
                 f"{what!r} cannot be marked: it has a mark already, or enters a loop.",
                 got=f"{len(matching)} values match",
-                way_out="Give more of an argument's name, or of a line that found.why(...) shows.",
+                hint="Give more of an argument's name, or of a line that found.why(...) shows.",
             )
         limit, machine = self.best.limit, self.cost.machine
         begun = begin(marked, self.mesh, machine, donated=self.donated, memory_limit=limit)
@@ -175,7 +177,7 @@ class Found:
 
     def _priced(self, name: str, program: Program) -> PricedPlan:
         pricing = Pricing(self.cost.machine, list(self.donated), self.best.limit)
-        return pricing.add(name, pricing.planned(program, self.plan.mesh))
+        return pricing.marked(name, program, self.plan.mesh)
 
     def why(self, what: str) -> list[str]:
         """What else was possible for values, and what it would cost: those of a source line, or arguments by name.
@@ -209,7 +211,7 @@ class Found:
         arguments = dict.fromkeys(without_numbers(name) for name in self.plan.program.names)
         return ArgumentError(
             f"nothing is called {what!r}: no argument, and no line of the program.",
-            way_out=known_names(what, list(arguments)[:_SHOWN], "Arguments are") + " A line is 'model.py:38'.",
+            hint=known_names(what, list(arguments)[:_SHOWN], "Arguments are") + " A line is 'model.py:38'.",
         )
 
     def _matching(self, what: str) -> Iterator[tuple[Value, str]]:
@@ -217,21 +219,26 @@ class Found:
         if not isinstance(what, str):
             raise ArgumentError(
                 f"{what!r} is no text to look for in names of arguments and lines.",
-                way_out="Give a part of an argument's name (\"['w1']\"), or of a line ('model.py:38').",
+                hint="Give a part of an argument's name (\"['w1']\"), or of a line ('model.py:38').",
             )
         names = dict(zip(self.plan.program.block.inputs, self.plan.program.names, strict=True))
-        makers = {v: e for e in self.plan.program.block.walk() for v in e.outputs}
+        producers = {v: e for e in self.plan.program.block.walk() for v in e.outputs}
         for v in self.plan.shardings:
-            e = makers.get(v)
+            e = producers.get(v)
             name = names.get(v) or (f"{e.name} at {e.line}" if e is not None and e.line else "")
             if name and what in name and v.shape:
                 yield v, name
 
     def explain(self) -> Explanation:
         """What each tensor got and why, as ``gshard.explain`` tells it of a marked function."""
-        first = len(self.plan.program.captured)
-        spmd = partition(self.plan, donated=[first + i for i in self.donated])
-        return explain_program(self.plan, spmd, frozenset(self.donated))
+        first, machine = len(self.plan.program.captured), self.cost.machine
+        donated = [first + i for i in self.donated]
+
+        def marked(program: Program) -> SpmdProgram:
+            found, *_ = propagated(program, self.plan.mesh, machine, donated=donated)
+            return found.spmd or partition(found.plan, donated=donated)
+
+        return explain_program(self.plan, partition(self.plan, donated=donated), marked, frozenset(self.donated))
 
     def html(self, path: str | Path) -> Path:
         """Writes the report of the plan as one page, with what the search tells of it.
@@ -259,7 +266,7 @@ class Found:
             f"{format_bytes(cost.sent)} sent by each device"
         ]
         if best.chosen.recomputed:
-            lines[0] += f"; give jit memory_limit={int(best.limit)} too, so that some values are computed again"
+            lines[0] += f"; give jit memory_limit={int(best.limit)} too, so that some values are recomputed"
         if not best.fits:
             lines += ["this DOES NOT FIT, and needs least of all that was tried. At its peak it holds:", *self._held()]
         elif best.chosen is best.searched:

@@ -3,7 +3,7 @@
 A layout says less than a plan: a dimension is cut alike wherever it has its name. Data, tensor and expert parallelism
 can be said so, and, by rows for one argument (``params:embed``), a state that is split and gathered; a dimension that
 is cut in one place and whole in another cannot. Names are those that the user gave and, for the rest, the labels of
-the classes of dimensions (``analysis.dimensions``).
+the classes of dimensions (``analysis.dimension_classes``).
 
 The problem of ``passes.graph`` is solved once more with one state for all dimensions of a name. From the rows that
 follow, and from none, rows are left out, changed and added one after the other as long as that makes a call shorter.
@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from gshard.analysis.cost import Cost
-from gshard.analysis.dimensions import Dimensions, dimensions_of, of_equal_layers
+from gshard.analysis.dimension_classes import Dimensions, dimensions_of, of_equal_layers
 from gshard.analysis.proposal import spec_of_cut
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.layout import Layout, Names, Row
@@ -108,7 +108,7 @@ class FoundLayout:
         if cost.peak > self.limit:
             lines.append("this DOES NOT FIT: no table was found that does")
         elif self.priced.recomputed:
-            lines.append(f"give jit memory_limit={int(self.limit)} too, so that some values are computed again")
+            lines.append(f"give jit memory_limit={int(self.limit)} too, so that some values are recomputed")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -148,7 +148,7 @@ class _Search:
             raise ArgumentError(
                 f"{program.name} has a layout of ordered rules, and a table that is found has no order.",
                 got=str(given),
-                way_out="Search without it: gshard.search(f, ..., over='layout') for the function without layout=.",
+                hint="Search without it: gshard.search(f, ..., over='layout') for the function without layout=.",
             )
         self.best, self.function, self.given = best, function, given
         self.dimensions = of_equal_layers(dimensions_of(program, function.paths))
@@ -213,7 +213,7 @@ class _Search:
             self.known[key] = None
             try:
                 program = self.function.told(self._layout(rows), self.said)
-                self.known[key] = self.pricing.add("layout", self.pricing.planned(program, self.best.graph.mesh))
+                self.known[key] = self.pricing.marked("layout", program, self.best.graph.mesh)
             except GShardError:
                 if not rows:
                     raise

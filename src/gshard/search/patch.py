@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gshard.core.jax_adapter import is_transposed, user_place
 from gshard.core.program import Equation, Program
-from gshard.search.marks import FoundMark
+from gshard.search.as_marks import FoundMark
 
 _SPEC = "from jax.sharding import PartitionSpec as P"
 
@@ -27,7 +27,7 @@ def patch_of(marks: Sequence[FoundMark], program: Program) -> str:
         marks: of values of the program.
         program: as it was traced; its files must be as they were then.
     """
-    makers = {v: e for e in program.block.walk() for v in e.outputs}
+    producers = {v: e for e in program.block.walk() for v in e.outputs}
     at: dict[tuple[str, int], list[tuple[int, Equation]]] = {}
     for i, e in enumerate(program.block.walk()):
         place = user_place(e.source_info)
@@ -36,7 +36,7 @@ def patch_of(marks: Sequence[FoundMark], program: Program) -> str:
     files: dict[str, _File] = {}
     left: list[str] = []
     for mark in marks:
-        done = [_write(mark.text, makers.get(v), at, files) for v in mark.shardings]
+        done = [_write(mark.text, producers.get(v), at, files) for v in mark.shardings]
         if not all(done):
             left.append(f"# {mark.text} {mark.at}: not written, do it by hand")
     return "\n".join([*left, *(line for file in files.values() for line in file.diff())]) + "\n"

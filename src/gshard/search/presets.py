@@ -1,8 +1,8 @@
-"""Presets: the plans that people write by hand, made by marks on the arguments and ``propagate``.
+"""Presets: the plans that people write by hand, made by marks on the arguments (``propagated``).
 
 Data parallelism, a state that is split (ZeRO, FSDP), and one dimension over all devices or, beside the batch, over the
 last axis: the hidden one is Megatron's plan, that of experts GShard's, the length is sequence parallelism, the height
-of images spatial partitioning (``analysis.dimensions`` finds which dimensions are the same). They are priced beside
+of images spatial partitioning (``analysis.dimension_classes`` finds which are the same). They are priced beside
 what search finds, which is never worse than one of them.
 """
 
@@ -11,26 +11,30 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from gshard.analysis.dimensions import Dimensions, dimensions_of
+from gshard.analysis.dimension_classes import Dimensions, dimensions_of
+from gshard.analysis.machine import Machine
 from gshard.core.errors import GShardError
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value
-from gshard.passes.propagate import propagate
+from gshard.search.propagated import Propagated, propagated
 
 _OUTSIDE, _INSIDE = 2, 1  # the largest dimensions of arguments, and of all values, for which there are presets
 
 
-def presets(program: Program, mesh: Mesh, donated: Collection[int] = ()) -> Iterator[tuple[str, Plan]]:
-    """The plans, each with its name.
+def presets(
+    program: Program, mesh: Mesh, machine: Machine | None = None, donated: Collection[int] = ()
+) -> Iterator[tuple[str, tuple[Propagated, ...]]]:
+    """The plans, each with its name, the best of that name first.
 
     Args:
         program: with the user's marks, which are kept: a preset says something of other arguments only.
         mesh: the devices.
+        machine: whose time counts; bytes count if None.
         donated: inputs of the program (captured arrays counted) that are a training state.
     """
-    yield "as it is marked", propagate(program, mesh, donated=donated)
+    yield "as it is marked", propagated(program, mesh, machine, donated=donated)
     own = program.argument_marks
     state = set(donated) or {i for i, _ in program.state(range(len(program.block.inputs)))}
     data = [i for i, v in enumerate(program.block.inputs) if v.shape and i not in state]
@@ -50,11 +54,15 @@ def presets(program: Program, mesh: Mesh, donated: Collection[int] = ()) -> Iter
         if marked is None:
             continue
         try:
-            plan = propagate(marked, mesh, donated=donated)
+            found = propagated(marked, mesh, machine, donated=donated)
         except GShardError:  # a mark that does not fit one of the user's
             continue
         # It is a plan of the program as it is, without the preset's marks.
-        yield name, dataclasses.replace(plan, program=dataclasses.replace(plan.program, argument_marks=own))
+        yield name, tuple(dataclasses.replace(made, plan=_marked_as(made.plan, own)) for made in found)
+
+
+def _marked_as(plan: Plan, marks: tuple[Mark | None, ...]) -> Plan:
+    return dataclasses.replace(plan, program=dataclasses.replace(plan.program, argument_marks=marks))
 
 
 def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator[tuple[str, dict[int, Mark | None]]]:
@@ -70,12 +78,12 @@ def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator
             continue
         at = {i: found.labels[v].index(c.label) for i, v in enumerate(inputs) if c.label in found.labels[v]}
         called = c.names[0] if c.names else f"the {c.size} of {c.arguments[0][0]}"
-        yield f"{called} over all devices", {i: _cut(inputs[i], d, mesh.atoms, mesh) for i, d in at.items()}
+        yield f"{called} over all devices", {i: _mark_of(inputs[i], d, mesh.atoms, mesh) for i, d in at.items()}
         if len(axes) > 1:
             *others, last = axes
             rest = tuple(a for name in others for a in axes[name])
-            batch = {i: _cut(inputs[i], 0, rest, mesh) for i in data if i not in at}
-            own = {i: _cut(inputs[i], d, axes[last], mesh) for i, d in at.items()}
+            batch = {i: _mark_of(inputs[i], 0, rest, mesh) for i in data if i not in at}
+            own = {i: _mark_of(inputs[i], d, axes[last], mesh) for i, d in at.items()}
             yield f"{called} over {last}, batch over the rest", {**batch, **own}
 
 
@@ -88,7 +96,7 @@ def _bytes(found: Dimensions, values: Iterable[Value]) -> dict[str, int]:
     return held
 
 
-def _cut(v: Value, dim: int, atoms: Atoms, mesh: Mesh) -> Mark | None:
+def _mark_of(v: Value, dim: int, atoms: Atoms, mesh: Mesh) -> Mark | None:
     """The mark that cuts a dimension over these atoms, and says nothing of the others; None where parts are unequal."""
     if v.shape[dim] % mesh.count(atoms):
         return None

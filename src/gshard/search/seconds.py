@@ -55,7 +55,13 @@ class Seconds(Moves):
         return kernels_of(block).walk()
 
     def alike(self, kernel: Kernel) -> Hashable:
-        return kernel.equation  # what is fused with it differs
+        e = kernel.equation
+        arrays = tuple((v.shape, short_dtype(v.dtype)) for v in (*e.inputs, *e.outputs))
+        # What else is fused with it differs: by what that reads, and by its operations.
+        numbers: dict[object, int] = {}
+        same = tuple(numbers.setdefault(v, len(numbers)) for v in (*e.inputs, *kernel.reads))
+        read = tuple(v.bytes for v in kernel.reads)
+        return e.rule, kernel.kind, arrays, same, read, kernel.vector_flops, kernel.moved
 
     def of_splits(self, kernel: Kernel, ways: Sequence[Split], marked: Sequence[Split]) -> Floats:
         """float64 [ways]: one run of a kernel, its equation split so, and what its own way to run on shards takes."""

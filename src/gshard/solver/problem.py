@@ -92,7 +92,7 @@ class Problem:
             raise ProblemError(f"{len(names)} names for {len(own)} nodes.")
         for i, cost in enumerate(own):
             if cost.ndim != 1 or not cost.size:
-                raise ProblemError(f"{called(i)} has costs of shape {cost.shape}.", way_out="One cost for each state.")
+                raise ProblemError(f"{called(i)} has costs of shape {cost.shape}.", hint="One cost for each state.")
         sums: dict[tuple[int, int], Floats] = {}
         for u, v, given in edges:
             u, v = called.node(u, len(own)), called.node(v, len(own))
@@ -236,7 +236,7 @@ class _Names:
 def _numbers(given: ArrayLike, what: str) -> Floats:
     array = np.array(given, dtype=np.float64)
     if not (array >= 0).all():  # NaN compares false
-        raise ProblemError(f"In {what} is a number below zero or NaN.", way_out="What is forbidden costs inf.")
+        raise ProblemError(f"In {what} is a number below zero or NaN.", hint="What is forbidden costs inf.")
     return array
 
 
@@ -256,13 +256,13 @@ def _loads(loads: Iterable[tuple[int, int, int, ArrayLike]], own: list[Floats], 
             yield Load(node, int(start), int(end), amount)
     if total >= MOST_BYTES:
         raise ProblemError(
-            f"The loads are {total:.3g} bytes together.", way_out="Count in larger units: sums must stay below 2**53."
+            f"The loads are {total:.3g} bytes together.", hint="Count in larger units: sums must stay below 2**53."
         )
 
 
 def _limit(limit: float | None) -> float | None:
     if limit is not None and not limit >= 0:
-        raise ProblemError(f"The limit is {limit}.", way_out="Give bytes, or None.")
+        raise ProblemError(f"The limit is {limit}.", hint="Give bytes, or None.")
     return None if limit is None else float(np.floor(limit))
 
 

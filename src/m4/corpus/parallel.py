@@ -95,7 +95,7 @@ def _check(path: Path) -> int:
             f"Convert it first: iconv -f latin1 -t utf-8 {path.name}",
         ) from error
     if empty:
-        raise CorpusError("the corpus file is empty.", str(path), way_out="Give a file with a pair on each line.")
+        raise CorpusError("the corpus file is empty.", str(path), hint="Give a file with a pair on each line.")
     return number
 
 
@@ -175,7 +175,7 @@ def _aligned(path: Path, count: int) -> Iterator[Pair | BadLine]:
         raise CorpusError(
             "this is no parallel text.",
             str(path),
-            way_out="Give a .tsv, .jsonl or .po file, or talk.de beside talk.en with as many lines.",
+            hint="Give a .tsv, .jsonl or .po file, or talk.de beside talk.en with as many lines.",
         )
     english = _check(other)
     if english != count:

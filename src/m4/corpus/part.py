@@ -92,7 +92,7 @@ def write_parts(
             raise CorpusError(
                 f"too little text: not one sentence for the {part} part.",
                 got=f"{sum(found['pairs'].values()):,} pairs with {len(all_keys):,} different English sentences",
-                way_out="Give more text, or hold out a larger share with --dev and --test.",
+                hint="Give more text, or hold out a larger share with --dev and --test.",
             )
     return {**found, "english": len(all_keys), "out_of_domain": secret.total()}
 

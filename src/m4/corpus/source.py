@@ -107,11 +107,11 @@ def chosen(names: Sequence[str], licences: Licences = "all") -> list[Source]:
     """
     for name in names:
         if name not in SOURCES:
-            raise CorpusError(f"there is no source {name!r}.", way_out=f"Choose from {', '.join(sorted(SOURCES))}.")
+            raise CorpusError(f"there is no source {name!r}.", hint=f"Choose from {', '.join(sorted(SOURCES))}.")
         if licences == "permissive" and SOURCES[name].licence not in PERMISSIVE:
             raise CorpusError(
                 f"the licence of {name} is not a permissive one.",
                 got=SOURCES[name].licence,
-                way_out="Leave it out, or allow all licences with --licences all.",
+                hint="Leave it out, or allow all licences with --licences all.",
             )
     return [SOURCES[name] for name in names]

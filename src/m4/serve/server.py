@@ -53,11 +53,11 @@ def listen(options: ServeConfig) -> socket.socket:
     except OSError as error:
         found.close()
         if error.errno == errno.EADDRINUSE:
-            way_out = "Stop what listens there, or name another one with --port (0 takes one that is free)."
-            raise ServeError(f"port {options.port} is in use.", where, way_out=way_out) from error
+            hint = "Stop what listens there, or name another one with --port (0 takes one that is free)."
+            raise ServeError(f"port {options.port} is in use.", where, hint=hint) from error
         if error.errno == errno.EACCES:
-            way_out = "Ports below 1024 need rights; name another one with --port."
-            raise ServeError(f"port {options.port} is not allowed.", where, way_out=way_out) from error
+            hint = "Ports below 1024 need rights; name another one with --port."
+            raise ServeError(f"port {options.port} is not allowed.", where, hint=hint) from error
         raise ServeError(f"cannot listen: {error.strerror}.", where) from error
     return found
 
@@ -69,7 +69,7 @@ def _allow_files(connections: int) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ServeError(
             f"this process may open {hard} files, which is too few for {connections} connections.",
-            way_out=f"Give --connections of at most {max(hard - _OTHER_FILES, 1)}, or raise the limit (ulimit -Hn).",
+            hint=f"Give --connections of at most {max(hard - _OTHER_FILES, 1)}, or raise the limit (ulimit -Hn).",
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 
@@ -15,6 +15,7 @@ from gshard.analysis.origin import MergedCollective, cause_of, origins
 from gshard.analysis.proposal import Proposal
 from gshard.analysis.report.places import Places
 from gshard.analysis.report.tensors import tensor_rows
+from gshard.analysis.rows import TensorRow
 from gshard.analysis.timeline import Event, thinned, timeline
 from gshard.analysis.verdict import Verdict
 from gshard.core.mesh import Mesh
@@ -23,17 +24,43 @@ from gshard.core.program import Equation, Value
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.passes.device_program import COLLECTIVE, size
 
-if TYPE_CHECKING:
-    from gshard.analysis.explain import Explanation
-
 MOMENTS = 1500  # points of the curve of memory
 EVENTS = 3000  # stretches of time that are drawn
 PEAK_ROWS = 15
 _BOUNDS = ("compute", "memory", "network")
 
 
+class Explained(Protocol):
+    """What the report reads of an ``Explanation``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def equations(self) -> int: ...
+    @property
+    def tensors(self) -> Sequence[TensorRow]: ...
+    @property
+    def gathered(self) -> tuple[str, ...]: ...
+    @property
+    def argument_bytes(self) -> tuple[int, int]: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def spmd(self) -> SpmdProgram: ...
+    @property
+    def replicated(self) -> tuple[str, ...]: ...
+    @property
+    def layout(self) -> tuple[str, ...]: ...
+    @property
+    def unused(self) -> tuple[str, ...]: ...
+    @property
+    def total_bytes(self) -> int: ...
+
+
 def report_data(
-    explanation: Explanation,
+    explanation: Explained,
     found: Cost,
     rows: Sequence[MergedCollective],
     proposals: Sequence[Proposal | None],
@@ -49,7 +76,7 @@ def report_data(
         verdict: what bounds a call.
     """
     places, plan, mesh = Places(), explanation.plan, explanation.mesh
-    makers = {v: e for e in plan.program.block.walk() for v in e.outputs}
+    producers = {v: e for e in plan.program.block.walk() for v in e.outputs}
     owners = origins(explanation.spmd, found)
     lines = _line_costs(explanation.spmd, found, owners, places)
     return {
@@ -84,11 +111,11 @@ def report_data(
             "work": verdict.work,
         },
         "collectives": [
-            _collective(row, plan, makers, places) | {"proposal": "" if p is None else str(p)}
+            _collective(row, plan, producers, places) | {"proposal": "" if p is None else str(p)}
             for row, p in zip(rows, proposals, strict=True)
         ],
         "timeline": _timeline(found, owners, rows, places),
-        "tensors": tensor_rows(explanation.tensors, plan, makers, places),
+        "tensors": tensor_rows(explanation.tensors, plan, producers, places),
         "memory": _memory(found, places),
         "time": _time(found),
         "gathered": list(explanation.gathered),
@@ -102,7 +129,9 @@ def report_data(
     }
 
 
-def _collective(row: MergedCollective, plan: Plan, makers: Mapping[Value, Equation], places: Places) -> dict[str, Any]:
+def _collective(
+    row: MergedCollective, plan: Plan, producers: Mapping[Value, Equation], places: Places
+) -> dict[str, Any]:
     mesh, c = plan.mesh, row.collective
     moved = ""
     if c.value is not None and c.before is not None and c.after is not None:
@@ -121,7 +150,7 @@ def _collective(row: MergedCollective, plan: Plan, makers: Mapping[Value, Equati
         "cause": places.of(c.cause),
         "emitted": places.of(c.emitted),
         "why": c.why,
-        "advice": advice(c, plan, makers),
+        "advice": advice(c, plan, producers),
         "pairs": row.pairs,
         "over": row.over,
     }

@@ -12,7 +12,7 @@ from gshard.core.program import Equation, Value
 
 
 def tensor_rows(
-    told: Sequence[TensorRow], plan: Plan, makers: Mapping[Value, Equation], places: Places
+    told: Sequence[TensorRow], plan: Plan, producers: Mapping[Value, Equation], places: Places
 ) -> list[dict[str, Any]]:
     """All arrays, largest first; a reason is [dimension, text, the row it came from or -1, its dimension]."""
     order = sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))
@@ -36,7 +36,7 @@ def tensor_rows(
                 "bytes": row.bytes,
                 "local": row.local_bytes,
                 "argument": row.is_argument,
-                "place": places.of(makers.get(v)),
+                "place": places.of(producers.get(v)),
                 "note": row.note,
                 "reason": row.reason if row.why else "",
                 "reasons": reasons,

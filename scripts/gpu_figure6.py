@@ -1,0 +1,127 @@
+"""On one GPU: how fast dense and MoE models train, and whether more experts translate better, in slices that resume.
+
+    m4 prepare --tier base --output data/base
+    python scripts/gpu_figure6.py --data data/base --machine "one H200"     # again until it ends with 0
+    python scripts/gpu_figure6.py --dry-run                                 # on CPU, tiny; pages stay in --output
+
+First the throughput table, docs/gpu_throughput.md: tokens a second of a training step (``gpu_step``) of dense and MoE
+models, with ``einsum``, ``gather`` and the dispatches that drop nothing, under ``gshard.jit`` and ``jax.jit``. Then
+``scripts/figure6.py`` with the size ``gpu`` and steps for at least 100 million target tokens a model, which writes
+docs/results.md. Both go on where they were; the exit code is 75 while there is more to do, and 2 where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from figure6 import SIZES
+from gpu import DISPATCHES, environment, missing
+from gpu_page import failed, machine_of, of_kind, put, steps
+from resumable import AGAIN, ROOT, Part, State, run
+
+TARGET_TOKENS = 100e6  # of each model
+FILLED = 0.45  # of a batch, what are target tokens and not padding: 0.47 in docs/results.md
+SHORTEST = 5.0  # minutes that a slice of figure6.py needs
+
+HEAD = """# Throughput on a GPU
+
+<!-- Written by scripts/gpu_figure6.py from what it measured: change that, not this. -->
+
+{what} Models are presets of `m4 train`, in bfloat16, with vocabularies of 32,000 words; tokens are random ids.
+"""
+
+
+def parts_of(mode: str) -> list[Part]:
+    """The rows of the throughput table."""
+    of_experts = [("moe-8e-12l", dispatch) for dispatch in DISPATCHES]
+    rows = [("dense-12l-wide",), *of_experts, ("moe-32e-12l", "gather"), ("moe-128e-12l", "gather")]
+    tiny = ("--tiny",) if mode == "dry-run" else ()
+    machine = Part("machine", ("scripts/gpu_checks.py", "machine"), 120, environment(mode))
+    steps = [
+        Part(f"step {' '.join(row)}", ("scripts/gpu_step.py", "step", *row, *tiny), 400, environment(mode))
+        for row in rows
+    ]
+    return [machine, *steps]
+
+
+def page(state: State, again: str, mode: str) -> str:
+    """The text of the throughput page."""
+    what = "One device trains." if mode == "gpu" else "**A dry run on CPU with tiny sizes: no figure means anything.**"
+    found = list(of_kind(state, "step").values())
+    sections = [HEAD.format(what=what), machine_of(state), "## Tokens a second\n\n" + steps(found) if found else ""]
+    sections += [failed(state), f"## Doing it again\n\n```bash\n{again}\n```\n"]
+    return "\n".join(filter(None, sections))
+
+
+def steps_for(size: str) -> int:
+    """Steps in which a model of a size of figure6.py sees enough target tokens, in whole thousands."""
+    chosen = SIZES[size]
+    return max(chosen.steps, math.ceil(TARGET_TOKENS / (FILLED * chosen.tokens) / 1000) * 1000)
+
+
+def figure6(data: Path, output: Path, mode: str, machine: str, minutes: float) -> list[str]:
+    """The command line that goes on with the comparison of models."""
+    size = "gpu" if mode == "gpu" else "smallest"
+    line = [sys.executable, str(ROOT / "scripts" / "figure6.py"), "--data", str(data), "--size", size]
+    line += ["--runs", str(output / f"figure6-{size}"), "--machine", machine, "--slice-minutes", f"{minutes:.2f}"]
+    line += ["--steps", str(steps_for(size))] if mode == "gpu" else ["--page", str(output / "results.md")]
+    return line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a slice, and writes the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder that m4 prepare made; without it only the throughput table")
+    parser.add_argument("--minutes", type=float, default=9, help="of a slice")
+    parser.add_argument("--output", type=Path, help="of state and models; runs/gpu-figure6, with -dry-run, by default")
+    parser.add_argument("--machine", default="one GPU", help="in words, for the page of results")
+    parser.add_argument("--retry", action="store_true", help="measure what has failed again")
+    parser.add_argument("--dry-run", action="store_const", dest="mode", const="dry-run", default="gpu")
+    given = parser.parse_args(arguments)
+    if given.data is not None and given.minutes <= SHORTEST:
+        parser.error(f"figure6.py needs slices of more than {SHORTEST:g} minutes")
+
+    begin, mode = time.monotonic(), given.mode
+    output = given.output or Path("runs") / ("gpu-figure6" if mode == "gpu" else "gpu-figure6-dry-run")
+    where = (ROOT / "docs" if mode == "gpu" else output) / "gpu_throughput.md"
+    state = State(output / "state.json", {"mode": mode, "jax": metadata.version("jax")})
+    if state.found("machine") is None and (lacks := missing(mode)):
+        print(f"{lacks}. --dry-run shows on CPU that the script works.", file=sys.stderr)
+        return 2
+    data = [] if given.data is None else ["--data", given.data.name if given.data.is_absolute() else str(given.data)]
+    again = shlex.join(["python", "scripts/gpu_figure6.py", *data, *(["--dry-run"] if mode == "dry-run" else [])])
+
+    def write() -> None:
+        put(where, page(state, again, mode))
+
+    over = run(parts_of(mode), state, given.minutes, retry=given.retry, after=write)
+    write()
+    print(f"written: {where}", flush=True)
+    left = given.minutes - (time.monotonic() - begin) / 60
+    if not over:
+        return AGAIN
+    if given.data is None:
+        return 0
+    if left < SHORTEST:
+        return AGAIN
+    line = figure6(given.data, output, mode, given.machine, left)
+    return subprocess.run(line, env=_of_figure6(mode)).returncode
+
+
+def _of_figure6(mode: str) -> dict[str, str]:
+    """The environment of figure6.py, whose models train on the first device that there is."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, **environment(mode), "PYTHONPATH": path}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""HLO parser: the instructions of a compiled program, and how often its loops go round.
+
+Only what the text says about structure is read: names, types, operation codes, operands, attributes and the
+table of source lines. What a collective costs is next door, in ``hlo``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+
+_COMMENT = re.compile(r"/\*[^*]*\*/")
+_NAME = re.compile(r"%([\w.\-]+)")
+_HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,<=]*)\]")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+        name: without ``%``.
+        type: as printed: ``f32[8,4]{1,0}``, or several in parentheses.
+        opcode: ``all-reduce``, ``while``, ...
+        operands: names; a constant or a parameter has none.
+        literal: what stands between the parentheses.
+        attributes: everything after them.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    literal: str
+    attributes: str
+
+    def called(self, attribute: str) -> tuple[str, ...]:
+        """The computations that an attribute names, one or a list in braces."""
+        found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
+        return tuple(_NAME.findall(found[1])) if found else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A function of the module: its instructions by name, and its result."""
+
+    instructions: Mapping[str, Instruction]
+    root: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled program.
+
+    Attributes:
+        computations: by name.
+        entry: the name of the one that runs.
+        devices: how many devices it runs on.
+        frames: the user's ``file:line`` by the number that instructions call ``stack_frame_id``.
+    """
+
+    computations: Mapping[str, Computation]
+    entry: str
+    devices: int
+    frames: Mapping[int, str]
+
+
+def type_bytes(text: str) -> int:
+    """Bytes of all arrays in a type; tokens have none.
+
+    >>> type_bytes("(f32[8,4]{1,0}, bf16[3], pred[], s4[3])")
+    137
+    """
+    total = 0
+    for kind, bits, dimensions in _ARRAY.findall(text):
+        elements = math.prod(int(d.removeprefix("<=")) for d in dimensions.split(",") if d)
+        width = 8 if kind == "pred" else int(bits or 0)
+        total += (elements * width + 7) // 8
+    return total
+
+
+def read_module(text: str) -> Module:
+    """Reads what ``jax.jit(f).lower(...).compile().as_text()`` gives."""
+    computations: dict[str, Computation] = {}
+    entry, name, root = "", "", ""
+    instructions: dict[str, Instruction] = {}
+    for raw in text.splitlines():
+        line = _COMMENT.sub("", raw)
+        if not name:
+            if (header := _HEADER.match(line)) and not line.startswith("HloModule"):
+                name, root, instructions = header[2], "", {}
+                entry = name if header[1] else entry
+        elif line.startswith("}"):
+            computations[name] = Computation(instructions, root)
+            name = ""
+        elif found := _INSTRUCTION.match(line):
+            instructions[found[2]] = _read_instruction(found[2], found[3])
+            root = found[2] if found[1] else root
+    top = text.split("\n", 1)[0]
+    counts = (re.search(rf"\b{key}=(\d+)", top) for key in ("replica_count", "num_partitions"))
+    return Module(computations, entry, math.prod(int(c[1]) for c in counts if c), _read_frames(text))
+
+
+def _read_instruction(name: str, text: str) -> Instruction:
+    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    result, rest = text[:end], text[end:].lstrip()
+    start = rest.index("(")
+    end = _closing(rest, start)
+    inside = rest[start + 1 : end - 1]
+    return Instruction(name, result, rest[:start], tuple(_NAME.findall(inside)), inside, rest[end:])
+
+
+def _closing(text: str, start: int) -> int:
+    """The position after the parenthesis that closes the one at ``start``."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        if depth == 0:
+            return i + 1
+    return len(text)
+
+
+def _read_frames(text: str) -> dict[int, str]:
+    """JAX writes frames innermost last, its own left out; the innermost one is the line to name."""
+    files = {int(i): path for i, path in re.findall(r'^(\d+) "([^"\n]*)"$', _section(text, "FileNames"), re.M)}
+    places = re.findall(r"^(\d+) \{file_name_id=(\d+).*?\bline=(\d+)", _section(text, "FileLocations"), re.M)
+    lines = {int(i): f"{files.get(int(f), '').rsplit('/', 1)[-1]}:{line}" for i, f, line in places}
+    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", _section(text, "StackFrames"), re.M)
+    return {int(i): lines.get(int(place), "") for i, place in frames}
+
+
+def _section(text: str, title: str) -> str:
+    found = re.search(rf"^{title}\n((?:\d+ .*\n)*)", text, re.M)
+    return found[1] if found else ""
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """How often the body of a ``while`` runs, or None where only the data tell.
+
+    XLA notes the count where it knows it. Else a loop counts if its condition compares one element of the state
+    with a constant, its body adds a constant to that element, and the state starts with a constant there.
+    """
+    if noted := re.search(r'known_trip_count"?[:=]\s*\{"?n"?[:=]\s*"?(\d+)', loop.attributes):
+        return int(noted[1])
+    (condition,), (body,) = loop.called("condition"), loop.called("body")
+    test = _value(module, module.computations[condition], None, ())
+    step = functools.partial(_element, module, module.computations[body], None)
+    first = functools.partial(_element, module, computation, loop.operands[0])
+    match test:
+        case ("compare", direction, ("element", int(i)), limit):
+            return _count(str(direction), first(i), _constant(limit, first, step), step(i), i)
+        case ("compare", direction, limit, ("element", int(i))):
+            turned = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}.get(str(direction), str(direction))
+            return _count(turned, first(i), _constant(limit, first, step), step(i), i)
+    return None
+
+
+Value = tuple[object, ...] | None
+"""``("constant", n)``, ``("element", i)`` of the state, ``("add", a, b)``, ``("compare", direction, a, b)``."""
+
+
+def _constant(limit: object, first: Callable[[int], Value], step: Callable[[int], Value]) -> Value:
+    """A limit that the state carries along unchanged is what the state starts with."""
+    match limit:
+        case ("element", int(j)) if step(j) == ("element", j):
+            return first(j)
+        case ("constant", int(n)):
+            return ("constant", n)
+    return None
+
+
+def _count(direction: str, first: Value, limit: Value, step: Value, i: int) -> int | None:
+    match first, limit, step:
+        case (("constant", int(a)), ("constant", int(b)), ("add", ("element", int(j)), ("constant", int(by)))) | (
+            ("constant", int(a)),
+            ("constant", int(b)),
+            ("add", ("constant", int(by)), ("element", int(j))),
+        ) if i == j and by:
+            distance = {"LT": b - a, "LE": b - a + 1, "GT": b - a, "GE": b - a - 1, "NE": b - a}.get(direction)
+            upwards = {"LT": True, "LE": True, "GT": False, "GE": False, "NE": by > 0}.get(direction)
+            if distance is None or upwards != (by > 0) or (direction == "NE" and (distance % by or distance * by < 0)):
+                return None
+            return max(0, math.ceil(distance / by))
+    return None
+
+
+def _element(module: Module, computation: Computation, of: str | None, i: int) -> Value:
+    """Element ``i`` of a tuple, by default of the result."""
+    made = computation.instructions.get(of or computation.root)
+    while made is not None and made.opcode in ("copy", "opt-barrier"):
+        made = computation.instructions.get(made.operands[0])
+    if made is None or made.opcode != "tuple":
+        return None
+    return _value(module, computation, made.operands[i], ())
+
+
+def _value(module: Module, computation: Computation, name: str | None, arguments: tuple[Value, ...]) -> Value:
+    """What a scalar is in terms of constants and of the state's elements; ``arguments`` inside a fusion."""
+    made = computation.instructions.get(name or computation.root)
+    if made is None:
+        return None
+    value = functools.partial(_value, module, computation, arguments=arguments)
+    match made.opcode:
+        case "constant":
+            return ("constant", int(made.literal)) if re.fullmatch(r"-?\d+", made.literal.strip()) else None
+        case "copy" | "bitcast" | "convert" | "reshape":
+            return value(made.operands[0])
+        case "parameter":
+            return arguments[int(made.literal)] if arguments else None
+        case "get-tuple-element":
+            index = re.search(r"\bindex=(\d+)", made.attributes)
+            whole = computation.instructions.get(made.operands[0])
+            is_state = whole is not None and whole.opcode == "parameter" and not arguments
+            return ("element", int(index[1])) if index and is_state else None
+        case "add":
+            return ("add", value(made.operands[0]), value(made.operands[1]))
+        case "compare":
+            direction = re.search(r"\bdirection=(\w+)", made.attributes)
+            return ("compare", direction[1] if direction else "", value(made.operands[0]), value(made.operands[1]))
+        case "fusion" | "call":
+            (inner,) = made.called("calls") or made.called("to_apply")
+            return _value(module, module.computations[inner], None, tuple(value(o) for o in made.operands))
+    return None

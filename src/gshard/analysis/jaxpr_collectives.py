@@ -1,0 +1,31 @@
+"""Jaxpr collectives: what a per-device program sends to others, by kind; not what it reports of itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gshard.comm.collectives import collectives_of
+from gshard.core.spmd import Collective
+
+
+def emitted(jaxpr: Any, sizes: Mapping[str, int]) -> Counter[str]:
+    """Bytes that each device sends in one call, by kind; the bodies of a loop whose end is not known count once.
+
+    Args:
+        jaxpr: the program, with its ``shard_map``.
+        sizes: the axes of the mesh inside it.
+    """
+    found: Counter[str] = Counter()
+    for kind, _, sent, _ in collectives_of(jaxpr, sizes):
+        found[kind] += sent
+    return +found
+
+
+def reported(collectives: Iterable[Collective]) -> Counter[str]:
+    """What a program reports of itself, in the same form."""
+    found: Counter[str] = Counter()
+    for c in collectives:
+        found[c.kind] += c.total_bytes
+    return +found

@@ -1,0 +1,100 @@
+"""Baselines: whether a program keeps to a limit, or to what it was: ``gshard explain`` in continuous integration.
+
+gshard explain train.py:example --json main.json                               # once, on the main branch
+gshard explain train.py:example --fail-above 50MiB --baseline main.json        # exit status 3 if it is more
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gshard.analysis.difference import difference
+from gshard.core.program import format_bytes
+from gshard.named_target import TargetError
+from gshard.remat.rematerialise import MemoryLimitError, bytes_of
+
+_SHOWN = 5  # lines that a failure names
+_GROWTH = 1.01  # of FLOPs and memory: less is no change of the plan
+
+
+class CheckFailed(Exception):
+    """More is sent, computed or held than is allowed; the text says what and where."""
+
+
+def explanation_in(path: str) -> dict[str, Any]:
+    """What ``--json`` wrote.
+
+    Raises:
+        TargetError: there is no such file, or it is no JSON.
+    """
+    hint = "Write one with: gshard explain TARGET --json FILE"
+    try:
+        data: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise TargetError(f"{path} cannot be read: {error.strerror}.", hint=hint) from error
+    except ValueError as error:
+        raise TargetError(f"{path} is no explanation: {error}.", hint=hint) from error
+    return data
+
+
+def limit_of(text: str) -> int:
+    """A number of bytes: ``50MiB``, or 0.
+
+    Raises:
+        TargetError: it is none.
+    """
+    try:
+        return 0 if text.strip() in ("0", "0B") else bytes_of(text)
+    except MemoryLimitError as error:
+        raise TargetError(f"--fail-above {text} is no number of bytes.", hint="Write 50MiB, 1.5GB or 0.") from error
+
+
+def over_limit(data: Mapping[str, Any], limit: int) -> str:
+    """The lines that send most, if each device sends more than so many bytes in one call; else nothing.
+
+    Args:
+        data: an explanation, as data.
+        limit: bytes.
+    """
+    total = data["totals"]["sent"]
+    if total <= limit:
+        return ""
+    most = sorted(data["lines"].items(), key=lambda pair: -pair[1][1])[:_SHOWN]
+    texts = {f"{f['name']}:{n}": text.strip() for f in data["files"] for n, text in f["lines"]}
+    sent = f"each device sends {format_bytes(total)} in one call of {data['name']}"
+    rows = [f"  {format_bytes(row[1]):>10}  {place}  {texts.get(place, '')}" for place, row in most if row[1]]
+    return "\n".join([f"{sent}, and --fail-above allows {format_bytes(limit)}. Most is sent by", *rows])
+
+
+def over_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What grew, with its lines, if a program sends more bytes than it did, or computes or holds a percent more.
+
+    Args:
+        before: what ``--json`` wrote earlier.
+        after: the data of the explanation now.
+
+    Raises:
+        DifferenceError: ``before`` is no explanation.
+    """
+    found = difference(before, after)
+    grown = []
+    if found.after.sent > found.before.sent:
+        grown.append("bytes sent")
+    if found.after.flops > _GROWTH * found.before.flops:
+        grown.append("FLOPs of a device")
+    if found.peaks is not None and found.peaks[1] > _GROWTH * found.peaks[0]:
+        grown.append("peak memory of a device")
+    if not grown:
+        return ""
+    rows = [line for line in found.lines if line.more > 0 or line.after.flops > _GROWTH * line.before.flops]
+    lines = [f"{' and '.join(grown)} grew since the baseline.", *found.format(lines=0).splitlines()[:5], "", "worse"]
+    for line in rows[:_SHOWN]:
+        flops = f", {line.before.flops:,} -> {line.after.flops:,} FLOPs" if line.after.flops > line.before.flops else ""
+        sent = f"{format_bytes(line.before.sent)} -> {format_bytes(line.after.sent)}"
+        lines.append(f"  {line.place}  {sent}{flops}  {line.text.strip()[:70]}")
+    if len(rows) > _SHOWN:
+        lines.append(f"  and {len(rows) - _SHOWN} more lines")
+    return "\n".join(lines if rows else lines[:-2])

@@ -1,0 +1,110 @@
+"""XLA's bugs, and how they are worked around: each with its issue, all last seen in jaxlib 0.10.2.
+
+``tests/core/test_xla_workarounds.py`` shows each bug; a test there that fails says which of these can go.
+
+    opaque_identity   CPU: equal computations on both sides of a barrier are merged       no issue
+    opaque_for_slice  CPU: an integer slice of a product of a slice loses the factor      no issue
+    with_initial      the initial value of a reduction over one element is dropped        no issue
+    update_window     one index out of range writes what lies beside a slice              openxla/xla#49121
+    AS_WRITTEN        the same; and CPU reads what it has overwritten in place            openxla/xla#49176
+    row_major         CPU: a transform beside a gather is given an order that it refuses  no issue
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+# Whether XLA for CPU leaves barriers in their place, as it does for other devices.
+_LEAVES_BARRIERS = jax.__version_info__[:2] >= (0, 12)
+
+# Options of a compiler that runs a program as it is written: without XLA's algebraic simplifier.
+AS_WRITTEN = {"xla_disable_hlo_passes": "algsimp"}
+
+
+def opaque_identity(arrays: Sequence[Any], late: Any) -> list[Any]:
+    """The same arrays, bit by bit; for XLA they are others, and not there before ``late`` is.
+
+    XLA for GPU and TPU leaves ``optimization_barrier`` in its place. XLA for CPU removes it and then merges what it
+    kept apart, up to jaxlib 0.11. So each array is changed by a number that XLA does not know and that is always zero;
+    later versions, which leave the barrier, find out about the number.
+
+    >>> opaque_identity([jnp.float32(-0.0), jnp.arange(2), jnp.bool_(True)], jnp.float32(7))
+    [Array(-0., dtype=float32), Array([0, 1], dtype=int32), Array(True, dtype=bool)]
+    """
+    if _LEAVES_BARRIERS:
+        return list(lax.optimization_barrier((*arrays, late))[:-1])
+    first = late[(0,) * late.ndim] if late.size and _bits(late.dtype) else None
+    seed = jnp.uint32(1) if first is None else _as_bits(first).astype(jnp.uint32)
+    zero = seed & lax.rng_uniform(jnp.uint32(0), jnp.uint32(1), ())
+    return [_changed(x, zero) for x in arrays]
+
+
+def opaque_for_slice(x: Any, dim: int, size: int) -> Any:
+    """An array of which ``size`` elements along ``dim`` are about to be taken, hidden from XLA where it would err.
+
+    XLA on CPU loses the factor of ``dynamic_slice(dynamic_slice(x) * 3)`` if the result is one integer.
+    """
+    count = x.size // x.shape[dim] * size if x.size else 0
+    return opaque_for_one(x, count) if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+
+def opaque_for_one(x: Any, count: int) -> Any:
+    """The same for ``count`` elements of an array of any type that are read and written."""
+    return lax.optimization_barrier(x) if count == 1 else x
+
+
+def with_initial(folded: Any, initial: Any, combine: Callable[[Any, Any], Any], counts: Any) -> Any:
+    """What was folded from an identity, with an initial value where it ``counts``.
+
+    Folded in, XLA drops an initial value where a part has one element, as if it were an identity.
+    """
+    return jnp.where(counts, combine(folded, jnp.broadcast_to(initial, folded.shape)), folded)
+
+
+def update_window(
+    x: Any, start: Sequence[Any], sizes: Sequence[int], change: Callable[[Any], Any], applies: Any
+) -> Any:
+    """Changes a window that lies inside of an array, if that ``applies``; else writes what is there already.
+
+    XLA reads another element than it should where a scatter's single index is out of range and meets a slice.
+    """
+    there = lax.dynamic_slice(x, start, sizes)
+    return lax.dynamic_update_slice(x, jnp.where(applies, change(there), there), start)
+
+
+def row_major(transform: Callable[[Any], Any], x: Any) -> Any:
+    """A transform between arrays that are in memory row by row.
+
+    XLA on CPU asks for such arrays when it runs, but lets a neighbour that likes another order (a gather along the last
+    dimension) choose when it compiles: "RET_CHECK failure (fft_thunk.cc) LayoutUtil::IsMonotonicWithDim0Major".
+    """
+    y = transform(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
+    return with_layout_constraint(y, Layout(tuple(range(y.ndim))))
+
+
+def _changed(x: Any, zero: Any) -> Any:
+    bits = _bits(x.dtype)
+    if not bits:
+        return lax.optimization_barrier(x)
+    if x.dtype == jnp.bool_:
+        return x ^ (zero != 0)
+    return lax.bitcast_convert_type(_as_bits(x) ^ zero.astype(bits), x.dtype)
+
+
+def _as_bits(x: Any) -> Any:
+    return x if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, _bits(x.dtype))
+
+
+def _bits(dtype: Any) -> Any:
+    """The unsigned type as wide as another; None for what has none, such as complex numbers and keys."""
+    if dtype == jnp.bool_:
+        return jnp.bool_
+    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)) or dtype.itemsize > 4:
+        return None
+    return {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]

@@ -1,0 +1,52 @@
+"""Interpreter: runs a block as it stands, on the arrays it is given: nothing is split, and nothing is moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gshard.core.jax_adapter import as_if_at, bind
+from gshard.core.mesh import Atoms
+from gshard.core.program import Block, Constant, Equation, Value
+from gshard.core.sharding import Sharding
+from gshard.language.region import REGIONS
+
+
+class Interpreter:
+    """What regions need to run their bodies; how an equation without a body runs is for others to say."""
+
+    def sharding(self, value: Value | Constant) -> Sharding:
+        """Nothing is split."""
+        return Sharding.replicated(len(value.shape))
+
+    def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
+        """Nothing is moved."""
+        return array
+
+    def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
+        """There is one flag."""
+        return flag
+
+    def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Runs one equation without a body."""
+        return bind(e.primitive, e.params, inputs)
+
+    def run(self, block: Block, arrays: Sequence[Any], trip_count: int = 1) -> list[Any]:
+        """Runs a block."""
+        env: dict[Value, Any] = dict(zip(block.inputs, arrays, strict=True))
+
+        def read(v: Value | Constant) -> Any:
+            return v.value if isinstance(v, Constant) else env[v]
+
+        for e in block.equations:
+            with as_if_at(e.source_info), jax.named_scope(e.name):
+                inputs = [read(v) for v in e.inputs]
+                if e.rule is not None:
+                    results = self.equation(e, inputs)
+                else:
+                    results = REGIONS[e.name].emit(e, self, [jnp.asarray(x) for x in inputs])
+            env.update(zip(e.outputs, results, strict=True))
+        return [jnp.asarray(read(v)) for v in block.outputs]

@@ -1,0 +1,50 @@
+"""Marks and names as primitives: identities that JAX's transformations carry along, cotangents included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from gshard.core.layout import Names
+from gshard.core.mark import Mark
+
+mark_p = Primitive("gshard_mark")
+name_p = Primitive("gshard_name")  # a mark whose meaning comes from a layout; see passes.trace
+
+
+def bind_mark(x: Any, mark: Mark) -> Any:
+    """Puts a mark on one array."""
+    return mark_p.bind(jax.numpy.asarray(x), mark=mark)
+
+
+def bind_names(x: Any, names: Names) -> Any:
+    """Gives the dimensions of one array names."""
+    return name_p.bind(jax.numpy.asarray(x), mark=names)
+
+
+def _carried_along(primitive: Primitive) -> None:
+    """Makes a primitive an identity with a parameter ``mark``: on one device, in derivatives and under vmap."""
+
+    def impl(x: Any, *, mark: Mark | Names) -> Any:
+        return x
+
+    def transposed(ct: Any, x: Any, *, mark: Mark | Names) -> list[Any]:
+        return [primitive.bind(ct, mark=mark)]
+
+    def batched(args: Sequence[Any], dims: Sequence[int], *, mark: Mark | Names) -> tuple[Any, int]:
+        """A dimension that vmap adds is left open: the mark is about the others only."""
+        return primitive.bind(args[0], mark=mark.with_batch_dimension(dims[0])), dims[0]
+
+    primitive.def_impl(impl)
+    primitive.def_abstract_eval(impl)
+    mlir.register_lowering(primitive, lambda ctx, x, *, mark: [x])
+    ad.deflinear2(primitive, transposed)
+    batching.primitive_batchers[primitive] = batched
+
+
+_carried_along(mark_p)
+_carried_along(name_p)

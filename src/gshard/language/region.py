@@ -1,0 +1,303 @@
+"""Regions: equations with bodies: scan, while and cond.
+
+A region has no factors of its own. It says which values inside its bodies must agree with which outside (*edges*),
+in which sharding its operands enter, in which its results leave, and how to run it on local arrays:
+
+    scan     constants and carry keep their dimensions; stacked operands and results have the loop dimension in
+             front; where that is split outside, the slices inside are split along another dimension. The carry has
+             one sharding: that of the body's carry input.
+    while    the same without stacks. Its predicate is replicated, so all devices agree when to stop. (One with a flag
+             for each example is written out beforehand: ``tracing.mapped_while``.)
+    cond     operands enter as they are sharded; each branch moves what it needs otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jax import lax
+
+from gshard.core.jax_adapter import scan_counts
+from gshard.core.mesh import Atoms
+from gshard.core.program import Block, Constant, Edge, Equation, Value
+from gshard.core.sharding import Sharding
+
+ShardingOf = Callable[[Value | Constant], Sharding]
+
+
+class Emitter(Protocol):
+    """What a region needs from the partitioner."""
+
+    def sharding(self, value: Value | Constant) -> Sharding:
+        """The planned sharding of a value."""
+        ...
+
+    def run(self, block: Block, arrays: Sequence[Any], trip_count: int = 1) -> list[Any]:
+        """Runs a body on local arrays, sharded as its inputs and results are."""
+        ...
+
+    def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
+        """Moves an array that is sharded as ``value`` is to another sharding."""
+        ...
+
+    def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
+        """One flag on all devices, of each device's own."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """How one kind of equation with bodies behaves.
+
+    Attributes:
+        bodies: the bodies' jaxprs, from the equation's parameters.
+        edges: which values must agree, from operands, results and the bodies.
+        entry: the sharding in which each operand enters.
+        leave: the sharding in which each result leaves.
+        emit: runs it on local arrays.
+        crossings: what is moved from where to where.
+        trip_count: how often the bodies run, as far as known.
+    """
+
+    bodies: Callable[[dict[str, Any]], list[Any]]
+    edges: Callable[[dict[str, Any], Sequence[Any], Sequence[Value], Sequence[Block]], list[Edge]]
+    entry: Callable[[Equation, ShardingOf], list[Sharding]]
+    leave: Callable[[Equation, ShardingOf], list[Sharding]]
+    emit: Callable[[Equation, Emitter, Sequence[Any]], Sequence[Any]]
+    crossings: Callable[[Equation], list[Crossing]]
+    trip_count: Callable[[dict[str, Any]], int] = lambda params: 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that becomes another one at the border of a body, moved to that one's sharding on its way.
+
+    Attributes:
+        edge: both values.
+        inward: whether the outer value becomes the inner one.
+        each_round: whether this happens whenever the body runs, and not just before or after the region.
+    """
+
+    edge: Edge
+    inward: bool
+    each_round: bool = False
+
+
+def edge(outer: Any, inner: Any, stacked: int = 0) -> list[Edge]:
+    """What of an outer and an inner value must agree: nothing if one is a constant or both are the same."""
+    if isinstance(outer, Value) and isinstance(inner, Value) and outer is not inner:
+        return [Edge(outer, inner, stacked)]
+    return []
+
+
+def crossing(
+    outer: Any, inner: Any, stacked: int = 0, *, inward: bool = True, each_round: bool = False
+) -> list[Crossing]:
+    """What crosses the border between two values: nothing if one is a constant or both are the same."""
+    return [Crossing(e, inward, each_round) for e in edge(outer, inner, int(stacked))]
+
+
+def _stacked(sharding: Sharding) -> Sharding:
+    return Sharding(((), *sharding.dims), sharding.unreduced)
+
+
+def _scan_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any) -> list[Edge]:
+    (body,) = blocks
+    consts, carry = scan_counts(params)
+    edges: list[Edge] = []
+    for i, (outer, inner) in enumerate(zip(inputs, body.inputs, strict=True)):
+        edges += edge(outer, inner, int(i >= consts + carry))
+    for i, (outer, inner) in enumerate(zip(outputs, body.outputs, strict=True)):
+        edges += edge(outer, inner, int(i >= carry))
+        if i < carry:
+            edges += edge(body.inputs[consts + i], inner)
+    return edges
+
+
+def _scan_entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    consts, carry = scan_counts(equation.params)
+    inner = [sharding(v) for v in equation.blocks[0].inputs]
+    return inner[: consts + carry] + [_stacked(s) for s in inner[consts + carry :]]
+
+
+def _scan_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    consts, carry = scan_counts(equation.params)
+    (body,) = equation.blocks
+    return [sharding(v) for v in body.inputs[consts : consts + carry]] + [
+        _stacked(sharding(v)) for v in body.outputs[carry:]
+    ]
+
+
+def _scan_crossings(equation: Equation) -> list[Crossing]:
+    consts, carry = scan_counts(equation.params)
+    (body,) = equation.blocks
+    carried = body.inputs[consts : consts + carry]
+    into = [crossing(x, v, i >= consts + carry) for i, (x, v) in enumerate(zip(equation.inputs, body.inputs))]
+    around = [crossing(x, v, each_round=True) for x, v in zip(body.outputs, carried, strict=False)]
+    ends = [crossing(x, v, inward=False) for x, v in zip(equation.outputs, carried, strict=False)]
+    stacks = [crossing(x, v, 1, inward=False) for x, v in zip(equation.outputs[carry:], body.outputs[carry:])]
+    return [c for found in (*into, *around, *ends, *stacks) for c in found]
+
+
+def _emit_scan(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
+    consts, carry = scan_counts(equation.params)
+    (body,) = equation.blocks
+
+    def step(carried: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        out = emitter.run(body, [*arrays[:consts], *carried, *xs], equation.params["length"])
+        back = [
+            emitter.move(body.outputs[i], out[i], emitter.sharding(body.inputs[consts + i]), equation)
+            for i in range(carry)
+        ]
+        return back, out[carry:]
+
+    end, stacked = lax.scan(
+        step,
+        list(arrays[consts : consts + carry]),
+        list(arrays[consts + carry :]),
+        length=equation.params["length"],
+        reverse=equation.params["reverse"],
+        unroll=equation.params["unroll"],
+    )
+    return [*end, *stacked]
+
+
+def _while_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any) -> list[Edge]:
+    condition, body = blocks
+    a, b = params["cond_nconsts"], params["body_nconsts"]
+    edges: list[Edge] = []
+    for outer, inner in zip(inputs[:a], condition.inputs[:a], strict=True):
+        edges += edge(outer, inner)
+    for outer, inner in zip(inputs[a:], body.inputs, strict=True):
+        edges += edge(outer, inner)
+    carried = body.inputs[b:]
+    for i, inner in enumerate(carried):
+        edges += edge(inner, condition.inputs[a + i]) + edge(inner, body.outputs[i]) + edge(outputs[i], inner)
+    return edges
+
+
+def _while_entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    condition, body = equation.blocks
+    a = equation.params["cond_nconsts"]
+    return [sharding(v) for v in (*condition.inputs[:a], *body.inputs)]
+
+
+def _while_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    return [sharding(v) for v in equation.blocks[1].inputs[equation.params["body_nconsts"] :]]
+
+
+def _while_crossings(equation: Equation) -> list[Crossing]:
+    condition, body = equation.blocks
+    a, b = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    carried = body.inputs[b:]
+    found = [crossing(x, v) for x, v in zip(equation.inputs, (*condition.inputs[:a], *body.inputs), strict=True)]
+    found += [crossing(x, v, each_round=True) for x, v in zip(carried, condition.inputs[a:], strict=True)]
+    found += [crossing(x, v, each_round=True) for x, v in zip(body.outputs, carried, strict=True)]
+    found += [crossing(x, v, inward=False) for x, v in zip(equation.outputs, carried, strict=True)]
+    return [c for some in found for c in some]
+
+
+def _emit_while(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
+    condition, body = equation.blocks
+    a, b = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    carried = body.inputs[b:]
+
+    def go_on(carry: Any) -> Any:
+        moved = [
+            emitter.move(inner, x, emitter.sharding(there), equation)
+            for inner, x, there in zip(carried, carry, condition.inputs[a:], strict=True)
+        ]
+        (flag,) = emitter.run(condition, [*arrays[:a], *moved])
+        return emitter.move(condition.outputs[0], flag, Sharding(()), equation)
+
+    def step(carry: Any) -> Any:
+        out = emitter.run(body, [*arrays[a : a + b], *carry])
+        return [
+            emitter.move(v, x, emitter.sharding(inner), equation)
+            for v, x, inner in zip(body.outputs, out, carried, strict=True)
+        ]
+
+    return list(lax.while_loop(go_on, step, list(arrays[a + b :])))
+
+
+def _cond_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any) -> list[Edge]:
+    edges: list[Edge] = []
+    for branch in blocks:
+        for outer, inner in zip(inputs[1:], branch.inputs, strict=True):
+            edges += edge(outer, inner)
+        for outer, inner in zip(outputs, branch.outputs, strict=True):
+            edges += edge(outer, inner)
+    return edges
+
+
+def _cond_entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    return [Sharding(()), *(sharding(v) for v in equation.inputs[1:])]
+
+
+def _cond_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
+    return [sharding(v) for v in equation.outputs]
+
+
+def _cond_crossings(equation: Equation) -> list[Crossing]:
+    found: list[Crossing] = []
+    for branch in equation.blocks:
+        for x, v in zip(equation.inputs[1:], branch.inputs, strict=True):
+            found += crossing(x, v)
+        for result, end in zip(equation.outputs, branch.outputs, strict=True):
+            found += crossing(result, end, inward=False)
+    return found
+
+
+def _emit_cond(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
+    def branch(block: Block) -> Callable[..., list[Any]]:
+        def run(*operands: Any) -> list[Any]:
+            moved = [
+                emitter.move(outer, x, emitter.sharding(inner), equation)
+                for outer, x, inner in zip(equation.inputs[1:], operands, block.inputs, strict=True)
+            ]
+            out = emitter.run(block, moved)
+            return [
+                emitter.move(v, x, emitter.sharding(result), equation)
+                for v, x, result in zip(block.outputs, out, equation.outputs, strict=True)
+            ]
+
+        return run
+
+    return lax.switch(arrays[0].astype("int32"), [branch(b) for b in equation.blocks], *arrays[1:])
+
+
+REGIONS: dict[str, Region] = {
+    "scan": Region(
+        lambda params: [params["jaxpr"]],
+        _scan_edges,
+        _scan_entry,
+        _scan_leave,
+        _emit_scan,
+        _scan_crossings,
+        lambda params: int(params["length"]),
+    ),
+    "while": Region(
+        lambda params: [params["cond_jaxpr"], params["body_jaxpr"]],
+        _while_edges,
+        _while_entry,
+        _while_leave,
+        _emit_while,
+        _while_crossings,
+    ),
+    "cond": Region(
+        lambda params: list(params["branches"]),
+        _cond_edges,
+        _cond_entry,
+        _cond_leave,
+        _emit_cond,
+        _cond_crossings,
+    ),
+}
+
+
+def with_edges(equation: Equation) -> Equation:
+    """An equation whose operands, results or bodies are new, with the edges between those."""
+    edges = REGIONS[equation.name].edges(equation.params, equation.inputs, equation.outputs, equation.blocks)
+    return dataclasses.replace(equation, edges=tuple(edges))

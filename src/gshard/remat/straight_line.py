@@ -1,0 +1,183 @@
+"""Straight line: values of a straight line of equations that are recomputed instead of being kept over the peak.
+
+    y = f(x); ...; peak; ...; g(y)   ->   y = f(x); ...; peak; ...; x' = barrier(x, late); y' = f(x'); g(y')
+
+The barrier hides from XLA that both computations are the same, and holds the second one back until ``late``, an
+operand of the user that is made after the peak, is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from gshard.core.jax_adapter import optimization_barrier_p
+from gshard.core.program import Block, Constant, Equation, Value
+from gshard.language.registry import Call, rule_of
+from gshard.passes.device_program import PASSING, kind_of, size
+from gshard.remat.liveness import Liveness, Seconds
+from gshard.tracing.subexpression import is_repeatable
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """A buffer that is alive at the peak and read only later, and what not keeping it would bring and take.
+
+    Attributes:
+        value: the buffer.
+        freed: bytes at the peak.
+        seconds: of recomputing it.
+        anchors: the buffers from which it is recomputed.
+    """
+
+    value: Value
+    freed: int
+    seconds: float
+    anchors: frozenset[Value]
+
+
+def kept_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Kept]:
+    """The buffers that need not be kept over a kernel.
+
+    Args:
+        liveness: the block's.
+        peak: the position of the kernel.
+        seconds: what a kernel takes.
+        elsewhere: buffers that are never freed, such as results.
+    """
+    found = []
+    for v, at in liveness.made.items():
+        later = [i for i in liveness.users.get(v, ()) if i > peak]
+        if at >= peak or not later or peak in liveness.users[v] or v in liveness.ends or v in elsewhere or not size(v):
+            continue
+        again = liveness.recomputation(v, later[0], peak)
+        if again is None:
+            continue
+        anchors = {u for kernel in again for u in kernel.reads} - {w for kernel in again for w in kernel.writes}
+        found.append(Kept(v, size(v), sum(map(seconds, again)), frozenset(anchors)))
+    return found
+
+
+def without_keeping(liveness: Liveness, peak: int, dropped: Sequence[Value], names: Iterator[int]) -> Block:
+    """The block in which users after the peak read values that are recomputed.
+
+    Args:
+        liveness: the block's.
+        peak: position of a kernel.
+        dropped: buffers, each one that ``kept_over`` found for this peak.
+        names: numbers for new values.
+    """
+    return _Recomputing(liveness, peak, frozenset(dropped), names).block()
+
+
+class _Recomputing:
+    def __init__(self, liveness: Liveness, peak: int, dropped: frozenset[Value], names: Iterator[int]):
+        self.liveness, self.peak, self.dropped, self.names = liveness, peak, dropped, names
+        self.recomputed: dict[Value, Value] = {}  # dropped values, as recomputed
+        self.at = 0
+
+    def block(self) -> Block:
+        liveness, block = self.liveness, self.liveness.kernels.block
+        made: list[Equation] = []
+        for e in block.equations:
+            at = liveness.position.get(e)
+            if at is None or at <= self.peak:
+                made.append(e)
+                continue
+            self.at = at
+            self.fresh: list[Equation] = []
+            self.hidden: dict[Value, Value] = {}
+            self.here: dict[tuple[Value, bool], Value] = {}
+            inputs = tuple(map(self._read, e.inputs))
+            if self.hidden:
+                late = self._late()
+                if late is not None:
+                    self._hide(late)
+                    inputs = tuple(self.hidden.get(x, x) if x is late else x for x in inputs)  # type: ignore[arg-type]
+                made.append(self._barrier(e))
+            made += self.fresh
+            changed = any(a is not b for a, b in zip(inputs, e.inputs, strict=True))
+            made.append(dataclasses.replace(e, inputs=inputs) if changed else e)
+        return without_dead_code(Block(block.inputs, tuple(made), block.outputs))
+
+    def _read(self, x: Value | Constant) -> Value | Constant:
+        """What a user after the peak reads in the place of ``x``."""
+        liveness = self.liveness
+        if isinstance(x, Constant) or (x in self.dropped and x not in liveness.made):
+            return x
+        if liveness.is_buffer(x):
+            return self._recompute(x) if x in self.dropped else x
+        if (x, False) in self.here:
+            return self.here[x, False]
+        e = liveness.producer[x]
+        if kind_of(e) == PASSING:
+            operand = e.inputs[e.outputs.index(x)]
+            found = self._read(operand)
+            return x if found is operand else found
+        inputs = tuple(map(self._read, e.inputs))
+        if all(a is b for a, b in zip(inputs, e.inputs, strict=True)):
+            return x
+        return self._clone(e, inputs, x, False)
+
+    def _source(self, x: Value | Constant) -> Value | Constant:
+        """What a recomputation reads in the place of ``x``."""
+        liveness = self.liveness
+        if isinstance(x, Constant):
+            return x
+        if liveness.is_buffer(x):
+            if x in self.dropped:
+                before = x in self.recomputed
+                found = self._recompute(x)
+                return self._hide(found) if before and (x, True) not in self.here else found
+            if liveness.available(x, self.at, self.peak):
+                return self._hide(x)
+        if (x, True) in self.here:
+            return self.here[x, True]
+        e = liveness.producer[x]
+        if kind_of(e) == PASSING:
+            return self._source(e.inputs[e.outputs.index(x)])
+        return self._clone(e, tuple(map(self._source, e.inputs)), x, True)
+
+    def _recompute(self, x: Value) -> Value:
+        if x not in self.recomputed:
+            e = self.liveness.producer[x]
+            self.recomputed[x] = self._clone(e, tuple(map(self._source, e.inputs)), x, True)
+        return self.recomputed[x]
+
+    def _clone(self, e: Equation, inputs: tuple[Value | Constant, ...], x: Value, is_source: bool) -> Value:
+        outputs = tuple(Value(v.shape, v.dtype, next(self.names)) for v in e.outputs)
+        self.fresh.append(dataclasses.replace(e, inputs=inputs, outputs=outputs))
+        self.here.update({(v, is_source): w for v, w in zip(e.outputs, outputs, strict=True)})
+        return self.here[x, is_source]
+
+    def _hide(self, x: Value) -> Value:
+        if x not in self.hidden:
+            self.hidden[x] = Value(x.shape, x.dtype, next(self.names))
+        return self.hidden[x]
+
+    def _late(self) -> Value | None:
+        """An operand of the user that is made after the peak: the last one."""
+        liveness = self.liveness
+        kernel = liveness.kernels.kernels[self.at]
+        late = [v for v in kernel.equation.inputs if isinstance(v, Value) and liveness.made.get(v, -1) > self.peak]
+        late = late or [v for v in kernel.reads if liveness.made.get(v, -1) > self.peak]
+        late = late or [v for k in liveness.kernels.kernels[self.peak + 1 : self.at] for v in k.writes]
+        return max((v for v in late if v not in self.dropped), key=lambda v: liveness.made[v], default=None)
+
+    def _barrier(self, user: Equation) -> Equation:
+        given, outputs = tuple(self.hidden), tuple(self.hidden.values())
+        shapes, dtypes = tuple(v.shape for v in given), tuple(v.dtype for v in given)
+        call = Call(optimization_barrier_p.name, {}, shapes, shapes, dtypes, optimization_barrier_p)
+        return Equation(optimization_barrier_p, {}, given, outputs, rule_of(call, None), user.source_info)
+
+
+def without_dead_code(block: Block) -> Block:
+    """The block without equations that nobody needs and nobody would notice."""
+    needed = {v for v in block.outputs if isinstance(v, Value)}
+    kept = []
+    for e in reversed(block.equations):
+        if needed.isdisjoint(e.outputs) and is_repeatable(e):
+            continue
+        kept.append(e)
+        needed.update(v for v in e.inputs if isinstance(v, Value))
+    return Block(block.inputs, tuple(reversed(kept)), block.outputs)

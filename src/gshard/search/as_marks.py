@@ -1,0 +1,209 @@
+"""As marks: a plan said in few marks, each of which was tried: with it the program was planned and priced again.
+
+A plan has a sharding for every value; of most of them propagation says the same once a few are marked. Which few, a
+greedy choice finds: of the values that are sharded otherwise than in the plan, those of the same name in equal layers
+taken together, the largest are tried, and what lowers the price most is kept. Then those that are not needed any more
+are left out. Where marks do not reach the price of the plan, the plan itself does (``gshard.jit(plan=...)``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from gshard.analysis.proposal import text_of_mark, with_marks
+from gshard.core.errors import GShardError
+from gshard.core.jax_adapter import is_transposed
+from gshard.core.mark import mark_of_cut
+from gshard.core.plan import Plan
+from gshard.core.program import Program, Value, format_bytes
+from gshard.core.sharding import Sharding
+from gshard.search.find import PricedPlan
+
+_LARGEST, _FIRST = 3, 2  # candidates of each round
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundMark:
+    """One mark, perhaps on several values of the same name in equal layers.
+
+    Attributes:
+        at: an argument, or the operation and line that make the value.
+        text: as it is written, ``gshard.shard(x, P(None, 'model'))``.
+        saved: seconds of a call that it saves, after those before it.
+        shardings: the values that it is about, as the plan cuts them.
+    """
+
+    at: str
+    text: str
+    saved: float
+    shardings: Mapping[Value, Sharding] = dataclasses.field(repr=False)
+
+    @property
+    def values(self) -> int:
+        """How many values it is about."""
+        return len(self.shardings)
+
+    def __str__(self) -> str:
+        times = f" ({self.values} values)" if self.values > 1 else ""
+        return f"{self.text:<44} {self.at}{times}: {-self.saved * 1e3:+.3g} ms"
+
+
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """Marks that make a program nearly as fast as a plan.
+
+    Attributes:
+        marks: in the order in which they were found.
+        priced: the plan that follows from all of them.
+        bare: that without any of them.
+        goal: the plan that they are to say.
+        limit: bytes that a device may hold.
+    """
+
+    marks: tuple[FoundMark, ...]
+    priced: PricedPlan
+    bare: PricedPlan
+    goal: PricedPlan
+    limit: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a call, with all of them."""
+        return self.priced.cost.seconds
+
+    @property
+    def without(self) -> float:
+        """Seconds of a call with none of them."""
+        return self.bare.cost.seconds
+
+    def __str__(self) -> str:
+        over = 100 * (self.seconds / self.goal.cost.seconds - 1)
+        near = "as the plan" if abs(over) < 0.05 else f"{abs(over):.2g} % {'above' if over > 0 else 'below'} the plan"
+        rows = [f"  {i}  {mark}" for i, mark in enumerate(self.marks, 1)]
+        end = f"{self._text(self.priced)} with them, {near} ({self._text(self.goal)})"
+        return "\n".join([f"{self._text(self.bare)} without further marks", *rows, end])
+
+    def _text(self, plan: PricedPlan) -> str:
+        size = f", {format_bytes(plan.cost.peak)}: does not fit" if plan.cost.peak > self.limit else ""
+        return f"{plan.cost.seconds * 1e3:.4g} ms{size}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Candidate:
+    """Values that are to be marked together, and the shardings that the plan gives them."""
+
+    at: str
+    text: str
+    shardings: Mapping[Value, Sharding]
+
+    @property
+    def bytes(self) -> int:
+        return sum(v.bytes for v in self.shardings)
+
+
+def marks_of(
+    goal: PricedPlan,
+    limit: float,
+    price: Callable[[Program], PricedPlan],
+    *,
+    tolerance: float = 0.01,
+    most: int = 12,
+    budget_seconds: float = 180.0,
+) -> Marks:
+    """Says a plan in marks.
+
+    Args:
+        goal: the plan; its program has the marks that the user wrote.
+        limit: bytes that a device may hold; marks with which a call takes more are as good as none.
+        price: plans the program with other marks, and prices that.
+        tolerance: how far above the goal is near enough.
+        most: how many marks at most.
+        budget_seconds: when to stop looking for more.
+    """
+    program, mesh = goal.plan.program, goal.plan.mesh
+    end = time.monotonic() + budget_seconds
+    near = goal.cost.seconds * (1 + tolerance)
+    chosen: list[_Candidate] = []
+
+    def tried(candidates: Sequence[_Candidate]) -> PricedPlan | None:
+        marks = {v: mark_of_cut(s.dims, mesh) for c in candidates for v, s in c.shardings.items()}
+        marked = with_marks(program, marks)
+        try:
+            return None if marked is None else price(marked)
+        except GShardError:
+            return None
+
+    def is_near(found: PricedPlan) -> bool:
+        return found.cost.seconds <= near and (found.cost.peak <= limit or goal.cost.peak > limit)
+
+    without = tried([])
+    assert without is not None
+    now, saved = without, []
+    while not is_near(now) and len(chosen) < most and time.monotonic() < end:
+        results = [
+            (found, candidate)
+            for candidate in _candidates(goal.plan, now.plan, chosen)
+            if time.monotonic() < end and (found := tried([*chosen, candidate])) is not None
+        ]
+        if not results:
+            break
+        after, candidate = min(results, key=lambda result: result[0].rank(limit))
+        enough = [result for result in results if is_near(result[0])]
+        if enough:
+            after, candidate = min(enough, key=lambda result: len(result[1].shardings))
+        elif not chosen:  # one is not enough: all arguments at once, and then the rest
+            after, candidate = results[0]
+        if after.rank(limit) >= now.rank(limit) and len(results) < 2:
+            break
+        chosen.append(candidate)
+        saved.append(now.cost.seconds - after.cost.seconds)
+        now = after
+    for candidate in list(chosen):
+        rest = [c for c in chosen if c is not candidate]
+        found = tried(rest) if len(chosen) > 1 and time.monotonic() < end else None
+        if found is not None and (is_near(found) or found.rank(limit) <= now.rank(limit)):
+            del saved[chosen.index(candidate)]
+            chosen, now = rest, found
+    marks = [FoundMark(c.at, c.text, s, c.shardings) for c, s in zip(chosen, saved, strict=True)]
+    return Marks(tuple(marks), now, without, goal, limit)
+
+
+def _candidates(plan: Plan, now: Plan, chosen: Sequence[_Candidate]) -> list[_Candidate]:
+    """What is sharded otherwise than in the plan: all arguments; of values called alike the largest and the first."""
+    done = {v for c in chosen for v in c.shardings}
+    first = len(plan.program.captured)
+    arguments: dict[Value, Sharding] = {}
+    groups: dict[tuple[str, Sharding], dict[Value, Sharding]] = {}
+    for v, name in _named(plan.program).items():
+        target = Sharding(plan.shardings[v].dims)
+        nameable = text_of_mark(target, plan.mesh) is not None
+        if v not in done and nameable and v.shape and Sharding(now.shardings[v].dims) != target:
+            groups.setdefault((name, target), {})[v] = target
+            if v in plan.program.block.inputs[first:]:
+                arguments[v] = target
+    alike = [
+        _Candidate(name, text_of_mark(target, plan.mesh) or "", values) for (name, target), values in groups.items()
+    ]
+    largest = sorted(alike, key=lambda c: -c.bytes)[:_LARGEST]
+    together = [_Candidate("arguments", "in_shardings=found.in_shardings", arguments)]
+    together = together if len(arguments) > 1 and not chosen else []
+    return [*together, *dict.fromkeys([*largest, *alike[:_FIRST]])]
+
+
+def _named(program: Program) -> Mapping[Value, str]:
+    """What a user can mark, by what it is called: those of equal layers alike."""
+    first = len(program.captured)
+    arguments = zip(program.block.inputs[first:], program.names[first:], strict=True)
+    names = {v: without_numbers(name) for v, name in arguments}
+    for e in program.block.walk():
+        if e.mark is None and e.line and not is_transposed(e.source_info):
+            names.update({v: f"{e.name} at {e.line}" for v in e.outputs})
+    return {v: f"{v.dtype_name}[{','.join(map(str, v.shape))}] of {name}" for v, name in names.items()}
+
+
+def without_numbers(name: str) -> str:
+    """``params['layers'][3]['w']`` as ``params['layers'][*]['w']``: those of equal layers are called alike."""
+    return re.sub(r"\[\d+\]", "[*]", name)

@@ -1,0 +1,102 @@
+"""What is put in the place of an equation before rules are asked: calls are opened, random bits taken apart.
+
+A call (jit, a custom derivative, rematerialisation) is nothing but its body. Random bits are counters and integer
+arithmetic: taken apart, the counters split like any other array made from nothing. A linear solve with derivatives of
+its own is its solver, a sum over an axis that ``vmap`` named a sum over a dimension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gshard.core.jax_adapter import body_of_call, closed, expand_high_primitive, expand_random_bits, shapes_of
+from gshard.core.mark import Mark, entries_of
+from gshard.rules.sorted_search import sorted_search
+from gshard.tracing.mapped_while import written_out
+
+
+def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]] | None:
+    """The jaxpr (and its constants) that stands for an equation, or None if it stands for itself."""
+    if name == "random_bits":
+        return closed(expand_random_bits(in_avals[0], params["bit_width"], params["shape"]))
+    if name == "call_hi_primitive":
+        return closed(expand_high_primitive(params, in_avals))
+    if name == "while":
+        loop = written_out(params, in_avals)
+        return None if loop is None else closed(loop)
+    if name == "custom_linear_solve":
+        return _solve(params, in_avals)
+    if name in _REDUCERS and not any(isinstance(axis, str) for axis in params["axes"]):
+        return _reduced(_REDUCERS[name], params["axes"], in_avals)
+    if (search := sorted_search(params, in_avals)) is not None:
+        return closed(search)
+    body = body_of_call(name, params)
+    return None if body is None else closed(body)
+
+
+_REDUCERS = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+
+
+def _reduced(reducer: Callable[..., Any], axes: tuple[int, ...], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """A collective over an axis that ``vmap`` named is a reduction of the dimensions it maps over."""
+    return closed(jax.make_jaxpr(lambda *arrays: [reducer(x, axes) for x in arrays])(*shapes_of(in_avals)))
+
+
+def _solve(params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """A linear solve is its solver, applied to the arrays that it has captured and the right-hand sides."""
+    counts = params["const_lengths"]
+    first, last = counts.matvec + counts.vecmat, sum(counts)
+
+    def solver(*arrays: Any) -> list[Any]:
+        return jaxpr_as_fun(params["jaxprs"].solve)(*arrays[first : first + counts.solve], *arrays[last:])
+
+    return closed(jax.make_jaxpr(solver)(*shapes_of(in_avals)))
+
+
+def needs_barrier(name: str, params: dict[str, Any]) -> bool:
+    """Whether a call's operands must be hidden from common-subexpression elimination: rematerialisation."""
+    return name in ("remat2", "checkpoint") and bool(params.get("prevent_cse")) and bool(params.get("differentiated"))
+
+
+def mark_of_equation(name: str, params: dict[str, Any], ndim: int) -> Mark | None:
+    """The mark that an equation is: one of ours, or a sharding constraint of JAX's over a mesh."""
+    if name == "gshard_mark":
+        return params["mark"]  # type: ignore[no-any-return]
+    if name == "sharding_constraint" and isinstance(params["sharding"], NamedSharding):
+        return mark_of_named_sharding(params["sharding"], ndim)
+    if name == "reshard":
+        return mark_of_type(params["dst_sharding"], ndim)
+    return None
+
+
+def mark_of_type(sharding: Any, ndim: int) -> Mark | None:
+    """What the sharding in an array's type says, where its mesh has axes of type Explicit; None if that is nothing."""
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or mesh.empty or not mesh.explicit_axes:
+        return None
+    mark = mark_of_named_sharding(sharding, ndim)
+    if not mesh.auto_axes:
+        return mark
+    open_dim = PartitionSpec.UNCONSTRAINED  # what an axis of type Auto does is not in the type
+    return dataclasses.replace(mark, spec=tuple(open_dim if entry is None else entry for entry in mark.spec))
+
+
+def mark_of_named_sharding(sharding: NamedSharding, ndim: int, leaf: str = "") -> Mark:
+    """A ``NamedSharding`` as a mark; its axes are looked up in the mesh by name, or by the devices along them.
+
+    Raises:
+        ShardingError: it asks for unreduced values.
+    """
+    entries = entries_of(sharding.spec)
+    spec = (*entries, *(None,) * (ndim - len(entries)))
+    axes = tuple((str(n), int(s)) for n, s in sharding.mesh.shape.items())
+    concrete = isinstance(sharding.mesh, jax.sharding.Mesh)
+    devices = tuple(sharding.mesh.devices.flat) if concrete else ()
+    return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf)

@@ -1,0 +1,330 @@
+"""In a row: slices, paddings and concatenations that follow each other become one equation, so that elements move once.
+
+Rotations (``jnp.roll``), borders (``jnp.pad``, also ``mode="wrap"``), shifts and stencils are written as cuts that are
+joined, and what is joined is cut again. Taken one by one each result would be spread evenly over the devices: an array
+of one element more has other parts, and nearly all elements move for nothing. So each result is followed to where its
+elements come from, one dimension after the other:
+
+    pad(x[:-1], (1, 0))                       a number, x[0:7]           pad by 1 and -1
+    concatenate([x[-1:], x, x[:1]])[2:]       x[1:8], x[0:1]             concatenate_slices
+    concatenate([first, x])[1:]               x[0:8]                     a slice of everything
+    pad(a, (0, 3)) + pad(b, (5, 0))           a, b (in derivatives)      concatenate_slices
+
+What many segments make and others read is there anyway, and not followed further.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from gshard.core.program import Constant, Equation, Value
+from gshard.rules.concatenate_slices import concatenate_slices_p
+from gshard.tracing.came_from import Array, Segment, Window, cut, ends, is_zero, tidy
+from gshard.tracing.subexpression import is_repeatable
+
+_MOST, _FEW = 32, 3  # segments that a result is followed to; the same where the result is there anyway
+_SUMS = ("add", "add_any")
+
+
+def one_equation_each(
+    equations: Iterable[Equation],
+    outputs: Sequence[Array],
+    fresh: Callable[[tuple[int, ...], Any], Value],
+    equation: Callable[..., Equation],
+) -> list[Equation]:
+    """The equations with what moves elements in a row as one equation each; what nobody reads any more is gone.
+
+    Args:
+        equations: of one block.
+        outputs: the block's results.
+        fresh: a new value of a shape and a dtype.
+        equation: an equation of a primitive, its parameters, operands, results, and the source that it is blamed on.
+    """
+    equations = list(equations)
+    row = _Row(equations, outputs, fresh, equation)
+    made = [row.instead_of(e) for e in equations]
+    if all(new is None for new in made):
+        return equations
+    kept = []
+    read: set[Any] = set(outputs)
+    for e in reversed([e for old, new in zip(equations, made, strict=True) for e in (new or [old])]):
+        if not read.isdisjoint(e.outputs) or not is_repeatable(e):
+            kept.append(e)
+            read.update(e.inputs)
+    return kept[::-1]
+
+
+class _Row:
+    """The equations of a block, and where what they make comes from."""
+
+    def __init__(
+        self,
+        equations: Sequence[Equation],
+        outputs: Sequence[Array],
+        fresh: Callable[..., Value],
+        equation: Callable[..., Equation],
+    ):
+        self.fresh, self.equation = fresh, equation
+        self.producers: dict[Any, Equation] = {}
+        self.numbers: dict[Any, Array] = {}  # scalars, and arrays of copies of one
+        self.result: Value | None = None  # what is being made
+        self.needed: set[Any] = set(outputs)  # what is there anyway
+        for e in equations:
+            if (number := self._number(e)) is not None:
+                self.numbers[e.outputs[0]] = number
+            if self._is_followed(e):
+                self.producers.update(dict.fromkeys(e.outputs, e))
+            else:
+                self.needed.update(e.inputs)
+        self.segments: dict[tuple[Any, int, bool], list[Segment]] = {}
+        self.made: dict[Any, Array] = {}  # what windows have become, and what those of one equation become
+        self.made_now: dict[Any, Array] = {}
+
+    def instead_of(self, e: Equation) -> list[Equation] | None:
+        """The equations that stand for one, or None if it stays."""
+        if not e.outputs:
+            return None
+        result = e.outputs[0]
+        if result not in self.producers or result in self.numbers or not any(x in self.producers for x in e.inputs):
+            return None
+        if any(0 in v.shape for v in e.outputs):
+            return None
+        if e.name == "split" and not self._comes_from_elsewhere(e.inputs[0]):
+            return None
+        found = self._instead_of(e)
+        if found is not None:
+            self.made.update((x, v) for x, v in self.made_now.items() if v not in e.outputs)
+        self.made_now.clear()
+        return found
+
+    def _instead_of(self, e: Equation) -> list[Equation] | None:
+        found: list[Equation] = []
+        for v in e.outputs:
+            self.result = v
+            if e.name in _SUMS:
+                if (side_by_side := self._addends(v)) is not None:
+                    self._join(v, *side_by_side, e, found, result=v, added=True)
+            else:
+                self._make(v, v, e, found)
+            if not found or v not in found[-1].outputs:
+                return None
+        if len(found) == 1 and (found[0].name, list(found[0].inputs)) == (e.name, list(e.inputs)):
+            return None
+        return found
+
+    def _is_followed(self, e: Equation) -> bool:
+        if e.name == "slice":
+            return all(n == 1 for n in e.params["strides"] or ())
+        if e.name == "pad":
+            return all(int(interior) == 0 for _, _, interior in e.params["padding_config"])
+        if e.name in _SUMS:
+            return all(x in self.producers and self.producers[x].name in ("pad", *_SUMS) for x in e.inputs)
+        return bool(e.outputs) and (e.name in ("split", "concatenate") or e.outputs[0] in self.numbers)
+
+    def _number(self, e: Equation) -> Array | None:
+        """The number of which all that an equation makes are copies, if that is so."""
+        if e.name not in ("broadcast_in_dim", "convert_element_type"):
+            return None
+        number = self.numbers.get(e.inputs[0], e.inputs[0])
+        if e.name == "broadcast_in_dim":
+            return number if not number.shape else None
+        if isinstance(number, Constant) and not number.shape:
+            return Constant(np.asarray(number.value).astype(e.outputs[0].dtype))
+        return None
+
+    def _comes_from_elsewhere(self, x: Array) -> bool:
+        return any(self.along(x, d) != [Segment(x, 0, n)] for d, n in enumerate(x.shape))
+
+    # Where elements come from.
+
+    def along(self, x: Array | Window, axis: int) -> list[Segment]:
+        """The segments of which an array consists along a dimension; itself if that is all there is to say."""
+        key = (x, axis, x is self.result)
+        if key not in self.segments:
+            itself = [Segment(x, 0, x.shape[axis])]
+            found = tidy(self._windowed(x, axis) if isinstance(x, Window) else self._made_of(x, axis) or itself)
+            goes = isinstance(x, Window) or x not in self.needed or x is self.result
+            self.segments[key] = found if len(found) <= (_MOST if goes else _FEW) else itself
+        return self.segments[key]
+
+    def _windowed(self, x: Window, axis: int) -> list[Segment]:
+        inner = self.along(x.source, axis)
+        if x.axis != axis:
+            number = x.number
+            if number is not None and any(p.is_number and not Segment(number, 0, 1).is_like(p) for p in inner):
+                return [Segment(x, 0, x.shape[axis])]
+            return [p if p.is_number else dataclasses.replace(p, source=x.of(p.source)) for p in inner]
+        low, high = max(x.low, 0), max(x.high, 0)
+        kept = cut(inner, max(-x.low, 0), x.source.shape[axis] - max(-x.high, 0))
+        if x.number is None:
+            return kept
+        return [Segment(x.number, 0, low), *kept, Segment(x.number, 0, high)]
+
+    def _made_of(self, x: Array, axis: int) -> list[Segment] | None:
+        e = self.producers.get(x)
+        if x in self.numbers:
+            return [Segment(self.numbers[x], 0, x.shape[axis])]
+        if e is None or e.name in _SUMS:
+            return None
+        if e.name == "concatenate":
+            if e.params["dimension"] != axis:
+                return None
+            return [p for y in e.inputs for p in self.along(y, axis)]
+        if e.name == "pad" and not self._is_of_one_number(e):
+            return None
+        return self.along(self._windows(e, x), axis)
+
+    def _windows(self, e: Equation, x: Array) -> Array | Window:
+        """A slice, a part of a split or a padding as windows, one dimension after the other."""
+        source: Array | Window = e.inputs[0]
+        whole, number = source.shape, None
+        if e.name == "pad":
+            config, number = [(int(low), int(high)) for low, high, _ in e.params["padding_config"]], self._number_of(e)
+        elif e.name == "slice":
+            bounds = zip(e.params["start_indices"], e.params["limit_indices"], whole, strict=True)
+            config = [(-int(a), int(b) - n) for a, b, n in bounds]
+        else:
+            starts = list(itertools.accumulate(map(int, e.params["sizes"]), initial=0))
+            i, n = e.outputs.index(x), starts[-1]
+            config = [(0, 0)] * len(whole)
+            config[e.params["axis"]] = -starts[i], starts[i + 1] - n
+        for d, (low, high) in enumerate(config):
+            if (low, high) != (0, 0):
+                source = Window(source, d, low, high, number if max(low, high) > 0 else None)
+        return source
+
+    def _number_of(self, e: Equation) -> Array:
+        """What an array is padded with."""
+        return self.numbers.get(e.inputs[1], e.inputs[1])
+
+    def _is_of_one_number(self, e: Equation) -> bool:
+        """Whether the corners of what is padded along several dimensions are all alike."""
+        source, number = e.inputs[0], self._number_of(e)
+        padded = [d for d, (low, high, _) in enumerate(e.params["padding_config"]) if (low, high) != (0, 0)]
+        around = (p for d in padded for p in self.along(source, d) if p.is_number)
+        return len(padded) == 1 or all(p.is_like(Segment(number, 0, 1)) for p in around)
+
+    def _addends(self, result: Value) -> tuple[int, list[Segment]] | None:
+        """Along which dimension a sum is of arrays side by side, zeros in the place of the others; the arrays."""
+        for axis in range(len(result.shape)):
+            segments = self._side_by_side(result, axis)
+            if segments is not None and any(not p.is_number for p in segments) and len(segments) <= _MOST:
+                return axis, segments
+        return None
+
+    def _side_by_side(self, x: Array, axis: int) -> list[Segment] | None:
+        e = self.producers.get(x)
+        if e is None or e.name not in _SUMS:
+            return self.along(x, axis)
+        one, other = (self._side_by_side(y, axis) for y in e.inputs)
+        if one is None or other is None:
+            return None
+        found = []
+        for start, end in itertools.pairwise((0, *sorted({*ends(one), *ends(other)}))):
+            pair = [*cut(one, start, end), *cut(other, start, end)]
+            there = [p for p in pair if not p.is_number]
+            if len(there) > 1 or any(p.is_number and not is_zero(p.source) for p in pair):
+                return None
+            found += there or pair[:1]
+        return tidy(found)
+
+    # What is made of them.
+
+    def _make(self, x: Array | Window, result: Value | None, e: Equation, out: list[Equation]) -> Array | None:
+        """An array that consists of segments, as ``result`` or as a new value; None if it cannot be one."""
+        if result is None and x in self.needed:
+            return x if isinstance(x, Value) else None
+        if result is None and (made := self.made.get(x, self.made_now.get(x))) is not None:
+            return made
+        window = self._as_window(x)
+        if window is not None:
+            source, config, number = window
+            if result is None and all(c == (0, 0) for c in config):
+                return source
+            return self._note(x, self._moved(source, config, number, self._result(x, result, source), e), out)
+        ways = [(axis, self.along(x, axis)) for axis in range(len(x.shape))]
+        ways = [(axis, segments) for axis, segments in ways if segments[0].source != x]
+        if any(all(p.is_number for p in segments) for _, segments in ways):
+            return None
+        if not ways:
+            return x if isinstance(x, Value) and result is None else None
+        # A mere cut comes last: what is cut may be joined along another dimension.
+        axis, segments = min(ways, key=lambda way: len(way[1]) == 1 and not way[1][0].is_all_of(way[0]))
+        if len(segments) == 1 and segments[0].is_all_of(axis):
+            return self._make(segments[0].source, result, e, out)
+        return self._join(x, axis, segments, e, out, result=result)
+
+    def _join(
+        self,
+        x: Array | Window,
+        axis: int,
+        segments: Sequence[Segment],
+        e: Equation,
+        out: list[Equation],
+        *,
+        result: Value | None = None,
+        added: bool = False,
+    ) -> Array | None:
+        sources = [p.source if p.is_number else self._make(p.source, None, e, out) for p in segments]
+        if any(s is None for s in sources):
+            return None
+        given = tuple(s for s in sources if isinstance(s, Value | Constant))
+        array = next(s for s in given if s.shape)
+        target = self._result(x, result, array)
+        entire = all(p.is_all_of(axis) for p in segments)
+        cuts = tuple((p.start, p.end) for p in segments)
+        params: dict[str, Any] = {"dimension": axis, "slices": cuts, "added": added}
+        primitive = concatenate_slices_p
+        if entire and not added:
+            params, primitive = {"dimension": axis}, lax.concatenate_p
+        return self._note(x, self.equation(primitive, params, given, (target,), e.source_info), out)
+
+    def _as_window(self, x: Array | Window) -> tuple[Value, list[tuple[int, int]], Any] | None:
+        """An array as what ``lax.pad`` can make of another one, if it can."""
+        shape, number, source = x.shape, None, x
+        config = [(0, 0)] * len(shape)
+        while not isinstance(source, Value) or self._comes_from_elsewhere(source):
+            before = source
+            for axis in range(len(shape)):
+                segments = self.along(source, axis)
+                numbers, arrays = [p for p in segments if p.is_number], [p for p in segments if not p.is_number]
+                if len(arrays) != 1 or not all((number or p).is_like(p) for p in numbers):
+                    return None
+                number = number or next(iter(numbers), None)
+                (array,) = arrays
+                at, (low, high) = segments.index(array), config[axis]
+                cut_low, cut_high = array.start, array.source.shape[axis] - array.end
+                low += sum(p.length for p in segments[:at]) - cut_low
+                high += sum(p.length for p in segments[at + 1 :]) - cut_high
+                if (cut_low and low > -cut_low) or (cut_high and high > -cut_high):
+                    return None
+                config[axis], source = (low, high), array.source
+            if source == before:
+                return None
+        return None if source is x else (source, config, None if number is None else number.source)
+
+    def _moved(
+        self, source: Value, config: Sequence[tuple[int, int]], number: Array | None, result: Value, e: Equation
+    ) -> Equation:
+        if number is not None:
+            params: dict[str, Any] = {"padding_config": tuple((low, high, 0) for low, high in config)}
+            return self.equation(lax.pad_p, params, (source, number), (result,), e.source_info)
+        starts = tuple(-low for low, _ in config)
+        limits = tuple(n + high for n, (_, high) in zip(source.shape, config, strict=True))
+        params = {"start_indices": starts, "limit_indices": limits, "strides": None}
+        return self.equation(lax.slice_p, params, (source,), (result,), e.source_info)
+
+    def _result(self, x: Array | Window, result: Value | None, source: Array) -> Value:
+        return self.fresh(x.shape, source.dtype) if result is None else result
+
+    def _note(self, x: Array | Window, e: Equation, out: list[Equation]) -> Value:
+        out.append(e)
+        (v,) = e.outputs
+        self.made_now[x] = v
+        return v

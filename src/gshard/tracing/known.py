@@ -1,0 +1,161 @@
+"""Known: arrays of integers and truth values whose values follow from the program alone: iotas, constants, and what is
+computed from these. They tell what a look-up is that only looks as if it followed data (``tracing.look_up``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gshard.core.program import Constant, Equation, Value
+
+_MOST = 1 << 18  # elements of an array that is followed
+
+Array = Value | Constant
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """Values of an array of integers or truth values.
+
+    Attributes:
+        values: all of them, 0 where they are not known.
+        columns: for each position of the last dimension, whether they are known there; () if all are known.
+        segments: what the last dimension was put together from, if it was: arrays and how many columns each has.
+    """
+
+    values: np.ndarray
+    columns: tuple[bool, ...] = ()
+    segments: tuple[tuple[Array, int], ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether all values are known."""
+        return all(self.columns)
+
+
+class Facts:
+    """What is known of the values of a program, while it is being read."""
+
+    def __init__(self) -> None:
+        self._known: dict[Value, Known] = {}
+
+    def of(self, x: Array) -> Known | None:
+        """What is known of an array, if anything."""
+        if isinstance(x, Value):
+            return self._known.get(x)
+        return _read(x.value)
+
+    def note_captured(self, value: Value, array: Any) -> None:
+        """Reads an array that the program closed over."""
+        if (known := _read(array)) is not None:
+            self._known[value] = known
+
+    def note(self, name: str, params: Mapping[str, Any], inputs: Sequence[Array], output: Value) -> None:
+        """Follows one equation."""
+        kind = getattr(output.dtype, "kind", "")
+        if kind not in ("i", "u", "b") or math.prod(output.shape) > _MOST:
+            return
+        if name == "iota":
+            shape, d = params["shape"], params["dimension"]
+            counted = np.arange(shape[d], dtype=output.dtype).reshape([-1 if i == d else 1 for i in range(len(shape))])
+            self._known[output] = Known(np.broadcast_to(counted, shape))
+            return
+        given = [self.of(x) for x in inputs]
+        if name == "concatenate" and params["dimension"] == len(output.shape) - 1:
+            found = _concatenated(inputs, given, output)
+        elif name in _FOLLOWED and all(x is not None and x.whole for x in given):
+            with np.errstate(all="ignore"):
+                values = _FOLLOWED[name](params, *(x.values for x in given if x is not None))
+            found = Known(np.asarray(values).astype(output.dtype, copy=False))
+        else:
+            return
+        if found is not None and found.values.shape == output.shape:
+            self._known[output] = found
+
+
+def _read(array: Any) -> Known | None:
+    """The values of a concrete array, if it may be one of indices."""
+    if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
+        return None
+    dtype = getattr(array, "dtype", None) or np.asarray(array).dtype
+    if getattr(dtype, "kind", "V") not in "iub" or np.size(array) > _MOST:
+        return None  # nor keys of random numbers
+    return Known(np.asarray(array))
+
+
+def _concatenated(inputs: Sequence[Array], given: Sequence[Known | None], output: Value) -> Known | None:
+    parts, columns = [], []
+    for x, known in zip(inputs, given, strict=True):
+        width = x.shape[-1]
+        parts.append(np.zeros(x.shape, output.dtype) if known is None else known.values)
+        columns += [False] * width if known is None else list(known.columns or [True] * width)
+    if not any(columns):
+        return None
+    segments = tuple((x, x.shape[-1]) for x in inputs)
+    return Known(np.concatenate(parts, -1), tuple(columns) if not all(columns) else (), segments)
+
+
+def _broadcast(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
+    shape, dims = params["shape"], params["broadcast_dimensions"]
+    spread = [1] * len(shape)
+    for d, n in zip(dims, x.shape, strict=True):
+        spread[d] = n
+    return np.broadcast_to(x.reshape(spread), shape)
+
+
+def _sliced(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
+    steps = params["strides"] or (1,) * x.ndim
+    return x[tuple(map(slice, params["start_indices"], params["limit_indices"], steps))]
+
+
+def _selected(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
+    at = np.clip(np.broadcast_to(which, cases[0].shape).astype(np.int64), 0, len(cases) - 1)
+    return np.take_along_axis(np.stack(cases), at[None], 0)[0]
+
+
+def _plain(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params, *arrays: f(*arrays)
+
+
+_FOLLOWED: dict[str, Callable[..., Any]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
+    "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
+    "transpose": lambda params, x: x.transpose(params["permutation"]),
+    "rev": lambda params, x: np.flip(x, tuple(params["dimensions"])),
+    "slice": _sliced,
+    "concatenate": lambda params, *arrays: np.concatenate(arrays, params["dimension"]),
+    "convert_element_type": _plain(lambda x: x),
+    "select_n": _plain(_selected),
+    "neg": _plain(np.negative),
+    "add": _plain(np.add),
+    "sub": _plain(np.subtract),
+    "mul": _plain(np.multiply),
+    "max": _plain(np.maximum),
+    "min": _plain(np.minimum),
+    "clamp": _plain(lambda low, x, high: np.minimum(np.maximum(x, low), high)),
+    "lt": _plain(np.less),
+    "le": _plain(np.less_equal),
+    "gt": _plain(np.greater),
+    "ge": _plain(np.greater_equal),
+    "eq": _plain(np.equal),
+    "ne": _plain(np.not_equal),
+}
+
+
+def without_unread(equations: Sequence[Equation], outputs: Sequence[Array]) -> list[Equation]:
+    """Equations without those that made indices for look-ups which need them no more."""
+    needed = {x for x in outputs if isinstance(x, Value)}
+    kept = []
+    for e in reversed(equations):
+        if (e.name in _FOLLOWED or e.name == "iota") and needed.isdisjoint(e.outputs):
+            continue
+        kept.append(e)
+        needed.update(x for x in e.inputs if isinstance(x, Value))
+    return kept[::-1]

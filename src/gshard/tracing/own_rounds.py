@@ -1,0 +1,88 @@
+"""Own rounds: a scan whose rounds need nothing of each other runs on each device the rounds whose slices it holds.
+
+``lax.map`` over a dimension that is split, its derivative, and every scan that only adds to what it carries: nothing
+is moved from round to round, and what was added up is combined once, at the end. Inside nothing is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from gshard.comm.shards import Shards, identity
+from gshard.core.jax_adapter import scan_counts
+from gshard.core.program import Block, Constant, Equation, Value
+from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.language.interpret import Interpreter
+
+
+def rule_of_rounds(e: Equation) -> Rule | None:
+    """The rule of a loop as one operator whose rounds are split; None if its rounds need one another.
+
+    Nor has it one where something inside is marked, is a manual region, or has an effect.
+    """
+    if e.name != "scan" or e.trip_count < 2 or e.params["jaxpr"].effects:
+        return None
+    (body,) = e.blocks
+    if any(q.mark is not None or (q.rule is not None and q.rule.fixed is not None) for q in body.walk()):
+        return None
+    consts, carry = scan_counts(e.params)
+    carried = zip(body.inputs[consts : consts + carry], body.outputs[:carry], strict=True)
+    if not all(_is_only_added_to(body, start, end) for start, end in carried):
+        return None
+    make = RuleMaker()
+    rounds = make.factor(e.trip_count, REDUCE, "add") if carry else make.factor(e.trip_count)
+
+    def dims(shape: Sequence[int], *, stacked: bool) -> list[tuple[int, ...]]:
+        return [rounds, *map(make.replicate, shape[1:])] if stacked else [*map(make.replicate, shape)]
+
+    operands = [dims(v.shape, stacked=i >= consts + carry) for i, v in enumerate(e.inputs)]
+    results = [dims(v.shape, stacked=i >= carry) for i, v in enumerate(e.outputs)]
+
+    def local(shards: Shards, *arrays: Any) -> list[Any]:
+        atoms = shards.atoms(rounds[0])
+        given, carried, stacks = arrays[:consts], list(arrays[consts : consts + carry]), list(arrays[consts + carry :])
+        count = shards.size(rounds[0])
+        even = count * shards.mesh.count(atoms) == e.trip_count  # all devices have as many
+        if atoms:
+            first = shards.is_first(atoms)
+            carried = [jnp.where(first, x, jnp.asarray(identity("add", x.dtype), x.dtype)) for x in carried]
+        at = shards.offset(rounds) + jnp.arange(count, dtype=jnp.int32)
+        replay = Interpreter()
+
+        def run(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            out = replay.run(body, [*given, *carried, *slices])
+            return out[:carry], out[carry:]
+
+        def skip(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            return list(carried), [jnp.zeros(v.shape, v.dtype) for v in body.outputs[carry:]]
+
+        def step(carried: Sequence[Any], round_: tuple[Any, Sequence[Any]]) -> tuple[list[Any], list[Any]]:
+            number, slices = round_
+            if even:
+                return run(carried, slices)
+            return lax.cond(number < e.trip_count, run, skip, list(carried), list(slices))
+
+        end, made = lax.scan(
+            step, carried, (at, stacks), length=count, reverse=e.params["reverse"], unroll=e.params["unroll"]
+        )
+        return [*end, *made]
+
+    return make.rule(operands, results, local=local, flops=e.trip_count * _flops(body), masks_itself=True)
+
+
+def _flops(block: Block) -> int:
+    own = sum(e.rule.flops for e in block.equations if e.rule is not None)
+    return own + sum(e.trip_count * _flops(body) for e in block.equations for body in e.blocks)
+
+
+def _is_only_added_to(body: Block, start: Value, end: Value | Constant) -> bool:
+    """Whether a round does nothing with what it carries but add something, or take something away."""
+    producer = next((q for q in body.equations if end in q.outputs), None)
+    users = [q for q in body.equations for x in q.inputs if x is start or x is end]
+    if producer is None or users != [producer] or sum(x is start or x is end for x in body.outputs) != 1:
+        return False
+    return producer.name in ("add", "add_any") or (producer.name == "sub" and producer.inputs[0] is start)

@@ -1,0 +1,94 @@
+"""XLA's bugs as they are. A test that fails here says that a workaround can go, or for which version it must stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import pytest
+from jax import lax
+
+from gshard.core.xla_workarounds import (
+    AS_WRITTEN,
+    opaque_for_slice,
+    opaque_identity,
+    row_major,
+    update_window,
+    with_initial,
+)
+
+# Two are gone in jaxlib 0.12; the workarounds stay for the versions before.
+OLD = tuple(map(int, jaxlib.__version__.split(".")[:2])) < (0, 12)
+
+
+def sines(f: Any) -> int:
+    return int(jax.jit(f).lower(jnp.ones(8)).compile().as_text().count(" sine("))
+
+
+def test_a_barrier_does_not_keep_equal_computations_apart() -> None:
+    assert sines(lambda x: jnp.sin(x) * jnp.sin(lax.optimization_barrier(x))) == (1 if OLD else 2)
+    assert sines(lambda x: jnp.sin(x) * jnp.sin(opaque_identity([x], x)[0])) == 2
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32"])
+def test_an_integer_slice_of_a_product_of_a_slice_loses_the_factor(dtype: str) -> None:
+    def one(x: Any, i: Any, j: Any, seen: Any = lambda y: y) -> Any:
+        return lax.dynamic_slice_in_dim(seen(lax.dynamic_slice_in_dim(x, i, 4) * 3), j, 1)
+
+    x = jnp.arange(16).astype(dtype)
+    assert jax.jit(one)(x, 2, 1).tolist() == [3]
+    assert jax.jit(lambda *a: one(*a, lambda y: opaque_for_slice(y, 0, 1)))(x, 2, 1).tolist() == [9]
+
+
+def test_the_initial_value_of_a_reduction_over_one_element_is_dropped() -> None:
+    x = jnp.ones((1, 3))
+    assert jax.jit(lambda x: lax.reduce(x, jnp.float32(5), lax.add, (0,)))(x).tolist() == [1, 1, 1]
+
+    def folded(x: Any) -> Any:
+        return with_initial(lax.reduce(x, jnp.float32(0), lax.add, (0,)), jnp.float32(5), jnp.add, True)
+
+    assert jax.jit(folded)(x).tolist() == [6, 6, 6]
+
+
+def test_one_index_out_of_range_writes_what_lies_beside_a_slice() -> None:
+    def scattered(x: Any, start: Any, i: Any) -> Any:
+        return lax.dynamic_slice_in_dim(x, start, 4).at[i].set(99, mode="drop")
+
+    def windowed(x: Any, start: Any, i: Any) -> Any:
+        part = lax.dynamic_slice_in_dim(x, start, 4)
+        return update_window(part, [jnp.clip(i, 0, 3)], [1], lambda there: 0 * there + 99, i < 4)
+
+    x = jnp.arange(16)
+    assert jax.jit(scattered)(x, 4, 9).tolist() == [4, 5, 6, 13 if OLD else 7]  # openxla/xla#49121
+    assert jax.jit(scattered, compiler_options=AS_WRITTEN)(x, 4, 9).tolist() == [4, 5, 6, 7]
+    assert jax.jit(windowed)(x, 4, 9).tolist() == [4, 5, 6, 7]
+
+
+def test_an_update_in_place_reads_what_it_has_overwritten() -> None:
+    def moved(x: Any) -> Any:
+        base = x + 1
+        return lax.dynamic_update_slice(base, base[:3], (1, 0, 0)).reshape((1, 4, 1))
+
+    x = np.arange(4, dtype=np.int32).reshape(4, 1, 1)
+    assert np.ravel(jax.jit(moved)(x)).tolist() != [1, 1, 2, 3]  # openxla/xla#49176
+    assert np.ravel(jax.jit(moved, compiler_options=AS_WRITTEN)(x)).tolist() == [1, 1, 2, 3]
+
+
+def test_a_transform_before_a_gather_is_given_an_order_that_it_refuses() -> None:
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.ones((4, 8, 8), jnp.complex64)
+
+    def compiled(transform: Any) -> Any:
+        def gathered(x: Any) -> Any:
+            return lax.all_gather(transform(x), "i", axis=1, tiled=True)
+
+        spec = jax.sharding.PartitionSpec(None, "i", None)
+        out = jax.sharding.PartitionSpec()
+        return jax.jit(jax.shard_map(gathered, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False))
+
+    with pytest.raises(Exception, match="IsMonotonicWithDim0Major"):
+        compiled(jnp.fft.fft)(x).block_until_ready()
+    compiled(lambda x: row_major(jnp.fft.fft, x))(x).block_until_ready()

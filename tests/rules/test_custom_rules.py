@@ -1,0 +1,182 @@
+"""Rules that users register: their own primitives, FFI calls by target, callbacks by function, and our own replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from gshard.core.errors import RuleError
+from gshard.core.rule import Rule
+from gshard.language.registry import unregister
+from invented import primitive_of
+
+outer_p = primitive_of("custom_outer", lambda x, y: jnp.einsum("ab,bc->ac", x, jnp.tanh(y)))
+X = np.random.default_rng(2).standard_normal((7, 5)).astype(np.float32)
+Y = np.random.default_rng(3).standard_normal((5, 6)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    yield
+    for name in ("custom_outer", "ffi_call", "pure_callback", "tanh"):
+        unregister(name)
+
+
+def outer(x: Any, y: Any) -> Any:
+    return outer_p.bind(x, y)
+
+
+def test_text_is_all_that_a_primitive_needs() -> None:
+    gshard.rule("custom_outer")("a b, b c -> a c; add over b")
+
+    def f(x: Any, y: Any) -> Any:
+        return outer(gshard.split(x, 1, 8), y)
+
+    found = gshard.explain(f, X, Y, mesh=8)
+    assert found.gathered == ()
+    assert set(found.bytes_by_kind) == {"all_reduce"}
+    np.testing.assert_allclose(gshard.jit(f, mesh=8, strict=True)(X, Y), X @ np.tanh(Y), rtol=1e-5, atol=1e-5)
+
+
+def test_the_primitive_itself_may_be_named() -> None:
+    gshard.rule(outer_p)("a b, b c -> a c; replicate b")
+    assert "replicate" in str(gshard.jit(outer, mesh=8).lower(X, Y).program)
+
+
+def test_a_function_of_the_equation_with_its_own_local() -> None:
+    seen = []
+
+    @gshard.rule("custom_outer")
+    def rule(call: gshard.Call) -> Rule:
+        make = gshard.RuleMaker()
+        (n, k), (_, m) = call.in_shapes
+        a, b, c = make.factor(n), make.factor(k, "reduce", "add"), make.factor(m)
+
+        def local(shards: gshard.Shards, x: Any, y: Any) -> list[Any]:
+            seen.append((x.shape, y.shape, shards.out_shape()))
+            return [x @ jnp.tanh(y)]
+
+        return make.rule([[a, b], [b, c]], [[a, c]], local=local)
+
+    result = gshard.jit(lambda x, y: outer(gshard.split(x, 0, 7), y), mesh=7)(X, Y)
+    np.testing.assert_allclose(result, X @ np.tanh(Y), rtol=1e-5, atol=1e-5)
+    assert ((1, 5), (5, 6), (1, 6)) in seen
+
+
+def test_text_with_a_local() -> None:
+    gshard.rule("custom_outer")("a b, b c -> a c; add over b", local=lambda shards, x, y: [x @ jnp.tanh(y)])
+    assert gshard.testing.check_rule(outer, X, Y, primitive=outer_p)
+
+
+def test_a_rule_of_ones_own_is_replaced_and_one_of_ours_only_if_asked() -> None:
+    gshard.rule("custom_outer")("a b, b c -> a c; replicate a b c")
+    gshard.rule("custom_outer")("a b, b c -> a c; add over b")
+    assert "add over b" in str(gshard.jit(outer, mesh=8).lower(X, Y).program)
+    with pytest.raises(RuleError, match=r"has a rule for primitive 'tanh'[^$]*replace=True"):
+        gshard.rule("tanh")("a b -> a b; replicate b")
+    assert "replicate" not in str(gshard.jit(jnp.tanh, mesh=8).lower(X).program)
+    gshard.rule("tanh", replace=True)("a b -> a b; replicate b")
+    assert "a b -> a b; replicate b" in str(gshard.jit(jnp.tanh, mesh=8).lower(X).program)
+
+
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        ("a b -> a b", "is for 1 operand, and there are 2"),
+        ("a b, b c -> a; add over b; replicate c", "gives result 0 1 dimension, and it has 2"),
+        ("a b, c b -> a c; add over b", "has 'b' be 5 in dimension 1 of operand 0 and 6 in dimension 1 of operand 1"),
+        (lambda call: None, "gave NoneType"),
+        (lambda call: call.params["axis"], "failed: KeyError: 'axis'"),
+        (lambda call: gshard.RuleMaker().rule([[], []], [[]]), "operand 0: the rule gives it 0 dimensions"),
+        (lambda call: gshard.RuleMaker().rule([], []), "it is for 0 operands, and there are 2"),
+    ],
+)
+def test_a_rule_that_does_not_fit_blames_the_users_line(rule: Any, message: str) -> None:
+    gshard.rule("custom_outer")(rule)
+    with pytest.raises(RuleError) as error:
+        gshard.jit(outer, mesh=8)(X, Y)
+    assert f"the rule of 'custom_outer' {message}" in str(error.value).replace("does not fit: ", "")
+    assert "at test_custom_rules.py:" in str(error.value)
+    assert "f32[7,5], f32[5,6] -> [7,6]" in str(error.value)
+
+
+def test_wrong_sizes_in_a_function_name_dimension_and_factors() -> None:
+    @gshard.rule("custom_outer")
+    def rule(call: gshard.Call) -> Rule:
+        make = gshard.RuleMaker()
+        a, b, c, d = (make.factor(n) for n in (7, 5, 3, 2))
+        return make.rule([[a, b], [b, c + d + d]], [[a, c + d]])
+
+    with pytest.raises(RuleError, match="operand 1: a factor stands in it twice"):
+        gshard.jit(outer, mesh=8)(X, Y)
+
+    @gshard.rule("custom_outer")
+    def other(call: gshard.Call) -> Rule:
+        make = gshard.RuleMaker()
+        a, b, c, d = (make.factor(n) for n in (7, 5, 4, 2))
+        return make.rule([[a, b], [b, c + d]], [[a, c + d]])
+
+    with pytest.raises(RuleError, match=r"operand 1: dimension 1 is 6, and its factors make c=4 \* d=2"):
+        gshard.jit(outer, mesh=8)(X, Y)
+
+
+def test_what_is_no_rule_is_refused_at_once() -> None:
+    with pytest.raises(RuleError, match="is neither text nor a function"):
+        gshard.rule("custom_outer")(3)  # type: ignore[arg-type]
+    with pytest.raises(RuleError, match="is no primitive"):
+        gshard.rule(3)
+    for name in ("scan", "cond", "jit", "custom_jvp_call", "remat2"):
+        with pytest.raises(RuleError, match="what is inside it is split by itself"):
+            gshard.rule(name, replace=True)
+    with pytest.raises(RuleError, match="needs one arrow"):
+        gshard.rule("custom_outer")("a b")
+    with pytest.raises(RuleError, match="'b' is communicated, and nothing says how"):
+        gshard.rule("custom_outer")("a b, b c -> a c; communicate b")
+
+
+def test_ffi_calls_have_rules_by_target() -> None:
+    """LAPACK's QR decomposition, which JAX's CPU libraries register: batches are parallel."""
+    jnp.linalg.qr(jnp.ones((2, 2)))  # the first use registers it
+    matrices = np.random.default_rng(1).standard_normal((6, 4, 3)).astype(np.float32)
+
+    def factorize(x: Any) -> Any:
+        column_major = (0, 2, 1)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((x.shape[0], 3), x.dtype)]
+        return jax.ffi.ffi_call(
+            "lapack_sgeqrf_ffi", shapes, input_layouts=[column_major], output_layouts=[column_major, (0, 1)]
+        )(x)
+
+    def f(x: Any) -> Any:
+        return factorize(gshard.split(x, 0, 2))
+
+    wanted = jax.jit(factorize)(matrices)
+    assert gshard.explain(f, matrices, mesh=2).gathered
+    gshard.rule("ffi_call", target="somebody_elses")("a -> a")
+    assert gshard.explain(f, matrices, mesh=2).gathered
+    gshard.rule("ffi_call", target="lapack_sgeqrf_ffi")("batch m n -> batch m n, batch n; replicate m n")
+    assert gshard.explain(f, matrices, mesh=2).gathered == ()
+    assert gshard.explain(f, matrices, mesh=2).total_bytes == 0
+    for got, want in zip(gshard.jit(f, mesh=2, strict=True)(matrices), wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert gshard.testing.check_rule(factorize, matrices, primitive="ffi_call") == ("a@a", "a@b", "a@a,b", "a@b,a")
+
+
+def test_callbacks_have_rules_by_function() -> None:
+    sizes = []
+
+    def rows_on_host(x: Any) -> Any:
+        sizes.append(x.shape)
+        return np.sort(x, axis=1)
+
+    def f(x: Any) -> Any:
+        return jax.pure_callback(rows_on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), gshard.split(x, 0, 7))
+
+    gshard.rule("pure_callback", target=rows_on_host)("a b -> a b; replicate b")
+    np.testing.assert_array_equal(gshard.jit(f, mesh=7)(X), np.sort(X, axis=1))
+    assert set(sizes) == {(1, 5)}

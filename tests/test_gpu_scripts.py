@@ -1,0 +1,175 @@
+"""The scripts for a GPU resume, tell what failed, and read schedules; their dry run on CPU writes its page."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FAKE = """
+import json, pathlib, sys, time
+kind, found = sys.argv[1], sys.argv[sys.argv.index("--found") + 1]
+with open(pathlib.Path(__file__).with_name("ran"), "a") as file:
+    file.write(kind + "\\n")
+if kind == "broken":
+    raise ValueError("the words of the error")
+if kind == "slow":
+    time.sleep(60)
+pathlib.Path(found).write_text(json.dumps({"kind": kind}))
+"""
+HLO = """HloModule made, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %one = f32[8]{0} all-reduce-start(%x), replica_groups={{0,1,2,3}}, backend_config={"is_sync":false}
+  %product = f32[8]{0} multiply(%x, %x)
+  %tuple = (f32[8]{0}) tuple(%product)
+  %one-done = f32[8]{0} all-reduce-done(%one)
+  %two = f32[8]{0} all-reduce-start(%one-done), replica_groups={{0,1,2,3}}, backend_config={"is_sync":false}
+  %two-done = f32[8]{0} all-reduce-done(%two)
+  %three = f32[8]{0} all-reduce-start(%two-done), replica_groups={{0,1,2,3}}, backend_config={"is_sync":true}
+  %other = f32[8]{0} negate(%product)
+  %three-done = f32[8]{0} all-reduce-done(%three)
+  ROOT %four = f32[8]{0} all-reduce(%three-done), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[SimpleNamespace]:
+    names = ("resumable", "gpu", "gpu_page", "gpu_schedule", "gpu_figure6")
+    with pytest.MonkeyPatch.context() as patch:  # they stand beside each other
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+
+
+def parts(resumable: ModuleType, folder: Path, seconds: float = 30) -> list[object]:
+    script = folder / "fake.py"
+    script.write_text(FAKE)
+    return [resumable.Part(kind, (str(script), kind), seconds) for kind in ("first", "broken", "last")]
+
+
+def test_what_is_finished_is_not_run_again_and_what_fails_stops_nothing(
+    scripts: SimpleNamespace, tmp_path: Path
+) -> None:
+    every, written = parts(scripts.resumable, tmp_path), []
+    state = scripts.resumable.State(tmp_path / "state.json", {"mode": "gpu"})
+    assert scripts.resumable.run(every[:2], state, 5, after=lambda: written.append(1))
+    state = scripts.resumable.State(tmp_path / "state.json", {"mode": "gpu"})
+    assert scripts.resumable.run(every, state, 5)
+    ran = (tmp_path / "ran").read_text().split()
+    assert ran == ["first", "broken", "last"]
+    assert len(written) == 2
+    assert state.found("first") == {"kind": "first"}
+    assert state.found("broken") is None
+    assert "the words of the error" in state.parts["broken"]["error"]
+    assert str(tmp_path.home()) not in state.parts["broken"]["error"]
+    assert scripts.resumable.run(every, state, 5, retry=True)
+    assert (tmp_path / "ran").read_text().split() == [*ran, "broken"]
+    with pytest.raises(SystemExit, match="another folder"):
+        scripts.resumable.State(tmp_path / "state.json", {"mode": "dry-run"})
+
+
+def test_a_slice_ends_and_the_next_one_begins_what_it_stopped_anew(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    every = parts(scripts.resumable, tmp_path, seconds=120)
+    slow = scripts.resumable.Part("slow", (str(tmp_path / "fake.py"), "slow"), 21)
+    state = scripts.resumable.State(tmp_path / "state.json", {})
+    begun = [every[0], slow]
+    # 22 seconds, of which 10 are kept; the first part takes a moment.
+    assert not scripts.resumable.run(begun, state, 22 / 60)
+    assert list(state.parts) == ["first"]
+    short = scripts.resumable.Part("slow", slow.command, 1)
+    assert scripts.resumable.run([short], state, 5), "what takes longer than its own time has failed"
+    assert "took longer than 1 seconds" in state.parts["slow"]["error"]
+
+
+def test_the_page_has_failures_and_what_was_not_reached(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    state = scripts.resumable.State(tmp_path / "state.json", {})
+    every = scripts.gpu.parts_of("gpu")
+    state.put("laws", {"state": "done", "seconds": 3.0, "found": {"tried": 9, "of": 471, "wrong": {"sine": "is off"}}})
+    state.put("train", {"state": "failed", "seconds": 2.0, "error": "ended with 1\nXlaRuntimeError: no memory"})
+    text = scripts.gpu_page.page(state, every, "gpu", "python scripts/gpu.py")
+    assert "Of 9 of the 471 rows" in text
+    assert "wrong: `sine` (is off)" in text
+    assert "**train**, after 2 s:\n\n```text\nended with 1\nXlaRuntimeError: no memory\n```" in text
+    assert "mocked 32 moe" in text.split("not reached")[1]
+    assert "```python" not in text, "the tests run those"
+
+
+def test_a_page_gets_into_the_index_once(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    (tmp_path / "index.md").write_text(index)
+    for _ in range(2):
+        scripts.gpu_page.put(tmp_path / "gpu_new.md", "text")
+    assert (tmp_path / "index.md").read_text().replace("\nbenchmarks\ngpu_new\n", "\nbenchmarks\n") == index
+    assert "\nbenchmarks\n" in index
+
+
+def test_parts_have_names_of_their_own_and_fit_into_a_slice(scripts: SimpleNamespace) -> None:
+    for mode in ("gpu", "described", "dry-run"):
+        every = scripts.gpu.parts_of(mode)
+        assert len({part.name for part in every}) == len(every)
+        assert all(part.seconds <= 9 * 60 - scripts.resumable.SAVING for part in every)
+        assert all((ROOT / part.command[0]).exists() for part in every)
+        assert all(part.environment["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false" for part in every)
+
+
+def test_a_schedule_is_read(scripts: SimpleNamespace) -> None:
+    found = scripts.gpu_schedule.schedule(HLO)
+    each = 2 * 32 * 3 // 4
+    assert found["kinds"] == {"all_reduce": [4, 4 * each]}
+    assert (found["asynchronous"], found["hidden"], found["hidden_bytes"], found["between"]) == (2, 1, each, 1)
+
+
+def test_the_comparison_of_models_sees_enough_text(scripts: SimpleNamespace) -> None:
+    size = scripts.gpu_figure6.SIZES["gpu"]
+    assert 0.45 * size.tokens * scripts.gpu_figure6.steps_for("gpu") >= 100e6
+    line = scripts.gpu_figure6.figure6(Path("data"), Path("out"), "gpu", "one GPU", 7.5)
+    assert line[line.index("--slice-minutes") + 1] == "7.50"
+
+
+def dry_run(script: str, folder: Path, *options: str) -> str:
+    line = [sys.executable, ROOT / "scripts" / script, "--dry-run", "--output", folder, *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": ""}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_dry_run_writes_its_page_and_resumes(tmp_path: Path) -> None:
+    chosen = ("--only", "machine", "--only", "step dense", "--only", "virtual 8 tensor")
+    said = dry_run("gpu.py", tmp_path, *chosen)
+    assert said.count(" ... ") == 3
+    text = (tmp_path / "gpu.md").read_text()
+    assert "No figure of it means anything" in text
+    assert "`dense-12l-wide`" in text
+    assert "| Hidden units split over four devices, the batch over the others | 8 (data=2, model=4) | gshard |" in text
+    assert "What failed" not in text, text
+    first = json.loads((tmp_path / "state.json").read_text())
+    assert " ... " not in dry_run("gpu.py", tmp_path, *chosen)
+    assert json.loads((tmp_path / "state.json").read_text()) == first
+    assert not (ROOT / "docs" / "gpu.md").exists() or "Dry run" not in (ROOT / "docs" / "gpu.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "page"), [("gpu.py", "gpu.md"), ("gpu_figure6.py", "gpu_throughput.md")])
+def test_the_whole_dry_run_has_no_failure(script: str, page: str, tmp_path: Path) -> None:
+    dry_run(script, tmp_path, "--minutes", "60")
+    text = (tmp_path / page).read_text()
+    assert "What failed" not in text, text
+    assert "not reached" not in text
