@@ -256,8 +256,8 @@ _SHORT, _LONG = 15_000, 60_000
 def test_the_longest_line_is_read_in_linear_time(begun: str) -> None:
     """Anybody may send one: what begins like a placeholder and does not end like one, again and again.
 
-    Four times the length takes four times as long if reading is linear, sixteen times if it is quadratic. A machine that
-    stops for a while makes one measurement wrong, not five.
+    Four times the length takes four times as long if reading is linear, sixteen times if it is quadratic. A machine
+    that stops for a while makes one measurement wrong, not five.
     """
 
     def texts(size: int) -> tuple[str, str, str]:
