@@ -12,6 +12,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from gshard.analysis.machine import LINE, RING, SWITCH, Dimension, Machine, MachineError
 from gshard.core.mesh import Atoms, Mesh
 
@@ -176,13 +178,12 @@ def permutation_seconds(sent: int, pairs: Sequence[tuple[int, int]], machine: Ma
     """How long it takes when each source sends ``sent`` bytes to its target: O(1) between neighbours."""
     worst = latency = 0.0
     stride = machine.size
+    sources, targets = np.asarray(pairs, np.intp).reshape(-1, 2).T
     for d in machine.network:
         stride //= d.size
-        away = [abs(a // stride % d.size - b // stride % d.size) for a, b in pairs]
-        if d.kind == SWITCH:
-            distance = sum(map(bool, away)) / max(len(pairs), 1)
-        else:
-            distance = sum(min(x, d.size - x) if d.kind == RING else x for x in away) / max(len(pairs), 1)
+        away = np.abs(sources // stride % d.size - targets // stride % d.size)
+        hops = away > 0 if d.kind == SWITCH else np.minimum(away, d.size - away) if d.kind == RING else away
+        distance = int(hops.sum()) / max(len(pairs), 1)
         worst = max(worst, sent * distance * d.shared_by / d.bandwidth)
         latency += d.latency * distance
     return worst + latency

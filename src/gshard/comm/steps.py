@@ -23,13 +23,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from gshard.comm.local import slice_part
 from gshard.comm.route import Chunk, Route, carry, chunks_of, routed
@@ -301,31 +302,19 @@ def permutation(before: Sharding, after: Sharding, mesh: Mesh) -> list[tuple[int
     Both shardings cut every dimension in equally many parts. Devices that already hold what they need keep it;
     the others are paired in order, each part's holders before with its holders after.
     """
-    positions = list(itertools.product(*(range(mesh.atom_sizes[a]) for a in mesh.atoms)))
-    coordinates = [dict(zip(mesh.atoms, position, strict=True)) for position in positions]
+    positions = np.indices([mesh.atom_sizes[a] for a in mesh.atoms]).reshape(len(mesh.atoms), mesh.size)
+    at = dict(zip(mesh.atoms, positions, strict=True))
 
-    def part(sharding: Sharding, at: dict[str, int]) -> tuple[int, ...]:
-        return tuple(_ordinal(atoms, at, mesh) for atoms in sharding.dims)
+    def part(sharding: Sharding) -> NDArray[np.intp]:
+        ordinal = np.zeros(mesh.size, np.intp)
+        for a in (*itertools.chain.from_iterable(sharding.dims), *(a for a, _ in sharding.unreduced)):
+            ordinal = ordinal * mesh.atom_sizes[a] + at[a]
+        return ordinal
 
-    def key(sharding: Sharding, at: dict[str, int]) -> tuple[Any, ...]:
-        return (part(sharding, at), tuple(at[a] for a, _ in sharding.unreduced))
-
-    holders: dict[Any, list[int]] = {}
-    wanted: dict[Any, list[int]] = {}
-    for device, at in enumerate(coordinates):
-        holders.setdefault(key(before, at), []).append(device)
-        wanted.setdefault(key(after, at), []).append(device)
-    pairs = []
-    for k, targets in wanted.items():
-        sources = holders[k]
-        stay = set(sources) & set(targets)
-        pairs += [(d, d) for d in stay]
-        pairs += zip([d for d in sources if d not in stay], [d for d in targets if d not in stay], strict=True)
-    return sorted(pairs)
-
-
-def _ordinal(atoms: Sequence[str], at: dict[str, int], mesh: Mesh) -> int:
-    ordinal = 0
-    for a in atoms:
-        ordinal = ordinal * mesh.atom_sizes[a] + at[a]
-    return ordinal
+    has, wants = part(before), part(after)
+    moved = np.flatnonzero(has != wants)
+    sources, targets = (moved[np.argsort(parts[moved], kind="stable")] for parts in (has, wants))
+    assert np.array_equal(has[sources], wants[targets]), f"{before} and {after} cut in other parts"
+    to = np.arange(mesh.size)
+    to[sources] = targets
+    return list(enumerate(to.tolist()))
