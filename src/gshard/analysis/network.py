@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gshard.analysis.machine import LINE, RING, SWITCH, Dimension, Machine, MachineError
 from gshard.core.mesh import Atoms, Mesh
@@ -174,16 +175,38 @@ def _in_rings(whole: int, rounds: int, where: tuple[Extent, ...]) -> float:
     return total
 
 
+def gathered_at_least(held: int, wanted: int, machine: Machine) -> float:
+    """No all-gathers by which each device's ``held`` bytes become ``wanted`` take less, whatever devices they are over.
+
+    A switch of n devices makes n times as much of it, the dimensions of a torus together any number of times.
+    """
+    switches = [d for d in machine.network if d.kind == SWITCH]
+    together = sum(2 * d.bandwidth / d.shared_by for d in machine.network if d.kind != SWITCH)
+    total, left = 0.0, max(float(wanted), held)
+    for d in sorted(switches, key=lambda d: -d.bandwidth):
+        if d.bandwidth > together:
+            less = max(held, left / d.size)
+            total, left = total + (left - less) / d.bandwidth, less
+    rate = together or min((d.bandwidth for d in switches), default=math.inf)
+    return total + (left - held) / rate
+
+
 def permutation_seconds(sent: int, pairs: Sequence[tuple[int, int]], machine: Machine) -> float:
     """How long it takes when each source sends ``sent`` bytes to its target: O(1) between neighbours."""
-    worst = latency = 0.0
-    stride = machine.size
     sources, targets = np.asarray(pairs, np.intp).reshape(-1, 2).T
+    none, a_byte = permuting(sources, targets, machine)
+    return none + sent * a_byte
+
+
+def permuting(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Machine) -> tuple[float, float]:
+    """What a message from each source to its target takes, and what every byte of it takes more."""
+    none = a_byte = 0.0
+    stride = machine.size
     for d in machine.network:
         stride //= d.size
         away = np.abs(sources // stride % d.size - targets // stride % d.size)
         hops = away > 0 if d.kind == SWITCH else np.minimum(away, d.size - away) if d.kind == RING else away
-        distance = int(hops.sum()) / max(len(pairs), 1)
-        worst = max(worst, sent * distance * d.shared_by / d.bandwidth)
-        latency += d.latency * distance
-    return worst + latency
+        distance = int(hops.sum()) / max(len(sources), 1)
+        a_byte = max(a_byte, distance * d.shared_by / d.bandwidth)
+        none += d.latency * distance
+    return none, a_byte

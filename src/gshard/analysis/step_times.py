@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import math
 
+import numpy as np
+
 from gshard.analysis.machine import Machine
-from gshard.analysis.network import permutation_seconds, seconds
-from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, Step, bytes_sent, permutation
+from gshard.analysis.network import gathered_at_least, permuting, seconds
+from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, Step, bytes_sent, targets
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
 
@@ -53,6 +55,10 @@ class StepTimes:
                 taken += _COPIES * 2 * size / self.machine.memory_bandwidth
         return taken
 
+    def least(self, held: int, wanted: int) -> float:
+        """What it takes at least to come from ``held`` bytes on each device to ``wanted``: gathered over all links."""
+        return gathered_at_least(held, wanted, self.machine)
+
     def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, among: tuple[Mesh, Atoms]) -> float:
         if step.kind == PERMUTE:
             latency, a_byte = _permuting(step.before, step.after, mesh, self.machine)
@@ -65,6 +71,4 @@ class StepTimes:
 @functools.lru_cache(maxsize=4096)
 def _permuting(before: Sharding, after: Sharding, mesh: Mesh, machine: Machine) -> tuple[float, float]:
     """What a permutation takes, and what a byte of it takes more: whatever the array."""
-    pairs = permutation(before, after, mesh)
-    none, many = (permutation_seconds(sent, pairs, machine) for sent in (0, 1 << 30))
-    return none, (many - none) / (1 << 30)
+    return permuting(np.arange(mesh.size), targets(before, after, mesh), machine)

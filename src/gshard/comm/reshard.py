@@ -117,9 +117,11 @@ def _search(
                 came[step.after] = step
                 # However it goes on, what a device will hold in the end and does not hold here is sent by somebody,
                 # in a message.
-                missing = max(0, share - -(-whole // _parts(step.after, mesh)))
-                least = missing + _LATENCY + 1 if missing else int(step.after != target)
-                least = least if mesh.times is None else 0
+                held = -(-whole // _parts(step.after, mesh))
+                if mesh.times is None:
+                    least = share - held + _LATENCY + 1 if share > held else int(step.after != target)
+                else:
+                    least = mesh.times.least(held, share)
                 heapq.heappush(queue, (total + least, next(order), total, step.after))
     return came
 

@@ -72,6 +72,10 @@ class Times(Protocol):
         """One step, with an array of this global shape."""
         ...
 
+    def least(self, held: int, wanted: int) -> float:
+        """What it takes at least to come from ``held`` bytes on each device to ``wanted``."""
+        ...
+
 
 def aligned(n: int, parts: int, more: int) -> bool:
     """Whether cutting each of ``parts`` parts of ``n`` elements in ``more`` gives ``parts * more`` parts of ``n``."""
@@ -297,13 +301,17 @@ def _trim(x: Any, dim: int, size: int) -> Any:
 
 
 def permutation(before: Sharding, after: Sharding, mesh: Mesh) -> list[tuple[int, int]]:
-    """Who sends its part to whom so that a cut moves onto other devices.
+    """Who sends its part to whom so that a cut moves onto other devices (``targets``), as ``lax.ppermute`` wants it."""
+    return list(enumerate(targets(before, after, mesh).tolist()))
+
+
+def targets(before: Sharding, after: Sharding, mesh: Mesh) -> NDArray[np.intp]:
+    """To which device each sends its part so that a cut moves onto other devices.
 
     Both shardings cut every dimension in equally many parts. Devices that already hold what they need keep it;
     the others are paired in order, each part's holders before with its holders after.
     """
-    positions = np.indices([mesh.atom_sizes[a] for a in mesh.atoms]).reshape(len(mesh.atoms), mesh.size)
-    at = dict(zip(mesh.atoms, positions, strict=True))
+    at = _positions(mesh)
 
     def part(sharding: Sharding) -> NDArray[np.intp]:
         ordinal = np.zeros(mesh.size, np.intp)
@@ -313,8 +321,15 @@ def permutation(before: Sharding, after: Sharding, mesh: Mesh) -> list[tuple[int
 
     has, wants = part(before), part(after)
     moved = np.flatnonzero(has != wants)
-    sources, targets = (moved[np.argsort(parts[moved], kind="stable")] for parts in (has, wants))
-    assert np.array_equal(has[sources], wants[targets]), f"{before} and {after} cut in other parts"
-    to = np.arange(mesh.size)
-    to[sources] = targets
-    return list(enumerate(to.tolist()))
+    senders, receivers = (moved[np.argsort(parts[moved], kind="stable")] for parts in (has, wants))
+    assert np.array_equal(has[senders], wants[receivers]), f"{before} and {after} cut in other parts"
+    found = np.arange(mesh.size)
+    found[senders] = receivers
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def _positions(mesh: Mesh) -> dict[str, NDArray[np.intp]]:
+    """Where each device is along each atom."""
+    positions = np.indices([mesh.atom_sizes[a] for a in mesh.atoms]).reshape(len(mesh.atoms), mesh.size)
+    return dict(zip(mesh.atoms, positions, strict=True))

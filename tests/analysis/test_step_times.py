@@ -1,0 +1,77 @@
+"""What steps take on a machine: bounds that the search for ways relies on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+
+from gshard.analysis.machine import Machine
+from gshard.analysis.network import gathered_at_least, seconds
+from gshard.analysis.step_times import StepTimes
+from gshard.comm.reshard import plan_reshard
+from gshard.comm.steps import ALL_GATHER
+from gshard.core.mesh import Mesh
+from gshard.core.sharding import Sharding
+
+MACHINES = ["v5e:2x4", "v3:4x2", "h100:2x8", "cpu:8"]
+
+
+class Unguided(StepTimes):
+    """Looks at every way that is not dearer than the one it takes."""
+
+    def least(self, held: int, wanted: int) -> float:
+        return 0.0
+
+
+def some(mesh: Mesh, rank: int, rng: random.Random) -> Sharding:
+    atoms = [a for a in mesh.atoms if rng.random() < 0.8]
+    rng.shuffle(atoms)
+    dims: list[list[str]] = [[] for _ in range(rank)]
+    unreduced = {}
+    for a in atoms:
+        if rng.random() < 0.15:
+            unreduced[a] = "add"
+        else:
+            rng.choice(dims).append(a)
+    return Sharding(tuple(map(tuple, dims))).with_unreduced(unreduced)
+
+
+@pytest.mark.parametrize("named", MACHINES)
+def test_ways_are_no_dearer_for_what_is_known_to_remain(named: str) -> None:
+    rng = random.Random(len(named))
+    machine = Machine.of(named)
+    mesh = Mesh.abstract(x=2, y=machine.size // 2)
+    guided, unguided = (dataclasses.replace(mesh, times=made(machine)) for made in (StepTimes, Unguided))
+    for _ in range(60):
+        source, target = some(mesh, 3, rng), some(mesh, 3, rng).with_unreduced({})
+        shape = tuple(rng.choice((3, 8, 64, 500)) for _ in range(3))
+        taken = [
+            sum(m.times.seconds(s, shape, 4, m) for s in plan_reshard(source, target, shape, 4, m))
+            for m in (guided, unguided)
+            if m.times
+        ]
+        assert taken[0] <= taken[1] * (1 + 1e-9), (source, target, shape)
+
+
+@pytest.mark.parametrize("named", MACHINES)
+def test_no_gather_takes_less_than_the_least(named: str) -> None:
+    machine = Machine.of(named)
+    mesh = Mesh.abstract(d=machine.size)
+    for first in range(len(mesh.atoms)):
+        for last in range(first + 1, len(mesh.atoms) + 1):
+            atoms = mesh.atoms[first:last]
+            taken = seconds(ALL_GATHER, 1 << 20, mesh, machine, atoms)
+            least = gathered_at_least(1 << 20, (1 << 20) * mesh.count(atoms), machine)
+            assert 0 < least <= taken * (1 + 1e-9), atoms
+    assert gathered_at_least(8, 8, machine) == gathered_at_least(16, 8, machine) == 0
+
+
+def test_what_is_left_over_a_torus_is_not_taken_for_what_goes_over_a_switch() -> None:
+    machine = Machine.of("v3:4x2")  # two cores of a chip are behind a switch that is faster than all links
+    half, whole = (gathered_at_least(1 << 20, n << 20, machine) for n in (2, 16))
+    links = sum(2 * d.bandwidth / d.shared_by for d in machine.network[:2])
+    assert math.isclose(whole, (8 << 20) / machine.network[2].bandwidth + (7 << 20) / links)
+    assert half < whole / 7
