@@ -28,8 +28,8 @@ from gshard.solver.exact import exact
 from gshard.solver.problem import Ints, Problem
 from gshard.solver.reduce import reduce
 
-# Rounds of messages where a problem is too large to be solved exactly.
-_ROUNDS = 6
+_ROUNDS = 6  # of messages at most, where a problem is too large to be solved exactly
+_ENOUGH = 1e-8  # of the costs: a gap that is none
 
 
 @collected_seldom()
@@ -95,6 +95,8 @@ def _solved(problem: Problem) -> tuple[Ints, float]:
     descent = Descent(small.problem, 0)
     for _ in range(_ROUNDS):
         descent.round()
+        if descent.value - descent.prices.bound <= _ENOUGH * descent.value:
+            break
     assert descent.states is not None, "without a limit of memory, messages find states that are allowed"
     spared = descent.value - descent.prices.bound
     return small.lift(descent.states), spared / descent.value if spared > 0 else 0.0

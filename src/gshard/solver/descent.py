@@ -55,11 +55,15 @@ class Descent:
     def round(self) -> bool:
         """Messages and prices, then a forest. True if the best is better now."""
         self.rounds += 1
-        for _ in range(SWEEPS):
+        for left in range(SWEEPS - 1, -1, -1):
             costs = self.prices.costs()
             self.messages.sweep(costs, forward=True)
-            bound, states = self.messages.sweep(costs, forward=False, choose=True)
+            # Prices follow what states take of memory; without a limit only the last ones are looked at.
+            choose = not left or bool(np.isfinite(self.flat.limit))
+            bound, states = self.messages.sweep(costs, forward=False, choose=choose)
             self.prices.learn(bound)
+            if not choose:
+                continue
             usage = self.flat.usage(states)
             if self.prices.values.any():
                 self.prices.follow(usage, bound)
