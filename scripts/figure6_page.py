@@ -173,7 +173,7 @@ def draw(job: Job, held: HeldOut, there: Sequence[str]) -> str:
                 rows.append(f"{name} {mean:+.2f} ± {half:.2f} for the {len(values)} {resource}-resource languages")
     file = job.page.with_name(f"figure6-{held.name.replace(' ', '-')}.svg")
     figure.trend(file, series, "chrF++ above the dense model", held.name)
-    means = f" Means over languages: {'; '.join(rows)}." if rows else ""
+    means = f"Means over languages: {'; '.join(rows)}." if rows else ""
     return f"![chrF++ above the dense model, languages from high to low resource]({file.name})\n{means}\n"
 
 

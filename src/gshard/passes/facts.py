@@ -12,8 +12,8 @@ Priorities, each run until nothing changes before the next begins; any news retu
     4. equations that make many elements of few: a mask says less of the scores than what they are made of
 
 Where a loop runs over a dimension that is split, each device runs the rounds that it has, if these need nothing of each
-other and nothing is split inside (``passes.decompose``); else its slices are split along another dimension. So are the
-results of an equation that cannot be split as an operand is, if that sends less. The user's marks, and shardings that
+other and nothing is split inside (``passes.decompose``). The results of an equation that cannot be split as an operand is
+are split along another dimension, if that sends less. The user's marks, and shardings that
 arguments came with, are set before all this and never changed.
 """
 
@@ -194,8 +194,6 @@ class _State:
             self.other = self.decompositions.taken(self.dims, self.mesh)
             if self.other is not None:
                 return
-            if any(self._split_slices(edge, equation) for edge, equation in self.decompositions.loops):
-                continue
             left = (node for node in self.nodes if node not in self.settled and self._is_in_the_way(node))
             if not any(self._resolve(node) for node in left):
                 return
@@ -205,26 +203,6 @@ class _State:
         agreed, conflict = self._agree(node)
         self.conflicts.update({node: None} if conflict else {})
         self._apply(node, agreed, "propagated")
-
-    def _split_slices(self, edge: Edge, equation: Equation) -> bool:
-        """Splits a loop's slices where the stack of them is split along the loop: an all-to-all instead of a gather.
-
-        Each device then has a part of every slice, and the body gathers one slice at a time if it needs it whole.
-        """
-        outer, inner = self.dims[edge.outer], self.dims[edge.inner]
-        atoms = outer[0]
-        if not atoms or {a for dim in (*outer[1:], *inner) for a in dim} & set(atoms):
-            return False
-        parts = self.mesh.count(atoms)
-        shape, is_open = edge.inner.shape, self.open[edge.inner]
-        fitting = [d for d, n in enumerate(shape) if is_open[d] and not inner[d] and n % parts == 0 < n]
-        if not fitting:
-            return False
-        d = max(fitting, key=lambda d: (shape[d], -d))
-        inner[d] = atoms
-        self.reasons[edge.inner, d] = Reason("cost", equation.line, equation.name, edge.outer)
-        self._wake(edge.inner)
-        return True
 
     def _is_in_the_way(self, node: _Node) -> bool:
         """Whether an operand is split where the equation cannot be: its parts may move to another dimension."""
