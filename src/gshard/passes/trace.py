@@ -36,6 +36,7 @@ from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
 from gshard.tracing.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
+from gshard.tracing.framed import in_frames
 from gshard.tracing.in_a_row import one_equation_each
 from gshard.tracing.known import Facts, without_unread
 from gshard.tracing.look_up import simpler
@@ -248,7 +249,8 @@ class _Builder:
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
         equations = without_unread(body.equations, outputs)
-        equations = one_equation_each(equations, outputs, self._fresh, self._equation)
+        for in_place in (in_frames, one_equation_each):
+            equations = in_place(equations, outputs, self._fresh, self._equation)
         for fewer in (padded_by_windows, products_as_wanted):
             equations = fewer(equations, outputs, self._equation)
         return Block(tuple(inputs), tuple(equations), outputs)

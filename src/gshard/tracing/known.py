@@ -13,7 +13,9 @@ import jax
 import numpy as np
 
 from gshard.core.program import Constant, Equation, Value
+from gshard.rules.elementwise import N_ARY, UNARY
 
+_ELEMENTWISE = frozenset((*UNARY, *N_ARY))
 _MOST = 1 << 18  # elements of an array that is followed
 
 Array = Value | Constant
@@ -44,6 +46,7 @@ class Facts:
 
     def __init__(self) -> None:
         self._known: dict[Value, Known] = {}
+        self.windows: set[Array] = set()  # numbers, what is cut out of arrays, and what is computed of both
 
     def of(self, x: Array) -> Known | None:
         """What is known of an array, if anything."""
@@ -58,6 +61,10 @@ class Facts:
 
     def note(self, name: str, params: Mapping[str, Any], inputs: Sequence[Array], output: Value) -> None:
         """Follows one equation."""
+        arrays = [x for x in inputs if x.shape]
+        of_a_number = name == "broadcast_in_dim" and not arrays
+        if name == "slice" or of_a_number or (arrays and name in _ELEMENTWISE and self.windows.issuperset(arrays)):
+            self.windows.add(output)
         kind = getattr(output.dtype, "kind", "")
         if kind not in ("i", "u", "b") or math.prod(output.shape) > _MOST:
             return

@@ -33,6 +33,7 @@ from gshard.tracing.known import Array, Facts, Known
 _KEYS = jax.dtypes.extended
 _RUNS = 32  # slices in a row that stand for a look-up
 _WRITTEN = 0.75  # of a dimension: where what is written spans as much, it is cut as the array is, but for a halo
+_OF_ITSELF = 0.25  # the same where it is computed of windows, which need not be cut out (``tracing.framed``)
 
 
 def simpler(
@@ -40,6 +41,8 @@ def simpler(
 ) -> tuple[Any, Sequence[Array]] | None:
     """A closed jaxpr, and its operands, for a look-up at indices of which something is known."""
     name = primitive.name
+    if name == "dynamic_update_slice":
+        return _updated(facts, inputs)
     if not (name == "gather" or combination(name, params)) or jax.dtypes.issubdtype(inputs[0].dtype, _KEYS):
         return None
     indices = facts.of(inputs[1])
@@ -58,9 +61,13 @@ def simpler(
             return primitive.bind(x, jnp.concatenate(columns, -1), *updates, **changed)
 
     elif indices.whole:
-        made = _one_window(looked_up, indices.values) or _along_one(looked_up, indices.values)
-    if made is None:
-        return None
+        least = _OF_ITSELF if inputs[-1] in facts.windows else _WRITTEN
+        made = _one_window(looked_up, indices.values, least) or _along_one(looked_up, indices.values)
+        made = made or _grid(looked_up, indices.values)
+    return None if made is None else _traced(made, operands)
+
+
+def _traced(made: Callable[..., Any], operands: Sequence[Array]) -> tuple[Any, Sequence[Array]]:
     weak = [isinstance(x, Value) and x.weak for x in operands]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=w) for x, w in zip(operands, weak, strict=True)]
     return jax.make_jaxpr(made)(*shapes), operands
@@ -173,7 +180,7 @@ def _counting(ndim: int, dim: int, n: int) -> np.ndarray:
     return np.arange(n).reshape([-1 if d == dim else 1 for d in range(ndim)])
 
 
-def _one_window(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
+def _one_window(looked_up: _LookUp, indices: np.ndarray, least: float) -> Callable[..., Any] | None:
     """A single window at a known place inside of the operand."""
     shape, sizes = looked_up.shape, looked_up.sizes
     if indices.ndim != 1 or looked_up.batching:
@@ -186,7 +193,7 @@ def _one_window(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] |
     if looked_up.name == "gather":
         end = [at + size for at, size in zip(start, sizes, strict=True)]
         return lambda x: lax.squeeze(lax.slice(x, start, end), looked_up.dropped)
-    if any(size < _WRITTEN * n for size, n in zip(sizes, shape, strict=True)) or looked_up.replaces(math.prod(sizes)):
+    if any(size < least * n for size, n in zip(sizes, shape, strict=True)) or looked_up.replaces(math.prod(sizes)):
         return None
     last = [at + size - 1 for at, size in zip(start, sizes, strict=True)]
     return lambda x, updates: _written(looked_up, x, updates.reshape(sizes), start, last, [1] * len(shape))
@@ -230,6 +237,48 @@ def _along_one(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | 
     return None
 
 
+def _grid(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
+    """Every so many elements along several dimensions, everything of all others."""
+    shape, columns = looked_up.shape, looked_up.columns
+    if looked_up.combine is None or looked_up.batching or len(columns) < 2 or sorted(columns) != [*looked_up.dropped]:
+        return None
+    if indices.ndim != len(columns) + 1 or not indices.size:
+        return None
+    low, high, steps = [0] * len(shape), [n - 1 for n in shape], [1] * len(shape)
+    order = iter(looked_up.window_dims)
+    come_from = [-1 if d in columns else next(order) for d in range(len(shape))]
+    batch = [i for i in range(looked_up.rank) if i not in looked_up.window_dims]
+    for c, d in enumerate(columns):
+        at = indices[..., c].astype(np.int64)
+        along = [b for b in range(at.ndim) if at.shape[b] > 1 and (np.diff(at, axis=b) != 0).any()]
+        line = np.moveaxis(at, along[0], 0).reshape(at.shape[along[0]], -1)[:, 0] if len(along) == 1 else at[:0]
+        step = _step(line) if line.size else None
+        if step is None or step < 0 or line[0] < 0 or line[-1] >= shape[d] or batch[along[0]] in come_from:
+            return None
+        if line[-1] - line[0] + 1 < _WRITTEN * shape[d]:
+            return None
+        low[d], high[d], steps[d], come_from[d] = int(line[0]), int(line[-1]), step, batch[along[0]]
+    if looked_up.replaces(math.prod((b - a) // s + 1 for a, b, s in zip(low, high, steps, strict=True))):
+        return None
+    return lambda x, updates: _written(looked_up, x, updates.transpose(come_from), low, high, steps)
+
+
+def _updated(facts: Facts, inputs: Sequence[Array]) -> tuple[Any, Sequence[Array]] | None:
+    """A large window that is written at a known place."""
+    (x, updates), starts = inputs[:2], [facts.of(i) for i in inputs[2:]]
+    if any(i is None or not i.whole for i in starts) or not math.prod(updates.shape) or updates.shape == x.shape:
+        return None
+    if jax.dtypes.issubdtype(x.dtype, _KEYS):
+        return None
+    least = _OF_ITSELF if updates in facts.windows else _WRITTEN
+    if any(m < least * n for n, m in zip(x.shape, updates.shape, strict=True)):
+        return None
+    sizes = list(zip(x.shape, updates.shape, strict=True))
+    first = [min(max(int(i.values), 0), n - m) for i, (n, m) in zip(starts, sizes, strict=True) if i is not None]
+    last = [a + m - 1 for a, (_, m) in zip(first, sizes, strict=True)]
+    return _traced(lambda x, updates: _put(lambda _, y: y, x, updates, first, last, [1] * x.ndim), (x, updates))
+
+
 def _step(at: np.ndarray) -> int | None:
     """The distance from each place to the next, if there is one."""
     if at.size == 1:
@@ -269,16 +318,28 @@ def _taken(at: np.ndarray, n: int, d: int) -> Callable[[Any], Any] | None:
 def _written(
     looked_up: _LookUp, x: Any, updates: Any, first: Sequence[int], last: Sequence[int], steps: Sequence[int]
 ) -> Any:
+    """What a scatter writes from ``first`` to ``last`` in each dimension, at every ``steps``-th element."""
+    assert looked_up.combine is not None
+    return _put(looked_up.combine, x, updates, first, last, steps)
+
+
+def _put(
+    combine: Callable[[Any, Any], Any],
+    x: Any,
+    updates: Any,
+    first: Sequence[int],
+    last: Sequence[int],
+    steps: Sequence[int],
+) -> Any:
     """An array that is written from ``first`` to ``last`` in each dimension, at every ``steps``-th element."""
-    shape, inside = looked_up.shape, None
+    shape, inside = x.shape, None
     padding = [(a, n - 1 - b, s - 1) for a, b, n, s in zip(first, last, shape, steps, strict=True)]
     for d, (a, b, n, s) in enumerate(zip(first, last, shape, steps, strict=True)):
         if (a, b, s) != (0, n - 1, 1):
             at = lax.broadcasted_iota(jnp.int32, shape, d)
             here = (at >= a) & (at <= b)
-            here = here if s == 1 else here & ((at - a) % s == 0)
+            here = here if s == 1 else here & (lax.rem(at - a, s) == 0)
             inside = here if inside is None else inside & here
     spread = lax.pad(updates, jnp.zeros((), updates.dtype), padding)
-    assert looked_up.combine is not None
-    written = looked_up.combine(x, spread)
+    written = combine(x, spread)
     return written if inside is None else jnp.where(inside, written, x)
