@@ -20,6 +20,7 @@ from gshard.comm.steps import (
     Step,
     bytes_sent,
 )
+from gshard.comm.tiles import can_be_exchanged, moved
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from laws.test_reshard_any import shardings
@@ -56,6 +57,8 @@ def every_step(here: Sharding) -> Iterator[Step]:
         alike = all(CUBE.count(a) == CUBE.count(b) for a, b in zip(here.dims, after.dims, strict=True))
         if alike and after != here and after.unreduced == here.unreduced:
             yield Step(PERMUTE, CUBE.atoms, here, after)
+        if can_be_exchanged(here, after, SHAPE, CUBE):
+            yield Step(ALL_TO_ALL, moved(here.dims, after.dims), here, after)
 
 
 def least_bytes(source: Sharding) -> dict[Sharding, int]:
@@ -82,8 +85,8 @@ def check(sources: list[Sharding]) -> None:
                 found = reshard_bytes(source, target, SHAPE, BYTES, CUBE)
                 assert found >= least[target], "the exhaustive search is exhaustive"
                 ratios.append(1.0 if found == least[target] else found / least[target])
-    assert max(ratios) <= 1.5
-    assert sum(r == 1.0 for r in ratios) >= 0.99 * len(ratios)
+    assert max(ratios) <= 1.3
+    assert sum(r == 1.0 for r in ratios) >= 0.93 * len(ratios)
 
 
 def test_some_reshards_send_no_more_than_they_must() -> None:

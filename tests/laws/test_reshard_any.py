@@ -144,7 +144,7 @@ def test_a_cut_that_moves_between_dimensions_needs_no_gather() -> None:
     y = mesh.atoms_of["y"]
     source, target = Sharding((y, (), ("x",))), Sharding(((), ("x", *y), ()))
     steps = plan_reshard(source, target, (16, 16, 16), 4, mesh)
-    assert [s.kind for s in steps] == ["all_to_all", "all_to_all"]
+    assert [s.kind for s in steps] == ["all_to_all"]
 
 
 def test_unreduced_into_a_split_is_one_reduce_scatter() -> None:

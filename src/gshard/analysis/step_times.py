@@ -10,7 +10,7 @@ import numpy as np
 
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, permuting, seconds
-from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, Step, bytes_sent, targets
+from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, Step, bytes_sent, is_of_tiles, targets
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
 
@@ -64,7 +64,8 @@ class StepTimes:
             latency, a_byte = _permuting(step.before, step.after, mesh, self.machine)
             return latency + a_byte * bytes_sent(step, shape, itemsize, mesh)
         known, atoms = among
-        local = math.prod(step.before.local_shape(mesh, shape)) * itemsize
+        kept = step.after if is_of_tiles(step) else step.before  # what is free is cut before anything is sent
+        local = math.prod(kept.local_shape(mesh, shape)) * itemsize
         return seconds(step.kind, local, known, self.machine, atoms)
 
 

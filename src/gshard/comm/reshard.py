@@ -8,7 +8,7 @@ step that gathers everything at once: a gather appears only where a dimension re
     >>> mesh = Mesh.abstract(x=2, y=4)
     >>> a, b = Sharding((("y.0", "y.1"), (), ("x",))), Sharding(((), ("x", "y.0", "y.1"), ()))
     >>> [step.kind for step in plan_reshard(a, b, (8, 8, 8), 4, mesh)]
-    ['all_to_all', 'all_to_all']
+    ['all_to_all']
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from gshard.comm.steps import (
     aligned,
     bytes_sent,
 )
+from gshard.comm.tiles import can_be_exchanged, moved
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.sharding import Sharding
 
@@ -146,8 +147,18 @@ def _moves(
     arranged = _arranged(here, target, mesh)
     if arranged is not None and arranged != here:
         others.append(Step(PERMUTE, mesh.atoms, here, arranged))
+    others += _exchanges(here, target, shape, mesh)
     for step in others:
         yield step, bytes_sent(step, shape, itemsize, mesh)
+
+
+def _exchanges(here: Sharding, target: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Step]:
+    """All-to-alls of tiles: to the target, or to cuts of its parts that are gathered then."""
+    more = tuple(a for dim in here.dims for a in dim if not any(a in wanted for wanted in target.dims))
+    after = Sharding(target.dims, here.unreduced)
+    for cut in (_with(after, {d: (*dim, *more)}) for d, dim in enumerate(after.dims)) if more else (after,):
+        if can_be_exchanged(here, cut, shape, mesh):
+            yield Step(ALL_TO_ALL, moved(here.dims, cut.dims), here, cut)
 
 
 def _at_once(

@@ -7,6 +7,7 @@ therefore what is emitted.
     all_slice(d, atoms)       replicated -> split: every device keeps its part (nothing is sent)
     all_gather(d, atoms)      split -> replicated over the innermost atoms of a dimension
     all_to_all(d, e, atoms)   the innermost atoms of dimension d move to dimension e
+    all_to_all(atoms)         innermost atoms of some dimensions move to others, free ones between them (``comm.tiles``)
     permute                   the same cut, other devices: one CollectivePermute
     reduce_scatter(d, atoms)  unreduced -> split
     all_reduce(atoms)         unreduced -> replicated
@@ -34,6 +35,7 @@ from numpy.typing import NDArray
 
 from gshard.comm.local import slice_part
 from gshard.comm.route import Chunk, Route, carry, chunks_of, routed
+from gshard.comm.tiles import exchanged
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
 
@@ -52,7 +54,7 @@ class Step:
         atoms: the atoms it runs over.
         before, after: the shardings it leads from and to.
         dim: the dimension that is sliced, gathered or scattered, or that atoms leave.
-        to: the dimension that atoms of an all_to_all move to.
+        to: the dimension that atoms of an all_to_all move to; -1 for one of tiles.
         monoid: what combines unreduced parts.
     """
 
@@ -77,6 +79,11 @@ class Times(Protocol):
         ...
 
 
+def is_of_tiles(step: Step) -> bool:
+    """Whether atoms go from several dimensions, or to several, at once."""
+    return step.kind == ALL_TO_ALL and step.to < 0
+
+
 def aligned(n: int, parts: int, more: int) -> bool:
     """Whether cutting each of ``parts`` parts of ``n`` elements in ``more`` gives ``parts * more`` parts of ``n``."""
     return parts == 1 or -(-n // parts) == more * -(-n // (parts * more))
@@ -88,6 +95,8 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) ->
         return 0
     part = step.before.local_shape(mesh, shape)
     before = math.prod(part) * itemsize
+    if is_of_tiles(step):
+        return math.prod(step.after.local_shape(mesh, shape)) * itemsize * (g - 1) // g
     if step.kind == ALL_GATHER:
         n, local = shape[step.dim], part[step.dim]
         way, room = _lined_up(step, n, mesh)
@@ -135,6 +144,8 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
                 x = carry(x, step.dim, step.before.dims[step.dim], mesh, way, room)
             whole = lax.all_gather(x, step.atoms, axis=step.dim, tiled=True)
             return _trim(whole, step.dim, local[step.dim])
+        case "all_to_all" if is_of_tiles(step):
+            return exchanged(x, step.before.dims, step.after.dims, mesh)
         case "all_to_all":
             padded = _pad(x, step.to, g * local[step.to])
             moved = lax.all_to_all(padded, step.atoms, split_axis=step.to, concat_axis=step.dim, tiled=True)

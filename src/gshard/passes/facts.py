@@ -12,9 +12,9 @@ Priorities, each run until nothing changes before the next begins; any news retu
     4. equations that make many elements of few: a mask says less of the scores than what they are made of
 
 Where a loop runs over a dimension that is split, each device runs the rounds that it has, if these need nothing of each
-other and nothing is split inside (``passes.decompose``). The results of an equation that cannot be split as an operand is
-are split along another dimension, if that sends less. The user's marks, and shardings that
-arguments came with, are set before all this and never changed.
+other and nothing is split inside (``passes.decompose``). The results of an equation that cannot be split as an operand
+is are split along another dimension, if that sends less. The user's marks, and shardings that arguments came with, are
+set before all this and never changed.
 """
 
 from __future__ import annotations

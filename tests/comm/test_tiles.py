@@ -1,0 +1,99 @@
+"""All-to-alls of tiles: the same numbers, and no more bytes than what each device lacks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from gshard.comm.reshard import plan_reshard, reshard_bytes
+from gshard.comm.steps import is_of_tiles
+from gshard.core.mesh import Mesh
+from gshard.core.sharding import Sharding
+from laws.test_reshard_any import move, ordinal, places, shardings
+
+MESHES = Mesh.abstract(a=2, b=2, c=2), Mesh.abstract(a=2, b=3)
+
+
+def pairs(mesh: Mesh, rank: int = 3) -> list[tuple[Sharding, Sharding]]:
+    """Shardings, of which one follows from the other by one all-to-all of tiles."""
+    shape = (mesh.size,) * rank
+    finished = [s for s in shardings(mesh, rank) if not s.unreduced]
+    found = []
+    for one, other in itertools.permutations(finished, 2):
+        steps = plan_reshard(one, other, shape, 4, mesh)
+        if len(steps) == 1 and is_of_tiles(steps[0]):
+            found.append((one, other))
+    return found
+
+
+def lacked(source: Sharding, target: Sharding, n: int, mesh: Mesh) -> int:
+    """Elements of a cube of ``n`` that the device which lacks most of its part has to get."""
+
+    def elements(sharding: Sharding, at: dict[str, int]) -> list[set[int]]:
+        size = [n // mesh.count(atoms) for atoms in sharding.dims]
+        first = [ordinal(atoms, at, mesh) * m for atoms, m in zip(sharding.dims, size, strict=True)]
+        return [set(range(a, a + m)) for a, m in zip(first, size, strict=True)]
+
+    worst = 0
+    for at in places(mesh):
+        have, want = elements(source, at), elements(target, at)
+        both = [len(a & b) for a, b in zip(have, want, strict=True)]
+        worst = max(worst, int(np.prod([len(b) for b in want]) - np.prod(both)))
+    return worst
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_element_comes_where_it_belongs(mesh: Mesh, rng: np.random.Generator) -> None:
+    found = pairs(mesh)
+    assert len(found) > 20
+    for source, target in random.Random(0).sample(found, 20):
+        shape = tuple(mesh.size * k for k in (1, 2, 3))
+        move(rng.integers(-99, 99, shape).astype(np.int32), source, target, mesh, rng)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_no_more_is_sent_than_a_device_lacks(mesh: Mesh) -> None:
+    n = mesh.size
+    for source, target in pairs(mesh):
+        assert reshard_bytes(source, target, (n, n, n), 4, mesh) == 4 * lacked(source, target, n, mesh)
+
+
+def test_unequal_parts_go_another_way(rng: np.random.Generator) -> None:
+    mesh = MESHES[0]
+    (source, target), *_ = pairs(mesh)
+    for shape in ((5, 8, 8), (8, 6, 12), (8, 8, 0), (3, 1, 2)):
+        move(rng.integers(-99, 99, shape).astype(np.int32), source, target, mesh, rng)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bool_, jnp.bfloat16, jnp.complex64])
+def test_on_devices(dtype: jnp.dtype) -> None:
+    x = jnp.arange(16 * 16 * 8).reshape(16, 16, 8).astype(dtype)
+
+    spec = jax.sharding.PartitionSpec
+
+    def tiles(x: jax.Array) -> jax.Array:
+        return gshard.shard(gshard.shard(x, spec(("a", "b"))), spec(None, "a", "b"))
+
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    jitted = gshard.jit(tiles, mesh=mesh)
+    np.testing.assert_array_equal(jitted(x), x)
+    (sent,) = jitted.lower(x).spmd.collectives
+    assert (sent.kind, sent.bytes) == ("all_to_all", x.nbytes // 8 * 7 // 8)
+
+
+def test_keys_of_random_numbers_go_in_tiles() -> None:
+    keys = jax.random.split(jax.random.key(3), (8, 8, 4))
+    spec = jax.sharding.PartitionSpec
+
+    def f(keys: jax.Array) -> jax.Array:
+        return gshard.shard(gshard.shard(keys, spec("a")), spec(None, ("a", "b")))
+
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    found = gshard.jit(f, mesh=mesh)(keys)
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
