@@ -10,7 +10,7 @@ their ratios mean anything.
     python benchmarks/by_hand.py [--only shift]          two minutes
 
 Programs by cause: elements that are cut, padded and joined in a row; Fourier transforms; convolutions of what is
-dilated; searches in sorted arrays.
+dilated; searches in sorted arrays; updates and look-ups at known places; tables that follow from the program.
 """
 
 from __future__ import annotations
@@ -224,7 +224,68 @@ def searches() -> Iterator[Program]:
     yield Program("parts below", quantiles, quantiles_by_hand, (places, numbers), specs, P())
 
 
-GROUPS = in_a_row, transforms, convolutions, searches
+def own_rows(n: int) -> Any:
+    """The numbers of a device's rows."""
+    return lax.axis_index("x") * (n // PARTS) + jnp.arange(n // PARTS)
+
+
+def known_places() -> Iterator[Program]:
+    grid, rows = (normal(4096, 256),), P("x", None)
+
+    def inside(x: Any) -> Any:
+        return x.at[1:-1].set((x[2:] + x[:-2]) / 2)
+
+    def inside_by_hand(x: Any) -> Any:
+        u = jnp.concatenate([from_left(x), x, from_right(x)])
+        i = own_rows(4096)[:, None]
+        return jnp.where((i > 0) & (i < 4095), (u[2:] + u[:-2]) / 2, x)
+
+    yield Program("inside of a grid", inside, inside_by_hand, grid, (rows,), rows, 1e-5)
+
+    def every_second(x: Any) -> Any:
+        return x.at[1::2].set(jnp.abs(x[1::2]))
+
+    yield Program("every second row", every_second, every_second, grid, (rows,), rows)
+
+    def of_labels(x: Any, labels: Any) -> Any:
+        return x[jnp.arange(x.shape[0]), labels]
+
+    labels = RNG.integers(0, 256, 4096).astype(np.int32)
+    yield Program("of each row one", of_labels, of_labels, (*grid, labels), (rows, P("x")), P("x"))
+
+
+def tables() -> Iterator[Program]:
+    tokens, rows, columns = (normal(4096, 256),), P("x", None), P(None, "x")
+
+    def places(x: Any) -> Any:
+        a = jnp.arange(4096)[:, None] / 10000 ** (jnp.arange(128) / 128)
+        return x + jnp.concatenate([jnp.sin(a), jnp.cos(a)], 1)
+
+    def places_by_hand(x: Any) -> Any:
+        j = own_rows(256)
+        a = jnp.arange(4096)[:, None] / 10000 ** (j % 128 / 128)
+        return x + jnp.where(j < 128, jnp.sin(a), jnp.cos(a))
+
+    yield Program("sines and cosines", places, places_by_hand, tokens, (columns,), columns, 1e-4)
+
+    def fade(x: Any) -> Any:
+        return x * jnp.exp(-jnp.arange(4096) / 999)[::-1, None]
+
+    def fade_by_hand(x: Any) -> Any:
+        return x * jnp.exp(-(4095 - own_rows(4096)) / 999)[:, None]
+
+    yield Program("numbers that fade", fade, fade_by_hand, tokens, (rows,), rows, 1e-5)
+
+    def warm_up(x: Any) -> Any:
+        return x * jnp.concatenate([jnp.linspace(0, 1, 100), jnp.ones(3996)])[:, None]
+
+    def warm_up_by_hand(x: Any) -> Any:
+        return x * jnp.minimum(own_rows(4096) / 99, 1)[:, None]
+
+    yield Program("numbers that rise", warm_up, warm_up_by_hand, tokens, (rows,), rows, 1e-5)
+
+
+GROUPS = in_a_row, transforms, convolutions, searches, known_places, tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,16 +347,20 @@ def main() -> None:
         f"{'':30}{'bytes':>11}{'messages':>9}{'MFLOPs':>9}{'':4} |" + f"{'bytes':>8}{'FLOPs':>8}{'seconds':>8}  |" * 2
     )
     slower: list[tuple[float, float]] = []
+    more: list[tuple[float, float]] = []
     for program in (p for group in GROUPS for p in group() if options.only in p.name):
         ours, hand, xla = sides(program)
         columns = [f"{hand.bytes:>11,}{hand.messages:>9}{hand.flops / 1e6:>9.1f}{'' if hand.right else ' !':4} |"]
         for other in (ours, xla):
             found = ratio(other.bytes, hand.bytes, FEW), ratio(other.flops, hand.flops), other.seconds / hand.seconds
             columns.append("".join(f"{r:>8.2f}" for r in found) + (" " if other.right else "!") + " |")
+        more.append((ratio(ours.bytes, hand.bytes, FEW), ratio(ours.flops, hand.flops)))
         slower.append((ours.seconds / hand.seconds, xla.seconds / hand.seconds))
         print(f"{program.name:30}" + "".join(columns), flush=True)
     means = [math.exp(sum(map(math.log, column)) / len(column)) for column in zip(*slower, strict=True)]
     print(f"\nseconds, geometric mean: ours {means[0]:.2f}, XLA {means[1]:.2f}; worst of ours {max(slower)[0]:.2f}")
+    worst = [max(column) for column in zip(*more, strict=True)]
+    print(f"worst of ours: bytes {worst[0]:.2f}, FLOPs {worst[1]:.2f}")
     print("'!' marks a wrong result")
 
 
