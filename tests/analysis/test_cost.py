@@ -39,11 +39,7 @@ def xla_peak(lowered):
     return whole - found.alias_size_in_bytes
 
 
-# 6.5 MB in jax 0.12, where we, and XLA in jax 0.10, expect about 8.5.
-KEEPS_LESS = pytest.mark.xfail(jax.__version_info__ >= (0, 12), reason="newer XLA needs less", strict=True)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=KEEPS_LESS if n == "vocabulary" else ()) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 def test_peak_memory_is_what_xla_plans(name):
     lowered, found = costed(name, concrete=True)
     assert found.peak == pytest.approx(xla_peak(lowered), rel=0.15)
