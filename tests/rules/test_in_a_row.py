@@ -132,6 +132,15 @@ def test_a_shift_and_its_gradient_send_one_row_each_way() -> None:
     assert [(c.kind, c.total_bytes) for c in lowered.spmd.collectives] == [("collective_permute", ROW)] * 2
 
 
+@pytest.mark.parametrize(("number", "masks"), [(0.0, 0), (-0.0, 1), (7.0, 1)])
+def test_zeros_that_nobody_sends_are_not_masked(number: float, masks: int) -> None:
+    f = gshard.jit(
+        lambda x: jnp.pad(x[:-1], ((1, 0), (0, 0)), constant_values=number), mesh=8, in_shardings=jax.P("devices")
+    )
+    assert f.lower(X).as_text().count("stablehlo.select") == masks
+    np.testing.assert_array_equal(np.signbit(np.asarray(f(X))[0]), np.signbit(np.full(M, number)))
+
+
 def test_derivatives_in_three_pieces_are_one() -> None:
     def f(x: Any) -> Any:
         return lax.pad(x[:4], 0.0, [(6, 0, 0)]) + (lax.pad(x[4:7], 0.0, [(3, 4, 0)]) + lax.pad(x[7:], 0.0, [(0, 7, 0)]))

@@ -127,7 +127,7 @@ class Shards:
 
     def window(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
         """This device's window of a split dimension, with ``fill`` outside the array and between dilated elements."""
-        if not isinstance(fill, int | float | complex | np.generic):
+        if not _is_number(fill):
             return self._window(x, dim, atoms, window, fill)
         # -0.0 and 0.0 are equal, and not the same
         return self._once((dim, atoms, window, repr(fill)), x, lambda: self._window(x, dim, atoms, window, fill))
@@ -179,9 +179,14 @@ class Shards:
         return tuple(a for f, factor in enumerate(self.rule.factors) if factor.kind == REDUCE for a in self.atoms(f))
 
 
+def _is_number(x: Any) -> bool:
+    """Whether it is one number, known before the program runs."""
+    return isinstance(x, int | float | complex | np.generic) or (isinstance(x, np.ndarray) and not x.shape)
+
+
 def _is_zero(x: Any) -> bool:
     """Whether a number is known, and all its bits are zero."""
-    return isinstance(x, int | float | complex | np.generic) and not any(np.asarray(x).tobytes())
+    return _is_number(x) and not any(np.asarray(x).tobytes())
 
 
 def mask(x: Any, dim: int, valid: int, atoms: Atoms, fill: Any) -> Any:
