@@ -170,3 +170,34 @@ def test_any_constant_indices(seed: int) -> None:
         run = gshard.jit(lambda x, u, parts=parts: f(gshard.split(x, dim, parts), u), mesh=8)
         for found, expected in zip(run(x, updates), jax.jit(f)(x, updates), strict=True):
             np.testing.assert_array_equal(found, expected)
+
+
+def diffused(x: Any) -> Any:
+    def step(x: Any, _: Any) -> Any:
+        return x.at[1:-1].set(0.5 * x[1:-1] + 0.25 * (x[2:] + x[:-2])), None
+
+    return jax.lax.scan(step, x, None, length=3)[0]
+
+
+def looked_up_in_turns(x: Any) -> Any:
+    """Indices that come from outside into a while loop and a branch."""
+    at = jnp.arange(N)[::-1]
+
+    def step(carry: Any) -> Any:
+        n, x = carry
+        return n + 1, jax.lax.cond(n % 2 == 0, lambda x: jnp.sin(x[at]), lambda x: x[at] * 2, x)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < at[3] // 7, step, (0, x))[1]
+
+
+@pytest.mark.parametrize("f", [diffused, looked_up_in_turns])
+def test_indices_from_outside_of_a_loop(f: Callable[..., Any]) -> None:
+    def both(x: Any) -> Any:
+        return f(x), jax.grad(lambda x: jnp.sum(f(x) ** 2))(x) if f is diffused else None
+
+    marked = gshard.jit(lambda x: both(gshard.split(x, 0, 8)), mesh=8)
+    x = RNG.standard_normal((N, 4)).astype(np.float32)
+    for found, expected in zip(jax.tree.leaves(marked(x)), jax.tree.leaves(jax.jit(both)(x)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    kinds = {c.kind for c in marked.lower(x).spmd.collectives}
+    assert kinds == {"collective_permute"}, "borders, and parts that change places"

@@ -51,7 +51,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
 from gshard.passes.recorded import Recorded
-from gshard.passes.trace import closed_of, leaf_names, name_of, program_of
+from gshard.passes.trace import closed_of, name_of, program_of
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 
 _CACHES = SharedCaches(256)  # programs of each function, as many as combinations that JAX's dispatch keeps of it
@@ -262,8 +262,7 @@ class Jitted:
     def _program(self, signature: Signature) -> Program:
         jaxpr, out_tree = self._closed(signature)
         f = self._parameters.with_statics(signature.statics)
-        names = leaf_names(f, jax.tree.unflatten(signature.tree, [0] * len(signature.leaves)))
-        return program_of(jaxpr, out_tree, name_of(self._f), names, layout=self._options.layout)
+        return program_of(jaxpr, out_tree, name_of(self._f), signature.names(f), layout=self._options.layout)
 
     def _in_shardings(self, signature: Signature) -> list[Any]:
         if self._options.in_shardings is None:

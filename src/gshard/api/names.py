@@ -20,10 +20,9 @@ from gshard.core.errors import ShardingError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.layout import Named, Names
 from gshard.core.mark import Mark
-from gshard.core.paths import matches, path_of
+from gshard.core.paths import matches, parameters_of, path_of
 from gshard.core.program import Program
 from gshard.language.mark_primitive import bind_names
-from gshard.passes.trace import parameters_of
 
 
 def names_of_arguments(

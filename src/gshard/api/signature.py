@@ -19,10 +19,11 @@ from gshard.api.static_leaves import fixed, refuse_without_hash, with_fixed_resu
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import is_token, named_arguments, trace_settings
+from gshard.core.paths import leaf_names, parameters_of
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import UnevenArray
 from gshard.language.registry import custom_rules
-from gshard.passes.trace import leaf_names, name_of, parameters_of
+from gshard.passes.trace import name_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,6 +104,10 @@ class Signature:
     def arguments(self) -> tuple[Any, Any]:
         """Positional and named arguments to trace the function with."""
         return jax.tree.unflatten(self.tree, [x.shape for x in self.leaves])  # type: ignore[no-any-return]
+
+    def names(self, f: Callable[..., Any]) -> tuple[str, ...]:
+        """The flat arguments in the words of ``f``, a function of those that are not static."""
+        return leaf_names(f, jax.tree.unflatten(self.tree, [0] * len(self.leaves)))
 
     def leaves_of(self, numbers: Sequence[int], names: Sequence[str]) -> frozenset[int]:
         """The flat arguments that belong to some arguments, by their positions in the call, or by name."""

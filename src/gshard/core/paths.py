@@ -1,4 +1,4 @@
-"""Paths: where a leaf of the arguments is, and patterns of such paths.
+"""Paths: where a leaf of the arguments is, what it is called, and patterns of such paths.
 
 ``params['layers'][0]['w1']`` is at ``params/layers/0/w1``. In a pattern ``*`` stands for anything inside of a component
 and ``**`` for any number of components.
@@ -10,9 +10,12 @@ and ``**`` for any number of components.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 
 def path_of(argument: str, keys: Sequence[Any]) -> str:
@@ -63,3 +66,30 @@ def _match(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
 
 def _fits(pattern: str, word: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), word, re.DOTALL) is not None
+
+
+def parameters_of(f: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the parameters, where Python knows them."""
+    try:
+        return tuple(inspect.signature(f).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def leaf_names(f: Callable[..., Any], arguments: tuple[Any, Any]) -> tuple[str, ...]:
+    """The flat arguments in the user's words: ``params['wi']`` for a leaf of the argument ``params``.
+
+    Args:
+        f: the function.
+        arguments: positional and named ones.
+    """
+    parameters = parameters_of(f)
+    paths, _ = jax.tree_util.tree_flatten_with_path(arguments)
+    return tuple(_leaf_name(path, parameters) for path, _ in paths)
+
+
+def _leaf_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
+    which, entry, rest = path[0].idx, path[1], jax.tree_util.keystr(tuple(path[2:]))
+    if which == 1:
+        return f"{entry.key}{rest}"
+    return f"{parameters[entry.idx] if entry.idx < len(parameters) else f'args[{entry.idx}]'}{rest}"

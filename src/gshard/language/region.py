@@ -59,6 +59,7 @@ class Region:
         emit: runs it on local arrays.
         crossings: what is moved from where to where.
         trip_count: how often the bodies run, as far as known.
+        same: for each body, the operand that each of its first inputs is in every round.
     """
 
     bodies: Callable[[dict[str, Any]], list[Any]]
@@ -68,6 +69,7 @@ class Region:
     emit: Callable[[Equation, Emitter, Sequence[Any]], Sequence[Any]]
     crossings: Callable[[Equation], list[Crossing]]
     trip_count: Callable[[dict[str, Any]], int] = lambda params: 1
+    same: Callable[[dict[str, Any]], list[range]] = lambda params: []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -277,6 +279,7 @@ REGIONS: dict[str, Region] = {
         _emit_scan,
         _scan_crossings,
         lambda params: int(params["length"]),
+        lambda params: [range(scan_counts(params)[0])],
     ),
     "while": Region(
         lambda params: [params["cond_jaxpr"], params["body_jaxpr"]],
@@ -285,6 +288,10 @@ REGIONS: dict[str, Region] = {
         _while_leave,
         _emit_while,
         _while_crossings,
+        same=lambda params: [
+            range(params["cond_nconsts"]),
+            range(params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]),
+        ],
     ),
     "cond": Region(
         lambda params: list(params["branches"]),
@@ -293,6 +300,7 @@ REGIONS: dict[str, Region] = {
         _cond_leave,
         _emit_cond,
         _cond_crossings,
+        same=lambda params: [range(1, 1 + len(body.in_avals)) for body in params["branches"]],
     ),
 }
 

@@ -8,9 +8,8 @@ own, and each equation gets its rule or its region.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +29,7 @@ from gshard.core.jax_adapter import (
 )
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
+from gshard.core.paths import leaf_names
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
 from gshard.language.mark_primitive import mark_p, name_p
@@ -184,33 +184,6 @@ def name_of(f: Any) -> str:
     return str(getattr(f, "__name__", type(f).__name__))
 
 
-def parameters_of(f: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the parameters, where Python knows them."""
-    try:
-        return tuple(inspect.signature(f).parameters)
-    except (TypeError, ValueError):
-        return ()
-
-
-def leaf_names(f: Callable[..., Any], arguments: tuple[Any, Any]) -> tuple[str, ...]:
-    """The flat arguments in the user's words: ``params['wi']`` for a leaf of the argument ``params``.
-
-    Args:
-        f: the function.
-        arguments: positional and named ones.
-    """
-    parameters = parameters_of(f)
-    paths, _ = jax.tree_util.tree_flatten_with_path(arguments)
-    return tuple(_leaf_name(path, parameters) for path, _ in paths)
-
-
-def _leaf_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
-    which, entry, rest = path[0].idx, path[1], jax.tree_util.keystr(tuple(path[2:]))
-    if which == 1:
-        return f"{entry.key}{rest}"
-    return f"{parameters[entry.idx] if entry.idx < len(parameters) else f'args[{entry.idx}]'}{rest}"
-
-
 @dataclasses.dataclass
 class _Body:
     """The equations of a block, and which of them have been met before."""
@@ -230,10 +203,17 @@ class _Builder:
     named: list[Named] = dataclasses.field(default_factory=list)
     facts: Facts = dataclasses.field(default_factory=Facts)
 
-    def block(self, jaxpr: Any, consts: Sequence[Any] | None = None, captured: Sequence[Any] = ()) -> Block:
+    def block(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any] | None = None,
+        captured: Sequence[Any] = (),
+        same: Iterable[Value | Constant] = (),
+    ) -> Block:
         """A block of a jaxpr; its constants are inputs in front, or written in where ``consts`` are given.
 
-        Of those that are inputs the values are known where they are ``captured``.
+        Of those that are inputs the values are known where they are ``captured``; of others, where they are the
+        ``same`` as arrays outside.
         """
         env: dict[Any, Value | Constant] = {}
         inputs: list[Value] = []
@@ -244,7 +224,10 @@ class _Builder:
                 inputs.append(self._new(env, var))
         for value, array in zip(inputs, captured, strict=False):
             self.facts.note_captured(value, array)
-        inputs += [self._new(env, var) for var in jaxpr.invars]
+        arguments = [self._new(env, var) for var in jaxpr.invars]
+        for value, outer in zip(arguments, same, strict=False):
+            self.facts.note_same(value, outer)
+        inputs += arguments
         body = _Body()
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
@@ -315,7 +298,9 @@ class _Builder:
     def _equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
         region = REGIONS.get(primitive.name)
         if region is not None:
-            blocks = tuple(self.block(*closed(body)) for body in region.bodies(params))
+            same = itertools.chain(region.same(params), itertools.repeat(range(0)))
+            bodies = zip(region.bodies(params), same, strict=False)
+            blocks = tuple(self.block(*closed(body), same=[inputs[i] for i in at]) for body, at in bodies)
             edges = tuple(region.edges(params, inputs, outputs, blocks))
             count = region.trip_count(params)
             return Equation(primitive, params, inputs, outputs, None, source, blocks, edges, None, count)

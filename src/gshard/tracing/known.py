@@ -59,6 +59,12 @@ class Facts:
         if (known := _read(array)) is not None:
             self._known[value] = known
 
+    def note_same(self, value: Value, x: Array) -> None:
+        """Notes that a value inside a body is an array outside of it."""
+        known = self.of(x)
+        if known is not None and known.whole:
+            self._known[value] = Known(known.values)
+
     def note(self, name: str, params: Mapping[str, Any], inputs: Sequence[Array], output: Value) -> None:
         """Follows one equation."""
         arrays = [x for x in inputs if x.shape]
