@@ -1,6 +1,9 @@
 """The command line: what its commands print and write, and errors in the user's terms."""
 
 import json
+import os
+import subprocess
+import sys
 from importlib.metadata import version
 
 import jax
@@ -69,7 +72,7 @@ def test_search_prints_what_it_found_and_writes_the_plan(model, tmp_path, capsys
     assert "<title>gshard explain" in page.read_text()
     assert gshard.Recorded.load(saved).axes == (("data", 2), ("model", 4))
     assert main([*command, "--save", str(tmp_path / "absent" / "plan.json")]) == 1
-    assert "plan.json: No such file" in capsys.readouterr().err
+    assert f"there is no folder {tmp_path / 'absent'}" in capsys.readouterr().err
 
 
 def test_search_tries_the_shapes_of_a_number_of_devices(model, capsys):
@@ -98,19 +101,35 @@ def test_search_finds_a_table(model, tmp_path, capsys):
     [
         ("{}:absent", [], "has no 'absent'"),
         ("{}:value", [], "is a int and no function"),
-        ("{}:wrong", [], "returned a int"),
+        ("{}:wrong", [], "returned int, not a tuple"),
         ("{}:loss", [], "needs arguments, and none are given"),
-        ("{}:loss", ["--arg", "f32[8,"], "is no array"),
+        ("{}:loss", ["--arg", "f32[8,"], "'f32[8,' is not understood: f32[8]?"),
         ("{}:example", ["--mesh", "a=b"], "is no mesh"),
         ("{}:example", ["--mesh", "data=8", "--machine", "v3:4x4"], "32 devices, and the mesh has 8"),
+        (
+            "{}:loss",
+            ["--arg", "float32[64,8]"],
+            "'float32[64,8]' is not understood: f32[64,8]?\n  Types are f32, bf16, f16",
+        ),
+        ("{}:loss", ["--arg", "int8[4]"], "not understood: s8[4]?"),
+        ("{}:loss", ["--arg", "[4]"], "'[4]' is not understood."),
+        ("{}:example", ["--mesh", "data=8", "--machine", "h100:1x4"], "Write h100:1x8, or leave out the shape: h100."),
         ("{}", [], "names no function"),
         ("no_such_module:f", [], "cannot be imported"),
         ("{}:loss", ["--arg", "f32[8,4]"], "cannot be called with 1 argument: missing a required argument: 'w'"),
         ("{}:loss", ["--arg", "f32[8,4]"] * 3, "too many positional arguments"),
         ("{}:loss", ["--arg", "f32[8,4]", "--arg", "f32[5,2]", "--mesh", "data=4"], "small_model.py:4 (loss)"),
-        ("{}:example", ["--mesh", "data=8", "--html", "/no/such/folder/page.html"], "/no/such/folder/page.html"),
-        ("{}:example", ["--mesh", "data=8", "--json", "/no/such/folder/page.json"], "No such file or directory"),
-        ("{}:example", ["--mesh", "data=8", "--trace", "/no/such/folder/trace.json"], "No such file or directory"),
+        (
+            "{}:example",
+            ["--mesh", "data=8", "--html", "/no/such/folder/page.html"],
+            "there is no folder /no/such/folder",
+        ),
+        ("{}:example", ["--mesh", "data=8", "--json", "/no/such/folder/page.json"], "--json /no/such/folder/page.json"),
+        (
+            "{}:example",
+            ["--mesh", "data=8", "--trace", "/no/such/folder/trace.json"],
+            "--trace /no/such/folder/trace.json",
+        ),
         ("{}:example", ["--mesh", "data=8", "--against", "/no/such/file.json"], "cannot be read"),
         ("{}:example", ["--mesh", "data=8", "--baseline", __file__], "is no explanation"),
         ("{}:example", ["--mesh", "data=8", "--fail-above", "much"], "is no number of bytes"),
@@ -126,7 +145,9 @@ def test_mistakes_are_one_clear_error(model, target, extra, message, capsys):
     [
         ("import jax\njax.nothing_here\n", "fails when it is imported: AttributeError"),
         ("import sys\nsys.exit(2)\n", "fails when it is imported: SystemExit"),
-        ("def f(:\n", "SyntaxError"),
+        ("\ndef f(:\n", "SyntaxError: invalid syntax (failing_model.py, line 2).\n  at failing_model.py:2\n"),
+        ("import not_there\n", "failing_model.py:1 imports 'not_there', which is not installed here."),
+        ("import json\nfrom json import nope\n", "\n  at failing_model.py:2\n"),
     ],
 )
 def test_a_module_that_fails_is_one_clear_error(text, message, tmp_path, capsys):
@@ -136,6 +157,46 @@ def test_a_module_that_fails_is_one_clear_error(text, message, tmp_path, capsys)
     printed = capsys.readouterr().err
     assert message in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("command", [["explain"], ["search", "--machine", "h100"], ["plan", "--topology", "h100:1x8"]])
+def test_devices_of_a_target_need_not_exist(command, tmp_path):
+    """In a process of its own, which has one device until a command plays more."""
+    path = tmp_path / "jitted_model.py"
+    path.write_text(
+        f"{MODEL}\ndef jitted():\n    f, *args = reduced()\n    return gshard.jit(f, mesh={{'devices': 8}}), *args\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    program = [sys.executable, "-m", "gshard", command[0], f"{path}:jitted", *command[1:]]
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "(devices=8)" in done.stdout or "mesh devices=8" in done.stdout
+
+
+def test_what_does_not_fit_is_told_by_the_exit_status(model, capsys):
+    big = ["--arg", "f32[8,4]", "--arg", "f32[4,5000000000]"]
+    assert main(["plan", f"{model}:loss", *big, "--topology", "h100:1x8", "--mesh", "data=8"]) == 3
+    assert "this does not fit: a device would hold 93.1 GiB, and may 74.5 GiB." in capsys.readouterr().err
+    assert (
+        main(["search", f"{model}:example", "--mesh", "data=4", "--machine", "h100:1x4", "--memory-limit", "40B"]) == 3
+    )
+    assert "this does not fit" in capsys.readouterr().err
+
+
+def test_an_explanation_of_another_machine_is_not_compared(model, tmp_path, capsys):
+    before = tmp_path / "before.json"
+    command = ["explain", f"{model}:example", "--mesh", "data=8"]
+    assert main([*command, "--json", str(before)]) == 0
+    assert main([*command, "--against", str(before)]) == 0
+    assert main([*command, "--against", str(before), "--machine", "h100"]) == 1
+    printed = capsys.readouterr().err
+    assert "times of two kinds of machines cannot be compared.\n  before: cpu:8; after: h100:1x8\n" in printed
+
+
+def test_an_argument_to_donate_that_is_not_there(model, capsys):
+    command = ["search", f"{model}:loss", "--arg", "f32[8,4]", "--arg", "f32[4,2]", "--donate", "5"]
+    assert main(command) == 1
+    assert "--donate 5: loss has 2 arguments, x and w." in capsys.readouterr().err
 
 
 def test_a_traceback_is_shown_if_asked_for(model, capsys):
@@ -303,7 +364,9 @@ def test_a_limit_on_the_command_line(capsys):
 
 def test_plan_refuses_what_is_not_there(capsys):
     assert main(["plan", "MoE(7E)", "--topology", "v3"]) == 1
-    assert "no model is called 'MoE(7E)'" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert printed.count("MoE(7E)") == 1
+    assert "A function of yours is file.py:function" in printed
     assert main(["plan", "T(96L)", "--topology", "v99"]) == 1
     assert "no machine is called 'v99'" in capsys.readouterr().err
 

@@ -1,13 +1,13 @@
 """The command line: ``gshard explain``, ``search``, ``plan`` and ``calibrate``.
 
 The exit status is 0; 1 after an error that is the user's to mend; 2 after one in the options themselves; 3 if
-``explain`` found more than ``--fail-above`` or ``--baseline`` allows.
+``explain`` found more than ``--fail-above`` or ``--baseline`` allows, or if what ``search`` or ``plan`` found does
+not fit.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -28,30 +28,29 @@ from gshard.analysis.report.page import page
 from gshard.api.explained import explain
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
-from gshard.baselines import CheckFailed, explanation_in, limit_of, over_baseline, over_limit
+from gshard.baselines import CheckFailed, check_fits, explanation_in, limit_of, over_baseline, over_limit
 from gshard.core.errors import ArgumentError, GShardError
-from gshard.core.jax_adapter import line_of_exception
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
-from gshard.named_target import TargetError, load, mesh_of
+from gshard.moe.models import ModelError
+from gshard.named_target import TargetError, check_donated, load, mesh_of, need_folder, place_of, play_devices
 from gshard.planning import plan
 
 FAILED = 3  # exit status
 
 
-def _mesh(options: argparse.Namespace) -> Mesh:
+def _mesh(mesh: str | None, machine: str | None) -> Mesh:
     """The mesh that was asked for; without one the machine's devices, or 8."""
-    if options.mesh:
-        return mesh_of(options.mesh)
-    machine = options.machine or ""
+    if mesh:
+        return mesh_of(mesh)
+    machine = machine or ""
     return mesh_of(str(Machine.of(machine).size) if ":" in machine or machine.endswith(".json") else "8")
 
 
-def _cpu_devices(count: int) -> None:
-    """Has JAX play so many devices on one CPU, unless it has begun with others: XLA compiles for devices that exist."""
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
+def _load(options: argparse.Namespace, target: str, machine: str | None, force: bool = False) -> Any:
+    """The target and its arguments, loaded where there are devices for the mesh, and 8 for one of its own."""
+    play_devices(max(8, _mesh(options.mesh, machine).size), force)
+    return load(target, options.arg)
 
 
 def _write(path: Path, text: str) -> None:
@@ -64,10 +63,9 @@ def _explain(options: argparse.Namespace) -> None:
     paths = (None if with_xla else options.against, options.baseline)
     before, baseline = (None if path is None else explanation_in(path) for path in paths)
     limit = None if options.fail_above is None else limit_of(options.fail_above)
-    if with_xla:
-        _cpu_devices(_mesh(options).size)
-    f, arguments = load(options.target, options.arg)
-    mesh = None if isinstance(f, Jitted) and not options.mesh else _mesh(options)
+    # XLA compiles for devices that exist.
+    f, arguments = _load(options, options.target, options.machine, force=with_xla)
+    mesh = None if isinstance(f, Jitted) and not options.mesh else _mesh(options.mesh, options.machine)
     found = explain(f, *arguments, mesh=dict(mesh.axes) if with_xla and mesh is not None else mesh)
     data = found.data(options.machine)
     print(found.format(tensors=0, collectives=8) if options.html else found)
@@ -93,7 +91,8 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 def _search(options: argparse.Namespace) -> None:
-    f, arguments = load(options.target, options.arg)
+    f, arguments = _load(options, options.target, options.machine)
+    check_donated(f, len(arguments), options.donate)
     mesh = int(options.mesh) if (options.mesh or "").isdecimal() else options.mesh and mesh_of(options.mesh)
     asked: dict[str, Any] = {
         "mesh": mesh if mesh or isinstance(f, Jitted) else 8,
@@ -131,32 +130,40 @@ def _search(options: argparse.Namespace) -> None:
         print(
             f"wrote {options.save}: gshard.jit(f, mesh=..., plan=gshard.Recorded.load({str(options.save)!r})) runs it"
         )
+    check_fits(found.cost.peak, int(found.best.limit))
 
 
 def _plan(options: argparse.Namespace) -> None:
     if ":" in options.config:
-        print(_planned(options))
+        _plan_function(options)
         return
-    found = plan(
-        options.config,
-        options.topology,
-        remat=options.remat,
-        memory_limit=options.memory_limit,
-        search_plan=options.search,
-        compiled=options.compile,
-    )
+    try:
+        found = plan(
+            options.config,
+            options.topology,
+            remat=options.remat,
+            memory_limit=options.memory_limit,
+            search_plan=options.search,
+            compiled=options.compile,
+        )
+    except ModelError as error:
+        own = "A function of yours is file.py:function or module:function."
+        raise TargetError(error.what, hint=f"{error.hint}\n  {own}") from error
     print(found)
+    check_fits(found.cost.peak, found.cost.machine.memory)
+    if refused := found.compiled.get("does not fit"):
+        raise CheckFailed(f"as compiled this does not fit: {refused}")
 
 
-def _planned(options: argparse.Namespace) -> str:
-    """Whether a user's function fits a machine, and what bounds a call there."""
+def _plan_function(options: argparse.Namespace) -> None:
+    """Tells whether a user's function fits a machine, and what bounds a call there."""
     if options.search or options.compile or options.remat is not None:
         raise TargetError(
             "--search, --compile and --remat are for the paper's models.",
             got=options.config,
             hint="For a function of yours: gshard search TARGET, or jax.checkpoint and --memory-limit.",
         )
-    f, arguments = load(options.config, options.arg)
+    f, arguments = _load(options, options.config, options.topology)
     if isinstance(f, Jitted) and options.memory_limit:
         raise TargetError(f"{options.config!r} is jitted already.", hint="Give its own gshard.jit the memory_limit.")
     machine = Machine.of(
@@ -182,7 +189,8 @@ def _planned(options: argparse.Namespace) -> str:
     lines += [f"  {what:<14} {format_bytes(n):>12}" for what, n in rows]
     lines += ["", "time of a call"]
     lines += [f"  {what:<20} {1e3 * s:>10.3f} ms  {100 * s / cost.seconds:5.1f} %" for what, s in cost.by_kind.items()]
-    return "\n".join(lines)
+    print("\n".join(lines))
+    check_fits(cost.peak, machine.memory)
 
 
 def _calibrate(options: argparse.Namespace) -> None:
@@ -235,7 +243,9 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_explain)
 
     command = commands.add_parser(
-        "search", help="the plan that takes least time on a machine, and how near the best it is"
+        "search",
+        help="the plan that takes least time on a machine, and how near the best it is",
+        epilog=_FITS,
     )
     _target(command)
     command.add_argument(
@@ -274,6 +284,7 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         help="whether a function, or a named model, fits a machine, and what a step takes",
         description="In short: gshard explain shows where time and memory go, line by line.",
+        epilog=_FITS,
     )
     command.add_argument(
         "config", help='module:function, file.py:function, or a named model: "MoE(128E, 12L)", mixtral-8x7b'
@@ -301,6 +312,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_FITS = "exit status: 0; 1 an error; 2 wrong options; 3 it does not fit into the memory of a device"
 _MACHINES = "v3:32x32, h100:4x8, cpu:8 or a file of gshard calibrate"
 _ARG: dict[str, Any] = {
     "action": "append", "default": [], "metavar": "f32[64,512]", "help": "an argument; repeat for each",
@@ -323,6 +335,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
+        for name, value in vars(options).items():
+            if isinstance(value, Path):
+                need_folder(value, f"--{name}")
         options.run(options)
     except CheckFailed as failure:
         print(failure, file=sys.stderr)
@@ -344,7 +359,7 @@ def _told(error: Exception) -> str:
         return f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.filename:
         return f"{type(error).__name__}: {error.filename}: {error.strerror}."
-    where = line_of_exception(error)
+    where = place_of(error)
     at = f"\n  at {where}" if where else ""
     return f"{type(error).__name__}: {error}{at}\n  gshard --traceback {' '.join(sys.argv[1:2])} ... shows more."
 

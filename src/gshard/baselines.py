@@ -52,6 +52,22 @@ def limit_of(text: str) -> int:
         raise TargetError(f"--fail-above {text} is no number of bytes.", hint="Write 50MiB, 1.5GB or 0.") from error
 
 
+def check_fits(peak: int, memory: int) -> None:
+    """Refuses what does not fit.
+
+    Args:
+        peak: the most bytes that a device would hold.
+        memory: the bytes that it may hold.
+
+    Raises:
+        CheckFailed: it is less.
+    """
+    if peak > memory:
+        raise CheckFailed(
+            f"this does not fit: a device would hold {format_bytes(peak)}, and may {format_bytes(memory)}."
+        )
+
+
 def over_limit(data: Mapping[str, Any], limit: int) -> str:
     """The lines that send most, if each device sends more than so many bytes in one call; else nothing.
 

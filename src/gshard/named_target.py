@@ -6,12 +6,14 @@ models:example                         a function without arguments that returns
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,47 @@ import jax.numpy as jnp
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import line_of_exception
 from gshard.core.mesh import Mesh
+from gshard.core.paths import parameters_of
+from gshard.passes.trace import name_of
 
 _DTYPES = {"pred": "bool", "s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
+_SHORT = {long: short for short, long in _DTYPES.items()} | {"i": "s", "b": "pred"}
 
 
 class TargetError(GShardError):
     """What the command line names does not exist, or is no function that can be explained."""
+
+
+def play_devices(count: int, force: bool = False) -> None:
+    """Has JAX play so many devices on the CPU, unless it has begun: a target may ask for devices that do not exist.
+
+    Args:
+        count: how many at least.
+        force: whether on the CPU even where JAX was told another platform.
+    """
+    told: dict[str, Any] = jax.config.values
+    with contextlib.suppress(RuntimeError):  # it has begun
+        jax.config.update("jax_num_cpu_devices", max(count, told.get("jax_num_cpu_devices") or 0))
+        if force or not told.get("jax_platforms"):
+            jax.config.update("jax_platforms", "cpu")
+
+
+def place_of(error: BaseException) -> str | None:
+    """The user's line that an error comes from; of a syntax error the line that cannot be read."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{os.path.basename(error.filename)}:{error.lineno}"
+    return line_of_exception(error)
+
+
+def _not_imported(module: str, error: ImportError) -> TargetError:
+    """The error for a target that is not there, or that imports what is not there."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else None
+    if not frames or frames[-1].filename in (__file__, importlib.__file__):
+        return TargetError(f"{module!r} cannot be imported: {error}.", hint="Run this in the module's folder.")
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return TargetError(f"{at} imports {error.name!r}, which is not installed here.")
+    return TargetError(f"{module!r} cannot be imported: {error}.", at)
 
 
 def load(text: str, shapes: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -46,16 +83,14 @@ def load(text: str, shapes: Sequence[str] = ()) -> tuple[Callable[..., Any], tup
     try:
         found: Any = _module(module)
     except ImportError as error:
-        raise TargetError(
-            f"{module!r} cannot be imported: {error}.", hint="Run this in the module's folder."
-        ) from error
+        raise _not_imported(module, error) from error
     except GShardError:
         raise
     except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise TargetError(
             f"{module!r} fails when it is imported: {what}.",
-            line_of_exception(error),
+            place_of(error),
             hint="Keep what runs under `if __name__ == '__main__':`." if isinstance(error, SystemExit) else None,
         ) from error
     for part in name.split("."):
@@ -92,10 +127,38 @@ def load(text: str, shapes: Sequence[str] = ()) -> tuple[Callable[..., Any], tup
     made = found()
     if not isinstance(made, tuple) or not made or not callable(made[0]):
         raise TargetError(
-            f"{text!r} returned a {type(made).__name__}.",
+            f"{text!r} returned {type(made).__name__}, not a tuple.",
             hint="A function without parameters must return a tuple: (function, *arguments).",
         )
     return made[0], made[1:]
+
+
+def need_folder(path: Path, option: str) -> None:
+    """Refuses a file whose folder does not exist, before the work that it would hold.
+
+    Raises:
+        TargetError: there is no such folder.
+    """
+    if not path.parent.is_dir():
+        raise TargetError(
+            f"there is no folder {path.parent}.", got=f"{option} {path}", hint="Make it, or name another file."
+        )
+
+
+def check_donated(f: Callable[..., Any], given: int, donated: Sequence[int]) -> None:
+    """Refuses to donate arguments that a function does not have.
+
+    Raises:
+        TargetError: there is no argument of such a number.
+    """
+    for number in donated:
+        if not 0 <= number < given:
+            names = list(parameters_of(f))
+            told = f", {' and '.join([', '.join(names[:-1]), names[-1]] if len(names) > 1 else names)}" if names else ""
+            raise TargetError(
+                f"--donate {number}: {name_of(f)} has {given} argument{'s' if given != 1 else ''}{told}.",
+                hint="Arguments are counted from 0.",
+            )
 
 
 def _module(name: str) -> Any:
@@ -136,8 +199,17 @@ def shape_of(text: str) -> jax.ShapeDtypeStruct:
         assert match is not None, "it has the form"
         dtype = jnp.dtype(_DTYPES[match[1]] + match[2])
     except (AssertionError, TypeError) as error:
-        raise TargetError(f"{text!r} is no array.", hint="Write f32[64,512], s32[8] or pred[].") from error
+        raise TargetError(
+            f"{text!r} is not understood{_meant(text)}", hint="Types are f32, bf16, f16, f64, s32, s8, u8, c64, pred."
+        ) from error
     return jax.ShapeDtypeStruct(tuple(int(n) for n in match[3].split(",") if n), dtype)
+
+
+def _meant(text: str) -> str:
+    """What a shape with a type in other words should be."""
+    match = re.fullmatch(r"([a-z]+)(\d*)[\[(]((?:\d+(?:,\d+)*)?),?[\])]?", text.replace(" ", ""))
+    short = match and (_SHORT.get(match[1]) or (match[1] if match[1] in _DTYPES else None))
+    return f": {short}{match[2]}[{match[3]}]?" if match and short else "."
 
 
 def mesh_of(text: str) -> Mesh:

@@ -236,9 +236,9 @@ def tree_of(x: Any) -> Any:
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "axis": (lambda x: split(x, 0, "dat"), "no axis 'dat'", "Did you mean 'data'? Its axes are 'data', 'model'."),
+    "axis": (lambda x: split(x, 0, "dat"), "no axis 'dat'", "Did you mean 'data'? The mesh has 'data', 'model'."),
     "axis of spec": (lambda x: shard(x, P(None, "modell")), "no axis 'modell'", "Did you mean 'model'?"),
-    "far from any axis": (lambda x: split(x, 0, "q"), "no axis 'q'", "Its axes are"),
+    "far from any axis": (lambda x: split(x, 0, "q"), "no axis 'q'", "The mesh has"),
     "swapped": (lambda x: split(x, "data", 0), "'data' is no dimension", "dimension first: split(x, 0, 'data')."),
     "swapped names": (lambda x: split(x, ("data",), 1), "is no dimension", "split(x, 1, ('data',))."),
     "name twice": (lambda x: split(x, "data", "model"), "'data' is no dimension", "Give a number, from 0"),

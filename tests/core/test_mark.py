@@ -148,8 +148,8 @@ def test_dimensions_that_vmap_adds_are_open() -> None:
 
 
 BAD: list[tuple[str, Callable[[Any], Any], str, str]] = [
-    ("axis", lambda x: shard(x, P("nope")), "the mesh has no axis 'nope'", "Its axes are 'data', 'model'."),
-    ("axis by split", lambda x: split(x, 0, "nope"), "the mesh has no axis 'nope'", "Its axes are 'data', 'model'."),
+    ("axis", lambda x: shard(x, P("nope")), "the mesh has no axis 'nope'", "The mesh has 'data', 'model'."),
+    ("axis by split", lambda x: split(x, 0, "nope"), "the mesh has no axis 'nope'", "The mesh has 'data', 'model'."),
     ("axis twice", lambda x: shard(x, P("data", "data")), "axis 'data' splits dimensions 0 and 1", "axis once"),
     ("axis twice in one", lambda x: shard(x, P(("model", "model"))), "splits dimension 0 twice", "axis once"),
     ("too many", lambda x: split(x, 0, 16), "16 partitions were asked for", "Use at most 8 partitions."),

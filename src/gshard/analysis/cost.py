@@ -23,7 +23,7 @@ from gshard.analysis.memory import Memory, memory_of
 from gshard.analysis.network import permutation_seconds, seconds
 from gshard.comm.collectives import KINDS, sent_bytes
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import Equation, Value, short_dtype
+from gshard.core.program import Equation, Value, format_bytes, format_flops, short_dtype
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program, flops, size
 
@@ -136,8 +136,8 @@ class Cost:
     def __str__(self) -> str:
         bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
         return (
-            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}); {self.flops / 1e9:.4g} GFLOP, "
-            f"{self.sent / 2**20:.4g} MiB sent, peak {self.peak / 2**30:.4g} of {self.machine.memory / 2**30:.4g} GiB"
+            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}); {format_flops(self.flops)}, "
+            f"{format_bytes(self.sent)} sent, peak {format_bytes(self.peak)} of {format_bytes(self.machine.memory)}"
         )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gshard.core.errors import GShardError
-from gshard.core.program import format_bytes
+from gshard.core.program import format_bytes, format_flops
 
 FORMAT = 2  # of the data that is compared; it is written into it
 _ALIKE = 0.3  # files of two names with so much in common are one that was renamed
@@ -91,7 +91,8 @@ class Difference:
     def format(self, lines: int = _SHOWN) -> str:
         """The totals, and at most so many lines."""
         a, b = self.before, self.after
-        rows = [("sent by each device", a.sent, b.sent, format_bytes), ("FLOPs of a device", a.flops, b.flops, _flops)]
+        rows = [("sent by each device", a.sent, b.sent, format_bytes)]
+        rows.append(("FLOPs of a device", a.flops, b.flops, format_flops))
         if self.peaks is not None:
             rows.append(("peak memory of a device", *self.peaks, format_bytes))
         text = [f"{self.names[0]} -> {self.names[1]}"]
@@ -106,7 +107,7 @@ class Difference:
         for line in self.lines[:lines]:
             flops, seconds = line.after.flops - line.before.flops, line.after.seconds - line.before.seconds
             sent = _signed(line.more, format_bytes)
-            text.append(f"  {sent:>12} {_signed(flops, _flops):>12} {_signed(seconds, _ms):>11}  {line.place}")
+            text.append(f"  {sent:>12} {_signed(flops, format_flops):>12} {_signed(seconds, _ms):>11}  {line.place}")
             text[-1] += f"  {line.text.strip()[:60]}" if line.text else ""
         if len(self.lines) > lines:
             text.append(f"  ... and {len(self.lines) - lines} more lines")
@@ -123,7 +124,8 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
         before, after: what ``Explanation.data`` gives, or was read from the file of ``gshard explain --json``.
 
     Raises:
-        DifferenceError: one of them is something else, or was written by another version.
+        DifferenceError: one of them is something else, was written by another version, or has the times of another
+            kind of machine.
     """
     for data in (before, after):
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
@@ -132,6 +134,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
                 got="it was written by another version of gshard" if "totals" in (data or ()) else "it has no totals",
                 hint="Write it with: gshard explain TARGET --json FILE",
             )
+    _check_machines(*(data.get("machine") for data in (before, after)))
     moved = dict(_matched(before["files"], after["files"]))
     texts = {f"{f['name']}:{n} (gone)": text for f in before["files"] for n, text in f["lines"]}
     texts |= {f"{f['name']}:{n}": text for f in after["files"] for n, text in f["lines"]}
@@ -151,6 +154,20 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
     was, now = (Figures(t["sent"], t["flops"], t["seconds"]) for t in (a, b))
     peaks = None if a["peak"] is None or b["peak"] is None else (a["peak"], b["peak"])
     return Difference((str(before["name"]), str(after["name"])), was, now, peaks, tuple(changed))
+
+
+def _check_machines(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> None:
+    """Refuses times of two kinds of machines; more devices of one kind are a change that can be asked about."""
+    if not before or not after:
+        return
+    kinds = [(m["name"].partition(":")[0], m["measured"]) for m in (before, after)]
+    if kinds[0] != kinds[1]:
+        told = [f"{m['name']}{' as measured' if m['measured'] else ''}" for m in (before, after)]
+        raise DifferenceError(
+            "modelled times of two kinds of machines cannot be compared.",
+            got=f"before: {told[0]}; after: {told[1]}",
+            hint="Explain both for one kind: --machine, in Python machine=.",
+        )
 
 
 def _figures(row: Sequence[float]) -> Figures:
@@ -196,13 +213,6 @@ def _kept(before: str, after: str) -> float:
 def _matcher(f: Mapping[str, Any], g: Mapping[str, Any]) -> difflib.SequenceMatcher[str]:
     ours, theirs = ([str(text).strip() for _, text in side["lines"]] for side in (f, g))
     return difflib.SequenceMatcher(None, ours, theirs, autojunk=False)
-
-
-def _flops(n: float) -> str:
-    for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
-        if abs(n) >= size:
-            return f"{n / size:.4g} {unit}"
-    return f"{n:.4g} FLOP"
 
 
 def _ms(seconds: float) -> str:

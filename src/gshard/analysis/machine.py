@@ -127,7 +127,7 @@ class Machine:
         8
         """
         if text.endswith(".json"):
-            return _fitted(_load(Path(text)), devices)
+            return _fitted(_load(Path(text)), devices, f"Name a machine of {devices} devices.")
         match = re.fullmatch(r"(\w+)(?::(\d+(?:x\d+)*))?", text)
         if not match or match[1] not in _KINDS:
             raise MachineError(
@@ -137,7 +137,8 @@ class Machine:
             )
         kind = _KINDS[match[1]]
         shape = tuple(int(n) for n in match[2].split("x")) if match[2] else _shape_for(kind, text, devices)
-        return _fitted(_build(f"{match[1]}:{'x'.join(map(str, shape))}", kind, shape), devices)
+        made = _build(f"{match[1]}:{'x'.join(map(str, shape))}", kind, shape)
+        return _fitted(made, devices, _hint(match[1], kind, devices))
 
     def dump(self, path: Path) -> None:
         """Writes the machine as JSON, to be read by ``Machine.of``."""
@@ -267,11 +268,16 @@ def _load(path: Path) -> Machine:
         raise MachineError(f"{path} does not describe a machine: {error}.", hint=hint) from error
 
 
-def _fitted(machine: Machine, devices: int | None) -> Machine:
+def _hint(name: str, kind: _Kind, devices: int | None) -> str:
+    """How to write a machine of so many devices."""
+    try:
+        shape = "x".join(map(str, _shape_for(kind, name, devices)))
+    except MachineError:
+        return f"{name} has {kind.cores} devices on each chip: use a mesh of a multiple of {kind.cores}."
+    return f"Write {name}:{shape}, or leave out the shape: {name}."
+
+
+def _fitted(machine: Machine, devices: int | None, hint: str) -> Machine:
     if devices is not None and machine.size != devices:
-        raise MachineError(
-            f"{machine.name} has {machine.size} devices, and the mesh has {devices}.",
-            got=" x ".join(str(d.size) for d in machine.network),
-            hint="Name a machine of the mesh's size, or leave its shape away.",
-        )
+        raise MachineError(f"{machine.name} has {machine.size} devices, and the mesh has {devices}.", hint=hint)
     return machine

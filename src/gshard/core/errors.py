@@ -85,12 +85,12 @@ def _also_of_type(ours: Any, theirs: Any) -> Any:
     return type(ours.__name__, (ours, theirs), {"__module__": ours.__module__, "__doc__": ours.__doc__})
 
 
-def known_names(name: str, known: Iterable[str], what: str = "Its axes are") -> str:
+def known_names(name: str, known: Iterable[str], what: str = "The mesh has") -> str:
     """The hint for a name that is not known: the one that was meant, if it can be told, and all that there are.
 
     >>> known_names("dat", ("data", "model"))
-    "Did you mean 'data'? Its axes are 'data', 'model'."
+    "Did you mean 'data'? The mesh has 'data', 'model'."
     """
     names = list(known)
-    meant = difflib.get_close_matches(name, names, n=1)
+    meant = difflib.get_close_matches(name, names, n=1) if len(names) > 1 else []
     return f"{f'Did you mean {meant[0]!r}? ' if meant else ''}{what} {', '.join(map(repr, names))}."

@@ -103,9 +103,10 @@ class Mesh:
         if isinstance(mesh, Mapping):
             axes = tuple(mesh.items())
             Mesh._check_axes(axes)
-            return Mesh._checked(axes, _first_devices(math.prod(size for _, size in axes)))
+            return Mesh._checked(axes, _first_devices(axes))
         if isinstance(mesh, int | np.integer) and not isinstance(mesh, bool):
-            return Mesh._checked((("devices", int(mesh)),), _first_devices(int(mesh)))
+            axes = (("devices", int(mesh)),)
+            return Mesh._checked(axes, _first_devices(axes))
         if isinstance(mesh, Sequence | np.ndarray) and not isinstance(mesh, str | bytes):
             devices = _listed(mesh)
             return Mesh._checked((("devices", len(devices)),), devices)
@@ -302,18 +303,25 @@ class Mesh:
         return " ".join(f"{name}={size}" for name, size in self.axes) + order
 
 
-def _first_devices(count: int) -> tuple[Any, ...]:
-    """The first ``count`` devices of ``jax.devices()``."""
-    available = jax.devices()
+def _first_devices(axes: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
+    """As many of the first of ``jax.devices()`` as the axes need."""
+    available, count = jax.devices(), math.prod(size for _, size in axes)
     if 1 <= count <= len(available):
         return tuple(available[:count])
     raise MeshError(
         f"a mesh of {count} devices was asked for, and there are {len(available)}.",
         got=f"devices: {', '.join(map(str, available[:8]))}{', ...' if len(available) > 8 else ''}",
-        hint="On CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=N before JAX starts."
+        hint=f"On CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={count} before JAX starts; or plan without "
+        f"devices: mesh=gshard.Mesh.abstract({_keywords(axes)})."
         if count > 0
         else f"Give a number from 1 to {len(available)}.",
     )
+
+
+def _keywords(axes: tuple[tuple[str, int], ...]) -> str:
+    """Axes as the arguments of a call."""
+    words = all(name.isidentifier() for name, _ in axes)
+    return ", ".join(f"{name}={n}" for name, n in axes) if words else f"**{dict(axes)}"
 
 
 def _listed(devices: Sequence[Any] | np.ndarray) -> tuple[Any, ...]:

@@ -255,3 +255,15 @@ def format_bytes(n: int) -> str:
             break
         value /= 1024
     return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def format_flops(n: float) -> str:
+    """Floating-point operations for people.
+
+    >>> format_flops(2.064e13), format_flops(20)
+    ('20.64 TFLOP', '20 FLOP')
+    """
+    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
+        if abs(n) >= size:
+            return f"{n / size:.4g} {unit}"
+    return f"{n:.4g} FLOP"

@@ -115,9 +115,7 @@ def model_name(name: str) -> str:
     if folded not in written:
         near = difflib.get_close_matches(folded, written, n=1)
         meant = f"Did you mean {written[near[0]]!r}? " if near else ""
-        raise ModelError(
-            f"no model is called {name!r}.", None, name, f"{meant}Models are {', '.join(map(repr, MODELS))}."
-        )
+        raise ModelError(f"no model is called {name!r}.", hint=f"{meant}Models are {', '.join(map(repr, MODELS))}.")
     return written[folded]
 
 
