@@ -60,3 +60,12 @@ def test_names_that_nobody_has_are_refused():
     for ask in (found.why, found.instead):
         with pytest.raises(gshard.ArgumentError, match=r"(?s)no tensor is called 'weights'.*'weights\[0\]'"):
             ask("weights")
+
+
+def test_a_value_inside_is_found_by_its_number_and_by_its_line():
+    found = gshard.explain(step, *ARGUMENTS, mesh=MESH)
+    name = next(row.name for row in found.tensors if " max " in row.name)
+    assert found.why(name.split()[0]) == found.why(name)
+    place = name.split(" at ")[1].split(" (")[0]
+    largest = next(row.name for row in found.tensors if f" at {place} (" in row.name)
+    assert found.why(place) == found.why(largest)

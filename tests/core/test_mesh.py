@@ -224,3 +224,10 @@ def test_bad_meshes_are_refused(make: Any, text: str) -> None:
         make()
     assert isinstance(caught.value, GShardError)
     assert caught.value.hint
+
+
+def test_devices_that_are_not_there_can_be_planned_for():
+    with pytest.raises(MeshError) as caught:
+        Mesh.of({"data": 8, "model": 2})
+    assert "device_count=16" in caught.value.hint
+    assert "or plan without devices: mesh=gshard.Mesh.abstract(data=8, model=2)." in caught.value.hint

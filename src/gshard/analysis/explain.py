@@ -249,6 +249,10 @@ class Explanation:
     def why(self, name: str) -> str:
         """The chain of reasons for one tensor, from its sharding back to a mark.
 
+        Args:
+            name: as it is printed: an argument, ``%2`` for a value inside, or ``train.py:9`` for the largest value that
+                the line makes.
+
         Raises:
             ArgumentError: there is no tensor of this name.
         """
@@ -279,13 +283,17 @@ class Explanation:
         return instead(self.plan, row.value, self.cost(machine), sorted(self.donated), self.marked)
 
     def _row(self, name: str) -> TensorRow:
-        for row in self.tensors:
-            if row.name == name:
-                return row
+        def is_called(row: TensorRow) -> bool:
+            inside = not row.is_argument
+            return row.name == name or (inside and (row.name.startswith(f"{name} ") or f" at {name} (" in row.name))
+
+        if row := next(filter(is_called, self.tensors), None):
+            return row
         arguments = [row.name for row in self.tensors if row.is_argument][:_SHOWN]
         raise ArgumentError(
             f"no tensor is called {name!r}.",
-            hint=known_names(name, arguments, "Arguments are") + " print(explanation) shows the others.",
+            hint=known_names(name, arguments, "Arguments are")
+            + " The printed table has the others: %2, or train.py:9 for a line.",
         )
 
     def __str__(self) -> str:

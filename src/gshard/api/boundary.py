@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from gshard.api.specs import as_array, spread
+from gshard.api.specs import as_array, is_spec, spread
 from gshard.api.specs import mark_of_spec as mark_of_spec
+from gshard.core.errors import ShardingError
+from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark
+from gshard.core.mesh import Mesh
+from gshard.core.program import Program
 from gshard.language.mark_primitive import bind_mark
 from gshard.tracing.expand import mark_of_named_sharding
 
@@ -32,6 +36,48 @@ def mark_of_sharding(sharding: Any, ndim: int, devices: Collection[Any]) -> Mark
     return mark_of_named_sharding(sharding, ndim)
 
 
+def marks_of_arguments(
+    program: Program, arrays: Sequence[tuple[Any, Any]], mesh: Mesh, given: Sequence[Mark | None], take: bool
+) -> tuple[Mark | None, ...]:
+    """The marks that the arguments of a call come with.
+
+    Args:
+        program: which is called.
+        arrays: for each argument its type and its sharding.
+        mesh: the devices of the program.
+        given: what ``in_shardings`` says; goes before the arrays' own shardings.
+        take: whether these count.
+
+    Raises:
+        ShardingError: the program does what the type of an argument on another mesh demands.
+    """
+    names = program.names[len(program.captured) :]
+    for name, (aval, _) in zip(names, arrays, strict=True):
+        _refuse_another_mesh(program, name, aval, mesh)
+    marks: list[Mark | None] = [None] * len(arrays)
+    if take:
+        devices = frozenset(mesh.devices or ())
+        marks = [mark_of_sharding(sharding, len(aval.shape), devices) for aval, sharding in arrays]
+    marks[: len(given)] = [said or own for said, own in zip(given, marks, strict=False)]
+    return tuple(marks)
+
+
+def _refuse_another_mesh(program: Program, name: str, aval: Any, mesh: Mesh) -> None:
+    """Refuses an argument with explicit axes of other devices, where types of results follow from its type."""
+    theirs = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if theirs is None or theirs.empty or theirs.size == mesh.size:
+        return
+    axes = tuple((str(n), int(s)) for n, s in theirs.shape.items())
+    if any(e.mark is not None and e.mark.axes == axes for e in program.block.walk()):
+        raise ShardingError(
+            f"argument {name} is on a mesh of {theirs.size} devices, and {program.name} is for one of {mesh.size}.",
+            user_line(),
+            f"{name}: {aval.str_short(short_dtypes=True)} on {' '.join(f'{n}={s}' for n, s in axes)}; "
+            f"{program.name}: {mesh}",
+            "Place it with jax.device_put on the mesh that gshard.jit is given, or give a NumPy array.",
+        )
+
+
 def spread_specs(what: str, prefix: Any, tree: Any) -> list[Any]:
     """One entry of a pytree prefix of shardings for each leaf of the tree.
 
@@ -41,20 +87,38 @@ def spread_specs(what: str, prefix: Any, tree: Any) -> list[Any]:
     return [spec for spec, _ in _said(what, prefix, tree)]
 
 
-def marks_of_specs(what: str, prefix: Any, tree: Any) -> list[Mark | None]:
+def marks_of_specs(what: str, prefix: Any, tree: Any, names: Collection[str] = ()) -> list[Mark | None]:
     """What a pytree prefix of shardings says of each leaf of the tree, as marks.
+
+    Args:
+        what: the name of the prefix in messages.
+        prefix: shardings.
+        tree: what they are about.
+        names: if that is the arguments of a function, what they are called.
 
     Raises:
         ShardingError: as ``spread_specs``.
     """
-    return [mark for _, mark in _said(what, prefix, tree)]
+    return [mark for _, mark in _said(what, prefix, tree, names)]
 
 
-def _said(what: str, prefix: Any, tree: Any) -> list[tuple[Any, Mark | None]]:
+def _said(what: str, prefix: Any, tree: Any, names: Collection[str] = ()) -> list[tuple[Any, Mark | None]]:
     if isinstance(prefix, list) and isinstance(tree, tuple):
         prefix = tuple(prefix)  # arguments are a tuple, so a list can only mean one
+    if names and isinstance(prefix, tuple) and not is_spec(prefix) and len(prefix) != len(tree):
+        called = f": {', '.join(names)}" if len(names) == len(tree) else ""
+        raise ShardingError(
+            f"{what} has {_counted(len(prefix), 'entry', 'entries')}, and the function has "
+            f"{_counted(len(tree), 'argument', 'arguments')}{called}.",
+            user_line(),
+            hint="Give one sharding for all arguments, or one for each; None leaves one open.",
+        )
     said = spread(what, prefix, tree)
     return [(spec, mark_of_spec(spec, x, f"{what}{path}")) for path, spec, x in said]
+
+
+def _counted(n: int, one: str, several: str) -> str:
+    return f"{n} {one if n == 1 else several}"
 
 
 def with_marked_arguments(f: Callable[..., Any], in_shardings: Any) -> Callable[..., Any]:

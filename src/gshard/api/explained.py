@@ -7,6 +7,9 @@ from typing import Any
 
 from gshard.analysis.explain import Explanation, explain_program
 from gshard.api.jit import Jitted, jit
+from gshard.api.specs import told
+from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter import user_line
 
 
 def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Explanation:
@@ -22,7 +25,7 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
         the explanation; print it, or write it as a page by ``.html(path)``.
 
     Raises:
-        MeshError: no mesh was given and none is set.
+        MeshError: no mesh was given and none is set. ArgumentError: ``f`` is no function.
 
     >>> import jax.numpy as jnp
     >>> from gshard.api.marks import split
@@ -31,6 +34,12 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
     >>> found.bytes_by_kind
     {'all_reduce': 6}
     """
+    if not callable(f):
+        raise ArgumentError(
+            f"gshard.explain got {told(f)} where the function stands.",
+            user_line(),
+            hint="Give the function first: gshard.explain(f, x, mesh=8).",
+        )
     if isinstance(f, Jitted):
         jitted = f if mesh is None else f.on(mesh)
     else:

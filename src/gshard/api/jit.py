@@ -21,11 +21,12 @@ import jax
 from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine
 from gshard.analysis.overlap import Windowed
-from gshard.api.boundary import mark_of_sharding, marks_of_specs, with_marked_arguments, with_marked_results
+from gshard.api.boundary import marks_of_arguments, marks_of_specs, with_marked_arguments, with_marked_results
 from gshard.api.donation import placed_arguments
 from gshard.api.lowered import Lowered, Traced
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
 from gshard.api.signature import Parameters, Signature
+from gshard.api.specs import told
 from gshard.api.static_leaves import freed, has_fixed
 from gshard.api.target import Options, Target
 from gshard.api.transformations import call
@@ -47,6 +48,7 @@ from gshard.core.jax_adapter_dispatch import (
 )
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
+from gshard.core.paths import parameters_of
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
@@ -246,7 +248,9 @@ class Jitted:
     def _lower(self, signature: Signature, target: Target) -> Lowered:
         program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
         given = self._in_shardings(signature)
-        program = dataclasses.replace(program, argument_marks=tuple(self._marks(signature, target, given)))
+        kept = target.takes_arguments_as_marks
+        marks = marks_of_arguments(program, [x.array_type for x in signature.leaves], target.mesh, given, kept)
+        program = dataclasses.replace(program, argument_marks=marks)
         if self._options.names is not None:
             f = self._parameters.with_statics(signature.statics)
             said = names_of_arguments(f, self._options.names, *signature.arguments())
@@ -267,16 +271,8 @@ class Jitted:
     def _in_shardings(self, signature: Signature) -> list[Any]:
         if self._options.in_shardings is None:
             return []
-        return marks_of_specs("in_shardings", self._options.in_shardings, signature.arguments()[0])
-
-    def _marks(self, signature: Signature, target: Target, given: Sequence[Any]) -> list[Any]:
-        marks: list[Any] = [None] * len(signature.leaves)
-        if target.takes_arguments_as_marks:
-            devices = frozenset(target.mesh.devices or ())
-            marks = [mark_of_sharding(x.sharding, len(x.shape.shape), devices) for x in signature.leaves]
-        if given:
-            marks[: len(given)] = [said or own for said, own in zip(given, marks, strict=False)]
-        return marks
+        names = parameters_of(self._parameters.with_statics(signature.statics))
+        return marks_of_specs("in_shardings", self._options.in_shardings, signature.arguments()[0], names)
 
 
 def jit(
@@ -366,8 +362,9 @@ def jit(
     try:
         refuse_what_is_no_function(f)
     except TypeError as error:
+        text = str(error) if callable(f) else f"Expected a callable value, got {told(f)}."
         hint = "Write gshard.jit(f, mesh=8), or @gshard.jit(mesh=8) above a function."
-        raise ArgumentError(str(error), user_line(), hint=hint) from None
+        raise ArgumentError(text, user_line(), hint=hint) from None
     if device is not None or backend is not None:
         raise ArgumentError(
             "gshard.jit takes no device and no backend: the mesh names the devices.",

@@ -62,6 +62,11 @@ class Leaf:
         return Leaf(aval)
 
     @property
+    def array_type(self) -> tuple[Any, Any]:
+        """Its type and its sharding."""
+        return self.aval, self.sharding
+
+    @property
     def shape(self) -> jax.ShapeDtypeStruct:
         """What the function is traced with."""
         explicit = _explicit_sharding(self.aval)
@@ -246,14 +251,20 @@ class Parameters:
                 Leaf.of(x)
             except TypeError:
                 what = repr(x) if len(repr(x)) <= 60 else f"{repr(x)[:60]}..."
-                root = name.split("[")[0].split(".")[0]
+                static = (
+                    f"A value that is no array is a static argument: gshard.jit(..., static_argnames={name!r}); it "
+                )
+                static += "must be hashable."
+                inside = (
+                    "Take it out of the argument, or give gshard.jit(..., static_leaves=True): all that is no array "
+                )
+                inside += "inside of arguments is then static; it must be hashable."
                 return ArgumentError(
                     f"Error interpreting argument to {name_of(self.f)} as an abstract array. The problematic value "
                     f"is of type {type(x)} and was passed to the function at path {name}.",
                     user_line(),
                     what,
-                    f"A value that is no array is a static argument: gshard.jit(..., static_argnames={root!r}); "
-                    "it must be hashable. With static_leaves=True all that is no array in a structure is static.",
+                    static if name.isidentifier() else inside,
                 )
         raise AssertionError
 

@@ -87,7 +87,7 @@ def spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = i
         said = _spread(prefix, tree, is_leaf)
     except ValueError as error:
         raise ShardingError(
-            f"the structure of {what} does not fit what it is about.",
+            f"the pytree of {what} does not match the pytree that is marked.",
             user_line(),
             _mismatch(prefix, tree, what, is_leaf) or " ".join(str(error).split()),
             _hint(what, prefix, tree, is_leaf),
@@ -155,3 +155,8 @@ def describe(x: Any) -> str:
     is_shape = isinstance(x, jax.ShapeDtypeStruct)
     aval = jax.core.ShapedArray(x.shape, x.dtype) if is_shape else jax.typeof(x)
     return aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else str(aval)
+
+
+def told(x: Any) -> str:
+    """What something is, in a message: ``an array f32[8,4]``."""
+    return f"an array {describe(x)}" if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct) else repr(x)[:200]
