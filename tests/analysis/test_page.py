@@ -215,3 +215,44 @@ def test_a_notebook_shows_the_page_in_a_frame(browser, tmp_path):
     browser.wait("document.querySelector('iframe').contentDocument.body.dataset.ready === '1'")
     title = browser.run("document.querySelector('iframe').contentDocument.getElementById('title').textContent")
     assert title == "<lambda> on 4 devices"
+
+
+@pytest.mark.parametrize("width", [1010, 1110, 1280, 1440])
+def test_nothing_is_wider_than_a_wide_screen_where_there_are_several_files(opened, width):
+    opened.look("light", width, 900)
+    opened.run("draw()")
+    assert opened.run("D.files.length") > 1
+    assert opened.run("document.documentElement.scrollWidth") <= width
+
+
+def test_a_line_shows_the_arguments_that_it_reads(opened):
+    whole = opened.run("D.tensors.filter(t => t.argument).length")
+    read = opened.run("D.tensors.find(t => t.read.length).read[0]")
+    opened.run(f"tables['argument-table'].limit = 999; choose('line', {json.dumps(read)})")
+    names = opened.run(
+        "[...document.querySelectorAll('#argument-table tr[data-i]')].map(r => D.tensors[r.dataset.i].name)"
+    )
+    assert names == opened.run(f"D.tensors.filter(t => t.read.includes({json.dumps(read)})).map(t => t.name)")
+    assert 0 < len(names) < whole
+    other = opened.run("D.tensors.find(t => t.place && !D.tensors.some(a => a.read.includes(t.place))).place")
+    opened.run(f"choose('line', {json.dumps(other)})")
+    assert f"{other} reads no argument itself" in opened.run("document.getElementById('arguments').textContent")
+    opened.run("choose('line', '')")
+
+
+def test_a_line_that_is_cut_is_whole_in_its_tooltip(opened):
+    cut = "[...document.querySelectorAll('#files .row code')].filter(c => c.title !== c.textContent.trim()).length"
+    assert opened.run(cut) == 0
+
+
+def test_a_narrow_screen_begins_with_few_rows_and_names_a_line_once(browser, tmp_path):
+    path = tmp_path / "narrow.html"
+    explained("experts gradient").html(path, "v3:2x2")
+    browser.look("light", 400, 800)
+    browser.open(path.as_uri())
+    assert rows(browser, "collective-table") == rows(browser, "tensor-table") == 5
+    text = browser.run("[...document.querySelectorAll('#tensor-table td[data-name=line]')].map(c => c.textContent)")
+    assert text
+    assert not any(line.startswith("line") for line in text)
+    assert "gradient" in browser.run("getComputedStyle(document.querySelector('nav .links')).maskImage")
+    browser.look("light", 1280, 900)

@@ -17,6 +17,11 @@ def tensor_rows(
     """All arrays, largest first; a reason is [dimension, text, the row it came from or -1, its dimension]."""
     order = sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))
     row_of = {v: i for i, v in enumerate(order)}
+    read: dict[Value, dict[str, None]] = {v: {} for v in plan.program.block.inputs}
+    for e in plan.program.block.walk():
+        for v in e.inputs:
+            if isinstance(v, Value) and v in read:
+                read[v][places.of(e)] = None
     rows = []
     for v, row in zip(order, told, strict=True):
         reasons = []
@@ -37,6 +42,7 @@ def tensor_rows(
                 "local": row.local_bytes,
                 "argument": row.is_argument,
                 "place": places.of(producers.get(v)),
+                "read": list(read.get(v, ())),  # of an argument: the lines that read it
                 "note": row.note,
                 "reason": row.reason if row.why else "",
                 "reasons": reasons,

@@ -29,6 +29,9 @@ function placeLink(place, text) {
   return link;
 }
 
+// The same under a heading that says "line".
+const lineLink = place => placeLink(place, place && short(place).replace(/^line /, ""));
+
 // Brings a line of the source into view, in its own pane.
 function shown(place) {
   const row = [...$("files").querySelectorAll(".row")].find(r => r.dataset.at === place), pane = $("files");

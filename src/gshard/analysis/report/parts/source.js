@@ -27,7 +27,7 @@ function sourceRow(at, n, text, cost, has, most, changed) {
     el("span", { title: EMITTED[at] ? `${EMITTED[at]} collectives are emitted here that other lines cause` : "" }, sent),
     el("span", { className: "soft time" }, cost && cost[0] ? seconds(cost[0]) : ""));
   if (changed) row.append(el("span", { className: change(changed[at] || 0) }, changed[at] ? signed(changed[at], bytes) : ""));
-  row.append(el("code", {}, text || " "));
+  row.append(el("code", { title: text.trim() }, text || " "));
   row.dataset.at = at;
   if (cost && cost[1] && chosen.line !== at) {
     row.style.borderLeftColor = "var(--hot)";

@@ -1,10 +1,10 @@
 // Tables: sorted by a click on a heading, rows opened by a click or by Enter, as many as fit at first.
-const SHOW = 40;
+const SHOW = 40, NARROW = matchMedia("(max-width: 640px)");
 const tables = {}; // by id: how many rows are shown, and by which column they are sorted
 
 // columns: { name, kind ("n" a number, "m" code), cell(row), sort(row) }; rows: each with its number as ``i``.
 function table(id, columns, rows, { details, picked, pick, show = SHOW, empty = "nothing here" } = {}) {
-  const state = tables[id] ??= { limit: show, by: -1, down: true };
+  const state = tables[id] ??= { limit: NARROW.matches ? Math.min(show, 5) : show, by: -1, down: true };
   const sorted = [...rows];
   if (state.by >= 0) {
     const value = columns[state.by].sort, way = state.down ? -1 : 1;

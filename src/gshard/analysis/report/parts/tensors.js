@@ -22,11 +22,12 @@ const why = t => t.reason || t.note || "replicated: nothing asks to split it";
 const picks = { details: reasons, pick: t => { chosen.tensor = t.i; devices(); } };
 
 function argumentTable() {
-  const rows = D.tensors.map((t, i) => ({ ...t, i })).filter(t => t.argument && !chosen.line && matches(t.name, t.sharding, t.spec, t.reason));
+  const rows = D.tensors.map((t, i) => ({ ...t, i })).filter(t => t.argument && (!chosen.line || t.read.includes(chosen.line)) && matches(t.name, t.sharding, t.spec, t.reason));
   table("argument-table", [
     { name: "path", kind: "m", cell: t => t.name, sort: t => t.name }, { name: "shape", kind: "m", cell: t => `${t.dtype}[${t.shape.join(",")}]`, sort: t => t.shape.length },
     { name: "PartitionSpec", kind: "m", cell: t => t.spec, sort: t => t.spec }, { name: "bytes", kind: "n", cell: t => bytes(t.bytes), sort: t => t.bytes },
-    { name: "per device", kind: "n", cell: t => bytes(t.local), sort: t => t.local }, { name: "reason", cell: why, sort: why }], rows, { ...picks, show: 30 });
+    { name: "per device", kind: "n", cell: t => bytes(t.local), sort: t => t.local }, { name: "reason", cell: why, sort: why }],
+    rows, { ...picks, show: 30, empty: chosen.line && !chosen.query ? `${chosen.line} reads no argument itself` : "nothing here" });
 }
 
 // Arrays that differ in nothing but their number are one row: those of equal layers, say.
@@ -39,7 +40,7 @@ function tensors() {
     else groups.set(key, { ...t, i, count: 1, what: name.split(" at ")[0] });
   });
   table("tensor-table", [
-    { name: "array", kind: "m", cell: t => t.count > 1 ? `${t.what} ×${t.count}` : t.what, sort: t => t.what }, { name: "line", cell: t => t.place ? placeLink(t.place) : "", sort: t => t.place },
+    { name: "array", kind: "m", cell: t => t.count > 1 ? `${t.what} ×${t.count}` : t.what, sort: t => t.what }, { name: "line", cell: t => t.place ? lineLink(t.place) : "", sort: t => t.place },
     { name: "sharding", kind: "m", cell: t => t.sharding, sort: t => t.sharding }, { name: "bytes", kind: "n", cell: t => bytes(t.bytes), sort: t => t.bytes },
     { name: "per device", kind: "n", cell: t => bytes(t.local), sort: t => t.local }, { name: "nearest reason ← mark", cell: why, sort: why }], [...groups.values()], { ...picks, show: 20 });
 }
