@@ -10,6 +10,8 @@ version = release = installed_version("gshard")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_title = f"gshard {version}"
 
 myst_enable_extensions = ["colon_fence", "deflist"]

@@ -5,7 +5,7 @@ What a block is, its language says:
     python     run. Blocks make up a file, as if pasted one after the other: its name is the page's, or that of a first
                line ``# train.py``, which begins another file. Lines in explanations are lines of these files.
     output     what the block before printed; ``[...]`` stands for any text or lines. Numbers of equations are those of
-               one version of JAX, and are not compared.
+               one version of JAX, and compared on that one only.
     console    ``$ gshard ...``, ``$ python train.py`` or ``$ cat file``, each followed by what it prints.
 
 Other blocks (``bash``, ``text``, ``diff``) are only read. ``pytest --update-golden tests/test_docs.py`` writes what was
@@ -27,9 +27,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import jax
+
 import gshard.__main__
 
 BLOCK = re.compile(r"^```(python|output|console)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+COUNTED_BY = "0.10.2"  # the version of JAX that the pages' numbers of equations are of
 FILES = {"README.md": "step.py"}  # what the blocks of a page are called, if not as the page
 
 
@@ -52,7 +55,8 @@ def differs(expected: str, got: str) -> bool:
     >>> differs("a 1\\n[...]\\nb [...] c", "a 1\\n2\\n3\\nb 4 c"), differs("a", "b")
     (False, True)
     """
-    expected, got = (re.sub(r"\b\d+ equations", "equations", text) for text in (expected, got))
+    if jax.__version__ != COUNTED_BY:
+        expected, got = (re.sub(r"\b\d+ equations", "equations", text) for text in (expected, got))
     pattern = re.escape(expected.strip("\n")).replace(re.escape("[...]"), r"(?:.|\n)*?")
     lines = [line.rstrip() for line in got.strip("\n").split("\n")]
     return not re.fullmatch(pattern, "\n".join(lines))
