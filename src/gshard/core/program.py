@@ -133,6 +133,7 @@ class Equation:
         edges: which values of the bodies must agree with which outside.
         mark: what the user demands of the result, if this is a mark.
         trip_count: how often the bodies run, as far as known (a scan's length; 1 otherwise).
+        file: what the user's file is called in ``line``, where another has the same name.
     """
 
     primitive: Any
@@ -145,6 +146,7 @@ class Equation:
     edges: tuple[Edge, ...] = ()
     mark: Mark | None = None
     trip_count: int = 1
+    file: str = ""
 
     @property
     def name(self) -> str:
@@ -154,7 +156,13 @@ class Equation:
     @functools.cached_property
     def line(self) -> str:
         """The user's source line."""
-        return user_line(self.source_info) if self.source_info is not None else ""
+        line = user_line(self.source_info) if self.source_info is not None else ""
+        return f"{self.file}{line[line.index(':') :]}" if self.file else line
+
+    def call_file(self, name: str) -> None:
+        """Says what the user's file is called, once all files of the program are known."""
+        object.__setattr__(self, "file", name)
+        self.__dict__.pop("line", None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gshard.comm.collectives import KINDS
-from gshard.core.program import Block, Constant, Equation, Value, itemsize
+from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, Rule, moves
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.trace import block_of
@@ -99,13 +99,13 @@ def flops(e: Equation) -> int:
 
 def device_program(spmd: SpmdProgram) -> Kernels:
     """Reads the per-device program."""
-    return kernels_of_mapped(spmd.jaxpr)
+    return kernels_of_mapped(spmd.jaxpr, spmd.program)
 
 
-def kernels_of_mapped(jaxpr: Any) -> Kernels:
-    """The same of a closed jaxpr that holds one ``shard_map``."""
+def kernels_of_mapped(jaxpr: Any, program: Program | None = None) -> Kernels:
+    """The same of a closed jaxpr that holds one ``shard_map``: the per-device program of ``program``, if of one."""
     (body,) = (e.params["jaxpr"] for e in jaxpr.jaxpr.eqns if "mesh" in e.params and "jaxpr" in e.params)
-    return kernels_of(block_of(body))
+    return kernels_of(block_of(body, program))
 
 
 def kind_of(e: Equation) -> str:

@@ -36,6 +36,7 @@ from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
 from gshard.tracing.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
+from gshard.tracing.files import with_names_of_files
 from gshard.tracing.framed import in_frames
 from gshard.tracing.in_a_row import one_equation_each
 from gshard.tracing.known import Facts, without_unread
@@ -109,6 +110,7 @@ def program_of(
     block = builder.block(jaxpr_without_dead_code(jaxpr), captured=consts)
     block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
     check_manual_regions(block)
+    with_names_of_files(block)
     captured = tuple(consts)
     marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(names)
     every = (*(f"captured[{i}]" for i in range(len(captured))), *names)
@@ -156,9 +158,10 @@ def _refused(f: Callable[..., Any], error: Exception) -> Exception:
     )
 
 
-def block_of(jaxpr: Any) -> Block:
-    """The equations of a jaxpr that is there already, such as that of a per-device program."""
-    return _Builder().block(jaxpr_without_dead_code(jaxpr))
+def block_of(jaxpr: Any, program: Program | None) -> Block:
+    """The equations of a jaxpr that is there already, such as that of the per-device program of a program."""
+    block = _Builder().block(jaxpr_without_dead_code(jaxpr))
+    return with_names_of_files(block, None if program is None else program.block)
 
 
 def equations_of(whole: Any, e: Equation, first: int) -> tuple[Equation, ...]:
@@ -171,7 +174,10 @@ def equations_of(whole: Any, e: Equation, first: int) -> tuple[Equation, ...]:
     result = {_read(env, v): out for v, out in zip(jaxpr.outvars, e.outputs, strict=True)}
     return tuple(
         dataclasses.replace(
-            q, inputs=tuple(result.get(x, x) for x in q.inputs), outputs=tuple(result.get(x, x) for x in q.outputs)
+            q,
+            inputs=tuple(result.get(x, x) for x in q.inputs),
+            outputs=tuple(result.get(x, x) for x in q.outputs),
+            file=e.file,
         )
         for q in body.equations
     )

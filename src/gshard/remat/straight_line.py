@@ -168,7 +168,9 @@ class _Recomputing:
         given, outputs = tuple(self.hidden), tuple(self.hidden.values())
         shapes, dtypes = tuple(v.shape for v in given), tuple(v.dtype for v in given)
         call = Call(optimization_barrier_p.name, {}, shapes, shapes, dtypes, optimization_barrier_p)
-        return Equation(optimization_barrier_p, {}, given, outputs, rule_of(call, None), user.source_info)
+        return Equation(
+            optimization_barrier_p, {}, given, outputs, rule_of(call, None), user.source_info, file=user.file
+        )
 
 
 def without_dead_code(block: Block) -> Block:

@@ -25,13 +25,13 @@ class Places:
         if place is None:
             return ""
         self.known[place] = None
-        return f"{self._name(place[0])}:{place[1]}"
+        return f"{self._name(place[0], '' if e is None else e.file)}:{place[1]}"
 
-    def _name(self, path: str) -> str:
-        """The shortest end of a path that names one file."""
+    def _name(self, path: str, file: str = "") -> str:
+        """The shortest end of a path that names one file, as lines of the program call it."""
         if path not in self.short:
             parts = path.split("/")
-            count = 1
+            count = file.count("/") + 1
             while "/".join(parts[-count:]) in self.short.values() and count < len(parts):
                 count += 1
             self.short[path] = "/".join(parts[-count:])
