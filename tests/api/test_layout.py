@@ -249,7 +249,7 @@ def test_pytrees_and_prefixes(arguments: Any) -> None:
     assert names(3.0, "") == [()]
     with pytest.raises(ShardingError, match="3 names"):
         names(tree, "one two three")
-    with pytest.raises(ShardingError, match="structure of names"):
+    with pytest.raises(ShardingError, match="pytree of names"):
         names(tree, {"a": "one two"})
 
 
@@ -380,8 +380,8 @@ def test_mistakes_are_told(make: Callable[[], Any], words: list[str]) -> None:
         ({"params/w1": "a b c"}, ["2 dimensions has 3 names", "params/w1", "f32[10,22]"]),
         ({"params/*": "a b", "**/w1": "a c"},
             ["params/w1 is named in two ways", "'params/*': 'a b'", "'**/w1': 'a c'"]),
-        ({"params": {"w1": "a b"}}, ["structure of names['params']"]),
-        (({"w1": "a b"}, None), ["structure of names"]),
+        ({"params": {"w1": "a b"}}, ["pytree of names['params']"]),
+        (({"w1": "a b"}, None), ["pytree of names"]),
         ({"x": 3}, ["int names no dimensions", "x"]),
     ],
 )  # fmt: skip

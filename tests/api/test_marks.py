@@ -262,7 +262,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "unreduced": (lambda x: shard(x, P("data", unreduced={"model"})), "cannot ask for unreduced", "Leave it out"),
     "reduced": (lambda x: shard(x, P("data", reduced={"model"})), "cannot ask for reduced", "Leave it out"),
     "number in spec": (lambda x: shard(x, P(None, 1)), "1 is no name of a mesh axis", "for each dimension"),
-    "names for a spec": (lambda x: shard(x, ("data", None)), "structure of shardings", "write P('data', None)."),
+    "names for a spec": (lambda x: shard(x, ("data", None)), "pytree of shardings", "write P('data', None)."),
     "ragged ids": (lambda x: shard(x, [[0], [1, 2]]), "an array of integers", "np.arange(8)"),
     "sizes": (lambda x: shard(x, {"data": 0}), "an array of integers", "P('data', 'model')"),
     "rank below vmap": (jax.vmap(lambda x: split(x, 1, 2)), "no dimension 1", "Inside vmap the dimension"),

@@ -194,7 +194,7 @@ def test_a_bad_mark_gets_one_error_with_what_where_given_and_hint(
         ({"in_shardings": P("nope")}, "no axis 'nope'"),
         ({"in_shardings": P("data", "data")}, "axis 'data' splits dimensions 0 and 1"),
         ({"in_shardings": P(None, None, "data")}, "names 3 dimensions"),
-        ({"in_shardings": (P("data"), P("data"))}, "the structure of in_shardings"),
+        ({"in_shardings": (P("data"), P("data"))}, "in_shardings has 2 entries, and the function has 1 argument"),
         ({"out_shardings": P("nope")}, "no axis 'nope'"),
         ({"out_shardings": "dat"}, "no axis 'dat'(.|\n)*Did you mean 'data'"),
         ({"out_shardings": 3}, "int is no sharding"),
