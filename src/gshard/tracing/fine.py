@@ -1,0 +1,276 @@
+"""Fine form: an array whose merged dimensions are apart, and what equations on such arrays are (``tracing.unmerged``).
+
+    (B * S, D)      in fine form (B, S, D), its groups ((B, S), (D,))
+
+An equation treats all elements of a merged dimension alike if it can be written with the dimensions that it was merged
+from: what was one dimension in its parameters is then a group of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from jax import lax
+
+from gshard.core.program import Constant, Equation, Value
+from gshard.rules.elementwise import N_ARY, UNARY
+
+Array = Value | Constant
+Groups = tuple[tuple[int, ...], ...]  # for each dimension the sizes of those that it was merged from
+
+ELEMENTWISE = frozenset((*UNARY, *N_ARY)) - {"copy_p", "name", "optimization_barrier"}
+_REDUCTIONS = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
+_ALONG_ONE = "cumsum cumprod cummax cummin cumlogsumexp".split()
+_SCATTERS = "scatter scatter-add scatter-mul scatter-min scatter-max".split()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fine:
+    """An array in fine form.
+
+    Attributes:
+        array: it; its shape is the groups' numbers in a row.
+        groups: for each dimension of the merged array the sizes of its own.
+        roots: where it was merged: what would have been made there.
+    """
+
+    array: Array
+    groups: Groups
+    roots: frozenset[Value]
+
+    def dims(self, d: int) -> range:
+        """The dimensions that stand for one of the merged array."""
+        first = sum(map(len, self.groups[:d]))
+        return range(first, first + len(self.groups[d]))
+
+    def all_dims(self, dims: Iterable[int]) -> tuple[int, ...]:
+        return tuple(i for d in dims for i in self.dims(d))
+
+
+class Maker(Protocol):
+    """Who makes the equations."""
+
+    def either(self, x: Array) -> Fine:
+        """An array in fine form, or one none of whose dimensions was merged."""
+        ...
+
+    def operands(self, e: Equation, groups: Sequence[Groups]) -> list[Array] | None:
+        """The operands of an equation with their dimensions as in some groups; None if one was merged from others."""
+        ...
+
+    def add(
+        self, at: Equation, params: dict[str, Any], inputs: Sequence[Array], shape: tuple[int, ...], dtype: Any
+    ) -> Value:
+        """One more equation; its result."""
+        ...
+
+    def note(self, e: Equation, array: Value, groups: Groups) -> bool:
+        """Notes what the result of an equation is in fine form."""
+        ...
+
+
+def flat(groups: Groups) -> tuple[int, ...]:
+    """The shape in fine form."""
+    return tuple(n for group in groups for n in group)
+
+
+def groups_of(fine: Sequence[int], merged: Sequence[int]) -> Groups | None:
+    """The sizes that dimensions have if an array of one shape becomes one of another; None if they cross.
+
+    >>> groups_of((8, 512, 128), (4096, 2, 64))
+    ((8, 512), (2,), (64,))
+    >>> groups_of((4, 6), (3, 8)) is None
+    True
+    """
+    rest, groups = [n for n in fine if n != 1][::-1], []
+    for m in merged:
+        group: list[int] = []
+        while m > 1:
+            n = rest.pop()
+            if n > m:
+                if n % m:
+                    return None
+                rest.append(n // m)
+                n = m
+            if m % n:
+                return None
+            group.append(n)
+            m //= n
+        groups.append(tuple(group) or (1,))
+    return tuple(groups)
+
+
+def _transpose(a: Maker, e: Equation) -> bool:
+    own, order = a.either(e.inputs[0]), e.params["permutation"]
+    groups = tuple(own.groups[d] for d in order)
+    made = a.add(e, {**e.params, "permutation": own.all_dims(order)}, (own.array,), flat(groups), e.outputs[0].dtype)
+    return a.note(e, made, groups)
+
+
+def _broadcast(a: Maker, e: Equation) -> bool:
+    own, dims, shape = a.either(e.inputs[0]), e.params["broadcast_dimensions"], e.params["shape"]
+    groups: list[tuple[int, ...]] = [(n,) for n in shape]
+    for d, group in zip(dims, own.groups, strict=True):
+        if math.prod(group) == shape[d]:
+            groups[d] = group
+        elif len(group) > 1:
+            return False
+    place = Fine(e.outputs[0], tuple(groups), frozenset())
+    params = {**e.params, "shape": flat(tuple(groups)), "broadcast_dimensions": place.all_dims(dims)}
+    return a.note(e, a.add(e, params, (own.array,), params["shape"], e.outputs[0].dtype), tuple(groups))
+
+
+def _reduce(a: Maker, e: Equation) -> bool:
+    own, axes = a.either(e.inputs[0]), e.params["axes"]
+    if len(e.inputs) > 1 or (e.name.startswith("arg") and any(len(own.groups[d]) > 1 for d in axes)):
+        return False
+    groups = tuple(g for d, g in enumerate(own.groups) if d not in axes)
+    made = a.add(e, {**e.params, "axes": own.all_dims(axes)}, (own.array,), flat(groups), e.outputs[0].dtype)
+    return a.note(e, made, groups)
+
+
+def _along_one(a: Maker, e: Equation) -> bool:
+    own, axis = a.either(e.inputs[0]), e.params["axis"]
+    if len(own.groups[axis]) > 1:
+        return False
+    params = {**e.params, "axis": own.dims(axis)[0]}
+    return a.note(e, a.add(e, params, (own.array,), own.array.shape, e.outputs[0].dtype), own.groups)
+
+
+def _slice(a: Maker, e: Equation) -> bool:
+    own, shape = a.either(e.inputs[0]), e.inputs[0].shape
+    steps = e.params["strides"] or (1,) * len(shape)
+    starts: list[int] = []
+    ends: list[int] = []
+    by: list[int] = []
+    groups: list[tuple[int, ...]] = []
+    cuts = zip(own.groups, e.params["start_indices"], e.params["limit_indices"], steps, shape, strict=True)
+    for group, start, end, step, n in cuts:
+        if len(group) > 1 and (start, end, step) != (0, n, 1):
+            return False
+        whole = len(group) > 1
+        starts += [0] * len(group) if whole else [int(start)]
+        ends += group if whole else [int(end)]
+        by += [1] * len(group) if whole else [int(step)]
+        groups.append(group if whole else (-(-(int(end) - int(start)) // int(step)),))
+    params = {"start_indices": tuple(starts), "limit_indices": tuple(ends), "strides": tuple(by)}
+    return a.note(e, a.add(e, params, (own.array,), flat(tuple(groups)), e.outputs[0].dtype), tuple(groups))
+
+
+def _pad(a: Maker, e: Equation) -> bool:
+    own, out = a.either(e.inputs[0]), e.outputs[0]
+    config = [tuple(map(int, c)) for c in e.params["padding_config"]]
+    if any(len(g) > 1 and any(c) for g, c in zip(own.groups, config, strict=True)):
+        return False
+    groups = tuple(g if len(g) > 1 else (n,) for g, n in zip(own.groups, out.shape, strict=True))
+    params = {"padding_config": tuple(c for g, c in zip(groups, config, strict=True) for _ in g)}
+    return a.note(e, a.add(e, params, (own.array, e.inputs[1]), flat(groups), out.dtype), groups)
+
+
+def _concatenate(a: Maker, e: Equation) -> bool:
+    d, out = e.params["dimension"], e.outputs[0]
+    own = next(x for x in map(a.either, e.inputs) if any(len(g) > 1 for g in x.groups))
+    if len(own.groups[d]) > 1:
+        return False
+
+    def with_own(n: int) -> Groups:
+        return tuple((n,) if i == d else g for i, g in enumerate(own.groups))
+
+    arrays, groups = a.operands(e, [with_own(x.shape[d]) for x in e.inputs]), with_own(out.shape[d])
+    return arrays is not None and a.note(
+        e, a.add(e, {"dimension": own.dims(d)[0]}, arrays, flat(groups), out.dtype), groups
+    )
+
+
+def _dot(a: Maker, e: Equation) -> bool:
+    lhs, rhs = map(a.either, e.inputs)
+    (summed, batch), out = e.params["dimension_numbers"], e.outputs[0]
+    for ours, theirs in (*zip(*summed, strict=True), *zip(*batch, strict=True)):
+        if lhs.groups[ours] != rhs.groups[theirs]:
+            return False
+    numbers = tuple((lhs.all_dims(ours), rhs.all_dims(theirs)) for ours, theirs in (summed, batch))
+    free = [[g for d, g in enumerate(x.groups) if d not in (*own, *shared)]
+            for x, own, shared in zip((lhs, rhs), summed, batch, strict=True)]  # fmt: skip
+    groups = (*(lhs.groups[d] for d in batch[0]), *free[0], *free[1])
+    params = {**e.params, "dimension_numbers": numbers}
+    return a.note(e, a.add(e, params, (lhs.array, rhs.array), flat(groups), out.dtype), groups)
+
+
+def _squeeze(a: Maker, e: Equation) -> bool:
+    own, dims = a.either(e.inputs[0]), {d % len(e.inputs[0].shape) for d in e.params["dimensions"]}
+    groups = tuple(g for d, g in enumerate(own.groups) if d not in dims)
+    made = a.add(e, {"dimensions": own.all_dims(sorted(dims))}, (own.array,), flat(groups), e.outputs[0].dtype)
+    return a.note(e, made, groups)
+
+
+def _gather(a: Maker, e: Equation) -> bool:
+    """Each row of merged ones looks up in its own, or all in one table."""
+    (x, at), numbers, out = map(a.either, e.inputs), e.params["dimension_numbers"], e.outputs[0]
+    batch = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    if any(len(group) > 1 and d not in batch for d, group in enumerate(x.groups)) or len(at.groups[-1]) > 1:
+        return False
+    merged = {at_d: x.groups[d] for d, at_d in batch.items()}
+    at = dataclasses.replace(at, groups=tuple(merged.get(d, g) for d, g in enumerate(at.groups)))
+    arrays = a.operands(e, [x.groups, at.groups])
+    if arrays is None:
+        return False
+    sizes = e.params["slice_sizes"]
+    windows = [(sizes[d],) for d in range(len(x.groups)) if d not in batch and d not in numbers.collapsed_slice_dims]
+    groups = _interleaved(windows, at.groups[:-1], numbers.offset_dims)
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=Fine(out, groups, frozenset()).all_dims(numbers.offset_dims),
+        collapsed_slice_dims=x.all_dims(numbers.collapsed_slice_dims),
+        start_index_map=x.all_dims(numbers.start_index_map),
+        operand_batching_dims=x.all_dims(numbers.operand_batching_dims),
+        start_indices_batching_dims=at.all_dims(numbers.start_indices_batching_dims),
+    )
+    slices = tuple(n for d, g in enumerate(x.groups) for n in ((1,) * len(g) if d in batch else (sizes[d],)))
+    params = {**e.params, "dimension_numbers": numbers, "slice_sizes": slices}
+    return a.note(e, a.add(e, params, arrays, flat(groups), out.dtype), groups)
+
+
+def _scatter(a: Maker, e: Equation) -> bool:
+    """Each row of merged ones is written to in its own row."""
+    (x, at, updates), numbers, out = e.inputs, e.params["dimension_numbers"], e.outputs[0]
+    places = a.either(at)
+    batch = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
+    groups = tuple(places.groups[batch[d]] if d in batch else (n,) for d, n in enumerate(x.shape))
+    windows = [(updates.shape[d],) for d in numbers.update_window_dims]
+    of_updates = _interleaved(windows, places.groups[:-1], numbers.update_window_dims)
+    arrays = a.operands(e, [groups, places.groups, of_updates])
+    if len(places.groups[-1]) > 1 or arrays is None:
+        return False
+    own = Fine(x, groups, frozenset())
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=Fine(updates, of_updates, frozenset()).all_dims(numbers.update_window_dims),
+        inserted_window_dims=own.all_dims(numbers.inserted_window_dims),
+        scatter_dims_to_operand_dims=own.all_dims(numbers.scatter_dims_to_operand_dims),
+        operand_batching_dims=own.all_dims(numbers.operand_batching_dims),
+        scatter_indices_batching_dims=places.all_dims(numbers.scatter_indices_batching_dims),
+    )
+    made = a.add(e, {**e.params, "dimension_numbers": numbers}, arrays, flat(groups), out.dtype)
+    return a.note(e, made, groups)
+
+
+def _interleaved(windows: Sequence[tuple[int, ...]], rest: Sequence[tuple[int, ...]], at: Sequence[int]) -> Groups:
+    """Groups of windows at some dimensions, those of the rest at the others."""
+    left = [iter(rest), iter(windows)]
+    return tuple(next(left[d in at]) for d in range(len(windows) + len(rest)))
+
+
+HOW: Mapping[str, Callable[[Maker, Equation], bool]] = {
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "dot_general": _dot,
+    "slice": _slice,
+    "pad": _pad,
+    "concatenate": _concatenate,
+    "squeeze": _squeeze,
+    "gather": _gather,
+    **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys(_ALONG_ONE, _along_one),
+    **dict.fromkeys(_SCATTERS, _scatter),
+}

@@ -1,0 +1,279 @@
+"""Unmerged: what is computed along a merged dimension is computed along those that it was merged from.
+
+Split along the inner one of two dimensions, their product is in strides, which no sharding says. So such an array
+would have to move before it is merged, and back after it is parted. Merged later, or never, it need not:
+
+    reshape(x, (B * S, D)) @ w, and reshaped back       einsum("bsd,df->bsf", x, w)       nothing is sent
+    mean over B * S of losses of merged tokens          sums over b and s
+
+An array in *fine* form has for each of its dimensions one or several, those that were merged. It is followed through
+what treats them all alike (elementwise, products, sums, transpositions, look-ups of each row), and merged where it
+meets anything else. Where nothing is gained by that (as much is merged as before) the program stays as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jax import lax
+
+from gshard.core.program import Equation, Value
+from gshard.language.region import with_edges
+from gshard.tracing.fine import ELEMENTWISE, HOW, Array, Fine, Groups, flat, groups_of
+from gshard.tracing.subexpression import is_repeatable
+
+
+def unmerged(
+    equations: Iterable[Equation],
+    outputs: Sequence[Array],
+    fresh: Callable[[tuple[int, ...], Any], Value],
+    equation: Callable[..., Equation],
+) -> list[Equation]:
+    """The equations with merged dimensions apart, where fewer arrays are merged then.
+
+    Args:
+        equations: of one block.
+        outputs: the block's results.
+        fresh: a new value of a shape and a dtype.
+        equation: an equation of a primitive, its parameters, operands, results, and the source that it is blamed on.
+    """
+    equations = list(equations)
+    kept: frozenset[Value] = frozenset()  # merged where they were
+    while any(_merges(e) and e.outputs[0] not in kept for e in equations):
+        attempt = _Attempt(equations, outputs, fresh, equation, kept)
+        made = attempt.run()
+        in_vain = attempt.in_vain()
+        if not in_vain:
+            return made
+        kept |= in_vain
+    return equations
+
+
+def _merges(e: Equation) -> bool:
+    if e.name != "reshape" or e.mark is not None or e.params.get("dimensions") is not None:
+        return False
+    (x,), (y,) = e.inputs, e.outputs
+    if not isinstance(x, Value) or not math.prod(y.shape):
+        return False
+    return bool(_joints(groups_of(x.shape, y.shape) or ()))
+
+
+def _joints(groups: Groups) -> int:
+    """Where dimensions are joined."""
+    return sum(len(group) - 1 for group in groups)
+
+
+def _groups(groups: Groups, x: Array) -> Groups:
+    """Those of an array some of whose dimensions may be of one element, which is for all."""
+    return tuple(g if math.prod(g) == n else (1,) * len(g) for g, n in zip(groups, x.shape, strict=True))
+
+
+def _wanted(groups: Groups, x: Array) -> tuple[int, ...]:
+    return flat(_groups(groups, x))
+
+
+class _Attempt:
+    """One block, with all that is merged apart but what is kept."""
+
+    def __init__(
+        self,
+        equations: Sequence[Equation],
+        outputs: Sequence[Array],
+        fresh: Callable[..., Value],
+        equation: Callable[..., Equation],
+        kept: frozenset[Value],
+    ):
+        self.equations, self.outputs, self.kept = equations, dict.fromkeys(outputs), kept
+        self.fresh, self.equation = fresh, equation
+        self.producers: dict[Array, Equation] = {y: e for e in equations for y in e.outputs}
+        self.fine: dict[Array, Fine] = {}
+        self.is_there: set[Array] = set()  # of those in fine form, which are merged as well
+        self.instead: dict[Array, Any] = {}  # another array, where that is the same
+        self.roots: list[tuple[frozenset[Value], int]] = []  # what would have been merged: elements times joints
+        self.merged: list[tuple[frozenset[Value], int]] = []  # what is
+        self.made: list[Equation] = []
+        self.mine: set[Array] = set()  # results of new equations
+
+    def run(self) -> list[Equation]:
+        for e in self.equations:
+            if not self.follow(e):
+                for x in e.inputs:
+                    self.merge(x)
+                self.made.append(e)
+        for x in self.outputs:
+            self.merge(x)
+        return self.without_unread([self.renamed(e) for e in self.made])
+
+    def in_vain(self) -> frozenset[Value]:
+        """Places where merging later is no less of it."""
+        of: dict[Value, frozenset[Value]] = {}
+        for roots, _ in (*self.roots, *self.merged):
+            together = frozenset().union(roots, *(of.get(r, ()) for r in roots))
+            of.update(dict.fromkeys(together, together))
+        before, after = dict.fromkeys(of.values(), 0), dict.fromkeys(of.values(), 0)
+        for roots, size in self.roots:
+            before[of[next(iter(roots))]] += size
+        for roots, size in self.merged:
+            after[of[next(iter(roots))]] += size
+        return frozenset().union(*(together for together in before if after[together] >= before[together]))
+
+    def renamed(self, e: Equation) -> Equation:
+        inputs = tuple(self.instead.get(x, x) for x in e.inputs)
+        outputs = tuple(self.instead.get(y, y) for y in e.outputs)
+        if inputs == e.inputs and outputs == e.outputs:
+            return e
+        new = dataclasses.replace(e, inputs=inputs, outputs=outputs)
+        return with_edges(new) if e.blocks else new
+
+    def without_unread(self, equations: list[Equation]) -> list[Equation]:
+        kept, read = [], set(self.outputs)
+        for e in reversed(equations):
+            if not read.isdisjoint(e.outputs) or not is_repeatable(e) or e.mark is not None:
+                kept.append(e)
+                read.update(e.inputs)
+        return kept[::-1]
+
+    def add(self, at: Equation, params: dict[str, Any], inputs: Sequence[Array], shape: tuple[int, ...], dtype: Any,
+            primitive: Any = None) -> Value:  # fmt: skip
+        """One more equation; its result."""
+        value = self.fresh(shape, dtype)
+        self.mine.add(value)
+        self.made.append(self.equation(primitive or at.primitive, params, tuple(inputs), (value,), at.source_info))
+        return value
+
+    def reshaped(self, at: Equation, x: Array, shape: tuple[int, ...]) -> Array:
+        if x.shape == shape:
+            return x
+        return self.add(at, {"new_sizes": shape, "dimensions": None, "sharding": None}, (x,), shape, x.dtype,
+                        lax.reshape_p)  # fmt: skip
+
+    def merge(self, x: Array) -> None:
+        """Makes an array that is in fine form as it was in the program."""
+        if x not in self.fine or x in self.is_there:
+            return
+        assert isinstance(x, Value)
+        own, at = self.fine[x], self.producers[x]
+        params = {"new_sizes": x.shape, "dimensions": None, "sharding": None}
+        self.made.append(self.equation(lax.reshape_p, params, (own.array,), (x,), at.source_info))
+        self.is_there.add(x)
+        self.merged.append((own.roots, _joints(own.groups) * math.prod(x.shape)))
+
+    # Equations on arrays in fine form.
+
+    def follow(self, e: Equation) -> bool:
+        """Makes an equation on arrays in fine form; False if it has to be made as it is."""
+        if e.mark is not None or e.blocks:
+            return False
+        if e.name == "reshape":
+            return self.reshape(e)
+        if not any(x in self.fine for x in e.inputs):
+            return False
+        if e.name in ELEMENTWISE:
+            return self.elementwise(e)
+        how = HOW.get(e.name)
+        return how is not None and how(self, e)
+
+    def note(self, e: Equation, array: Value, groups: Groups) -> bool:
+        """Notes what the result of an equation is in fine form."""
+        roots = self.roots_of(e)
+        self.roots.append((roots, 0))  # they stand or fall together
+        if _joints(groups):
+            self.fine[e.outputs[0]] = Fine(array, groups, roots)
+        else:
+            self.instead[array] = e.outputs[0]
+        return True
+
+    def roots_of(self, e: Equation) -> frozenset[Value]:
+        return frozenset[Value]().union(*(self.fine[x].roots for x in e.inputs if x in self.fine))
+
+    def reshape(self, e: Equation) -> bool:
+        (x,), (y,) = e.inputs, e.outputs
+        own = self.fine.get(x)
+        if own is None and (y in self.kept or not _merges(e)):
+            return False
+        source = x if own is None else own.array
+        groups = groups_of(source.shape, y.shape)
+        if groups is None or e.params.get("dimensions") is not None:
+            return False
+        roots = frozenset((y,)) if own is None else own.roots
+        self.roots.append((roots, _joints(groups_of(x.shape, y.shape) or ()) * math.prod(y.shape)))
+        if _joints(groups):
+            self.fine[y] = Fine(self.reshaped(e, source, flat(groups)), groups, roots)
+        elif source.shape == y.shape and source in self.mine and source not in self.instead:
+            self.instead[source] = y
+        elif source.shape == y.shape and y not in self.outputs:
+            self.instead[y] = self.instead.get(source, source)
+        else:
+            self.made.append(dataclasses.replace(e, inputs=(source,)) if source is x else self.equation(
+                e.primitive, e.params, (source,), (y,), e.source_info))  # fmt: skip
+        return True
+
+    def elementwise(self, e: Equation) -> bool:
+        if len(e.outputs) > 1:
+            return False
+        first = next(self.fine[x] for x in e.inputs if x in self.fine)
+        shape = e.outputs[0].shape
+        groups = tuple(g if math.prod(g) == n else (n,) for g, n in zip(first.groups, shape, strict=True))
+        for x in e.inputs:
+            if x in self.fine:
+                groups = tuple(max(g, h, key=len) if len(g) == 1 or len(h) == 1 else g
+                               for g, h in zip(groups, self.fine[x].groups, strict=True))  # fmt: skip
+        operands = self.operands(e, [groups] * len(e.inputs))
+        if operands is None:
+            return False
+        return self.note(e, self.add(e, e.params, operands, flat(groups), e.outputs[0].dtype), groups)
+
+    def operands(self, e: Equation, groups: Sequence[Groups]) -> list[Array] | None:
+        """The operands of an equation with their dimensions as in some groups; None if one was merged from others."""
+        found = [self.as_in(x, own, e) for x, own in zip(e.inputs, groups, strict=True)]
+        arrays = [x for x in found if x is not None]
+        return arrays if len(arrays) == len(found) else None
+
+    def as_in(self, x: Array, groups: Groups, e: Equation) -> Array | None:
+        found = self.free_in(x, groups, e, 8)
+        if found is None and x not in self.fine:
+            found = self.reshaped(e, x, _wanted(groups, x))
+            self.merged.append((self.roots_of(e), _joints(groups) * math.prod(x.shape)))  # to be parted is as bad
+        return found
+
+    def free_in(self, x: Array, groups: Groups, e: Equation, depth: int) -> Array | None:
+        """The same, if that moves nothing."""
+        if not x.shape:
+            return x
+        shape, own = _wanted(groups, x), self.fine.get(x)
+        if own is not None:
+            # Of one element there may be as many dimensions as one likes.
+            alike = all(g == h or math.prod(g) == 1 for g, h in zip(own.groups, _groups(groups, x), strict=True))
+            return self.reshaped(e, own.array, shape) if alike else None
+        if all(len(g) == 1 or n == 1 for g, n in zip(groups, x.shape, strict=True)):
+            return self.reshaped(e, x, shape)
+        at = self.producers.get(x)
+        return None if at is None or at.mark is not None or depth == 0 else self.anew(at, _groups(groups, x), depth)
+
+    def anew(self, at: Equation, wanted: Groups, depth: int) -> Array | None:
+        """What follows from no array, or from smaller ones, made once more."""
+        shape, dtype = flat(wanted), at.outputs[0].dtype
+        place = Fine(at.outputs[0], wanted, frozenset())
+        if at.name == "iota" and len(wanted[at.params["dimension"]]) == 1:
+            return self.add(at, {**at.params, "shape": shape, "dimension": place.dims(at.params["dimension"])[0]},
+                            (), shape, dtype)  # fmt: skip
+        if at.name == "broadcast_in_dim":
+            (x,) = at.inputs
+            dims = at.params["broadcast_dimensions"]
+            found = self.free_in(x, tuple(wanted[d] for d in dims), at, depth - 1)
+            if found is None:
+                return None
+            return self.add(at, {**at.params, "shape": shape, "broadcast_dimensions": place.all_dims(dims)},
+                            (found,), shape, dtype)  # fmt: skip
+        if at.name in ELEMENTWISE and len(at.outputs) == 1:
+            operands = [self.free_in(x, wanted, at, depth - 1) for x in at.inputs]
+            arrays = [x for x in operands if x is not None]
+            return self.add(at, at.params, arrays, shape, dtype) if len(arrays) == len(operands) else None
+        return None
+
+    def either(self, x: Array) -> Fine:
+        """An array in fine form, or one none of whose dimensions was merged."""
+        return self.fine.get(x) or Fine(x, tuple((n,) for n in x.shape), frozenset())

@@ -1,0 +1,265 @@
+"""Unmerged: what becomes of programs that merge dimensions, what they send, and that they compute the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import gshard
+from gshard.tracing.fine import groups_of
+
+B, S, D, F = 3, 16, 8, 12
+RNG = np.random.default_rng(0)
+X = RNG.integers(-9, 9, (B, S, D)).astype(np.float32)
+W = RNG.integers(-9, 9, (D, F)).astype(np.float32)
+LABELS = RNG.integers(-F, F, (B, S)).astype(np.int32)
+
+
+def tokens(x: Any, w: Any, labels: Any) -> Any:
+    return (x.reshape(-1, D) @ w).reshape(B, S, F)
+
+
+def layers(x: Any, w: Any, labels: Any) -> Any:
+    """A residual, a norm, a bias and a branch by place."""
+    h = x.reshape(-1, D)
+    mean = h.mean(-1, keepdims=True)
+    h = h + jnp.maximum((h - mean) * jnp.arange(D) @ w, 0) @ w.T
+    h = jnp.where(jnp.arange(D) % 2 == 0, h, -h) + jnp.ones((B * S, D))
+    return jnp.clip(h, -50, 50).reshape(B, S, D)
+
+
+def loss(x: Any, w: Any, labels: Any) -> Any:
+    logits = x.reshape(-1, D) @ w
+    found = jnp.take_along_axis(logits, labels.reshape(-1, 1), 1)[:, 0]
+    return (found - logits.max(-1) + jnp.argmax(logits, -1)).sum()
+
+
+def one_hot(x: Any, w: Any, labels: Any) -> Any:
+    logits = x.reshape(-1, D) @ w
+    return jnp.sum(jax.nn.one_hot(labels.reshape(-1) % F, F) * logits, -1).reshape(B, S)
+
+
+def embedded(x: Any, w: Any, labels: Any) -> Any:
+    return (w.T[labels.reshape(-1)] * 2).reshape(B, S, D)
+
+
+def written(x: Any, w: Any, labels: Any) -> Any:
+    rows = x.reshape(-1, D) + 1
+    at = labels.reshape(-1) % D
+    return rows.at[jnp.arange(B * S), at].add(1.0).reshape(B, S, D)
+
+
+def windows(x: Any, w: Any, labels: Any) -> Any:
+    """Attention within windows of two."""
+    x = x.reshape(B * (S // 2), 2, D)
+    scores = jnp.einsum("wqd,wkd->wqk", x, x)
+    return jnp.einsum("wqk,wkd->wqd", jnp.cumsum(scores, 2), x).reshape(B, S, D)
+
+
+def turned(x: Any, w: Any, labels: Any) -> Any:
+    return (x.reshape(-1, D).T[1:5] * 2).T.reshape(B, S, 4)
+
+
+def sums(x: Any, w: Any, labels: Any) -> Any:
+    h = x.reshape(-1, D)
+    return h.T @ h, h.sum(0), jnp.abs(h).max(0)
+
+
+def twice(x: Any, w: Any, labels: Any) -> Any:
+    """Merged, parted in another place, and merged with the last."""
+    return ((x.reshape(-1, D) + 1).reshape(B, S // 2, 2, D) * 2).reshape(B, S // 2, -1).sum(2)
+
+
+def there_and_back(x: Any, w: Any, labels: Any) -> Any:
+    return x.reshape(-1, D).reshape(B, S, D)
+
+
+def in_a_loop(x: Any, w: Any, labels: Any) -> Any:
+    return lax.scan(lambda c, _: (jnp.clip(tokens(c, w, labels) @ w.T, -9, 9), None), x, None, length=3)[0]
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (  # type: ignore[attr-defined]
+    tokens, layers, loss, one_hot, embedded, written, windows, turned, sums, twice, there_and_back, in_a_loop
+)}  # fmt: skip
+# What is read from others if the second dimension is split: nothing but sums.
+SUMS = {"loss", "sums"}
+
+
+def split(f: Callable[..., Any], dim: int | None) -> Callable[..., Any]:
+    def marked(x: Any, w: Any, labels: Any) -> Any:
+        if dim is not None:
+            x, labels = gshard.split(x, dim, 8), gshard.split(labels, dim, 8) if dim < 2 else labels
+        return f(x, w, labels)
+
+    return marked
+
+
+def merged(f: Callable[..., Any], *arguments: Any) -> list[tuple[int, ...]]:
+    """What is merged."""
+    equations = [e for e in gshard.trace(f, *arguments).block.walk() if e.name == "reshape"]
+    return [
+        e.outputs[0].shape
+        for e in equations
+        if any(len(g) > 1 for g in groups_of(e.inputs[0].shape, e.outputs[0].shape) or ())
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"windows"}))  # it puts them side by side in the end
+def test_nothing_is_merged(name: str) -> None:
+    assert merged(PROGRAMS[name], X, W, LABELS) == []
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("dim", [None, 0, 1, 2])
+def test_the_same_comes_out(name: str, dim: int | None) -> None:
+    f = PROGRAMS[name]
+    found = jax.tree.leaves(gshard.jit(split(f, dim), mesh=8)(X, W, LABELS))
+    for one, other in zip(found, jax.tree.leaves(jax.jit(f)(X, W, LABELS)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_is_sent_but_sums(name: str) -> None:
+    lowered = gshard.jit(split(PROGRAMS[name], 1), mesh=gshard.Mesh.abstract(devices=8)).lower(X, W, LABELS)
+    kinds = {c.kind for c in lowered.spmd.collectives}
+    assert kinds <= ({"all_reduce", "reduce_scatter"} if name in SUMS else set())
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("loss", "embedded", "in_a_loop")])
+def test_gradients_are_the_same_and_send_sums_only(name: str) -> None:
+    f = PROGRAMS[name]
+
+    def energy(x: Any, w: Any, labels: Any) -> Any:
+        return jax.grad(lambda x, w: sum(jnp.sum(y * y) for y in jax.tree.leaves(f(x, w, labels))), (0, 1))(x, w)
+
+    marked = gshard.jit(split(energy, 1), mesh=8)
+    for one, other in zip(marked(X, W, LABELS), jax.jit(energy)(X, W, LABELS), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+    kinds = {c.kind for c in marked.lower(X, W, LABELS).spmd.collectives}
+    assert kinds <= {"all_reduce", "reduce_scatter"}
+
+
+def test_the_gradient_of_a_loss_of_labels() -> None:
+    def cross_entropy(x: Any, w: Any, labels: Any) -> Any:
+        logits = jax.nn.log_softmax(x.reshape(-1, D) @ w)
+        return -jnp.take_along_axis(logits, labels.reshape(-1, 1), 1).mean()
+
+    gradient = jax.value_and_grad(cross_entropy, (0, 1))
+    assert merged(gradient, X, W, LABELS) == []
+    found = jax.tree.leaves(gshard.jit(split(gradient, 1), mesh=8)(X, W, LABELS))
+    for one, other in zip(found, jax.tree.leaves(jax.jit(gradient)(X, W, LABELS)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.reshape(B, -1).sum(1),  # nothing of a sum is merged any more, but it is still one
+        lambda x: jnp.sin(x.reshape(-1, D)).reshape(B, S, D),
+    ],
+)
+def test_sums_and_what_is_elementwise(f: Callable[..., Any]) -> None:
+    assert merged(f, X) == []
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.reshape(-1, D),  # a result
+        lambda x: jnp.sort(x.reshape(-1, D), 0),  # along all of it
+        lambda x: jnp.cumsum(jnp.sin(x.reshape(-1, D)), 0),
+        lambda x: x.reshape(-1, D) + jax.random.normal(jax.random.key(0), (B * S, D)),
+        lambda x: gshard.shard(x.reshape(-1, D), jax.P("devices")) * 2,  # the user has a word on it
+        lambda x: jnp.sin(x.reshape(-1, D))[1:] * 2,
+        lambda x: x.reshape(-1, D) @ jnp.ones((B * S, D)).T @ x.reshape(-1, D),
+    ],
+)
+def test_what_is_merged_all_the_same_is_merged_where_it_was(f: Callable[..., Any]) -> None:
+    program = gshard.trace(f, X)
+    made = [e for e in program.block.equations if e.outputs[0].shape in ((B * S, D), (B, S, D))]
+    assert made[0].name == "reshape"
+    assert made[0].inputs == program.block.inputs
+
+
+def test_two_ways_to_be_merged() -> None:
+    """(3, 16) and (16, 3) are both 48: nothing is computed of both without merging one."""
+    y = np.arange(S * B * D, dtype=np.float32).reshape(S, B, D)
+
+    def f(x: Any, y: Any) -> Any:
+        return (x.reshape(-1, D) * y.reshape(-1, D)).reshape(B, S, D)
+
+    marked = gshard.jit(lambda x, y: f(gshard.split(x, 1, 8), y), mesh=8)
+    np.testing.assert_array_equal(marked(X, y), f(X, y))
+
+
+def test_keys_of_random_numbers() -> None:
+    keys = jax.random.split(jax.random.key(0), (4, 2))
+
+    def f(keys: Any) -> Any:
+        return jax.random.key_data(jnp.where(jnp.arange(8) % 2 == 0, keys.reshape(-1), keys[0, 0])).reshape(4, 2, -1)
+
+    marked = gshard.jit(lambda keys: f(gshard.split(keys, 1, 2)), mesh=2)
+    np.testing.assert_array_equal(marked(keys), f(keys))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float16, jnp.bfloat16, bool, np.complex64])
+def test_whatever_is_merged(dtype: Any) -> None:
+    x = jnp.asarray(X > 0 if dtype is bool else X, dtype)
+
+    def f(x: Any) -> Any:
+        h = x.reshape(-1, D)
+        return (jnp.where(h == h[..., :1], h, h[..., 1:2]) if dtype is bool else h * h - h[:, :1]).reshape(B, S, D)
+
+    marked = gshard.jit(lambda x: f(gshard.split(x, 1, 8)), mesh=8)
+    np.testing.assert_array_equal(np.asarray(marked(x)), np.asarray(jax.jit(f)(x)))
+
+
+def step(rng: np.random.Generator, h: Any, first: Any) -> Any:
+    """Something that is done with a matrix of integers whose rows were merged."""
+    n, d = h.shape
+    small = jnp.asarray(rng.integers(-2, 3, (d, d)), h.dtype)
+    ways: list[Callable[[], Any]] = [
+        lambda: h + first[:, :d] if first.shape[1] >= d else h,
+        lambda: h - h.max(1, keepdims=True),
+        lambda: h @ small,
+        lambda: (h.T * 3).T,
+        lambda: jnp.where(h > h.min(0), h, -h),
+        lambda: h + jnp.arange(d),
+        lambda: h + jnp.argmax(h, 1)[:, None],
+        lambda: jnp.cumsum(h, 1),
+        lambda: h[:, : max(1, d - 1)],
+        lambda: jnp.cumsum(h, 0),
+        lambda: h[::-1],
+        lambda: jnp.take_along_axis(h, h[:, :1] % d, 1) + h,
+        lambda: h @ (h.T @ h) % 7,
+        lambda: jnp.concatenate([h, h[:, :1]], 1),
+    ]
+    return ways[int(rng.integers(len(ways)))]() % 101
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_program(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = tuple(int(n) for n in rng.integers(1, 6, int(rng.integers(2, 4))))
+    x = rng.integers(-9, 9, (*shape, int(rng.integers(1, 6)))).astype(np.int32)
+    state = int(rng.integers(1 << 30))
+    dim, parts = int(rng.integers(x.ndim)), int(rng.choice([2, 4, 8]))
+
+    def f(x: Any) -> Any:
+        turns = np.random.default_rng(state)
+        h = first = x.reshape(-1, x.shape[-1])
+        for _ in range(int(turns.integers(1, 6))):
+            h = step(turns, h, first)
+        kept = h.reshape(*shape, -1) if turns.integers(2) else h.reshape(math.prod(shape[:1]), -1)
+        return kept, h.sum(0), h if turns.integers(3) == 0 else None
+
+    found = jax.tree.leaves(gshard.jit(lambda x: f(gshard.split(x, dim, parts)), mesh=parts)(x))
+    for one, other in zip(found, jax.tree.leaves(jax.jit(f)(x)), strict=True):
+        np.testing.assert_array_equal(one, other)
