@@ -84,3 +84,38 @@ def test_a_mark_inside_a_loop_changes_the_plan_there():
     (again,) = [e for e in marked.block.walk() if e.mark is not None and e.inputs[0] is product.outputs[0]]
     plan = propagate(marked, MESH)
     assert plan.sharding(again.outputs[0]).dims == ((), ())
+
+
+def left_over(params, x, mark=gshard.replicate):
+    h = jax.nn.relu(gshard.split(x, 0, "data") @ params["up"])
+    return jnp.mean((mark(h) @ params["down"]) ** 2)
+
+
+TWO = {"up": f32(512, 2048), "down": f32(2048, 512)}, f32(4096, 512)
+
+
+@pytest.mark.parametrize(
+    "mark, other, change",
+    [
+        (gshard.replicate, lambda h: h, "no replicate(x) at"),
+        (
+            lambda h: gshard.shard(h, P(None, "model")),
+            lambda h: gshard.shard(h, P(P.UNCONSTRAINED, "model")),
+            "gshard.shard(x, P(P.UNCONSTRAINED, 'model')) instead of shard(x, P(None, 'model')) at",
+        ),
+    ],
+)
+def test_a_mark_that_asks_for_too_much(mark, other, change):
+    """Its gradient has the same mark, which goes with it."""
+    found = gshard.explain(jax.grad(lambda p, x: left_over(p, x, mark)), *TWO, mesh=MESH)
+    best = found.verdict("h100:1x8").proposal
+    assert best.change.startswith(change) and "test_proposal.py" in best.at
+    without = gshard.explain(jax.grad(lambda p, x: left_over(p, x, other)), *TWO, mesh=MESH)
+    assert best.before == found.total_bytes > best.after == without.total_bytes
+    assert change in str(found.verdict("h100:1x8"))
+
+
+def test_a_mark_that_costs_nothing_stays():
+    found = gshard.explain(jax.grad(lambda p, x: left_over(p, x, lambda h: h)), *TWO, mesh=MESH)
+    best = found.verdict("h100:1x8").proposal
+    assert best is None or not best.instead

@@ -1,8 +1,10 @@
-"""Proposal: a mark that makes the devices send less, proven by planning the program again with it.
+"""Proposal: a mark more, or one that asks for less, that makes the devices send less, proven by planning again with it.
 
 A collective moves a value from one sharding to another. Marked where it is made as it is wanted, or, a sum, split over
 the devices that add it up, the value may need no collective, or less of one; or the need may only move elsewhere. Which
 it is, the new plan tells: the bytes of the whole program are compared, and what sends no less is not proposed.
+
+A mark that is there may ask for too much: a dimension that it wants replicated is left open, and what it splits stays.
 """
 
 from __future__ import annotations
@@ -33,16 +35,25 @@ class Proposal:
         mark: as it is written, ``gshard.shard(x, P('data', None))``.
         at: what to mark: an argument's name, or the line and operation that make the value.
         before, after: bytes that each device sends in one call, without and with the mark.
+        instead: the mark that is there now, if this one takes its place; ``mark`` is empty if it can just go.
     """
 
     mark: str
     at: str
     before: int
     after: int
+    instead: str = ""
+
+    @property
+    def change(self) -> str:
+        """What to do: ``gshard.replicate(x) on ...``, ``no replicate(x) at ...``."""
+        if not self.instead:
+            return f"{self.mark} on {self.at}"
+        return f"{self.mark} instead of {self.instead} at {self.at}" if self.mark else f"no {self.instead} at {self.at}"
 
     def __str__(self) -> str:
         return (
-            f"Marked {self.mark} ({self.at}), it would go or be less: planned again so, each device sends "
+            f"It would go or be less with {self.change}: planned again so, each device sends "
             f"{self.after:,} bytes a call instead of {self.before:,}."
         )
 
@@ -55,6 +66,8 @@ def proposals(
 ) -> tuple[tuple[Proposal | None, ...], int]:
     """For each collective the mark that would lower the bytes sent, if one is found, and for how many it was sought.
 
+    A mark that asks for too much is proposed for the first, which sends most.
+
     Args:
         collectives: one of each kind, those that send most first.
         plan: the plan they were made from.
@@ -62,13 +75,58 @@ def proposals(
         marked: what a program with other marks becomes.
     """
     sent = sum(c.total_bytes for c in collectives)
-    budget = iter(range(REPLANNED // max(equations, 1)))
-    found, tried = [], 0
+    times = REPLANNED // max(equations, 1)
+    budget = iter(range(times - times // 3))
+    found: list[Proposal | None] = []
+    tried = 0
     for c in collectives:
         left = operator.length_hint(budget)
         found.append(proposal(c, plan, sent, budget, marked) if left else None)
         tried += operator.length_hint(budget) < left
+    less = _with_less_asked(plan, sent, times // 3 + operator.length_hint(budget), marked) if found and sent else None
+    if less is not None and (found[0] is None or less.after < found[0].after):
+        found[0] = less
     return tuple(found), tried
+
+
+def _with_less_asked(plan: Plan, sent: int, times: int, marked: Callable[[Program], SpmdProgram]) -> Proposal | None:
+    """The best of the marks inside that want a dimension replicated, without that."""
+    marks: dict[tuple[str, str], list[Equation]] = {}  # a line's, and those of its derivative
+    for e in plan.program.block.walk():
+        if e.mark is not None and e.line and not plan.sharding(e.outputs[0]).unreduced:
+            marks.setdefault((e.line, str(e.mark)), []).append(e)
+    found = None
+    for (line, text), same in list(marks.items())[:times]:
+        dims = plan.sharding(same[0].outputs[0]).dims
+        opened = {e: mark_of_cut([a or None for a in plan.sharding(e.outputs[0]).dims], plan.mesh) for e in same}
+        if all(dims):
+            continue
+        again = _sent(dataclasses.replace(plan.program, block=_with_other_marks(plan.program.block, opened)), marked)
+        if again is not None and again < (found.after if found else sent):
+            spec = spec_of_cut(Sharding(dims), plan.mesh)
+            weaker = "" if spec is None or not any(dims) else f"gshard.shard(x, P({_opened(spec)}))"
+            found = Proposal(weaker, line, sent, again, text)
+    return found
+
+
+def _opened(spec: PartitionSpec) -> str:
+    return ", ".join("P.UNCONSTRAINED" if entry is None else repr(entry) for entry in spec)
+
+
+def _with_other_marks(block: Block, marks: Mapping[Equation, Mark]) -> Block:
+    """The block with other marks on values that are marked."""
+    equations = []
+    for e in block.equations:
+        if e in marks:
+            e = dataclasses.replace(e, mark=marks[e], params={"mark": marks[e]})
+        elif e.blocks:
+            bodies = tuple(_with_other_marks(body, marks) for body in e.blocks)
+            if any(a is not b for a, b in zip(bodies, e.blocks, strict=True)):
+                e = with_edges(dataclasses.replace(e, blocks=bodies))
+        equations.append(e)
+    if all(a is b for a, b in zip(equations, block.equations, strict=True)):
+        return block
+    return dataclasses.replace(block, equations=tuple(equations))
 
 
 def proposal(
@@ -115,8 +173,11 @@ def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan) -> Iter
 def _sent_with(plan: Plan, value: Value, sharding: Sharding, marked: Callable[[Program], SpmdProgram]) -> int | None:
     """Bytes that each device sends where the value is marked; None if it cannot be marked so."""
     program = with_marks(plan.program, {value: mark_of_cut(sharding.dims, plan.mesh)})
-    if program is None:
-        return None
+    return None if program is None else _sent(program, marked)
+
+
+def _sent(program: Program, marked: Callable[[Program], SpmdProgram]) -> int | None:
+    """Bytes that each device sends in one call; None if its marks cannot be kept."""
     try:
         return sum(c.total_bytes for c in marked(program).collectives)
     except GShardError:

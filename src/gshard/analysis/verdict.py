@@ -114,10 +114,14 @@ class Verdict:
         p = self.proposal
         if p is not None:
             return (
-                f"Fewer bytes: {p.mark} on {p.at}. Planned again with it, each device sends {format_bytes(p.after)} "
+                f"Fewer bytes: {p.change}. Planned again so, each device sends {format_bytes(p.after)} "
                 f"instead of {format_bytes(p.before)}."
             )
-        return f"No mark lowers this: tried for the {self.tried} largest collectives." if self.tried > 1 else ""
+        return (
+            f"No mark more or less lowers this: tried for the {self.tried} largest collectives."
+            if self.tried > 1
+            else ""
+        )
 
     def _choice(self) -> str:
         """How good the plan is among those that keep the marks."""
