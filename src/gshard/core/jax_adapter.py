@@ -7,8 +7,10 @@ something JAX offers no public door to (the user's source line).
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,6 +37,17 @@ for _folder in ("core", "comm", "language", "rules", "tracing", "passes", "analy
     _public_source_info.register_exclusion(os.path.join(os.path.dirname(os.path.dirname(__file__)), _folder))
 
 
+# A layer of a framework's is one line of it for all layers of a model; the line that calls it tells them apart.
+_FRAMEWORKS = re.compile(r"[/\\](site|dist)-packages[/\\](chex|einops|equinox|flax|haiku|jaxtyping|optax|penzai)[/\\]")
+
+
+@functools.lru_cache(maxsize=64)
+def _user_frame(traceback: Any) -> Any:
+    """The innermost frame that is not JAX's, ours or, if there is another one, a framework's."""
+    frames = list(_source_info_util.user_frames(traceback))
+    return next((f for f in frames if not _FRAMEWORKS.search(f.file_name)), frames[0] if frames else None)
+
+
 def user_line(source_info: Any = None) -> str:
     """The user's ``file:line (function)`` of an equation, or of the call under way.
 
@@ -45,7 +58,7 @@ def user_line(source_info: Any = None) -> str:
         text such as ``train.py:41 (loss)``, or an empty string if JAX kept no line.
     """
     info = source_info if source_info is not None else _source_info_util.current()
-    frame = _source_info_util.user_frame(info.traceback)
+    frame = _user_frame(info.traceback)
     if frame is None:
         return ""
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"
@@ -53,7 +66,7 @@ def user_line(source_info: Any = None) -> str:
 
 def user_place(source_info: Any) -> tuple[str, int] | None:
     """The user's file and line of an equation, None if JAX kept none."""
-    frame = None if source_info is None else _source_info_util.user_frame(source_info.traceback)
+    frame = None if source_info is None else _user_frame(source_info.traceback)
     return None if frame is None else (frame.file_name, frame.start_line)
 
 
