@@ -9,6 +9,7 @@ from: what was one dimension in its parameters is then a group of them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -57,18 +58,28 @@ class Maker(Protocol):
         """An array in fine form, or one none of whose dimensions was merged."""
         ...
 
+    def factor(self, x: Array) -> Fine:
+        """An operand of a product, which may be taken apart for that."""
+        ...
+
     def operands(self, e: Equation, groups: Sequence[Groups]) -> list[Array] | None:
         """The operands of an equation with their dimensions as in some groups; None if one was merged from others."""
         ...
 
     def add(
-        self, at: Equation, params: dict[str, Any], inputs: Sequence[Array], shape: tuple[int, ...], dtype: Any
+        self,
+        at: Equation,
+        params: dict[str, Any],
+        inputs: Sequence[Any],
+        shape: tuple[int, ...],
+        dtype: Any,
+        primitive: Any = None,
     ) -> Value:
-        """One more equation; its result."""
+        """One more equation, of the primitive of ``at`` or another one; its result."""
         ...
 
-    def note(self, e: Equation, array: Value, groups: Groups) -> bool:
-        """Notes what the result of an equation is in fine form."""
+    def note(self, e: Equation, array: Value, groups: Groups, which: int = 0) -> bool:
+        """Notes what a result of an equation is in fine form."""
         ...
 
 
@@ -141,23 +152,47 @@ def _along_one(a: Maker, e: Equation) -> bool:
 
 
 def _slice(a: Maker, e: Equation) -> bool:
-    own, shape = a.either(e.inputs[0]), e.inputs[0].shape
-    steps = e.params["strides"] or (1,) * len(shape)
-    starts: list[int] = []
-    ends: list[int] = []
-    by: list[int] = []
+    steps = e.params["strides"] or (1,) * len(e.inputs[0].shape)
+    cuts = list(zip(e.params["start_indices"], e.params["limit_indices"], steps, strict=True))
+    made = _cut(a, e, [tuple(map(int, cut)) for cut in cuts])
+    return made is not None and a.note(e, *made)
+
+
+def _split(a: Maker, e: Equation) -> bool:
+    axis, ends = e.params["axis"], list(itertools.accumulate(map(int, e.params["sizes"])))
+    full = [(0, n, 1) for n in e.inputs[0].shape]
+    cuts = [(start, end, 1) for start, end in zip([0, *ends], ends, strict=False)]
+    parts = [made for cut in cuts if (made := _cut(a, e, [*full[:axis], cut, *full[axis + 1 :]])) is not None]
+    return len(parts) == len(cuts) and all([a.note(e, *made, i) for i, made in enumerate(parts)])
+
+
+def _cut(a: Maker, e: Equation, cuts: Sequence[tuple[int, ...]]) -> tuple[Value, Groups] | None:
+    """A part of an array: of a merged dimension all, or one of the first that it was merged from."""
+    own, out = a.either(e.inputs[0]), e.outputs[0]
+    every: list[tuple[int, int, int]] = []
     groups: list[tuple[int, ...]] = []
-    cuts = zip(own.groups, e.params["start_indices"], e.params["limit_indices"], steps, shape, strict=True)
-    for group, start, end, step, n in cuts:
-        if len(group) > 1 and (start, end, step) != (0, n, 1):
-            return False
-        whole = len(group) > 1
-        starts += [0] * len(group) if whole else [int(start)]
-        ends += group if whole else [int(end)]
-        by += [1] * len(group) if whole else [int(step)]
-        groups.append(group if whole else (-(-(int(end) - int(start)) // int(step)),))
-    params = {"start_indices": tuple(starts), "limit_indices": tuple(ends), "strides": tuple(by)}
-    return a.note(e, a.add(e, params, (own.array,), flat(tuple(groups)), e.outputs[0].dtype), tuple(groups))
+    dropped: list[int] = []
+    for d, (group, (start, end, step)) in enumerate(zip(own.groups, cuts, strict=True)):
+        inner = [(0, n, 1) for n in group[1:]]
+        m = math.prod(group[1:])
+        if len(group) == 1:
+            every.append((start, end, step))
+            groups.append((-(-(end - start) // step),))
+        elif (start, end, step) == (0, math.prod(group), 1):
+            every += [(0, group[0], 1), *inner]
+            groups.append(group)
+        elif (end - start, start % m, step) == (m, 0, 1):
+            every += [(start // m, end // m, 1), *inner]
+            groups.append(group[1:])
+            dropped.append(own.dims(d)[0])
+        else:
+            return None
+    params = dict(zip(("start_indices", "limit_indices", "strides"), zip(*every, strict=True), strict=True))
+    shape = tuple(-(-(end - start) // step) for start, end, step in every)
+    made = a.add(e, params, (own.array,), shape, out.dtype, lax.slice_p)
+    if dropped:
+        made = a.add(e, {"dimensions": tuple(dropped)}, (made,), flat(tuple(groups)), out.dtype, lax.squeeze_p)
+    return made, tuple(groups)
 
 
 def _pad(a: Maker, e: Equation) -> bool:
@@ -186,7 +221,7 @@ def _concatenate(a: Maker, e: Equation) -> bool:
 
 
 def _dot(a: Maker, e: Equation) -> bool:
-    lhs, rhs = map(a.either, e.inputs)
+    lhs, rhs = map(a.factor, e.inputs)
     (summed, batch), out = e.params["dimension_numbers"], e.outputs[0]
     for ours, theirs in (*zip(*summed, strict=True), *zip(*batch, strict=True)):
         if lhs.groups[ours] != rhs.groups[theirs]:
@@ -266,6 +301,7 @@ HOW: Mapping[str, Callable[[Maker, Equation], bool]] = {
     "broadcast_in_dim": _broadcast,
     "dot_general": _dot,
     "slice": _slice,
+    "split": _split,
     "pad": _pad,
     "concatenate": _concatenate,
     "squeeze": _squeeze,

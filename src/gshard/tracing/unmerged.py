@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax import lax
@@ -23,6 +23,7 @@ from jax import lax
 from gshard.core.program import Equation, Value
 from gshard.language.region import with_edges
 from gshard.tracing.fine import ELEMENTWISE, HOW, Array, Fine, Groups, flat, groups_of
+from gshard.tracing.parted import parted_products
 from gshard.tracing.subexpression import is_repeatable
 
 
@@ -42,8 +43,9 @@ def unmerged(
     """
     equations = list(equations)
     kept: frozenset[Value] = frozenset()  # merged where they were
-    while any(_merges(e) and e.outputs[0] not in kept for e in equations):
-        attempt = _Attempt(equations, outputs, fresh, equation, kept)
+    apart = parted_products(equations)
+    while any(y not in kept for e in equations if e in apart or _merges(e) for y in e.outputs):
+        attempt = _Attempt(equations, outputs, fresh, equation, kept, apart)
         made = attempt.run()
         in_vain = attempt.in_vain()
         if not in_vain:
@@ -75,6 +77,9 @@ def _wanted(groups: Groups, x: Array) -> tuple[int, ...]:
     return flat(_groups(groups, x))
 
 
+_DEEP = 8  # equations that are made anew for one
+
+
 class _Attempt:
     """One block, with all that is merged apart but what is kept."""
 
@@ -85,9 +90,13 @@ class _Attempt:
         fresh: Callable[..., Value],
         equation: Callable[..., Equation],
         kept: frozenset[Value],
+        apart: Mapping[Equation, tuple[int, int, tuple[int, ...]]],
     ):
         self.equations, self.outputs, self.kept = equations, dict.fromkeys(outputs), kept
         self.fresh, self.equation = fresh, equation
+        self.apart = {e: how for e, how in apart.items() if e.outputs[0] not in kept}
+        self.parts = {group for _, _, group in self.apart.values()}
+        self.factors: dict[Array, Fine] = {}  # of products that are taken apart
         self.producers: dict[Array, Equation] = {y: e for e in equations for y in e.outputs}
         self.fine: dict[Array, Fine] = {}
         self.is_there: set[Array] = set()  # of those in fine form, which are merged as well
@@ -169,25 +178,70 @@ class _Attempt:
             return False
         if e.name == "reshape":
             return self.reshape(e)
+        if e in self.apart:
+            self.take_apart(e)
+        if e.name == "dot_general" and any(x in self.fine or x in self.factors for x in e.inputs):
+            return HOW[e.name](self, e)
         if not any(x in self.fine for x in e.inputs):
-            return False
+            return e.name in ("concatenate", "pad") and self.put_together(e)
         if e.name in ELEMENTWISE:
             return self.elementwise(e)
         how = HOW.get(e.name)
         return how is not None and how(self, e)
 
-    def note(self, e: Equation, array: Value, groups: Groups) -> bool:
-        """Notes what the result of an equation is in fine form."""
+    def note(self, e: Equation, array: Value, groups: Groups, which: int = 0) -> bool:
+        """Notes what a result of an equation is in fine form."""
         roots = self.roots_of(e)
         self.roots.append((roots, 0))  # they stand or fall together
         if _joints(groups):
-            self.fine[e.outputs[0]] = Fine(array, groups, roots)
+            self.fine[e.outputs[which]] = Fine(array, groups, roots)
         else:
-            self.instead[array] = e.outputs[0]
+            self.instead[array] = e.outputs[which]
         return True
 
     def roots_of(self, e: Equation) -> frozenset[Value]:
-        return frozenset[Value]().union(*(self.fine[x].roots for x in e.inputs if x in self.fine))
+        own = self.factor if e.name == "dot_general" else self.either
+        return frozenset[Value]().union(*(own(x).roots for x in e.inputs))
+
+    def take_apart(self, e: Equation) -> None:
+        """The operand of a product with one dimension in groups, for the time being."""
+        which, d, group = self.apart[e]
+        x, y = e.inputs[which], e.outputs[0]
+        if x not in self.fine and x not in self.factors:
+            groups = tuple(group if i == d else (n,) for i, n in enumerate(x.shape))
+            roots = frozenset((y,))
+            self.roots.append((roots, math.prod(y.shape) * (len(group) - 1)))
+            self.factors[x] = Fine(self.reshaped(e, x, flat(groups)), groups, roots)
+
+    def put_together(self, e: Equation) -> bool:
+        """What products that are taken apart are derived by: equal parts side by side."""
+        y, shape = e.outputs[0], e.inputs[0].shape
+        cut = [d for d in range(len(shape)) if shape[d] != y.shape[d]]
+        if len(cut) != 1 or y in self.kept or not shape[cut[0]]:
+            return False
+        (d,) = cut
+        m, group = shape[d], (y.shape[d] // shape[d], shape[d])
+        if group not in self.parts or m * group[0] != y.shape[d]:
+            return False
+        one = (*shape[:d], 1, *shape[d:])
+        params: dict[str, Any]
+        if e.name == "concatenate":
+            if any(x.shape != shape for x in e.inputs):
+                return False
+            params, inputs = {"dimension": d}, [self.reshaped(e, x, one) for x in e.inputs]
+        else:
+            config = [tuple(map(int, c)) for c in e.params["padding_config"]]
+            low, high, interior = config[d]
+            if interior or low % m or low < 0 or high < 0 or any(any(c) for i, c in enumerate(config) if i != d):
+                return False
+            config[d : d + 1] = [(low // m, high // m, 0), (0, 0, 0)]
+            params = {"padding_config": tuple(config)}
+            inputs = [self.reshaped(e, e.inputs[0], one), e.inputs[1]]
+        groups = tuple(group if i == d else (n,) for i, n in enumerate(y.shape))
+        roots = frozenset((y,))
+        self.roots.append((roots, math.prod(y.shape)))
+        self.fine[y] = Fine(self.add(e, params, inputs, flat(groups), y.dtype), groups, roots)
+        return True
 
     def reshape(self, e: Equation) -> bool:
         (x,), (y,) = e.inputs, e.outputs
@@ -228,16 +282,18 @@ class _Attempt:
 
     def operands(self, e: Equation, groups: Sequence[Groups]) -> list[Array] | None:
         """The operands of an equation with their dimensions as in some groups; None if one was merged from others."""
-        found = [self.as_in(x, own, e) for x, own in zip(e.inputs, groups, strict=True)]
-        arrays = [x for x in found if x is not None]
-        return arrays if len(arrays) == len(found) else None
-
-    def as_in(self, x: Array, groups: Groups, e: Equation) -> Array | None:
-        found = self.free_in(x, groups, e, 8)
-        if found is None and x not in self.fine:
-            found = self.reshaped(e, x, _wanted(groups, x))
-            self.merged.append((self.roots_of(e), _joints(groups) * math.prod(x.shape)))  # to be parted is as bad
-        return found
+        found = [self.free_in(x, own, e, _DEEP) for x, own in zip(e.inputs, groups, strict=True)]
+        left = [i for i, x in enumerate(found) if x is None]
+        if any(e.inputs[i] in self.fine for i in left):
+            return None
+        # To part one array is as bad as to merge another.
+        parting = sum(_joints(groups[i]) * math.prod(e.inputs[i].shape) for i in left)
+        own = {x: self.fine[x].groups for x in e.inputs if x in self.fine and x not in self.is_there}
+        if left and parting >= sum(_joints(g) * math.prod(x.shape) for x, g in own.items()):
+            return None
+        self.merged.append((self.roots_of(e), parting))
+        parted = {i: self.reshaped(e, e.inputs[i], _wanted(groups[i], e.inputs[i])) for i in left}
+        return [parted[i] if x is None else x for i, x in enumerate(found)]
 
     def free_in(self, x: Array, groups: Groups, e: Equation, depth: int) -> Array | None:
         """The same, if that moves nothing."""
@@ -277,3 +333,7 @@ class _Attempt:
     def either(self, x: Array) -> Fine:
         """An array in fine form, or one none of whose dimensions was merged."""
         return self.fine.get(x) or Fine(x, tuple((n,) for n in x.shape), frozenset())
+
+    def factor(self, x: Array) -> Fine:
+        """An operand of a product, which may be taken apart for that."""
+        return self.factors.get(x) or self.either(x)
