@@ -120,3 +120,18 @@ def test_a_mark_that_costs_nothing_stays():
     found = gshard.explain(jax.grad(lambda p, x: left_over(p, x, lambda h: h)), *TWO, mesh=MESH)
     best = found.verdict("h100:1x8").proposal
     assert best is None or not best.instead
+
+
+def test_no_mark_is_written_on_arrays_that_are_not_the_users():
+    """The product is made in three dimensions; the user has it in two."""
+
+    def flattened(x, w):
+        return jnp.sum(jnp.tanh(gshard.split(x, 1, "data").reshape(-1, 256) @ gshard.split(w, 1, "model")), -1)
+
+    program = gshard.trace(flattened, f32(8, 64, 256), f32(256, 512))
+    made = [v for v in program.block.values() if v.made]
+    assert {len(v.shape) for v in made} == {2, 3}
+    assert all(with_marks(program, {v: Mark("replicate")}) is None for v in made)
+    found = gshard.explain(flattened, f32(8, 64, 256), f32(256, 512), mesh=MESH)
+    best = found.verdict("h100:1x8").proposal
+    assert best is None or "P(" not in best.mark or best.at.startswith("the argument")

@@ -185,7 +185,12 @@ def _sent(program: Program, marked: Callable[[Program], SpmdProgram]) -> int | N
 
 
 def with_marks(program: Program, marks: Mapping[Value, Mark]) -> Program | None:
-    """The program with these values marked too; None where one is marked already, or is an input of a body."""
+    """The program with these values marked too; None where one cannot be.
+
+    It is marked already, an input of a body, or not an array of the user's.
+    """
+    if any(v.made for v in marks):
+        return None
     inputs, captured = program.block.inputs, len(program.captured)
     arguments = list(program.argument_marks)
     wanted = dict(marks)

@@ -27,12 +27,14 @@ class Value:
 
     Attributes:
         weak: whether its dtype gives way to that of others, as that of a Python number does.
+        made: whether it stands for arrays of the user's without being one: no mark can be written on it.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     index: int
     weak: bool = False
+    made: bool = False
 
     @property
     def bytes(self) -> int:

@@ -375,7 +375,7 @@ class _Builder:
         return tuple(hidden.get(i, x) for i, x in enumerate(inputs))
 
     def _fresh(self, shape: tuple[int, ...], dtype: Any) -> Value:
-        return Value(shape, dtype, next(self.counter))
+        return Value(shape, dtype, next(self.counter), made=True)
 
     def _new(self, env: dict[Any, Any], var: Any) -> Value:
         aval = var.aval

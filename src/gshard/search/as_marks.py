@@ -200,7 +200,7 @@ def _named(program: Program) -> Mapping[Value, str]:
     names = {v: without_numbers(name) for v, name in arguments}
     for e in program.block.walk():
         if e.mark is None and e.line and not is_transposed(e.source_info):
-            names.update({v: f"{e.name} at {e.line}" for v in e.outputs})
+            names.update({v: f"{e.name} at {e.line}" for v in e.outputs if not v.made})
     return {v: f"{v.dtype_name}[{','.join(map(str, v.shape))}] of {name}" for v, name in names.items()}
 
 

@@ -261,8 +261,7 @@ class _Attempt:
         elif source.shape == y.shape and y not in self.outputs:
             self.instead[y] = self.instead.get(source, source)
         else:
-            self.made.append(dataclasses.replace(e, inputs=(source,)) if source is x else self.equation(
-                e.primitive, e.params, (source,), (y,), e.source_info))  # fmt: skip
+            self.made.append(self.equation(e.primitive, e.params, (source,), (y,), e.source_info))
         return True
 
     def elementwise(self, e: Equation) -> bool:
