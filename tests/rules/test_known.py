@@ -201,3 +201,44 @@ def test_indices_from_outside_of_a_loop(f: Callable[..., Any]) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
     kinds = {c.kind for c in marked.lower(x).spmd.collectives}
     assert kinds == {"collective_permute"}, "borders, and parts that change places"
+
+
+@pytest.mark.parametrize("size", [8, 16, 24, 32, 40, 48, 64])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_images_made_larger_and_smaller(size: int, dtype: Any) -> None:
+    """Indices that are computed with floats: exact for powers of two, and left to the device otherwise."""
+    x = RNG.integers(-99, 99, (2, 16, 16, 3)).astype(dtype)
+
+    def resized(x: Any) -> Any:
+        return jax.image.resize(x, (2, size, size, 3), "nearest")
+
+    marked = gshard.jit(lambda x: gshard.split(resized(gshard.split(x, 1, 8)), 1, 8), mesh=8)
+    np.testing.assert_array_equal(marked(x), jax.jit(resized)(x))
+    sent = sum(c.total_bytes for c in marked.lower(x).spmd.collectives)
+    assert not sent if size in (8, 16, 32, 64) else sent
+
+
+def known_of(f: Callable[..., Any]) -> bool:
+    """Whether the indices that a function computes are known."""
+    program = gshard.trace(lambda x: x[f()], jnp.zeros((8, 2)))
+    return "gather" not in {e.name for e in program.block.walk()}
+
+
+def counted(n: int) -> Any:
+    return jax.lax.iota(np.float32, n)
+
+
+@pytest.mark.parametrize(
+    ("f", "known"),
+    [
+        (lambda: jnp.floor(counted(16) / 2).astype(int), True),
+        (lambda: jnp.floor(counted(8) / 3).astype(int), False),  # thirds are rounded
+        (lambda: (counted(8) * 0.1).astype(int), False),
+        (lambda: 7 - jnp.ceil(counted(8) * 1.0 - 0.25).astype(int), True),
+        (lambda: jnp.where(counted(8) > 2.5, jnp.arange(8) - 3, jnp.arange(8) + 5), True),
+        (lambda: (counted(8) + 2.0**24).astype(int) % 7, False),  # no longer exact
+        (lambda: jnp.sqrt(counted(8)).astype(int), False),
+    ],
+)
+def test_floats_are_followed_where_they_are_exact(f: Callable[..., Any], known: bool) -> None:
+    assert known_of(f) == known

@@ -1,5 +1,8 @@
 """Known: arrays of integers and truth values whose values follow from the program alone: iotas, constants, and what is
 computed from these. They tell what a look-up is that only looks as if it followed data (``tracing.look_up``).
+
+Indices may be computed with floats on their way, as where an image is made larger. Those are followed as long as every
+result is exact: it is the same then whatever the device rounds.
 """
 
 from __future__ import annotations
@@ -72,24 +75,46 @@ class Facts:
         if name == "slice" or of_a_number or (arrays and name in _ELEMENTWISE and self.windows.issuperset(arrays)):
             self.windows.add(output)
         kind = getattr(output.dtype, "kind", "")
-        if kind not in ("i", "u", "b") or math.prod(output.shape) > _MOST:
+        if (kind not in ("i", "u", "b") and output.dtype != np.float32) or math.prod(output.shape) > _MOST:
             return
         if name == "iota":
             shape, d = params["shape"], params["dimension"]
             counted = np.arange(shape[d], dtype=output.dtype).reshape([-1 if i == d else 1 for i in range(len(shape))])
             self._known[output] = Known(np.broadcast_to(counted, shape))
             return
-        given = [self.of(x) for x in inputs]
+        given = [_number(x) or self.of(x) for x in inputs]
         if name == "concatenate" and params["dimension"] == len(output.shape) - 1:
             found = _concatenated(inputs, given, output)
         elif name in _FOLLOWED and all(x is not None and x.whole for x in given):
-            with np.errstate(all="ignore"):
-                values = _FOLLOWED[name](params, *(x.values for x in given if x is not None))
-            found = Known(np.asarray(values).astype(output.dtype, copy=False))
+            values = _followed(name, params, [x.values for x in given if x is not None], output.dtype)
+            found = None if values is None else Known(values)
         else:
             return
         if found is not None and found.values.shape == output.shape:
             self._known[output] = found
+
+
+def _number(x: Array) -> Known | None:
+    """A float that is written in the program."""
+    if isinstance(x, Constant) and not x.shape and x.dtype.kind == "f":
+        return Known(np.asarray(x.value, np.float64))
+    return None
+
+
+def _followed(name: str, params: Mapping[str, Any], arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray | None:
+    """The results of an equation; None if they may depend on how a device rounds."""
+    floats = any(x.dtype.kind == "f" for x in arrays)
+    if name == "div" and not (floats and all(np.frexp(x)[0] in (0.5, -0.5) for x in np.unique(arrays[1]))):
+        return None  # some devices multiply by the inverse
+    with np.errstate(all="ignore"):
+        wide = [x.astype(np.float64) if x.dtype.kind == "f" else x for x in arrays]
+        values = np.asarray(_FOLLOWED[name](params, *wide))
+        if floats and np.dtype(dtype).kind in "iu":
+            values = np.trunc(values)
+        found = values.astype(dtype, copy=False)
+        if (floats or found.dtype.kind == "f") and not np.array_equal(found.astype(np.float64), values):
+            return None
+    return found
 
 
 def _read(array: Any) -> Known | None:
@@ -146,6 +171,9 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
     "concatenate": lambda params, *arrays: np.concatenate(arrays, params["dimension"]),
     "convert_element_type": _plain(lambda x: x),
     "select_n": _plain(_selected),
+    "floor": _plain(np.floor),
+    "ceil": _plain(np.ceil),
+    "div": _plain(np.divide),
     "neg": _plain(np.negative),
     "add": _plain(np.add),
     "sub": _plain(np.subtract),
