@@ -38,6 +38,15 @@ def recurrent(x: Any, w: Any) -> Any:
     return jax.lax.scan(step, x, w)
 
 
+def carried(x: Any, w: Any) -> Any:
+    """What comes out of a round is moved to how the next one takes it."""
+
+    def step(carry: Any, a: Any) -> Any:
+        return shard(jnp.tanh(shard(carry, P("data", "model")) * a), P("model", "data")), None
+
+    return jax.lax.scan(step, x, w)[0]
+
+
 def shifted(x: Any) -> Any:
     x = split(x, 0, 8)
     return jnp.concatenate([x[3:], x[:3]]) * x
@@ -64,6 +73,7 @@ PROGRAMS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("experts", to_experts, (normal(8, 4, 6), normal(8, 6, 5))),
     ("scan", recurrent, (normal(8, 8), normal(5, 8, 8))),
     ("scan, gradient", jax.grad(lambda x, w: recurrent(x, w)[0].sum(), 1), (normal(8, 8), normal(5, 8, 8))),
+    ("carried", carried, (normal(8, 8), normal(5, 8, 8))),
     ("shifted", shifted, (normal(24, 3),)),
     ("exchange", exchange, (normal(16, 24),)),
     ("every monoid", combined, (normal(16, 3), normal(1, 3))),

@@ -38,8 +38,10 @@ class Emitter(Protocol):
         """Runs a body on local arrays, sharded as its inputs and results are."""
         ...
 
-    def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
-        """Moves an array that is sharded as ``value`` is to another sharding."""
+    def move(
+        self, value: Value | Constant, array: Any, target: Sharding, equation: Equation, trip_count: int = 1
+    ) -> Any:
+        """Moves an array that is sharded as ``value`` is to another sharding, in each of so many rounds."""
         ...
 
     def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
@@ -144,13 +146,13 @@ def _scan_crossings(equation: Equation) -> list[Crossing]:
 
 
 def _emit_scan(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
-    consts, carry = scan_counts(equation.params)
+    (consts, carry), length = scan_counts(equation.params), equation.params["length"]
     (body,) = equation.blocks
 
     def step(carried: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        out = emitter.run(body, [*arrays[:consts], *carried, *xs], equation.params["length"])
+        out = emitter.run(body, [*arrays[:consts], *carried, *xs], length)
         back = [
-            emitter.move(body.outputs[i], out[i], emitter.sharding(body.inputs[consts + i]), equation)
+            emitter.move(body.outputs[i], out[i], emitter.sharding(body.inputs[consts + i]), equation, length)
             for i in range(carry)
         ]
         return back, out[carry:]
@@ -159,7 +161,7 @@ def _emit_scan(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> S
         step,
         list(arrays[consts : consts + carry]),
         list(arrays[consts + carry :]),
-        length=equation.params["length"],
+        length=length,
         reverse=equation.params["reverse"],
         unroll=equation.params["unroll"],
     )

@@ -332,10 +332,13 @@ class _Emitter:
                 made.arrays[target] = self.step_to(made.arrays[read], value, read, target, why, user)
         return made.arrays[target]
 
-    def move(self, value: Value | Constant, array: Any, target: Sharding, equation: Equation) -> Any:
+    def move(
+        self, value: Value | Constant, array: Any, target: Sharding, equation: Equation, trip_count: int = 1
+    ) -> Any:
         """Moves an array that is sharded as ``value`` is to another sharding."""
-        why = f"value carried by {equation.name}"
-        return self.step_to(array, value, self.sharding(value), target, why, equation)
+        with self._repeated(trip_count):
+            why = f"value carried by {equation.name}"
+            return self.step_to(array, value, self.sharding(value), target, why, equation)
 
     def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
         """One flag on all devices, of each device's own."""
