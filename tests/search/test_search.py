@@ -89,7 +89,7 @@ def test_a_plan_that_was_found_computes_the_same(name: str) -> None:
             np.testing.assert_allclose(x, y, rtol=1e-3, atol=atol)
         else:
             np.testing.assert_array_equal(x, y)
-    assert found.cost.seconds <= min(other.cost.seconds for other in found.best.others)
+    assert found.cost.seconds <= min(other.cost.seconds for other in found.best.others) * (1 + 1e-12)  # sums, rounded
     assert found.best.predicted >= found.bound * (1 - 1e-9)
 
 
