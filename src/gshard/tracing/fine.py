@@ -58,10 +58,6 @@ class Maker(Protocol):
         """An array in fine form, or one none of whose dimensions was merged."""
         ...
 
-    def factor(self, x: Array) -> Fine:
-        """An operand of a product, which may be taken apart for that."""
-        ...
-
     def operands(self, e: Equation, groups: Sequence[Groups]) -> list[Array] | None:
         """The operands of an equation with their dimensions as in some groups; None if one was merged from others."""
         ...
@@ -221,7 +217,7 @@ def _concatenate(a: Maker, e: Equation) -> bool:
 
 
 def _dot(a: Maker, e: Equation) -> bool:
-    lhs, rhs = map(a.factor, e.inputs)
+    lhs, rhs = map(a.either, e.inputs)
     (summed, batch), out = e.params["dimension_numbers"], e.outputs[0]
     for ours, theirs in (*zip(*summed, strict=True), *zip(*batch, strict=True)):
         if lhs.groups[ours] != rhs.groups[theirs]:

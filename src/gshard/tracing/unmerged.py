@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax import lax
@@ -23,7 +23,6 @@ from jax import lax
 from gshard.core.program import Equation, Value
 from gshard.language.region import with_edges
 from gshard.tracing.fine import ELEMENTWISE, HOW, Array, Fine, Groups, flat, groups_of
-from gshard.tracing.parted import parted_products
 from gshard.tracing.subexpression import is_repeatable
 
 
@@ -43,9 +42,8 @@ def unmerged(
     """
     equations = list(equations)
     kept: frozenset[Value] = frozenset()  # merged where they were
-    apart = parted_products(equations)
-    while any(y not in kept for e in equations if e in apart or _merges(e) for y in e.outputs):
-        attempt = _Attempt(equations, outputs, fresh, equation, kept, apart)
+    while any(_merges(e) and e.outputs[0] not in kept for e in equations):
+        attempt = _Attempt(equations, outputs, fresh, equation, kept)
         made = attempt.run()
         in_vain = attempt.in_vain()
         if not in_vain:
@@ -68,6 +66,17 @@ def _joints(groups: Groups) -> int:
     return sum(len(group) - 1 for group in groups)
 
 
+def _apart(groups: Groups) -> Groups:
+    """Those of which only the first dimension that was merged is apart, and not that if its rows became short.
+
+    The last two dimensions are in tiles of so many rows on some devices, and would be padded to these.
+    """
+    at = next((i for i, group in enumerate(groups) if len(group) > 1), None)
+    if at is not None and at == len(groups) - 2 and groups[at][-1] < _TILE:
+        at = None
+    return tuple(group if i == at else (math.prod(group),) for i, group in enumerate(groups))
+
+
 def _groups(groups: Groups, x: Array) -> Groups:
     """Those of an array some of whose dimensions may be of one element, which is for all."""
     return tuple(g if math.prod(g) == n else (1,) * len(g) for g, n in zip(groups, x.shape, strict=True))
@@ -77,6 +86,7 @@ def _wanted(groups: Groups, x: Array) -> tuple[int, ...]:
     return flat(_groups(groups, x))
 
 
+_TILE = 8  # rows
 _DEEP = 8  # equations that are made anew for one
 
 
@@ -90,13 +100,9 @@ class _Attempt:
         fresh: Callable[..., Value],
         equation: Callable[..., Equation],
         kept: frozenset[Value],
-        apart: Mapping[Equation, tuple[int, int, tuple[int, ...]]],
     ):
         self.equations, self.outputs, self.kept = equations, dict.fromkeys(outputs), kept
         self.fresh, self.equation = fresh, equation
-        self.apart = {e: how for e, how in apart.items() if e.outputs[0] not in kept}
-        self.parts = {group for _, _, group in self.apart.values()}
-        self.factors: dict[Array, Fine] = {}  # of products that are taken apart
         self.producers: dict[Array, Equation] = {y: e for e in equations for y in e.outputs}
         self.fine: dict[Array, Fine] = {}
         self.is_there: set[Array] = set()  # of those in fine form, which are merged as well
@@ -178,12 +184,8 @@ class _Attempt:
             return False
         if e.name == "reshape":
             return self.reshape(e)
-        if e in self.apart:
-            self.take_apart(e)
-        if e.name == "dot_general" and any(x in self.fine or x in self.factors for x in e.inputs):
-            return HOW[e.name](self, e)
         if not any(x in self.fine for x in e.inputs):
-            return e.name in ("concatenate", "pad") and self.put_together(e)
+            return False
         if e.name in ELEMENTWISE:
             return self.elementwise(e)
         how = HOW.get(e.name)
@@ -200,48 +202,7 @@ class _Attempt:
         return True
 
     def roots_of(self, e: Equation) -> frozenset[Value]:
-        own = self.factor if e.name == "dot_general" else self.either
-        return frozenset[Value]().union(*(own(x).roots for x in e.inputs))
-
-    def take_apart(self, e: Equation) -> None:
-        """The operand of a product with one dimension in groups, for the time being."""
-        which, d, group = self.apart[e]
-        x, y = e.inputs[which], e.outputs[0]
-        if x not in self.fine and x not in self.factors:
-            groups = tuple(group if i == d else (n,) for i, n in enumerate(x.shape))
-            roots = frozenset((y,))
-            self.roots.append((roots, math.prod(y.shape) * (len(group) - 1)))
-            self.factors[x] = Fine(self.reshaped(e, x, flat(groups)), groups, roots)
-
-    def put_together(self, e: Equation) -> bool:
-        """What products that are taken apart are derived by: equal parts side by side."""
-        y, shape = e.outputs[0], e.inputs[0].shape
-        cut = [d for d in range(len(shape)) if shape[d] != y.shape[d]]
-        if len(cut) != 1 or y in self.kept or not shape[cut[0]]:
-            return False
-        (d,) = cut
-        m, group = shape[d], (y.shape[d] // shape[d], shape[d])
-        if group not in self.parts or m * group[0] != y.shape[d]:
-            return False
-        one = (*shape[:d], 1, *shape[d:])
-        params: dict[str, Any]
-        if e.name == "concatenate":
-            if any(x.shape != shape for x in e.inputs):
-                return False
-            params, inputs = {"dimension": d}, [self.reshaped(e, x, one) for x in e.inputs]
-        else:
-            config = [tuple(map(int, c)) for c in e.params["padding_config"]]
-            low, high, interior = config[d]
-            if interior or low % m or low < 0 or high < 0 or any(any(c) for i, c in enumerate(config) if i != d):
-                return False
-            config[d : d + 1] = [(low // m, high // m, 0), (0, 0, 0)]
-            params = {"padding_config": tuple(config)}
-            inputs = [self.reshaped(e, e.inputs[0], one), e.inputs[1]]
-        groups = tuple(group if i == d else (n,) for i, n in enumerate(y.shape))
-        roots = frozenset((y,))
-        self.roots.append((roots, math.prod(y.shape)))
-        self.fine[y] = Fine(self.add(e, params, inputs, flat(groups), y.dtype), groups, roots)
-        return True
+        return frozenset[Value]().union(*(self.either(x).roots for x in e.inputs))
 
     def reshape(self, e: Equation) -> bool:
         (x,), (y,) = e.inputs, e.outputs
@@ -249,11 +210,13 @@ class _Attempt:
         if own is None and (y in self.kept or not _merges(e)):
             return False
         source = x if own is None else own.array
-        groups = groups_of(source.shape, y.shape)
-        if groups is None or e.params.get("dimensions") is not None:
+        every = groups_of(source.shape, y.shape)
+        if every is None or e.params.get("dimensions") is not None:
             return False
+        groups = _apart(every)
         roots = frozenset((y,)) if own is None else own.roots
         self.roots.append((roots, _joints(groups_of(x.shape, y.shape) or ()) * math.prod(y.shape)))
+        self.merged.append((roots, (_joints(every) - _joints(groups)) * math.prod(y.shape)))
         if _joints(groups):
             self.fine[y] = Fine(self.reshaped(e, source, flat(groups)), groups, roots)
         elif source.shape == y.shape and source in self.mine and source not in self.instead:
@@ -332,7 +295,3 @@ class _Attempt:
     def either(self, x: Array) -> Fine:
         """An array in fine form, or one none of whose dimensions was merged."""
         return self.fine.get(x) or Fine(x, tuple((n,) for n in x.shape), frozenset())
-
-    def factor(self, x: Array) -> Fine:
-        """An operand of a product, which may be taken apart for that."""
-        return self.factors.get(x) or self.either(x)
