@@ -7,6 +7,7 @@ The page is that of ``examples/explained_transformer.py``: planned for devices t
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -33,6 +34,10 @@ choose("line", lines[0][0]); shown(lines[0][0]);
 """
 
 
+# No bars for scrolling, which are the browser's.
+WITHOUT_BARS = "document.documentElement.style.overflow = 'hidden';"
+
+
 def explained(folder: Path) -> Path:
     """The explain page of the example."""
     step, *arguments = explained_transformer.example()
@@ -53,20 +58,21 @@ def main() -> None:
     """Takes all pictures."""
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name, chromium.Chromium() as browser:
-        page, documentation = explained(Path(name)), documented(Path(name))
         pictures = [
-            (page, "explain", "light", 1280, 1000, ""),
-            (page, "explain-dark", "dark", 1280, 1000, HOTTEST),
-            (page, "explain-narrow", "light", 400, 900, ""),
-            (documentation, "documentation", "light", 1280, 900, ""),
+            (explained, "explain", "light", 1280, 1000, ""),
+            (explained, "explain-dark", "dark", 1280, 1000, HOTTEST),
+            (explained, "explain-narrow", "light", 400, 900, ""),
+            (documented, "documentation", "light", 1280, 860, ""),  # which shows the first
         ]
-        for address, title, scheme, width, height, script in pictures:
+        made = functools.cache(lambda page: page(Path(name)))
+        for page, title, scheme, width, height, script in pictures:
+            address = made(page)
             if address is None:
                 print(f"no picture of {title}: Sphinx is not installed")
                 continue
             browser.look(scheme, width, height)
             browser.open(address.as_uri())
-            browser.run(script)
+            browser.run(WITHOUT_BARS + script)
             time.sleep(0.3)
             path = IMAGES / f"{title}.png"
             browser.picture(path)
