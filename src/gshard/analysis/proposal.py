@@ -58,6 +58,7 @@ class Proposal:
         )
 
 
+WORTH = 0.98  # of what is sent: what spares less is not worth a mark
 REPLANNED = 1000  # equations that are planned again, all in all, to find marks that would remove collectives
 
 
@@ -102,7 +103,7 @@ def _with_less_asked(plan: Plan, sent: int, times: int, marked: Callable[[Progra
         if all(dims):
             continue
         again = _sent(dataclasses.replace(plan.program, block=_with_other_marks(plan.program.block, opened)), marked)
-        if again is not None and again < (found.after if found else sent):
+        if again is not None and again < (found.after if found else WORTH * sent):
             spec = spec_of_cut(Sharding(dims), plan.mesh)
             weaker = "" if spec is None or not any(dims) else f"gshard.shard(x, P({_opened(spec)}))"
             found = Proposal(weaker, line, sent, again, text)
@@ -132,7 +133,7 @@ def _with_other_marks(block: Block, marks: Mapping[Equation, Mark]) -> Block:
 def proposal(
     c: Collective, plan: Plan, sent: int, budget: Iterator[int], marked: Callable[[Program], SpmdProgram]
 ) -> Proposal | None:
-    """The mark on the value of a collective with which the whole program sends least, if that is less than now.
+    """The mark on the value of a collective with which the whole program sends least, if that is much less than now.
 
     Args:
         c: the collective.
@@ -149,7 +150,7 @@ def proposal(
         if text is None or next(budget, None) is None:
             continue
         again = _sent_with(plan, c.value, sharding, marked)
-        if again is not None and again < (found.after if found else sent):
+        if again is not None and again < (found.after if found else WORTH * sent):
             found = Proposal(text, _place(c.value, plan.program), sent, again)
     return found
 
