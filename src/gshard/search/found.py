@@ -150,6 +150,7 @@ class Found:
         matching = [v for v, _ in self._matching(what)]
         if not matching:
             raise self._unknown(what)
+        matching = [v for v in matching if not v.made] or matching
         if not isinstance(sharding, PartitionSpec):
             raise ArgumentError(
                 f"{sharding!r} is no PartitionSpec.",
@@ -167,7 +168,7 @@ class Found:
         marked = with_marks(self.plan.program, dict.fromkeys(matching, mark))
         if marked is None:
             raise ArgumentError(
-                f"{what!r} cannot be marked: it has a mark already, or enters a loop.",
+                f"{what!r} cannot be marked: it has a mark already, enters a loop, or is no array of yours.",
                 got=f"{len(matching)} values match",
                 hint="Give more of an argument's name, or of a line that found.why(...) shows.",
             )
