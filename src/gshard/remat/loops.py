@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Constant, Equation, Value
@@ -95,10 +95,11 @@ def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: fro
         taken = {k.equation: seconds(k) for k in body.kernels}
         carries = _carries(pair.writer.equation)
         able = [v for v in pair.stacks if pair.inner(v) not in carries and _backward_slice(pair, {v}) is not None]
-        groups = [(v,) for v in able] + ([tuple(able)] if len(able) > 1 else [])
+        together = _together(pair, able)
+        groups = [(v,) for v in able] + ([together] if len(together) > 1 else [])
         for group in groups:
             found_slice = _backward_slice(pair, set(group))
-            assert found_slice is not None, "a union of slices that can be recomputed"
+            assert found_slice is not None, "slices that can be recomputed"
             equations, inputs = found_slice
             needed = sum(_kept_for(liveness, pair, x) for x in inputs)
             freed = sum(map(size, group)) - needed
@@ -107,6 +108,17 @@ def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: fro
                 again = trip_count * sum(taken.get(e, 0.0) for e in equations)
                 found.append(Stacked(pair.writer.equation, pair.consumer.equation, group, freed, again))
     return found
+
+
+def _together(pair: _Pair, able: Sequence[Value]) -> tuple[Value, ...]:
+    """Stacks that can be recomputed at the same time: of one slice that is stacked twice, one may need the other."""
+    found: list[Value] = []
+    if _backward_slice(pair, set(able)) is not None:
+        return tuple(able)
+    for v in able:
+        if _backward_slice(pair, {*found, v}) is not None:
+            found.append(v)
+    return tuple(found)
 
 
 def _carries(loop: Equation) -> set[Value]:
