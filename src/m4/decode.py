@@ -275,7 +275,7 @@ def begin_beam(
         jnp.where(jnp.arange(K) == 0, 0.0, -jnp.inf) + jnp.zeros((B, 1)),
         jnp.zeros((B, K, T), jnp.int32),
         jnp.zeros((B, K, T * K), bool),
-        jnp.full((B, N), -jnp.inf),
+        jnp.zeros((B, N)) - jnp.inf,
         jnp.zeros((B, N, T), jnp.int32),
         None if copied is None else copying.begin(copied, K),
         cache,

@@ -3,7 +3,8 @@
 A batch is as slow as its slowest sentence, and who comes while it runs waits for its end. Here each of B places holds
 a sentence that began when it came (`Beam.position` is one for each). The device runs a few steps at a time; in between,
 sentences that have ended are handed out and others take their places. There is one such search for each width that
-sources are padded to, and they take turns.
+sources are padded to. The next turn is that of the width whose sentences have waited most turns, all together: a turn
+takes as long for one sentence as for many.
 
 What becomes of a sentence depends on nothing but the sentence: every program has one shape, sources are encoded so many
 at a time whether there are as many or not, and rows do not see each other.
@@ -149,14 +150,19 @@ class _OfWidth:
         self._places: list[Any] = [None] * run.batch
         self._come: deque[tuple[Any, Sentence]] = deque()
         self._pool: Pool | None = None
+        self.waited = 0  # turns that its sentences have waited since the last one, all together
 
     @property
     def free(self) -> int:
         return self._places.count(None) - len(self._come)
 
     @property
+    def held(self) -> int:
+        return len(self._places) - self.free
+
+    @property
     def busy(self) -> bool:
-        return bool(self._come) or any(place is not None for place in self._places)
+        return self.held > 0
 
     def add(self, ticket: Hashable, sentence: Sentence) -> None:
         self._come.append(((ticket,), sentence))  # in a tuple, so that no ticket is taken for a free place
@@ -214,7 +220,6 @@ class Continuous:
         self.config, self.params, self.options, self.copier = config, params, options, copier
         self.batch, self.steps = batch, steps
         self._widths: dict[int, _OfWidth] = {}
-        self._turn: deque[int] = deque()
 
     @property
     def busy(self) -> bool:
@@ -229,17 +234,18 @@ class Continuous:
         """Takes a sentence."""
         if sentence.width not in self._widths:
             self._widths[sentence.width] = _OfWidth(self, sentence.width)
-            self._turn.append(sentence.width)
         self._widths[sentence.width].add(ticket, sentence)
 
     def step(self, *, more: bool = False) -> list[Found]:
-        """Some steps of one width; widths take turns."""
-        for _ in range(len(self._turn)):
-            self._turn.rotate(-1)
-            of = self._widths[self._turn[-1]]
-            if of.busy:
-                return of.step(more)
-        return []
+        """Some steps of the width whose sentences have waited most turns, all together."""
+        busy = [of for of in self._widths.values() if of.busy]
+        if not busy:
+            return []
+        for of in busy:
+            of.waited += of.held
+        chosen = max(busy, key=lambda of: of.waited)
+        chosen.waited = 0
+        return chosen.step(more)
 
 
 class InBatches:

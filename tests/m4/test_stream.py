@@ -12,7 +12,7 @@ import pytest
 
 from gshard import moe
 from m4.decode import EOS, DecodeConfig, make_decode
-from m4.stream import Continuous, InBatches, Search, Sentence
+from m4.stream import Continuous, InBatches, Search, Sentence, _programs
 
 CONFIG = moe.TransformerConfig(
     source_vocabulary=23, target_vocabulary=11, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2,
@@ -100,6 +100,31 @@ def test_who_ends_leaves_at_once(params: dict, rng: np.random.Generator) -> None
         assert search.room(8) == sum(left)
     assert sum(left) == 6
     assert np.count_nonzero(left) > 1, "not all in the last step"
+
+
+def test_few_do_not_take_as_many_turns_as_many_and_are_not_forgotten(params: dict, rng: np.random.Generator) -> None:
+    search = Continuous(CONFIG, params, OPTIONS, None, batch=6, steps=1)
+    few, many = sentences(rng, 1, width=16), sentences(rng, 60)
+    search.add("few", few[0])
+    left: dict[Any, int] = {}
+    for turn in range(1000):
+        while many and search.room(8):
+            search.add(len(many), many.pop())
+        left |= {of.ticket: turn for of in search.step(more=bool(many))}
+        if not (many or search.busy):
+            break
+    assert len(left) == 61
+    assert left["few"] > min(left.values()), "those of one width took most turns"
+    assert left["few"] < max(left.values()), "but not all"
+
+
+def test_each_program_is_compiled_once(params: dict, rng: np.random.Generator) -> None:
+    """Also for a search under way: what a first sentence has compiled, no later one waits for."""
+    options = dataclasses.replace(OPTIONS, max_length=11)  # nobody else's programs
+    drive(Continuous(CONFIG, params, options, None, batch=6), sentences(rng, 1))
+    programs = _programs(CONFIG, options, 6, 8)
+    drive(Continuous(CONFIG, params, options, None, batch=6, steps=1), sentences(rng, 9), [1] * 9)
+    assert [program._cache_size() for program in programs] == [1, 1, 1]  # type: ignore[union-attr]
 
 
 def test_a_model_that_knows_no_finite_score_does_not_harm_the_others(params: dict, rng: np.random.Generator) -> None:
