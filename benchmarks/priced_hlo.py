@@ -31,6 +31,7 @@ def seconds(text: str, machine: Machine) -> float:
     module = read_module(text)
     sent = {c.name: c for c in hlo_collectives.collectives(text)}
     total = 0.0
+    cutting: set[tuple[int, str]] = set()
     for computation, made, times in kernels(module, module.computations[module.entry], 1):
         if made.name in sent:
             total += times * collective_seconds(made, sent[made.name], machine)
@@ -40,6 +41,10 @@ def seconds(text: str, machine: Machine) -> float:
             and not made.opcode.endswith("-done")
         ):
             total += times * kernel_seconds(module, computation, made, machine)
+            whole = id(computation), is_cut_for(computation, made)
+            if whole[1] and whole in cutting:  # begun already
+                total -= times * machine.starting(bytes_moved(module, computation, made))
+            cutting.add(whole)
     return total
 
 
@@ -67,6 +72,12 @@ def is_part_of_all_to_all(computation: Computation, made: Instruction) -> bool:
     users = [i.name for i in computation.instructions.values() if made.name in i.operands]
     is_slice = made.opcode == "slice" or made.name.startswith("wrapped_slice")
     return is_slice and bool(users) and all(_is_all_to_all(computation, name) for name in users)
+
+
+def is_cut_for(computation: Computation, made: Instruction) -> str:
+    """The all-to-all that a fusion computes an operand of: on CPU each by itself, elsewhere all at once."""
+    users = [i.name for i in computation.instructions.values() if made.name in i.operands]
+    return users[0] if made.opcode == "fusion" and len(users) == 1 and _is_all_to_all(computation, users[0]) else ""
 
 
 def _is_all_to_all(computation: Computation, name: str) -> bool:

@@ -20,7 +20,17 @@ from types import MappingProxyType
 from gshard.comm.collectives import KINDS
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Equation, Value
-from gshard.passes.device_program import COLLECTIVE, FUSED, OPERATOR, PRODUCT, REGION, Kernel, Kernels, size
+from gshard.passes.device_program import (
+    COLLECTIVE,
+    FUSED,
+    OPERATOR,
+    PRODUCT,
+    REGION,
+    Kernel,
+    Kernels,
+    moves_elements,
+    size,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,7 +158,8 @@ def _follow(
         dying = [v for v in kernel.reads if last[v] == i and v in made]
         grown = sum(map(size, new))
         if _may_overwrite(kernel):
-            grown -= max((size(v) for v in dying if size(v) <= grown), default=0)  # in place
+            other_places = _read_elsewhere(kernel)
+            grown -= max((size(v) for v in dying if size(v) <= grown and v not in other_places), default=0)  # in place
         elif kernel.bodies:
             grown -= sum(size(after) for before, after in _carried(kernel) if before in dying and after in new)
         grown += sum(n for first, end, n in copies if first <= i <= end)
@@ -195,8 +206,17 @@ def _may_overwrite(kernel: Kernel) -> bool:
     """
     e = kernel.equation
     if kernel.kind == OPERATOR and e.rule is not None:
-        return len(e.inputs) > 1 and e.rule.operands[0] == e.rule.results[0]
+        return len(e.inputs) > 1 and e.rule.operands[0] == e.rule.results[0] and not moves_elements(e.rule)
     return kernel.kind == FUSED or (kernel.kind == COLLECTIVE and KINDS[e.name] == "all_reduce")
+
+
+def _read_elsewhere(kernel: Kernel) -> set[Value]:
+    """What a kernel reads at other places than it writes: through a slice, a padding."""
+    found: set[Value] = set()
+    for e in reversed(kernel.fused):
+        if (e.rule is not None and moves_elements(e.rule)) or found & set(e.outputs):
+            found.update(x for x in e.inputs if isinstance(x, Value))
+    return found
 
 
 def _carried(kernel: Kernel) -> list[tuple[Value, Value]]:

@@ -1,9 +1,9 @@
 """Device program: what one device runs, as XLA will run it: fused equations and the buffers between them.
 
 The emitted program is read back as a block of equations with rules, on local shapes. An equation whose factors are all
-parallel only moves or combines elements where they are; XLA makes it part of the equation that reads it and its result
-never reaches memory. What remains are *kernels*: contractions, reductions, look-ups, collectives, and what several
-others read.
+parallel only moves or combines elements where they are, and a slice, a padding, a concatenation gives elements of its
+operands at other places; XLA makes it part of the equation that reads it and its result never reaches memory. What
+remains are *kernels*: contractions, reductions, look-ups, collectives, and what several others read.
 
     exp(x @ w + b).sum()     two kernels: the product, and one that adds, takes exponentials and sums up
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize
-from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, Rule, moves
+from gshard.core.rule import COMMUNICATE, MONOIDS, PARALLEL, REDUCE, Rule, moves
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.trace import block_of
 
@@ -28,6 +28,7 @@ COLLECTIVE, REGION, FUSED, REDUCTION, PRODUCT, OPERATOR, PASSING = (
 
 
 _MOVES = frozenset((monoid, frozenset(operands)) for monoid, operands in moves(0))
+_MONOIDS = frozenset(MONOIDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +63,9 @@ class Kernel:
 
     def _read(self, v: Value) -> int:
         users = [(e, i) for e in (self.equation, *self.fused) for i, x in enumerate(e.inputs) if x is v]
-        found = sum(map(size, self.equation.outputs))
-        return min(size(v), found) if users and all(e.rule and is_looked_up(e.rule, i) for e, i in users) else size(v)
+        if not users or not all(e.rule and (is_looked_up(e.rule, i) or moves_elements(e.rule)) for e, i in users):
+            return size(v)
+        return min(size(v), sum(size(x) for e in dict.fromkeys(e for e, _ in users) for x in e.outputs))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +87,19 @@ class Kernels:
 def is_looked_up(rule: Rule, operand: int) -> bool:
     """Whether only some elements of an operand are read: those that are found."""
     return any(rule.factors[f].monoid == "pick" for dim in rule.operands[operand] for f in dim)
+
+
+@functools.lru_cache(maxsize=4096)
+def moves_elements(rule: Rule) -> bool:
+    """Whether each element of the results is one of an operand, at another place: windows, paddings, reversals."""
+    if not rule.known or _MONOIDS - {monoid for monoid, _ in rule.linear}:
+        return False
+    # What is looked up at many places is a kernel; what is updated stays where it is.
+    moved = frozenset.union(*(operands for _, operands in rule.linear))
+    looked_up = any(dims for i, dims in enumerate(rule.operands) if i not in moved)
+    placed = any(rule.factors[f].kind != PARALLEL for dims in rule.results for dim in dims for f in dim)
+    summed = any(f.kind == REDUCE and f.monoid != "pick" for f in rule.factors)
+    return placed and not looked_up and not summed
 
 
 def size(value: Value) -> int:
@@ -131,15 +146,22 @@ def _kind_of_rule(rule: Rule) -> str:
     return OPERATOR
 
 
-def kernels_of(block: Block) -> Kernels:
-    """Groups a block's equations."""
+def kernels_of(block: Block, *, windows: bool = True) -> Kernels:
+    """Groups a block's equations.
+
+    Args:
+        block: which.
+        windows: whether slices, paddings and the like become part of what reads them; not where they are still to be
+            split, and may then communicate.
+    """
     kinds = {e: kind_of(e) for e in block.equations}
+    joins = {e for e, kind in kinds.items() if kind == FUSED or (windows and e.rule and moves_elements(e.rule))}
     producer = {v: e for e in block.equations for v in e.outputs}
     home: dict[Value, Value] = {}
     for e in block.equations:
         if kinds[e] == PASSING or (kinds[e] == FUSED and _is_view(e)):
             home.update({v: home.get(x, x) for v, x in zip(e.outputs, e.inputs) if isinstance(x, Value)})
-    roots = _roots(block, kinds, home)
+    roots = _roots(block, kinds, joins, home)
 
     def is_buffer(v: Value) -> bool:
         return v not in producer or producer[v] in roots
@@ -150,20 +172,22 @@ def kernels_of(block: Block) -> Kernels:
             fused: dict[Equation, None] = {}
             reads: dict[Value, None] = {}
             _collect(e, producer, is_buffer, home, fused, reads)
-            bodies = tuple(map(kernels_of, e.blocks))
+            bodies = tuple(kernels_of(body, windows=windows) for body in e.blocks)
             made.append(Kernel(e, kinds[e], tuple(reversed(fused)), tuple(reads), e.outputs, bodies))
     return Kernels(block, tuple(made), home)
 
 
-def _roots(block: Block, kinds: Mapping[Equation, str], home: Mapping[Value, Value]) -> set[Equation]:
+def _roots(
+    block: Block, kinds: Mapping[Equation, str], joins: set[Equation], home: Mapping[Value, Value]
+) -> set[Equation]:
     """The equations whose results reach memory.
 
-    An elementwise one becomes part of the kernel that reads it if that is one kernel and reads it in any order. What is
-    made from nothing (counters, constants) is computed anew wherever it is read.
+    One that joins others becomes part of the kernel that reads it if that is one kernel and reads it in any order. What
+    is made from nothing (counters, constants) is computed anew wherever it is read.
     """
     from_nothing: set[Value] = set()
     for e in block.equations:
-        if kinds[e] == FUSED and all(map(_is_small, e.inputs)):
+        if kinds[e] == FUSED and all(_is_small(x) or x in from_nothing for x in e.inputs):
             from_nothing.update(e.outputs)
     roots: set[Equation] = set()
     uses: dict[Value, set[Equation]] = {}
@@ -176,7 +200,7 @@ def _roots(block: Block, kinds: Mapping[Equation, str], home: Mapping[Value, Val
                     uses.setdefault(x, set()).update(uses.get(v, ()))
                     whole.update({x} if v in whole else ())
             continue
-        if kinds[e] == FUSED:
+        if e in joins:
             users = {root for v in e.outputs for root in uses.get(v, ())}
             if not whole & set(e.outputs) and (len(users) <= 1 or from_nothing >= set(e.outputs)):
                 for x in operands:
@@ -185,8 +209,9 @@ def _roots(block: Block, kinds: Mapping[Equation, str], home: Mapping[Value, Val
         roots.add(e)
         for x in operands:
             uses.setdefault(x, set()).add(e)
-        if kinds[e] not in (FUSED, REDUCTION):
-            whole.update(operands)
+        if e not in joins and kinds[e] != REDUCTION:
+            found = {x for i, x in enumerate(e.inputs) if e.rule is not None and is_looked_up(e.rule, i)}
+            whole.update(x for x in operands if not found or x in found)  # indices are computed where they are read
     return roots
 
 

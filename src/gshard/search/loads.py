@@ -24,7 +24,7 @@ def with_loads(graph: Graph) -> Graph:
 
 def _loads(graph: Graph) -> list[_Load]:
     clock = _Clock()
-    clock.run(kernels_of(graph.program.block))
+    clock.run(kernels_of(graph.program.block, windows=False))
     end = clock.now + 1
 
     def load(v: Value, start: int, stop: int) -> _Load:

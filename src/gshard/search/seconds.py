@@ -52,7 +52,7 @@ class Seconds(Moves):
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Equations as they are fused."""
-        return kernels_of(block).walk()
+        return kernels_of(block, windows=False).walk()
 
     def alike(self, kernel: Kernel) -> Hashable:
         e = kernel.equation
