@@ -178,10 +178,10 @@ def test_what_does_not_fit_is_told_by_the_exit_status(model, capsys):
     big = ["--arg", "f32[8,4]", "--arg", "f32[4,5000000000]"]
     assert main(["plan", f"{model}:loss", *big, "--topology", "h100:1x8", "--mesh", "data=8"]) == 3
     assert "this does not fit: a device would hold 93.1 GiB, and may 74.5 GiB." in capsys.readouterr().err
-    assert (
-        main(["search", f"{model}:example", "--mesh", "data=4", "--machine", "h100:1x4", "--memory-limit", "40B"]) == 3
-    )
-    assert "this does not fit" in capsys.readouterr().err
+    small = ["search", f"{model}:example", "--mesh", "data=4", "--machine", "h100:1x4", "--memory-limit", "40B"]
+    for over in ("plan", "layout"):
+        assert main([*small, "--over", over]) == 3
+        assert "this does not fit" in capsys.readouterr().err
 
 
 def test_an_explanation_of_another_machine_is_not_compared(model, tmp_path, capsys):

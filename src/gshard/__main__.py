@@ -108,7 +108,9 @@ def _search(options: argparse.Namespace) -> None:
                 f"--over layout finds a table, and {', '.join(of_plans)} would tell of a plan.",
                 hint="Leave one of them out.",
             )
-        print(search(f, *arguments, over="layout", **asked))
+        table = search(f, *arguments, over="layout", **asked)
+        print(table)
+        check_fits(table.cost.peak, int(table.limit))
         return
     found = search(f, *arguments, **asked)
     print(found)
