@@ -46,6 +46,7 @@ from gshard.tracing.opened import opened
 from gshard.tracing.padded import padded_by_windows
 from gshard.tracing.subexpression import common_key
 from gshard.tracing.swapped import products_as_wanted
+from gshard.tracing.tables import made_of_positions
 from gshard.tracing.unmerged import unmerged
 
 assert _rules  # imported for the rules it registers
@@ -238,7 +239,7 @@ class _Builder:
         body = _Body()
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
-        equations = without_unread(body.equations, outputs)
+        equations = made_of_positions(without_unread(body.equations, outputs), outputs, self._equation)
         for in_place in (unmerged, in_frames, one_equation_each):
             equations = in_place(equations, outputs, self._fresh, self._equation)
         for fewer in (padded_by_windows, products_as_wanted):

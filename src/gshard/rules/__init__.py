@@ -17,4 +17,5 @@ from gshard.rules import shape as shape
 from gshard.rules import slicing as slicing
 from gshard.rules import sort as sort
 from gshard.rules import sorted_search as sorted_search
+from gshard.rules import table as table
 from gshard.rules import window as window
