@@ -251,6 +251,8 @@ def windows() -> Iterator[Row]:
     yield row("concatenate_slices, with numbers", numbers, X)
     yield row("concatenate_slices, with a number", lambda x, y: jnp.concatenate([jnp.full((7, 3), y), x[:, 4:]], 1), X,
               np.float32(-0.0))  # fmt: skip
+    table = lambda x: x + jnp.concatenate([jnp.arange(4.0), 1 / jnp.arange(3.0)])[::-1, None] * jnp.arange(10)  # noqa: E731
+    yield row("table", table, X)
     yield row("slice, one element", lambda x: x[4:5, 7:8], normal(7, 10))
     yield row("slice, far away", lambda x: x[:, 7:], normal(7, 10))
     yield row("concatenate_slices, of two", lambda x, y: jnp.concatenate([y[1:3], x[2:6], x[6:]]), X, normal(4, 10))
