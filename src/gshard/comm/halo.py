@@ -63,6 +63,7 @@ class Window:
         extent: the window's length in positions.
         dilation: element ``j`` stands at position ``j * dilation``.
         taking: parts from this one on hold no results and need nothing; None if all do.
+        inside: whether all that results read is in the array: then nobody asks what stands outside.
     """
 
     n: int
@@ -72,6 +73,7 @@ class Window:
     extent: int
     dilation: int = 1
     taking: int | None = None
+    inside: bool = dataclasses.field(default=False, compare=False)
 
     def position(self, part: Any) -> Any:
         """Where a part's window begins; the number of the part may be known only when the program runs."""
@@ -186,9 +188,9 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
     chunks = []
     for shift in shifts:
         if not shift.distance:
-            chunks.append(lax.slice_in_dim(x, shift.begin, shift.end, axis=dim))
+            chunks.append(_cut(x, shift.begin, shift.end, dim))
             continue
-        chunk = lax.slice_in_dim(x, shift.low, shift.high, axis=dim)
+        chunk = _cut(x, shift.low, shift.high, dim)
         ends = pairs([(i + shift.distance, i) for i in shift.receivers], atoms, mesh)
         chunk = lax.ppermute(chunk, mesh.atoms, ends) if ends else jnp.zeros_like(chunk)
         room = (shift.low - shift.begin, shift.end - shift.high)
@@ -202,9 +204,14 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
     used = [i for i in window.receivers if window.start(i) < window.n and window.start(i) + width > 0]
     left = max(0, *(-offset(i) for i in used))
     right = max(0, *(offset(i) + width - buffer.shape[dim] for i in used))
-    buffer = jnp.pad(buffer, [(left, right) if d == dim else (0, 0) for d in range(x.ndim)])
+    if left or right:
+        buffer = jnp.pad(buffer, [(left, right) if d == dim else (0, 0) for d in range(x.ndim)])
     if len(begins := {offset(i) + left for i in used}) == 1:  # the same everywhere
         begin = begins.pop()
-        return lax.slice_in_dim(buffer, begin, begin + width, axis=dim)
+        return _cut(buffer, begin, begin + width, dim)
     begin = jnp.clip(offset(lax.axis_index(atoms)) + left, 0, buffer.shape[dim] - width)
     return lax.dynamic_slice_in_dim(opaque_for_slice(buffer, dim, width), begin, width, axis=dim)
+
+
+def _cut(x: Any, begin: int, end: int, dim: int) -> Any:
+    return x if (begin, end) == (0, x.shape[dim]) else lax.slice_in_dim(x, begin, end, axis=dim)

@@ -131,7 +131,7 @@ class _OutOfStep:
     def window(self, parts: int) -> Window:
         """The stretch of the operand's elements that makes each part of the result."""
         stretch = -(-self.m // parts) * (self.total // self.m)
-        return Window(self.total, 0, stretch, parts, stretch)
+        return Window(self.total, 0, stretch, parts, stretch, inside=True)
 
 
 def _line_up(

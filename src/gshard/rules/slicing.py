@@ -60,7 +60,7 @@ def slice_(call: Call) -> Rule:
     def window(d: int, parts: int) -> Window:
         size = -(-target[d] // parts)
         extent, taking = ((size - 1) * strides[d] + 1, -(-target[d] // size)) if size else (0, 0)
-        return Window(source[d], starts[d], strides[d] * size, parts, extent, taking=taking)
+        return Window(source[d], starts[d], strides[d] * size, parts, extent, taking=taking, inside=True)
 
     def local(shards: Shards, x: Any) -> list[Any]:
         # What is whole is cut first: less is left to be sent.
@@ -68,15 +68,16 @@ def slice_(call: Call) -> Rule:
         whole = [d for d, m in enumerate(moved) if m and d not in split]
         for d in single:
             x = _element(shards, x, d, starts[d], dims[d][0])
-        x = lax.slice(
-            x,
-            [starts[d] if d in whole else 0 for d in range(x.ndim)],
-            [limits[d] if d in whole else n for d, n in enumerate(x.shape)],
-            [strides[d] if d in whole else 1 for d in range(x.ndim)],
-        )
+        if whole:
+            x = lax.slice(
+                x,
+                [starts[d] if d in whole else 0 for d in range(x.ndim)],
+                [limits[d] if d in whole else n for d, n in enumerate(x.shape)],
+                [strides[d] if d in whole else 1 for d in range(x.ndim)],
+            )
         for d, atoms in split.items():
             x = shards.window(x, d, atoms, window(d, shards.mesh.count(atoms)), 0)
-            x = lax.slice_in_dim(x, 0, x.shape[d], strides[d], d)
+            x = x if strides[d] == 1 else lax.slice_in_dim(x, 0, x.shape[d], strides[d], d)
         return [x]
 
     def sends(mesh: Mesh, split: Split) -> int:
@@ -145,7 +146,7 @@ def rev(call: Call) -> Rule:
 
     def window(d: int, parts: int) -> Window:
         size = -(-shape[d] // parts)
-        return Window(size * parts, size * parts - shape[d], size, parts, size)
+        return Window(size * parts, size * parts - shape[d], size, parts, size, inside=True)
 
     def local(shards: Shards, x: Any) -> list[Any]:
         (x,) = shards.bind(x)

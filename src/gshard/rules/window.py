@@ -37,7 +37,8 @@ def sliding(n: int, m: int, size: int, stride: int, low: int, base: int, dilatio
     def window(parts: int) -> Window:
         local = -(-m // parts)
         extent = (local - 1) * stride + (size - 1) * dilation + 1 if local and size else 0
-        return Window(n, -low, local * stride, parts, max(extent, 0), base)
+        inside = low <= 0 and (m - 1) * stride + (size - 1) * dilation - low <= (n - 1) * base
+        return Window(n, -low, local * stride, parts, max(extent, 0), base, inside=inside)
 
     return window
 
