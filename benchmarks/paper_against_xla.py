@@ -20,11 +20,12 @@ from typing import Any
 
 import jax
 
+from gshard.ahead_of_time import CYCLES_A_SECOND, topology_mesh
 from gshard.analysis import hlo_collectives
 from gshard.analysis.cycles import estimated_cycles
 from gshard.analysis.peer import xla_function
 from gshard.passes.compile import named_sharding
-from gshard.planning import CYCLES_A_SECOND, configured, lower, topology_mesh
+from gshard.planning import configured, lower
 
 MODELS = ("MoE(128E, 12L)", "v3:8x8", "MoE(2048E, 12L)", "v3:32x32", "MoE(2048E, 36L)", "v3:32x32")
 SIDES = {

@@ -21,16 +21,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 
+from gshard.ahead_of_time import compiled_by_libtpu, topology_mesh
 from gshard.analysis.cost import Cost, KernelCost
 from gshard.analysis.cost import cost as cost_of
-from gshard.analysis.cycles import estimated_cycles
 from gshard.analysis.machine import Machine
 from gshard.api.jit import jit
 from gshard.api.lowered import Lowered
 from gshard.api.search import search
-from gshard.core.errors import GShardError
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.plan import local_bytes
@@ -40,7 +38,7 @@ from gshard.moe.models import MODELS, model_name
 from gshard.moe.param import Param, shapes
 from gshard.moe.transformer import loss, param_specs
 from gshard.passes.device_program import PRODUCT
-from gshard.remat.fit import peak_of
+from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.search.found import Found
 from gshard.search.meshes import meshes
 
@@ -54,7 +52,8 @@ DECODER_TOKENS, DECODER_LENGTH = 1 << 20, 4096
 DECODER_AXES = ("data", "experts")
 DECODER_LAYOUT = Layout(groups=DECODER_AXES, experts="experts", weights=DECODER_AXES, expert_weights="data",
     tokens=None, model=None, gates=None)  # fmt: skip
-CYCLES_A_SECOND = {"v3": 940e6}
+
+_ATTEMPTS = 3  # searches, where the compiler needs more memory than was modelled
 
 # Figure 8's classes by the function that a kernel comes from; collectives have their own.
 _CLASSES = {
@@ -65,10 +64,6 @@ _CLASSES = {
     r"transformer\.py": "embedding, softmax, loss",
     r"\(update\)": "update",
 }
-
-
-class PlanningError(GShardError):
-    """A model cannot be split over such a machine, or cannot be compiled for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,6 +278,32 @@ def searched(
     return bare, found
 
 
+def _lowered_as_searched(
+    config: TransformerConfig,
+    mesh: Mesh,
+    machine: Machine,
+    tokens_of_device: int | None,
+    memory_limit: int | str | None,
+    compiled: bool,
+) -> tuple[TransformerConfig, Lowered, tuple[int, int], Found]:
+    """The step as it is searched; where the compiler needs more than the limit, searched again with as much less."""
+    room = None if memory_limit is None else bytes_of(memory_limit)
+    attempts = _ATTEMPTS if compiled and room is not None else 1
+    while True:
+        bare, found = searched(config, mesh, machine, tokens_of_device, room)
+        limit = int(found.best.limit) if memory_limit is None else bytes_of(memory_limit)
+        lowered, batch = lower(bare, found.mesh, tokens_of_device, limit, machine, found)
+        attempts -= 1
+        try:
+            if attempts:
+                lowered.executable  # noqa: B018  what does not fit fails here
+            return bare, lowered, batch, found
+        except MemoryLimitError as error:
+            if not error.needed:
+                raise
+            room = found.cost.peak * limit // error.needed
+
+
 def _batch(config: TransformerConfig, devices: int, tokens_of_device: int | None) -> tuple[int, int]:
     if config.encoder_layers:
         usual, length = BATCH_TOKENS[config.experts], LENGTH
@@ -323,10 +344,11 @@ def plan(
     mesh = mesh_for(config, machine, compiled)
     found = None
     if search_plan:
-        config, found = searched(config, mesh, machine, tokens_of_device, memory_limit)
-        mesh = found.mesh
-        memory_limit = int(found.best.limit)
-    lowered, batch = lower(config, mesh, tokens_of_device, memory_limit, machine, found)
+        config, lowered, batch, found = _lowered_as_searched(
+            config, mesh, machine, tokens_of_device, memory_limit, compiled
+        )
+    else:
+        lowered, batch = lower(config, mesh, tokens_of_device, memory_limit, machine)
     weights = [
         (v.bytes, local)
         for v, local in zip(lowered.program.block.inputs, _local_bytes(lowered), strict=True)
@@ -348,47 +370,10 @@ def plan(
         dict(sorted(collectives.items(), key=lambda pair: -pair[1][1])),
         lowered.spmd.recomputed,
         found,
-        _compiled(lowered, machine) if compiled else {},
+        compiled_by_libtpu(lowered, machine) if compiled else {},
     )
 
 
 def _local_bytes(lowered: Lowered) -> list[int]:
     plan = lowered.plan
     return [local_bytes(v, plan.shardings[v], plan.mesh) for v in plan.program.block.inputs]
-
-
-def topology_mesh(machine: Machine) -> Mesh:
-    """The devices of a TPU topology that need not exist, in row-major order, from libtpu.
-
-    Raises:
-        PlanningError: libtpu is missing or does not know the topology.
-    """
-    try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=machine.name)
-    except Exception as error:
-        raise PlanningError(
-            f"libtpu cannot describe {machine.name!r}: {str(error).splitlines()[0]}",
-            hint="pip install libtpu (the version that belongs to jaxlib), and name the shape: v3:8x8.",
-        ) from error
-    every: list[Any] = list(found.devices)
-    devices = sorted(every, key=lambda d: (*reversed(d.coords), d.core_on_chip))
-    return Mesh.of(jax.sharding.Mesh(np.array(devices, dtype=object), ("devices",)))
-
-
-def _compiled(lowered: Lowered, machine: Machine) -> dict[str, str]:
-    """What libtpu's compiler says of the program, which may be that it does not fit."""
-    try:
-        made = lowered.executable.compiled
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return {"does not fit": str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]}
-    cycles = estimated_cycles(made.as_text())
-    found = {
-        "peak memory": f"{peak_of(made) / 2**30:.2f} GiB",
-        "estimated cycles": f"{cycles:,}",
-    }
-    kind = machine.name.partition(":")[0]
-    if kind in CYCLES_A_SECOND and cycles:
-        found["estimated step"] = f"{1e3 * cycles / CYCLES_A_SECOND[kind]:.1f} ms"
-    return found

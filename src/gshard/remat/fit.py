@@ -59,12 +59,14 @@ def compiled_within(
             program = rematerialise(spmd, target, machine, donated)
         except MemoryLimitError:
             break  # the model cannot go lower
-    raise MemoryLimitError(
+    failed = MemoryLimitError(
         f"the compiled program does not fit in memory_limit ({format_bytes(limit)}), whatever is recomputed.",
         None,
         planned,
         "Split more (marks, a larger mesh), use a smaller batch, donate arguments, or allow more memory.",
     )
+    failed.needed = peak
+    raise failed
 
 
 def peak_of(compiled: Any) -> int:

@@ -35,7 +35,13 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 
 class MemoryLimitError(GShardError):
-    """The program does not fit, whatever is recomputed; or the limit is no number of bytes."""
+    """The program does not fit, whatever is recomputed; or the limit is no number of bytes.
+
+    Attributes:
+        needed: bytes that the compiler needs; 0 where it was not asked.
+    """
+
+    needed: int = 0
 
 
 def bytes_of(limit: int | str) -> int:

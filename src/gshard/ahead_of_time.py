@@ -1,0 +1,59 @@
+"""Ahead of time: what libtpu makes of a program for a TPU topology that need not exist (``pip install libtpu``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from gshard.analysis.cycles import estimated_cycles
+from gshard.analysis.machine import Machine
+from gshard.api.lowered import Lowered
+from gshard.core.errors import GShardError
+from gshard.core.mesh import Mesh
+from gshard.remat.fit import peak_of
+
+CYCLES_A_SECOND = {"v3": 940e6}
+
+
+class PlanningError(GShardError):
+    """A model cannot be split over such a machine, or cannot be compiled for it."""
+
+
+def topology_mesh(machine: Machine) -> Mesh:
+    """The devices of a TPU topology that need not exist, in row-major order, from libtpu.
+
+    Raises:
+        PlanningError: libtpu is missing or does not know the topology.
+    """
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=machine.name)
+    except Exception as error:
+        raise PlanningError(
+            f"libtpu cannot describe {machine.name!r}: {str(error).splitlines()[0]}",
+            hint="pip install libtpu (the version that belongs to jaxlib), and name the shape: v3:8x8.",
+        ) from error
+    every: list[Any] = list(found.devices)
+    devices = sorted(every, key=lambda d: (*reversed(d.coords), d.core_on_chip))
+    return Mesh.of(jax.sharding.Mesh(np.array(devices, dtype=object), ("devices",)))
+
+
+def compiled_by_libtpu(lowered: Lowered, machine: Machine) -> dict[str, str]:
+    """What libtpu's compiler says of the program, which may be that it does not fit."""
+    try:
+        made = lowered.executable.compiled
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"does not fit": str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]}
+    cycles = estimated_cycles(made.as_text())
+    found = {
+        "peak memory": f"{peak_of(made) / 2**30:.2f} GiB",
+        "estimated cycles": f"{cycles:,}",
+    }
+    kind = machine.name.partition(":")[0]
+    if kind in CYCLES_A_SECOND and cycles:
+        found["estimated step"] = f"{1e3 * cycles / CYCLES_A_SECOND[kind]:.1f} ms"
+    return found
