@@ -21,7 +21,7 @@ from gshard.analysis.memory import memory_of
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.compile import compile_spmd
 from gshard.passes.device_program import device_program
-from gshard.remat.fit import peak_of
+from gshard.remat.fit import compiled_within, peak_of
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of, rematerialise
 from laws.test_any_program import PHASES, Step, all_shapes, check, programs
 
@@ -173,6 +173,15 @@ def test_small_limits_are_told_in_small_units():
     text = str(error.value)
     assert "needs 24 B on a device" in text
     assert "14 B more than memory_limit (10 B)" in text
+
+
+def test_what_the_compiler_needs_is_told():
+    lowered = gshard.jit(lambda x: gshard.split(x, 0, 8) + 1, mesh=8).lower(np.zeros((8, 100), np.float32))
+    needed = peak_of(lowered.executable.compiled)
+    assert compiled_within(lowered.spmd, lowered.spmd, needed, CPU, frozenset()).compiled is not None
+    with pytest.raises(MemoryLimitError, match="the compiler needs 800 B") as error:
+        compiled_within(lowered.spmd, lowered.spmd, needed - 1, CPU, frozenset())
+    assert error.value.needed == needed
 
 
 @pytest.mark.parametrize("limit", ["14 apples", "", "-3", 0, True, "0GiB", 1.5j])
