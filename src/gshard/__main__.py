@@ -147,6 +147,7 @@ def _plan(options: argparse.Namespace) -> None:
             memory_limit=options.memory_limit,
             search_plan=options.search,
             compiled=options.compile,
+            tell=lambda text: print(text, file=sys.stderr, flush=True),
         )
     except ModelError as error:
         own = "A function of yours is file.py:function or module:function."

@@ -32,6 +32,7 @@ from gshard.api.search import search
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.plan import local_bytes
+from gshard.core.program import format_bytes
 from gshard.core.spmd import Recomputed
 from gshard.moe.config import TransformerConfig
 from gshard.moe.models import MODELS, model_name
@@ -285,6 +286,7 @@ def _lowered_as_searched(
     tokens_of_device: int | None,
     memory_limit: int | str | None,
     compiled: bool,
+    tell: Callable[[str], None],
 ) -> tuple[TransformerConfig, Lowered, tuple[int, int], Found]:
     """The step as it is searched; where the compiler needs more than the limit, searched again with as much less."""
     room = None if memory_limit is None else bytes_of(memory_limit)
@@ -302,6 +304,8 @@ def _lowered_as_searched(
             if not error.needed:
                 raise
             room = found.cost.peak * limit // error.needed
+            needed, less = format_bytes(error.needed), format_bytes(room)
+            tell(f"the compiler needs {needed}, more than {format_bytes(limit)}: searching again, for {less}")
 
 
 def _batch(config: TransformerConfig, devices: int, tokens_of_device: int | None) -> tuple[int, int]:
@@ -321,6 +325,7 @@ def plan(
     memory_limit: int | str | None = None,
     search_plan: bool = False,
     compiled: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Planned:
     """Plans a named model for a machine.
 
@@ -333,6 +338,7 @@ def plan(
         memory_limit: bytes that a device may hold, or text such as ``"14GiB"``; what does not fit is recomputed.
         search_plan: search for the plan of the model without its marks, instead of taking that of the marks.
         compiled: compile with libtpu too.
+        tell: is told why it takes longer.
 
     Raises:
         MemoryLimitError: the step does not fit, whatever is recomputed.
@@ -345,7 +351,7 @@ def plan(
     found = None
     if search_plan:
         config, lowered, batch, found = _lowered_as_searched(
-            config, mesh, machine, tokens_of_device, memory_limit, compiled
+            config, mesh, machine, tokens_of_device, memory_limit, compiled, tell
         )
     else:
         lowered, batch = lower(config, mesh, tokens_of_device, memory_limit, machine)

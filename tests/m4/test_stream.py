@@ -114,7 +114,7 @@ def test_few_do_not_take_as_many_turns_as_many_and_are_not_forgotten(params: dic
         if not (many or search.busy):
             break
     assert len(left) == 61
-    assert left["few"] > min(left.values()), "those of one width took most turns"
+    assert sum(turn < left["few"] for turn in left.values()) >= 24, "those of one width took most turns"
     assert left["few"] < max(left.values()), "but not all"
 
 

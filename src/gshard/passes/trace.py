@@ -39,7 +39,7 @@ from gshard.tracing.expand import expansion, mark_of_equation, mark_of_type, nee
 from gshard.tracing.files import with_names_of_files
 from gshard.tracing.framed import in_frames
 from gshard.tracing.in_a_row import one_equation_each
-from gshard.tracing.known import Facts, without_unread
+from gshard.tracing.known import Facts, makes_indices
 from gshard.tracing.look_up import simpler
 from gshard.tracing.manual_regions import check_manual_regions
 from gshard.tracing.opened import opened
@@ -48,6 +48,7 @@ from gshard.tracing.subexpression import common_key
 from gshard.tracing.swapped import products_as_wanted
 from gshard.tracing.tables import made_of_positions
 from gshard.tracing.unmerged import unmerged
+from gshard.tracing.unread import without_unread
 
 assert _rules  # imported for the rules it registers
 
@@ -239,7 +240,8 @@ class _Builder:
         body = _Body()
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
-        equations = made_of_positions(without_unread(body.equations, outputs), outputs, self._equation)
+        equations = without_unread(body.equations, outputs, makes_indices)
+        equations = made_of_positions(equations, outputs, self._equation)
         for in_place in (unmerged, in_frames, one_equation_each):
             equations = in_place(equations, outputs, self._fresh, self._equation)
         for fewer in (padded_by_windows, products_as_wanted):

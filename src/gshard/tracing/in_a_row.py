@@ -27,6 +27,7 @@ from gshard.core.program import Constant, Equation, Value
 from gshard.rules.concatenate_slices import concatenate_slices_p
 from gshard.tracing.came_from import Array, Segment, Window, cut, ends, is_zero, tidy
 from gshard.tracing.subexpression import is_repeatable
+from gshard.tracing.unread import without_unread
 
 _MOST, _FEW = 32, 3  # segments that a result is followed to; the same where the result is there anyway
 _SUMS = ("add", "add_any")
@@ -51,13 +52,8 @@ def one_equation_each(
     made = [row.instead_of(e) for e in equations]
     if all(new is None for new in made):
         return equations
-    kept = []
-    read: set[Any] = set(outputs)
-    for e in reversed([e for old, new in zip(equations, made, strict=True) for e in (new or [old])]):
-        if not read.isdisjoint(e.outputs) or not is_repeatable(e):
-            kept.append(e)
-            read.update(e.inputs)
-    return kept[::-1]
+    now = [e for old, new in zip(equations, made, strict=True) for e in (new or [old])]
+    return without_unread(now, outputs, is_repeatable)
 
 
 class _Row:

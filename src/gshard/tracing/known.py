@@ -190,13 +190,6 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
 }
 
 
-def without_unread(equations: Sequence[Equation], outputs: Sequence[Array]) -> list[Equation]:
-    """Equations without those that made indices for look-ups which need them no more."""
-    needed = {x for x in outputs if isinstance(x, Value)}
-    kept = []
-    for e in reversed(equations):
-        if (e.name in _FOLLOWED or e.name == "iota") and needed.isdisjoint(e.outputs):
-            continue
-        kept.append(e)
-        needed.update(x for x in e.inputs if isinstance(x, Value))
-    return kept[::-1]
+def makes_indices(e: Equation) -> bool:
+    """Whether an equation is of those that may have made indices for a look-up which needs them no more."""
+    return e.name in _FOLLOWED or e.name == "iota"

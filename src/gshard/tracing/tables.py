@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
 from gshard.core.program import Constant, Equation, Value
 from gshard.rules.table import ELEMENTWISE, MOVERS, PLACED, Table, table_p
 from gshard.tracing.subexpression import is_repeatable
+from gshard.tracing.unread import without_unread
 
 _MOST = 64  # equations of a table
 _LARGEST = 2**31  # elements: positions are int32
@@ -42,14 +42,8 @@ def made_of_positions(
             instead[e] = equation(table_p, {"table": table}, table.numbers, e.outputs, e.source_info)
     if not instead:
         return equations
-    kept = []
-    read: set[Any] = set(outputs)
-    for e in reversed(equations):
-        if e.outputs and e.outputs[0] in makers and read.isdisjoint(e.outputs):
-            continue
-        kept.append(instead.get(e, e))
-        read.update(kept[-1].inputs)
-    return kept[::-1]
+    made = {*makers.values(), *instead.values()}
+    return without_unread((instead.get(e, e) for e in equations), outputs, made.__contains__)
 
 
 def _is_table(e: Equation, makers: dict[Value, Equation]) -> bool:

@@ -24,6 +24,7 @@ from gshard.core.program import Equation, Value
 from gshard.language.region import with_edges
 from gshard.tracing.fine import ELEMENTWISE, HOW, Array, Fine, Groups, flat, groups_of
 from gshard.tracing.subexpression import is_repeatable
+from gshard.tracing.unread import without_unread
 
 
 def unmerged(
@@ -120,7 +121,8 @@ class _Attempt:
                 self.made.append(e)
         for x in self.outputs:
             self.merge(x)
-        return self.without_unread([self.renamed(e) for e in self.made])
+        renamed = [self.renamed(e) for e in self.made]
+        return without_unread(renamed, self.outputs, lambda e: e.mark is None and is_repeatable(e))
 
     def in_vain(self) -> frozenset[Value]:
         """Places where merging later is no less of it."""
@@ -142,14 +144,6 @@ class _Attempt:
             return e
         new = dataclasses.replace(e, inputs=inputs, outputs=outputs)
         return with_edges(new) if e.blocks else new
-
-    def without_unread(self, equations: list[Equation]) -> list[Equation]:
-        kept, read = [], set(self.outputs)
-        for e in reversed(equations):
-            if not read.isdisjoint(e.outputs) or not is_repeatable(e) or e.mark is not None:
-                kept.append(e)
-                read.update(e.inputs)
-        return kept[::-1]
 
     def add(self, at: Equation, params: dict[str, Any], inputs: Sequence[Array], shape: tuple[int, ...], dtype: Any,
             primitive: Any = None) -> Value:  # fmt: skip
