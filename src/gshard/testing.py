@@ -259,8 +259,9 @@ def plan_of(program: Program, equation: Equation, split: Split, mesh: Mesh) -> P
 
 def emit(plan: Plan) -> SpmdProgram:
     """The per-device program of a plan, which takes its arguments in padded parts as they are planned."""
-    inputs = plan.program.block.inputs
-    return partition(plan, {i: plan.sharding(v) for i, v in enumerate(inputs)}, keep_uneven=True)
+    block = plan.program.block
+    entry, leave = (tuple(map(plan.sharding, values)) for values in (block.inputs, block.outputs))
+    return partition(dataclasses.replace(plan, entry=entry, leave=leave))
 
 
 def run_on_all(spmd: SpmdProgram, arguments: Sequence[Any]) -> list[list[Any]]:

@@ -1,6 +1,6 @@
 """Replicated work: products that every device computes whole although an operand of theirs is split.
 
-Without a machine no product is (``core.mesh.Prices``). On a named one it may be faster to gather a small operand than
+Without a machine no product is (``passes.objective``). On a named one it may be faster to gather a small operand than
 to combine large results; then each such equation is told with how often its share is computed, what that spares, and
 the mark that forbids it.
 """
@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from gshard.core.mesh import Atoms
+from gshard.comm.reshard import reshard_bytes
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, Value
+from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, parts, result_sharding
-from gshard.passes.candidates import arrays_of, candidates
+from gshard.core.split import Split, operand_sharding, parts, result_sharding
+from gshard.passes.candidates import Arrays, arrays_of, candidates
 from gshard.passes.objective import is_product
-from gshard.passes.price import sent
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,10 +77,25 @@ def _row(e: Equation, split: Split, v: Value, dim: int, atoms: Atoms, plan: Plan
     if not wider:
         return None
 
-    best = min(wider, key=lambda s: sent(rule, s, arrays, mesh))
+    best = min(wider, key=lambda s: _sent(rule, s, arrays, mesh))
     times = parts(best, mesh) // parts(split, mesh)
-    more = sent(rule, best, arrays, mesh) - sent(rule, split, arrays, mesh)
-    return Replicated(e, v, dim, mesh.format_atoms(atoms), times, round(more))
+    more = _sent(rule, best, arrays, mesh) - _sent(rule, split, arrays, mesh)
+    return Replicated(e, v, dim, mesh.format_atoms(atoms), times, more)
+
+
+def _sent(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> int:
+    """Bytes that each device sends to bring operands into place and results to where they belong."""
+    moved = 0 if rule.sends is None else rule.sends(mesh, split)
+    count = len(rule.operands)
+    for i, x in enumerate(arrays):
+        if x is not None:
+            pair = (
+                (x.sharding, operand_sharding(rule, i, split))
+                if i < count
+                else (result_sharding(rule, i - count, split), x.sharding)
+            )
+            moved += reshard_bytes(*pair, x.shape, x.itemsize, mesh)
+    return moved
 
 
 def notes_of_whole_values(plan: Plan, replicated: tuple[Replicated, ...]) -> dict[Value, str]:

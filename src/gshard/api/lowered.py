@@ -14,6 +14,7 @@ import jax
 
 from gshard.api.static_leaves import fixed, freed, has_fixed
 from gshard.api.target import Target
+from gshard.core.border import Border
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import kept_arguments
@@ -60,7 +61,9 @@ class Lowered:
 
     @functools.cached_property
     def _planned(self) -> Propagated:
-        return self.target.planned(self.program, sorted(self.donated))
+        first = len(self.program.captured)
+        donated = tuple(first + i for i in sorted(self.donated))
+        return self.target.planned(self.program, Border(donated, self.padded, self.target.keep_uneven))
 
     @functools.cached_property
     def spmd(self) -> SpmdProgram:
@@ -71,11 +74,7 @@ class Lowered:
 
     @functools.cached_property
     def _all_kept(self) -> SpmdProgram:
-        if self._planned.spmd is not None and not self.padded:
-            return self._planned.spmd
-        first = len(self.program.captured)
-        donated = [first + i for i in sorted(self.donated)]
-        return partition(self.plan, self.padded, keep_uneven=self.target.keep_uneven, donated=donated)
+        return self._planned.spmd or partition(self.plan)
 
     def marked(self, program: Program) -> SpmdProgram:
         """What all devices would run if the program had other marks: those that ``program`` has."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 import jax
@@ -12,11 +12,13 @@ from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine, kind_of_devices
 from gshard.analysis.named import refuse_unused
 from gshard.analysis.overlap import Windowed
+from gshard.core.border import AS_MARKED, Border
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
+from gshard.passes.at_border import at_border
 from gshard.passes.compile import Executable, compile_spmd
 from gshard.passes.propagate import in_best_order
 from gshard.passes.recorded import Recorded
@@ -89,23 +91,20 @@ class Target:
         """The same for programs with other marks, whatever they cost: a plan that is given is not theirs."""
         return dataclasses.replace(self, recorded=None, search=False, budget=None)
 
-    def planned(self, program: Program, donated: Iterable[int] = ()) -> Propagated:
-        """The program's plan; ``donated`` are arguments whose memory results may take."""
+    def planned(self, program: Program, border: Border = AS_MARKED) -> Propagated:
+        """The program's plan."""
         if self.strict and self.reorders:  # a derivative, or one half of it, need not have all names
             refuse_unused(program, self.mesh)
         if self.recorded is not None:
-            return Propagated(self.recorded.plan(program, self.mesh))
+            return Propagated(self.recorded.plan(program, self.mesh, border))
         if self.search is not False:
             seconds = None if self.search is True else float(self.search)
             found = best_plan(
-                program, self.mesh, self._machine, donated=donated, memory_limit=self.memory_limit,
-                budget_seconds=seconds,
+                program, self.mesh, self._machine, donated=[i - len(program.captured) for i in border.donated],
+                memory_limit=self.memory_limit, budget_seconds=seconds,
             )  # fmt: skip
-            return Propagated(found.chosen.plan)
-        made, *_ = propagated(
-            program, self.mesh, self.machine, strict=self.strict, keep_uneven=self.keep_uneven,
-            donated=[len(program.captured) + i for i in donated],
-        )  # fmt: skip
+            return Propagated(at_border(found.chosen.plan, border))
+        made, *_ = propagated(program, self.mesh, self.machine, strict=self.strict, border=border)
         if self.windowed is None and self.reorders:
             return made
         plan = windowed(made.plan, self.windowed)

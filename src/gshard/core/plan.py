@@ -66,6 +66,8 @@ class Plan:
         rings: the collective matmuls: contractions taken part by part, and what of them rotates.
         readings: the values that several equations read otherwise than they are sharded: moved there once.
         leaves: the results that leave the program otherwise than they are sharded.
+        entry: how each input of the program comes.
+        leave: how each result leaves.
         gap: how much of what the plan costs, as planning counts, a plan that keeps the marks could at most spare, as a
             part of it; None where nothing was to be chosen, or that is not known.
     """
@@ -79,6 +81,8 @@ class Plan:
     rings: Mapping[Equation, Ring] = dataclasses.field(default_factory=dict)
     readings: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)
     leaves: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)
+    entry: tuple[Sharding, ...] = ()
+    leave: tuple[Sharding, ...] = ()
     gap: float | None = None
 
     def sharding(self, value: Value | Constant) -> Sharding:

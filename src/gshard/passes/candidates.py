@@ -77,10 +77,10 @@ def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
     for split in list(found.values()) or [{}]:
         for moved in _with_moved_axes(rule, split, arrays, mesh):
             note(moved)
-    for spread in _spread(rule, arrays, mesh):
+    for split in spread(rule, arrays, mesh):
         for claim in claims:
-            spread = _extend(spread, claim, rule, mesh)
-        note(spread)
+            split = _extend(split, claim, rule, mesh)
+        note(split)
     note({})
     for split in list(found.values()):
         for passed in _passing(rule, split, arrays, mesh):
@@ -120,7 +120,7 @@ def _passing(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[S
             yield passed
 
 
-def _spread(rule: Rule, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:
+def spread(rule: Rule, arrays: Arrays, mesh: Mesh) -> Iterator[Split]:
     """Splits in which atoms of a dimension that becomes the minor one of a product are spread over all of it.
 
     Parts of a minor dimension are not contiguous where the major one is whole: some of its atoms move there.

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from gshard.core.border import AS_MARKED, Border
 from gshard.core.mark import Demand
 from gshard.core.mesh import Atoms
 from gshard.core.plan import local_bytes
@@ -20,12 +21,12 @@ from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.core.uneven import cut_evenly
 from gshard.language.region import REGIONS, Crossing
 from gshard.passes.bundles import bundles_of
-from gshard.passes.candidates import arrays_of, candidates
+from gshard.passes.candidates import candidates
 from gshard.passes.device_program import PASSING, REGION, Kernel
 from gshard.passes.facts import Facts, demands
 from gshard.passes.graph import Graph
 from gshard.passes.objective import Objective
-from gshard.passes.suggested import in_parts
+from gshard.passes.suggested import arrays_as, in_parts
 from gshard.passes.ways import Component, components, shardings, splits
 from gshard.passes.windows import SharedWindows
 from gshard.solver.problem import Floats, Problem
@@ -39,8 +40,7 @@ def graph_of(
     objective: Objective,
     *,
     facts: Facts | None = None,
-    donated: Sequence[int] = (),
-    keep_uneven: bool = False,
+    border: Border = AS_MARKED,
 ) -> Graph:
     """The problem of a program.
 
@@ -49,20 +49,20 @@ def graph_of(
         objective: what choices cost, on a mesh.
         facts: what follows from the marks: arguments, and results that are to go round, keep it. Without, they are
             to be chosen too.
-        donated: inputs of the program (captured arrays counted) whose memory results of the same kind take. Such a
-            result has its argument's sharding.
-        keep_uneven: whether results leave in unequal parts too.
+        border: what is asked of arguments and results. A result that takes a donated argument's memory has its
+            sharding.
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
     """
-    return _Builder(program, objective, facts).graph(donated, keep_uneven)
+    return _Builder(program, objective, facts, border).graph()
 
 
 class _Builder:
-    def __init__(self, program: Program, objective: Objective, facts: Facts | None):
+    def __init__(self, program: Program, objective: Objective, facts: Facts | None, border: Border):
+        self.border = border
         self.program, self.objective, self.mesh, self.facts = program, objective, objective.mesh, facts
-        self.times = dict(_times(program.block, 1))
+        self.times, self.inputs = dict(_times(program.block, 1)), frozenset(program.block.inputs)
         self.said: dict[Value, list[Demand]] = {}
         for v, demand, _ in demands(program, self.mesh):
             self.said.setdefault(v, []).append(demand)
@@ -92,7 +92,7 @@ class _Builder:
         self.held: list[tuple[int, Equation, Sequence[int]]] = []
         self.brought: list[tuple[int, Equation, Floats]] = []
 
-    def graph(self, donated: Sequence[int], keep_uneven: bool) -> Graph:
+    def graph(self) -> Graph:
         marked: dict[Equation, tuple[Split, ...]] = {}
         for e in self.program.block.walk():
             if e.rule is None or e in self.bundles.tied:
@@ -110,7 +110,7 @@ class _Builder:
         self._readings()
         for e, crossing in self.crossings:
             self._crossing(e, crossing)
-        after = self._leaves(donated, keep_uneven)
+        after = self._leaves()
         for k, group in enumerate(self.bundles.members):
             key = "held", group[0].shape, itemsize(group[0].dtype), id(self.states[k])
             if key not in self.tables:
@@ -143,15 +143,16 @@ class _Builder:
         """The shardings of a bundle that marks allow."""
         group = self.bundles.members[k]
         v = group[0]
-        if self.facts is not None and v in self.facts.arguments:
-            return (self.facts.shardings[v],)
         monoids = self.bundles.unreduced.get(k, ())
-        found = self._shardings(v, monoids, even=v in self.program.block.inputs)
+        found = self._shardings(v, monoids, even=v in self.inputs)
+        if self.facts is not None and v in self.inputs:
+            return tuple(dict.fromkeys((self.facts.shardings[v], *(s for s in found if self.facts.allow(v, s)))))
         if self.facts is not None:
             suggested = (
                 s for v in group for s in self.suggested.get(v, ()) if {m for _, m in s.unreduced} <= {*monoids}
             )
-            found = tuple(dict.fromkeys((*(self.facts.shardings[v] for v in group), *found, *suggested)))
+            known = (facts[v] for v in group for facts in (self.facts.shardings, self.facts.spread) if v in facts)
+            found = tuple(dict.fromkeys((*known, *found, *suggested)))
         for demand in (d for v in group for d in self.said.get(v, ())):
             pairs = [(s, zip(s.dims, demand.dims, demand.open, strict=True)) for s in found]
             found = tuple(s for s, dims in pairs if all(is_open or have == asked for have, asked, is_open in dims))
@@ -176,18 +177,20 @@ class _Builder:
         return found
 
     def _otherwise(self, k: int, sharding: Sharding) -> float:
-        if self.facts is None or any(self.facts.shardings[v] == sharding for v in self.bundles.members[k]):
+        if self.facts is None:
             return 0.0
-        return self.objective.tie
+        known, undecided = self.facts.shardings, self.facts.undecided
+        follows = any(known[v] == sharding or v in undecided for v in self.bundles.members[k])
+        return 0.0 if follows else self.objective.tie
 
     def _ways(self, e: Equation, component: Component) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
         """The splits of an equation, and those that the facts suggest."""
         rule = _rule(e)
         passing = frozenset(w for w in component.factors if w < 0 and self._may_pass(e, *rule.linear[-1 - w]))
-        arrays = None if self.facts is None else arrays_of(e, self.facts.shardings)
+        arrays = () if self.facts is None else arrays_as(e, self.facts)
         key = rule, component, passing, arrays
         if key not in self.ways:
-            near = () if arrays is None or rule.fixed is not None else candidates(rule, arrays, self.mesh)
+            near = [s for own in arrays for s in candidates(rule, own, self.mesh)] if rule.fixed is None else []
             suggested = tuple({f: a for f, a in s.items() if f in component.factors} for s in near)
             cuts = ((f, a, rule.factors[f].size) for s in suggested for f, a in s.items() if f >= 0)
             uneven = frozenset((f, a) for f, a, n in cuts if n % self.mesh.count(a))
@@ -249,7 +252,7 @@ class _Builder:
         if self.bundles.of[v] not in self.leaving:
             return 0.0
         assert self.facts is not None
-        marked = set(self.facts.shardings[v].atoms)
+        marked = {*self.facts.shardings[v].atoms, *(a for own in self.facts.could(v).values() for a in own)}
         summed = [{a for a, _ in s.unreduced} - marked for s in sources]
         cut = [{a for atoms in s.dims for a in atoms} for s in targets]
         return np.array([[np.inf if mine & own else 0.0 for own in cut] for mine in summed])
@@ -322,16 +325,18 @@ class _Builder:
     def _move_costs(self, sources: Sequence[Sharding], targets: Sequence[Sharding], v: Value) -> Floats:
         return self.objective.table(sources, targets, v.shape, itemsize(v.dtype))
 
-    def _leaves(self, donated: Sequence[int], keep_uneven: bool) -> set[Value]:
+    def _leaves(self) -> set[Value]:
         """How results leave; those that take the place of arguments as these come."""
-        pairs = [(self.program.block.inputs[i], after) for i, after in self.program.state(donated)]
-        came = {after: v for v, after in pairs}
-        inputs = set(self.program.block.inputs)
+        donated, keep_uneven = self.border.donated, self.border.keep_uneven
+        come, undecided = self.program.block.inputs, {} if self.facts is None else self.facts.undecided
+        state = [*donated, *(i for i, v in enumerate(come) if v in undecided and i not in donated)]
+        pairs = self.program.state(state)
+        came, after = {v: come[i] for i, v in pairs}, {v for i, v in pairs if i in donated}
         for v in dict.fromkeys(v for v in self.program.block.outputs if isinstance(v, Value)):
             k = self.bundles.of[v]
-            if v in inputs or v in self.said:
+            if v in self.inputs or v in self.said:
                 continue
-            kept = self._kept(v, came, keep_uneven=keep_uneven)
+            kept = self._kept(v, came)
             if kept is not None:
                 sharding = kept
                 states: tuple[Sharding, ...] = (sharding if keep_uneven else cut_evenly(sharding, v.shape, self.mesh),)
@@ -339,7 +344,7 @@ class _Builder:
                 own = (s for s in self.states[k] if not s.unreduced and (keep_uneven or s.is_even(self.mesh, v.shape)))
                 states = tuple(dict.fromkeys((*self._shardings(v, even=not keep_uneven), *own)))
             node = self._node(len(states), f"{self.names[k]}, as it leaves")
-            self.costs[node] = self._charged(v, states, keep_uneven=keep_uneven)
+            self.costs[node] = self._charged(v, states)
             self.leaves[v] = node, states
             self.edges.append(
                 (k, node, self._move_costs(self.states[k], states, v) + self._cut_costs(v, self.states[k], states))
@@ -347,23 +352,27 @@ class _Builder:
             if v in came:
                 a = self.bundles.of[came[v]]
                 same = np.array([[0.0 if s == t else np.inf for t in states] for s in self.states[a]])
-                if np.isfinite(same).any():
+                if v not in after:
+                    self.edges.append((a, node, _AFTERWARDS * self._move_costs(states, self.states[a], v).T))
+                elif np.isfinite(same).any():
                     self.edges.append((a, node, same))
-        return set(came)
+        return after
 
-    def _kept(self, v: Value, came: Mapping[Value, Value], *, keep_uneven: bool) -> Sharding | None:
+    def _kept(self, v: Value, came: Mapping[Value, Value]) -> Sharding | None:
         """How a result leaves that has no choice: as the argument comes whose place it takes, or as the facts say."""
         if self.facts is None:
             return None
         known = self.facts.shardings
-        if v in came and (keep_uneven or known[came[v]].is_even(self.mesh, v.shape)):
+        if came.get(v) in self.facts.undecided:
+            return None
+        if v in came and (self.border.keep_uneven or known[came[v]].is_even(self.mesh, v.shape)):
             return known[came[v]]
         return known[v] if v in self.facts.kept else None
 
-    def _charged(self, v: Value, states: Sequence[Sharding], *, keep_uneven: bool) -> Floats:
+    def _charged(self, v: Value, states: Sequence[Sharding]) -> Floats:
         """What leaving otherwise than the marks say costs: some callers have to bring it there."""
-        known = None if self.facts is None else self.facts.shardings[v]
-        if known is None or not (keep_uneven or known.is_even(self.mesh, v.shape)):
+        known = None if self.facts is None or v in self.facts.undecided else self.facts.shardings[v]
+        if known is None or not (self.border.keep_uneven or known.is_even(self.mesh, v.shape)):
             return np.zeros(len(states))
         return _AFTERWARDS * self._move_costs(states, (known,), v)[:, 0]
 

@@ -8,33 +8,34 @@ Priorities, each run until nothing changes before the next begins; any news retu
 
     1. equations that only move or combine elements where they are, and edges of regions
     2. equations that reduce or communicate with neighbours (contractions, sums, scatters, slices)
-    3. equations whose arrays disagree: the cheapest split wins, counting the bytes that each device must send
-    4. equations that make many elements of few: a mask says less of the scores than what they are made of
+    3. equations that make many elements of few: a mask says less of the scores than what they are made of
 
 Where a loop runs over a dimension that is split, each device runs the rounds that it has, if these need nothing of each
-other and nothing is split inside (``passes.decompose``). The results of an equation that cannot be split as an operand
-is are split along another dimension, if that sends less. The user's marks, and shardings that arguments came with, are
+other and nothing is split inside (``passes.decompose``). The user's marks, and shardings that arguments came with, are
 set before all this and never changed.
+
+Where the arrays of an equation disagree, or it cannot be split as one of them is, nothing follows. Which dimensions
+could still be split so, there and wherever that leads, is noted (``Facts.undecided``): it is chosen by cost.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gshard.core.device_order import Order
 from gshard.core.mark import Demand, resolve
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.plan import Reason
 from gshard.core.program import Edge, Equation, Program, Value
-from gshard.core.rule import COMMUNICATE, REDUCE, Dims, Factor, Rule
+from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Dims, Factor, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, place, project
-from gshard.passes.candidates import arrays_of, candidates
+from gshard.passes.candidates import arrays_of, spread
 from gshard.passes.decompose import Decompositions
-from gshard.passes.price import price
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,6 +48,9 @@ class Facts:
         shardings: of every value; what nothing is known of is replicated.
         reasons: for each value and dimension that is split, why.
         orders: the order of the devices in which a marked value is to be, where that is not the mesh's.
+        undecided: of values, the atoms that open dimensions could get from equations whose arrays disagree.
+        spread: of values, how they would be split if parts of a dimension that becomes the minor one of a product were
+            spread over all of it, and wherever that leads.
     """
 
     program: Program
@@ -54,11 +58,23 @@ class Facts:
     shardings: Mapping[Value, Sharding]
     reasons: Mapping[tuple[Value, int], Reason]
     orders: Mapping[Value, Order]
+    undecided: Mapping[Value, Mapping[int, frozenset[str]]]
+    spread: Mapping[Value, Sharding]
+
+    def could(self, value: Value) -> Mapping[int, frozenset[str]]:
+        """What open dimensions of a value could get where arrays disagree."""
+        return self.undecided.get(value, {})
+
+    def allow(self, value: Value, sharding: Sharding) -> bool:
+        """Whether a sharding is as the facts say, and beyond that splits only what is undecided."""
+        more = self.could(value)
+        known = enumerate(zip(self.shardings[value].dims, sharding.dims, strict=True))
+        return all(own[: len(k)] == k and more.get(d, frozenset()).issuperset(own[len(k) :]) for d, (k, own) in known)
 
     @functools.cached_property
-    def arguments(self) -> frozenset[Value]:
-        """The inputs of the program: they come as the facts say."""
-        return frozenset(self.program.block.inputs)
+    def supposed(self) -> Mapping[Value, Sharding]:
+        """The shardings, what could be spread being so."""
+        return {**self.shardings, **self.spread}
 
     @functools.cached_property
     def kept(self) -> frozenset[Value]:
@@ -67,7 +83,7 @@ class Facts:
         So the state of a training loop keeps its sharding from step to step.
         """
         block = self.program.block
-        state = {(v.shape, v.dtype, self.shardings[v]) for v in block.inputs}
+        state = {(v.shape, v.dtype, self.shardings[v]) for v in block.inputs if v not in self.undecided}
         fixed = {v for e in block.equations if e.mark is not None or (e.rule and e.rule.fixed) for v in e.outputs}
         results = {v for v in block.outputs if isinstance(v, Value)}
         return frozenset(v for v in results if v in fixed or (v.shape, v.dtype, self.shardings[v]) in state)
@@ -84,8 +100,8 @@ def facts_of(program: Program, mesh: Mesh) -> Facts:
     state.run()
     if state.other is not None:
         return facts_of(state.other, mesh)
-    shardings = {v: Sharding(tuple(dims)) for v, dims in state.dims.items()}
-    return Facts(program, mesh, shardings, state.reasons, state.orders)
+    shardings, undecided, reasons = state.shardings(), state.undecided(), dict(state.reasons)
+    return Facts(program, mesh, shardings, reasons, state.orders, undecided, state.spread(shardings))
 
 
 def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reason]]:
@@ -143,13 +159,11 @@ class _State:
                 self.nodes.append(node)
                 for value, _ in node.tensors:
                     self.users.setdefault(value, []).append(node)
-        self.position = {node: i for i, node in enumerate(self.nodes)}
         self.decompositions = Decompositions(program)
         self.other: Program | None = None  # the program that this one is, as its values are split
         self.queues: tuple[deque[_Node], ...] = (deque(), deque(), deque())
         self.pending: set[_Node] = set()
-        self.conflicts: dict[_Node, None] = {}
-        self.settled: set[_Node] = set()  # nodes that had nothing to resolve, and whose arrays are as they were then
+        self.disputed: dict[_Node, dict[int, Atoms]] = {}  # of those that were asked, what their arrays contradict
 
     def _meet(self, value: Value) -> None:
         self.dims[value] = [()] * len(value.shape)
@@ -176,55 +190,81 @@ class _State:
 
     def _wake(self, value: Value) -> None:
         for node in self.users.get(value, ()):
-            self.settled.discard(node)
             if node not in self.pending:
                 self.pending.add(node)
                 self.queues[node.priority].append(node)
 
+    def shardings(self) -> dict[Value, Sharding]:
+        """The sharding of every value, as far as it is known."""
+        return {v: Sharding(tuple(dims)) for v, dims in self.dims.items()}
+
     def run(self) -> None:
-        """Asks equations until nothing changes, the conflicting ones last and cheapest first come."""
-        while True:
-            while queue := self.queues[0] or self.queues[1]:
-                self._ask(queue.popleft())
-            if any(self._resolve(node) for node in self._in_order(self.conflicts.keys() - self.settled)):
-                continue
-            if self.queues[2]:
-                self._ask(self.queues[2].popleft())
-                continue
-            self.other = self.decompositions.taken(self.dims, self.mesh)
-            if self.other is not None:
-                return
-            left = (node for node in self.nodes if node not in self.settled and self._is_in_the_way(node))
-            if not any(self._resolve(node) for node in left):
-                return
+        """Asks equations until nothing changes."""
+        self._follow()
+        self.other = self.decompositions.taken(self.dims, self.mesh)
 
-    def _ask(self, node: _Node) -> None:
-        self.pending.discard(node)
-        agreed, conflict = self._agree(node)
-        self.conflicts.update({node: None} if conflict else {})
-        self._apply(node, agreed, "propagated")
+    def _follow(self) -> None:
+        while (queue := next((queue for queue in self.queues if queue), None)) is not None:
+            node = queue.popleft()
+            self.pending.discard(node)
+            agreed, self.disputed[node] = self._agree(node)
+            self._apply(node, agreed)
 
-    def _is_in_the_way(self, node: _Node) -> bool:
-        """Whether an operand is split where the equation cannot be: its parts may move to another dimension."""
+    def spread(self, known: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
+        """What would be split otherwise than is known; the last that is asked of these facts."""
+        for node in self.nodes:
+            if node in self.disputed and (e := node.equation) is not None and e.rule is not None:
+                if any(len(dim) > 1 for dims in e.rule.results for dim in dims) and any(self._to_be_moved(node)):
+                    here = {v: Sharding(tuple(self.dims[v])) for v, _ in node.tensors}
+                    for split in itertools.islice(spread(e.rule, arrays_of(e, {**known, **here}), self.mesh), 1):
+                        self._apply(node, split)
+                        self._follow()
+        return {v: s for v, s in self.shardings().items() if s != known[v]}
+
+    def undecided(self) -> dict[Value, dict[int, frozenset[str]]]:
+        """What open dimensions could get where arrays disagree or have to move, and wherever that leads."""
+        found: dict[Value, dict[int, frozenset[str]]] = {}
+        changed: deque[tuple[Value, int]] = deque()
+
+        def note(node: _Node, f: int, atoms: frozenset[str]) -> None:
+            for value, dims in node.tensors:
+                for d, own in enumerate(dims):
+                    if f in own and self.open[value][d]:
+                        have = found.setdefault(value, {}).get(d, frozenset())
+                        if not atoms <= have:
+                            found[value][d] = have | atoms
+                            changed.append((value, d))
+
+        for node, disputed in self.disputed.items():
+            for f, atoms in (*disputed.items(), *self._to_be_moved(node)):
+                note(node, f, frozenset(atoms))
+        while changed:
+            value, d = changed.popleft()
+            for node in self.users[value]:
+                for own in (dims[d] for v, dims in node.tensors if v is value):
+                    for f in own:
+                        if node.factors[f].kind != REPLICATE:
+                            note(node, f, found[value][d])
+        return found
+
+    def _to_be_moved(self, node: _Node) -> Iterator[tuple[int, Atoms]]:
+        """Where an operand is split as the equation cannot be: the dimensions to which its parts may move."""
         e = node.equation
-        if e is None or e.rule is None:
-            return False
+        if e is None or e.rule is None or e.rule.fixed is not None:
+            return
         for x, dims in zip(e.inputs, e.rule.operands, strict=True):
-            if isinstance(x, Value) and any(have := tuple(self.dims[x])):
-                split = project(dims, have, e.rule.factors, self.mesh)
-                if place(dims, split) != have or not is_valid(e.rule, split, self.mesh):
-                    return True
-        return False
+            have = tuple(self.dims[x]) if isinstance(x, Value) else ()
+            split = project(dims, have, e.rule.factors, self.mesh) if any(have) else {}
+            if any(have) and (place(dims, split) != have or not is_valid(e.rule, split, self.mesh)):
+                atoms = tuple(a for own in have for a in own)
+                yield from ((f, atoms) for own in dims for f in own if e.rule.factors[f].kind == PARALLEL)
 
-    def _in_order(self, nodes: Iterable[_Node]) -> list[_Node]:
-        return sorted(nodes, key=self.position.__getitem__)
-
-    def _agree(self, node: _Node) -> tuple[Split, bool]:
-        """What the arrays of a node say about its factors where they do not contradict each other."""
+    def _agree(self, node: _Node) -> tuple[Split, dict[int, Atoms]]:
+        """What the arrays of a node say about its factors, and of which factors they say what contradicts that."""
         if node.fixed is not None:
-            return node.fixed(self.mesh), False
+            return node.fixed(self.mesh), {}
         claims: Split = {}
-        conflict = False
+        disputed: dict[int, Atoms] = {}
         for value, dims in node.tensors:
             for f, atoms in project(dims, self.dims[value], node.factors, self.mesh).items():
                 known = claims.get(f)
@@ -232,23 +272,21 @@ class _State:
                     claims[f] = atoms
                 elif known[: len(atoms)] != atoms:
                     claims[f] = common_prefix(known, atoms)
-                    conflict = True
+                    disputed[f] = (*disputed.get(f, ()), *known, *atoms)
         owners: dict[tuple[int, str], int] = {}
-        disputed: set[tuple[int, str]] = set()
+        twice: set[tuple[int, str]] = set()
         for f, atoms in claims.items():
             for a in atoms:
                 if owners.setdefault((node.component[f], a), f) != f:
-                    disputed.add((node.component[f], a))
-        if disputed:
-            conflict = True
-            for f, atoms in claims.items():
-                cut = next((i for i, a in enumerate(atoms) if (node.component[f], a) in disputed), len(atoms))
-                claims[f] = atoms[:cut]
-        return claims, conflict
+                    twice.add((node.component[f], a))
+        for f, atoms in claims.items() if twice else ():
+            cut = next((i for i, a in enumerate(atoms) if (node.component[f], a) in twice), len(atoms))
+            if cut < len(atoms):
+                claims[f], disputed[f] = atoms[:cut], (*disputed.get(f, ()), *atoms[cut:])
+        return claims, disputed
 
-    def _apply(self, node: _Node, split: Split, kind: str) -> bool:
+    def _apply(self, node: _Node, split: Split) -> None:
         """Refines the open dimensions of a node's arrays to a split of its factors."""
-        changed = False
         for value, dims in node.tensors:
             current, is_open = self.dims[value], self.open[value]
             if not any(is_open):
@@ -270,55 +308,15 @@ class _State:
                 if used & set(wanted):
                     continue
                 current[d] = wanted
-                self.reasons[value, d] = self._reason(node, value, wanted, kind)
-                changed = True
+                self.reasons[value, d] = self._reason(node, value, wanted)
                 self._wake(value)
-        return changed
 
-    def _reason(self, node: _Node, value: Value, wanted: Atoms, kind: str) -> Reason:
+    def _reason(self, node: _Node, value: Value, wanted: Atoms) -> Reason:
         source = next(
             (v for v, _ in node.tensors if v is not value and any(set(wanted) & set(dim) for dim in self.dims[v])), None
         )
         e = node.line_of
-        return Reason(kind, e.line if e else "", e.name if e else "", source)
-
-    def _resolve(self, node: _Node) -> bool:
-        """Settles a disagreement: the cheapest split refines what is still open."""
-        equation = node.equation
-        refinable = any(self._could_refine(value) for value, _ in node.tensors)
-        if equation is None or equation.rule is None or not refinable:
-            self.settled.add(node)
-            return False
-        rule = equation.rule
-        arrays = [v for v in (*equation.inputs, *equation.outputs) if isinstance(v, Value)]
-        shardings = {v: Sharding(tuple(self.dims[v])) for v in arrays}
-
-        def cost(split: Split) -> float:
-            following = self._following(node, split, shardings)
-            return price(rule, split, arrays_of(equation, following), self.mesh)
-
-        best = min(candidates(rule, arrays_of(equation, shardings), self.mesh), key=cost)
-        changed = self._apply(node, best, "cost")
-        if not changed:
-            self.settled.add(node)
-        return changed
-
-    def _could_refine(self, value: Value) -> bool:
-        return any(is_open and not atoms for is_open, atoms in zip(self.open[value], self.dims[value], strict=True))
-
-    def _following(self, node: _Node, split: Split, shardings: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
-        """The shardings as they would be if open dimensions followed the split."""
-        following = dict(shardings)
-        for value, dims in node.tensors:
-            wanted = place(dims, split)
-            have = following[value].dims
-            new = list(have)
-            for d, atoms in enumerate(wanted):
-                used = {a for i, dim in enumerate(new) if i != d for a in dim}
-                if self.open[value][d] and atoms[: len(have[d])] == have[d] and not used & set(atoms):
-                    new[d] = atoms
-            following[value] = Sharding(tuple(new))
-        return following
+        return Reason("propagated", e.line if e else "", e.name if e else "", source)
 
 
 def _nodes(equation: Equation) -> list[_Node]:

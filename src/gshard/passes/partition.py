@@ -2,14 +2,13 @@
 
 The program is replayed on one device's parts inside ``jax.shard_map`` over the atoms of the mesh: operands are
 moved to the equation's split, the equation runs locally under its rule, results are moved to where the plan
-wants them. Nothing is chosen here, except how uneven results leave and donated arguments come. Every collective is
-emitted by a step of ``comm.steps`` and noted.
+wants them. Nothing is chosen here. Every collective is emitted by a step of ``comm.steps`` and noted.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,44 +33,14 @@ from gshard.core.ring import Ring, entering, leaving
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
-from gshard.core.uneven import cut_evenly, padded_shape
+from gshard.core.uneven import padded_shape
 from gshard.language.region import REGIONS
 
 
 @collected_seldom()
-def partition(
-    plan: Plan,
-    padded_arguments: Mapping[int, Sharding] | None = None,
-    *,
-    keep_uneven: bool = False,
-    donated: Iterable[int] = (),
-) -> SpmdProgram:
-    """Emits the per-device program of a plan.
-
-    Args:
-        plan: shardings and splits.
-        padded_arguments: the inputs of the program that come as padded parts, with their shardings.
-        keep_uneven: whether results leave as padded parts where they are sharded unevenly.
-        donated: the inputs whose memory results may take; they come as such a result leaves, and if they came sharded
-            it leaves as they came, so that a training state goes from call to call.
-
-    Returns:
-        the program. JAX has no arrays with unequal parts: other arguments with dimensions that do not divide evenly
-        come whole along these, results leave cut as far as parts are equal, or along another dimension if nobody
-        marked them and that sends less; inside both are cut further.
-    """
-    mesh, block = plan.mesh, plan.program.block
-    padded = padded_arguments or {}
-    leave = tuple(_outgoing(v, plan, keep_uneven=keep_uneven) for v in block.outputs)
-    donated = list(donated)
-    come = (
-        padded
-        if keep_uneven
-        else {**_as_they_leave(donated, dict(zip(block.outputs, leave, strict=True)), plan), **padded}
-    )
-    entry = tuple(come.get(i) or _whole_if_uneven(plan.sharding(v), v, plan) for i, v in enumerate(block.inputs))
-    back = {} if keep_uneven else _as_they_came(donated, entry, plan)
-    leave = tuple(back.get(v, way) if v in plan.leaves else way for v, way in zip(block.outputs, leave, strict=True))
+def partition(plan: Plan) -> SpmdProgram:
+    """Emits the per-device program of a plan."""
+    mesh, block, entry, leave = plan.mesh, plan.program.block, plan.entry, plan.leave
     producers = {v: e for e in block.equations for v in e.outputs}
     users = {v: e for e in reversed(block.equations) for v in e.inputs}
     orders: Mapping[Any, Order] = plan.orders
@@ -112,33 +81,6 @@ def partition(
 def spec(sharding: Sharding) -> PartitionSpec:
     """A sharding as JAX's ``PartitionSpec`` over the atoms."""
     return PartitionSpec(*(None if not atoms else atoms[0] if len(atoms) == 1 else atoms for atoms in sharding.dims))
-
-
-def _whole_if_uneven(sharding: Sharding, value: Value, plan: Plan) -> Sharding:
-    """The same without dimensions that are cut into unequal parts."""
-    pairs = zip(value.shape, sharding.dims, strict=True)
-    return Sharding(tuple(() if n % plan.mesh.count(atoms) else atoms for n, atoms in pairs))
-
-
-def _outgoing(value: Value | Constant, plan: Plan, *, keep_uneven: bool) -> Sharding:
-    """How a result leaves: as was decided; else as it is, cut into equal parts."""
-    sharding = plan.leaves.get(value, plan.sharding(value)) if isinstance(value, Value) else plan.sharding(value)
-    return sharding if keep_uneven else cut_evenly(sharding, value.shape, plan.mesh)
-
-
-def _as_they_leave(donated: Sequence[int], leave: Mapping[Any, Sharding], plan: Plan) -> dict[int, Sharding]:
-    """How donated arguments come whose place a result takes: as it leaves."""
-    marks = (*(None for _ in plan.program.captured), *plan.program.argument_marks)
-    pairs = ((i, after) for i, after in plan.program.state(donated) if marks[i] is None)
-    inside = {i: plan.sharding(plan.program.block.inputs[i]) for i in donated}
-    return {i: leave[after] for i, after in pairs if after in plan.leaves or inside[i] == plan.sharding(after)}
-
-
-def _as_they_came(donated: Iterable[int], entry: Sequence[Sharding], plan: Plan) -> dict[Value | Constant, Sharding]:
-    """How results leave that take the place of donated arguments which came sharded."""
-    marks = (*(None for _ in plan.program.captured), *plan.program.argument_marks)
-    pairs = ((entry[i], v) for i, v in plan.program.state(donated) if marks[i] is not None)
-    return {v: came for came, v in pairs if came.is_even(plan.mesh, v.shape)}
 
 
 @dataclasses.dataclass(slots=True)

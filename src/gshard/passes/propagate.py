@@ -9,14 +9,16 @@ that arguments came with, are never changed; among equal plans the one that foll
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
+from gshard.core.border import AS_MARKED, Border
 from gshard.core.device_order import Order
 from gshard.core.errors import PlanError
 from gshard.core.garbage import collected_seldom
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
+from gshard.passes.at_border import at_border
 from gshard.passes.choices import graph_of
 from gshard.passes.facts import Facts, demands, facts_of
 from gshard.passes.graph import Graph, within_rounds
@@ -38,8 +40,7 @@ def propagate(
     mesh: Mesh,
     *,
     strict: bool = False,
-    keep_uneven: bool = False,
-    donated: Iterable[int] = (),
+    border: Border = AS_MARKED,
     objective: Callable[[Mesh, tuple[Atoms, ...]], Objective] = bytes_on,
     facts: Facts | None = None,
 ) -> Plan:
@@ -49,8 +50,7 @@ def propagate(
         program: the traced function.
         mesh: the devices.
         strict: refuse primitives that have no rule instead of gathering their operands.
-        keep_uneven: whether results leave in unequal parts too.
-        donated: inputs (captured arrays counted) whose place results take, which then leave as these come.
+        border: what is asked of arguments and results.
         objective: what choices cost, on the mesh, of which some axes move as wholes.
         facts: what follows from the marks, if that is known.
 
@@ -63,13 +63,13 @@ def propagate(
     """
     facts = facts or facts_of(program, mesh)
     if not any(sharding.atoms for sharding in facts.shardings.values()):
-        return _whole(facts)
-    costs = objective(mesh, axes_of(mesh, facts.shardings.values()))
-    graph = graph_of(facts.program, costs, facts=facts, keep_uneven=keep_uneven, donated=list(donated))
+        return at_border(_whole(facts), border)
+    costs = objective(mesh, axes_of(mesh, [*facts.shardings.values(), *facts.spread.values()]))
+    graph = graph_of(facts.program, costs, facts=facts, border=border)
     chosen, gap = _solved(graph.problem)
     while (less := within_rounds(graph, chosen)) is not None:
         graph, (chosen, gap) = less, _solved(less.problem)
-    plan = dataclasses.replace(decided(graph, chosen, facts), gap=gap)
+    plan = at_border(dataclasses.replace(decided(graph, chosen, facts), gap=gap), border)
     if strict and plan.gathered:
         e = plan.gathered[0]
         raise PlanError(

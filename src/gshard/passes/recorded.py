@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gshard.core.border import AS_MARKED, Border
 from gshard.core.device_order import Order
 from gshard.core.errors import MeshError, PlanError
 from gshard.core.mesh import Mesh
@@ -22,6 +23,7 @@ from gshard.core.program import Equation, Program, Value, format_block
 from gshard.core.ring import Ring
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
+from gshard.passes.at_border import at_border
 from gshard.passes.facts import demands, facts_of
 
 _FORMAT = 3
@@ -82,7 +84,7 @@ class Recorded:
             hint="Give found.plan of gshard.search, or gshard.Recorded.load(path) of a file that found.save wrote.",
         )
 
-    def plan(self, program: Program, mesh: Mesh) -> Plan:
+    def plan(self, program: Program, mesh: Mesh, border: Border = AS_MARKED) -> Plan:
         """The plan for a program that reads the same.
 
         Raises:
@@ -117,7 +119,7 @@ class Recorded:
         readings, leaves = (
             {values[i]: Sharding.parse(text, mesh)[0] for i, text in ways} for ways in (self.readings, self.leaves)
         )
-        return dataclasses.replace(plan_of(program, mesh, shardings, splits, readings, leaves), rings=rings)
+        return dataclasses.replace(plan_of(program, mesh, shardings, splits, readings, leaves, border), rings=rings)
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON, to be read by ``Recorded.load``."""
@@ -158,6 +160,7 @@ def plan_of(
     splits: Mapping[Equation, Split],
     readings: Mapping[Value, Sharding],
     leaves: Mapping[Value, Sharding],
+    border: Border = AS_MARKED,
 ) -> Plan:
     """A plan that was not propagated but chosen as a whole. The shardings obey the program's marks."""
     reasons: dict[tuple[Value, int], Reason] = {}
@@ -171,7 +174,8 @@ def plan_of(
         reasons.update({(v, d): reason for d, atoms in enumerate(demand.dims) if atoms})
         if demand.order != mesh.order and any(demand.dims):
             orders[v] = demand.order
-    return Plan(program, mesh, shardings, splits, reasons, orders, readings=readings, leaves=leaves)
+    plan = Plan(program, mesh, shardings, splits, reasons, orders, readings=readings, leaves=leaves)
+    return at_border(plan, border)
 
 
 def _changes(before: str, after: str) -> list[str]:

@@ -14,6 +14,13 @@ from gshard.passes.facts import Facts
 from gshard.passes.moves import is_made_of
 
 
+def arrays_as(e: Equation, facts: Facts) -> tuple[Arrays, ...]:
+    """The operands and results of an equation as they are sharded; and as they could be, if that is otherwise."""
+    known = arrays_of(e, facts.shardings)
+    supposed = arrays_of(e, facts.supposed) if facts.spread else known
+    return (known,) if supposed == known else (known, supposed)
+
+
 def in_parts(facts: Facts, tied: Collection[Equation], axes: Sequence[Atoms]) -> dict[Value, dict[Sharding, None]]:
     """Shardings, over parts of axes, in which equations make or take a value where it is sharded as the facts say.
 
@@ -27,9 +34,9 @@ def in_parts(facts: Facts, tied: Collection[Equation], axes: Sequence[Atoms]) ->
     for e in facts.program.block.walk():
         if e.rule is None or e.rule.fixed is not None or e in tied:
             continue
-        arrays = arrays_of(e, facts.shardings)
+        arrays = arrays_as(e, facts)
         if (e.rule, arrays) not in known:
-            known[e.rule, arrays] = list(_of_rule(e.rule, arrays, facts.mesh, axes))
+            known[e.rule, arrays] = [found for own in arrays for found in _of_rule(e.rule, own, facts.mesh, axes)]
         values = (*e.inputs, *e.outputs)
         for i, sharding in known[e.rule, arrays]:
             if isinstance(v := values[i], Value):

@@ -53,8 +53,7 @@ class Emitted:
 def emitted_alone(e: Equation, split: Split, mesh: Mesh, machine: Machine) -> Emitted:
     """All that is emitted for one run of an equation, its operands being where the split wants them."""
     plan = _alone(e, split, mesh)
-    given = {i: plan.shardings[v] for i, v in enumerate(plan.program.block.inputs)}
-    seconds = _seconds(partition(plan, given, keep_uneven=True).jaxpr, mesh, machine)
+    seconds = _seconds(partition(plan).jaxpr, mesh, machine)
     fetched = _fetched(e, split, mesh, None)[0]
     windows = [
         Windows(operand, tuple(which), _seconds(_fetched(e, split, mesh, operand)[1], mesh, machine))
@@ -118,7 +117,8 @@ def _alone(e: Equation, split: Split, mesh: Mesh) -> Plan:
     alone = dataclasses.replace(e, inputs=tuple(inputs), outputs=tuple(outputs))
     shardings = {v: operand_sharding(rule, i, split) for i, v in enumerate(inputs) if isinstance(v, Value)}
     values = tuple(shardings)
-    shardings |= {v: result_sharding(rule, i, split) for i, v in enumerate(outputs)}
+    made = {v: result_sharding(rule, i, split) for i, v in enumerate(outputs)}
     block = Block(values, (alone,), tuple(outputs))
     program = Program(block, (), (None,) * len(values), tuple(f"operand {i}" for i in range(len(values))), None)
-    return Plan(program, mesh, shardings, {alone: split}, {})
+    entry, leave = tuple(shardings.values()), tuple(made.values())
+    return Plan(program, mesh, shardings | made, {alone: split}, {}, entry=entry, leave=leave)

@@ -20,11 +20,11 @@ import numpy as np
 from gshard.analysis.cost import Cost, cost
 from gshard.analysis.machine import Machine
 from gshard.analysis.overlap import Windowed
+from gshard.core.border import Border
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
-from gshard.core.spmd import SpmdProgram
 from gshard.passes.choices import graph_of
 from gshard.passes.facts import demands, facts_of
 from gshard.passes.graph import Graph
@@ -161,11 +161,11 @@ def begin(
     since = time.monotonic()
     timed = on_machine(mesh, machine)
     limit = float(machine.memory if memory_limit is None else memory_limit)
-    inputs = [len(program.captured) + i for i in donated]
+    border = Border(tuple(len(program.captured) + i for i in donated))
     facts = facts_of(program, timed)  # loops may be operators in its program
     said = [Sharding(tuple(demand.dims)) for _, demand, _ in demands(program, mesh)]
     objective = seconds_on(machine)(timed, axes_of(timed, said))
-    graph = with_loads(graph_of(facts.program, objective, donated=inputs))
+    graph = with_loads(graph_of(facts.program, objective, border=border))
     solutions = [solve(graph.problem, budget_seconds, effort=effort)]
     if solutions[0].peak > limit:
         left = None if budget_seconds is None else max(1.0, budget_seconds - (time.monotonic() - since))
@@ -222,7 +222,7 @@ def finish(
     graph, mesh, limit, donated = begun.graph, begun.graph.mesh, begun.limit, list(donated)
     pricing = Pricing(machine, donated, limit, on_better, list(known or ()))
     if known is None:
-        every = presets(graph.program, mesh, machine, [len(graph.program.captured) + i for i in donated])
+        every = presets(graph.program, mesh, machine, pricing.border(graph.program))
         most = max(_USUAL, _PRESETS // (1 + sum(1 for _ in graph.program.block.walk())))
         for name, preset in itertools.islice(every, most):
             pricing.add(name, *preset)
@@ -252,7 +252,7 @@ def _searched(begun: Begun, pricing: Pricing, budget_seconds: float | None) -> I
     too_much, too_little = np.inf, 0.0
     for _ in range(_ROUNDS):
         solution = solved.pop(0)
-        found = pricing.add("searched", Propagated(_plan(graph, solution)))
+        found = pricing.add("searched", Propagated(_plan(graph, solution, pricing)))
         yield found, solution
         spent = time.monotonic() - begun.since
         if (budget_seconds is not None and spent >= budget_seconds) or found.kept <= limit:
@@ -274,9 +274,10 @@ def _searched(begun: Begun, pricing: Pricing, budget_seconds: float | None) -> I
         solved.append(solve(dataclasses.replace(graph.problem, limit=float(int(now))), left, effort=_EFFORT))
 
 
-def _plan(graph: Graph, solution: Solution) -> Plan:
-    chosen = solution.states
-    return plan_of(graph.program, graph.mesh, graph.shardings(chosen), graph.splits(chosen), *graph.moved(chosen))
+def _plan(graph: Graph, solution: Solution, pricing: Pricing) -> Plan:
+    program, chosen = graph.program, solution.states
+    shardings, splits, border = graph.shardings(chosen), graph.splits(chosen), pricing.border(graph.program)
+    return plan_of(program, graph.mesh, shardings, splits, *graph.moved(chosen), border)
 
 
 @dataclasses.dataclass(eq=False)
@@ -291,7 +292,7 @@ class Pricing:
 
     def marked(self, name: str, program: Program, mesh: Mesh) -> PricedPlan:
         """Prices what follows from a program's marks."""
-        return self.add(name, *propagated(program, mesh, self.machine, donated=self._inputs(program)))
+        return self.add(name, *propagated(program, mesh, self.machine, border=self.border(program)))
 
     def add(self, name: str, *made: Propagated) -> PricedPlan:
         """Prices a plan, the best of some.
@@ -314,18 +315,15 @@ class Pricing:
         return found
 
     def _priced(self, name: str, plan: Plan, known: Cost | None = None) -> PricedPlan:
-        costs = known or cost(self._partitioned(plan), self.machine, self.donated)
+        costs = known or cost(partition(plan), self.machine, self.donated)
         return PricedPlan(name, plan, costs, costs.peak)
 
-    def _partitioned(self, plan: Plan) -> SpmdProgram:
+    def border(self, program: Program) -> Border:
         """As ``jit`` does: what takes the place of an argument that came sharded leaves as that came."""
-        return partition(plan, donated=self._inputs(plan.program))
-
-    def _inputs(self, program: Program) -> list[int]:
-        return [len(program.captured) + i for i in self.donated]
+        return Border(tuple(len(program.captured) + i for i in self.donated))
 
     def _recomputed(self, way: PricedPlan) -> PricedPlan:
         with contextlib.suppress(MemoryLimitError):
-            again = rematerialise(self._partitioned(way.plan), int(self.limit), self.machine, self.donated)
+            again = rematerialise(partition(way.plan), int(self.limit), self.machine, self.donated)
             return dataclasses.replace(way, cost=cost(again, self.machine, self.donated), recomputed=True)
         return way

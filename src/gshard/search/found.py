@@ -15,6 +15,7 @@ from gshard.analysis.cost import Cost
 from gshard.analysis.explain import Explanation, explain_program
 from gshard.analysis.proposal import spec_of_cut, with_marks
 from gshard.analysis.report.page import page
+from gshard.core.border import Border
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.mark import Mark, entries_of, mark_of_cut
 from gshard.core.mesh import Mesh
@@ -233,13 +234,13 @@ class Found:
     def explain(self) -> Explanation:
         """What each tensor got and why, as ``gshard.explain`` tells it of a marked function."""
         first, machine = len(self.plan.program.captured), self.cost.machine
-        donated = [first + i for i in self.donated]
+        border = Border(tuple(first + i for i in self.donated))
 
         def marked(program: Program) -> SpmdProgram:
-            found, *_ = propagated(program, self.plan.mesh, machine, donated=donated)
-            return found.spmd or partition(found.plan, donated=donated)
+            found, *_ = propagated(program, self.plan.mesh, machine, border=border)
+            return found.spmd or partition(found.plan)
 
-        return explain_program(self.plan, partition(self.plan, donated=donated), marked, frozenset(self.donated))
+        return explain_program(self.plan, partition(self.plan), marked, frozenset(self.donated))
 
     def html(self, path: str | Path) -> Path:
         """Writes the report of the plan as one page, with what the search tells of it.

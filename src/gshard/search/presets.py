@@ -9,10 +9,11 @@ what search finds, which is never worse than one of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from gshard.analysis.dimension_classes import Dimensions, dimensions_of
 from gshard.analysis.machine import Machine
+from gshard.core.border import AS_MARKED, Border
 from gshard.core.errors import GShardError
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Atoms, Mesh
@@ -24,7 +25,7 @@ _OUTSIDE, _INSIDE = 2, 1  # the largest dimensions of arguments, and of all valu
 
 
 def presets(
-    program: Program, mesh: Mesh, machine: Machine | None = None, donated: Collection[int] = ()
+    program: Program, mesh: Mesh, machine: Machine | None = None, border: Border = AS_MARKED
 ) -> Iterator[tuple[str, tuple[Propagated, ...]]]:
     """The plans, each with its name, the best of that name first.
 
@@ -32,10 +33,10 @@ def presets(
         program: with the user's marks, which are kept: a preset says something of other arguments only.
         mesh: the devices.
         machine: whose time counts; bytes count if None.
-        donated: inputs of the program (captured arrays counted) that are a training state.
+        border: what is asked of arguments and results; what is donated is a training state.
     """
-    yield "as it is marked", propagated(program, mesh, machine, donated=donated)
-    own = program.argument_marks
+    yield "as it is marked", propagated(program, mesh, machine, border=border)
+    own, donated = program.argument_marks, border.donated
     state = set(donated) or {i for i, _ in program.state(range(len(program.block.inputs)))}
     data = [i for i, v in enumerate(program.block.inputs) if v.shape and i not in state]
     by_batch = {i: _along(program.block.inputs[i], 0, mesh.atoms, mesh) for i in data}
@@ -54,7 +55,7 @@ def presets(
         if marked is None:
             continue
         try:
-            found = propagated(marked, mesh, machine, donated=donated)
+            found = propagated(marked, mesh, machine, border=border)
         except GShardError:  # a mark that does not fit one of the user's
             continue
         # It is a plan of the program as it is, without the preset's marks.

@@ -7,10 +7,11 @@ to take least time. Both are partitioned and priced, and the faster one is taken
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from gshard.analysis.cost import Cost, cost
 from gshard.analysis.machine import Machine
+from gshard.core.border import AS_MARKED, Border
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
@@ -46,8 +47,7 @@ def propagated(
     machine: Machine | None,
     *,
     strict: bool = False,
-    keep_uneven: bool = False,
-    donated: Collection[int] = (),
+    border: Border = AS_MARKED,
 ) -> tuple[Propagated, ...]:
     """Completes the user's marks to plans, the best first; arguments and errors as of ``passes.propagate``.
 
@@ -56,15 +56,12 @@ def propagated(
         mesh: the devices; with a machine, with its times (``seconds.on_machine``).
         machine: whose time counts; bytes count if None.
         strict: refuse primitives that have no rule.
-        keep_uneven: whether results leave in unequal parts too.
-        donated: inputs (captured arrays counted) whose place results take.
+        border: what is asked of arguments and results.
     """
     facts = facts_of(program, mesh)
 
     def planned(objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Plan:
-        return propagate(
-            program, mesh, strict=strict, keep_uneven=keep_uneven, donated=donated, objective=objective, facts=facts
-        )  # fmt: skip
+        return propagate(program, mesh, strict=strict, border=border, objective=objective, facts=facts)
 
     least = planned(bytes_on)
     if machine is None:
@@ -72,7 +69,7 @@ def propagated(
     first = len(program.captured)
     found = []
     for plan in (least, planned(seconds_on(machine))):
-        spmd = partition(plan, keep_uneven=keep_uneven, donated=donated)
-        found.append(Propagated(plan, spmd, cost(spmd, machine, [i - first for i in donated])))
+        spmd = partition(plan)
+        found.append(Propagated(plan, spmd, cost(spmd, machine, [i - first for i in border.donated])))
     sends_least, fastest = (made.cost.seconds for made in found if made.cost is not None)
     return tuple(found[::-1] if fastest < _WORTH * sends_least else found)

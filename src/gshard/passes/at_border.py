@@ -1,0 +1,60 @@
+"""At the border: how the inputs of a program come and its results leave, once everything inside is decided.
+
+JAX has no arrays with unequal parts: arguments with dimensions that do not divide evenly come whole along these, and
+results leave cut as far as parts are equal; inside both are cut further. What comes or leaves in padded parts does so
+as it is. A donated argument comes as the result leaves that takes its memory, and if it came sharded that result leaves
+as it came, so that a training state goes from call to call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from gshard.core.border import AS_MARKED, Border
+from gshard.core.plan import Plan
+from gshard.core.program import Constant, Value
+from gshard.core.sharding import Sharding
+from gshard.core.uneven import cut_evenly
+
+
+def at_border(plan: Plan, border: Border = AS_MARKED) -> Plan:
+    """The plan with how its inputs come and its results leave (``Plan.entry``, ``Plan.leave``)."""
+    block, results = plan.program.block, tuple(dict.fromkeys(plan.program.block.outputs))
+    leave = {v: _outgoing(v, plan, keep_uneven=border.keep_uneven) for v in results}
+    come = dict(border.padded)
+    if not border.keep_uneven:
+        come = {**_as_they_leave(border.donated, leave, plan), **come}
+    entry = tuple(come.get(i) or _whole_if_uneven(plan.sharding(v), v, plan) for i, v in enumerate(block.inputs))
+    if not border.keep_uneven:
+        leave |= {v: s for v, s in _as_they_came(border.donated, entry, plan).items() if v in plan.leaves}
+    return dataclasses.replace(plan, entry=entry, leave=tuple(leave[v] for v in block.outputs))
+
+
+def _whole_if_uneven(sharding: Sharding, value: Value, plan: Plan) -> Sharding:
+    """The same without dimensions that are cut into unequal parts."""
+    pairs = zip(value.shape, sharding.dims, strict=True)
+    return Sharding(tuple(() if n % plan.mesh.count(atoms) else atoms for n, atoms in pairs))
+
+
+def _outgoing(value: Value | Constant, plan: Plan, *, keep_uneven: bool) -> Sharding:
+    """How a result leaves: as was decided; else as it is, cut into equal parts."""
+    sharding = plan.leaves.get(value, plan.sharding(value)) if isinstance(value, Value) else plan.sharding(value)
+    return sharding if keep_uneven else cut_evenly(sharding, value.shape, plan.mesh)
+
+
+def _as_they_leave(
+    donated: Sequence[int], leave: Mapping[Value | Constant, Sharding], plan: Plan
+) -> dict[int, Sharding]:
+    """How donated arguments come whose place a result takes: as it leaves."""
+    marks = (*(None for _ in plan.program.captured), *plan.program.argument_marks)
+    pairs = ((i, after) for i, after in plan.program.state(donated) if marks[i] is None)
+    inside = {i: plan.sharding(plan.program.block.inputs[i]) for i in donated}
+    return {i: leave[after] for i, after in pairs if after in plan.leaves or inside[i] == plan.sharding(after)}
+
+
+def _as_they_came(donated: Sequence[int], entry: Sequence[Sharding], plan: Plan) -> dict[Value | Constant, Sharding]:
+    """How results leave that take the place of donated arguments which came sharded."""
+    marks = (*(None for _ in plan.program.captured), *plan.program.argument_marks)
+    pairs = ((entry[i], v) for i, v in plan.program.state(donated) if marks[i] is not None)
+    return {v: came for came, v in pairs if came.is_even(plan.mesh, v.shape)}
