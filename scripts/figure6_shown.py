@@ -125,8 +125,8 @@ def shown(
 HEAD = f"""## What is shown, and what is not
 
 *More experts are better than none.* All sentences of a test; the last column is how many would be needed for a
-difference of this size to be found (p < {SURE}) by {FOUND:.0%} of such tests; `m4 prepare` holds out more with `--known`
-and `--test`.
+difference of this size to be found (p < {SURE}) by {FOUND:.0%} of such tests; `m4 prepare` holds out more with
+`--known` and `--test`.
 
 | test | model | measure | above dense | p | sentences | needed |
 |---|---|---|---|---|---|---|"""
