@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 from figure6_job import DENSE, DONE, Job, held_out, manifest, records
+from figure6_shown import Loss, shown
 
 from m4 import evaluate, figure
 from m4.evaluate import CLASSES, Results
-from m4.held_out import BOTH, HeldOut
+from m4.held_out import BOTH, NEW_ENGLISH, HeldOut
 
 LAST = 500  # steps whose training cross entropy is told
 FEW = 40  # languages that have a row each
@@ -20,7 +21,7 @@ def write(job: Job, lines: Sequence[Sequence[str]]) -> None:
     """Writes the page and its figures from what is there."""
     job.page.parent.mkdir(parents=True, exist_ok=True)
     there = [name for name in job.size.models if (job.evaluation(name) / DONE).exists()]
-    parts = [HEAD, corpus(job), models(job, there), chosen(job), progress(job, there)]
+    parts = [HEAD, what_is_shown(job, there), corpus(job), models(job, there), chosen(job), progress(job, there)]
     for held in BOTH:
         parts += [versus_dense(job, held, there), draw(job, held, there), by_language(job, held, there)]
     parts += [versus_one_language(job, there), again(job, lines)]
@@ -37,6 +38,25 @@ FLOPs for a token, took the same steps on the same batches, and were trained onc
 two tests ([Translating](translating.md)): *known English*, pairs that are new although other languages have their
 English in training, and *new English*, which is in no training pair.
 """
+
+
+def what_is_shown(job: Job, there: Sequence[str]) -> str:
+    """How sure the answers are, from what the page has in its tables."""
+    if len(there) < 2:
+        return ""
+    tables = {held.name: {name: table(job.evaluation(name, held) / "classes.csv") for name in there} for held in BOTH}
+    losses = {name: losses_of(job, name) for name in there}
+    found = Results.load(job.evaluation(DENSE, NEW_ENGLISH))
+    classes = evaluate.resource_classes(found)
+    pairs = {of: [found.languages[code].pairs for code in classes if classes[code] == of] for of in CLASSES}
+    tokens = sum(r["tokens"] for r in records(job.run(DENSE)))
+    return shown(tables, losses, tokens, pairs, manifest(job.data)["settings"]["temperature"])
+
+
+def losses_of(job: Job, name: str) -> Loss:
+    """Cross entropies of a model at its end."""
+    known, new = (Results.load(job.evaluation(name, held)).cross_entropy for held in BOTH)
+    return Loss(np.mean([r["cross_entropy"] for r in records(job.run(name))[-LAST:]]), known, new)
 
 
 def corpus(job: Job) -> str:
@@ -103,11 +123,11 @@ def models(job: Job, there: Sequence[str]) -> str:
     ]
     for name in there:
         taken = records(job.run(name))
-        known, new = (Results.load(job.evaluation(name, held)).cross_entropy for held in BOTH)
+        loss = losses_of(job, name)
         tokens, seconds = (sum(r[key] for r in taken) for key in ("tokens", "seconds"))
         rows.append(
             f"| {name} | `{job.size.models[name]}` | {len(taken):,} | {tokens / 1e6:.2f} M | {seconds / 60:.1f} "
-            f"| {np.mean([r['cross_entropy'] for r in taken[-LAST:]]):.3f} | {known:.3f} | {new:.3f} |"
+            f"| {loss.training:.3f} | {loss.known:.3f} | {loss.new:.3f} |"
         )
     return "\n".join(rows) + (
         f"\n\nCross entropy is in nats for each token: of the batches of the last {LAST} steps, and of the dev parts "

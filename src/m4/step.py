@@ -31,8 +31,14 @@ Metrics = dict[str, jax.Array]
 """Float32 scalars by name."""
 
 
-def initial_state(model: moe.TransformerConfig, seed: int) -> State:
-    """The state before the first step."""
+def initial_state(model: moe.TransformerConfig, seed: int, like: State | None = None) -> State:
+    """The state before the first step.
+
+    Args:
+        model: the model.
+        seed: of its parameters.
+        like: `jax.ShapeDtypeStruct` with the sharding in which each array is made; on one device if None.
+    """
 
     def make() -> State:
         return {
@@ -42,7 +48,8 @@ def initial_state(model: moe.TransformerConfig, seed: int) -> State:
             "skipped": jnp.int32(0),
         }
 
-    return jax.jit(make)()  # one program instead of one for each array
+    shardings = jax.tree.map(lambda x: x.sharding, like)  # of nothing is nothing
+    return jax.jit(make, out_shardings=shardings)()  # one program instead of one for each array
 
 
 def make_step(model: moe.TransformerConfig, options: TrainConfig) -> Callable[[State, Batch], tuple[State, Metrics]]:

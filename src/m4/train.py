@@ -212,10 +212,10 @@ class _Loop:
                 where=str(run.checkpoints),
                 hint="Add --resume to go on from it, or name another folder.",
             )
+        like = self._lying(jax.eval_shape(lambda: initial_state(self.model, options.seed)))
         if not saved:
-            return initial_state(self.model, options.seed)
-        like = jax.eval_shape(lambda: initial_state(self.model, options.seed))
-        _, state, _, damaged = checkpoint.restore_newest_sound(run.checkpoints, self._lying(like), check=self._same_run)
+            return initial_state(self.model, options.seed, like)
+        _, state, _, damaged = checkpoint.restore_newest_sound(run.checkpoints, like, check=self._same_run)
         for error in damaged:
             print(f"passed over: {error}")
         return dict(state)
@@ -232,7 +232,11 @@ class _Loop:
         return {**rest, **named, "the version of JAX": jax.__version__, "the first step": first}
 
     def _lying(self, like: State) -> State:
-        """Where each array of the state lies, so that a device reads its own part only."""
+        """Where each array of the state lies, so that a device makes or reads its own part only.
+
+        A state that lies elsewhere would come back from the first step otherwise than it was given, where a dimension
+        does not divide among the devices, and the second step would be compiled again.
+        """
         if self.model.partitions == 1:
             return like
         leaves, tree = jax.tree.flatten(like)

@@ -16,6 +16,7 @@ from gshard import moe
 from m4 import checkpoint, train
 from m4.config import ModelChoice, Run, TrainConfig
 from m4.groups import groups_of, uneven
+from m4.processes import Alone
 from m4.progress import Progress
 
 B, L, V = 16, 8, 19
@@ -65,6 +66,22 @@ def test_eight_then_four_then_one_device(tmp_path: Path) -> None:
     loose = dataclasses.replace(MODEL, groups=None)
     of_one, of_eight = (records(tmp_path / name, [(n, 1)], loose)[0] for name, n in (("l1", 1), ("l8", 8)))
     assert of_one["dropped_share"] != of_eight["dropped_share"]
+
+
+@pytest.mark.parametrize("devices", [3, 4])
+def test_a_new_state_is_made_where_it_stays(devices: int, tmp_path: Path) -> None:
+    """So that the second step is the program of the first one, also where 8 experts are dealt out to 3 devices."""
+    model = dataclasses.replace(MODEL, partitions=devices)
+    loop = train._Loop(model, TrainConfig(steps=1), Run(tmp_path), batch, [], {}, Alone())
+    state = loop._start(resume=False)
+    lowered = loop.compiled.lower(state, batch(0))
+    given = [leaf.sharding for leaf in jax.tree.leaves(state)]
+    assert given == list(lowered.argument_shardings)[: len(given)]
+    assert devices == 3 or any(not sharding.is_fully_replicated for sharding in given)
+    back = jax.tree.leaves(lowered.out_info[0])
+    assert all(to.sharding.is_equivalent_to(of, len(to.shape)) for of, to in zip(given, back, strict=True))
+    alone = jax.tree.leaves(train.initial_state(MODEL, 0))
+    assert all(map(np.array_equal, jax.tree.leaves(state), alone)), "the parameters of any number of devices"
 
 
 def saved(folder: Path, model: dict) -> None:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+import re
 import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tyro
 
@@ -15,6 +17,7 @@ from m4.config import ModelChoice
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import figure6
 from figure6_job import DENSE, SIZES, Job, Size
+from figure6_shown import FOUND, SURE, Loss, chance, needed, shown, strength
 
 
 def model(options: str) -> moe.TransformerConfig:
@@ -57,3 +60,56 @@ def test_a_learning_rate_falls_in_a_copy_of_its_run(tmp_path: Path, monkeypatch:
     assert (tmp_path / "dense-20" / "checkpoints" / "15").is_dir()
     with pytest.raises(SystemExit, match="give --steps of 20 or more"):
         figure6.end(dataclasses.replace(job, steps=12), DENSE)
+
+
+def tables_of(page: str) -> dict[str, dict[str, list[dict]]]:
+    """The tables of classes on a page: test -> model -> rows."""
+    found: dict[str, dict[str, list[dict]]] = {}
+    for test in ("known English", "new English"):
+        section = page.split(f"\n## {test[0].upper()}{test[1:]}\n")[1].split("\n## ")[0]
+        row = re.compile(
+            r"\| (\S+) \| (\d+) (high|medium|low|all) \| ([\d,]+) to ([\d,]+) \| ([\d,]+) \| [^|]+ \| [^|]+ "
+            r"\| (?:(\S+) \((\S+)\))? \| (?:(\S+) \((\S+)\))? \|"
+        )
+        for name, _, resource, _, _, sentences, bleu, p_bleu, chrf, p_chrf in row.findall(section):
+            numbers = {"delta_bleu": bleu, "p_bleu": p_bleu, "delta_chrf": chrf, "p_chrf": p_chrf}
+            found.setdefault(test, {}).setdefault(name, []).append(
+                {"resource": resource, "sentences": float(sentences.replace(",", ""))}
+                | {key: float(value) if value else None for key, value in numbers.items()}
+            )
+    return found
+
+
+def section_of(page: str) -> str:
+    """What a page should say is shown, from its own tables."""
+    models = re.findall(r"\| (\S+) \| `--.*?\| ([\d.]+) M \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|\n", page)
+    losses = {name: Loss(*map(float, of)) for name, _, *of in models}
+    languages = re.findall(r"\n\| \w+ \| ([\d,]+) \| \d+ \| ", page.split("\n## New English\n")[1].split("\n## ")[0])
+    pairs = sorted((int(n.replace(",", "")) for n in languages), reverse=True)
+    quarter = len(pairs) // 4
+    by_class = {"high": pairs[:quarter], "medium": pairs[quarter:-quarter], "low": pairs[-quarter:]}
+    temperature = re.search(r"a temperature of (\d+)", page)
+    return shown(tables_of(page), losses, float(models[0][1]) * 1e6, by_class, float(temperature[1]))
+
+
+def test_the_page_says_what_its_tables_show() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "results.md").read_text("utf-8")
+    assert section_of(page) in page
+
+
+def test_a_p_says_how_many_deviations_a_difference_has(rng: np.random.Generator) -> None:
+    """As sacrebleu counts: samples whose difference, without its sign, is above the mean by what was measured."""
+    for has in (0.5, 1.2, 1.645, 2.5):
+        samples = np.abs(rng.normal(has, 1.0, 400_000))
+        p = float(np.mean(samples - samples.mean() > has))
+        assert abs(chance(has) - p) < 0.003
+        assert abs(strength(p) - has) < 0.03
+
+
+def test_so_many_sentences_find_a_difference_that_often(rng: np.random.Generator) -> None:
+    has = 0.8  # deviations, with 100 sentences
+    count = float(needed(100, has, strength(SURE)).replace(",", ""))
+    measured = rng.normal(has * math.sqrt(count / 100), 1.0, 4000)
+    found = np.mean([chance(one) < SURE for one in measured if one > 0] + [0.0] * int(np.sum(measured <= 0)))
+    assert abs(found - FOUND) < 0.03
+    assert needed(100, -has, strength(SURE)) == "–"
