@@ -66,12 +66,12 @@ class Route:
 @functools.lru_cache(maxsize=1024)
 def routed(chunks: tuple[Chunk, ...]) -> Route:
     """Chunks in rounds."""
-    stay = _colored([p for p in chunks if p.source == p.receiver])
-    return Route(stay, _colored([p for p in chunks if p.source != p.receiver]))
+    stay = colored([p for p in chunks if p.source == p.receiver])
+    return Route(stay, colored([p for p in chunks if p.source != p.receiver]))
 
 
-def _colored(chunks: Sequence[Chunk]) -> tuple[tuple[Chunk, ...], ...]:
-    """Edge coloring by alternating paths, long chunks first so that they share their rounds."""
+def colored(chunks: Sequence[Chunk]) -> tuple[tuple[Chunk, ...], ...]:
+    """Chunks in rounds, by edge coloring with alternating paths; long chunks first, so that they share their rounds."""
     at_source: dict[int, dict[int, Chunk]] = {}
     at_receiver: dict[int, dict[int, Chunk]] = {}
     color_of: dict[Chunk, int] = {}
