@@ -42,6 +42,7 @@ from gshard.tracing.in_a_row import one_equation_each
 from gshard.tracing.known import Facts, makes_indices
 from gshard.tracing.look_up import simpler
 from gshard.tracing.manual_regions import check_manual_regions
+from gshard.tracing.moved_first import moved_first
 from gshard.tracing.opened import opened
 from gshard.tracing.padded import padded_by_windows
 from gshard.tracing.subexpression import common_key
@@ -242,7 +243,7 @@ class _Builder:
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
         equations = without_unread(body.equations, outputs, makes_indices)
         equations = made_of_positions(equations, outputs, self._equation)
-        for in_place in (unmerged, in_frames, one_equation_each):
+        for in_place in (unmerged, moved_first, in_frames, one_equation_each):
             equations = in_place(equations, outputs, self._fresh, self._equation)
         for fewer in (padded_by_windows, products_as_wanted):
             equations = fewer(equations, outputs, self._equation)
