@@ -49,6 +49,7 @@ from gshard.tracing.scanned import scanned
 from gshard.tracing.subexpression import common_key
 from gshard.tracing.swapped import products_as_wanted
 from gshard.tracing.tables import made_of_positions
+from gshard.tracing.turned import searched_as_they_lie
 from gshard.tracing.unmerged import unmerged
 from gshard.tracing.unread import without_unread
 
@@ -243,7 +244,7 @@ class _Builder:
         equations = made_of_positions(equations, outputs, self._equation)
         for in_place in (unmerged, moved_first, in_frames, one_equation_each):
             equations = in_place(equations, outputs, self._fresh, self._equation)
-        for fewer in (padded_by_windows, products_as_wanted):
+        for fewer in (padded_by_windows, products_as_wanted, searched_as_they_lie):
             equations = fewer(equations, outputs, self._equation)
         return Block(tuple(inputs), tuple(equations), outputs)
 
