@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gshard.comm.exchange import can_change
 from gshard.comm.reshard import plan_reshard, reshard_bytes, single_steps
 from gshard.comm.steps import (
     ALL_GATHER,
@@ -59,6 +60,8 @@ def every_step(here: Sharding) -> Iterator[Step]:
             yield Step(PERMUTE, CUBE.atoms, here, after)
         if can_be_exchanged(here, after, SHAPE, CUBE):
             yield Step(ALL_TO_ALL, moved(here.dims, after.dims), here, after)
+        elif can_change(here, after, SHAPE, CUBE):
+            yield Step(PERMUTE, CUBE.atoms, here, after)
 
 
 def least_bytes(source: Sharding) -> dict[Sharding, int]:

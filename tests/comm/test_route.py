@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+import jax
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,3 +58,19 @@ def test_no_more_rounds_than_the_busiest_device_needs(drawn: tuple[Mesh, tuple[C
             assert max(Counter(p.receiver for p in together).values()) == 1
         busiest = max([0, *Counter(p.source for p in wanted).values(), *Counter(p.receiver for p in wanted).values()])
         assert len(rounds) == busiest
+
+
+def test_what_stays_goes_along_where_all_parts_are_put_together_alike() -> None:
+    """Blocks in another order, one of which stays: a single CollectivePermute, and nothing is masked."""
+    mesh, order = Mesh.abstract(a=4), (3, 1, 0, 2)
+    route = routed(tuple(Chunk(source, 0, receiver, 0, SIZE) for receiver, source in enumerate(order)))
+    assert [len(chunks) for chunks in (*route.stay, *route.rounds)] == [1, 3]
+    x = np.arange(-10, 4 * SIZE * 2 - 10, dtype=np.int32).reshape(4, 2, SIZE)
+
+    def local(part: Any) -> Any:
+        return carry(part, 1, mesh.atoms, mesh, route, SIZE)
+
+    (found,) = simulate_function(local, mesh.atom_sizes, x)
+    np.testing.assert_array_equal(found, x[list(order)])
+    made = jax.make_jaxpr(local, axis_env=[(a, mesh.atom_sizes[a]) for a in mesh.atoms])(x[0])
+    assert [e.primitive.name for e in made.eqns if e.primitive.name != "slice"] == ["ppermute"]

@@ -82,6 +82,11 @@ def largest(xs: Any, v: Any, w: Any) -> Any:
     return lax.scan(step, jnp.full(v.shape[:1], -jnp.inf), xs)[0] + w[0, 0]
 
 
+def labels_of(x: Any, v: Any, labels: Any) -> Any:
+    """Of each row one number, and NaN where there is none: what is filled in counts once."""
+    return replicate(jnp.take_along_axis(x @ split(v, 0, 8), labels[:, None], 1))
+
+
 X, V, W = normal(16, 64), normal(64, 24), normal(64, 24)
 WEIGHTS = {"in": normal(8, 16), "out": normal(16, 4)}
 BATCHES = (normal(5, 512, 8), normal(5, 512, 4))
@@ -118,6 +123,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[tuple[str, int,
         stacked, (normal(3, 8, 8), normal(5, 512, 8)),
         # The second is the element that decides whether a micro-batch counts.
         [("all_reduce", 1, 2 * 3 * 8 * 8 * 4 * 7 // 8), ("all_reduce", 5, 5 * 2 * 4 * 7 // 8)],
+    ),
+    "of what is looked up, or filled in, alone": (
+        labels_of, (X, V, np.array([3, 24, 0, -1, 23, -25, 7, 99] * 2)), [("all_reduce", 1, 2 * 16 * 4 * 7 // 8)],
     ),
     "a maximum once after a loop": (
         largest, (normal(5, 64, 24), normal(24, 2), W), [("all_reduce", 1, 2 * 24 * 4 * 7 // 8)],

@@ -71,3 +71,33 @@ def test_only_what_jax_writes_is_taken_for_it() -> None:
     np.testing.assert_array_equal(found, jax.jit(mapped)(SORTED, NUMBERS.reshape(4, 4)))
     nothing = np.zeros(0, np.float32)
     np.testing.assert_array_equal(gshard.jit(jnp.searchsorted, mesh=8)(nothing, NUMBERS), np.zeros(16))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("n", [16, 19, 5, 1])
+def test_what_falls_is_searched_as_it_lies(side: str, n: int) -> None:
+    """In unequal parts, with numbers at both ends of the type, equal ones, infinities and NaN."""
+
+    def search(a: Any, v: Any) -> Any:
+        return jnp.searchsorted(a[::-1], v, side=side)
+
+    floats = np.sort(RNG.integers(-3, 3, n).astype(np.float32))[::-1].copy()
+    floats[: n // 4], floats[n - n // 4 :] = np.nan, -np.inf
+    of_floats = np.array([-np.inf, np.inf, np.nan, -0.0, 0.0, 1.5, -3.0], np.float32)
+    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    whole = np.sort(RNG.choice(np.array([least, -1, 0, 7, most], np.int32), n))[::-1].copy()
+    for a, v in ((floats, of_floats), (whole, np.array([least, -1, 0, 5, most], np.int32))):
+        run = gshard.jit(lambda a, v: search(gshard.split(a, 0, 8), v), mesh=8)
+        np.testing.assert_array_equal(run(a, v), jax.jit(search)(a, v))
+        # Few elements are as well copied to all.
+        assert n < 16 or {c.kind for c in run.lower(a, v).spmd.collectives} == {"all_reduce"}
+
+
+def test_bins_are_not_turned_around(rng: np.random.Generator) -> None:
+    """``jnp.digitize`` searches both ways: the counts are added up once, and the ends of the bins are looked up."""
+    bins, numbers = np.sort(rng.standard_normal(1024)).astype(np.float32), rng.standard_normal(512).astype(np.float32)
+    run = gshard.jit(lambda v, a: gshard.replicate(jnp.digitize(v, gshard.split(a, 0, 8))), mesh=8)
+    for steps in (bins, bins[::-1].copy()):
+        np.testing.assert_array_equal(run(numbers, steps), jnp.digitize(numbers, steps))
+    sent = run.lower(numbers, bins).spmd.collectives
+    assert sum(c.total_bytes for c in sent) <= 2 * (numbers.nbytes + 8) * 7 // 8

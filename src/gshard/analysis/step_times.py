@@ -10,7 +10,9 @@ import numpy as np
 
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, permuting, seconds
-from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, Step, bytes_sent, is_of_tiles, targets
+from gshard.comm.exchange import exchange
+from gshard.comm.route import pairs
+from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, Step, bytes_sent, is_exchange, is_of_tiles, targets
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
 
@@ -60,6 +62,10 @@ class StepTimes:
         return gathered_at_least(held, wanted, self.machine)
 
     def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, among: tuple[Mesh, Atoms]) -> float:
+        if is_exchange(step, mesh):
+            among_tiles = _exchanging(step.before, step.after, mesh, self.machine)
+            tile = bytes_sent(step, shape, itemsize, mesh) // len(among_tiles)
+            return sum(latency + a_byte * tile for latency, a_byte in among_tiles)
         if step.kind == PERMUTE:
             latency, a_byte = _permuting(step.before, step.after, mesh, self.machine)
             return latency + a_byte * bytes_sent(step, shape, itemsize, mesh)
@@ -67,6 +73,15 @@ class StepTimes:
         kept = step.after if is_of_tiles(step) else step.before  # what is free is cut before anything is sent
         local = math.prod(kept.local_shape(mesh, shape)) * itemsize
         return seconds(step.kind, local, known, self.machine, atoms)
+
+
+@functools.lru_cache(maxsize=4096)
+def _exchanging(before: Sharding, after: Sharding, mesh: Mesh, machine: Machine) -> tuple[tuple[float, float], ...]:
+    """The same of each message of an exchange."""
+    found = exchange(before.dims, after.dims, mesh)
+    messages = ([(p.source, p.receiver) for p in chunks] for chunks in found.messages())
+    ends = (np.array(pairs(parts, found.atoms, mesh)) for parts in messages)
+    return tuple(permuting(e[:, 0], e[:, 1], machine) for e in ends)
 
 
 @functools.lru_cache(maxsize=4096)

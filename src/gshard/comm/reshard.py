@@ -19,18 +19,19 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from gshard.comm.exchange import can_change
 from gshard.comm.steps import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_SLICE,
     ALL_TO_ALL,
-    LOCAL,
     PERMUTE,
     REDUCE_SCATTER,
     TO_PARTIAL,
     Step,
     aligned,
     bytes_sent,
+    rounds,
 )
 from gshard.comm.tiles import can_be_exchanged, moved
 from gshard.core.mesh import Atoms, Mesh, common_prefix
@@ -110,7 +111,7 @@ def _search(
             continue
         for step, sent in _moves(here, target, blocks, shape, itemsize, mesh):
             if mesh.times is None:
-                total = cost + sent + _LATENCY * (step.kind not in LOCAL) + 1
+                total = cost + sent + _LATENCY * rounds(step, mesh) + 1
             else:
                 total = cost + mesh.times.seconds(step, shape, itemsize, mesh) + _TIE
             if total < best.get(step.after, total + 1) and total < best.get(target, total + 1):
@@ -153,12 +154,14 @@ def _moves(
 
 
 def _exchanges(here: Sharding, target: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Step]:
-    """All-to-alls of tiles: to the target, or to cuts of its parts that are gathered then."""
+    """Tiles, all to all or in rounds: to the target, or to cuts of its parts that are gathered then."""
     more = tuple(a for dim in here.dims for a in dim if not any(a in wanted for wanted in target.dims))
     after = Sharding(target.dims, here.unreduced)
     for cut in (_with(after, {d: (*dim, *more)}) for d, dim in enumerate(after.dims)) if more else (after,):
         if can_be_exchanged(here, cut, shape, mesh):
             yield Step(ALL_TO_ALL, moved(here.dims, cut.dims), here, cut)
+        elif can_change(here, cut, shape, mesh):
+            yield Step(PERMUTE, mesh.atoms, here, cut)
 
 
 def _at_once(

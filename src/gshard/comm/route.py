@@ -66,12 +66,12 @@ class Route:
 @functools.lru_cache(maxsize=1024)
 def routed(chunks: tuple[Chunk, ...]) -> Route:
     """Chunks in rounds."""
-    stay = _colored([p for p in chunks if p.source == p.receiver])
-    return Route(stay, _colored([p for p in chunks if p.source != p.receiver]))
+    stay = colored([p for p in chunks if p.source == p.receiver])
+    return Route(stay, colored([p for p in chunks if p.source != p.receiver]))
 
 
-def _colored(chunks: Sequence[Chunk]) -> tuple[tuple[Chunk, ...], ...]:
-    """Edge coloring by alternating paths, long chunks first so that they share their rounds."""
+def colored(chunks: Sequence[Chunk]) -> tuple[tuple[Chunk, ...], ...]:
+    """Chunks in rounds, by edge coloring with alternating paths; long chunks first, so that they share their rounds."""
     at_source: dict[int, dict[int, Chunk]] = {}
     at_receiver: dict[int, dict[int, Chunk]] = {}
     color_of: dict[Chunk, int] = {}
@@ -108,18 +108,7 @@ def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -
 
     Runs inside ``shard_map``. Where no chunk arrives there are zeros.
     """
-    shape = [*x.shape[:dim], room, *x.shape[dim + 1 :]]
-    result = jnp.zeros(shape, x.dtype)
-    position = lax.broadcasted_iota(jnp.int32, [room if d == dim else 1 for d in range(x.ndim)], dim)
     parts, size = mesh.count(atoms), x.shape[dim]
-
-    def here(chunks: Iterable[Chunk], who: Callable[[Chunk], int], what: Callable[[Chunk], int]) -> Any:
-        """A number of the chunk that this device sends or takes; any of them if it does not."""
-        known = {who(p): what(p) for p in chunks}
-        if len(set(known.values())) == 1:
-            return next(iter(known.values()))
-        return jnp.asarray(np.array([known.get(i, 0) for i in range(parts)], np.int32))[lax.axis_index(atoms)]
-
     alike = _alike(route, parts, room)
     if alike is not None:
         found = []
@@ -128,6 +117,16 @@ def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -
             ends = [(p.source, p.receiver) for p in is_sent]
             found.append(lax.ppermute(chunk, mesh.atoms, pairs(ends, atoms, mesh)) if ends else chunk)
         return lax.concatenate(found, dim)
+    result = jnp.zeros([*x.shape[:dim], room, *x.shape[dim + 1 :]], x.dtype)
+    position = lax.broadcasted_iota(jnp.int32, [room if d == dim else 1 for d in range(x.ndim)], dim)
+
+    def here(chunks: Iterable[Chunk], who: Callable[[Chunk], int], what: Callable[[Chunk], int]) -> Any:
+        """A number of the chunk that this device sends or takes; any of them if it does not."""
+        known = {who(p): what(p) for p in chunks}
+        if len(set(known.values())) == 1:
+            return next(iter(known.values()))
+        return jnp.asarray(np.array([known.get(i, 0) for i in range(parts)], np.int32))[lax.axis_index(atoms)]
+
     for i, chunks in enumerate((*route.stay, *route.rounds)):
         length = max(p.length for p in chunks)
         begin = here(chunks, lambda p: p.source, functools.partial(_slice_start, length=length, size=size))
@@ -147,12 +146,18 @@ def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -
 
 def _alike(route: Route, parts: int, room: int) -> list[tuple[Chunk, tuple[Chunk, ...]]] | None:
     """Where all parts are put together alike: in order, a chunk of each round, and the round if it is sent."""
-    found = []
-    for chunks, is_sent in (*((p, False) for p in route.stay), *((p, True) for p in route.rounds)):
-        if len(chunks) != parts or len({(p.low, p.at, p.length) for p in chunks}) > 1:
+    found, lengths = [], []
+    groups: dict[tuple[int, int, int], list[Chunk]] = {}
+    for p in itertools.chain(*route.stay, *route.rounds):
+        groups.setdefault((p.at, p.low, p.length), []).append(p)
+    for _, chunks in sorted(groups.items()):
+        if not len(chunks) == len({p.source for p in chunks}) == len({p.receiver for p in chunks}) == parts:
             return None
-        found.append((chunks[0], chunks if is_sent else ()))
-    found.sort(key=lambda f: f[0].at)
+        is_sent = any(p.source != p.receiver for p in chunks)
+        found.append((chunks[0], tuple(chunks) if is_sent else ()))
+        lengths += [chunks[0].length] * is_sent
+    if sorted(lengths) != sorted(route.messages):  # what stays goes along with what is sent, and nothing else
+        return None
     ends = [0, *(p.at + p.length for p, _ in found)]
     return found if found and [p.at for p, _ in found] == ends[:-1] and ends[-1] == room else None
 

@@ -176,6 +176,11 @@ class Shards:
         """Whether this device holds the first part over these atoms: the one that counts what counts once."""
         return lax.axis_index(atoms) == 0
 
+    def passing(self, monoid: str) -> Atoms:
+        """The atoms over which operands come as parts, to be combined by this monoid after the equation."""
+        ways = enumerate(self.rule.linear)
+        return tuple(a for k, (name, _) in ways if name == monoid for a in self.split.get(-1 - k, ()))
+
     def reduced_atoms(self) -> Atoms:
         """All atoms over which reduce factors are split."""
         return tuple(a for f, factor in enumerate(self.rule.factors) if factor.kind == REDUCE for a in self.atoms(f))

@@ -9,6 +9,7 @@ therefore what is emitted.
     all_to_all(d, e, atoms)   the innermost atoms of dimension d move to dimension e
     all_to_all(atoms)         innermost atoms of some dimensions move to others, free ones between them (``comm.tiles``)
     permute                   the same cut, other devices: one CollectivePermute
+    permute                   other cuts over the same atoms: several of them (``comm.exchange``)
     reduce_scatter(d, atoms)  unreduced -> split
     all_reduce(atoms)         unreduced -> replicated
     to_partial(atoms)         replicated -> unreduced: the first device keeps it, the others hold the monoid's identity
@@ -33,6 +34,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
+from gshard.comm.exchange import changed, exchange
 from gshard.comm.local import slice_part
 from gshard.comm.route import Chunk, Route, carry, chunks_of, routed
 from gshard.comm.tiles import exchanged
@@ -84,6 +86,19 @@ def is_of_tiles(step: Step) -> bool:
     return step.kind == ALL_TO_ALL and step.to < 0
 
 
+def is_exchange(step: Step, mesh: Mesh) -> bool:
+    """Whether a permutation leads to other cuts, tile by tile."""
+    cuts = zip(step.before.dims, step.after.dims, strict=True)
+    return step.kind == PERMUTE and any(mesh.count(have) != mesh.count(wanted) for have, wanted in cuts)
+
+
+def rounds(step: Step, mesh: Mesh) -> int:
+    """How many messages a step takes, one after the other."""
+    if is_exchange(step, mesh):
+        return exchange(step.before.dims, step.after.dims, mesh).rounds
+    return int(step.kind not in LOCAL)
+
+
 def aligned(n: int, parts: int, more: int) -> bool:
     """Whether cutting each of ``parts`` parts of ``n`` elements in ``more`` gives ``parts * more`` parts of ``n``."""
     return parts == 1 or -(-n // parts) == more * -(-n // (parts * more))
@@ -101,6 +116,9 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) ->
         n, local = shape[step.dim], part[step.dim]
         way, room = _lined_up(step, n, mesh)
         return (before // local if local else 0) * (room * (g - 1) + sum(way.messages if way else ()))
+    if is_exchange(step, mesh):
+        found = exchange(step.before.dims, step.after.dims, mesh)
+        return before // math.prod(found.held) * found.rounds
     if step.kind == PERMUTE:
         return before
     if step.kind in (ALL_TO_ALL, REDUCE_SCATTER):
@@ -125,7 +143,8 @@ def step_collectives(
             permuted = math.prod(local) // local[step.dim] * length * itemsize
             sent -= permuted
             yield PERMUTE, permuted
-    yield step.kind, sent
+    for _ in range(messages := max(1, rounds(step, mesh))):
+        yield step.kind, sent // messages
 
 
 def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
@@ -150,6 +169,8 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
             padded = _pad(x, step.to, g * local[step.to])
             moved = lax.all_to_all(padded, step.atoms, split_axis=step.to, concat_axis=step.dim, tiled=True)
             return _trim(moved, step.dim, local[step.dim])
+        case "collective_permute" if is_exchange(step, mesh):
+            return changed(x, step.before.dims, step.after.dims, mesh)
         case "collective_permute":
             return lax.ppermute(x, mesh.atoms, permutation(step.before, step.after, mesh))
         case "reduce_scatter":

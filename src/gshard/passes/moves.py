@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from gshard.comm.exchange import can_change
 from gshard.comm.reshard import plan_reshard, single_steps
 from gshard.comm.steps import PERMUTE, TO_PARTIAL, Step
 from gshard.core.mesh import Atoms, Mesh
@@ -176,24 +177,25 @@ class Moves:
             for name, monoid in itertools.product((name for name in names if name not in here.atoms), monoids):
                 after = here.with_unreduced({**dict(here.unreduced), name: monoid})
                 steps.append(Step(TO_PARTIAL, (name,), here, after, monoid=monoid))
-            for swapped in self._swapped(here):
+            for swapped in self._swapped(here, shape):
                 steps.append(Step(PERMUTE, names, here, swapped))
             self._steps[key] = [(step.after, self.step(step, shape, itemsize, mesh)) for step in steps]
         return self._steps[key]
 
-    def _swapped(self, here: Sharding) -> Iterator[Sharding]:
-        """The same cuts over other axes of the same size, and over the axes of a dimension in another order."""
+    def _swapped(self, here: Sharding, shape: tuple[int, ...]) -> Iterator[Sharding]:
+        """Two axes in each other's places, and the axes of a dimension in another order."""
         sizes = self._coarse.atom_sizes
         for d, own in enumerate(here.dims):
             for turned in itertools.permutations(own) if 1 < len(own) <= _FEW else ():
                 if turned != own:
                     yield Sharding((*here.dims[:d], turned, *here.dims[d + 1 :]), here.unreduced)
         for a, b in itertools.combinations(sizes, 2):
-            if sizes[a] == sizes[b] and {a, b} & {x for dim in here.dims for x in dim}:
-                if {a, b} & set(dict(here.unreduced)):
-                    continue
-                other = {a: b, b: a}
-                yield Sharding(tuple(tuple(other.get(x, x) for x in dim) for dim in here.dims), here.unreduced)
+            if not {a, b} & {x for dim in here.dims for x in dim} or {a, b} & set(dict(here.unreduced)):
+                continue
+            other = {a: b, b: a}
+            swapped = Sharding(tuple(tuple(other.get(x, x) for x in dim) for dim in here.dims), here.unreduced)
+            if sizes[a] == sizes[b] or can_change(here, swapped, shape, self._coarse):
+                yield swapped
 
     def _in_axes(self, sharding: Sharding) -> int:
         """The number of a sharding over the axes as wholes; -1 if it takes a part of one."""

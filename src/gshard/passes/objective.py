@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gshard.comm.steps import LOCAL, Step, bytes_sent
+from gshard.comm.steps import LOCAL, Step, bytes_sent, rounds
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Block, Equation
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
@@ -99,7 +99,7 @@ class Bytes(Moves):
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         if step.kind in LOCAL:
             return _SILENT
-        return bytes_sent(step, shape, itemsize, mesh) + MESSAGE
+        return bytes_sent(step, shape, itemsize, mesh) + MESSAGE * rounds(step, mesh)
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Each equation by itself: nothing is known of what a compiler fuses."""

@@ -42,11 +42,14 @@ from gshard.tracing.in_a_row import one_equation_each
 from gshard.tracing.known import Facts, makes_indices
 from gshard.tracing.look_up import simpler
 from gshard.tracing.manual_regions import check_manual_regions
+from gshard.tracing.moved_first import moved_first
 from gshard.tracing.opened import opened
 from gshard.tracing.padded import padded_by_windows
+from gshard.tracing.scanned import scanned
 from gshard.tracing.subexpression import common_key
 from gshard.tracing.swapped import products_as_wanted
 from gshard.tracing.tables import made_of_positions
+from gshard.tracing.turned import searched_as_they_lie
 from gshard.tracing.unmerged import unmerged
 from gshard.tracing.unread import without_unread
 
@@ -169,12 +172,8 @@ def block_of(jaxpr: Any, program: Program | None) -> Block:
 
 def equations_of(whole: Any, e: Equation, first: int) -> tuple[Equation, ...]:
     """The equations of a closed jaxpr that stands for an equation; new values are numbered from ``first`` on."""
-    jaxpr, consts = closed(whole)
-    env: dict[Any, Any] = {v: Constant(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
-    env.update(zip(jaxpr.invars, e.inputs, strict=True))
-    builder, body = _Builder(itertools.count(first)), _Body()
-    builder._equations(jaxpr, env, body, e.source_info)
-    result = {_read(env, v): out for v, out in zip(jaxpr.outvars, e.outputs, strict=True)}
+    made, results = _Builder(itertools.count(first)).made_of(*closed(whole), e.inputs, e.source_info)
+    result = dict(zip(results, e.outputs, strict=True))
     return tuple(
         dataclasses.replace(
             q,
@@ -182,7 +181,7 @@ def equations_of(whole: Any, e: Equation, first: int) -> tuple[Equation, ...]:
             outputs=tuple(result.get(x, x) for x in q.outputs),
             file=e.file,
         )
-        for q in body.equations
+        for q in made
     )
 
 
@@ -241,12 +240,22 @@ class _Builder:
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
         equations = without_unread(body.equations, outputs, makes_indices)
+        equations = scanned(equations, outputs, self._fresh, self._equation, self.made_of)
         equations = made_of_positions(equations, outputs, self._equation)
-        for in_place in (unmerged, in_frames, one_equation_each):
+        for in_place in (unmerged, moved_first, in_frames, one_equation_each):
             equations = in_place(equations, outputs, self._fresh, self._equation)
-        for fewer in (padded_by_windows, products_as_wanted):
+        for fewer in (padded_by_windows, products_as_wanted, searched_as_they_lie):
             equations = fewer(equations, outputs, self._equation)
         return Block(tuple(inputs), tuple(equations), outputs)
+
+    def made_of(self, jaxpr: Any, consts: Any, arrays: Any, line: Any = None) -> tuple[list[Equation], list[Any]]:
+        """The equations of a jaxpr on some arrays, and its results."""
+        env, body = (
+            dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(Constant, consts), *arrays), strict=True)),
+            _Body(),
+        )
+        self._equations(jaxpr, env, body, line)
+        return body.equations, [_read(env, v) for v in jaxpr.outvars]
 
     def marked_by_type(self, block: Block, variables: Sequence[Any], as_typed: bool) -> Block:
         """The block with marks on those results whose types (of explicit axes) say how they are sharded."""

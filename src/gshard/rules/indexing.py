@@ -19,6 +19,7 @@ not to be touched (-0.0 + 0.0 is 0.0, and sums lose what is very small).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
@@ -95,11 +96,17 @@ def gather(call: Call) -> Rule:
 
     def local(shards: Shards, x: Any, indices: Any) -> list[Any]:
         sizes = tuple(x.shape[d] if size == n else size for d, (n, size) in enumerate(zip(operand_shape, slice_sizes)))
-        split = [p for p in partial if shards.atoms(operand[p.dim][0])]
+        split, ndim = [p for p in partial if shards.atoms(operand[p.dim][0])], len(call.out_shapes[0])
+        fills, counted = call.params["mode"] == _FILL, shards.passing("add")
         if not split:
-            return shards.bind(x, indices, slice_sizes=sizes)
-        ndim, indices = len(call.out_shapes[0]), _signed(indices)
-        valid: Any = jnp.ones(indices.shape[:-1], jnp.bool_)
+            (found,) = shards.bind(x, indices, slice_sizes=sizes)
+            if fills and counted:  # of parts of a sum one is filled in; what is added to it changes nothing
+                there = _over_windows(_is_inside(_signed(indices), partial), ndim, numbers.offset_dims)
+                nothing = jnp.asarray(identity("add", found.dtype), found.dtype)
+                found = jnp.where(there | shards.is_first(counted), found, nothing)
+            return [found]
+        indices = _signed(indices)
+        valid: Any = _is_inside(indices, partial if fills and counted else ())
         held: Any = jnp.ones((1,) * ndim, jnp.bool_)
         for p in split:
             at, length = -shards.offset(operand[p.dim]), x.shape[p.dim]
@@ -110,7 +117,7 @@ def gather(call: Call) -> Rule:
                 at = at if p.axis is None else along(at, p.axis, ndim)
             else:
                 start = jnp.clip(indices[..., p.column], 0, p.n - p.size)
-                if call.params["mode"] == _FILL:
+                if fills:
                     valid &= start == indices[..., p.column]
                 at = start + at
                 x = _extended(x, p.dim, p.size - 1, p.size - 1)
@@ -122,16 +129,25 @@ def gather(call: Call) -> Rule:
         (found,) = shards.bind(x, indices, slice_sizes=sizes, indices_are_sorted=False)
         valid = _over_windows(valid, ndim, numbers.offset_dims)
         found = jnp.where(held & valid, found, jnp.zeros((), found.dtype))
-        if call.params["mode"] == _FILL:
+        if fills:
             first = shards.is_first(shards.reduced_atoms())
             fill = _fill_value(call.params["fill_value"], found.dtype)
+            if counted:
+                fill = jnp.where(shards.is_first(counted), fill, jnp.asarray(identity("add", found.dtype), fill.dtype))
             found = jnp.where(first & ~valid, fill, found)
         return [found]
 
     indices = [*batch, make.replicate(indices_shape[-1])]
     flops = math.prod(call.out_shapes[0])
-    linear = [] if call.params["mode"] == _FILL else moves(0)  # what is filled in would be added up
+    linear = [("add", (0,))] if call.params["mode"] == _FILL else moves(0)
     return make.rule([operand, indices], [result], local=local, flops=flops, masks_itself=True, linear=linear)
+
+
+def _is_inside(indices: Any, partial: Sequence[_Partial]) -> Any:
+    """For each index, whether its window is inside of the whole array."""
+    columns = [(indices[..., p.column], p.n - p.size) for p in partial if p.column is not None]
+    inside = [(at >= 0) & (at <= last) for at, last in columns]
+    return functools.reduce(jnp.logical_and, inside, jnp.ones(indices.shape[:-1], jnp.bool_))
 
 
 def _signed(indices: Any) -> Any:

@@ -4,6 +4,9 @@
 may be split. Where a call is exactly what JAX makes of it, it is one operator: the place of a number is how many
 elements come before it, and of these each device counts its own.
 
+One whose elements fall is searched from its other end (``jnp.digitize`` asks which way they go, and searches both
+ways): each device counts its own part, turned around; turning around all of it would move it.
+
 The array has to be sorted. Of one that is not, JAX says nothing: its methods differ, and so do ways to split it.
 """
 
@@ -17,10 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from gshard.comm.shards import Shards
+from gshard.comm.shards import Shards, identity
 from gshard.core.jax_adapter import shapes_of
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.language.registry import Call, rule
@@ -31,12 +35,13 @@ search_p = Primitive("searchsorted")
 
 
 @search_p.def_impl
-def _run(places: Any, numbers: Any, *, side: str, method: str, dtype: Any) -> Any:
+def _run(places: Any, numbers: Any, *, side: str, method: str, dtype: Any, falling: bool) -> Any:
+    places = lax.rev(places, (0,)) if falling else places
     return jnp.searchsorted(places, numbers, side=side, method=method).astype(dtype)
 
 
 @search_p.def_abstract_eval
-def _shape(places: Any, numbers: Any, *, side: str, method: str, dtype: Any) -> Any:
+def _shape(places: Any, numbers: Any, *, side: str, method: str, dtype: Any, falling: bool) -> Any:
     return jax.core.ShapedArray(numbers.shape, dtype)
 
 
@@ -46,7 +51,7 @@ mlir.register_lowering(search_p, mlir.lower_fun(_run, multiple_results=False))
 @rule("searchsorted")
 def searchsorted(call: Call) -> Rule:
     """
-    >>> params = {"side": "left", "method": "scan", "dtype": np.dtype("int32")}
+    >>> params = {"side": "left", "method": "scan", "dtype": np.dtype("int32"), "falling": False}
     >>> print(searchsorted(Call("searchsorted", params, ((8,), (3, 2)), ((3, 2),), ("f4", "f4"))))
     a, b c -> b c; add over a=8
     """
@@ -58,8 +63,12 @@ def searchsorted(call: Call) -> Rule:
         size, atoms = x.shape[0], shards.atoms(places[0])
         if n % shards.mesh.count(atoms) == 0:
             return shards.bind(x, numbers)
-        # Padding comes after everything, also after what is as large as it is.
         valid = jnp.clip(n - shards.offset(places), 0, size)
+        if call.params["falling"]:  # padding comes before everything, and is not counted
+            least = jnp.asarray(identity("max", x.dtype), x.dtype)
+            (found,) = shards.bind(jnp.where(jnp.arange(size) < valid, x, least), numbers)
+            return [jnp.maximum(found - (size - valid).astype(found.dtype), 0)]
+        # Padding comes after everything, also after what is as large as it is.
         last = np.nan if jnp.issubdtype(x.dtype, jnp.inexact) else np.iinfo(x.dtype).max
         x = jnp.where(jnp.arange(size) < valid, x, jnp.asarray(last, x.dtype))
         (found,) = shards.bind(x, numbers)
@@ -84,6 +93,6 @@ def sorted_search(params: Mapping[str, Any], in_avals: Sequence[Any]) -> Any:
             calls = [e for e in made.eqns if e.params.get("name") == "searchsorted"]
             if len(calls) == 1 and str(calls[0].params["jaxpr"]) == str(params["jaxpr"]):
                 (out,) = calls[0].outvars
-                bind = functools.partial(search_p.bind, side=side, method=method, dtype=out.aval.dtype)
+                bind = functools.partial(search_p.bind, side=side, method=method, dtype=out.aval.dtype, falling=False)
                 return jax.make_jaxpr(bind)(*arguments)
     return None

@@ -1,0 +1,129 @@
+"""Exchange: dimensions change places, tile by tile, and every tile goes straight to where it is wanted.
+
+    [8@(x,y), 8@z] -> [8@z, 8@(x,y)]      x = y = z = 2: two rounds of half a part, each half sent once
+
+Where parts of a dimension change with parts of another that are not equally many, no all-to-all fits: one brings the
+cuts to the right sizes, and then all parts are sent once more, to other devices. Instead both cuts are laid over each
+other. A part of either consists of as many tiles, and rounds of CollectivePermutes carry them (``comm.route``). All
+cuts are even, and the same atoms cut before and after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.comm.route import Chunk, colored, pairs
+from gshard.comm.tiles import moved
+from gshard.core.mesh import Atoms, Mesh, common_prefix
+from gshard.core.sharding import Sharding
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchange:
+    """Tiles, and how they go.
+
+    Attributes:
+        atoms: the devices along which they go.
+        held: into how many tiles a part before is cut, in each dimension.
+        wanted: the same of a part after.
+        rounds: in how many messages: as many as a part has tiles, for some device keeps none.
+        chunks: where each tile goes; one element of a chunk is one tile.
+    """
+
+    atoms: Atoms
+    held: tuple[int, ...]
+    wanted: tuple[int, ...]
+    rounds: int
+    chunks: tuple[Chunk, ...]
+
+    def messages(self) -> tuple[tuple[Chunk, ...], ...]:
+        """The rounds: every device sends a tile in each, if only to itself."""
+        return colored(self.chunks)
+
+
+def can_change(before: Sharding, after: Sharding, shape: Sequence[int], mesh: Mesh) -> bool:
+    """Whether an exchange leads from a sharding to another.
+
+    It takes no more messages than devices can be halved along what moves: atom by atom it would take as many.
+    """
+    if before.unreduced != after.unreduced or _cutting(before) != _cutting(after):
+        return False
+    counts = [(mesh.count(have), mesh.count(want)) for have, want in zip(before.dims, after.dims, strict=True)]
+    if all(p == q for p, q in counts) or any(n % math.lcm(*c) for n, c in zip(shape, counts, strict=True)):
+        return False
+    tiles = math.prod(math.lcm(p, q) // p for p, q in counts)
+    return tiles < mesh.count(moved(before.dims, after.dims)).bit_length()
+
+
+def _cutting(sharding: Sharding) -> set[str]:
+    return {a for dim in sharding.dims for a in dim}
+
+
+@functools.lru_cache(maxsize=1024)
+def exchange(before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) -> Exchange:
+    """The tiles of two cuts of an array."""
+    atoms = moved(before, after)
+    sizes = [mesh.atom_sizes[a] for a in atoms]
+    devices = math.prod(sizes)
+    at = dict(zip(atoms, np.indices(sizes).reshape(len(atoms), devices), strict=True))
+    sender = source = target = np.zeros((devices, 1), np.int64)
+    held, wanted, ordinals = [], [], np.zeros(devices, np.int64)
+    for have, want in zip(before, after, strict=True):
+        same = len(common_prefix(have, want))
+        own, other = have[same:], want[same:]
+        p, q = mesh.count(own), mesh.count(other)
+        fine = math.lcm(p, q)
+        ordinals = ordinals * p + _ordinal(own, at, mesh, devices)
+        # Tiles of this dimension in a part after, and of which part before each is.
+        tile = _ordinal(other, at, mesh, devices)[:, None] * (fine // q) + np.arange(fine // q)
+
+        def further(x: Any, by: int, digit: Any) -> Any:
+            return (x[:, :, None] * by + digit[:, None, :]).reshape(devices, -1)
+
+        sender = further(sender, p, tile // (fine // p))
+        source = further(source, fine // p, tile % (fine // p))
+        target = further(target, fine // q, np.arange(fine // q)[None] + 0 * tile)
+        held.append(fine // p)
+        wanted.append(fine // q)
+    who = np.empty(devices, np.int64)
+    who[ordinals] = np.arange(devices)
+    sender, receiver = who[sender], np.broadcast_to(np.arange(devices)[:, None], sender.shape)
+    columns = (x.ravel().tolist() for x in (sender, source, receiver, target))
+    chunks = tuple(Chunk(s, low, r, to, 1) for s, low, r, to in zip(*columns, strict=True))
+    return Exchange(atoms, tuple(held), tuple(wanted), math.prod(held), chunks)
+
+
+def _ordinal(atoms: Atoms, at: dict[str, Any], mesh: Mesh, devices: int) -> Any:
+    found = np.zeros(devices, np.int64)
+    for a in atoms:
+        found = found * mesh.atom_sizes[a] + at[a]
+    return found
+
+
+def changed(x: Any, before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) -> Any:
+    """One device's part of an array, moved so (inside ``shard_map``)."""
+    found = exchange(before, after, mesh)
+    tile = [n // k for n, k in zip(x.shape, found.held, strict=True)]
+    result = jnp.zeros([n * k for n, k in zip(tile, found.wanted, strict=True)], x.dtype)
+    me, devices = lax.axis_index(found.atoms), mesh.count(found.atoms)
+
+    def begin(numbers: dict[int, int], counts: tuple[int, ...]) -> list[Any]:
+        """Where the tile with a device's number begins."""
+        listed = np.array([numbers[i] for i in range(devices)])
+        places = [np.asarray(i * n, np.int32) for i, n in zip(np.unravel_index(listed, counts), tile, strict=True)]
+        return [int(i[0]) if (i == i[0]).all() else jnp.asarray(i)[me] for i in places]
+
+    for chunks in found.messages():
+        sent = lax.dynamic_slice(x, begin({p.source: p.low for p in chunks}, found.held), tile)
+        sent = lax.ppermute(sent, mesh.atoms, pairs([(p.source, p.receiver) for p in chunks], found.atoms, mesh))
+        place = begin({p.receiver: p.at for p in chunks}, found.wanted)
+        result = lax.dynamic_update_slice(result, sent, place)
+    return result
