@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -281,3 +282,21 @@ def test_a_program_gathers_only_the_approximately_greatest(n: int, rng: np.rando
     assert sum(c.total_bytes for c in lowered.spmd.collectives) == 7 * 5 * (4 + 4)
     for got, want in zip(gshard.jit(program, mesh=mesh)(x), lax.top_k(x, 5), strict=True):
         same_bits(got, want)
+
+
+@pytest.mark.parametrize("n", [1024, 1000])
+def test_operands_of_all_types_go_in_one_message(n: int, rng: np.random.Generator) -> None:
+    keys = rng.integers(-20, 20, n).astype(np.float32) / 4
+    keys[::17], keys[::29], keys[::31] = np.nan, -0.0, np.inf
+    signed, unsigned = np.arange(n, dtype=np.int32) - 99, rng.integers(0, 255, n).astype(np.uint8)
+    others = signed, unsigned, keys > 0, keys.astype(jnp.bfloat16)
+
+    def ordered(*xs: Any) -> Any:
+        return lax.sort(tuple(gshard.split(x, 0, 8) for x in xs), num_keys=1)
+
+    run = gshard.jit(ordered, mesh=8)
+    for found, expected in zip(run(keys, *others), jax.jit(ordered)(keys, *others), strict=True):
+        assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+    sent = run.lower(keys, *others).spmd.collectives
+    assert Counter(c.kind for c in sent)["all_to_all"] == 2
+    assert sum(c.times for c in sent) <= 5, "dealt out, cut in chunks, and the ends of columns both ways"

@@ -13,6 +13,8 @@ Columnsort of ``parts`` columns, one on each device, of ``rows`` elements each:
 3. Every column is sorted. What is still in the wrong place is near the border of two columns.
 4. The ends of neighbouring columns are merged.
 
+All operands go together, in one message for each exchange.
+
 Why this sorts. By the 0-1 principle let the elements be zeros and ones. After the first sort each column is zeros, then
 ones; dealt out, every column gets equally many of its zeros, or one more where it comes first. So after the second sort
 column ``c`` begins with ``z[c]`` zeros, where ``z`` never rises and ``z[0] - z[parts - 1] <= parts``. Read across
@@ -32,7 +34,8 @@ columns at least twice as long it is in one column, which step 3 sorts, or in th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -145,7 +148,8 @@ def _sort(operands: Sequence[Any], num_keys: int) -> list[Any]:
 
 def _together(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: Atoms) -> list[Any]:
     size, parts = operands[0].shape[1], shards.mesh.count(atoms)
-    whole = _sort([shards.all_gather(x, 1, atoms)[:, :n] for x in operands], num_keys)
+    gathered = _in_one_message(operands, lambda x: shards.all_gather(x, 1, atoms))
+    whole = _sort([x[:, :n] for x in gathered], num_keys)
     start = lax.axis_index(atoms) * size
     return [lax.dynamic_slice_in_dim(_longer(x, parts * size), start, size, axis=1) for x in whole]
 
@@ -155,6 +159,7 @@ def _crosswise(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms
     others, size = operands[0].shape
     parts = shards.mesh.count(atoms)
     missing = -others % parts
+    # Rows are cut, so that each array goes by itself.
     there = [_all_to_all(shards, jnp.pad(x, ((0, missing), (0, 0))), atoms, 0, 1)[:, :n] for x in operands]
     back = [_all_to_all(shards, _longer(x, parts * size), atoms, 1, 0) for x in _sort(there, num_keys)]
     return [x[:others] for x in back]
@@ -177,17 +182,18 @@ def _columns(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: 
         columned = [_longer(x, rows, m) for x, m in zip(_sort(columned, num_keys), most, strict=True)]
     else:
         columned = [_longer(x, rows) for x in _sort([index >= valid(part), *operands], num_keys + 1)[1:]]
-    columned = [_all_to_all(shards, _dealt(x, parts), atoms, 1, 1) for x in columned]
+    columned = _in_one_message(columned, lambda x: _all_to_all(shards, _dealt(x, parts), atoms, 1, 1))
     if twins:
         arranged, keys = columned, num_keys
     else:
         arranged, keys = _numbered(columned, num_keys, columns, part, valid), num_keys + 2
-    arranged = [_all_to_all(shards, x, atoms, 1, 1) for x in _total(arranged, keys, columns, twins)]
+    arranged = _total(arranged, keys, columns, twins)
+    arranged = _in_one_message(arranged, lambda x: _all_to_all(shards, x, atoms, 1, 1))
     arranged = _merged(shards, _total(arranged, keys, columns, twins), keys, columns, twins, atoms)
     result = arranged if twins else [*arranged[:num_keys], *arranged[num_keys + 1 :]]
     if rows == size:
         return result
-    return [shards.window(x, 1, atoms, columns.windows[2], 0) for x in result]
+    return _in_one_message(result, lambda x: shards.window(x, 1, atoms, columns.windows[2], 0))
 
 
 def _dealt(x: Any, parts: int) -> Any:
@@ -220,8 +226,8 @@ def _merged(shards: Shards, arranged: list[Any], keys: int, columns: Columns, tw
     border, part = columns.border, lax.axis_index(atoms)
     before, after, _ = columns.windows
     tops, bottoms = [x[:, :border] for x in arranged], [x[:, columns.rows - border :] for x in arranged]
-    above = [shards.window(x, 1, atoms, before, 0) for x in arranged]
-    below = [shards.window(x, 1, atoms, after, 0) for x in arranged]
+    above = _in_one_message(arranged, lambda x: shards.window(x, 1, atoms, before, 0))
+    below = _in_one_message(arranged, lambda x: shards.window(x, 1, atoms, after, 0))
     upper = _total([jnp.concatenate(pair, 1) for pair in zip(above, tops)], keys, columns, twins)
     lower = _total([jnp.concatenate(pair, 1) for pair in zip(bottoms, below)], keys, columns, twins)
     result = []
@@ -230,6 +236,34 @@ def _merged(shards: Shards, arranged: list[Any], keys: int, columns: Columns, tw
         last = jnp.where(part == columns.parts - 1, bottom, low[:, :border])
         result.append(jnp.concatenate([first, x[:, border : columns.rows - border], last], 1))
     return result
+
+
+def _in_one_message(arrays: Sequence[Any], move: Callable[[Any], Any]) -> list[Any]:
+    """What ``move`` makes of each array, all of them in one: as rows of words, of as many bytes as all are made of.
+
+    ``move`` only moves elements along the second dimension.
+    """
+    sizes = [x.dtype.itemsize for x in arrays]
+    if len(arrays) == 1 or any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in arrays):
+        return [move(x) for x in arrays]
+    word = jnp.dtype(f"uint{8 * min(math.gcd(*sizes), 4)}")
+    rows = arrays[0].shape[0]
+
+    def as_words(x: Any) -> Any:
+        x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+        words = lax.bitcast_convert_type(x, word)
+        return words if words.ndim == 2 else jnp.moveaxis(words, 2, 0).reshape(-1, x.shape[1])
+
+    moved = move(jnp.concatenate([as_words(x) for x in arrays]))
+    found, at = [], 0
+    for x, size in zip(arrays, sizes, strict=True):
+        count = size // word.itemsize
+        words = moved[at : at + count * rows].reshape(count, rows, -1)
+        at += count * rows
+        words = words[0] if count == 1 else jnp.moveaxis(words, 0, 2)
+        back = lax.bitcast_convert_type(words, jnp.uint8 if x.dtype == jnp.bool_ else x.dtype)
+        found.append(back.astype(x.dtype))
+    return found
 
 
 def _longer(x: Any, size: int, fill: Any = 0) -> Any:
