@@ -151,8 +151,9 @@ def bytes_moved(module: Module, computation: Computation, made: Instruction) -> 
     """Bytes that a kernel reads and writes; of what it takes a slice of, or writes a slice into, the slice."""
     if made.opcode == "fusion":
         body = module.computations[made.called("calls")[0]]
+        read = flops.elements_read(body)
         entered = [i for i in body.instructions.values() if i.opcode == "parameter"]
-        return sum(_read(body, i) for i in entered) + _written(body, body.instructions[body.root])
+        return sum(_read(body, i, read) for i in entered) + _written(body, body.instructions[body.root])
     operands = [computation.instructions[o] for o in made.operands if o in computation.instructions]
     if made.opcode in ("slice", "dynamic-slice", "gather"):
         return 2 * type_bytes(made.type)
@@ -161,9 +162,11 @@ def bytes_moved(module: Module, computation: Computation, made: Instruction) -> 
     return sum(type_bytes(x.type) for x in operands) + type_bytes(made.type)
 
 
-def _read(body: Computation, value: Instruction) -> int:
-    """Bytes that a fusion reads of one of its operands."""
-    total, whole = 0, type_bytes(value.type)
+def _read(body: Computation, value: Instruction, read: Mapping[str, float]) -> int:
+    """Bytes that a fusion reads of one of its operands; ``read``: how many elements of it and of what it becomes."""
+    whole = type_bytes(value.type)
+    elements = flops.elements_of(value.type)
+    total, whole = 0, int(whole * read.get(value.name, 0.0) / elements) if elements else 0
     for user in body.instructions.values():
         if value.name not in user.operands:
             continue
@@ -172,7 +175,7 @@ def _read(body: Computation, value: Instruction) -> int:
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
             continue
         elif user.opcode == "bitcast":
-            total += _read(body, user)
+            total += _read(body, user, read)
         else:
             return whole
     return min(total, whole)
