@@ -19,6 +19,7 @@ from typing import Any
 
 from gshard.analysis.combined import combined
 from gshard.analysis.copied import copied
+from gshard.analysis.hoisted import hoisted
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.analysis.network import permutation_seconds, seconds
@@ -165,7 +166,7 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
     """
     program = device_program(spmd)
     captured = len(spmd.program.captured)
-    joined, anew = combined(program, machine), copied(program, machine)
+    joined, anew = combined(program, machine), copied(program, machine) | hoisted(program)
     rows = [
         kernel_cost(kernel, times, spmd.mesh, machine, joined.get(kernel, 0), anew.get(kernel, ()))
         for kernel, times in program.walk()
@@ -184,7 +185,8 @@ def kernel_cost(
         times: how often it runs in one call.
         mesh, machine: the devices.
         joined: bytes of the message that a collective joins (``combined``): it takes what that takes longer.
-        anew: bytes of arrays that are laid out anew for a collective (``copied``).
+        anew: bytes of arrays that are written and read again: laid out anew for a collective (``copied``), or small
+            and repeated by a kernel (``hoisted``).
     """
     e = kernel.equation
     result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
@@ -200,9 +202,10 @@ def kernel_cost(
         "memory": kernel.moved / machine.memory_bandwidth,
     }
     bound = max(needs, key=lambda what: needs[what])
+    apart = sum(machine.copying(array) for array in anew)
     return KernelCost(
         e.name, kernel.kind, e.line, result, times, products + kernel.vector_flops, kernel.moved, 0, (),
-        needs[bound] + machine.starting(kernel.moved), bound, e,
+        needs[bound] + machine.starting(kernel.moved) + apart, bound, e,
     )  # fmt: skip
 
 
