@@ -151,8 +151,9 @@ def _multiplies(e: Equation, rule: Rule) -> bool:
 def _kind_of_rule(rule: Rule) -> str:
     if rule.passes and len(rule.operands) > 1:
         return PASSING
-    kinds = {f.kind for f in rule.factors}
-    reduced = {f for f, factor in enumerate(rule.factors) if factor.kind == REDUCE}
+    # What is summed over one element is only given another shape.
+    kinds = {PARALLEL if f.kind == REDUCE and f.size == 1 else f.kind for f in rule.factors}
+    reduced = {f for f, factor in enumerate(rule.factors) if factor.kind == REDUCE and factor.size > 1}
     if kinds <= {PARALLEL} and rule.known:
         return FUSED
     holders = [dims for dims in rule.operands if reduced & {f for dim in dims for f in dim}]
