@@ -6,8 +6,9 @@ x / x.sum(1, keepdims=True)     1 / sum is a kernel of its own: a division for e
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from gshard.core.program import Value
+from gshard.core.program import Equation, Value
 from gshard.core.rule import moves
 from gshard.passes.device_program import COLLECTIVE, REGION, Kernel, Kernels, size
 
@@ -31,7 +32,7 @@ def hoisted(program: Kernels) -> dict[Kernel, tuple[int, ...]]:
     return found
 
 
-def _apart(kernel: Kernel, position: dict[object, int]) -> list[Value]:
+def _apart(kernel: Kernel, position: Mapping[Equation, int]) -> list[Value]:
     """The small arrays of which a kernel repeats something that takes long."""
     found: dict[Value, None] = {}
     slow: set[Value] = set()  # what was computed of a small array, and takes long
