@@ -13,6 +13,7 @@ from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, permuting, seconds
 from gshard.comm.steps import (
     ALL_GATHER,
+    ALL_REDUCE,
     ALL_TO_ALL,
     LOCAL,
     PERMUTE,
@@ -70,7 +71,11 @@ class StepTimes:
         return taken + sum(map(self.machine.copying, self._copied(step, shape, itemsize, mesh)))
 
     def _copied(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
-        """Bytes of the arrays that are laid out anew (``copied``), as if what makes and reads them spared nothing."""
+        """Bytes of the arrays that are written anew: laid out (``copied``), as if what makes and reads them spared
+        nothing, or, of floats of which the largest are sought, as integers in the same order.
+        """
+        if step.kind == ALL_REDUCE and step.monoid in ("max", "min"):
+            return [math.prod(step.before.local_shape(mesh, shape)) * itemsize]
         if step.kind not in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL):
             return []
         before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
