@@ -1,18 +1,21 @@
 """What a compiled program takes on a machine: read off its HLO, whoever partitioned it.
 
 Each instruction that XLA did not fuse into another one is a kernel: it takes the longer of its arithmetic and its
-memory traffic, and its start. A collective takes what the network takes, among the devices that it runs over. Nothing
+memory traffic, and its start. A collective takes what the network takes, among the devices that it runs over; those
+that the compiler of the machine makes one message of, and the one for CPU does not, what the message takes. Nothing
 overlaps. That is how ``gshard.analysis.cost`` prices our own programs; here both sides are read from what XLA compiled
 (for CPU, whose fusions are not those of an accelerator), so that only ratios mean anything.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import flops
 from gshard.analysis import hlo_collectives
+from gshard.analysis.combined import Messages
 from gshard.analysis.hlo_parser import Computation, Instruction, Module, read_module, trip_count, type_bytes
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import permutation_seconds, seconds_among
@@ -30,14 +33,15 @@ def seconds(text: str, machine: Machine) -> float:
     """Of one call, on the device that is in the first group of every collective."""
     module = read_module(text)
     sent = {c.name: c for c in hlo_collectives.collectives(text)}
+    joined = {name: before for c in module.computations.values() for name, before in joins(c, sent, machine)}
     total = 0.0
     cutting: set[tuple[int, str]] = set()
     for computation, made, times in kernels(module, module.computations[module.entry], 1):
         if made.name in sent:
-            total += times * collective_seconds(made, sent[made.name], machine)
+            total += times * collective_seconds(made, sent[made.name], machine, joined.get(made.name, 0))
         elif (
             made.opcode not in FREE
-            and not is_part_of_all_to_all(computation, made)
+            and not is_part_of_all_to_all(module, computation, made)
             and not made.opcode.endswith("-done")
         ):
             total += times * kernel_seconds(module, computation, made, machine)
@@ -64,14 +68,52 @@ def kernels(module: Module, computation: Computation, times: int) -> Iterator[tu
             yield from kernels(module, module.computations[name], times * rounds)
 
 
-def is_part_of_all_to_all(computation: Computation, made: Instruction) -> bool:
-    """Whether it cuts or joins what an all-to-all moves: on CPU that is done array by array, elsewhere on the way."""
-    if made.opcode == "concatenate":
+def joins(
+    computation: Computation, sent: Mapping[str, hlo_collectives.CompiledCollective], machine: Machine
+) -> Iterator[tuple[str, int]]:
+    """The collectives that join the message of others, and the bytes of these; sums are in one message already."""
+    messages = Messages()
+    needs: dict[str, frozenset[int]] = {}
+    for made in computation.instructions.values():
+        needed = frozenset[int]().union(*(needs.get(o, frozenset()) for o in made.operands))
+        c = sent.get(made.name)
+        if c is not None and c.kind in machine.combines - {"all_reduce"}:
+            key = c.kind, c.group, c.group_size, made.type.split("[")[0]
+            message, before = messages.send(key, c.operand_bytes, needed)
+            if before:
+                yield made.name, before
+            needed |= {message}
+        needs[made.name] = needed
+
+
+def is_part_of_all_to_all(module: Module, computation: Computation, made: Instruction) -> bool:
+    """Whether it only cuts or joins what an all-to-all moves: on CPU a kernel for each array, elsewhere on the way."""
+    if _does_only(module, made, "concatenate"):
         parts = [computation.instructions[o] for o in made.operands]
         return all(p.opcode == "get-tuple-element" and _is_all_to_all(computation, p.operands[0]) for p in parts)
     users = [i.name for i in computation.instructions.values() if made.name in i.operands]
-    is_slice = made.opcode == "slice" or made.name.startswith("wrapped_slice")
-    return is_slice and bool(users) and all(_is_all_to_all(computation, name) for name in users)
+    return _does_only(module, made, "slice") and bool(users) and all(_is_all_to_all(computation, u) for u in users)
+
+
+def _does_only(module: Module, made: Instruction, opcode: str) -> bool:
+    """Whether an instruction is a slice, or a concatenation, or a fusion of one that takes its array as it is stored.
+
+    What is cut along the first dimension is a run of bytes, whatever views of other shapes there are: it is sent so.
+    """
+    if made.opcode != "fusion" or made.name.startswith(f"wrapped_{opcode}"):
+        return made.opcode in (opcode, "fusion")
+    inside = list(module.computations[made.called("calls")[0]].instructions.values())
+    found, *more = [i for i in inside if i.opcode not in ("parameter", "bitcast")] or inside
+    if found.opcode != opcode or more:
+        return False
+    whole = found.type if opcode == "concatenate" else next(i.type for i in inside if i.name == found.operands[0])
+    sizes = [int(n) for n in re.findall(r"\d+", re.search(r"\[([\d,]*)\]", whole)[1])]
+    if opcode == "concatenate":
+        first = int(re.search(r"\bdimensions=\{(\d+)\}", found.attributes)[1])
+    else:
+        cut = re.findall(r"\[(\d+):(\d+)\]", re.search(r"\bslice=\{([^}]*)\}", found.attributes)[1])
+        first = max((d for d, (a, b) in enumerate(cut) if int(b) - int(a) < sizes[d]), default=0)
+    return math.prod(sizes[:first]) == 1
 
 
 def is_cut_for(computation: Computation, made: Instruction) -> str:
@@ -84,13 +126,17 @@ def _is_all_to_all(computation: Computation, name: str) -> bool:
     return computation.instructions[name].opcode == "all-to-all"
 
 
-def collective_seconds(made: Instruction, c: hlo_collectives.CompiledCollective, machine: Machine) -> float:
+def collective_seconds(
+    made: Instruction, c: hlo_collectives.CompiledCollective, machine: Machine, joined: int = 0
+) -> float:
+    """Of one run; of one that joins a message of so many bytes, what that takes longer."""
     if c.kind == "collective_permute":
         listed = re.search(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?\s*)+)\}", made.attributes)
         pairs = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", listed[1])] if listed else []
         return permutation_seconds(c.bytes_moved, pairs, machine)
     group = c.group or tuple(range(c.group_size))
-    return seconds_among(c.kind, c.operand_bytes, group, machine)
+    before = seconds_among(c.kind, joined, group, machine)
+    return seconds_among(c.kind, joined + c.operand_bytes, group, machine) - before
 
 
 def kernel_seconds(module: Module, computation: Computation, made: Instruction, machine: Machine) -> float:
@@ -105,8 +151,9 @@ def bytes_moved(module: Module, computation: Computation, made: Instruction) -> 
     """Bytes that a kernel reads and writes; of what it takes a slice of, or writes a slice into, the slice."""
     if made.opcode == "fusion":
         body = module.computations[made.called("calls")[0]]
+        read = flops.elements_read(body)
         entered = [i for i in body.instructions.values() if i.opcode == "parameter"]
-        return sum(_read(body, i) for i in entered) + _written(body, body.instructions[body.root])
+        return sum(_read(body, i, read) for i in entered) + _written(body, body.instructions[body.root])
     operands = [computation.instructions[o] for o in made.operands if o in computation.instructions]
     if made.opcode in ("slice", "dynamic-slice", "gather"):
         return 2 * type_bytes(made.type)
@@ -115,9 +162,11 @@ def bytes_moved(module: Module, computation: Computation, made: Instruction) -> 
     return sum(type_bytes(x.type) for x in operands) + type_bytes(made.type)
 
 
-def _read(body: Computation, value: Instruction) -> int:
-    """Bytes that a fusion reads of one of its operands."""
-    total, whole = 0, type_bytes(value.type)
+def _read(body: Computation, value: Instruction, read: Mapping[str, float]) -> int:
+    """Bytes that a fusion reads of one of its operands; ``read``: how many elements of it and of what it becomes."""
+    whole = type_bytes(value.type)
+    elements = flops.elements_of(value.type)
+    total, whole = 0, int(whole * read.get(value.name, 0.0) / elements) if elements else 0
     for user in body.instructions.values():
         if value.name not in user.operands:
             continue
@@ -126,7 +175,7 @@ def _read(body: Computation, value: Instruction) -> int:
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
             continue
         elif user.opcode == "bitcast":
-            total += _read(body, user)
+            total += _read(body, user, read)
         else:
             return whole
     return min(total, whole)

@@ -8,7 +8,8 @@ counts: two for each multiplication and addition of a product, one for each elem
     executed(loop)                          # at least 10 * 2 * 8**3; cost_analysis() says little more than 2 * 8**3
 
 A loop whose length only the data tell counts one round; of the branches of a conditional the costliest counts.
-Transcendental functions are no FLOPs to XLA, nor here.
+Transcendental functions are no FLOPs to XLA, nor here. Of what is fused into something that reads a slice of it XLA
+counts all elements, although a fusion computes each where it is read: those that nothing reads are taken off.
 """
 
 from __future__ import annotations
@@ -27,10 +28,18 @@ ELEMENTWISE = frozenset(
     """.split()
 )
 
+MIXING = frozenset(
+    """
+    call convolution conditional custom-call dot fft fusion gather map reduce reduce-window scatter sort tuple while
+    """.split()
+)
+CUTTING = frozenset(("dynamic-slice", "dynamic-update-slice", "pad"))
+
 
 def executed(compiled: Any) -> float:
     """FLOPs of one call on one device."""
-    return float((compiled.cost_analysis() or {}).get("flops", 0.0)) + further_rounds(compiled.as_text())
+    text = compiled.as_text()
+    return float((compiled.cost_analysis() or {}).get("flops", 0.0)) + further_rounds(text) - unread(text)
 
 
 def further_rounds(text: str) -> float:
@@ -40,10 +49,32 @@ def further_rounds(text: str) -> float:
     return _counted(module, entry, every_round=True) - _counted(module, entry, every_round=False)
 
 
+def unread(text: str) -> float:
+    """What ``cost_analysis`` counts of elements that no fusion computes."""
+    module = read_module(text)
+    entry = module.computations[module.entry]
+    return counted_once(text) - _counted(module, entry, every_round=False)
+
+
 def counted_once(text: str) -> float:
     """All FLOPs with each loop's body once, as ``cost_analysis`` counts."""
     module = read_module(text)
-    return _counted(module, module.computations[module.entry], every_round=False)
+    return _counted(module, module.computations[module.entry], every_round=False, every_element=True)
+
+
+def elements_read(body: Computation) -> dict[str, float]:
+    """How many elements of each instruction of a fusion are computed: those that something reads."""
+    found = {body.root: _size(body.instructions[body.root].type)}
+    for made in reversed(body.instructions.values()):
+        wanted = found.get(made.name, 0.0)
+        for position, operand in enumerate(made.operands):
+            if operand not in body.instructions:
+                continue
+            whole = _size(body.instructions[operand].type)
+            # Of the operands of what goes element by element, cuts or joins, no more than of its result.
+            reads = wanted if made.opcode not in MIXING and not (made.opcode in CUTTING and position) else whole
+            found[operand] = min(whole, found.get(operand, 0.0) + reads)
+    return found
 
 
 def of_instruction(module: Module, computation: Computation, made: Instruction) -> float:
@@ -63,14 +94,24 @@ def products_of(module: Module, computation: Computation, made: Instruction) -> 
     return total, dtype
 
 
-def _counted(module: Module, computation: Computation, every_round: bool) -> float:
-    return sum(_one(module, computation, i, every_round) for i in computation.instructions.values())
+def _counted(module: Module, computation: Computation, every_round: bool, every_element: bool = False) -> float:
+    return sum(_one(module, computation, i, every_round, every_element) for i in computation.instructions.values())
 
 
-def _one(module: Module, computation: Computation, made: Instruction, every_round: bool) -> float:
+def _fused(module: Module, body: Computation, every_round: bool) -> float:
+    read = elements_read(body)
+    return sum(
+        _one(module, body, i, every_round, False) * read.get(i.name, 0.0) / max(_size(i.type), 1.0)
+        for i in body.instructions.values()
+    )
+
+
+def _one(
+    module: Module, computation: Computation, made: Instruction, every_round: bool, every_element: bool = False
+) -> float:
     def inside(attribute: str) -> list[float]:
         called = [module.computations[name] for name in made.called(attribute)]
-        return [_counted(module, c, every_round) for c in called]
+        return [_counted(module, c, every_round, every_element) for c in called]
 
     operands = [computation.instructions[o].type for o in made.operands if o in computation.instructions]
     match made.opcode:
@@ -82,6 +123,8 @@ def _one(module: Module, computation: Computation, made: Instruction, every_roun
             return max(
                 inside("branch_computations") + inside("true_computation") + inside("false_computation"), default=0.0
             )
+        case "fusion" if not every_element:
+            return sum(_fused(module, module.computations[name], every_round) for name in made.called("calls"))
         case "fusion" | "call" | "async-start":
             return sum(inside("calls")) + sum(inside("to_apply"))
         case "dot":
@@ -116,6 +159,11 @@ def _arrays(text: str) -> list[list[int]]:
     """The shapes of a type."""
     found = re.findall(r"\b[a-z]+[a-z0-9]*\[([\d,<=]*)\]", text)
     return [[int(d.removeprefix("<=")) for d in dims.split(",") if d] for dims in found]
+
+
+def elements_of(text: str) -> float:
+    """The elements of all arrays of a type."""
+    return _size(text)
 
 
 def _size(text: str) -> float:

@@ -15,6 +15,10 @@ from analysis.models import f32
 from families import CASES
 from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
+from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
+from gshard.search.propagated import propagated
+from gshard.search.seconds import on_machine, seconds_on
 
 MESH, MACHINE = gshard.Mesh.abstract(x=4, y=2), Machine.of("v5e:2x4")
 
@@ -52,6 +56,24 @@ def test_sums_over_other_devices_or_of_another_kind_are_messages_of_their_own():
     assert min(sums, other) > 1e-6
     (total, most) = all_reduces(lambda a, b: (jnp.sum(a, 0), jnp.max(b, 0)), ROWS, *ARRAYS)
     assert total == most
+
+
+def test_gathers_are_one_message_where_the_compiler_makes_them_one():
+    lowered = gshard.jit(lambda a, b: (a, b), mesh=MESH, in_shardings=ROWS, out_shardings=P()).lower(*ARRAYS)
+    for machine, shared in (("h100:1x8", True), ("v5e:2x4", False)):
+        kernels = cost(lowered.spmd, Machine.of(machine)).kernels
+        first, second = [k.seconds for k in kernels if k.name == "all_gather"]
+        assert second < first / 2 if shared else second == first
+
+
+def test_sums_that_share_a_message_are_taken_before_scatters_that_do_not():
+    case, where = CASES["training/adam_zero"], Machine.of("v5e:2x4")
+    program = gshard.jit(case.function, mesh=case.jax_mesh).lower(*case.arguments).program
+    mesh = on_machine(gshard.Mesh.of(case.jax_mesh), where)
+    alone = propagate(program, mesh, objective=seconds_on(where))
+    chosen, *others = propagated(program, mesh, where)
+    assert chosen.seconds == min(made.seconds for made in others + [chosen])
+    assert chosen.seconds < 0.8 * cost(partition(alone), where).seconds
 
 
 @pytest.mark.parametrize("machine", ["v5e:2x4", "h100:1x8"])

@@ -12,7 +12,7 @@ from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, seconds
 from gshard.analysis.step_times import StepTimes
 from gshard.comm.reshard import plan_reshard
-from gshard.comm.steps import ALL_GATHER
+from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Step
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 
@@ -39,12 +39,13 @@ def some(mesh: Mesh, rank: int, rng: random.Random) -> Sharding:
     return Sharding(tuple(map(tuple, dims))).with_unreduced(unreduced)
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("named", MACHINES)
-def test_ways_are_no_dearer_for_what_is_known_to_remain(named: str) -> None:
+def test_ways_are_no_dearer_for_what_is_known_to_remain(named: str, joined: bool) -> None:
     rng = random.Random(len(named))
     machine = Machine.of(named)
     mesh = Mesh.abstract(x=2, y=machine.size // 2)
-    guided, unguided = (dataclasses.replace(mesh, times=made(machine)) for made in (StepTimes, Unguided))
+    guided, unguided = (dataclasses.replace(mesh, times=made(machine, joined)) for made in (StepTimes, Unguided))
     for _ in range(60):
         source, target = some(mesh, 3, rng), some(mesh, 3, rng).with_unreduced({})
         shape = tuple(rng.choice((3, 8, 64, 500)) for _ in range(3))
@@ -54,6 +55,34 @@ def test_ways_are_no_dearer_for_what_is_known_to_remain(named: str) -> None:
             if m.times
         ]
         assert taken[0] <= taken[1] * (1 + 1e-9), (source, target, shape)
+
+
+@pytest.mark.parametrize("named", MACHINES)
+def test_steps_take_what_they_copy_and_what_they_make_a_message_longer(named: str) -> None:
+    machine = Machine.of(named)
+    mesh = Mesh.abstract(d=machine.size)
+    times, joined = StepTimes(machine), StepTimes(machine, joined=True)
+    shape, n = (256, 512), mesh.size
+    whole, local = Sharding(((), ())), 4 * 256 * 512 // n
+
+    def taken(step: Step, of: StepTimes = times) -> float:
+        return of.seconds(step, shape, 4, mesh)
+
+    rows, columns = Sharding((mesh.atoms, ())), Sharding(((), mesh.atoms))
+    gathers = [Step(ALL_GATHER, mesh.atoms, cut, whole, d) for d, cut in enumerate((rows, columns))]
+    copies = machine.copying(local) + machine.copying(local * n) if machine.copies_for_collectives else 0.0
+    assert taken(gathers[1]) - taken(gathers[0]) >= copies
+    sums, largest = (
+        Step(ALL_REDUCE, mesh.atoms, whole.with_unreduced(dict.fromkeys(mesh.atoms, monoid)), whole, monoid=monoid)
+        for monoid in ("add", "max")
+    )
+    assert taken(largest) - taken(sums) == pytest.approx(machine.copying(local * n))
+    latency = seconds(ALL_REDUCE, 1, mesh, machine, mesh.atoms)
+    assert taken(sums) - taken(sums, joined) == pytest.approx(latency, rel=1e-3)
+    exchange = Step(ALL_TO_ALL, mesh.atoms, rows, columns, 0, 1)
+    assert taken(exchange, joined) == taken(exchange), "no compiler puts these together"
+    tiles = dataclasses.replace(exchange, dim=-1, to=-1)
+    assert taken(tiles) >= seconds(ALL_TO_ALL, local, mesh, machine, mesh.atoms) + machine.copying(local)
 
 
 @pytest.mark.parametrize("named", MACHINES)

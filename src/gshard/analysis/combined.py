@@ -1,11 +1,13 @@
-"""Combined: the sums that XLA finishes in one message.
+"""Combined: the collectives that XLA makes one message of.
 
 XLA puts all-reduces of one kind among the same devices together, up to some size, if none needs what another gives: the
-gradients of many weights are one message, whose latency counts once.
+gradients of many weights are one message, whose latency counts once. On GPU it does so with all-gathers and
+reduce-scatters, too.
 """
 
 from __future__ import annotations
 
+from gshard.analysis.machine import Machine
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Value, short_dtype
 from gshard.passes.device_program import COLLECTIVE, Kernel, Kernels, size
@@ -13,27 +15,47 @@ from gshard.passes.device_program import COLLECTIVE, Kernel, Kernels, size
 LARGEST = 30 << 20  # bytes of a message that others may still join: XLA's threshold
 
 
-def combined(program: Kernels) -> dict[Kernel, int]:
-    """The all-reduces that join the message of others, and the bytes of these, of one device's operands."""
+class Messages:
+    """Which collectives join which message, told of all of them in the order in which they run."""
+
+    def __init__(self) -> None:
+        self._bytes: list[int] = []
+        self._latest: dict[object, int] = {}
+
+    def send(self, key: object, own: int, needed: frozenset[int]) -> tuple[int, int]:
+        """The message in which a collective is sent, and the bytes that others send in it already.
+
+        Args:
+            key: collectives of which this is equal may be sent together.
+            own: bytes of one device's operands.
+            needed: the messages that it depends on.
+        """
+        message = self._latest.get(key)
+        # What depends on a message that was begun later would make the two depend on each other.
+        if message is None or self._bytes[message] + own > LARGEST or max(needed, default=-1) >= message:
+            message = self._latest[key] = len(self._bytes)
+            self._bytes.append(0)
+        before = self._bytes[message]
+        self._bytes[message] += own
+        return message, before
+
+
+def combined(program: Kernels, machine: Machine) -> dict[Kernel, int]:
+    """The collectives that join the message of others, and the bytes of these, of one device's operands."""
     found: dict[Kernel, int] = {}
-    messages: list[int] = []  # their bytes
-    latest: dict[object, int] = {}
+    messages = Messages()
     needs: dict[Value, frozenset[int]] = {}  # which messages a value depends on
     for kernel in program.kernels:
         for body in kernel.bodies:
-            found |= combined(body)
+            found |= combined(body, machine)
         needed = frozenset[int]().union(*(needs.get(program.home.get(v, v), frozenset()) for v in kernel.reads))
-        if kernel.kind == COLLECTIVE and KINDS[kernel.equation.name] == "all_reduce":
-            own = sum(size(v) for v in kernel.equation.inputs if isinstance(v, Value))
-            key = kernel.equation.name, str(kernel.equation.params.get("axes")), short_dtype(kernel.writes[0].dtype)
-            message = latest.get(key)
-            # What depends on a message that was begun later would make the two depend on each other.
-            if message is not None and messages[message] + own <= LARGEST and max(needed, default=-1) < message:
-                found[kernel] = messages[message]
-                messages[message] += own
-            else:
-                message = latest[key] = len(messages)
-                messages.append(own)
+        if kernel.kind == COLLECTIVE and KINDS[kernel.equation.name] in machine.combines:
+            e = kernel.equation
+            own = sum(size(v) for v in e.inputs if isinstance(v, Value))
+            among = str(e.params.get("axes", e.params.get("axis_name")))
+            message, before = messages.send((e.name, among, short_dtype(kernel.writes[0].dtype)), own, needed)
+            if before:
+                found[kernel] = before
             needed |= {message}
         needs.update((program.home.get(v, v), needed) for v in kernel.writes)
     return found

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gshard.analysis.combined import combined
+from gshard.analysis.copied import copied
+from gshard.analysis.hoisted import hoisted
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.analysis.network import permutation_seconds, seconds
@@ -164,16 +166,18 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
     """
     program = device_program(spmd)
     captured = len(spmd.program.captured)
-    joined = combined(program)
+    joined, anew = combined(program, machine), copied(program, machine) | hoisted(program)
     rows = [
-        kernel_cost(kernel, times, spmd.mesh, machine, joined.get(kernel, 0))
+        kernel_cost(kernel, times, spmd.mesh, machine, joined.get(kernel, 0), anew.get(kernel, ()))
         for kernel, times in program.walk()
         if kernel.kind != REGION
     ]
     return Cost(machine, tuple(rows), program, tuple(captured + i for i in donated))
 
 
-def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined: int = 0) -> KernelCost:
+def kernel_cost(
+    kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined: int = 0, anew: Sequence[int] = ()
+) -> KernelCost:
     """What one kernel that is no region takes.
 
     Args:
@@ -181,12 +185,16 @@ def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined
         times: how often it runs in one call.
         mesh, machine: the devices.
         joined: bytes of the message that a collective joins (``combined``): it takes what that takes longer.
+        anew: bytes of arrays that are written and read again: laid out anew for a collective (``copied``), or small
+            and repeated by a kernel (``hoisted``).
     """
     e = kernel.equation
     result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
     if kernel.kind == COLLECTIVE:
         name, atoms, sent, taken = _collective(kernel, mesh, machine, joined)
-        return KernelCost(name, COLLECTIVE, e.line, result, times, 0, kernel.moved, sent, atoms, taken, "network", e)
+        taken += sum(machine.copying(array) for array in anew)
+        moved = kernel.moved + 2 * sum(anew)
+        return KernelCost(name, COLLECTIVE, e.line, result, times, 0, moved, sent, atoms, taken, "network", e)
     products = flops(e) if kernel.kind == PRODUCT else 0
     dtype = short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
     needs = {
@@ -194,9 +202,10 @@ def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined
         "memory": kernel.moved / machine.memory_bandwidth,
     }
     bound = max(needs, key=lambda what: needs[what])
+    apart = sum(machine.copying(array) for array in anew)
     return KernelCost(
         e.name, kernel.kind, e.line, result, times, products + kernel.vector_flops, kernel.moved, 0, (),
-        needs[bound] + machine.starting(kernel.moved), bound, e,
+        needs[bound] + machine.starting(kernel.moved) + apart, bound, e,
     )  # fmt: skip
 
 

@@ -103,6 +103,10 @@ class Machine:
         """
         return self.launch if moved > _NUMBERS else 0.0
 
+    def copying(self, array: float) -> float:
+        """Seconds that a copy of so many bytes takes, a kernel by itself."""
+        return 2 * array / self.memory_bandwidth + self.starting(2 * array)
+
     @property
     def keeps_low_precision_copies(self) -> bool:
         """Whether the compiler keeps bfloat16 copies of the float32 stacks that products in loops read in slices.
@@ -110,6 +114,20 @@ class Machine:
         libtpu does: the products run in one bfloat16 pass.
         """
         return re.match(r"v\d", self.name) is not None
+
+    @property
+    def combines(self) -> frozenset[str]:
+        """The kinds of collectives of which the compiler puts several into one message (``combined``)."""
+        gpu = re.match(r"[hb]\d", self.name) is not None
+        return frozenset(("all_reduce", "all_gather", "reduce_scatter") if gpu else ("all_reduce",))
+
+    @property
+    def copies_for_collectives(self) -> bool:
+        """Whether what is gathered or scattered has that dimension first, so that arrays are copied (``copied``).
+
+        XLA on CPU and GPU; libtpu gathers along any dimension where it lies.
+        """
+        return re.match(r"v\d", self.name) is None
 
     @staticmethod
     def of(text: str, devices: int | None = None) -> Machine:

@@ -8,26 +8,47 @@ import math
 
 import numpy as np
 
+from gshard.analysis.copied import is_strided, is_turned
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, permuting, seconds
 from gshard.comm.exchange import exchange
 from gshard.comm.route import pairs
-from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, Step, bytes_sent, is_exchange, is_of_tiles, targets
+from gshard.comm.steps import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    LOCAL,
+    PERMUTE,
+    REDUCE_SCATTER,
+    Step,
+    bytes_sent,
+    is_exchange,
+    is_of_tiles,
+    targets,
+)
+from gshard.comm.tiles import turns
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
 
 # A collective may make two kernels of one. Of equal ways this takes the one with fewer.
 _SPLITS = 0.1
-# What is gathered or cut along a dimension that is not the first may have to be copied into place, which compilers
-# spare now and then. Of equal ways this takes the one that need not.
+# What is gathered or cut along a dimension that is not the first may have to be copied into place also where machines
+# are not known for it. Of equal ways this takes the one that need not.
 _COPIES = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """What steps take on a machine (``comm.steps.Times``)."""
+    """What steps take on a machine (``comm.steps.Times``).
+
+    Attributes:
+        machine: which.
+        joined: whether each collective that the compiler may put into a message with others (``combined``) takes what
+            it makes that message longer, as if there were one.
+    """
 
     machine: Machine
+    joined: bool = False
 
     def seconds(
         self,
@@ -50,12 +71,27 @@ class StepTimes:
             copied = 2 * math.prod(step.after.local_shape(mesh, shape)) * itemsize
             return self.machine.launch + copied / self.machine.memory_bandwidth
         taken = self._sent(step, shape, itemsize, mesh, among or (mesh, step.atoms)) + _SPLITS * self.machine.launch
-        if step.dim > 0 and step.to < 0:
-            whole, parts = (step.after, step.before) if step.kind == ALL_GATHER else (step.before, step.after)
-            if any(n > 1 for n in parts.local_shape(mesh, shape)[: step.dim]):
-                size = math.prod(whole.local_shape(mesh, shape)) * itemsize
-                taken += _COPIES * 2 * size / self.machine.memory_bandwidth
-        return taken
+        return taken + sum(map(self.machine.copying, self._copied(step, shape, itemsize, mesh)))
+
+    def _copied(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
+        """Bytes of the arrays that are written anew: laid out (``copied``), as if what makes and reads them spared
+        nothing, or, of floats of which the largest are sought, as integers in the same order.
+        """
+        if step.kind == ALL_REDUCE and step.monoid in ("max", "min"):
+            return [math.prod(step.before.local_shape(mesh, shape)) * itemsize]
+        if step.kind not in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL):
+            return []
+        before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
+        if is_of_tiles(step):
+            turned = turns(before, step.before.dims, step.after.dims, mesh)
+            return [math.prod(after) * itemsize for _ in range(sum(turned))]
+        part = tuple(map(min, before, after))
+        if step.kind == ALL_TO_ALL:
+            return [math.prod(after) * itemsize] if is_turned(part, step.to, step.dim) else []
+        if not is_strided(part, step.dim):
+            return []
+        share = 1.0 if self.machine.copies_for_collectives else _COPIES
+        return [share * math.prod(array) * itemsize for array in (before, after)]
 
     def least(self, held: int, wanted: int) -> float:
         """What it takes at least to come from ``held`` bytes on each device to ``wanted``: gathered over all links."""
@@ -72,7 +108,10 @@ class StepTimes:
         known, atoms = among
         kept = step.after if is_of_tiles(step) else step.before  # what is free is cut before anything is sent
         local = math.prod(kept.local_shape(mesh, shape)) * itemsize
-        return seconds(step.kind, local, known, self.machine, atoms)
+        # A message of a byte has no length, only a latency.
+        others = 1 if self.joined and step.kind in self.machine.combines else 0
+        before = seconds(step.kind, others, known, self.machine, atoms)
+        return seconds(step.kind, others + local, known, self.machine, atoms) - before
 
 
 @functools.lru_cache(maxsize=4096)

@@ -161,7 +161,7 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
             way, room = _lined_up(step, shape[step.dim], mesh)
             if way is not None:
                 x = carry(x, step.dim, step.before.dims[step.dim], mesh, way, room)
-            whole = lax.all_gather(x, step.atoms, axis=step.dim, tiled=True)
+            whole = _as_first(x, step.dim, lambda y, d: lax.all_gather(y, step.atoms, axis=d, tiled=True))
             return _trim(whole, step.dim, local[step.dim])
         case "all_to_all" if is_of_tiles(step):
             return exchanged(x, step.before.dims, step.after.dims, mesh)
@@ -176,11 +176,20 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
         case "reduce_scatter":
             padded = _pad(x, step.dim, g * local[step.dim])
             bits, back = _as_bits(padded, step.dim) if step.monoid == "pick" else (padded, lambda summed: summed)
-            return back(lax.psum_scatter(bits, step.atoms, scatter_dimension=step.dim, tiled=True))
+            scatter = functools.partial(lax.psum_scatter, axis_name=step.atoms, tiled=True)
+            return back(_as_first(bits, step.dim, lambda y, d: scatter(y, scatter_dimension=d)))
         case "to_partial":
             return jnp.where(lax.axis_index(step.atoms) == 0, x, jnp.asarray(identity(step.monoid, x.dtype), x.dtype))
         case _:
             return all_reduce(x, step.atoms, step.monoid)
+
+
+def _as_first(x: Any, dim: int, run: Callable[[Any, int], Any]) -> Any:
+    """Runs along a dimension; as the first one if no element is before it, or XLA lays the array out anew for it."""
+    if not dim or any(n != 1 for n in x.shape[:dim]):
+        return run(x, dim)
+    found = run(x.reshape(x.shape[dim:]), 0)
+    return found.reshape(*x.shape[:dim], *found.shape)
 
 
 @functools.lru_cache(maxsize=4096)

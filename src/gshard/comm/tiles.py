@@ -41,15 +41,7 @@ def can_be_exchanged(before: Sharding, after: Sharding, shape: Sequence[int], me
 def exchanged(x: Any, before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> Any:
     """One device's part of an array, moved so (inside ``shard_map``)."""
     sizes, going = mesh.atom_sizes, moved(before, after)
-    shape: list[int] = []  # with a dimension for each atom that is gained, in front of what it cuts
-    place: dict[str, int] = {}
-    own: list[int] = []
-    for n, have, wanted in zip(x.shape, before, after, strict=True):
-        gained = wanted[len(have) :]
-        place.update({a: len(shape) + i for i, a in enumerate(gained)})
-        shape += (sizes[a] for a in gained)
-        own.append(len(shape))
-        shape.append(n // mesh.count(gained))
+    shape, place, own = _parted(x.shape, before, after, mesh)
     x = x.reshape(shape)
     free = [a for a in place if a not in going]
     for a in free:
@@ -58,7 +50,46 @@ def exchanged(x: Any, before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mes
     to_whom = lax.transpose(x, [*(place[a] for a in (*going, *free)), *own])
     x = lax.all_to_all(to_whom.reshape(mesh.count(going), *kept), going, split_axis=0, concat_axis=0, tiled=True)
     from_whom = x.reshape(*(sizes[a] for a in going), *kept)
+    whole = [n * mesh.count(have[len(wanted) :]) for n, have, wanted in zip(kept, before, after, strict=True)]
+    return lax.transpose(from_whom, _order(before, after, going)).reshape(whole)
+
+
+def turns(shape: Sequence[int], before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> tuple[bool, bool]:
+    """Whether elements change places before they are exchanged, and after.
+
+    Args:
+        shape: of one device's part.
+        before, after: atoms that cut each dimension.
+        mesh: the devices.
+    """
+    going = moved(before, after)
+    parted, place, own = _parted(shape, before, after, mesh)
+    kept = [parted[d] for d in own]
+    cut = [d for d in (*(place[a] for a in going), *own) if parted[d] > 1]
+    sizes = [*(mesh.atom_sizes[a] for a in going), *kept]
+    joined = [d for d in _order(before, after, going) if sizes[d] > 1]
+    return cut != sorted(cut), joined != sorted(joined)
+
+
+def _parted(
+    shape: Sequence[int], before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh
+) -> tuple[list[int], dict[str, int], list[int]]:
+    """A part's shape with a dimension for each atom that is gained, in front of what it cuts; where these are, and the
+    others.
+    """
+    parted: list[int] = []
+    place: dict[str, int] = {}
+    own: list[int] = []
+    for n, have, wanted in zip(shape, before, after, strict=True):
+        gained = wanted[len(have) :]
+        place.update({a: len(parted) + i for i, a in enumerate(gained)})
+        parted += (mesh.atom_sizes[a] for a in gained)
+        own.append(len(parted))
+        parted.append(n // mesh.count(gained))
+    return parted, place, own
+
+
+def _order(before: Sequence[Atoms], after: Sequence[Atoms], going: Atoms) -> list[int]:
+    """Where the dimensions of what arrives belong: first those of the atoms that it came over, then the array's."""
     lost = [have[len(wanted) :] for have, wanted in zip(before, after, strict=True)]
-    order = [i for d, atoms in enumerate(lost) for i in (*map(going.index, atoms), len(going) + d)]
-    whole = [n * mesh.count(atoms) for n, atoms in zip(kept, lost, strict=True)]
-    return lax.transpose(from_whom, order).reshape(whole)
+    return [i for d, atoms in enumerate(lost) for i in (*map(going.index, atoms), len(going) + d)]

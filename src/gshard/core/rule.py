@@ -78,6 +78,8 @@ class Rule:
             way (``core.ring``); what parts of a sum give may be of a wider dtype. None if it cannot be run so.
         passes: True if the results are the operands, as a barrier gives them.
         sums: True if what was picked, when it passes, is a part of a sum afterwards.
+        slow: operands of which something is computed that takes long: where one is repeated along a dimension,
+            compilers compute it once for all repetitions.
     """
 
     factors: tuple[Factor, ...]
@@ -94,6 +96,7 @@ class Rule:
     part: Callable[..., Any] | None = None
     passes: bool = False
     sums: bool = False
+    slow: frozenset[int] = frozenset()
 
     def after(self, monoid: str) -> str:
         """The monoid of the results where parts of this one pass."""
@@ -173,6 +176,7 @@ class RuleMaker:
         part: Callable[..., Any] | None = None,
         passes: bool = False,
         sums: bool = False,
+        slow: Iterable[int] = (),
     ) -> Rule:
         """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
         if flops is None:
@@ -193,6 +197,7 @@ class RuleMaker:
             part,
             passes,
             sums,
+            frozenset(slow),
         )
 
 

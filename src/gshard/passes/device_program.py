@@ -129,15 +129,31 @@ def kind_of(e: Equation) -> str:
         return COLLECTIVE
     if e.rule is None:
         return REGION
-    return _kind_of_rule(e.rule)
+    kind = _kind_of_rule(e.rule)
+    return PRODUCT if kind == OPERATOR and _multiplies(e, e.rule) else kind
+
+
+def _multiplies(e: Equation, rule: Rule) -> bool:
+    """Whether an equation multiplies and adds for each of its results and all that two operands are summed over.
+
+    A convolution is a product, too, although the window cannot be split; a scatter adds, but multiplies nothing.
+    """
+    held = [{f for dim in dims for f in dim} for dims in rule.operands]
+    shared = [
+        factor.size
+        for f, factor in enumerate(rule.factors)
+        if factor.kind == REDUCE and factor.monoid == "add" and sum(f in some for some in held) > 1
+    ]
+    return bool(shared) and rule.flops >= 2 * math.prod(shared) * math.prod(e.outputs[0].shape) > 0
 
 
 @functools.lru_cache(maxsize=4096)
 def _kind_of_rule(rule: Rule) -> str:
     if rule.passes and len(rule.operands) > 1:
         return PASSING
-    kinds = {f.kind for f in rule.factors}
-    reduced = {f for f, factor in enumerate(rule.factors) if factor.kind == REDUCE}
+    # What is summed over one element is only given another shape.
+    kinds = {PARALLEL if f.kind == REDUCE and f.size == 1 else f.kind for f in rule.factors}
+    reduced = {f for f, factor in enumerate(rule.factors) if factor.kind == REDUCE and factor.size > 1}
     if kinds <= {PARALLEL} and rule.known:
         return FUSED
     holders = [dims for dims in rule.operands if reduced & {f for dim in dims for f in dim}]

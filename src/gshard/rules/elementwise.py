@@ -53,7 +53,18 @@ def elementwise(call: Call) -> Rule:
         return [dim if n == m else () for dim, n, m in zip(dims, own, shape, strict=True)]
 
     operands = [operand(s) for s in call.in_shapes]
-    return make.rule(operands, [dims for _ in call.out_shapes], linear=_linear(call))
+    slow = [i for i in _SLOW_IN.get(call.name, (0,) if call.name in _SLOW else ()) if call.literal(i) is None]
+    return make.rule(operands, [dims for _ in call.out_shapes], linear=_linear(call), slow=slow)
+
+
+# What XLA calls expensive: roots, transcendental functions, and divisions but for those by a number.
+_SLOW = frozenset(
+    """
+    acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 lgamma
+    log log1p log2 logistic rsqrt sin sinh sqrt tan tanh
+    """.split()
+)
+_SLOW_IN = {"div": (1,), "rem": (1,), "pow": (0, 1), "atan2": (0, 1)}
 
 
 _MOVES = ("copy", "copy_p", "name", "stop_gradient")

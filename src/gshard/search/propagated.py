@@ -1,12 +1,14 @@
 """Propagated: the plan that follows from a program's marks, as ``jit``, presets and marks that are tried all make it.
 
-Without a machine it is the plan that sends least. With one there are two: that one, and the one that the model finds
-to take least time. Both are partitioned and priced, and the faster one is taken.
+Without a machine it is the plan that sends least. With one there are three: that one, the one that takes least time if
+each message is one by itself, and the one that does if sums share theirs, as those do that are ready together. What
+they share is known when a plan is: all three are partitioned and priced, and the fastest one is taken.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from gshard.analysis.cost import Cost, cost
@@ -16,11 +18,11 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
-from gshard.passes.facts import facts_of
+from gshard.passes.facts import Facts, facts_of
 from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
-from gshard.search.seconds import seconds_on
+from gshard.search.seconds import on_machine, seconds_on
 
 # Of the time of the plan that sends least: what takes longer than so much of it is not worth more bytes.
 _WORTH = 0.98
@@ -39,6 +41,11 @@ class Propagated:
     plan: Plan
     spmd: SpmdProgram | None = None
     cost: Cost | None = None
+
+    @property
+    def seconds(self) -> float:
+        """What it takes, if that had to be known."""
+        return math.inf if self.cost is None else self.cost.seconds
 
 
 def propagated(
@@ -60,16 +67,25 @@ def propagated(
     """
     facts = facts_of(program, mesh)
 
-    def planned(objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Plan:
-        return propagate(program, mesh, strict=strict, border=border, objective=objective, facts=facts)
+    def planned(facts: Facts, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Plan:
+        return propagate(program, facts.mesh, strict=strict, border=border, objective=objective, facts=facts)
 
-    least = planned(bytes_on)
+    least = planned(facts, bytes_on)
     if machine is None:
         return (Propagated(least),)
     first = len(program.captured)
-    found = []
-    for plan in (least, planned(seconds_on(machine))):
+
+    def priced(plan: Plan) -> Propagated:
         spmd = partition(plan)
-        found.append(Propagated(plan, spmd, cost(spmd, machine, [i - first for i in border.donated])))
-    sends_least, fastest = (made.cost.seconds for made in found if made.cost is not None)
-    return tuple(found[::-1] if fastest < _WORTH * sends_least else found)
+        return Propagated(plan, spmd, cost(spmd, machine, [i - first for i in border.donated]))
+
+    shared = dataclasses.replace(facts, mesh=on_machine(facts.mesh, machine, joined=True))
+    sends_least = priced(least)
+    faster = [
+        priced(planned(facts, seconds_on(machine))),
+        priced(planned(shared, seconds_on(machine, joined=True))),
+    ]
+    faster.sort(key=lambda made: made.seconds)
+    if faster[0].seconds < _WORTH * sends_least.seconds:
+        return *faster, sends_least
+    return sends_least, *faster

@@ -37,13 +37,14 @@ class Seconds(Moves):
         mesh: the devices.
         machine: as many.
         axes: those that move as wholes.
+        joined: whether what may be sent in one message with others counts as if it were (``StepTimes``).
     """
 
-    def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...]):
+    def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
         super().__init__(mesh, axes)
         self.machine, self.tie = machine, _FOLLOWS
         self.a_byte = _TIE / machine.memory_bandwidth
-        self.times = StepTimes(machine)
+        self.times = StepTimes(machine, joined)
         self._own_ways: dict[object, Emitted] = {}
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
@@ -127,16 +128,16 @@ def _of(kernel: Kernel, part: float) -> tuple[float, float]:
     return products * part, kernel.vector_flops * part
 
 
-def seconds_on(machine: Machine) -> Callable[[Mesh, tuple[Atoms, ...]], Seconds]:
+def seconds_on(machine: Machine, *, joined: bool = False) -> Callable[[Mesh, tuple[Atoms, ...]], Seconds]:
     """The objective for meshes of a machine's devices; what moves cost is known from plan to plan."""
-    return functools.partial(_seconds_on, machine)
+    return functools.partial(_seconds_on, machine, joined)
 
 
-def on_machine(mesh: Mesh, machine: Machine) -> Mesh:
+def on_machine(mesh: Mesh, machine: Machine, *, joined: bool = False) -> Mesh:
     """The mesh on which arrays are moved as it is fastest on a machine."""
-    return dataclasses.replace(mesh, times=StepTimes(machine))
+    return dataclasses.replace(mesh, times=StepTimes(machine, joined))
 
 
 @functools.lru_cache(maxsize=16)
-def _seconds_on(machine: Machine, mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
-    return Seconds(mesh, machine, axes)
+def _seconds_on(machine: Machine, joined: bool, mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
+    return Seconds(mesh, machine, axes, joined=joined)

@@ -1,0 +1,78 @@
+"""Copied: what is laid out anew around collectives.
+
+Where the network's library knows of one run of bytes, XLA gives what is gathered or scattered along a dimension a
+layout in which that dimension is the first, and what is exchanged comes part after part. An operand in another layout
+is copied before, a result that is wanted in another one after: a kernel each. A kernel that goes element by element
+writes, or reads, any layout, and spares the copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gshard.analysis.machine import Machine
+from gshard.comm.collectives import KINDS
+from gshard.core.program import Value
+from gshard.passes.device_program import COLLECTIVE, FUSED, REDUCTION, Kernel, Kernels, size
+
+_ALONG = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
+
+
+def is_strided(shape: tuple[int, ...], dim: int) -> bool:
+    """Whether a part of an array along a dimension is more than one run of elements."""
+    return any(n > 1 for n in shape[:dim])
+
+
+def is_turned(shape: tuple[int, ...], cut: int, joined: int) -> bool:
+    """Whether parts that come in a row are not in place: cut along one dimension, joined along another.
+
+    Args:
+        shape: of a part.
+        cut, joined: the dimensions.
+    """
+    return any(n > 1 for n in shape[min(cut, joined) : max(cut, joined)])
+
+
+def copied(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int, ...]]:
+    """The bytes of each array that is laid out anew for a collective."""
+    writers = {v: k for k in program.kernels for v in k.writes}
+    readers: dict[Value, list[Kernel]] = {}
+    for kernel in program.kernels:
+        for v in kernel.reads:
+            readers.setdefault(v, []).append(kernel)
+    ends = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
+    found: dict[Kernel, tuple[int, ...]] = {}
+    for kernel in program.kernels:
+        for body in kernel.bodies:
+            found |= copied(body, machine)
+        if kernel.kind != COLLECTIVE:
+            continue
+        operand, (result,) = kernel.equation.inputs[0], kernel.writes[:1]
+        assert isinstance(operand, Value)
+        before, after = _layouts(kernel, operand, result, machine)
+        home = program.home.get(operand, operand)
+        writer = writers.get(home)
+        spared = writer is not None and writer.kind in (FUSED, REDUCTION) and readers[home] == [kernel]
+        arrays = [size(operand)] if before and not spared else []
+        users = readers.get(result, [])
+        if after and (result in ends or [k.kind for k in users] != [FUSED]):
+            arrays.append(size(result))
+        if arrays:
+            found[kernel] = tuple(arrays)
+    return found
+
+
+def _layouts(kernel: Kernel, operand: Value, result: Value, machine: Machine) -> tuple[bool, bool]:
+    """Whether the operand and the result of a collective are in a layout of its own."""
+    params: Mapping[str, Any] = kernel.equation.params
+    kind = KINDS[kernel.equation.name]
+    if kind == "all_to_all":
+        cut, joined = params["split_axis"], params["concat_axis"]
+        part = tuple(min(a, b) for a, b in zip(operand.shape, result.shape, strict=True))
+        return False, math.prod(operand.shape) > 0 and is_turned(part, cut, joined)
+    if kind not in _ALONG or not machine.copies_for_collectives:
+        return False, False
+    own = is_strided(operand.shape, params[_ALONG[kind]])
+    return own, own
