@@ -6,8 +6,9 @@
 The program that is costed is the one that runs: the emitted equations, read back with their rules (``device_program``).
 A kernel takes the longest of what its products need, what its other arithmetic needs and what its reads and writes
 need; a collective what the links of its axes need (``network``), sums that XLA finishes together one message
-(``combined``). Nothing overlaps: the sum is an upper
-bound on the roofline and no promise about a clock. Bodies of loops count as often as they run where that is known.
+(``combined``). Nothing overlaps but what the machine's compiler is known to begin early and end late (``hidden``): the
+sum is an upper bound on the roofline and no promise about a clock. Bodies of loops count as often as they run where
+that is known.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gshard.analysis.combined import combined
+from gshard.analysis.hidden import hidden_of
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.analysis.network import permutation_seconds, seconds
@@ -42,9 +44,10 @@ class KernelCost:
         moved: bytes it reads and writes in one run.
         sent: bytes that the device sends in one run.
         axes: the atoms a collective runs over.
-        seconds: of one run.
+        seconds: of one run; of a collective what is waited for it.
         bound: what that is spent on: ``compute``, ``memory`` or ``network``.
         equation: the last of its equations, as emitted.
+        hidden: seconds of a collective's run that pass while other kernels run.
     """
 
     name: str
@@ -59,6 +62,7 @@ class KernelCost:
     seconds: float
     bound: str
     equation: Equation
+    hidden: float = 0.0
 
     @property
     def total_seconds(self) -> float:
@@ -89,8 +93,13 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Of one call, if nothing overlaps."""
+        """Of one call."""
         return sum(k.total_seconds for k in self.kernels)
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of collectives in one call that pass while other kernels run, which ``seconds`` leaves out."""
+        return sum(k.hidden * k.times for k in self.kernels)
 
     @property
     def flops(self) -> int:
@@ -135,9 +144,11 @@ class Cost:
 
     def __str__(self) -> str:
         bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
+        beside = f"; {self.hidden * 1e3:.3g} ms of network beside them" if self.hidden else ""
         return (
-            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}); {format_flops(self.flops)}, "
-            f"{format_bytes(self.sent)} sent, peak {format_bytes(self.peak)} of {format_bytes(self.machine.memory)}"
+            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}{beside}); "
+            f"{format_flops(self.flops)}, {format_bytes(self.sent)} sent, "
+            f"peak {format_bytes(self.peak)} of {format_bytes(self.machine.memory)}"
         )
 
 
@@ -165,12 +176,14 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
     program = device_program(spmd)
     captured = len(spmd.program.captured)
     joined = combined(program)
-    rows = [
-        kernel_cost(kernel, times, spmd.mesh, machine, joined.get(kernel, 0))
+    rows = {
+        kernel: kernel_cost(kernel, times, spmd.mesh, machine, joined.get(kernel, 0))
         for kernel, times in program.walk()
         if kernel.kind != REGION
-    ]
-    return Cost(machine, tuple(rows), program, tuple(captured + i for i in donated))
+    }
+    for kernel, hidden in hidden_of(program, {kernel: row.seconds for kernel, row in rows.items()}, machine).items():
+        rows[kernel] = dataclasses.replace(rows[kernel], seconds=rows[kernel].seconds - hidden, hidden=hidden)
+    return Cost(machine, tuple(rows.values()), program, tuple(captured + i for i in donated))
 
 
 def kernel_cost(kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined: int = 0) -> KernelCost:
