@@ -109,6 +109,30 @@ def test_inside_of_a_loop_a_round_begins_with_what_nothing_hides() -> None:
     assert rows == [(3, False), (3, True)]
 
 
+def test_what_follows_a_product_is_its_end() -> None:
+    """What else an activation reads counts; an update writes its window; what others read too reaches memory."""
+
+    def f(x: Any, w: Any, b: Any, y: Any) -> Any:
+        h = jnp.tanh(x @ w) + b
+        return jax.lax.dynamic_update_slice(y, h, (3, 0))
+
+    def twice(x: Any, w: Any) -> Any:
+        h = x @ w
+        return jnp.tanh(h), h
+
+    arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (64, 8192), (64, 8192), (512, 8192))]
+    found = gshard.explain(gshard.jit(f, mesh=gshard.Mesh.abstract(d=1)), *arguments)
+    v5e, cpu = found.cost(Machine.of("v5e:1x1")), found.cost("cpu:1")
+    rows, others = ([c.kernels[0], c.kernels[1], c.kernels[-1]] for c in (v5e, cpu))
+    assert [k.name for k in rows] == ["dot_general", "add", "dynamic_update_slice"]
+    part, rate = 64 * 8192 * 4, Machine.of("v5e:1x1").memory_bandwidth
+    inside = 64 * 64 * 4 + 2 * part  # x, w and what the product makes
+    assert [k.seconds * rate for k in rows] == pytest.approx([inside, part, 0], rel=1e-6)
+    assert others[2].seconds * cpu.machine.memory_bandwidth > 512 * 8192 * 4
+    apart = gshard.explain(gshard.jit(twice, mesh=gshard.Mesh.abstract(d=1)), *arguments[:2]).cost(v5e.machine)
+    assert apart.kernels[1].seconds * rate == pytest.approx(2 * part, rel=1e-6)
+
+
 def test_a_machine_read_from_a_file_hides_what_it_says(tmp_path: Any) -> None:
     for name in ("v5e:2x4", "v3:2x2", "cpu:8"):
         machine = Machine.of(name)

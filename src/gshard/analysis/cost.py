@@ -5,10 +5,10 @@
 
 The program that is costed is the one that runs: the emitted equations, read back with their rules (``device_program``).
 A kernel takes the longest of what its products need, what its other arithmetic needs and what its reads and writes
-need; a collective what the links of its axes need (``network``), sums that XLA finishes together one message
-(``combined``). Nothing overlaps but what the machine's compiler is known to begin early and end late (``hidden``): the
-sum is an upper bound on the roofline and no promise about a clock. Bodies of loops count as often as they run where
-that is known.
+need (on TPU it ends with what runs element by element on a product's result: ``following``); a collective what the
+links of its axes need (``network``), sums that XLA finishes together one message (``combined``). Nothing overlaps but
+what the machine's compiler is known to begin early and end late (``hidden``): the sum is an upper bound on the roofline
+and no promise about a clock. Bodies of loops count as often as they run where that is known.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gshard.analysis.combined import combined
+from gshard.analysis.following import following
 from gshard.analysis.hidden import hidden_of
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
@@ -181,7 +182,10 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
         for kernel, times in program.walk()
         if kernel.kind != REGION
     }
-    for kernel, hidden in hidden_of(program, {kernel: row.seconds for kernel, row in rows.items()}, machine).items():
+    alone = {kernel: row.seconds for kernel, row in rows.items()}
+    for kernel, taken in following(program, alone, machine).items():
+        rows[kernel], alone[kernel] = dataclasses.replace(rows[kernel], seconds=taken), taken
+    for kernel, hidden in hidden_of(program, alone, spmd.mesh, machine).items():
         rows[kernel] = dataclasses.replace(rows[kernel], seconds=rows[kernel].seconds - hidden, hidden=hidden)
     return Cost(machine, tuple(rows.values()), program, tuple(captured + i for i in donated))
 

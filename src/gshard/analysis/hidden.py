@@ -16,8 +16,12 @@ import collections
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 
+import numpy as np
+
 from gshard.analysis.machine import PERMUTE, Machine
+from gshard.analysis.network import goes_one_way
 from gshard.comm.collectives import KINDS
+from gshard.core.mesh import Mesh
 from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
 
 
@@ -30,7 +34,8 @@ class Step:
         reads, writes: arrays, under any names.
         kind: of the collective; empty for a kernel.
         product: whether it is one.
-        way: of a permutation, who sends to whom; what goes there and back uses both directions of the links.
+        way: of a permutation that uses no link in both directions, who sends to whom: the same the other way round
+            passes at the same time.
         region: whether it is a loop or a branch, around which nothing is under way.
     """
 
@@ -94,14 +99,17 @@ def hidden(steps: Sequence[Step], hides: Sequence[str]) -> list[float]:
 
 
 def _begins(steps: Sequence[Step], hides: Sequence[str]) -> list[list[int]]:
-    """For each step the collectives that begin before it."""
-    made = {v: i for i, s in enumerate(steps) for v in s.writes}
+    """For each step the collectives that begin before it; what takes no time is done as soon as it can be."""
+    ready: dict[Hashable, int] = {}
     read = {v: k for k, s in reversed(list(enumerate(steps))) for v in s.reads}
     found: list[list[int]] = [[] for _ in steps]
     earliest = 0
     for i, step in enumerate(steps):
+        at = max((ready.get(v, 0) for v in step.reads), default=0)
+        free = not (step.kind or step.region or step.seconds)
+        ready.update(dict.fromkeys(step.writes, at if free else i + 1))
         if step.kind in hides:
-            at = min(i, max(earliest, *(made.get(v, -1) + 1 for v in step.reads), 0))
+            at = min(i, max(at, earliest))
             found[at].append(i)
             earliest = max(at, min((read.get(v, i) for v in step.writes), default=i))
     return found
@@ -116,29 +124,31 @@ def _together(under_way: Sequence[int], steps: Sequence[Step]) -> list[int]:
     return [first]
 
 
-def hidden_of(program: Kernels, seconds: Mapping[Kernel, float], machine: Machine) -> dict[Kernel, float]:
+def hidden_of(program: Kernels, seconds: Mapping[Kernel, float], mesh: Mesh, machine: Machine) -> dict[Kernel, float]:
     """For the kernels of a program, in one run, the seconds of each that pass while others run.
 
     Args:
         program: a block; what is inside of loops and branches counts by itself.
         seconds: of each kernel that is no region.
-        machine: the devices.
+        mesh, machine: the devices.
     """
     if not machine.hides:
         return {}
     steps = []
     for kernel in program.kernels:
         kind = KINDS[kernel.equation.name] if kernel.kind == COLLECTIVE else ""
-        pairs = kernel.equation.params.get("perm")
-        way = None if pairs is None else frozenset((int(a), int(b)) for a, b in pairs)
-        steps.append(
-            Step(
-                seconds.get(kernel, 0.0), kernel.reads, kernel.writes, kind, kernel.kind == PRODUCT, way,
-                kernel.kind == REGION,
-            )
-        )  # fmt: skip
+        way = _way(kernel.equation.params["perm"], mesh, machine) if kind == PERMUTE else None
+        product, region = kernel.kind == PRODUCT, kernel.kind == REGION
+        steps.append(Step(seconds.get(kernel, 0.0), kernel.reads, kernel.writes, kind, product, way, region))
     found = dict(zip(program.kernels, hidden(steps, machine.hides), strict=True))
     for kernel in program.kernels:
         for body in kernel.bodies:
-            found.update(hidden_of(body, seconds, machine))
+            found.update(hidden_of(body, seconds, mesh, machine))
     return {kernel: x for kernel, x in found.items() if x > 0}
+
+
+def _way(perm: Sequence[tuple[int, int]], mesh: Mesh, machine: Machine) -> frozenset[tuple[int, int]] | None:
+    """A permutation of all positions of the mesh, if it uses no link in both directions."""
+    devices = np.asarray(mesh.order or range(mesh.size), np.intp)
+    sources, targets = devices[np.asarray(perm, np.intp).reshape(-1, 2).T]
+    return frozenset((int(a), int(b)) for a, b in perm) if goes_one_way(sources, targets, machine) else None

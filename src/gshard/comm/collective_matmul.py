@@ -1,7 +1,8 @@
 """Collective matmul: a contraction taken part by part, run on one device's parts while other parts are on their way.
 
 With p parts and one array that rotates, device ``a`` works in step t on part ``a + t``: it holds that part of a
-rotating operand, or the sum for that part of the result, which came from device ``a + 1``. Where two arrays rotate,
+rotating operand, or the sum for that part of the result, which came from device ``a + 1`` (of those around the ring,
+which may stand there in an order of their own). Where two arrays rotate,
 along ``a`` and along ``b``, it is part ``a + b + t`` (Cannon): operands are skewed before the first step, and a sum
 that rotated is brought home after the last.
 
@@ -178,13 +179,18 @@ class _Steps:
 
     def _permuted(self, x: Any, atoms: Atoms, lane: _Lane) -> Any:
         n, mesh = self.parts, self.shards.mesh
-        return lax.ppermute(x, mesh.atoms, pairs([((a + lane.sign) % n, a) for a in range(n)], atoms, mesh))
+        order = self.ring.order or range(n)
+        moves = [(order[(a + lane.sign) % n], order[a]) for a in range(n)]
+        return lax.ppermute(x, mesh.atoms, pairs(moves, atoms, mesh))
 
     def _step(self, staying: list[Any], moving: list[Any], lane: _Lane, t: Any) -> tuple[Any, Any]:
         """What a lane makes in step t, and where the elements that it makes it of begin."""
         ring, rule = self.ring, self.shards.rule
-        turn = sum(lax.axis_index(atoms) for atoms in ring.rotating) + lane.sign * (t + bool(ring.result))
-        begin = lax.rem(turn + self.parts, self.parts) * self.part + lane.low
+        own = sum(lax.axis_index(atoms) for atoms in ring.rotating)
+        if ring.order:
+            own = _element_of(sorted(range(self.parts), key=ring.order.__getitem__), own)
+        turn = lax.rem(own + lane.sign * (t + bool(ring.result)) + self.parts, self.parts)
+        begin = (_element_of(ring.order, turn) if ring.order else turn) * self.part + lane.low
         come, operands = iter(moving), []
         for i, x in enumerate(staying):
             d = self._dim(rule.operands[i])
@@ -242,6 +248,10 @@ class _Steps:
     @property
     def _dtype(self) -> Any:
         return self.shards.equation.outputs[0].dtype
+
+
+def _element_of(numbers: Sequence[int], i: Any) -> Any:
+    return lax.dynamic_index_in_dim(jnp.asarray(numbers, jnp.int32), i, keepdims=False)
 
 
 def _slice_of(x: Any, begin: int, size: int, dim: int) -> Any:

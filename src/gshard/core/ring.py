@@ -33,6 +33,8 @@ class Ring:
         two_steps: whether two steps are one round of the loop. A part arrives while the one before is used, so it is in
             another place; after two steps it is back in the first, and nothing is copied. That takes the room of
             another part, and of what is made of it.
+        order: of one array that rotates, its parts as they stand around the ring; none for that in which they are
+            counted. What is a ring for the network need not be in the order of the devices.
     """
 
     factor: int
@@ -40,6 +42,7 @@ class Ring:
     result: Atoms = ()
     both_ways: bool = False
     two_steps: bool = False
+    order: tuple[int, ...] = ()
 
     @property
     def rotating(self) -> tuple[Atoms, ...]:

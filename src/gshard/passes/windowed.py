@@ -41,11 +41,18 @@ Needs = dict[Value, dict[Sharding, list[tuple[Equation, int] | None]]]
 """Who needs a value in a sharding: an equation and which operand it is there, or somebody else."""
 
 
+class Chooser(Protocol):
+    """What of one plan is worth being a collective matmul."""
+
+    def chosen(self, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
+        """The ring for an equation, perhaps of two offers; None if it is to run as it is."""
+
+
 class Policy(Protocol):
     """What is worth being a collective matmul."""
 
-    def chosen(self, plan: Plan, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
-        """The ring for an equation, perhaps of two offers; None if it is to run as it is."""
+    def on(self, plan: Plan) -> Chooser:
+        """What decides for the equations of a plan."""
 
 
 def windowed(plan: Plan, policy: Policy | None) -> Plan:
@@ -56,10 +63,10 @@ def windowed(plan: Plan, policy: Policy | None) -> Plan:
     if policy is None:
         return plan
     rings: dict[Equation, Ring] = {}
-    shardings = dict(plan.shardings)
+    shardings, chooser = dict(plan.shardings), policy.on(plan)
     for block in _blocks(plan.program.block):
         needs = _needs(block, plan)
-        found = _rings_of_block(block, plan, policy, needs)
+        found = _rings_of_block(block, plan, chooser, needs)
         shardings.update({v: _target(v, plan, needs) for e, ring in found.items() if ring.result for v in e.outputs})
         rings.update(found)
     return dataclasses.replace(plan, shardings=shardings, rings=rings)
@@ -71,13 +78,13 @@ def _blocks(block: Block) -> Iterator[Block]:
         yield from e.blocks
 
 
-def _rings_of_block(block: Block, plan: Plan, policy: Policy, needs: Needs) -> dict[Equation, Ring]:
+def _rings_of_block(block: Block, plan: Plan, chooser: Chooser, needs: Needs) -> dict[Equation, Ring]:
     banned: set[tuple[Equation, int]] = set()
     while True:
         rings: dict[Equation, Ring] = {}
         for e in block.equations:
             offers = tuple(_offers(e, plan, needs, banned))
-            ring = policy.chosen(plan, e, offers) if offers else None
+            ring = chooser.chosen(e, offers) if offers else None
             if ring is not None:
                 rings[e] = ring
         rotates = {(e, i) for e, ring in rings.items() for i, _ in ring.operands}
