@@ -10,6 +10,7 @@ put between its start and its end; a cycle is what the matrix units do in one ov
 
     pip install libtpu    # the version that belongs to jaxlib
     python benchmarks/overlap.py [--topology v5e:2x4] [--programs ...]
+    python benchmarks/overlap.py --kinds v3:2x2 v4:2x2x1 v5e:2x4 v5p:2x2x2 v6e:2x4   # which collectives a compiler hides
 """
 
 from __future__ import annotations
@@ -142,11 +143,48 @@ def measured(name: str, machine: Machine, side: str) -> tuple[float, float, floa
     return cycles / 1e6, beside / 2**20, alone / 2**20, 1e3 * (cycles * cycle + waited), memory / 2**20, rings
 
 
+KINDS: dict[str, Callable[..., Any]] = {
+    "collective_permute": lambda y, n: jax.lax.ppermute(y, "d", [(i, (i + 1) % n) for i in range(n)]),
+    "all_gather": lambda y, n: jax.lax.all_gather(y, "d", axis=0, tiled=True),
+    "reduce_scatter": lambda y, n: jax.lax.psum_scatter(y, "d", scatter_dimension=0, tiled=True),
+    "all_reduce": lambda y, n: jax.lax.psum(y, "d"),
+    "all_to_all": lambda y, n: jax.lax.all_to_all(y, "d", 0, 1, tiled=True),
+}
+
+
+def hidden_kinds(topology: str) -> dict[str, int]:
+    """For each kind of collective how many of two products, which do not need it, run while it is under way."""
+    found = {}
+    devices = topology_mesh(Machine.of(topology)).devices
+    assert devices is not None
+    n = len(devices)
+    mesh = jax.sharding.Mesh(np.array(devices, dtype=object), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    for name, collective in KINDS.items():
+
+        def f(x: Any, w: Any, y: Any, collective: Any = collective) -> Any:
+            return (x @ w) @ w, 2 * collective(y, n)
+
+        split, whole = jax.P("d"), jax.P()
+        local = jax.shard_map(f, mesh=mesh, in_specs=(split, whole, split), out_specs=(split, split), check_vma=False)
+        placed = [
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec))
+            for shape, spec in (((4096 * n, 4096), split), ((4096, 4096), whole), ((2048 * n, 4096), split))
+        ]
+        rows = schedule(jax.jit(local).lower(*placed).compile().as_text())
+        found[name] = max((row.products for row in rows), default=0)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="v5e:2x4")
     parser.add_argument("--programs", nargs="*", default=list(PROGRAMS), choices=list(PROGRAMS))
+    parser.add_argument("--kinds", nargs="*", default=[], help="topologies; prints nothing else")
     options = parser.parse_args()
+    for topology in options.kinds:
+        print(topology, hidden_kinds(topology), flush=True)
+    if options.kinds:
+        return
     machine = Machine.of(options.topology, 8)
     titles = "Mcycles", "beside", "waited for", "ms", "temporaries", "collective matmuls"
     print(f"{options.topology}; jax {jax.__version__}; MiB that a device sends, MiB of temporaries")

@@ -162,13 +162,21 @@ def test_planned_memory_is_near_what_xla_plans(name: str, mesh_2x4: jax.sharding
     assert 0.95 < planned / temporaries(step.lower(*arguments)) < 1.35
 
 
-class TestTwoSteps:
-    """Two steps a round: a part goes to and fro between two places. Numbers and bytes are the same."""
+class TestOnAMachine:
+    """Two steps a round, so that a part goes to and fro between two places, and parts in an order of their own.
+
+    Numbers and bytes are the same.
+    """
 
     @staticmethod
     def in_pairs(lowered: Any) -> Any:
-        rings = {e: dataclasses.replace(ring, two_steps=True) for e, ring in lowered.plan.rings.items()}
-        return dataclasses.replace(lowered.plan, rings=rings)
+        def changed(ring: Any) -> Any:
+            parts = ring.steps(lowered.mesh)
+            return dataclasses.replace(
+                ring, two_steps=True, order=tuple(range(1, parts, 2)) + tuple(range(0, parts, 2))
+            )
+
+        return dataclasses.replace(lowered.plan, rings={e: changed(ring) for e, ring in lowered.plan.rings.items()})
 
     @pytest.mark.parametrize("size", [2, 3, 8])
     @pytest.mark.parametrize("f", [gathered, contracted, scattered])
