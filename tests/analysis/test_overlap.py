@@ -123,5 +123,44 @@ def test_the_numbers_are_those_of_the_unpartitioned_program(sizes: Any, names: A
         assert "collective_permute" in reported(lowered.spmd.collectives)
 
 
+def tensor_parallel(x: Any, w: Any, v: Any) -> Any:
+    """Without a split sequence: what is made is all-reduced."""
+    h = jax.nn.relu(gshard.replicate(x) @ split(w, 1, "d"))
+    return gshard.replicate(split(h, 1, "d") @ split(v, 0, "d"))
+
+
+def gradients(x: Any, w: Any, v: Any) -> Any:
+    """Of weights that every device has: each is all-reduced, and half of that passes beside its own product."""
+
+    def loss(w: Any, v: Any) -> Any:
+        h = jax.nn.relu(split(x, 0, "d") @ gshard.replicate(w))
+        return jnp.sum((h @ gshard.replicate(v)) ** 2) / 8
+
+    return jax.grad(loss, (0, 1))(w, v)
+
+
+@pytest.mark.parametrize("sizes", [((64, 24), (24, 48), (48, 24)), ((61, 25), (25, 47), (47, 27))])
+@pytest.mark.parametrize("axes", [{"d": 8}, {"e": 2, "d": 4}])
+@pytest.mark.parametrize("f", [tensor_parallel, gradients])
+def test_the_first_half_of_an_all_reduce_passes_beside_its_product(f: Any, axes: Any, sizes: Any) -> None:
+    machine = Machine.of("v5p:8x1x1" if axes == {"d": 8} else "v5p:2x4x1")
+    slow = dataclasses.replace(machine, flops={"f32": 3e5}, network=tuple(map(_slow, machine.network)))
+    rng = np.random.default_rng(1)
+    arguments = [rng.integers(-4, 5, s).astype(np.float32) for s in sizes]
+    asked = Windowed(machine=slow), False
+    step, at_once = (gshard.jit(f, mesh=axes, machine=slow, windowed=windowed) for windowed in asked)
+    found, usual = (gshard.explain(g, *arguments).bytes_by_kind for g in (step, at_once))
+    assert found.get("collective_permute", 0) > usual.get("collective_permute", 0)
+    if axes == {
+        "d": 8
+    }:  # beside another axis this one's sums may be scattered, since the other one splits what reads them
+        assert set(usual) == {"all_reduce"}
+        assert {"collective_permute", "all_gather"} <= set(found)
+    if sizes[0] == (64, 24):
+        assert sum(found.values()) == sum(usual.values())
+    for ours, theirs in zip(jax.tree.leaves(step(*arguments)), jax.tree.leaves(f(*arguments)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def _slow(dimension: Any) -> Any:
     return dataclasses.replace(dimension, latency=0.0, bandwidth=dimension.bandwidth / 1e6)

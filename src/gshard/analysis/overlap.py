@@ -97,13 +97,15 @@ class Chooser:
     def chosen(self, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
         """The ring of an equation: of what is too large the two that can rotate together, or the largest."""
         above = self.asked.above
+        if self.machine is None:
+            offers = tuple(x for x in offers if not x.whole)  # what an all-reduce makes is held whole in any case
         ring = self._of_large(equation, [x for x in offers if above is not None and x.bytes > above])
         if ring is not None:
             return self._layouts(ring)[0]
         free = [x for x in offers if not x.shared]
         if self.machine is not None:
-            rings = [ring for offer in free for ring in self._layouts(offer.ring)]
-            gains = [self._gain(ring, equation) for ring in rings]
+            ways = [(ring, offer.whole) for offer in free for ring in self._layouts(offer.ring)]
+            gains, rings = [self._gain(ring, equation, whole) for ring, whole in ways], [ring for ring, _ in ways]
             return rings[gains.index(max(gains))] if max(gains, default=0.0) > 0 else None
         if above is None and free:
             return self._layouts(max(free, key=lambda offer: offer.bytes).ring)[0]
@@ -139,8 +141,11 @@ class Chooser:
         assert self.machine is not None
         return waits(self.plan, self.machine)
 
-    def _gain(self, ring: Ring, e: Equation) -> float:
-        """Seconds that a ring with one array that rotates spares, if the roofline is right."""
+    def _gain(self, ring: Ring, e: Equation, whole: bool) -> float:
+        """Seconds that a ring with one array that rotates spares, if the roofline is right.
+
+        What is scattered instead of all-reduced (``whole``) is gathered again.
+        """
         plan, machine = self.plan, self.machine
         assert e.rule is not None
         assert machine is not None
@@ -165,7 +170,8 @@ class Chooser:
         (atoms,) = ring.rotating
         if ring.result:
             sent = bytes_of(values[count], taken[count], mesh)
-            waited = seconds("reduce_scatter", sizes[count], mesh, machine, atoms)
+            waited = seconds("all_reduce" if whole else "reduce_scatter", sizes[count], mesh, machine, atoms)
+            waited -= seconds("all_gather", sent, mesh, machine, atoms) if whole else 0.0
         else:
             i = ring.operands[0][0]
             sent, waited = bytes_of(values[i], taken[i], mesh), self._waits.get((e, i), 0.0)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from gshard.comm.reshard import plan_reshard, reshard_bytes
-from gshard.comm.steps import ALL_GATHER, REDUCE_SCATTER, aligned
+from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, aligned
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Equation, Value, itemsize
 from gshard.core.ring import Ring, entering
@@ -30,11 +30,13 @@ class Offer:
         ring: it.
         bytes: of the array as each device would hold it without the ring.
         shared: whether others need the whole array too, so that each who lets it come by in parts sends it again.
+        whole: whether every device needs the sums, which are gathered afterwards: the second half of an all-reduce.
     """
 
     ring: Ring
     bytes: int
     shared: bool = False
+    whole: bool = False
 
 
 Needs = dict[Value, dict[Sharding, list[tuple[Equation, int] | None]]]
@@ -163,7 +165,7 @@ def _gathers(e: Equation, i: int, plan: Plan) -> Iterator[Ring]:
 
 
 def _scatters(e: Equation, plan: Plan, needs: Needs) -> Iterator[Offer]:
-    """A result that is reduce-scattered at once."""
+    """A result that is reduce-scattered at once, or all-reduced: then its first dimension that can be is scattered."""
     assert e.rule is not None
     (v,) = e.outputs
     made, target = result_sharding(e.rule, 0, plan.splits[e]), _target(v, plan, needs)
@@ -171,6 +173,13 @@ def _scatters(e: Equation, plan: Plan, needs: Needs) -> Iterator[Offer]:
     if steps and steps[0].kind == REDUCE_SCATTER and len(e.rule.results[0][steps[0].dim]) == 1:
         (f,) = e.rule.results[0][steps[0].dim]
         yield Offer(Ring(f, (), steps[0].atoms), local_bytes(v, made, plan.mesh))
+    if [step.kind for step in steps] == [ALL_REDUCE]:
+        count = plan.mesh.count(steps[0].atoms)
+        for n, have, factors in zip(v.shape, made.dims, e.rule.results[0], strict=True):
+            if len(factors) == 1 and n >= count * plan.mesh.count(have) and aligned(n, plan.mesh.count(have), count):
+                ring = Ring(factors[0], (), steps[0].atoms)
+                yield Offer(ring, local_bytes(v, made, plan.mesh), whole=True)
+                return
 
 
 def together(a: Ring, b: Ring, equation: Equation, plan: Plan) -> Ring | None:
