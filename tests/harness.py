@@ -467,6 +467,7 @@ def others() -> Iterator[Row]:
         yield row(f"triangular_solve, {left}", solve, POSITIVE_DEFINITE, normal(3, 4, 4, seed=2), tolerance=1e-4)
     yield row("iota", lambda: lax.broadcasted_iota(jnp.int32, (7, 10), 1))
     yield row("iota, floats", lambda: lax.broadcasted_iota(jnp.float32, (7, 10), 0))
+    yield row("empty", lambda: lax.empty((7, 10), jnp.float32))  # on CPU it is zeros
     yield row("iota_2x32_shape", lambda k: jax.random.bits(k, (7, 10)), jax.random.key(3))
     yield row("threefry2x32", lambda k: jax.random.bits(k, (7, 10)), jax.random.key(4))
     yield row("random_unwrap", lambda k: jax.random.key_data(k), jax.random.split(jax.random.key(0), 5))

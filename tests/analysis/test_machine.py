@@ -1,12 +1,22 @@
 """Machines: what the paper says of a torus (section 5.3), grids of any size, and errors."""
 
 import math
+from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from gshard.analysis.machine import RING, Machine, MachineError
-from gshard.analysis.network import extents, groups, permutation_seconds, seconds
+from gshard.analysis.network import (
+    extents,
+    goes_one_way,
+    groups,
+    link_loads,
+    permutation_seconds,
+    permuting,
+    seconds,
+)
 from gshard.core.mesh import Mesh
 
 SIZES = (4, 8, 16, 32)
@@ -44,6 +54,45 @@ def test_a_neighbour_is_near_and_the_antipode_is_far():
     shift = [(d, (d + 2) % 2048) for d in range(2048)]
     far = [(d, (d + 32) % 64 + d // 64 * 64) for d in range(2048)]
     assert permutation_seconds(DATA, far, machine) > 10 * permutation_seconds(DATA, shift, machine)
+
+
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5e:1x8", "v3:4x2", "v5p:4x4x4", "h100:2x8", "v5e:16x16"])
+def test_a_byte_takes_what_the_busiest_link_takes(name):
+    """Against messages that go hop by hop."""
+    machine = Machine.of(name)
+    sources = np.arange(machine.size)
+    for targets in ((sources + 1) % machine.size, sources[::-1], np.random.default_rng(0).permutation(machine.size)):
+        loads = [int(x.max(initial=0)) for x in link_loads(sources, targets, machine)]
+        assert loads == busiest(sources, targets, machine)
+        a_byte = max(n / d.bandwidth for n, d in zip(loads, machine.network, strict=True))
+        assert permuting(sources, targets, machine)[1] == pytest.approx(a_byte)
+
+
+def busiest(sources, targets, machine):
+    passed = [Counter() for _ in machine.network]
+    strides = [math.prod(d.size for d in machine.network[k + 1 :]) for k in range(len(machine.network))]
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        here = source
+        for k, d in reversed(list(enumerate(machine.network))):
+            at, to = here // strides[k] % d.size, target // strides[k] % d.size
+            if d.kind == "switch":
+                if at != to:
+                    passed[k].update([("out", here), ("in", here + (to - at) * strides[k])])
+                here += (to - at) * strides[k]
+                continue
+            hops = (to - at) % d.size
+            step = (1 if 2 * hops <= d.size else -1) if d.kind == "ring" else (1 if to > at else -1)
+            while at != to:
+                passed[k][step, here // (machine.network[-1].size if d.shared_by > 1 else 1)] += 1
+                here, at = here + ((at + step) % d.size - at) * strides[k], (at + step) % d.size
+    return [max(counted.values(), default=0) for counted in passed]
+
+
+def test_a_cycle_on_a_grid_leaves_the_other_direction_of_its_links_free():
+    machine = Machine.of("v5e:2x4")
+    for order, free in (((0, 1, 2, 3, 7, 6, 5, 4), True), (range(8), False)):
+        sources = np.array(order)
+        assert goes_one_way(sources, np.roll(sources, 1), machine) == free
 
 
 def test_every_axis_of_a_mesh_has_its_own_links():

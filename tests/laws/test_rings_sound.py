@@ -122,7 +122,10 @@ def check(name: str, on: str, most: int, dtype: Any) -> None:
     for split in splits:
         for ring, both_ways in itertools.product(rings_of(e, split, mesh), (False, True)):
             kind = len(ring.operands), bool(ring.result), (ring.factor,) in e.rule.results[0]
-            kinds.setdefault(kind, []).append((split, dataclasses.replace(ring, both_ways=both_ways)))
+            way = dataclasses.replace(ring, both_ways=both_ways, two_steps=both_ways and bool(ring.operands))
+            if len(ring.rotating) == 1 and mesh.size > 4:  # the parts around the ring in an order of their own
+                way = dataclasses.replace(way, order=tuple(random.Random(on).sample(range(n := ring.steps(mesh)), n)))
+            kinds.setdefault(kind, []).append((split, way))
     assert len(kinds) > 1
     draw = random.Random(0)
     for split, ring in (way for ways in kinds.values() for way in draw.sample(ways, min(most, len(ways)))):

@@ -5,9 +5,10 @@
 
 The program that is costed is the one that runs: the emitted equations, read back with their rules (``device_program``).
 A kernel takes the longest of what its products need, what its other arithmetic needs and what its reads and writes
-need; a collective what the links of its axes need (``network``), sums that XLA finishes together one message
-(``combined``). Nothing overlaps: the sum is an upper
-bound on the roofline and no promise about a clock. Bodies of loops count as often as they run where that is known.
+need (on TPU it ends with what runs element by element on a product's result: ``following``); a collective what the
+links of its axes need (``network``), sums that XLA finishes together one message (``combined``). Nothing overlaps but
+what the machine's compiler is known to begin early and end late (``hidden``): the sum is an upper bound on the roofline
+and no promise about a clock. Bodies of loops count as often as they run where that is known.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 from gshard.analysis.combined import combined
 from gshard.analysis.copied import copied
+from gshard.analysis.following import following
+from gshard.analysis.hidden import hidden_of
 from gshard.analysis.hoisted import hoisted
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
@@ -44,9 +47,10 @@ class KernelCost:
         moved: bytes it reads and writes in one run.
         sent: bytes that the device sends in one run.
         axes: the atoms a collective runs over.
-        seconds: of one run.
+        seconds: of one run; of a collective what is waited for it.
         bound: what that is spent on: ``compute``, ``memory`` or ``network``.
         equation: the last of its equations, as emitted.
+        hidden: seconds of a collective's run that pass while other kernels run.
     """
 
     name: str
@@ -61,6 +65,7 @@ class KernelCost:
     seconds: float
     bound: str
     equation: Equation
+    hidden: float = 0.0
 
     @property
     def total_seconds(self) -> float:
@@ -91,8 +96,13 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Of one call, if nothing overlaps."""
+        """Of one call."""
         return sum(k.total_seconds for k in self.kernels)
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of collectives in one call that pass while other kernels run, which ``seconds`` leaves out."""
+        return sum(k.hidden * k.times for k in self.kernels)
 
     @property
     def flops(self) -> int:
@@ -137,9 +147,11 @@ class Cost:
 
     def __str__(self) -> str:
         bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
+        beside = f"; {self.hidden * 1e3:.3g} ms of network beside them" if self.hidden else ""
         return (
-            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}); {format_flops(self.flops)}, "
-            f"{format_bytes(self.sent)} sent, peak {format_bytes(self.peak)} of {format_bytes(self.machine.memory)}"
+            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}{beside}); "
+            f"{format_flops(self.flops)}, {format_bytes(self.sent)} sent, "
+            f"peak {format_bytes(self.peak)} of {format_bytes(self.machine.memory)}"
         )
 
 
@@ -167,12 +179,17 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
     program = device_program(spmd)
     captured = len(spmd.program.captured)
     joined, anew = combined(program, machine), copied(program, machine) | hoisted(program)
-    rows = [
-        kernel_cost(kernel, times, spmd.mesh, machine, joined.get(kernel, 0), anew.get(kernel, ()))
+    rows = {
+        kernel: kernel_cost(kernel, times, spmd.mesh, machine, joined.get(kernel, 0), anew.get(kernel, ()))
         for kernel, times in program.walk()
         if kernel.kind != REGION
-    ]
-    return Cost(machine, tuple(rows), program, tuple(captured + i for i in donated))
+    }
+    alone = {kernel: row.seconds for kernel, row in rows.items()}
+    for kernel, taken in following(program, alone, machine).items():
+        rows[kernel], alone[kernel] = dataclasses.replace(rows[kernel], seconds=taken), taken
+    for kernel, hidden in hidden_of(program, alone, spmd.mesh, machine).items():
+        rows[kernel] = dataclasses.replace(rows[kernel], seconds=rows[kernel].seconds - hidden, hidden=hidden)
+    return Cost(machine, tuple(rows.values()), program, tuple(captured + i for i in donated))
 
 
 def kernel_cost(

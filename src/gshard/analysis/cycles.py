@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from gshard.analysis.hlo_parser import Computation, Module, read_module, trip_count
+from gshard.analysis.hlo_parser import Computation, Instruction, Module, read_module, trip_count
 
 _NOTE = re.compile(r'"estimated_cycles":"(\d+)"')
 
@@ -22,16 +22,18 @@ def estimated_cycles(text: str) -> int:
 
 
 def _of(module: Module, computation: Computation) -> int:
-    total = 0
-    for made in computation.instructions.values():
-        inner = [_of(module, module.computations[name]) for name in _called(made.opcode, made.called)]
-        if made.opcode == "while":
-            total += sum(inner) * (trip_count(module, computation, made) or 1)
-        elif inner:
-            total += max(inner)
-        elif note := _NOTE.search(made.attributes):
-            total += int(note[1])
-    return total
+    return sum(cycles_of(module, computation, made) for made in computation.instructions.values())
+
+
+def cycles_of(module: Module, computation: Computation, made: Instruction) -> int:
+    """The estimate of one instruction of a computation, and of what it calls."""
+    inner = [_of(module, module.computations[name]) for name in _called(made.opcode, made.called)]
+    if made.opcode == "while":
+        return sum(inner) * (trip_count(module, computation, made) or 1)
+    if inner:
+        return max(inner)
+    note = _NOTE.search(made.attributes)
+    return int(note[1]) if note else 0
 
 
 def _called(opcode: str, called) -> tuple[str, ...]:  # type: ignore[no-untyped-def]

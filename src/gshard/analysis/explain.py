@@ -230,6 +230,14 @@ class Explanation:
             f"{kind} {format_bytes(n)}" for kind, n in sorted(self.bytes_by_kind.items(), key=lambda kv: -kv[1])
         )
         lines.append(f"  each device sends {format_bytes(self.total_bytes)} in one call{': ' + kinds if kinds else ''}")
+        if self.plan.spared is not None:
+            without, taken, machine = self.plan.spared
+            what = f"{len(self.plan.rings)} product{'s' if len(self.plan.rings) > 1 else ''}"
+            lines += [
+                "",
+                f"{what} taken part by part while other parts are sent (collective matmul): a call on {machine} takes "
+                f"{taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; windowed=False forbids it",
+            ]
         if self.spmd.recomputed is not None:
             lines += ["", str(self.spmd.recomputed)]
         if self.replicated:

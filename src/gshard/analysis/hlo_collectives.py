@@ -26,7 +26,7 @@ import numpy as np
 
 from gshard.analysis.hlo_parser import Computation, Instruction, Module, read_module, trip_count, type_bytes
 
-_OPCODE = re.compile(
+OPCODE = re.compile(
     r"(all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast)"
     r"(-start)?"
 )
@@ -75,9 +75,9 @@ def collectives(text: str) -> tuple[CompiledCollective, ...]:
     """
     module = read_module(text)
     return tuple(
-        _collective(module, computation, instruction, found[1], bool(found[2]), times, exact)
+        collective_of(module, computation, instruction, found[1], bool(found[2]), times, exact)
         for computation, instruction, times, exact in executed(module)
-        if (found := _OPCODE.fullmatch(instruction.opcode))
+        if (found := OPCODE.fullmatch(instruction.opcode))
     )
 
 
@@ -122,6 +122,19 @@ def executed(
                 yield from executed(module, module.computations[inner], times * inner_times, exact and inner_exact)
 
 
+def computations_run(module: Module) -> Iterator[tuple[Computation, int]]:
+    """The computations that run as programs of their own, loops' bodies and branches, and how often."""
+
+    def walk(computation: Computation, times: int) -> Iterator[tuple[Computation, int]]:
+        yield computation, times
+        for made in computation.instructions.values():
+            if made.opcode in ("while", "conditional", "call"):
+                for name, inner_times, _ in _calls(module, computation, made):
+                    yield from walk(module.computations[name], times * inner_times)
+
+    yield from walk(module.computations[module.entry], 1)
+
+
 def _calls(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, int, bool]]:
     """The computations that one instruction runs: name, how often, and whether that is certain."""
     if instruction.opcode == "while":
@@ -137,9 +150,16 @@ def _calls(module: Module, computation: Computation, instruction: Instruction) -
             yield from ((inner, 1, True) for inner in instruction.called(attribute))
 
 
-def _collective(
+def collective_of(
     module: Module, computation: Computation, made: Instruction, opcode: str, starts: bool, times: int, exact: bool
 ) -> CompiledCollective:
+    """One collective instruction: ``opcode`` without the suffix of those that only start it, and whether that is there.
+
+    Args:
+        module, computation, made: the instruction and where it stands.
+        opcode, starts: as ``OPCODE`` parts it.
+        times, exact: how often it runs, and whether that is certain.
+    """
     kind = opcode.replace("-", "_")
     types = [computation.instructions[o].type for o in made.operands if o in computation.instructions]
     operand = sum(map(type_bytes, types)) if types else type_bytes(made.literal)

@@ -20,6 +20,8 @@ Sources, all per device and one direction:
     h200      one 400 Gbit/s port a GPU
     cpu       round numbers for one core of a server; ``gshard calibrate`` measures the machine at hand
 
+What a TPU's compiler lets run beside products is read from the schedules of libtpu 0.0.42 (``benchmarks/overlap.py``).
+
 A product of float32 arrays runs in one bfloat16 pass on TPU (JAX's default precision) and in TF32 on GPU.
 """
 
@@ -37,6 +39,7 @@ from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
 
 RING, LINE, SWITCH = "ring", "line", "switch"
+PERMUTE = "collective_permute"
 _NUMBERS = 32  # bytes of a few numbers: of the indices into an array of up to eight dimensions, int32 each
 
 
@@ -76,6 +79,8 @@ class Machine:
         network: dimensions, major to minor; the product of their sizes is the number of devices.
         launch: seconds that starting an operator takes.
         measured: whether ``calibrate`` made it.
+        hides: the kinds of collectives that the compiler begins before products which do not need them, and ends after;
+            None if that is not known.
     """
 
     name: str
@@ -86,6 +91,7 @@ class Machine:
     network: tuple[Dimension, ...]
     launch: float = 0.0
     measured: bool = False
+    hides: tuple[str, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -186,15 +192,18 @@ class _Kind:
     launch: float = 0.0
     node: int = 0
     between_nodes: float = 0.0
+    hides: tuple[str, ...] | None = None
 
 
 _T, _G, _GIB = 1e12, 1e9, 2**30
 
 
-def _tpu(bf16: float, s8: float, bandwidth: float, gib: int, link: float, dimensions: int, wraps: int) -> _Kind:
+def _tpu(
+    bf16: float, s8: float, bandwidth: float, gib: int, link: float, dimensions: int, wraps: int, *hides: str
+) -> _Kind:
     # The vector unit does about a sixteenth of the matrix unit's work in float32.
     rates = {"bf16": bf16 * _T, "f32": bf16 * _T, "s8": s8 * _T}
-    return _Kind(rates, bf16 * _T / 16, bandwidth * _G, gib * _GIB, link * _G, dimensions, wraps)
+    return _Kind(rates, bf16 * _T / 16, bandwidth * _G, gib * _GIB, link * _G, dimensions, wraps, hides=hides)
 
 
 def _gpu(memory_bandwidth: float, memory: float) -> _Kind:
@@ -210,10 +219,10 @@ def _gpu(memory_bandwidth: float, memory: float) -> _Kind:
 # are made of whole cubes of 4; v3, v5e and v6e close them at the size of a pod.
 _KINDS = {
     "v3": dataclasses.replace(_tpu(61.5, 61.5, 450, 16, 82, 2, 32), cores=2),
-    "v4": _tpu(275, 275, 1200, 32, 50, 3, 4),
-    "v5e": _tpu(197, 393, 819, 16, 50, 2, 16),
-    "v5p": _tpu(459, 918, 2765, 95, 100, 3, 4),
-    "v6e": _tpu(918, 1836, 1638, 32, 100, 2, 16),
+    "v4": _tpu(275, 275, 1200, 32, 50, 3, 4, PERMUTE),
+    "v5e": _tpu(197, 393, 819, 16, 50, 2, 16, PERMUTE, "all_gather"),
+    "v5p": _tpu(459, 918, 2765, 95, 100, 3, 4, PERMUTE),
+    "v6e": _tpu(918, 1836, 1638, 32, 100, 2, 16, PERMUTE),
     "h100": _gpu(3350, 80),
     "h200": _gpu(4800, 141),
     "cpu": _Kind(
@@ -270,8 +279,9 @@ def _build(name: str, kind: _Kind, shape: tuple[int, ...]) -> Machine:
     else:
         network = [Dimension(math.prod(shape), SWITCH, kind.link, kind.latency)]
     return Machine(
-        name, dict(kind.flops), kind.vector_flops, kind.memory_bandwidth, kind.memory, tuple(network), kind.launch
-    )
+        name, dict(kind.flops), kind.vector_flops, kind.memory_bandwidth, kind.memory, tuple(network), kind.launch,
+        hides=kind.hides,
+    )  # fmt: skip
 
 
 def _load(path: Path) -> Machine:
@@ -279,7 +289,8 @@ def _load(path: Path) -> Machine:
     try:
         data: dict[str, Any] = json.loads(path.read_text("utf-8"))
         network = tuple(Dimension(**d) for d in data.pop("network"))
-        return Machine(network=network, **data)
+        hides = data.pop("hides", None)
+        return Machine(network=network, hides=None if hides is None else tuple(hides), **data)
     except OSError as error:
         raise MachineError(f"{path} cannot be read: {error.strerror}.", hint=hint) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -199,14 +199,61 @@ def permutation_seconds(sent: int, pairs: Sequence[tuple[int, int]], machine: Ma
 
 
 def permuting(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Machine) -> tuple[float, float]:
-    """What a message from each source to its target takes, and what every byte of it takes more."""
+    """What a message from each source to its target takes, and every byte of it more, by the busiest link."""
     none = a_byte = 0.0
     stride = machine.size
-    for d in machine.network:
+    for d, loads in zip(machine.network, link_loads(sources, targets, machine), strict=True):
         stride //= d.size
         away = np.abs(sources // stride % d.size - targets // stride % d.size)
         hops = away > 0 if d.kind == SWITCH else np.minimum(away, d.size - away) if d.kind == RING else away
-        distance = int(hops.sum()) / max(len(sources), 1)
-        a_byte = max(a_byte, distance * d.shared_by / d.bandwidth)
-        none += d.latency * distance
+        a_byte = max(a_byte, float(loads.max(initial=0)) / d.bandwidth)
+        none += d.latency * int(hops.sum()) / max(len(sources), 1)
     return none, a_byte
+
+
+def link_loads(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Machine) -> list[NDArray[np.intp]]:
+    """How many messages go over each link, for each dimension of the network: int [direction, link].
+
+    Each message goes along one dimension after the other, the last one first, and the shorter way around a ring. Along
+    a switch everybody has a link of its own.
+    """
+    found = []
+    stride = machine.size
+    for d in machine.network:
+        stride //= d.size
+        at, to = sources // stride % d.size, targets // stride % d.size
+        beside = machine.network[-1].size if d.shared_by > 1 else 1  # devices whose messages go over the same link
+        lines = machine.size // d.size // beside
+        line = (sources // (stride * d.size) * stride + targets % stride) // beside
+        if d.kind == SWITCH:
+            moving = at != to
+            out, into = (np.bincount(line[moving] * d.size + end[moving]) for end in (at, to))
+            size = max(len(out), len(into))
+            found.append(np.array([np.pad(x, (0, size - len(x))) for x in (out, into)]))
+            continue
+        ahead = (to - at) % d.size if d.kind == RING else to - at
+        forwards = np.where(2 * ahead <= d.size, ahead, 0) if d.kind == RING else np.maximum(ahead, 0)
+        back = np.where(2 * ahead > d.size, d.size - ahead, 0) if d.kind == RING else np.maximum(-ahead, 0)
+        both = []
+        for first, hops in ((at, forwards), ((at - back) % d.size, back)):
+            ends = np.zeros((lines, 2 * d.size + 1), np.intp)
+            np.add.at(ends, (line, first), hops > 0)
+            np.add.at(ends, (line, first + hops), -(hops > 0).astype(np.intp))
+            passed = ends.cumsum(1)
+            both.append((passed[:, : d.size] + passed[:, d.size : -1]).ravel())
+        found.append(np.array(both))
+    return found
+
+
+def coordinates(device: int, machine: Machine) -> tuple[int, ...]:
+    """Where a device is along each dimension of the network."""
+    return tuple(int(i) for i in np.unravel_index(device, [d.size for d in machine.network]))
+
+
+def goes_one_way(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Machine) -> bool:
+    """Whether no link is used in both directions, so that the same the other way round takes no link from it."""
+    return all(
+        d.kind != SWITCH and not (loads[0] * loads[1]).any()
+        for d, loads in zip(machine.network, link_loads(sources, targets, machine), strict=True)
+        if loads.any()
+    )

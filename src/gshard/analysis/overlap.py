@@ -4,7 +4,9 @@
     gshard.jit(f, mesh=mesh, windowed=Windowed(machine="v4:4x4x4"))    # where a step hides the next part's way
 
 On a machine a contraction that waits for a gather takes the sum of both; as a collective matmul it takes the longer of
-both, once for each part, and a step more. But each step starts anew, and reads again what does not come in parts.
+both, once for each part, and a step more. But each step starts anew, and reads again what does not come in parts, and
+what follows the product is not part of it any more. Of a gather that the compiler hides anyway only what is still
+waited for counts (``hidden``); where the compiler hides no permutation, there is nothing to win.
 """
 
 from __future__ import annotations
@@ -12,19 +14,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from typing import Any
 
-from gshard.analysis.machine import RING, Machine
-from gshard.analysis.network import extents, permutation_seconds, seconds
+import jax.numpy as jnp
+import numpy as np
+
+from gshard.analysis.machine import PERMUTE, Machine
+from gshard.analysis.network import coordinates, goes_one_way, permuting, seconds
+from gshard.analysis.waits import bytes_of, local_sizes, product_seconds, waits
 from gshard.comm.route import pairs
 from gshard.core.errors import PlanError
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Equation, Value, itemsize, short_dtype
+from gshard.core.program import Equation, itemsize, short_dtype
 from gshard.core.ring import Ring, entering, leaving
-from gshard.core.sharding import Sharding
-from gshard.core.split import operand_sharding, parts, result_sharding
+from gshard.core.split import parts
 from gshard.passes.windowed import Offer, together
 
 
@@ -40,17 +44,18 @@ class Windowed:
             skew sends one more part of each. An array that several contractions need is sent for each of them,
             instead of once for all.
         machine: as for ``explain(...).cost``: those that its roofline expects to be faster so, and that send no more.
+            Where it is not known what the compiler hides (GPU), it is taken to send while it computes.
         both_ways: whether half of every part rotates in each direction, which rings of links make use of. None leaves
             that to the machine's network; without a machine all rotate in one.
     """
 
     above: float | None = None
-    machine: str | None = None
+    machine: str | Machine | None = None
     both_ways: bool | None = None
 
     @staticmethod
-    def of(given: Any, mesh: Mesh) -> Windowed | None:
-        """What ``windowed=`` asks for.
+    def of(given: Any, mesh: Mesh, machine: Machine | None = None) -> Windowed | None:
+        """What ``windowed=`` asks for; None leaves it to the machine, if its compiler is known to hide permutations.
 
         Raises:
             PlanError: it is not a truth value, a number of bytes or a ``Windowed``.
@@ -60,6 +65,8 @@ class Windowed:
         >>> Windowed.of(False, mesh), Windowed.of(True, mesh) == Windowed(), Windowed.of(2**28, mesh).above
         (None, True, 268435456)
         """
+        if given is None and machine is not None and PERMUTE in (machine.hides or ()):
+            return Windowed(machine=machine)
         if given is None or given is False:
             return None
         asked = Windowed() if given is True else given
@@ -74,78 +81,154 @@ class Windowed:
             _machine(asked.machine, mesh.size)
         return asked
 
-    def chosen(self, plan: Plan, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
-        """The ring of an equation: of what is too large the two that can rotate together, or the largest."""
-        ring = self._of_large(plan, equation, [x for x in offers if self.above is not None and x.bytes > self.above])
-        free = [] if ring is not None else [x for x in offers if not x.shared]
-        if ring is None and self.machine is not None:
-            machine = _machine(self.machine, plan.mesh.size)
-            gains = [_gain(offer.ring, plan, equation, machine) for offer in free]
-            if max(gains, default=0.0) > 0:
-                ring = free[gains.index(max(gains))].ring
-        elif ring is None and self.above is None and free:
-            ring = max(free, key=lambda offer: offer.bytes).ring
-        return None if ring is None else dataclasses.replace(ring, both_ways=self._both_ways(ring, plan.mesh))
+    def on(self, plan: Plan) -> Chooser:
+        """What decides for the equations of one plan."""
+        return Chooser(self, plan, None if self.machine is None else _machine(self.machine, plan.mesh.size))
 
-    def _of_large(self, plan: Plan, equation: Equation, large: list[Offer]) -> Ring | None:
+
+@dataclasses.dataclass(frozen=True)
+class Chooser:
+    """Decides for the equations of a plan; a ``passes.windowed.Policy``."""
+
+    asked: Windowed
+    plan: Plan
+    machine: Machine | None
+
+    def chosen(self, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
+        """The ring of an equation: of what is too large the two that can rotate together, or the largest."""
+        above = self.asked.above
+        if self.machine is None:
+            offers = tuple(x for x in offers if not x.whole)  # what an all-reduce makes is held whole in any case
+        ring = self._of_large(equation, [x for x in offers if above is not None and x.bytes > above])
+        if ring is not None:
+            return self._layouts(ring)[0]
+        free = [x for x in offers if not x.shared]
+        if self.machine is not None:
+            ways = [(ring, offer.whole) for offer in free for ring in self._layouts(offer.ring)]
+            gains, rings = [self._gain(ring, equation, whole) for ring, whole in ways], [ring for ring, _ in ways]
+            return rings[gains.index(max(gains))] if max(gains, default=0.0) > 0 else None
+        if above is None and free:
+            return self._layouts(max(free, key=lambda offer: offer.bytes).ring)[0]
+        return None
+
+    def _of_large(self, equation: Equation, large: list[Offer]) -> Ring | None:
+        plan = self.plan
         pairs = [(a, b) for a, b in itertools.combinations(large, 2) if together(a.ring, b.ring, equation, plan)]
         if pairs:
             a, b = max(pairs, key=lambda pair: pair[0].bytes + pair[1].bytes)
             return together(a.ring, b.ring, equation, plan)
         return max(large, key=lambda offer: offer.bytes).ring if large else None
 
-    def _both_ways(self, ring: Ring, mesh: Mesh) -> bool:
-        if self.both_ways is not None or self.machine is None:
-            return bool(self.both_ways) and ring.steps(mesh) > 2
-        return _closes(ring, mesh, _machine(self.machine, mesh.size))
+    def _layouts(self, ring: Ring) -> list[Ring]:
+        """The ring in each order in which its parts may stand on the machine, one way and, if that is free, both ways.
+
+        On a machine time counts, so that parts of operands go to and fro between two places.
+        """
+        mesh, asked, machine = self.plan.mesh, self.asked.both_ways, self.machine
+        if machine is None:
+            return [dataclasses.replace(ring, both_ways=bool(asked) and ring.steps(mesh) > 2)]
+        found = []
+        for order in _orders(ring, mesh, machine):
+            free = ring.steps(mesh) > 2 and _Way.of(ring, order, mesh, machine).free
+            ways = ([True, False] if free else [False]) if asked is None else [asked and ring.steps(mesh) > 2]
+            found += [
+                dataclasses.replace(ring, both_ways=both, two_steps=bool(ring.operands), order=order) for both in ways
+            ]
+        return found
+
+    @functools.cached_property
+    def _waits(self) -> dict[tuple[Equation, int], float]:
+        assert self.machine is not None
+        return waits(self.plan, self.machine)
+
+    def _gain(self, ring: Ring, e: Equation, whole: bool) -> float:
+        """Seconds that a ring with one array that rotates spares, if the roofline is right.
+
+        What is scattered instead of all-reduced (``whole``) is gathered again.
+        """
+        plan, machine = self.plan, self.machine
+        assert e.rule is not None
+        assert machine is not None
+        mesh, split, steps = plan.mesh, plan.splits[e], ring.steps(plan.mesh)
+        values, count = [*e.inputs, *e.outputs], len(e.inputs)
+        taken = [entering(e.rule, split, ring, i) for i in range(count)] + [leaving(e.rule, split, ring, 0)]
+        sizes = local_sizes(e, plan)
+        # What a step reads and writes: parts of what the factor is in, all of what it is not in for each direction and
+        # turn; sums are read as well.
+        lanes = (1 + bool(ring.result)) * (1 + ring.both_ways)
+        moved = [
+            size / steps if any(ring.factor in f for f in dims) else size * lanes
+            for size, dims in zip(sizes, (*e.rule.operands, *e.rule.results), strict=True)
+        ]
+        summed = not any(ring.factor in f for f in e.rule.results[0])
+        if summed:  # sums of low precision stay in float32
+            moved[count] *= max(1.0, itemsize(jnp.float32) / itemsize(values[count].dtype))
+        moved[count] *= 2 if summed or ring.result else 1
+        flops = e.rule.flops / parts(split, mesh)
+        rate = machine.rate(short_dtype(e.inputs[0].dtype))
+        one = max(flops / steps / rate, sum(moved) / machine.memory_bandwidth) + lanes * machine.launch
+        (atoms,) = ring.rotating
+        if ring.result:
+            sent = bytes_of(values[count], taken[count], mesh)
+            waited = seconds("all_reduce" if whole else "reduce_scatter", sizes[count], mesh, machine, atoms)
+            waited -= seconds("all_gather", sent, mesh, machine, atoms) if whole else 0.0
+        else:
+            i = ring.operands[0][0]
+            sent, waited = bytes_of(values[i], taken[i], mesh), self._waits.get((e, i), 0.0)
+        way = _Way.of(ring, ring.order, mesh, machine)
+        sending = (1 + bool(ring.result)) * way.latency + sent * way.a_byte / (1 + ring.both_ways)
+        hides = machine.hides is None or PERMUTE in machine.hides
+        step = max(one, sending) if hides else one + sending
+        left = bytes_of(values[count], taken[count], mesh)
+        again = 2 * left / machine.memory_bandwidth  # what reads the result is not part of the product any more
+        return product_seconds(e, plan, machine) + waited - ((steps - 1) * step + one + again)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Way:
+    """From each device around a ring to the next: seconds of a message, of every byte, and whether back is free."""
+
+    latency: float
+    a_byte: float
+    free: bool
+
+    @staticmethod
+    def of(ring: Ring, order: tuple[int, ...], mesh: Mesh, machine: Machine) -> _Way:
+        """The longest of what rotates."""
+        found = []
+        for atoms in ring.rotating:
+            places = order or range(mesh.count(atoms))
+            moves = [(places[(r + 1) % len(places)], places[r]) for r in range(len(places))]
+            devices = np.asarray(mesh.order or range(mesh.size), np.intp)
+            sources, targets = devices[np.asarray(pairs(moves, atoms, mesh), np.intp).reshape(-1, 2).T]
+            found.append((*permuting(sources, targets, machine), goes_one_way(sources, targets, machine)))
+        latencies, a_byte, free = zip(*found, strict=True)
+        return _Way(max(latencies), max(a_byte), all(free))
+
+
+def _orders(ring: Ring, mesh: Mesh, machine: Machine) -> list[tuple[int, ...]]:
+    """Orders of the parts around a ring: as they are counted, and along a cycle of a grid that they lie on."""
+    found: list[tuple[int, ...]] = [()]
+    if len(ring.rotating) > 1:
+        return found
+    (atoms,) = ring.rotating
+    size = mesh.count(atoms)
+    devices = [next(b for a, b in pairs([(0, i)], atoms, mesh) if a == 0) for i in range(size)]
+    at = {coordinates(mesh.order[d] if mesh.order else d, machine): i for i, d in enumerate(devices)}
+    varies = [k for k in range(len(machine.network)) if len({place[k] for place in at}) > 1]
+    if len(varies) != 2:
+        return found
+    for across, along in (varies, varies[::-1]):
+        rows, columns = (sorted({place[k] for place in at}) for k in (across, along))
+        if len(rows) % 2 or len(rows) * len(columns) != size:
+            continue
+        cells = [(r, c) for k, r in enumerate(rows) for c in (columns[1:], columns[:0:-1])[k % 2]]
+        cells += [(r, columns[0]) for r in reversed(rows)]
+        parts_at = {(place[across], place[along]): i for place, i in at.items()}
+        found.append(tuple(parts_at[cell] for cell in cells))
+    return found
 
 
 @functools.lru_cache(maxsize=64)
-def _machine(text: str, devices: int) -> Machine:
-    return Machine.of(text, devices)
-
-
-def _closes(ring: Ring, mesh: Mesh, machine: Machine) -> bool:
-    """Whether what rotates goes around rings of links, each of which has two directions."""
-    found = [e for atoms in ring.rotating for spread in extents(mesh, machine, atoms) for e in spread]
-    return ring.steps(mesh) > 2 and all(e.kind == RING for e in found)
-
-
-def _gain(ring: Ring, plan: Plan, e: Equation, machine: Machine) -> float:
-    """Seconds that a ring with one array that rotates spares, if the roofline is right."""
-    assert e.rule is not None
-    mesh, split, steps = plan.mesh, plan.splits[e], ring.steps(plan.mesh)
-    values = [*e.inputs, *e.outputs]
-    count = len(e.inputs)
-    whole = [operand_sharding(e.rule, i, split) for i in range(count)] + [result_sharding(e.rule, 0, split)]
-    taken = [entering(e.rule, split, ring, i) for i in range(count)] + [leaving(e.rule, split, ring, 0)]
-    sizes = [_bytes(v, s, mesh) for v, s in zip(values, whole, strict=True)]
-    # What a step reads and writes: parts of what the factor is in, all of what it is not in; sums are read as well.
-    moved = [
-        size / steps if any(ring.factor in f for f in dims) else size
-        for size, dims in zip(sizes, (*e.rule.operands, *e.rule.results), strict=True)
-    ]
-    adds = bool(ring.result) or not any(ring.factor in f for f in e.rule.results[0])
-    moved[count] *= 2 if adds else 1
-    rate = machine.rate(short_dtype(e.inputs[0].dtype))
-    flops = e.rule.flops / parts(split, mesh)
-    at_once = max(flops / rate, sum(sizes) / machine.memory_bandwidth) + machine.launch
-    one = max(flops / steps / rate, sum(moved) / machine.memory_bandwidth) + machine.launch
-    (atoms,) = ring.rotating
-    if ring.result:
-        sent, waited = (
-            _bytes(values[count], taken[count], mesh),
-            seconds("reduce_scatter", sizes[count], mesh, machine, atoms),
-        )
-    else:
-        i = ring.operands[0][0]
-        sent = _bytes(values[i], taken[i], mesh)
-        waited = seconds("all_gather", sent, mesh, machine, atoms)
-    neighbours = pairs([((a + 1) % steps, a) for a in range(steps)], atoms, mesh)
-    way = permutation_seconds(sent // 2 if _closes(ring, mesh, machine) else sent, neighbours, machine)
-    return at_once + waited - ((steps - 1) * max(one, way) + one)
-
-
-def _bytes(v: Any, sharding: Sharding, mesh: Mesh) -> int:
-    shape = sharding.local_shape(mesh, v.shape) if isinstance(v, Value) else v.shape
-    return math.prod(shape) * itemsize(v.dtype)
+def _machine(machine: str | Machine, devices: int) -> Machine:
+    return machine if isinstance(machine, Machine) else Machine.of(machine, devices)

@@ -294,7 +294,7 @@ def jit(
     machine: str | Machine | None = None,
     strict: bool | float = False,
     uneven: str = "gather",
-    windowed: bool | int | Windowed = False,
+    windowed: bool | int | Windowed | None = None,
     memory_limit: int | str | None = None,
     plan: Plan | Recorded | None = None,
     search: bool | float = False,
@@ -328,7 +328,9 @@ def jit(
             less; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it is.
         windowed: which contractions run part by part (collective matmul) instead of after a gather of an operand or
             before a scatter of the result (figure 4c of the paper): True takes those that send no more bytes so, a
-            number those for which a device would hold more bytes than that, and ``Windowed`` says it in detail.
+            number those for which a device would hold more bytes than that, and ``Windowed`` says it in detail. None
+            takes those that make a call faster on ``machine``, where its compiler is known to send while it computes
+            (TPU from v4 on), and without a machine none; False takes none.
         memory_limit: bytes that a device may hold, or text such as ``"14GiB"``. What would not fit is recomputed
             when it is needed; ``gshard.explain`` says what, and the share of FLOPs.
         plan: what ``gshard.search`` found (``found.plan``, or ``Recorded.load`` of what was saved): exactly this is

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import jax
 
 from gshard.analysis.budget import Budget
+from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine, kind_of_devices
 from gshard.analysis.named import refuse_unused
 from gshard.analysis.overlap import Windowed
@@ -20,6 +21,7 @@ from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.at_border import at_border
 from gshard.passes.compile import Executable, compile_spmd
+from gshard.passes.partition import partition
 from gshard.passes.propagate import in_best_order
 from gshard.passes.recorded import Recorded
 from gshard.passes.windowed import Policy, windowed
@@ -48,6 +50,7 @@ class Target:
         reorders: whether devices may be put in the order that marks ask for. Under a transformation they may not:
             what JAX compiles around the program has one order of devices, the mesh's.
         windowed: which contractions are collective matmuls.
+        faster: whether there are such only where a call becomes faster, by the cost model.
         keep_uneven: whether results leave in padded parts where parts are unequal.
         memory_limit: bytes that a device may hold; what does not fit is recomputed.
         machine: what costs are of: planning is by seconds on it (by bytes if None), and what recomputing takes too (on
@@ -64,6 +67,7 @@ class Target:
     budget: Limit | None = None
     reorders: bool = True
     windowed: Policy | None = None
+    faster: bool = False
     keep_uneven: bool = False
     memory_limit: int | None = None
     machine: Machine | None = None
@@ -108,7 +112,22 @@ class Target:
         if self.windowed is None and self.reorders:
             return made
         plan = windowed(made.plan, self.windowed)
-        return Propagated(plan if self.reorders else dataclasses.replace(plan, orders={}))
+        if self.faster and plan.rings:
+            made = self._faster(made, plan, [i - len(program.captured) for i in border.donated])
+        elif plan.rings or made.spmd is None:
+            made = Propagated(plan)
+        return made if self.reorders else Propagated(dataclasses.replace(made.plan, orders={}))
+
+    def _faster(self, made: Propagated, plan: Plan, donated: Sequence[int]) -> Propagated:
+        """What was made, or with the collective matmuls of a plan, if a call then takes less time."""
+        assert made.cost is not None
+        machine = made.cost.machine
+        spmd = partition(plan)
+        priced = cost(spmd, machine, donated)
+        if priced.seconds >= made.cost.seconds:
+            return made
+        spared = made.cost.seconds, priced.seconds, machine.name
+        return Propagated(dataclasses.replace(plan, spared=spared), spmd, priced)
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
@@ -199,7 +218,8 @@ class Options:
             mesh,
             self.strict,
             self.budget,
-            windowed=Windowed.of(self.windowed, mesh),
+            windowed=Windowed.of(self.windowed, mesh, machine),
+            faster=self.windowed is None,
             keep_uneven=self.keep_uneven,
             memory_limit=self.memory_limit,
             machine=machine,

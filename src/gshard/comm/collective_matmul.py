@@ -1,13 +1,17 @@
 """Collective matmul: a contraction taken part by part, run on one device's parts while other parts are on their way.
 
 With p parts and one array that rotates, device ``a`` works in step t on part ``a + t``: it holds that part of a
-rotating operand, or the sum for that part of the result, which came from device ``a + 1``. Where two arrays rotate,
+rotating operand, or the sum for that part of the result, which came from device ``a + 1`` (of those around the ring,
+which may stand there in an order of their own). Where two arrays rotate,
 along ``a`` and along ``b``, it is part ``a + b + t`` (Cannon): operands are skewed before the first step, and a sum
-that rotated is brought home after the last. A step's operator and the permutation beside it need not wait for each
-other.
+that rotated is brought home after the last.
 
-The loop is one ``scan`` whatever p is. Its last step (where sums rotate: its first) stands outside, so that nothing is
-sent which nobody needs: p - 1 permutations for each array that rotates, and one for each skew.
+A part of an operand is sent on while it is used. A sum cannot be: what arrives is added to, and only then goes on. So
+sums rotate in halves that take turns: one is on its way while the other's product is computed, and each addition is
+the end of a product.
+
+The loop is one ``scan`` whatever p is. The last product stands outside, so that nothing is sent which nobody needs:
+p - 1 permutations for each array that rotates, and one for each skew.
 """
 
 from __future__ import annotations
@@ -31,15 +35,17 @@ Note = Callable[[Atoms, Any, int, int | None], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Direction:
-    """What rotates in one direction: ``size`` elements of every part, from ``low`` on.
+class _Lane:
+    """What rotates together: ``size`` elements of every part, from ``low`` on.
 
-    With ``direction`` 1 the part of the next device comes, with -1 that of the one before.
+    With ``sign`` 1 the part of the next device comes, with -1 that of the one before. Lanes of ``turn`` 1 are computed
+    while sums of turn 0 are on their way, and the other way round.
     """
 
     sign: int
     low: int
     size: int
+    turn: int
 
 
 def collective_matmul(ring: Ring, shards: Shards, arrays: Sequence[Any], note: Note) -> Any:
@@ -76,12 +82,16 @@ class _Steps:
         return -(-self.shards.rule.factors[f].size // (mesh.count(self.shards.atoms(f)) * self.parts))
 
     @property
-    def directions(self) -> tuple[_Direction, ...]:
-        """Two if halves of parts rotate in both directions."""
-        if not self.ring.both_ways or self.part < 2:
-            return (_Direction(1, 0, self.part),)
-        half = -(-self.part // 2)
-        return _Direction(1, 0, half), _Direction(-1, half, self.part - half)
+    def lanes(self) -> tuple[_Lane, ...]:
+        """Parts of every part: for each direction, and where sums rotate for each turn."""
+        kinds = [
+            (turn, sign) for turn in range(1 + bool(self.ring.result)) for sign in (1, -1)[: 1 + self.ring.both_ways]
+        ]
+        size = -(-self.part // len(kinds))
+        return tuple(
+            _Lane(sign, low, min(size, self.part - low), turn)
+            for low, (turn, sign) in zip(range(0, self.part, size), kinds, strict=False)
+        )
 
     @property
     def made_along(self) -> int | None:
@@ -96,24 +106,44 @@ class _Steps:
         ring, last = self.ring, self.parts - 1
         places = [i for i, _ in ring.operands]
         staying = [None if i in places else self._padded(x, i) for i, x in enumerate(arrays)]
-        moving = [[self._start(arrays[i], i, direction) for i in places] for direction in self.directions]
-
-        def step(state: Any, t: Any) -> tuple[Any, None]:
-            moving, sums = state
-            onward = self._onward(moving)
-            return (onward, self._more(sums, staying, moving, t)), None
-
+        moving = [[self._start(arrays[i], i, lane) for i in places] for lane in self.lanes]
         if ring.result:
-            state = self._onward(moving), self._first(staying, moving)
-            turns = range(1, last if ring.operands else last + 1)
+            sums = [self._first(staying, xs, lane) for xs, lane in zip(moving, self.lanes, strict=True)]
+            step = functools.partial(self._sums_on, staying)
         else:
-            state, turns = (moving, [self._empty(staying, moving)]), range(last)
-        if turns:
-            state, _ = lax.scan(step, state, jnp.arange(turns.start, turns.stop, dtype=jnp.int32))
+            sums = [self._empty(staying, moving)]
+            step = functools.partial(self._operands_on, staying)
+        unroll = min(2, last) if ring.two_steps else 1
+        state, _ = lax.scan(step, (moving, sums), jnp.arange(last, dtype=jnp.int32), unroll=unroll)
         moving, sums = state
-        if ring.operands:
-            sums = self._more(sums, staying, moving, last)
-        return self._finished(sums)
+        return self._finished(self._last(staying, moving, sums))
+
+    def _operands_on(self, staying: list[Any], state: Any, t: Any) -> tuple[Any, None]:
+        """Step t, while the parts of operands that it uses go on."""
+        moving, sums = state
+        onward = [self._onward(xs, lane) for xs, lane in zip(moving, self.lanes, strict=True)]
+        return (onward, self._written(sums, staying, moving, t)), None
+
+    def _sums_on(self, staying: list[Any], state: Any, t: Any) -> tuple[Any, None]:
+        """Step t of the lanes of turn 1 while the sums of turn 0 go on; step t + 1 of these while the others' do."""
+        moving, sums = state
+        lanes = list(enumerate(self.lanes))
+        gone = {k: self._permuted(sums[k], self.ring.result, lane) for k, lane in lanes if not lane.turn}
+        for k, lane in lanes:
+            if lane.turn:
+                gone[k] = self._permuted(self._added(sums[k], staying, moving[k], lane, t), self.ring.result, lane)
+        onward = [self._onward(moving[k], lane) for k, lane in lanes]
+        arrived = [gone[k] if lane.turn else self._added(gone[k], staying, onward[k], lane, t + 1) for k, lane in lanes]
+        return (onward, arrived), None
+
+    def _last(self, staying: list[Any], moving: list[list[Any]], sums: list[Any]) -> list[Any]:
+        """The sums, or the result, with what is left to compute when everything has arrived."""
+        if not self.ring.result:
+            return self._written(sums, staying, moving, self.parts - 1)
+        return [
+            self._added(x, staying, xs, lane, self.parts - 1) if lane.turn else x
+            for x, xs, lane in zip(sums, moving, self.lanes, strict=True)
+        ]
 
     def _padded(self, x: Any, i: int) -> Any:
         """An operand that stays, long enough for a full last part."""
@@ -121,15 +151,15 @@ class _Steps:
         missing = 0 if d is None else self.parts * self.part - x.shape[d]
         return jnp.pad(x, [(0, missing if k == d else 0) for k in range(x.ndim)]) if missing else x
 
-    def _start(self, x: Any, i: int, direction: _Direction) -> Any:
+    def _start(self, x: Any, i: int, lane: _Lane) -> Any:
         """What of a rotating operand is at hand in the first step."""
         shards, f, atoms = self.shards, self.ring.factor, self.ring.atoms_of(i)
         finer = dataclasses.replace(shards, split={**shards.split, f: (*shards.atoms(f), *atoms)})
         d = self._dim(shards.rule.operands[i])
         assert d is not None
-        x = _slice_of(finer.masked(x, i), direction.low, direction.size, d)
+        x = _slice_of(finer.masked(x, i), lane.low, lane.size, d)
         self.note(atoms, x, self.parts - 1, i)
-        ahead = direction.sign if self.ring.result else 0
+        ahead = lane.sign if self.ring.result else 0
         return self._skewed(x, i, lambda a, b: a + b + ahead)
 
     def _skewed(self, x: Any, i: int | None, source: Callable[[int, int], int]) -> Any:
@@ -143,22 +173,24 @@ class _Steps:
         self.note((*atoms, *others[0]), x, 1, i)
         return lax.ppermute(x, mesh.atoms, pairs(moves, (*atoms, *others[0]), mesh))
 
-    def _onward(self, moving: list[list[Any]]) -> list[list[Any]]:
-        """Every part of a rotating operand, one device further."""
-        return [
-            [self._permuted(x, atoms, direction) for x, (_, atoms) in zip(xs, self.ring.operands, strict=True)]
-            for xs, direction in zip(moving, self.directions, strict=True)
-        ]
+    def _onward(self, moving: list[Any], lane: _Lane) -> list[Any]:
+        """The next part of every rotating operand."""
+        return [self._permuted(x, atoms, lane) for x, (_, atoms) in zip(moving, self.ring.operands, strict=True)]
 
-    def _permuted(self, x: Any, atoms: Atoms, direction: _Direction) -> Any:
+    def _permuted(self, x: Any, atoms: Atoms, lane: _Lane) -> Any:
         n, mesh = self.parts, self.shards.mesh
-        return lax.ppermute(x, mesh.atoms, pairs([((a + direction.sign) % n, a) for a in range(n)], atoms, mesh))
+        order = self.ring.order or range(n)
+        moves = [(order[(a + lane.sign) % n], order[a]) for a in range(n)]
+        return lax.ppermute(x, mesh.atoms, pairs(moves, atoms, mesh))
 
-    def _step(self, staying: list[Any], moving: list[Any], direction: _Direction, t: Any) -> tuple[Any, Any]:
-        """What one direction makes in step t, and where the elements that it makes it of begin."""
+    def _step(self, staying: list[Any], moving: list[Any], lane: _Lane, t: Any) -> tuple[Any, Any]:
+        """What a lane makes in step t, and where the elements that it makes it of begin."""
         ring, rule = self.ring, self.shards.rule
-        turn = sum(lax.axis_index(atoms) for atoms in ring.rotating) + direction.sign * (t + bool(ring.result))
-        begin = lax.rem(turn + self.parts, self.parts) * self.part + direction.low
+        own = sum(lax.axis_index(atoms) for atoms in ring.rotating)
+        if ring.order:
+            own = _element_of(sorted(range(self.parts), key=ring.order.__getitem__), own)
+        turn = lax.rem(own + lane.sign * (t + bool(ring.result)) + self.parts, self.parts)
+        begin = (_element_of(ring.order, turn) if ring.order else turn) * self.part + lane.low
         come, operands = iter(moving), []
         for i, x in enumerate(staying):
             d = self._dim(rule.operands[i])
@@ -167,55 +199,48 @@ class _Steps:
             elif d is None:
                 operands.append(x)
             else:
-                operands.append(
-                    lax.dynamic_slice_in_dim(opaque_for_slice(x, d, direction.size), begin, direction.size, axis=d)
-                )
+                operands.append(lax.dynamic_slice_in_dim(opaque_for_slice(x, d, lane.size), begin, lane.size, axis=d))
         assert rule.part is not None
         return rule.part(self.shards, *operands), begin
 
-    def _first(self, staying: list[Any], moving: list[list[Any]]) -> list[Any]:
-        """The sums that set out: what has arrived, and what is to be added before it goes on.
+    def _first(self, staying: list[Any], moving: list[Any], lane: _Lane) -> Any:
+        """The sums that set out: what the first step makes; of lanes of turn 1, which it is still to make, nothing."""
+        if lane.turn:
+            made = jax.eval_shape(lambda: self._step(staying, moving, lane, 0)[0])
+            found = jnp.zeros(made.shape, self._dtype)
+        else:
+            found = self._step(staying, moving, lane, 0)[0].astype(self._dtype)
+        self.note(self.ring.result, found, self.parts - 1, None)
+        return found
 
-        Were it added at once, XLA would make the addition part of the product, which then had to wait for the sum.
-        """
-        found = [
-            self._step(staying, xs, direction, 0)[0].astype(self._dtype)
-            for xs, direction in zip(moving, self.directions, strict=True)
-        ]
-        for x in found:
-            self.note(self.ring.result, x, self.parts - 1, None)
-        return [(jnp.zeros_like(x), x) for x in found]
+    def _added(self, sums: Any, staying: list[Any], moving: list[Any], lane: _Lane, t: Any) -> Any:
+        return sums + self._step(staying, moving, lane, t)[0].astype(self._dtype)
 
     def _empty(self, staying: list[Any], moving: list[list[Any]]) -> Any:
-        """A result of which nothing is made yet."""
+        """A result of which nothing is made yet: sums of nothing, or memory that the steps fill."""
         shape, d = list(self.shards.out_shape()), self.made_along
         if d is not None:
             shape[d] = self.parts * self.part
-            return jnp.zeros(shape, self._dtype)
-        one = functools.partial(self._step, direction=self.directions[0], t=0)
-        return jnp.zeros(shape, jax.eval_shape(one, staying, moving[0])[0].dtype)
+            return lax.empty(tuple(shape), self._dtype)
+        made = jax.eval_shape(lambda: self._step(staying, moving[0], self.lanes[0], 0)[0])
+        return jnp.zeros(shape, made.dtype)
 
-    def _more(self, sums: list[Any], staying: list[Any], moving: list[list[Any]], t: Any) -> list[Any]:
-        """The sums, or the result, with what step t makes."""
-        found, d = list(sums), self.made_along
-        for k, (xs, direction) in enumerate(zip(moving, self.directions, strict=True)):
-            if self.ring.result:
-                arrived, added = found[k]
-                arriving = self._permuted(arrived + added, self.ring.result, direction)
-                found[k] = arriving, self._step(staying, xs, direction, t)[0].astype(self._dtype)
-                continue
-            made, begin = self._step(staying, xs, direction, t)
+    def _written(self, sums: list[Any], staying: list[Any], moving: list[list[Any]], t: Any) -> list[Any]:
+        """The result with what step t makes."""
+        (found,), d = sums, self.made_along
+        for xs, lane in zip(moving, self.lanes, strict=True):
+            made, begin = self._step(staying, xs, lane, t)
             if d is None:
-                found[0] = found[0] + made
+                found = found + made
             else:
-                found[0] = lax.dynamic_update_slice_in_dim(found[0], made.astype(self._dtype), begin, axis=d)
-        return found
+                found = lax.dynamic_update_slice_in_dim(found, made.astype(self._dtype), begin, axis=d)
+        return [found]
 
     def _finished(self, sums: list[Any]) -> Any:
         d = self.made_along
         if self.ring.result:
             assert d is not None
-            return lax.concatenate([self._skewed(x + y, None, lambda a, b: a - b) for x, y in sums], d)
+            return lax.concatenate([self._skewed(x, None, lambda a, b: a - b) for x in sums], d)
         if d is None:
             return sums[0].astype(self._dtype)
         return _slice_of(sums[0], 0, self.shards.out_shape()[d], d)
@@ -223,6 +248,10 @@ class _Steps:
     @property
     def _dtype(self) -> Any:
         return self.shards.equation.outputs[0].dtype
+
+
+def _element_of(numbers: Sequence[int], i: Any) -> Any:
+    return lax.dynamic_index_in_dim(jnp.asarray(numbers, jnp.int32), i, keepdims=False)
 
 
 def _slice_of(x: Any, begin: int, size: int, dim: int) -> Any:

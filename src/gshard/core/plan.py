@@ -68,6 +68,8 @@ class Plan:
         leaves: the results that leave the program otherwise than they are sharded.
         entry: how each input of the program comes.
         leave: how each result leaves.
+        spared: what the collective matmuls were chosen for: seconds of a call without them and with them, and on which
+            machine; None where it was for something else.
         gap: how much of what the plan costs, as planning counts, a plan that keeps the marks could at most spare, as a
             part of it; None where nothing was to be chosen, or that is not known.
     """
@@ -83,6 +85,7 @@ class Plan:
     leaves: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)
     entry: tuple[Sharding, ...] = ()
     leave: tuple[Sharding, ...] = ()
+    spared: tuple[float, float, str] | None = None
     gap: float | None = None
 
     def sharding(self, value: Value | Constant) -> Sharding:
@@ -140,7 +143,9 @@ class Plan:
         """A ring as text: ``b in 4 parts, operand 1 around model``."""
         what = [f"operand {i} around {self.mesh.format_atoms(atoms)}" for i, atoms in ring.operands]
         what += [f"sums around {self.mesh.format_atoms(ring.result)}"] if ring.result else []
-        return f"{factor} in {ring.steps(self.mesh)} parts, {', '.join(what)}{', both ways' if ring.both_ways else ''}"
+        what += ["both ways"] if ring.both_ways else []
+        what += [f"in the order {' '.join(map(str, ring.order))}"] if ring.order else []
+        return f"{factor} in {ring.steps(self.mesh)} parts, {', '.join(what)}"
 
     def gathered_text(self) -> list[str]:
         """The equations without a rule: primitive, the user's line, operands and their bytes on every device."""

@@ -30,12 +30,19 @@ class Ring:
         operands: those that rotate, each with the atoms over which its dimension of the factor is cut further.
         result: the atoms over which the result's dimension of the factor comes to be split, if sums rotate.
         both_ways: whether half of every part rotates in each direction.
+        two_steps: whether two steps are one round of the loop. A part arrives while the one before is used, so it is in
+            another place; after two steps it is back in the first, and nothing is copied. That takes the room of
+            another part, and of what is made of it.
+        order: of one array that rotates, its parts as they stand around the ring; none for that in which they are
+            counted. What is a ring for the network need not be in the order of the devices.
     """
 
     factor: int
     operands: tuple[tuple[int, Atoms], ...] = ()
     result: Atoms = ()
     both_ways: bool = False
+    two_steps: bool = False
+    order: tuple[int, ...] = ()
 
     @property
     def rotating(self) -> tuple[Atoms, ...]:

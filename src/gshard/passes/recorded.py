@@ -150,7 +150,9 @@ class Recorded:
 
 def _ring(data: dict[str, Any]) -> Ring:
     operands = tuple((int(i), tuple(atoms)) for i, atoms in data["operands"])
-    return Ring(int(data["factor"]), operands, tuple(data["result"]), bool(data["both_ways"]))
+    order = tuple(int(i) for i in data.get("order", ()))
+    two_steps = bool(data.get("two_steps"))
+    return Ring(int(data["factor"]), operands, tuple(data["result"]), bool(data["both_ways"]), two_steps, order)
 
 
 def plan_of(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from gshard.comm.reshard import plan_reshard, reshard_bytes
-from gshard.comm.steps import ALL_GATHER, REDUCE_SCATTER, aligned
+from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, aligned
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Equation, Value, itemsize
 from gshard.core.ring import Ring, entering
@@ -30,22 +30,31 @@ class Offer:
         ring: it.
         bytes: of the array as each device would hold it without the ring.
         shared: whether others need the whole array too, so that each who lets it come by in parts sends it again.
+        whole: whether every device needs the sums, which are gathered afterwards: the second half of an all-reduce.
     """
 
     ring: Ring
     bytes: int
     shared: bool = False
+    whole: bool = False
 
 
 Needs = dict[Value, dict[Sharding, list[tuple[Equation, int] | None]]]
 """Who needs a value in a sharding: an equation and which operand it is there, or somebody else."""
 
 
+class Chooser(Protocol):
+    """What of one plan is worth being a collective matmul."""
+
+    def chosen(self, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
+        """The ring for an equation, perhaps of two offers; None if it is to run as it is."""
+
+
 class Policy(Protocol):
     """What is worth being a collective matmul."""
 
-    def chosen(self, plan: Plan, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
-        """The ring for an equation, perhaps of two offers; None if it is to run as it is."""
+    def on(self, plan: Plan) -> Chooser:
+        """What decides for the equations of a plan."""
 
 
 def windowed(plan: Plan, policy: Policy | None) -> Plan:
@@ -56,10 +65,10 @@ def windowed(plan: Plan, policy: Policy | None) -> Plan:
     if policy is None:
         return plan
     rings: dict[Equation, Ring] = {}
-    shardings = dict(plan.shardings)
+    shardings, chooser = dict(plan.shardings), policy.on(plan)
     for block in _blocks(plan.program.block):
         needs = _needs(block, plan)
-        found = _rings_of_block(block, plan, policy, needs)
+        found = _rings_of_block(block, plan, chooser, needs)
         shardings.update({v: _target(v, plan, needs) for e, ring in found.items() if ring.result for v in e.outputs})
         rings.update(found)
     return dataclasses.replace(plan, shardings=shardings, rings=rings)
@@ -71,13 +80,13 @@ def _blocks(block: Block) -> Iterator[Block]:
         yield from e.blocks
 
 
-def _rings_of_block(block: Block, plan: Plan, policy: Policy, needs: Needs) -> dict[Equation, Ring]:
+def _rings_of_block(block: Block, plan: Plan, chooser: Chooser, needs: Needs) -> dict[Equation, Ring]:
     banned: set[tuple[Equation, int]] = set()
     while True:
         rings: dict[Equation, Ring] = {}
         for e in block.equations:
             offers = tuple(_offers(e, plan, needs, banned))
-            ring = policy.chosen(plan, e, offers) if offers else None
+            ring = chooser.chosen(e, offers) if offers else None
             if ring is not None:
                 rings[e] = ring
         rotates = {(e, i) for e, ring in rings.items() for i, _ in ring.operands}
@@ -156,7 +165,7 @@ def _gathers(e: Equation, i: int, plan: Plan) -> Iterator[Ring]:
 
 
 def _scatters(e: Equation, plan: Plan, needs: Needs) -> Iterator[Offer]:
-    """A result that is reduce-scattered at once."""
+    """A result that is reduce-scattered at once, or all-reduced: then its first dimension that can be is scattered."""
     assert e.rule is not None
     (v,) = e.outputs
     made, target = result_sharding(e.rule, 0, plan.splits[e]), _target(v, plan, needs)
@@ -164,6 +173,13 @@ def _scatters(e: Equation, plan: Plan, needs: Needs) -> Iterator[Offer]:
     if steps and steps[0].kind == REDUCE_SCATTER and len(e.rule.results[0][steps[0].dim]) == 1:
         (f,) = e.rule.results[0][steps[0].dim]
         yield Offer(Ring(f, (), steps[0].atoms), local_bytes(v, made, plan.mesh))
+    if [step.kind for step in steps] == [ALL_REDUCE]:
+        count = plan.mesh.count(steps[0].atoms)
+        for n, have, factors in zip(v.shape, made.dims, e.rule.results[0], strict=True):
+            if len(factors) == 1 and n >= count * plan.mesh.count(have) and aligned(n, plan.mesh.count(have), count):
+                ring = Ring(factors[0], (), steps[0].atoms)
+                yield Offer(ring, local_bytes(v, made, plan.mesh), whole=True)
+                return
 
 
 def together(a: Ring, b: Ring, equation: Equation, plan: Plan) -> Ring | None:

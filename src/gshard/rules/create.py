@@ -31,6 +31,18 @@ def iota(call: Call) -> Rule:
     return make.rule([], [result], local=local)
 
 
+@rule("empty")
+def empty(call: Call) -> Rule:
+    """Memory that is still to be written; each device takes that for its part."""
+    make = RuleMaker()
+    result = make.parallel(call.out_shapes[0])
+
+    def local(shards: Shards) -> list[Any]:
+        return [lax.empty(shards.out_shape(), call.params["dtype"])]
+
+    return make.rule([], [result], local=local, flops=0)
+
+
 @rule("platform_index")
 def platform_index(call: Call) -> Rule:
     """Which of several platforms the program is compiled for: the same number everywhere."""

@@ -1,0 +1,83 @@
+"""Following: what runs element by element on the result of a product is the end of the product, on TPU.
+
+    relu(x @ w), y + x @ w, y.at[rows].set(x @ w)          one kernel each: no result of the product reaches memory
+
+libtpu does so where nothing else reads that result; all that is read and written besides counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from gshard.analysis.machine import Machine
+from gshard.core.program import Value, short_dtype
+from gshard.passes.device_program import FUSED, OPERATOR, PRODUCT, Kernel, Kernels, flops, moves_elements, size
+
+
+def following(program: Kernels, seconds: Mapping[Kernel, float], machine: Machine) -> dict[Kernel, float]:
+    """The kernels that are the end of a product, and what they take more than that, in one run.
+
+    Args:
+        program: a block, and what is inside of its loops and branches.
+        seconds: of each kernel alone.
+        machine: the devices.
+    """
+    found: dict[Kernel, float] = {}
+    if not machine.hides:  # the schedules of libtpu for TPU v4 and later show it; others have not been read
+        return found
+    readers: dict[Value, list[Kernel]] = {}
+    for kernel in program.kernels:
+        for v in kernel.reads:
+            readers.setdefault(v, []).append(kernel)
+    kept = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
+    for kernel in program.kernels:
+        for body in kernel.bodies:
+            found.update(following(body, seconds, machine))
+        if kernel.kind == PRODUCT:
+            found.update(_after(kernel, readers, kept, program.home, seconds, machine))
+    return found
+
+
+def _after(
+    product: Kernel,
+    readers: Mapping[Value, list[Kernel]],
+    kept: set[Value],
+    home: Mapping[Value, Value],
+    seconds: Mapping[Kernel, float],
+    machine: Machine,
+) -> dict[Kernel, float]:
+    found: dict[Kernel, float] = {}
+    e = product.equation
+    moved, vector, taken = product.moved, product.vector_flops, seconds[product]
+    last = product
+    while len(last.writes) == 1 and last.writes[0] not in kept and len(readers.get(last.writes[0], ())) == 1:
+        (made,) = last.writes
+        (kernel,) = readers[made]
+        if kernel.kind == FUSED and len(kernel.writes) == 1 and _as_many(kernel.writes[0], made):
+            more = kernel.moved - 2 * size(made)
+        elif kernel.kind == OPERATOR and _updates(kernel, made, home):
+            more = 0  # what was to be written by the product is written into another array
+        else:
+            break
+        moved, vector = moved + more, vector + kernel.vector_flops
+        compute = flops(e) / machine.rate(short_dtype(e.inputs[0].dtype)) + vector / machine.vector_flops
+        longest = max(compute, moved / machine.memory_bandwidth) + machine.launch
+        found[kernel] = min(seconds[kernel], max(0.0, longest - taken))
+        taken, last = taken + found[kernel], kernel
+        if kernel.kind == OPERATOR:
+            break
+    return found
+
+
+def _as_many(a: Value, b: Value) -> bool:
+    return math.prod(a.shape) == math.prod(b.shape)
+
+
+def _updates(kernel: Kernel, made: Value, home: Mapping[Value, Value]) -> bool:
+    """Whether a window of an array is overwritten with what was made."""
+    e = kernel.equation
+    if e.rule is None or len(e.inputs) < 2 or e.rule.operands[0] != e.rule.results[0] or moves_elements(e.rule):
+        return False
+    update = e.inputs[1]
+    return isinstance(update, Value) and home.get(update, update) is made and not kernel.fused
