@@ -160,8 +160,10 @@ def _class_of(k: KernelCost) -> str:
     return next((name for pattern, name in _CLASSES.items() if re.search(pattern, k.line)), "other")
 
 
-def training_step(config: TransformerConfig) -> Callable[..., Any]:
-    """Loss, gradients and the update of float32 parameters."""
+def training_step(
+    config: TransformerConfig, marked: Callable[[Any], Any] = lambda gradients: gradients
+) -> Callable[..., Any]:
+    """Loss, gradients and the update of float32 parameters; ``marked`` may put marks on the gradients."""
 
     def update(params: Any, grads: Any) -> Any:
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
@@ -169,7 +171,7 @@ def training_step(config: TransformerConfig) -> Callable[..., Any]:
     def step(params: Any, batch: Any, number: Any) -> tuple[Any, Any]:
         key = jax.random.fold_in(jax.random.key(0), number)
         (value, _), grads = jax.value_and_grad(lambda p: loss(config, p, batch, key=key), has_aux=True)(params)
-        return update(params, grads), value
+        return update(params, marked(grads)), value
 
     return step
 
@@ -181,14 +183,14 @@ def arguments(config: TransformerConfig, sentences: int, length: int) -> tuple[A
     return shapes(param_specs(config)), batch, jax.ShapeDtypeStruct((), jnp.int32)
 
 
-def configured(name: str, topology: str, remat: bool | None = None) -> tuple[TransformerConfig, Machine]:
+def configured(name: str, topology: str, remat: bool | str | None = None) -> tuple[TransformerConfig, Machine]:
     """A named model for all devices of a machine.
 
     Args:
         name: of the model, see ``gshard.moe.MODELS``; capitals and punctuation do not matter.
         topology: of the machine; without a shape it gets as many devices as the model has experts.
-        remat: whether pairs of layers are recomputed; None does so from 28 layers on, as the paper's models of 36
-            needed it.
+        remat: whether pairs of layers are recomputed, or ``"branches"``, see ``TransformerConfig``; None recomputes
+            pairs from 28 layers on, as the paper's models of 36 needed it.
 
     Raises:
         ModelError: no such model.
@@ -241,13 +243,15 @@ def lower(
     memory_limit: int | str | None = None,
     machine: Machine | None = None,
     found: Found | None = None,
+    marked: Callable[[Any], Any] = lambda gradients: gradients,
 ) -> tuple[Lowered, tuple[int, int]]:
     """The training step for a mesh of ``mesh_for``, and its batch: the usual one, or so many tokens a side a device.
 
-    With a memory limit, ``machine`` tells what recomputing takes. ``found`` is the plan, if it was searched.
+    With a memory limit, ``machine`` tells what recomputing takes. ``found`` is the plan, if it was searched. ``marked``
+    may put marks on the gradients.
     """
     batch = _batch(config, mesh.size, tokens_of_device)
-    step = training_step(config)
+    step = training_step(config, marked)
     options: dict[str, Any] = {} if found is None else {"plan": found.plan}
     if found is None and not config.encoder_layers:
         options = {"layout": DECODER_LAYOUT, "names": _names(config)}
@@ -279,7 +283,7 @@ def searched(
     return bare, found
 
 
-def _lowered_as_searched(
+def lowered_as_searched(
     config: TransformerConfig,
     mesh: Mesh,
     machine: Machine,
@@ -350,7 +354,7 @@ def plan(
     mesh = mesh_for(config, machine, compiled)
     found = None
     if search_plan:
-        config, lowered, batch, found = _lowered_as_searched(
+        config, lowered, batch, found = lowered_as_searched(
             config, mesh, machine, tokens_of_device, memory_limit, compiled, tell
         )
     else:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.comm.reshard import plan_reshard, reshard_bytes
@@ -17,6 +19,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from laws.test_reshard_any import move, ordinal, places, shardings
 
+ALL = ("a", "b")
 MESHES = Mesh.abstract(a=2, b=2, c=2), Mesh.abstract(a=2, b=3)
 
 
@@ -97,3 +100,22 @@ def test_keys_of_random_numbers_go_in_tiles() -> None:
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     found = gshard.jit(f, mesh=mesh)(keys)
     np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
+
+
+@pytest.mark.parametrize("shape, before, after", [
+    ((8, 24, 5), P(ALL), P(None, ALL)),  # one row on each device
+    ((6, 3, 8), P(None, None, ALL), P(ALL)),  # to one row, padded
+    ((16, 2, 8), P(ALL), P(None, None, ALL)),  # to one column
+])  # fmt: skip
+def test_what_is_nothing_but_parts_is_exchanged_as_a_dimension_of_its_own(rng, shape, before, after):
+    """In front, where no compiler pads it; the values are those of the array."""
+
+    def f(x):
+        return gshard.shard(jnp.sin(gshard.shard(x, before)), after)
+
+    x = rng.standard_normal(shape).astype(np.float32)
+    made = gshard.jit(f, mesh=jax.make_mesh((4, 2), ("a", "b")))
+    (exchange,) = re.findall(r"all_to_all\[[^\]]*\]", str(made.lower(x).spmd.jaxpr))
+    assert "split_axis=0" in exchange
+    assert "concat_axis=0" in exchange
+    np.testing.assert_allclose(made(x), np.sin(x), rtol=1e-6)

@@ -112,6 +112,7 @@ def test_capacity(tokens, factor, expected):
         ({"balance": "hope"}, "balance 'hope' is not known"),
         ({"activation": "gelu"}, "activation 'gelu' is not known"),
         ({"positions": "learned"}, "positions 'learned' is not known"),
+        ({"remat": "layers"}, "remat 'layers' is not known"),
         ({"kv_heads": 3}, "shared out evenly"),
         ({"positions": "rotary", "head_dim": 5}, "even head_dim"),
         ({"positions": "rotary", "rotary_base": 0.0}, "rotary_base must be positive"),

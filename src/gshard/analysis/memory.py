@@ -5,9 +5,9 @@ a result of the same size), everything else from the kernel that makes it to the
 is made, its place is free for what is no longer needed by then. A loop's body
 runs on top of what is alive around the loop; what it carries has one place, before, in every round, and after.
 
-The TPU compiler adds copies of its own: a float32 stack that products in loops read slice by slice is converted to
-bfloat16 as a whole, before the first loop, and kept until the last one. With float32 weights that is half as much
-memory again as the layers' weights.
+The TPU compiler keeps less of a value where less of it is read (``narrow``), and adds copies of its own: a float32
+stack that products in loops read slice by slice is converted to bfloat16 as a whole, before the first loop, and kept
+until the last one. With float32 weights that is half as much memory again as the layers' weights.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from gshard.analysis.narrow import joined, narrow_forms
 from gshard.comm.collectives import KINDS
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Equation, Value
@@ -141,27 +142,34 @@ def _follow(
         carried: inputs that are there to be overwritten, and their loop.
     """
     copies = _low_precision_copies(program) if keeps_low_precision_copies else []
+    narrow = narrow_forms(program) if keeps_low_precision_copies else {}
+    kernels = joined(program) if keeps_low_precision_copies else program.kernels
     last: dict[Value, int] = {}
-    for i, kernel in enumerate(program.kernels):
+    for i, kernel in enumerate(kernels):
         for v in kernel.reads:
             last[v] = i
     for out in program.block.outputs:
         if isinstance(out, Value):
-            last[program.home.get(out, out)] = len(program.kernels)
-    elsewhere = _overwritten(program.kernels, last, elsewhere)
+            last[program.home.get(out, out)] = len(kernels)
+    elsewhere = _overwritten(kernels, last, elsewhere)
+    narrowed: dict[int, list[Value]] = {}  # when no more than what is kept of it is left
+    for v, kept in narrow.items():
+        narrowed.setdefault(kept.whole_until, []).append(v)
+    places = {v: size(v) for v in carried}
     made: dict[Value, Equation] = dict(carried)
-    now = peak = sum(map(size, made))
+    now = peak = sum(places.values())
     alive: list[tuple[Value, Equation]] = list(made.items())
     path: tuple[tuple[Kernels, int], ...] = ()
-    for i, kernel in enumerate(program.kernels):
+    for i, kernel in enumerate(kernels):
         new = [v for v in kernel.writes if v not in elsewhere]
+        places.update({v: narrow[v].bytes if v in narrow and narrow[v].whole_until < i else size(v) for v in new})
         dying = [v for v in kernel.reads if last[v] == i and v in made]
-        grown = sum(map(size, new))
+        grown = sum(places[v] for v in new)
         if _may_overwrite(kernel):
             other_places = _read_elsewhere(kernel)
-            grown -= max((size(v) for v in dying if size(v) <= grown and v not in other_places), default=0)  # in place
+            grown -= max((places[v] for v in dying if places[v] <= grown and v not in other_places), default=0)
         elif kernel.bodies:
-            grown -= sum(size(after) for before, after in _carried(kernel) if before in dying and after in new)
+            grown -= sum(places[after] for before, after in _carried(kernel) if before in dying and after in new)
         grown += sum(n for first, end, n in copies if first <= i <= end)
         inner, inner_alive, inner_path = _bodies(
             kernel, below + now + grown, depth, moments, keeps_low_precision_copies
@@ -170,14 +178,18 @@ def _follow(
         moments.append(Moment(kernel.equation, depth, below + total))
         for v in new:
             made[v] = kernel.equation
-            now += size(v)
+            now += places[v]
         if total > peak:
             peak = total
             alive = [*made.items(), *inner_alive]
             path = ((program, i), *inner_path)
         for v in (*dying, *(v for v in new if v not in last)):
             del made[v]
-            now -= size(v)
+            now -= places[v]
+        for v in narrowed.get(i, ()):
+            if v in made and places[v] == size(v):
+                now -= size(v) - narrow[v].bytes
+                places[v] = narrow[v].bytes
     return peak, alive, path
 
 

@@ -16,11 +16,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Equation, Program, Value
+from gshard.core.program import Constant, Equation, Program, Value
+from gshard.core.sharding import Sharding
+from gshard.core.split import operand_sharding, result_sharding
 from gshard.language.interpret import Interpreter
 
 
-def xla_function(program: Program, mesh: Mesh, plan: Plan | None = None) -> Callable[..., list[Any]]:
+def xla_function(
+    program: Program, mesh: Mesh, plan: Plan | None = None, *, turns_only: bool = False
+) -> Callable[..., list[Any]]:
     """A function of the program's flat inputs (captured arrays first) that XLA's partitioner can be given.
 
     Args:
@@ -28,11 +32,13 @@ def xla_function(program: Program, mesh: Mesh, plan: Plan | None = None) -> Call
         mesh: the devices; must be concrete for the function to be compiled.
         plan: constrains the result of every equation to the sharding planned for it, as far as it divides evenly;
             otherwise only marks are constraints.
+        turns_only: constrains only what the plan splits along other dimensions where it is read: once as it is sharded,
+            once as it is read. So an expert writes all-to-alls, who knows that XLA gathers if it is told one side only.
 
     Returns:
         a function of global arrays to the flat results, to be compiled with ``jax.jit``.
     """
-    replay = _Marked(mesh, plan)
+    replay = _Turned(mesh, plan) if plan is not None and turns_only else _Marked(mesh, plan)
     return lambda *arrays: replay.run(program.block, arrays)
 
 
@@ -55,15 +61,48 @@ class _Marked(Interpreter):
             ]
             sharding = NamedSharding(self.mesh.jax_mesh, PartitionSpec(*entries))
             results = [jax.lax.with_sharding_constraint(inputs[0], sharding)]
+        return self._results(e, results)
+
+    def _results(self, e: Equation, results: Sequence[Any]) -> Sequence[Any]:
         if self.plan is None:
             return results
-        return [self._constrained(x, v) for x, v in zip(results, e.outputs, strict=True)]
+        return [self._constrained(x, v, self.plan.sharding(v)) for x, v in zip(results, e.outputs, strict=True)]
 
-    def _constrained(self, x: Any, value: Value) -> Any:
-        assert self.plan is not None
-        planned = self.plan.sharding(value)
+    def _constrained(self, x: Any, value: Value | Constant, planned: Sharding) -> Any:
         if planned.unreduced or not planned.is_even(self.mesh, value.shape) or not value.shape:
             return x
         return jax.lax.with_sharding_constraint(
             x, NamedSharding(self.mesh.jax_mesh, PartitionSpec(*(atoms or None for atoms in planned.dims)))
         )
+
+
+class _Turned(_Marked):
+    """Both sides of each all-to-all of a plan are constraints."""
+
+    def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Runs an equation; what is split along other dimensions on its way in or out is constrained twice."""
+        assert self.plan is not None
+        assert e.rule is not None
+        split, arrays = self.plan.splits.get(e, {}), list(inputs)
+        for i, v in enumerate(e.inputs):
+            enters = self.plan.sharding(e.outputs[0]) if e.mark else operand_sharding(e.rule, i, split)
+            arrays[i] = self._turned(arrays[i], v, self.plan.sharding(v), enters)
+        results = super().equation(e, arrays)
+        if e.mark:
+            return results
+        return [
+            self._turned(x, v, result_sharding(e.rule, i, split), self.plan.sharding(v))
+            for i, (x, v) in enumerate(zip(results, e.outputs, strict=True))
+        ]
+
+    def _results(self, e: Equation, results: Sequence[Any]) -> Sequence[Any]:
+        return results
+
+    def _turned(self, x: Any, value: Value | Constant, before: Sharding, after: Sharding) -> Any:
+        if before.dims == after.dims or _atoms(before) != _atoms(after):
+            return x
+        return self._constrained(self._constrained(x, value, before), value, after)
+
+
+def _atoms(sharding: Sharding) -> set[str]:
+    return {atom for atoms in sharding.dims for atom in atoms}

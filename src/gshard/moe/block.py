@@ -3,10 +3,15 @@
 Each branch (attention, feed-forward or experts) reads a normalised copy of the stream and adds its
 result to it: pre-norm, with a norm that only scales (no mean, no bias). All blocks of a stack have
 the same parameters, one after the other in a leading ``layers`` dimension, and run in one ``scan``.
+
+What is recomputed in the backward pass: with ``config.remat`` a whole block, from the stream that enters it; with
+``remat="branches"`` each branch, from the stream that enters it and from what its experts were sent and sent back, so
+that no dispatch and no combine is communicated a third time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +20,7 @@ import jax.numpy as jnp
 from gshard.moe.attention import KeysValues, attend, attention_specs, keys_values
 from gshard.moe.config import TransformerConfig
 from gshard.moe.dropout import dropout, split_key
-from gshard.moe.experts import expert_layer, expert_specs
+from gshard.moe.experts import SENT, expert_layer, expert_specs
 from gshard.moe.feed_forward import feed_forward, feed_forward_specs
 from gshard.moe.param import Param
 from gshard.moe.rotary import Rotation
@@ -132,16 +137,23 @@ def stack(
         keys = split_key(block_key, 3 * len(kinds))
         for kind in kinds:
             layer = layers[kind]
-            x_BLM = attention_branch(config, layer, "attention", x_BLM, None, mask_BLK, keys.pop(), rotation)
+            x_BLM = attend_to(config, layer, "attention", x_BLM, None, mask_BLK, keys.pop(), rotation)
             if memory_BKM is not None:
                 assert memory_mask_BLK is not None, "a memory comes with a mask"
-                x_BLM = attention_branch(
-                    config, layer, "memory_attention", x_BLM, memory_BKM, memory_mask_BLK, keys.pop()
-                )
-            x_BLM, of_layer = feed_forward_branch(config, layer, x_BLM, valid_BL, keys.pop())
+                x_BLM = attend_to(config, layer, "memory_attention", x_BLM, memory_BKM, memory_mask_BLK, keys.pop())
+            x_BLM, of_layer = feed(config, layer, x_BLM, valid_BL, keys.pop())
             metrics |= of_layer
         return x_BLM, metrics
 
+    attend_to, feed = _branch(config, attention_branch, 0, 2), _branch(config, feed_forward_branch, 0)
     blocks = jax.tree.leaves(params)[0].shape[0]
     keys = None if key is None else jax.random.split(key, blocks)
-    return jax.lax.scan(jax.checkpoint(block) if config.remat else block, x_BLM, (params, keys))
+    return jax.lax.scan(jax.checkpoint(block) if config.remat is True else block, x_BLM, (params, keys))
+
+
+def _branch(config: TransformerConfig, branch: Callable[..., Any], *static: int) -> Callable[..., Any]:
+    """A branch as it runs in a block: with ``remat="branches"`` recomputed, but for what its experts sent."""
+    if config.remat != "branches":
+        return branch
+    policy = jax.checkpoint_policies.save_only_these_names(*SENT)
+    return jax.checkpoint(branch, policy=policy, static_argnums=static)

@@ -73,6 +73,8 @@ class Choices(Protocol):
     @property
     def positions(self) -> str: ...
     @property
+    def remat(self) -> bool | str: ...
+    @property
     def rotary_base(self) -> float: ...
     @property
     def routing(self) -> str: ...
@@ -110,6 +112,12 @@ def check(config: Choices) -> None:
     for name in ("dense_hidden_dim", "kv_heads"):
         value = getattr(config, name)
         require(value is None or value >= 1, f"{name} must be at least 1.", f"{name}={value}")
+    require(
+        config.remat in (False, True, "branches"),
+        f"remat {config.remat!r} is not known.",
+        f"remat={config.remat!r}",
+        'Use True for pairs of layers, "branches" for each attention and feed-forward by itself, or False.',
+    )
     _check_positions(config)
     if config.experts:
         _check_experts(config)

@@ -50,7 +50,8 @@ class TransformerConfig:
             of the length, so it is off unless asked for.
         aux_weight: weight of the load-balancing loss, summed over MoE layers, on the scale where 1.0 is balanced.
         partitions: number of partitions that the marks of the MoE layers ask for; 1 places no marks.
-        remat: recompute each pair of layers in the backward pass instead of keeping its activations.
+        remat: recompute each pair of layers in the backward pass instead of keeping its activations; ``"branches"``
+            recomputes each attention and feed-forward by itself and keeps what experts are sent and send back.
         dtype: dtype of activations; parameters, the router, softmaxes and losses are float32 always.
         top_k: k, the experts of a token with ``routing="top_k"``.
         decoder_routing: ``routing`` of the decoder, if it is another: ``expert_choice`` sees later tokens and is
@@ -94,7 +95,7 @@ class TransformerConfig:
     attention_dropout: float = 0.0
     aux_weight: float = 0.01
     partitions: int = 1
-    remat: bool = False
+    remat: bool | str = False
     dtype: str = "float32"
     top_k: int = 2
     decoder_routing: str | None = None

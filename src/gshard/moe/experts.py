@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gshard.api.marks import name, replicate, split
 from gshard.moe.blocks import blocks_expert_layer
@@ -30,6 +31,9 @@ from gshard.moe.feed_forward import feed_forward, feed_forward_specs, hidden
 from gshard.moe.gating import Gating, top_k_gating
 from gshard.moe.param import Param
 from gshard.moe.ragged import ragged_expert_layer
+
+# What experts are sent and send back, by the names that policies of ``jax.checkpoint`` know.
+SENT = ("dispatched", "returned")
 
 
 def expert_specs(config: TransformerConfig) -> dict[str, Any]:
@@ -152,9 +156,9 @@ def _run_experts(
     else:
         dispatched_EGCM = dispatch_gather(token_of_slot(gating, config.experts, capacity), inputs_GSM)
     # G has no name here: the axes over which groups are split are those of the experts now.
-    dispatched_EGCM = _split(config, dispatched_EGCM, "experts _ capacity model")
+    dispatched_EGCM = _sent(config, _split(config, dispatched_EGCM, "experts _ capacity model"), SENT[0])
     hidden_EGCH = hidden(config.activation, lambda name: jnp.einsum("EGCM,EMH->EGCH", dispatched_EGCM, weights[name]))
-    outputs_EGCM = jnp.einsum("EGCH,EHM->EGCM", hidden_EGCH, weights["wo"])
+    outputs_EGCM = _sent(config, jnp.einsum("EGCH,EHM->EGCM", hidden_EGCH, weights["wo"]), SENT[1])
     if config.dispatch == "einsum":
         return combine_einsum(combine_GSEC, outputs_EGCM)
     return combine_gather(gating, outputs_EGCM)
@@ -163,3 +167,8 @@ def _run_experts(
 def _split(config: TransformerConfig, x: jax.Array, names: str) -> jax.Array:
     """Split by the dimension in front, as ``config`` says, or as a layout says of these names."""
     return split(x, 0, config.partitions) if config.partitions > 1 else name(x, names)
+
+
+def _sent(config: TransformerConfig, x: jax.Array, called: str) -> jax.Array:
+    """An array that is not recomputed where branches are."""
+    return checkpoint_name(x, called) if config.remat == "branches" else x
