@@ -69,10 +69,10 @@ def function(seed: int, steps: int) -> Any:
     return f
 
 
-def planned(seed: int) -> tuple[Program, Mesh]:
-    """A program, with marks on arguments and results, and what it is for."""
+def planned(seed: int, between: tuple[int, int] = (3, 8)) -> tuple[Program, Mesh]:
+    """A program of so many steps, with marks on arguments and results, and what it is for."""
     numbers = random.Random(seed)
-    steps, dims = numbers.randint(3, 8), [numbers.choice(SIZES) for _ in range(3)]
+    steps, dims = numbers.randint(*between), [numbers.choice(SIZES) for _ in range(3)]
     shapes = [(numbers.choice(dims), numbers.choice(dims)) for _ in range(numbers.randint(2, 3))]
     mesh = Mesh.abstract(x=2, y=2) if numbers.random() < 0.5 else Mesh.abstract(x=4)
     entries = [(a, b) for a in (None, *mesh.atoms_of) for b in (None, *mesh.atoms_of) if a is None or a != b]

@@ -1,0 +1,87 @@
+"""The law: no other choice of shardings makes the devices of a small program send less.
+
+The programs are as those of ``test_one_mark_more``, of 2 to 4 steps, on one axis of four devices or two of two. All
+that there is to choose from is tried: every combination of what the values that are tied together may be, each with the
+best splits for it, partitioned and counted as it is emitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from gshard.analysis.cost import cost
+from gshard.analysis.machine import Machine
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Program
+from gshard.passes.at_border import at_border
+from gshard.passes.choices import graph_of
+from gshard.passes.facts import facts_of
+from gshard.passes.moves import axes_of
+from gshard.passes.objective import bytes_on
+from gshard.passes.partition import partition
+from gshard.passes.propagate import decided, propagate
+from gshard.solver.problem import ProblemError
+from gshard.solver.solve import solve
+from laws.test_one_mark_more import MESSAGE, planned
+
+MOST = 150  # combinations of a program
+STEPS = 2, 4
+QUICK, ALL = (14, 15, 28), 150
+NEAR = 1.02
+
+
+def spent(plan: Plan) -> tuple[int, int]:
+    """Bytes that a device sends, with those that messages count as, and operations."""
+    spmd = partition(plan)
+    sent = sum(c.total_bytes + MESSAGE * c.times for c in spmd.collectives)
+    return sent, cost(spmd, Machine.of("cpu", plan.mesh.size)).flops
+
+
+def least_of_all(program: Program, mesh: Mesh, most: int) -> int | None:
+    """What the best plan of all that compute no more than ``most`` sends; None where there are too many, or none."""
+    facts = facts_of(program, mesh)
+    if not any(sharding.atoms for sharding in facts.shardings.values()):
+        return None  # it is left alone
+    graph = graph_of(facts.program, bytes_on(mesh, axes_of(mesh, facts.shardings.values())), facts=facts)
+    if math.prod(map(len, graph.states)) > MOST:
+        return None
+    least = None
+    for chosen in itertools.product(*(range(len(states)) for states in graph.states)):
+        costs = list(graph.problem.costs)
+        for k, state in enumerate(chosen):
+            costs[k] = np.where(np.arange(costs[k].size) == state, costs[k], np.inf)
+        try:
+            best = solve(dataclasses.replace(graph.problem, costs=tuple(costs))).states
+        except ProblemError:
+            continue
+        sent, flops = spent(at_border(decided(graph, best, facts)))
+        if flops <= most and (least is None or sent < least):
+            least = sent
+    return least
+
+
+def check(seed: int) -> float | None:
+    """What is planned by the best of all; None where that is not known."""
+    program, mesh = planned(seed, STEPS)
+    sent, flops = spent(propagate(program, mesh))
+    least = least_of_all(program, mesh, flops)
+    return None if least is None else sent / least if least else 1.0 + sent
+
+
+@pytest.mark.parametrize("seed", QUICK)
+def test_small_programs_are_planned_in_the_best_way(seed: int) -> None:
+    assert check(seed) == 1
+
+
+@pytest.mark.slow
+def test_nearly_all_are_planned_in_the_best_way() -> None:
+    found = [ratio for seed in range(ALL) if (ratio := check(seed)) is not None]
+    assert len(found) >= ALL / 5
+    assert max(found) <= NEAR
+    assert sum(ratio <= 1 for ratio in found) >= 0.99 * len(found)
