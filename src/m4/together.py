@@ -207,8 +207,8 @@ class Together:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None:
             # Collectives, and checkpoints that are being saved, fail when another process dies: whose end it was the
-            # watchdog knows, a moment later.
-            self._watch.failed(f"{type(error).__name__}: {error}".splitlines()[0], after=1.0)
+            # watchdog finds out.
+            self._watch.failed(f"{type(error).__name__}: {error}".splitlines()[0])
             return
         self.any(False)  # nobody says goodbye while another one still trains
         self._watch.bye()
