@@ -236,7 +236,7 @@ class Serve:
         try:
             server = importlib.import_module("m4.serve.server")
         except ModuleNotFoundError as error:
-            hint = "pip install starlette uvicorn prometheus-client"
+            hint = 'pip install "gshard[serve]" (in a clone: pip install -e ".[serve]")'
             raise CommandError("serving needs a package that is not installed.", got=str(error), hint=hint) from error
         with server.listen(self.listen) as bound:
             check_devices(self.devices)

@@ -384,6 +384,31 @@ def test_training_resumes_from_the_command_line(trained: Path, tmp_path: Path) -
     assert [record["step"] for record in records] == [0, 1, 2, 3]
 
 
+def test_steps_that_are_not_finite_end_a_run_with_a_code_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["train", "--run", "r", "--devices", "1", *SMALL, "--learning-rate", "1e38", "--skip-limit", "1"]
+    assert main([*given, "--steps", "9"]) == 4
+    told = capsys.readouterr()
+    assert "That makes 2 steps that were not finite." in told.err
+    assert len(list(Run(tmp_path / "r").skipped.iterdir())) == 2, "their batches are kept"
+
+
+def test_a_second_sigterm_ends_training_at_once() -> None:
+    """Without waiting for the step to end, which the first one does."""
+    code = (
+        "import os, signal, time\nfrom m4.stopping import asked_to_stop\nwith asked_to_stop() as asked:\n"
+        "    for _ in range(2):\n        os.kill(os.getpid(), signal.SIGTERM)\n        print(asked(), flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n")
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert f"jax {jax.__version__}" in capsys.readouterr().out
+
+
 @pytest.mark.slow  # tests/m4/test_resume.py has the same below the command line
 def test_sigterm_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupting(Toy):
