@@ -428,6 +428,10 @@ def test_sigterm_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("arguments", "told"),
     [
         (["train", "--devices", "99"], "cannot use 99 devices"),
+        (["train", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["train", "--processes", "2"], "several processes need a coordinator"),
+        (["translate", "--beam", "0"], "beam must be at least 1, got 0"),
+        (["serve", "--port", "70000"], "port must be from 0 to 65535"),
         (["train", "--experts", "1"], "at least two experts"),
         (["train", "--layers", "3"], "must be even"),
         (["train", "--run", "file"], "cannot be written"),
@@ -464,9 +468,7 @@ def test_what_is_wrong_is_told_in_a_few_lines(
         ([], "demo"),
         (["trian"], "train"),
         (["train", "--step", "3"], "--steps"),
-        (["train", "--steps", "0"], "steps must be at least 1"),
         (["train", "--preset", "huge"], "moe-8e-4l"),
-        (["translate", "--beam", "0"], "beam must be at least 1"),
     ],
 )
 def test_usage(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
