@@ -404,6 +404,20 @@ def test_a_second_sigterm_ends_training_at_once() -> None:
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n")
 
 
+def test_experts_that_do_not_divide_among_the_devices_of_a_search_are_told(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of no line nothing is computed, so this compiles nothing."""
+    found = load(Run(trained), Toy(), DecodeConfig())
+    sparse = dataclasses.replace(found.model, experts=8, encoder_layers=2, decoder_layers=2)
+    monkeypatch.setattr(commands, "load", lambda *_, **__: dataclasses.replace(found, model=sparse))
+    (tmp_path / "none").write_text("")
+    for devices, told in (("3", "m4: 8 experts do not divide among 3 devices: a device has up to 3"), ("4", "")):
+        assert main(["translate", "none", "--run", str(trained), "--devices", devices, "--quiet"]) == 0
+        said = capsys.readouterr().err
+        assert said.startswith(told) if told else not said
+
+
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert f"jax {jax.__version__}" in capsys.readouterr().out
