@@ -98,6 +98,8 @@ def shown(
         pairs: class -> training pairs of each of its languages.
         temperature: of the draws from them.
     """
+    losses = {name: Loss(*(round(value, 3) for value in of)) for name, of in losses.items()}
+    tokens = round(tokens, -4)
     better, low = [], []
     for test, of in tables.items():
         for name in losses:

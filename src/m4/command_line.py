@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -28,7 +30,8 @@ from m4.errors import DamagedError, NotFiniteError
 EXIT_CODES = {NotFiniteError: 4, DamagedError: 5}
 
 DESCRIPTION = """Massively multilingual translation into English with a Mixture-of-Experts Transformer that gshard
-partitions. Start with: m4 demo. Add --debug to any command to see where an error comes from."""
+partitions. Start with: m4 demo. Add --debug to any command to see where an error comes from. m4 --version says which
+version this is, of JAX and Python, too."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
+    if given == ["--version"]:
+        print(f"m4 of gshard {version('gshard')} (jax {jax.__version__}, Python {platform.python_version()})")
+        return 0
     try:
         try:
             command: Any = tyro.extras.subcommand_cli_from_dict(

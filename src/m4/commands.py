@@ -17,7 +17,7 @@ from m4.checkpoint_command import Checkpoint
 from m4.config import ModelChoice, Run, TrainConfig
 from m4.decode import DecodeConfig
 from m4.demo_command import Demo
-from m4.devices import check_devices
+from m4.devices import check_devices, tell_uneven_experts
 from m4.errors import CommandError
 from m4.evaluate_command import Evaluate
 from m4.groups import model_for
@@ -185,6 +185,7 @@ class Translate:
         if not self.quiet and sys.stderr.isatty():
             print(f"m4: reading the model of {run.directory} ...", file=sys.stderr)
         translator = load(run, text, self.search, self.step, batch=self.batch, devices=self.devices)
+        tell_uneven_experts(translator.model.experts, self.devices)
         language = None if self.language is None else translator.check_language(self.language)
         by_hand = self.input is None and sys.stdin.isatty()
         if by_hand and not self.quiet:
@@ -236,12 +237,13 @@ class Serve:
         try:
             server = importlib.import_module("m4.serve.server")
         except ModuleNotFoundError as error:
-            hint = "pip install starlette uvicorn prometheus-client"
+            hint = 'pip install "gshard[serve]" (in a clone: pip install -e ".[serve]")'
             raise CommandError("serving needs a package that is not installed.", got=str(error), hint=hint) from error
         with server.listen(self.listen) as bound:
             check_devices(self.devices)
             run, text = _opened(self.run, self.data)
             translator = load(run, text, self.search, self.step, batch=self.batch, devices=self.devices)
+            tell_uneven_experts(translator.model.experts, self.devices)
             ended_by: int = server.serve(translator, self.listen, bound, identify=text.identify)
         return 128 + ended_by if ended_by else 1
 

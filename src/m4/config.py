@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from gshard import moe
+from m4.errors import OptionError
 from m4.optimizer import Adafactor
 
 PresetName = Literal[
@@ -184,14 +185,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "peak_step", "log_every", "keep", "accumulate"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise OptionError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("warmup_steps", "cooldown_steps", "evaluate_every", "save_every", "skip_limit"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+                raise OptionError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0.0 <= self.label_smoothing < 1.0:
-            raise ValueError(f"label_smoothing must be from 0 up to, not including, 1, got {self.label_smoothing}")
+            raise OptionError(f"label_smoothing must be from 0 up to, not including, 1, got {self.label_smoothing}")
         if not self.learning_rate > 0.0:
-            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+            raise OptionError(f"learning_rate must be positive, got {self.learning_rate}")
 
     @property
     def optimizer(self) -> Adafactor:

@@ -31,6 +31,7 @@ import gshard
 from gshard import moe
 from m4 import copying
 from m4.copying import Copied, Progress
+from m4.errors import OptionError
 
 PAD, EOS, UNK = 0, 1, 2
 FORBIDDEN = (PAD, UNK)
@@ -78,11 +79,11 @@ class DecodeConfig:
         for name in ("beam", "max_length", "n_best"):
             given = getattr(self, name)
             if given is not None and given < 1:
-                raise ValueError(f"{name} must be at least 1, got {given}")
+                raise OptionError(f"{name} must be at least 1, got {given}")
         if not self.alpha >= 0:
-            raise ValueError(f"alpha must not be negative, got {self.alpha}")
+            raise OptionError(f"alpha must not be negative, got {self.alpha}")
         if self.n_best > self.beam:
-            raise ValueError(f"n_best must be at most the beam, {self.beam}, got {self.n_best}")
+            raise OptionError(f"n_best must be at most the beam, {self.beam}, got {self.n_best}")
 
     def longest(self, width: int) -> int:
         """Tokens of the longest translation of sources in rows of ``width`` tokens.

@@ -238,10 +238,13 @@ def _limits(text: Text, tests: Mapping[str, Scored]) -> str:
     ]
     if {KNOWN_ENGLISH.name, NEW_ENGLISH.name} <= tests.keys():
         known, new = (tests[held.name].scores[MODEL].chrf for held in (KNOWN_ENGLISH, NEW_ENGLISH))
-        lines.append(
-            f"  English that it has never seen (chrF++ {new:.1f} instead of {known:.1f}): it then writes the likeliest "
-            "of what\n  it has seen. More English and longer training help, see docs/training.md."
-        )
+        if new < known:
+            lines.append(
+                f"  English that it has never seen (chrF++ {new:.1f} instead of {known:.1f}): it then writes the "
+                "likeliest of what\n  it has seen. More English and longer training help, see docs/training.md."
+            )
+    if behind := [name for name, of in tests.items() if of.scores[MODEL].chrf < of.scores[COPY].chrf]:
+        lines.append(f"  better than copying the source ({', '.join(behind)}): it took too few steps, see --minutes.")
     return "\n".join(lines)
 
 

@@ -9,6 +9,10 @@ class CommandError(GShardError):
     """What was asked for on the command line cannot be done."""
 
 
+class OptionError(GShardError):
+    """A value that an option cannot have. No ``ValueError``: the reader of command lines would tell that one itself."""
+
+
 class CorpusError(GShardError):
     """There is no text to work with, or a file of it cannot be read."""
 

@@ -14,7 +14,7 @@ import tyro
 from m4 import by_class, evaluate, evaluation_files, near_copies, placeholders, runs, score
 from m4.config import Run
 from m4.decode import DecodeConfig
-from m4.devices import check_devices
+from m4.devices import check_devices, tell_uneven_experts
 from m4.errors import CommandError
 from m4.held_out import BOTH, KNOWN_ENGLISH, NEW_ENGLISH, NO_KNOWN, HeldOut
 from m4.prepare import open_text
@@ -70,6 +70,7 @@ class Evaluate:
         corpus = runs.corpus_of(run, self.data, DATA)
         print(f"reading the model of {run.directory} and the corpus in {corpus} ...", flush=True)
         translator = self._load(open_text(corpus), run, self.step)
+        tell_uneven_experts(translator.model.experts, self.devices)
         text = translator.text.of_languages(self.languages) if self.languages else translator.text
         tests = [held for held in _TESTS[self.test] if text.has(held.test)]
         if KNOWN_ENGLISH in _TESTS[self.test] and KNOWN_ENGLISH not in tests:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 
 from gshard import moe
+from m4 import devices as of_devices
 from m4.config import ModelChoice, TrainConfig
 from m4.translate import Text
 
@@ -68,12 +69,11 @@ def uneven(model: moe.TransformerConfig) -> list[str]:
     >>> print("".join(uneven(model)[:1]))
     8 experts do not divide among 6 devices: a device has up to 2, and a step takes as long as one of 12.
     """
-    if not model.experts or model.partitions == 1:
+    if not model.experts:
         return []
-    found = []
-    for count, what in ((model.experts, "experts"), (model.groups or model.partitions, "groups of tokens")):
-        most = -(-count // model.partitions)
-        if count % model.partitions:
-            line = f"{count} {what} do not divide among {model.partitions} devices: a device has up to {most}, "
-            found.append(line + f"and a step takes as long as one of {most * model.partitions}.")
-    return found
+    groups = model.groups or model.partitions
+    return [
+        line
+        for count, what in ((model.experts, "experts"), (groups, "groups of tokens"))
+        for line in of_devices.uneven(count, what, model.partitions)
+    ]

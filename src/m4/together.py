@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from m4 import checkpoint
-from m4.errors import TrainError
+from m4.errors import OptionError, TrainError
 from m4.processes import Draw
 from m4.relay import Relay
 from m4.rows import OwnRows
@@ -50,9 +50,9 @@ class Processes:
 
     def __post_init__(self) -> None:
         if self.processes < 1 or not 0 <= self.process_index < self.processes:
-            raise ValueError(f"process_index must be below processes, got {self.process_index} of {self.processes}")
+            raise OptionError(f"process_index must be below processes, got {self.process_index} of {self.processes}")
         if self.processes > 1 and not self.coordinator:
-            raise ValueError("several processes need a coordinator, as in --coordinator 10.0.0.1:8476")
+            raise OptionError("several processes need a coordinator, as in --coordinator 10.0.0.1:8476")
 
     @property
     def several(self) -> bool:
@@ -207,8 +207,8 @@ class Together:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None:
             # Collectives, and checkpoints that are being saved, fail when another process dies: whose end it was the
-            # watchdog knows, a moment later.
-            self._watch.failed(f"{type(error).__name__}: {error}".splitlines()[0], after=1.0)
+            # watchdog finds out.
+            self._watch.failed(f"{type(error).__name__}: {error}".splitlines()[0])
             return
         self.any(False)  # nobody says goodbye while another one still trains
         self._watch.bye()

@@ -6,6 +6,9 @@ or that the others have left behind for longer than `NAMED`, is named; one that 
 take is stuck. JAX's own runtime tells survivors of a death after 100 seconds, by an abort, and of a stuck process
 never.
 
+A process that fails may do so because another one died, and then that one is to be named. Which of the two it was does
+not depend on who is heard first: the others are asked whether they are there, and who is gone does not answer.
+
 Messages are lines of JSON, short, and begin with a token of the run; what is not such a line ends a connection.
 """
 
@@ -30,6 +33,7 @@ BEAT = 0.4  # seconds between two messages of a process
 NAMED = 1.6  # seconds of silence, or of being behind the others, after which a process is named
 _LAST = 0.5  # seconds that the others have to end before the first process does
 _LONGEST = 4096  # bytes of a message
+_SILENT = "its connection ended: it was killed, or its machine went down"
 
 
 class Hub:
@@ -55,6 +59,7 @@ class Hub:
         self._behind: dict[int, tuple[int, float]] = {}  # mark, and since when others have been further
         self._gone: set[int] = set()
         self._named: set[int] = set()
+        self._failed: dict[int, tuple[str, set[int]]] = {}  # why, and who has not said yet that he is there
         self._over = False
         for work in (self._accept, self._watch):
             threading.Thread(target=work, daemon=True).start()
@@ -88,17 +93,32 @@ class Hub:
             self._closed.add(rank)
             self._one_less.notify_all()
             if rank not in self._gone:
-                self._end(LOST, rank, "its connection ended: it was killed, or its machine went down")
+                reason, _ = self._failed.get(rank, (_SILENT, None))
+                self._end(LOST, rank, reason)
 
     def _hear(self, rank: int, message: Mapping[str, Any]) -> None:
         if "bye" in message:
             self._gone.add(rank)
+            for failed in list(self._failed):
+                self._is_here(rank, failed)
         elif "failed" in message:
-            self._end(LOST, rank, str(message["failed"]))
+            others = self._lines.keys() - self._gone - {rank}
+            self._failed[rank] = str(message["failed"]), others
+            self._tell({"asked": rank}, sorted(others))
+            self._is_here(rank, rank)
+        elif "here" in message:
+            self._is_here(rank, message["here"])
         elif "at" in message:
             mark, step, phase = message["at"]
             if self._at.get(rank, (-1,))[0] != mark:
                 self._at[rank] = (mark, step, phase, time.monotonic())
+
+    def _is_here(self, rank: int, failed: int) -> None:
+        """One that was asked was there after another one had failed; once all were, that one failed by itself."""
+        reason, others = self._failed[failed]
+        others.discard(rank)
+        if not others:
+            self._end(LOST, failed, reason)
 
     def _watch(self) -> None:
         while not self._over:
@@ -184,7 +204,7 @@ class Watch:
         self._line = socket.create_connection(address, timeout=30)
         self._line.settimeout(None)
         self._lock = threading.Lock()
-        self._done = False
+        self._done = self._failing = False
         self._told, self._left = threading.Event(), threading.Event()  # of the end of the run; and has left
         self._say({"token": token, "hello": rank})
         for work in (self._beat, self._listen):
@@ -194,25 +214,25 @@ class Watch:
         """Says what this process is about to do; all processes say the same things in the same order."""
         self._at = (self._at[0] + 1, step, phase)
 
-    def failed(self, reason: str, after: float = 0.0) -> None:
-        """Says that this process is about to end, and why.
+    def failed(self, reason: str) -> None:
+        """Says that this process is about to end, and why; returns once the others have been told.
+
+        If it was another process that ended first, this one does not return: it ends as it is told to.
 
         Args:
             reason: in one line.
-            after: seconds to listen first, for a failure that may follow from the end of another process: if the hub
-                tells of one, this process ends as it is told to, and not by its own failure.
         """
-        if self._told.wait(after):
-            self._left.wait(after)  # another thread ends this process, with its exit code
-        if not self._done:
-            self._done = True
-            self._say({"failed": reason[: _LONGEST // 2]}, last=True)
+        self._failing = True
+        if not self._done or self._told.is_set():  # it has not said goodbye
+            self._say({"failed": reason[: _LONGEST // 2]})
+            self._left.wait()
 
     def bye(self) -> None:
         """Says that this process is done."""
         if not self._done:
             self._done = True
-            self._say({"bye": True}, last=True)
+            self._say({"bye": True})
+            self._hang_up()
 
     def _beat(self) -> None:
         while not self._done:
@@ -224,15 +244,21 @@ class Watch:
             if "late" in message and message["late"][0] != self._rank:
                 rank, text = message["late"]
                 print(f"m4: process {rank} {text}", file=sys.stderr, flush=True)
+            elif "asked" in message:
+                self._say({"here": message["asked"]})
             elif "end" in message and not self._done:
                 self._end(*message["end"])
         self._line.close()
         if not self._done:
-            self._end(LOST, 0, "its connection ended: it was killed, or its machine went down")
+            self._end(LOST, 0, _SILENT)
 
     def _end(self, code: int, rank: int, reason: str) -> None:
         self._done = True
         self._told.set()
+        if rank == self._rank and self._failing and code == LOST:  # it ends by itself
+            self._hang_up()
+            self._left.set()
+            return
         fate = "is stuck" if code == STUCK else "is gone"
         print(f"m4: process {rank} {fate}: {reason}. {self._hint()}", file=sys.stderr, flush=True)
         if code == STUCK:
@@ -240,11 +266,13 @@ class Watch:
         self._leave(code)
         self._left.set()
 
-    def _say(self, message: Mapping[str, Any], *, last: bool = False) -> None:
-        with self._lock, contextlib.suppress(OSError):
+    def _say(self, message: Mapping[str, Any]) -> None:
+        with self._lock:
             _send(self._line, message)
-            if last:
-                self._line.shutdown(socket.SHUT_WR)
+
+    def _hang_up(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_WR)
 
 
 def _send(line: socket.socket, message: Mapping[str, Any]) -> None:

@@ -384,6 +384,45 @@ def test_training_resumes_from_the_command_line(trained: Path, tmp_path: Path) -
     assert [record["step"] for record in records] == [0, 1, 2, 3]
 
 
+def test_steps_that_are_not_finite_end_a_run_with_a_code_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["train", "--run", "r", "--devices", "1", *SMALL, "--learning-rate", "1e38", "--skip-limit", "1"]
+    assert main([*given, "--steps", "9"]) == 4
+    told = capsys.readouterr()
+    assert "That makes 2 steps that were not finite." in told.err
+    assert len(list(Run(tmp_path / "r").skipped.iterdir())) == 2, "their batches are kept"
+
+
+def test_a_second_sigterm_ends_training_at_once() -> None:
+    """Without waiting for the step to end, which the first one does."""
+    code = (
+        "import os, signal, time\nfrom m4.stopping import asked_to_stop\nwith asked_to_stop() as asked:\n"
+        "    for _ in range(2):\n        os.kill(os.getpid(), signal.SIGTERM)\n        print(asked(), flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n")
+
+
+def test_experts_that_do_not_divide_among_the_devices_of_a_search_are_told(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of no line nothing is computed, so this compiles nothing."""
+    found = load(Run(trained), Toy(), DecodeConfig())
+    sparse = dataclasses.replace(found.model, experts=8, encoder_layers=2, decoder_layers=2)
+    monkeypatch.setattr(commands, "load", lambda *_, **__: dataclasses.replace(found, model=sparse))
+    (tmp_path / "none").write_text("")
+    for devices, told in (("3", "m4: 8 experts do not divide among 3 devices: a device has up to 3"), ("4", "")):
+        assert main(["translate", "none", "--run", str(trained), "--devices", devices, "--quiet"]) == 0
+        said = capsys.readouterr().err
+        assert said.startswith(told) if told else not said
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert f"jax {jax.__version__}" in capsys.readouterr().out
+
+
 @pytest.mark.slow  # tests/m4/test_resume.py has the same below the command line
 def test_sigterm_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupting(Toy):
@@ -403,6 +442,10 @@ def test_sigterm_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("arguments", "told"),
     [
         (["train", "--devices", "99"], "cannot use 99 devices"),
+        (["train", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["train", "--processes", "2"], "several processes need a coordinator"),
+        (["translate", "--beam", "0"], "beam must be at least 1, got 0"),
+        (["serve", "--port", "70000"], "port must be from 0 to 65535"),
         (["train", "--experts", "1"], "at least two experts"),
         (["train", "--layers", "3"], "must be even"),
         (["train", "--run", "file"], "cannot be written"),
@@ -439,9 +482,7 @@ def test_what_is_wrong_is_told_in_a_few_lines(
         ([], "demo"),
         (["trian"], "train"),
         (["train", "--step", "3"], "--steps"),
-        (["train", "--steps", "0"], "steps must be at least 1"),
         (["train", "--preset", "huge"], "moe-8e-4l"),
-        (["translate", "--beam", "0"], "beam must be at least 1"),
     ],
 )
 def test_usage(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import gshard
 from gshard import moe
 from m4.decode import EOS, PAD, UNK, DecodeConfig, Decoded, beam_search, decode, ids_of, make_decode
+from m4.errors import OptionError
 from reordering import reordering_beam_search
 
 CONFIG = moe.TransformerConfig(
@@ -269,5 +270,5 @@ def test_the_loop_stops_when_every_sentence_has_ended() -> None:
     "wrong", [{"beam": 0}, {"max_length": 0}, {"alpha": -0.1}, {"alpha": float("nan")}, {"n_best": 0}, {"n_best": 5}]
 )
 def test_impossible_options_are_refused(wrong: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    with pytest.raises(OptionError, match=next(iter(wrong))):
         DecodeConfig(**wrong)

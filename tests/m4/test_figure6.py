@@ -1,6 +1,7 @@
 """What scripts/figure6.py compares: models of equal FLOPs, whose steps are equal wherever it is cut short."""
 
 import dataclasses
+import json
 import math
 import re
 import shlex
@@ -12,11 +13,16 @@ import pytest
 import tyro
 
 from gshard import moe
+from m4 import evaluate, evaluation_files
+from m4.by_class import by_class
 from m4.config import ModelChoice
+from m4.held_out import BOTH
+from m4.translate import Example
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import figure6
-from figure6_job import DENSE, SIZES, Job, Size
+import figure6_page
+from figure6_job import DENSE, DONE, SIZES, Job, Size
 from figure6_shown import FOUND, SURE, Loss, chance, needed, shown, strength
 
 
@@ -95,6 +101,42 @@ def section_of(page: str) -> str:
 def test_the_page_says_what_its_tables_show() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "results.md").read_text("utf-8")
     assert section_of(page) in page
+
+
+def test_a_page_is_written_from_what_was_measured(tmp_path: Path, rng: np.random.Generator) -> None:
+    """With the section that its tables lead to, whatever they are."""
+    data, size = tmp_path / "data", SIZES["narrow"]
+    pairs = {f"l{number}": 90_000 // (number + 1) for number in range(8)}
+    data.mkdir()
+    settings = {"tier": "base", "sources": None, "temperature": 5.0, "length": 32}
+    manifest = {"languages": pairs, "pairs": {"train": sum(pairs.values())}, "settings": settings}
+    (data / "manifest.json").write_text(json.dumps(manifest | {"source_vocabulary": 80, "target_vocabulary": 40}))
+    words = "open the file save a new window and close all of them now".split()
+    english = [" ".join(rng.choice(words, 7)) for _ in range(160)]
+    examples = [Example(f"l{number % 8}", line[::-1], line) for number, line in enumerate(english)]
+    job = Job(data, tmp_path, size, 1500, 160, (), (), "a try", tmp_path / "docs" / "page.md", math.inf, "again")
+    by_dense: dict[str, list[str]] = {}
+    for name, wrong in ((DENSE, 0.4), ("moe-8", 0.33)):
+        written = [" ".join(w if rng.random() > wrong else "x" for w in line.split()) for line in english]
+        for held in BOTH:
+            found = evaluate.measure(name, examples, written, pairs)
+            found = dataclasses.replace(found, cross_entropy=2.0 + wrong, beside={"copy": (1.0, 2.0)})
+            sure = evaluate.sureness(examples, written, by_dense)
+            dense = [] if name == DENSE else [evaluate.Results.load(job.evaluation(DENSE, held))]
+            classes = by_class(found, examples, written, by_dense)
+            deltas = evaluate.differences(found, dense)
+            evaluation_files.save(job.evaluation(name, held), found, deltas, examples, written, sure, classes)
+        (job.evaluation(name) / DONE).write_text("1500")
+        steps = [{"cross_entropy": 2.5 - wrong + 0.1 * x, "tokens": 700.3, "seconds": 0.2} for x in rng.random(1500)]
+        (job.run(name) / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+        if name == DENSE:
+            for example, line in zip(examples, written, strict=True):
+                by_dense.setdefault(example.language, []).append(line)
+    figure6_page.write(job, [["train"]])
+    page = job.page.read_text("utf-8")
+    assert "by more than chance in" in page
+    assert section_of(page) in page
+    assert "1.05 M target tokens are at most 0.35 M sentences" in page
 
 
 def test_a_p_says_how_many_deviations_a_difference_has(rng: np.random.Generator) -> None:

@@ -26,6 +26,7 @@ pytest.importorskip("starlette", reason="starlette (the extra serve) is not inst
 import chromium
 import serving
 from m4.__main__ import main
+from m4.errors import OptionError
 from m4.serve.batcher import Batcher, QueueFullError
 from m4.serve.config import ServeConfig
 from m4.serve.connections import Connections
@@ -461,7 +462,7 @@ def test_a_port_in_use_is_told_before_the_model_is_read(capsys: pytest.CaptureFi
     ],
 )
 def test_impossible_options_are_refused(wrong: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    with pytest.raises(OptionError, match=next(iter(wrong))):
         ServeConfig(**wrong)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m4 import checkpoint
+from m4 import checkpoint, watchdog
 from m4.config import Run
 from m4.relay import Relay
 from m4.watchdog import LOST, NAMED, STUCK, Hub, Watch
@@ -235,14 +235,14 @@ class Ends:
 LIMITS = {"": 4.0, "checkpoint": 60.0}
 
 
-def three(limits: dict[str, float] = LIMITS) -> tuple[Hub, list[Watch], list[Ends]]:
+def three(limits: dict[str, float] = LIMITS, heard: int = 3) -> tuple[Hub, list[Watch], list[Ends]]:
     hub = Hub("127.0.0.1", 3, limits)
     ends = [Ends() for _ in range(3)]
     watches = [Watch(("127.0.0.1", hub.port), hub.token, rank, str, ends[rank]) for rank in range(3)]
     for watch in watches:
         watch.at(0, "step")
     deadline = time.monotonic() + 30
-    while len(hub._at) < 3:  # all have said hello, and where they are
+    while len(hub._lines) < 3 or len(hub._at) < heard:  # all have said hello, and where they are
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return hub, watches, ends
@@ -269,15 +269,29 @@ def test_a_death_is_told_within_two_seconds(
     hub.close()
 
 
-def test_a_failure_that_follows_from_a_death_is_not_told_as_one_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
-    """A collective of process 1 fails the moment process 2 dies, before the watchdog has said a word of it."""
-    hub, watches, ends = three()
-    failing = threading.Thread(
-        target=watches[1].failed, args=("JaxRuntimeError: connection reset",), kwargs={"after": 5}
-    )
-    failing.start()
-    time.sleep(0.2)
+def test_a_failure_that_follows_from_a_death_is_not_told_as_one_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A collective of process 1 fails as process 2 dies; on a busy machine the hub hears of the death long after."""
+    real, busy = watchdog._messages, threading.Event()
+
+    def late(line: socket.socket) -> Iterator[dict]:
+        """The hub reads what process 2 said before it died, and the end of the connection, when it comes to it."""
+        for message in real(line):
+            ended = message.get("hello") == 2
+            yield message
+            if ended:
+                busy.wait(20)
+
+    monkeypatch.setattr(watchdog, "_messages", late)
+    hub, watches, ends = three({"": 60.0}, heard=2)
     watches[2]._line.shutdown(socket.SHUT_RDWR)
+    failing = threading.Thread(target=watches[1].failed, args=("JaxRuntimeError: connection reset",))
+    failing.start()
+    failing.join(2.5)
+    assert failing.is_alive()
+    assert not ends[0].codes, "nobody is named before it is known who was first"
+    busy.set()
     failing.join(4.0)
     assert not failing.is_alive(), "it does not wait longer than it must"
     assert ends[1].codes == [LOST]
@@ -287,10 +301,33 @@ def test_a_failure_that_follows_from_a_death_is_not_told_as_one_of_its_own(capfd
     assert "JaxRuntimeError" not in told
     hub.close()
 
+
+def test_a_failure_of_its_own_is_told_once_all_others_say_that_they_are_there(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     hub, watches, ends = three()
-    watches[1].failed("JaxRuntimeError: out of memory", after=0.3)
-    assert ends[0].event.wait(2.0)
+    began = time.monotonic()
+    watches[1].failed("JaxRuntimeError: out of memory")
+    assert time.monotonic() - began < 2.0
+    assert not ends[1].codes, "it ends by itself, with its own exit code"
+    for rank in (0, 2):
+        assert ends[rank].event.wait(2.0)
+        assert ends[rank].codes == [LOST]
     assert "process 1 is gone: JaxRuntimeError: out of memory" in capfd.readouterr().err
+    hub.close()
+
+
+def test_two_that_fail_at_once_do_not_wait_for_each_other() -> None:
+    """Of the same batch, say; one is named, and the other one ends as it is told to."""
+    hub, watches, ends = three()
+    failing = [threading.Thread(target=watches[rank].failed, args=("ValueError: so it goes",)) for rank in (0, 2)]
+    for thread in failing:
+        thread.start()
+    for thread in failing:
+        thread.join(4.0)
+        assert not thread.is_alive()
+    assert ends[1].event.wait(2.0)
+    assert sorted([ends[0].codes, ends[2].codes]) == [[], [LOST]]
     hub.close()
 
 

@@ -16,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from gshard import moe
 from m4 import checkpoint, train
 from m4.config import ModelChoice, Run, TrainConfig
+from m4.errors import OptionError
 from m4.progress import Progress
 from m4.train import TrainError
 
@@ -186,5 +187,5 @@ def test_presets_and_what_differs_from_them() -> None:
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"learning_rate": 0.0}, {"label_smoothing": 1.0}, {"save_every": -1}])
 def test_impossible_settings_are_refused(wrong: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    with pytest.raises(OptionError, match=next(iter(wrong))):
         TrainConfig(**wrong)

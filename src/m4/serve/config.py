@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 
+from m4.errors import OptionError
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServeConfig:
@@ -51,17 +53,17 @@ class ServeConfig:
     def __post_init__(self) -> None:
         for name in ("characters", "lines", "body", "queue", "connections", "per_address", "burst"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise OptionError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("rate", "wait", "grace", "cache"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+                raise OptionError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("timeout", "headers"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+                raise OptionError(f"{name} must be positive, got {getattr(self, name)}")
         if not 0 <= self.port < 65536:
-            raise ValueError(f"port must be from 0 to 65535, got {self.port}")
+            raise OptionError(f"port must be from 0 to 65535, got {self.port}")
         for word in filter(None, map(str.strip, self.proxies.split(","))):
             try:
                 ipaddress.ip_network("0.0.0.0/0" if word == "*" else word, strict=False)
             except ValueError as error:
-                raise ValueError(f"proxies must be addresses or networks, got {word!r}") from error
+                raise OptionError(f"proxies must be addresses or networks, got {word!r}") from error
