@@ -48,9 +48,7 @@ class Exchange:
 
     def messages(self) -> tuple[tuple[Chunk, ...], ...]:
         """The rounds: every device sends a tile in each, if only to itself. One element of a chunk is one tile."""
-        receiver, target = np.indices(self.sender.shape)
-        columns = (x.ravel().tolist() for x in (self.sender, self.source, receiver, target))
-        return colored([Chunk(s, low, r, to, 1) for s, low, r, to in zip(*columns, strict=True)])
+        return _messages(self)
 
     def ends(self, mesh: Mesh) -> tuple[Ints, Ints]:
         """Which device of the mesh sends each tile that a device is to have, and which is that."""
@@ -65,6 +63,13 @@ class Exchange:
         there = sum((p * strides[a] for a, p in zip(self.atoms, places, strict=True)), np.zeros(self.sender[own].shape))
         senders = (everyone - along)[:, None] + there.astype(np.int64)
         return senders.ravel(), np.broadcast_to(everyone[:, None], senders.shape).ravel()
+
+
+@functools.lru_cache(maxsize=64)
+def _messages(found: Exchange) -> tuple[tuple[Chunk, ...], ...]:
+    receiver, target = np.indices(found.sender.shape)
+    columns = (x.ravel().tolist() for x in (found.sender, found.source, receiver, target))
+    return colored([Chunk(s, low, r, to, 1) for s, low, r, to in zip(*columns, strict=True)])
 
 
 def rounds_of(before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> int:
