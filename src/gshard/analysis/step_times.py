@@ -12,7 +12,6 @@ from gshard.analysis.copied import is_strided, is_turned
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, permuting, seconds
 from gshard.comm.exchange import exchange
-from gshard.comm.route import pairs
 from gshard.comm.steps import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -24,6 +23,7 @@ from gshard.comm.steps import (
     bytes_sent,
     is_exchange,
     is_of_tiles,
+    rounds,
     targets,
 )
 from gshard.comm.tiles import turns
@@ -99,9 +99,8 @@ class StepTimes:
 
     def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, among: tuple[Mesh, Atoms]) -> float:
         if is_exchange(step, mesh):
-            among_tiles = _exchanging(step.before, step.after, mesh, self.machine)
-            tile = bytes_sent(step, shape, itemsize, mesh) // len(among_tiles)
-            return sum(latency + a_byte * tile for latency, a_byte in among_tiles)
+            latency, a_byte = _exchanging(step.before, step.after, mesh, self.machine)
+            return rounds(step, mesh) * latency + a_byte * bytes_sent(step, shape, itemsize, mesh)
         if step.kind == PERMUTE:
             latency, a_byte = _permuting(step.before, step.after, mesh, self.machine)
             return latency + a_byte * bytes_sent(step, shape, itemsize, mesh)
@@ -115,12 +114,9 @@ class StepTimes:
 
 
 @functools.lru_cache(maxsize=4096)
-def _exchanging(before: Sharding, after: Sharding, mesh: Mesh, machine: Machine) -> tuple[tuple[float, float], ...]:
-    """The same of each message of an exchange."""
-    found = exchange(before.dims, after.dims, mesh)
-    messages = ([(p.source, p.receiver) for p in chunks] for chunks in found.messages())
-    ends = (np.array(pairs(parts, found.atoms, mesh)) for parts in messages)
-    return tuple(permuting(e[:, 0], e[:, 1], machine) for e in ends)
+def _exchanging(before: Sharding, after: Sharding, mesh: Mesh, machine: Machine) -> tuple[float, float]:
+    """The same of one message of an exchange, on average."""
+    return permuting(*exchange(before.dims, after.dims, mesh).ends(mesh), machine)
 
 
 @functools.lru_cache(maxsize=4096)

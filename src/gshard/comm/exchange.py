@@ -19,34 +19,63 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from gshard.comm.route import Chunk, colored, pairs
 from gshard.comm.tiles import moved
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.sharding import Sharding
 
+Ints = NDArray[np.int64]
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
     """Tiles, and how they go.
 
     Attributes:
-        atoms: the devices along which they go.
+        atoms: the devices along which they go; these are counted along them.
         held: into how many tiles a part before is cut, in each dimension.
         wanted: the same of a part after.
-        rounds: in how many messages: as many as a part has tiles, for some device keeps none.
-        chunks: where each tile goes; one element of a chunk is one tile.
+        sender, source: int64 [devices, tiles]: of each tile of a part after, who has it, and as which of its tiles.
     """
 
     atoms: Atoms
     held: tuple[int, ...]
     wanted: tuple[int, ...]
-    rounds: int
-    chunks: tuple[Chunk, ...]
+    sender: Ints
+    source: Ints
 
     def messages(self) -> tuple[tuple[Chunk, ...], ...]:
-        """The rounds: every device sends a tile in each, if only to itself."""
-        return colored(self.chunks)
+        """The rounds: every device sends a tile in each, if only to itself. One element of a chunk is one tile."""
+        return _messages(self)
+
+    def ends(self, mesh: Mesh) -> tuple[Ints, Ints]:
+        """Which device of the mesh sends each tile that a device is to have, and which is that."""
+        size = mesh.size
+        sizes = list(mesh.atom_sizes.values())
+        at = dict(zip(mesh.atoms, np.indices(sizes).reshape(len(sizes), size), strict=True))
+        strides = dict(zip(mesh.atoms, (size // np.cumprod(sizes)).tolist(), strict=True))
+        everyone = np.arange(size)
+        along = sum((at[a] * strides[a] for a in self.atoms), np.zeros(size, np.int64))
+        own = _ordinal(self.atoms, at, mesh, size)
+        places = np.unravel_index(self.sender[own], [mesh.atom_sizes[a] for a in self.atoms])
+        there = sum((p * strides[a] for a, p in zip(self.atoms, places, strict=True)), np.zeros(self.sender[own].shape))
+        senders = (everyone - along)[:, None] + there.astype(np.int64)
+        return senders.ravel(), np.broadcast_to(everyone[:, None], senders.shape).ravel()
+
+
+@functools.lru_cache(maxsize=64)
+def _messages(found: Exchange) -> tuple[tuple[Chunk, ...], ...]:
+    receiver, target = np.indices(found.sender.shape)
+    columns = (x.ravel().tolist() for x in (found.sender, found.source, receiver, target))
+    return colored([Chunk(s, low, r, to, 1) for s, low, r, to in zip(*columns, strict=True)])
+
+
+def rounds_of(before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> int:
+    """In how many messages: as many as a part has tiles, for some device keeps none."""
+    cuts = zip(map(mesh.count, before), map(mesh.count, after), strict=True)
+    return math.prod(math.lcm(p, q) // p for p, q in cuts)
 
 
 def can_change(before: Sharding, after: Sharding, shape: Sequence[int], mesh: Mesh) -> bool:
@@ -59,8 +88,7 @@ def can_change(before: Sharding, after: Sharding, shape: Sequence[int], mesh: Me
     counts = [(mesh.count(have), mesh.count(want)) for have, want in zip(before.dims, after.dims, strict=True)]
     if all(p == q for p, q in counts) or any(n % math.lcm(*c) for n, c in zip(shape, counts, strict=True)):
         return False
-    tiles = math.prod(math.lcm(p, q) // p for p, q in counts)
-    return tiles < mesh.count(moved(before.dims, after.dims)).bit_length()
+    return rounds_of(before.dims, after.dims, mesh) < mesh.count(moved(before.dims, after.dims)).bit_length()
 
 
 def _cutting(sharding: Sharding) -> set[str]:
@@ -74,7 +102,7 @@ def exchange(before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) ->
     sizes = [mesh.atom_sizes[a] for a in atoms]
     devices = math.prod(sizes)
     at = dict(zip(atoms, np.indices(sizes).reshape(len(atoms), devices), strict=True))
-    sender = source = target = np.zeros((devices, 1), np.int64)
+    sender = source = np.zeros((devices, 1), np.int64)
     held, wanted, ordinals = [], [], np.zeros(devices, np.int64)
     for have, want in zip(before, after, strict=True):
         same = len(common_prefix(have, want))
@@ -90,15 +118,11 @@ def exchange(before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) ->
 
         sender = further(sender, p, tile // (fine // p))
         source = further(source, fine // p, tile % (fine // p))
-        target = further(target, fine // q, np.arange(fine // q)[None] + 0 * tile)
         held.append(fine // p)
         wanted.append(fine // q)
     who = np.empty(devices, np.int64)
     who[ordinals] = np.arange(devices)
-    sender, receiver = who[sender], np.broadcast_to(np.arange(devices)[:, None], sender.shape)
-    columns = (x.ravel().tolist() for x in (sender, source, receiver, target))
-    chunks = tuple(Chunk(s, low, r, to, 1) for s, low, r, to in zip(*columns, strict=True))
-    return Exchange(atoms, tuple(held), tuple(wanted), math.prod(held), chunks)
+    return Exchange(atoms, tuple(held), tuple(wanted), who[sender], source)
 
 
 def _ordinal(atoms: Atoms, at: dict[str, Any], mesh: Mesh, devices: int) -> Any:

@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from gshard.comm.exchange import changed, exchange
+from gshard.comm.exchange import changed, rounds_of
 from gshard.comm.local import slice_part
 from gshard.comm.route import Chunk, Route, carry, chunks_of, routed
 from gshard.comm.tiles import exchanged
@@ -95,7 +95,7 @@ def is_exchange(step: Step, mesh: Mesh) -> bool:
 def rounds(step: Step, mesh: Mesh) -> int:
     """How many messages a step takes, one after the other."""
     if is_exchange(step, mesh):
-        return exchange(step.before.dims, step.after.dims, mesh).rounds
+        return rounds_of(step.before.dims, step.after.dims, mesh)
     return int(step.kind not in LOCAL)
 
 
@@ -116,9 +116,6 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) ->
         n, local = shape[step.dim], part[step.dim]
         way, room = _lined_up(step, n, mesh)
         return (before // local if local else 0) * (room * (g - 1) + sum(way.messages if way else ()))
-    if is_exchange(step, mesh):
-        found = exchange(step.before.dims, step.after.dims, mesh)
-        return before // math.prod(found.held) * found.rounds
     if step.kind == PERMUTE:
         return before
     if step.kind in (ALL_TO_ALL, REDUCE_SCATTER):

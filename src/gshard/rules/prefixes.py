@@ -31,7 +31,7 @@ associative_scan_p = Primitive("associative_scan")
 associative_scan_p.multiple_results = True
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
 class Combination:
     """What two elements come to, element by element; an element consists of one number of each of several arrays.
 
@@ -45,6 +45,9 @@ class Combination:
     left: tuple[Value, ...]
     right: tuple[Value, ...]
     results: tuple[Value, ...]
+
+    def __repr__(self) -> str:
+        return f"Combination({' '.join(e.name for e in self.equations)})"
 
     def __call__(self, left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
         """Combines arrays of one shape."""
