@@ -277,7 +277,7 @@ class Explanation:
         >>> f = lambda x, w: gshard.split(x, 0, 8) @ w
         >>> found = gshard.explain(f, jnp.ones((64, 512)), jnp.ones((512, 32)), mesh=gshard.Mesh.abstract(devices=8))
         >>> [row.mark for row in found.instead("w", "h100")]
-        ["gshard.shard(x, P(None, 'devices'))", "gshard.shard(x, P('devices', None))"]
+        ["gshard.shard(x, P('devices', None))", "gshard.shard(x, P(None, 'devices'))"]
         """
         row = self._row(name)
         return instead(self.plan, row.value, self.cost(machine), sorted(self.donated), self.marked)
