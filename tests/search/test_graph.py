@@ -16,12 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from families import CASES
-from gshard.analysis.cost import cost
+from gshard.analysis.cost import Cost, cost, kernel_cost
 from gshard.analysis.machine import Machine
+from gshard.comm.collectives import KINDS
 from gshard.core.program import Program, Value
 from gshard.core.sharding import Sharding
 from gshard.passes.bundles import bundles_of
 from gshard.passes.choices import graph_of
+from gshard.passes.device_program import REGION, size
 from gshard.passes.graph import Graph
 from gshard.passes.moves import axes_of
 from gshard.passes.partition import partition
@@ -46,8 +48,23 @@ PREDICTED = (
 def test_the_time_of_a_plan_is_predicted(name: str) -> None:
     case = CASES[name]
     lowered = gshard.jit(case.function, mesh=case.jax_mesh).lower(*case.arguments)
-    best = best_plan(lowered.program, lowered.mesh, slow())
-    assert best.predicted / best.searched.cost.seconds == pytest.approx(1, abs=0.05)
+    found = best_plan(lowered.program, lowered.mesh, slow())
+    priced, alone = found.searched.cost, each_by_itself(found.searched.cost, lowered.mesh)
+    # The search counts the copy of what was exchanged also where what reads it takes it as it lies.
+    exchanged = [k.writes[0] for k, _ in priced.program.walk() if KINDS.get(k.equation.name) == "all_to_all"]
+    copies = sum(priced.machine.copying(size(v)) for v in exchanged)
+    assert found.predicted / alone >= 0.95
+    assert found.predicted / (alone + copies) <= 1.05
+    assert not copies or name == "moves/reshape_across"
+
+
+def each_by_itself(found: Cost, mesh: gshard.Mesh) -> float:
+    """The seconds of a program in which no message is shared, nothing copied, and nothing computed apart.
+
+    The search knows nothing of these: they show when a plan is a program.
+    """
+    kernels = [(kernel, times) for kernel, times in found.program.walk() if kernel.kind != REGION]
+    return sum(kernel_cost(kernel, times, mesh, found.machine).total_seconds for kernel, times in kernels)
 
 
 def convolved(size: int) -> Callable[..., Any]:
@@ -70,7 +87,9 @@ def test_a_window_that_several_read_is_counted_once(size: int) -> None:
     best = best_plan(step.lower(*arguments).program, EIGHT, machine)
     kernels = [k for k in best.searched.cost.kernels if k.name == "concatenate" and k.total_seconds > 1e-5]
     assert len(kernels) == (1 if size == 3 else 2)
-    assert best.predicted / best.searched.cost.seconds == pytest.approx(1, abs=0.02)
+    alone = each_by_itself(best.searched.cost, EIGHT)
+    assert alone > best.searched.cost.seconds, "sums share a message"
+    assert best.predicted / alone == pytest.approx(1, abs=0.02)
 
 
 def product(x: Any, w: Any) -> Any:
@@ -249,7 +268,7 @@ def test_ways() -> None:
 
 
 def test_moves_cost_what_their_collectives_take() -> None:
-    machine = slow()
+    machine = dataclasses.replace(slow(), memory_bandwidth=1e12)  # what is copied for them is next to nothing
     seconds = Seconds(FOUR, machine, AXES)
     atoms = FOUR.atoms_of
     rows, columns = Sharding((atoms["x"], ())), Sharding(((), atoms["x"]))

@@ -35,6 +35,8 @@ _SPLITS = 0.1
 # What is gathered or cut along a dimension that is not the first may have to be copied into place also where machines
 # are not known for it. Of equal ways this takes the one that need not.
 _COPIES = 0.1
+# Operations for each float by which it becomes an integer in the same order, and a float again (``comm.steps``).
+_ORDERED = 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,10 @@ class StepTimes:
             copied = 2 * math.prod(step.after.local_shape(mesh, shape)) * itemsize
             return self.machine.launch + copied / self.machine.memory_bandwidth
         taken = self._sent(step, shape, itemsize, mesh, among or (mesh, step.atoms)) + _SPLITS * self.machine.launch
-        return taken + sum(map(self.machine.copying, self._copied(step, shape, itemsize, mesh)))
+        copied = self._copied(step, shape, itemsize, mesh)
+        if step.kind == ALL_REDUCE and copied:
+            taken += _ORDERED * sum(copied) / itemsize / self.machine.vector_flops
+        return taken + sum(map(self.machine.copying, copied))
 
     def _copied(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
         """Bytes of the arrays that are written anew: laid out (``copied``), as if what makes and reads them spared

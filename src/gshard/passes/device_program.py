@@ -236,14 +236,15 @@ def _is_small(x: Value | Constant) -> bool:
 
 
 def _is_view(e: Equation) -> bool:
-    """Whether a result is its operand's bytes in another shape: a reshape, a squeeze."""
+    """Whether a result is its operand's bytes, in another shape or none: a reshape, a squeeze, a mark."""
     if len(e.inputs) != 1 or not e.outputs or not isinstance(e.inputs[0], Value) or e.rule is None:
         return False
-    if not _MOVES.issubset(e.rule.linear):
+    if e.rule.flops and not _MOVES.issubset(e.rule.linear):
         return False  # it changes elements too
     before = [f for dim in e.rule.operands[0] for f in dim if e.rule.factors[f].size > 1]
     after = [f for dim in e.rule.results[0] for f in dim if e.rule.factors[f].size > 1]
-    return before == after and e.inputs[0].shape != e.outputs[0].shape and e.inputs[0].dtype == e.outputs[0].dtype
+    same = e.inputs[0].shape == e.outputs[0].shape and e.rule.flops > 0  # a copy
+    return before == after and not same and e.inputs[0].dtype == e.outputs[0].dtype
 
 
 def _collect(
