@@ -10,7 +10,7 @@ put between its start and its end; a cycle is what the matrix units do in one ov
 
     pip install libtpu    # the version that belongs to jaxlib
     python benchmarks/overlap.py [--topology v5e:2x4] [--programs ...]
-    python benchmarks/overlap.py --kinds v3:2x2 v4:2x2x1 v5e:2x4 v5p:2x2x2 v6e:2x4   # which collectives a compiler hides
+    python benchmarks/overlap.py --kinds v3:2x2 v4:2x2x1 v5e:2x4 v5p:2x2x2 v6e:2x4   # what a compiler hides
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 
 import gshard
 from gshard import split
+from gshard.analysis.calibrate import calibrate
 from gshard.analysis.hidden import Step, hidden
 from gshard.analysis.machine import Machine
 
@@ -131,6 +132,12 @@ def test_what_follows_a_product_is_its_end() -> None:
     assert others[2].seconds * cpu.machine.memory_bandwidth > 512 * 8192 * 4
     apart = gshard.explain(gshard.jit(twice, mesh=gshard.Mesh.abstract(d=1)), *arguments[:2]).cost(v5e.machine)
     assert apart.kernels[1].seconds * rate == pytest.approx(2 * part, rel=1e-6)
+
+
+def test_a_calibrated_machine_hides_what_its_kind_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calibrate(jax.devices()[:2], side=8, elements=64).hides is None
+    monkeypatch.setattr("gshard.analysis.calibrate.kind_of_devices", lambda mesh: "v5e")
+    assert calibrate(jax.devices()[:2], side=8, elements=64).hides == Machine.of("v5e:2x4").hides
 
 
 def test_a_machine_read_from_a_file_hides_what_it_says(tmp_path: Any) -> None:

@@ -64,6 +64,8 @@ def test_a_byte_takes_what_the_busiest_link_takes(name):
     for targets in ((sources + 1) % machine.size, sources[::-1], np.random.default_rng(0).permutation(machine.size)):
         loads = [int(x.max(initial=0)) for x in link_loads(sources, targets, machine)]
         assert loads == busiest(sources, targets, machine)
+        alone = [permuting(np.array([a]), np.array([b]), machine)[0] for a, b in zip(sources, targets, strict=True)]
+        assert permuting(sources, targets, machine)[0] == pytest.approx(max(alone))
         a_byte = max(n / d.bandwidth for n, d in zip(loads, machine.network, strict=True))
         assert permuting(sources, targets, machine)[1] == pytest.approx(a_byte)
 

@@ -48,6 +48,23 @@ def test_a_machine_that_hides_permutations_turns_them_on() -> None:
     assert len(rings("v5e:2x4", windowed=True)) == 2
 
 
+def test_the_cycle_is_that_of_the_devices_whatever_the_order_of_the_axes() -> None:
+    """Two axes on the links the other way round: each part's neighbour around the ring is a neighbour of its device."""
+
+    def product(x: Any, w: Any) -> Any:
+        both = ("b", "a")
+        return split(split(x, 0, both) @ split(w, 1, both), 1, both)
+
+    mesh = gshard.Mesh.abstract(a=4, b=2)
+    lowered = gshard.jit(product, mesh=mesh, machine="v5e:4x2").lower(*LARGE[:2])
+    (ring,) = lowered.plan.rings.values()
+    assert sorted(ring.order) == list(range(8))
+    devices = [(part % 4) * 2 + part // 4 for part in ring.order]  # parts count along b first
+    places = [divmod(d, 2) for d in devices]
+    for (row, column), (other, beside) in zip(places, [*places[1:], places[0]], strict=True):
+        assert abs(row - other) + abs(column - beside) == 1
+
+
 @pytest.mark.parametrize("machine", ["v3:2x2", "h100:1x8", "cpu:8", None])
 def test_others_do_not(machine: Any) -> None:
     assert rings(machine) == []

@@ -203,6 +203,24 @@ class TestOnAMachine:
         assert Recorded.load(tmp_path / "plan.json") == recorded
 
 
+@pytest.mark.parametrize("both_ways", [False, True])
+@pytest.mark.parametrize("rows", [8, 15, 61])
+def test_every_element_of_memory_that_is_not_zeroed_is_written(
+    rows: int, both_ways: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = []
+
+    def empty(shape: Any, dtype: Any) -> Any:
+        filled.append(shape)
+        return jnp.full(shape, jnp.nan, dtype)
+
+    monkeypatch.setattr(jax.lax, "empty", empty)
+    x, w = whole(0, rows, 13), whole(1, 13, 520)
+    step = gshard.jit(gathered, mesh=8, windowed=Windowed(both_ways=both_ways))
+    np.testing.assert_array_equal(step(x, w), gathered(x, w))
+    assert filled == [(8 * -(-rows // 8), 65)]
+
+
 def scans(jaxpr: Any) -> list[Any]:
     """The loops of a program."""
     found = []

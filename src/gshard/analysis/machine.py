@@ -242,6 +242,11 @@ def kind_of_devices(mesh: Mesh) -> str:
     return next((name for part, name in _CALLED.items() if part in called), "cpu")
 
 
+def hides_of(kind: str) -> tuple[str, ...] | None:
+    """``Machine.hides`` of a kind of machine, whatever its shape."""
+    return _KINDS[kind].hides
+
+
 def _shape_for(kind: _Kind, text: str, devices: int | None) -> tuple[int, ...]:
     """The most square grid of chips with so many devices."""
     if devices is None:

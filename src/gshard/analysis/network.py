@@ -199,16 +199,19 @@ def permutation_seconds(sent: int, pairs: Sequence[tuple[int, int]], machine: Ma
 
 
 def permuting(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Machine) -> tuple[float, float]:
-    """What a message from each source to its target takes, and every byte of it more, by the busiest link."""
-    none = a_byte = 0.0
+    """What a message from each source to its target takes until the last has arrived, and every byte of it more.
+
+    A byte takes what the busiest link takes.
+    """
+    a_byte, away_for = 0.0, np.zeros(len(sources))
     stride = machine.size
     for d, loads in zip(machine.network, link_loads(sources, targets, machine), strict=True):
         stride //= d.size
         away = np.abs(sources // stride % d.size - targets // stride % d.size)
         hops = away > 0 if d.kind == SWITCH else np.minimum(away, d.size - away) if d.kind == RING else away
         a_byte = max(a_byte, float(loads.max(initial=0)) / d.bandwidth)
-        none += d.latency * int(hops.sum()) / max(len(sources), 1)
-    return none, a_byte
+        away_for += d.latency * hops
+    return float(away_for.max(initial=0.0)), a_byte
 
 
 def link_loads(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Machine) -> list[NDArray[np.intp]]:

@@ -24,7 +24,7 @@ from gshard.analysis.network import coordinates, goes_one_way, permuting, second
 from gshard.analysis.waits import bytes_of, local_sizes, product_seconds, waits
 from gshard.comm.route import pairs
 from gshard.core.errors import PlanError
-from gshard.core.mesh import Mesh
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, itemsize, short_dtype
 from gshard.core.ring import Ring, entering, leaving
@@ -128,8 +128,8 @@ class Chooser:
         if machine is None:
             return [dataclasses.replace(ring, both_ways=bool(asked) and ring.steps(mesh) > 2)]
         found = []
-        for order in _orders(ring, mesh, machine):
-            free = ring.steps(mesh) > 2 and _Way.of(ring, order, mesh, machine).free
+        for order in _orders(ring.rotating, mesh, machine):
+            free = ring.steps(mesh) > 2 and _way(ring.rotating, order, mesh, machine).free
             ways = ([True, False] if free else [False]) if asked is None else [asked and ring.steps(mesh) > 2]
             found += [
                 dataclasses.replace(ring, both_ways=both, two_steps=bool(ring.operands), order=order) for both in ways
@@ -175,7 +175,7 @@ class Chooser:
         else:
             i = ring.operands[0][0]
             sent, waited = bytes_of(values[i], taken[i], mesh), self._waits.get((e, i), 0.0)
-        way = _Way.of(ring, ring.order, mesh, machine)
+        way = _way(ring.rotating, ring.order, mesh, machine)
         sending = (1 + bool(ring.result)) * way.latency + sent * way.a_byte / (1 + ring.both_ways)
         hides = machine.hides is None or PERMUTE in machine.hides
         step = max(one, sending) if hides else one + sending
@@ -192,29 +192,33 @@ class _Way:
     a_byte: float
     free: bool
 
-    @staticmethod
-    def of(ring: Ring, order: tuple[int, ...], mesh: Mesh, machine: Machine) -> _Way:
-        """The longest of what rotates."""
-        found = []
-        for atoms in ring.rotating:
-            places = order or range(mesh.count(atoms))
-            moves = [(places[(r + 1) % len(places)], places[r]) for r in range(len(places))]
-            devices = np.asarray(mesh.order or range(mesh.size), np.intp)
-            sources, targets = devices[np.asarray(pairs(moves, atoms, mesh), np.intp).reshape(-1, 2).T]
-            found.append((*permuting(sources, targets, machine), goes_one_way(sources, targets, machine)))
-        latencies, a_byte, free = zip(*found, strict=True)
-        return _Way(max(latencies), max(a_byte), all(free))
+
+@functools.lru_cache(maxsize=256)
+def _way(rotating: tuple[Atoms, ...], order: tuple[int, ...], mesh: Mesh, machine: Machine) -> _Way:
+    """The longest way of what rotates."""
+    found = []
+    for atoms in rotating:
+        places = order or range(mesh.count(atoms))
+        moves = [(places[(r + 1) % len(places)], places[r]) for r in range(len(places))]
+        devices = np.asarray(mesh.order or range(mesh.size), np.intp)
+        sources, targets = devices[np.asarray(pairs(moves, atoms, mesh), np.intp).reshape(-1, 2).T]
+        found.append((*permuting(sources, targets, machine), goes_one_way(sources, targets, machine)))
+    latencies, a_byte, free = zip(*found, strict=True)
+    return _Way(max(latencies), max(a_byte), all(free))
 
 
-def _orders(ring: Ring, mesh: Mesh, machine: Machine) -> list[tuple[int, ...]]:
+@functools.lru_cache(maxsize=256)
+def _orders(rotating: tuple[Atoms, ...], mesh: Mesh, machine: Machine) -> list[tuple[int, ...]]:
     """Orders of the parts around a ring: as they are counted, and along a cycle of a grid that they lie on."""
     found: list[tuple[int, ...]] = [()]
-    if len(ring.rotating) > 1:
+    if len(rotating) > 1:
         return found
-    (atoms,) = ring.rotating
+    (atoms,) = rotating
     size = mesh.count(atoms)
-    devices = [next(b for a, b in pairs([(0, i)], atoms, mesh) if a == 0) for i in range(size)]
-    at = {coordinates(mesh.order[d] if mesh.order else d, machine): i for i, d in enumerate(devices)}
+    strides = dict(zip(mesh.atoms, np.cumprod([1, *[n for n in mesh.atom_sizes.values()][:0:-1]])[::-1], strict=True))
+    digits = np.unravel_index(np.arange(size), [mesh.atom_sizes[a] for a in atoms])
+    devices = sum(digit * strides[a] for digit, a in zip(digits, atoms, strict=True))
+    at = {coordinates(mesh.order[d] if mesh.order else int(d), machine): i for i, d in enumerate(devices)}
     varies = [k for k in range(len(machine.network)) if len({place[k] for place in at}) > 1]
     if len(varies) != 2:
         return found
