@@ -73,10 +73,10 @@ class StepTimes:
             copied = 2 * math.prod(step.after.local_shape(mesh, shape)) * itemsize
             return self.machine.launch + copied / self.machine.memory_bandwidth
         taken = self._sent(step, shape, itemsize, mesh, among or (mesh, step.atoms)) + _SPLITS * self.machine.launch
-        copied = self._copied(step, shape, itemsize, mesh)
-        if step.kind == ALL_REDUCE and copied:
-            taken += _ORDERED * sum(copied) / itemsize / self.machine.vector_flops
-        return taken + sum(map(self.machine.copying, copied))
+        anew = self._copied(step, shape, itemsize, mesh)
+        if step.kind == ALL_REDUCE and anew:
+            taken += _ORDERED * sum(anew) / itemsize / self.machine.vector_flops
+        return taken + sum(map(self.machine.copying, anew))
 
     def _copied(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
         """Bytes of the arrays that are written anew: laid out (``copied``), as if what makes and reads them spared
