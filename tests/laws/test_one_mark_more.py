@@ -49,7 +49,7 @@ def reduction(x: Any, numbers: random.Random) -> Any:
     return total * jnp.ones((256, 1), x.dtype) if d == 0 and numbers.random() < 0.5 else x - total
 
 
-def function(seed: int, steps: int) -> Any:
+def function(seed: int, steps: int, results: int) -> Any:
     def f(*arguments: Any) -> Any:
         numbers, values = random.Random(seed), list(arguments)
         for _ in range(steps):
@@ -64,13 +64,13 @@ def function(seed: int, steps: int) -> Any:
             else:
                 made = x.T if kind == "transpose" else jax.nn.softmax(x, -1) if kind == "softmax" else jnp.tanh(x)
             values.append(made)
-        return values[-1], values[-2]
+        return values[-results:]
 
     return f
 
 
-def planned(seed: int, between: tuple[int, int] = (3, 8)) -> tuple[Program, Mesh]:
-    """A program of so many steps, with marks on arguments and results, and what it is for."""
+def planned(seed: int, between: tuple[int, int] = (3, 8), results: int = 2) -> tuple[Program, Mesh]:
+    """A program of so many steps and results, with marks on these and on arguments, and what it is for."""
     numbers = random.Random(seed)
     steps, dims = numbers.randint(*between), [numbers.choice(SIZES) for _ in range(3)]
     shapes = [(numbers.choice(dims), numbers.choice(dims)) for _ in range(numbers.randint(2, 3))]
@@ -78,7 +78,7 @@ def planned(seed: int, between: tuple[int, int] = (3, 8)) -> tuple[Program, Mesh
     entries = [(a, b) for a in (None, *mesh.atoms_of) for b in (None, *mesh.atoms_of) if a is None or a != b]
     come = tuple(P(*numbers.choice(entries)) for _ in shapes)
     arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    program = gshard.jit(function(seed, steps), mesh=mesh, in_shardings=come).lower(*arguments).program
+    program = gshard.jit(function(seed, steps, results), mesh=mesh, in_shardings=come).lower(*arguments).program
     leave = zip(program.block.outputs, partition(propagate(program, mesh)).out_shardings, strict=True)
     marks = {v: mark_of_cut(s.dims, mesh) for v, s in leave if isinstance(v, Value) and v not in program.block.inputs}
     marked = with_marks(program, marks)
