@@ -70,10 +70,10 @@ class StepTimes:
             copied = 2 * math.prod(step.after.local_shape(mesh, shape)) * itemsize
             return self.machine.launch + copied / self.machine.memory_bandwidth
         taken = self._sent(step, shape, itemsize, mesh, among or (mesh, step.atoms)) + _SPLITS * self.machine.launch
-        copied = self._copied(step, shape, itemsize, mesh)
-        if step.kind == ALL_REDUCE and copied:
-            taken += _ORDERED * sum(copied) / itemsize / self.machine.vector_flops
-        return taken + sum(map(self.machine.copying, copied))
+        anew = self._copied(step, shape, itemsize, mesh)
+        if step.kind == ALL_REDUCE and anew:
+            taken += _ORDERED * sum(anew) / itemsize / self.machine.vector_flops
+        return taken + sum(self.machine.copying(array) for array in anew)
 
     def _copied(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
         """Bytes of the arrays that are written anew: laid out (``copied``), as if what makes and reads them spared
@@ -87,7 +87,7 @@ class StepTimes:
         if is_of_tiles(step):
             turned = turns(before, step.before.dims, step.after.dims, mesh)
             return [math.prod(after) * itemsize for _ in range(sum(turned))]
-        part = tuple(map(min, before, after))
+        part = tuple(min(a, b) for a, b in zip(before, after, strict=True))
         if step.kind == ALL_TO_ALL:
             return [math.prod(after) * itemsize] if is_turned(part, step.to, step.dim) else []
         if not is_strided(part, step.dim):
