@@ -22,6 +22,7 @@ import numpy as np
 
 from gshard.analysis.jaxpr_collectives import emitted, reported
 from gshard.comm.steps import identity
+from gshard.core.border import Border
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import bind
 from gshard.core.mesh import Atoms, Mesh
@@ -31,6 +32,7 @@ from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, operand_sharding, passing
 from gshard.core.spmd import SpmdProgram
+from gshard.passes.at_border import at_border
 from gshard.passes.partition import partition
 from gshard.passes.trace import trace
 from gshard.simulator.simulate import simulate
@@ -259,9 +261,8 @@ def plan_of(program: Program, equation: Equation, split: Split, mesh: Mesh) -> P
 
 def emit(plan: Plan) -> SpmdProgram:
     """The per-device program of a plan, which takes its arguments in padded parts as they are planned."""
-    block = plan.program.block
-    entry, leave = (tuple(map(plan.sharding, values)) for values in (block.inputs, block.outputs))
-    return partition(dataclasses.replace(plan, entry=entry, leave=leave))
+    padded = {i: plan.sharding(v) for i, v in enumerate(plan.program.block.inputs)}
+    return partition(at_border(plan, Border(padded=padded, keep_uneven=True)))
 
 
 def run_on_all(spmd: SpmdProgram, arguments: Sequence[Any]) -> list[list[Any]]:

@@ -11,6 +11,7 @@ import numpy as np
 from gshard.analysis.copied import is_strided, is_turned
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, permuting, seconds
+from gshard.comm.exchange import exchange
 from gshard.comm.steps import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -20,7 +21,9 @@ from gshard.comm.steps import (
     REDUCE_SCATTER,
     Step,
     bytes_sent,
+    is_exchange,
     is_of_tiles,
+    rounds,
     targets,
 )
 from gshard.comm.tiles import turns
@@ -73,7 +76,7 @@ class StepTimes:
         anew = self._copied(step, shape, itemsize, mesh)
         if step.kind == ALL_REDUCE and anew:
             taken += _ORDERED * sum(anew) / itemsize / self.machine.vector_flops
-        return taken + sum(self.machine.copying(array) for array in anew)
+        return taken + sum(map(self.machine.copying, anew))
 
     def _copied(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
         """Bytes of the arrays that are written anew: laid out (``copied``), as if what makes and reads them spared
@@ -87,7 +90,7 @@ class StepTimes:
         if is_of_tiles(step):
             turned = turns(before, step.before.dims, step.after.dims, mesh)
             return [math.prod(after) * itemsize for _ in range(sum(turned))]
-        part = tuple(min(a, b) for a, b in zip(before, after, strict=True))
+        part = tuple(map(min, before, after))
         if step.kind == ALL_TO_ALL:
             return [math.prod(after) * itemsize] if is_turned(part, step.to, step.dim) else []
         if not is_strided(part, step.dim):
@@ -100,6 +103,10 @@ class StepTimes:
         return gathered_at_least(held, wanted, self.machine)
 
     def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, among: tuple[Mesh, Atoms]) -> float:
+        if is_exchange(step, mesh):
+            latency, a_byte = _exchanging(step.before, step.after, mesh, self.machine)
+            messages = rounds(step, mesh)
+            return messages * latency + a_byte * bytes_sent(step, shape, itemsize, mesh) / messages
         if step.kind == PERMUTE:
             latency, a_byte = _permuting(step.before, step.after, mesh, self.machine)
             return latency + a_byte * bytes_sent(step, shape, itemsize, mesh)
@@ -110,6 +117,12 @@ class StepTimes:
         others = 1 if self.joined and step.kind in self.machine.combines else 0
         before = seconds(step.kind, others, known, self.machine, atoms)
         return seconds(step.kind, others + local, known, self.machine, atoms) - before
+
+
+@functools.lru_cache(maxsize=4096)
+def _exchanging(before: Sharding, after: Sharding, mesh: Mesh, machine: Machine) -> tuple[float, float]:
+    """What a message of an exchange takes, and what a byte of each tile takes more, over all messages."""
+    return permuting(*exchange(before.dims, after.dims, mesh).ends(mesh), machine)
 
 
 @functools.lru_cache(maxsize=4096)

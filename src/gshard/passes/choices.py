@@ -151,7 +151,7 @@ class _Builder:
             suggested = (
                 s for v in group for s in self.suggested.get(v, ()) if {m for _, m in s.unreduced} <= {*monoids}
             )
-            known = (facts[v] for v in group for facts in (self.facts.shardings, self.facts.spread) if v in facts)
+            known = (facts[v] for v in group for facts in (self.facts.shardings, self.facts.moved) if v in facts)
             found = tuple(dict.fromkeys((*known, *found, *suggested)))
         for demand in (d for v in group for d in self.said.get(v, ())):
             pairs = [(s, zip(s.dims, demand.dims, demand.open, strict=True)) for s in found]

@@ -34,7 +34,7 @@ from gshard.core.program import Edge, Equation, Program, Value
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Dims, Factor, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, place, project
-from gshard.passes.candidates import arrays_of, spread
+from gshard.passes.candidates import arrays_of, candidates, spread
 from gshard.passes.decompose import Decompositions
 
 
@@ -49,8 +49,8 @@ class Facts:
         reasons: for each value and dimension that is split, why.
         orders: the order of the devices in which a marked value is to be, where that is not the mesh's.
         undecided: of values, the atoms that open dimensions could get from equations whose arrays disagree.
-        spread: of values, how they would be split if parts of a dimension that becomes the minor one of a product were
-            spread over all of it, and wherever that leads.
+        moved: of values, how they would be split if parts that cannot stay moved to the first dimension that can have
+            them, or were spread over the dimensions that are joined, and wherever that leads.
     """
 
     program: Program
@@ -59,7 +59,7 @@ class Facts:
     reasons: Mapping[tuple[Value, int], Reason]
     orders: Mapping[Value, Order]
     undecided: Mapping[Value, Mapping[int, frozenset[str]]]
-    spread: Mapping[Value, Sharding]
+    moved: Mapping[Value, Sharding]
 
     def could(self, value: Value) -> Mapping[int, frozenset[str]]:
         """What open dimensions of a value could get where arrays disagree."""
@@ -73,8 +73,8 @@ class Facts:
 
     @functools.cached_property
     def supposed(self) -> Mapping[Value, Sharding]:
-        """The shardings, what could be spread being so."""
-        return {**self.shardings, **self.spread}
+        """The shardings, what could be moved being so."""
+        return {**self.shardings, **self.moved}
 
     @functools.cached_property
     def kept(self) -> frozenset[Value]:
@@ -98,10 +98,12 @@ def facts_of(program: Program, mesh: Mesh) -> Facts:
     state = _State(program, mesh)
     state.seed()
     state.run()
-    if state.other is not None:
-        return facts_of(state.other, mesh)
-    shardings, undecided, reasons = state.shardings(), state.undecided(), dict(state.reasons)
-    return Facts(program, mesh, shardings, reasons, state.orders, undecided, state.spread(shardings))
+    if (other := state.other()) is None:
+        shardings, undecided, reasons = state.shardings(), state.undecided(), dict(state.reasons)
+        moved = state.moved(shardings)
+        if (other := state.other()) is None:  # of what was moved another equation may be one that is split
+            return Facts(program, mesh, shardings, reasons, state.orders, undecided, moved)
+    return facts_of(other, mesh)
 
 
 def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reason]]:
@@ -160,7 +162,6 @@ class _State:
                 for value, _ in node.tensors:
                     self.users.setdefault(value, []).append(node)
         self.decompositions = Decompositions(program)
-        self.other: Program | None = None  # the program that this one is, as its values are split
         self.queues: tuple[deque[_Node], ...] = (deque(), deque(), deque())
         self.pending: set[_Node] = set()
         self.disputed: dict[_Node, dict[int, Atoms]] = {}  # of those that were asked, what their arrays contradict
@@ -200,25 +201,28 @@ class _State:
 
     def run(self) -> None:
         """Asks equations until nothing changes."""
-        self._follow()
-        self.other = self.decompositions.taken(self.dims, self.mesh)
-
-    def _follow(self) -> None:
         while (queue := next((queue for queue in self.queues if queue), None)) is not None:
             node = queue.popleft()
             self.pending.discard(node)
             agreed, self.disputed[node] = self._agree(node)
             self._apply(node, agreed)
 
-    def spread(self, known: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
-        """What would be split otherwise than is known; the last that is asked of these facts."""
+    def other(self) -> Program | None:
+        """The program that it is where values are split so; None if it is as it is."""
+        return self.decompositions.taken(self.dims, self.mesh)
+
+    def moved(self, known: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
+        """What would be split otherwise than is known; after that, these facts are what is supposed."""
         for node in self.nodes:
-            if node in self.disputed and (e := node.equation) is not None and e.rule is not None:
-                if any(len(dim) > 1 for dims in e.rule.results for dim in dims) and any(self._to_be_moved(node)):
-                    here = {v: Sharding(tuple(self.dims[v])) for v, _ in node.tensors}
-                    for split in itertools.islice(spread(e.rule, arrays_of(e, {**known, **here}), self.mesh), 1):
-                        self._apply(node, split)
-                        self._follow()
+            e = node.equation
+            if node in self.disputed and e is not None and e.rule is not None and any(self._to_be_moved(node)):
+                values = (v for v in (*e.inputs, *e.outputs) if isinstance(v, Value))
+                arrays = arrays_of(e, {v: Sharding(tuple(self.dims[v])) for v in values})
+                ways = itertools.chain(spread(e.rule, arrays, self.mesh), candidates(e.rule, arrays, self.mesh))
+                split = next((own for own in ways if any(own.values())), None)
+                if split is not None:
+                    self._apply(node, split)
+                    self.run()
         return {v: s for v, s in self.shardings().items() if s != known[v]}
 
     def undecided(self) -> dict[Value, dict[int, frozenset[str]]]:

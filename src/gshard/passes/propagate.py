@@ -64,7 +64,7 @@ def propagate(
     facts = facts or facts_of(program, mesh)
     if not any(sharding.atoms for sharding in facts.shardings.values()):
         return at_border(_whole(facts), border)
-    costs = objective(mesh, axes_of(mesh, [*facts.shardings.values(), *facts.spread.values()]))
+    costs = objective(mesh, axes_of(mesh, [*facts.shardings.values(), *facts.moved.values()]))
     graph = graph_of(facts.program, costs, facts=facts, border=border)
     chosen, gap = _solved(graph.problem)
     while (less := within_rounds(graph, chosen)) is not None:

@@ -17,7 +17,7 @@ from gshard.passes.moves import is_made_of
 def arrays_as(e: Equation, facts: Facts) -> tuple[Arrays, ...]:
     """The operands and results of an equation as they are sharded; and as they could be, if that is otherwise."""
     known = arrays_of(e, facts.shardings)
-    supposed = arrays_of(e, facts.supposed) if facts.spread else known
+    supposed = arrays_of(e, facts.supposed) if facts.moved else known
     return (known,) if supposed == known else (known, supposed)
 
 
