@@ -240,7 +240,9 @@ class _Loop:
         if self.model.partitions == 1:
             return like
         leaves, tree = jax.tree.flatten(like)
-        expected = self.compiled.lower(like, dict(self.batch(0))).argument_shardings
+        batch = self.group.batch(self.batch, 0)  # of which a process then draws its own rows only
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+        expected = self.compiled.lower(like, shapes).argument_shardings
         lying = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, expected)]
         return dict(jax.tree.unflatten(tree, lying))
 
