@@ -8,13 +8,11 @@ reads: that a reader may take a marked array as it was made is known to what is 
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 
-import numpy as np
 import pytest
 
+from every_choice import every_choice
 from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
 from gshard.core.mesh import Mesh
@@ -27,8 +25,6 @@ from gshard.passes.moves import axes_of
 from gshard.passes.objective import bytes_on
 from gshard.passes.partition import partition
 from gshard.passes.propagate import decided, propagate
-from gshard.solver.problem import ProblemError
-from gshard.solver.solve import solve
 from laws.test_one_mark_more import MESSAGE, planned
 
 MOST = 150  # combinations of a program
@@ -53,15 +49,8 @@ def least_of_all(program: Program, mesh: Mesh, most: int) -> int | None:
     if math.prod(map(len, graph.states)) > MOST:
         return None
     least = None
-    for chosen in itertools.product(*(range(len(states)) for states in graph.states)):
-        costs = list(graph.problem.costs)
-        for k, state in enumerate(chosen):
-            costs[k] = np.where(np.arange(costs[k].size) == state, costs[k], np.inf)
-        try:
-            best = solve(dataclasses.replace(graph.problem, costs=tuple(costs))).states
-        except ProblemError:
-            continue
-        sent, flops = spent(at_border(decided(graph, best, facts)))
+    for chosen in every_choice(graph):
+        sent, flops = spent(at_border(decided(graph, chosen, facts)))
         if flops <= most and (least is None or sent < least):
             least = sent
     return least

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from every_choice import every_choice
 from families import CASES
 from gshard.analysis.cost import Cost, cost, kernel_cost
 from gshard.analysis.machine import Machine
@@ -32,8 +33,6 @@ from gshard.passes.ways import components, shardings, splits
 from gshard.search.find import best_plan
 from gshard.search.presets import presets
 from gshard.search.seconds import Seconds
-from gshard.solver.problem import ProblemError
-from gshard.solver.solve import solve
 from search.test_search import shape, slow
 
 FOUR, EIGHT = gshard.Mesh.abstract(x=2, y=4), gshard.Mesh.abstract(x=8)
@@ -145,15 +144,8 @@ def problem_of(program: Program, mesh: gshard.Mesh, machine: Machine) -> Graph:
 def least_of_all(program: Program, graph: Graph, machine: Machine) -> float:
     """Seconds of the best of all plans: every choice of shardings, each with the splits that take least for it."""
     least = np.inf
-    for chosen in itertools.product(*(range(len(states)) for states in graph.states)):
-        costs = list(graph.problem.costs)
-        for k, state in enumerate(chosen):
-            costs[k] = np.where(np.arange(costs[k].size) == state, costs[k], np.inf)
-        try:
-            best = solve(dataclasses.replace(graph.problem, costs=tuple(costs))).states
-        except ProblemError:
-            continue
-        plan = plan_of(program, graph.mesh, graph.shardings(best), graph.splits(best), *graph.moved(best))
+    for chosen in every_choice(graph):
+        plan = plan_of(program, graph.mesh, graph.shardings(chosen), graph.splits(chosen), *graph.moved(chosen))
         least = min(least, cost(partition(plan), machine).seconds)
     return float(least)
 

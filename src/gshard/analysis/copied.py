@@ -15,7 +15,7 @@ from typing import Any
 from gshard.analysis.machine import Machine
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Value
-from gshard.passes.device_program import COLLECTIVE, FUSED, REDUCTION, Kernel, Kernels, size
+from gshard.passes.device_program import COLLECTIVE, FUSED, REDUCTION, Kernel, Kernels, readers_of, size
 
 _ALONG = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
 
@@ -38,10 +38,7 @@ def is_turned(shape: tuple[int, ...], cut: int, joined: int) -> bool:
 def copied(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int, ...]]:
     """The bytes of each array that is laid out anew for a collective."""
     writers = {v: k for k in program.kernels for v in k.writes}
-    readers: dict[Value, list[Kernel]] = {}
-    for kernel in program.kernels:
-        for v in kernel.reads:
-            readers.setdefault(v, []).append(kernel)
+    readers = readers_of(program)
     ends = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
     found: dict[Kernel, tuple[int, ...]] = {}
     for kernel in program.kernels:

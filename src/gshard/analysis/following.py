@@ -12,7 +12,17 @@ from collections.abc import Mapping
 
 from gshard.analysis.machine import Machine
 from gshard.core.program import Value, short_dtype
-from gshard.passes.device_program import FUSED, OPERATOR, PRODUCT, Kernel, Kernels, flops, moves_elements, size
+from gshard.passes.device_program import (
+    FUSED,
+    OPERATOR,
+    PRODUCT,
+    Kernel,
+    Kernels,
+    flops,
+    moves_elements,
+    readers_of,
+    size,
+)
 
 
 def following(program: Kernels, seconds: Mapping[Kernel, float], machine: Machine) -> dict[Kernel, float]:
@@ -26,10 +36,7 @@ def following(program: Kernels, seconds: Mapping[Kernel, float], machine: Machin
     found: dict[Kernel, float] = {}
     if not machine.hides:  # the schedules of libtpu for TPU v4 and later show it; others have not been read
         return found
-    readers: dict[Value, list[Kernel]] = {}
-    for kernel in program.kernels:
-        for v in kernel.reads:
-            readers.setdefault(v, []).append(kernel)
+    readers = readers_of(program)
     kept = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
     for kernel in program.kernels:
         for body in kernel.bodies:

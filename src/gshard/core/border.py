@@ -23,5 +23,5 @@ class Border:
     keep_uneven: bool = False
 
 
-# Nothing.
+# Nothing is asked besides marks.
 AS_MARKED = Border()

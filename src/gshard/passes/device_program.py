@@ -84,6 +84,15 @@ class Kernels:
                 yield from body.walk(times * kernel.equation.trip_count)
 
 
+def readers_of(program: Kernels) -> dict[Value, list[Kernel]]:
+    """The kernels of a block that read each buffer."""
+    found: dict[Value, list[Kernel]] = {}
+    for kernel in program.kernels:
+        for v in kernel.reads:
+            found.setdefault(v, []).append(kernel)
+    return found
+
+
 def is_looked_up(rule: Rule, operand: int) -> bool:
     """Whether only some elements of an operand are read: those that are found."""
     return any(rule.factors[f].monoid == "pick" for dim in rule.operands[operand] for f in dim)

@@ -99,8 +99,8 @@ def facts_of(program: Program, mesh: Mesh) -> Facts:
     state.seed()
     state.run()
     if (other := state.other()) is None:
-        shardings, undecided, reasons = state.shardings(), state.undecided(), dict(state.reasons)
-        moved = state.moved(shardings)
+        shardings, reasons, moving = state.shardings(), dict(state.reasons), state.moving()
+        undecided, moved = state.undecided(moving), state.moved(shardings) if moving else {}
         if (other := state.other()) is None:  # of what was moved another equation may be one that is split
             return Facts(program, mesh, shardings, reasons, state.orders, undecided, moved)
     return facts_of(other, mesh)
@@ -225,7 +225,12 @@ class _State:
                     self.run()
         return {v: s for v, s in self.shardings().items() if s != known[v]}
 
-    def undecided(self) -> dict[Value, dict[int, frozenset[str]]]:
+    def moving(self) -> dict[_Node, list[tuple[int, Atoms]]]:
+        """The equations that cannot be split as an operand of theirs is, and where its parts may move."""
+        found = {node: list(self._to_be_moved(node)) for node in self.disputed}
+        return {node: ways for node, ways in found.items() if ways}
+
+    def undecided(self, moving: Mapping[_Node, Sequence[tuple[int, Atoms]]]) -> dict[Value, dict[int, frozenset[str]]]:
         """What open dimensions could get where arrays disagree or have to move, and wherever that leads."""
         found: dict[Value, dict[int, frozenset[str]]] = {}
         changed: deque[tuple[Value, int]] = deque()
@@ -240,7 +245,7 @@ class _State:
                             changed.append((value, d))
 
         for node, disputed in self.disputed.items():
-            for f, atoms in (*disputed.items(), *self._to_be_moved(node)):
+            for f, atoms in (*disputed.items(), *moving.get(node, ())):
                 note(node, f, frozenset(atoms))
         while changed:
             value, d = changed.popleft()

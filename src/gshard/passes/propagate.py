@@ -1,9 +1,10 @@
 """Propagate: from a few marks to a sharding for every value and a split for every equation.
 
 What follows from the marks is found first (``passes.facts``). What that leaves open, and where it disagrees with
-itself, is one problem (``passes.graph``): a sharding for every value that is neither marked nor an argument, and a
-split for every equation, so that what is sent and computed costs least (``passes.objective``). Marks, and shardings
-that arguments came with, are never changed; among equal plans the one that follows the marks is taken.
+itself, is one problem (``passes.graph``): a sharding for every value that is not marked, nor an argument of which the
+facts decide how it comes, and a split for every equation, so that what is sent and computed costs least
+(``passes.objective``). Marks, and shardings that arguments came with, are never changed; among equal plans the one that
+follows the marks is taken.
 """
 
 from __future__ import annotations

@@ -35,6 +35,9 @@ nextafter or polygamma pow random_gamma_grad regularized_incomplete_beta rem sel
 shift_right_logical sub threefry2x32 xor zeta
 """.split()
 
+# What computes: copies, names and barriers say something of a value.
+COMPUTED = frozenset((*UNARY, *N_ARY)) - {"copy_p", "name", "optimization_barrier"}
+
 
 @rule(*UNARY, *N_ARY)
 def elementwise(call: Call) -> Rule:

@@ -18,14 +18,13 @@ from jax import lax
 
 from gshard.core.program import Constant, Equation, Value
 from gshard.rules.concatenate_slices import concatenate_slices_p
-from gshard.rules.elementwise import N_ARY, UNARY
+from gshard.rules.elementwise import COMPUTED
 from gshard.tracing.came_from import is_zero
 from gshard.tracing.subexpression import common_key, is_repeatable
 from gshard.tracing.unread import without_unread
 
 Array = Value | Constant
 
-_COMPUTED = frozenset((*UNARY, *N_ARY)) - {"copy_p", "name", "optimization_barrier"}
 _CUTS = ("slice", "split")
 _TIMES = 2  # elements that are computed for one that is kept: half of rotary positions changes its sign
 
@@ -80,7 +79,7 @@ def _pieces(e: Equation, producers: dict[Any, Equation]) -> tuple[int, Sequence[
 
 def _computed_of(q: Equation) -> int | None:
     """Which operand an equation computes something of, element by element and of the same type, with numbers."""
-    if q.name not in _COMPUTED:
+    if q.name not in COMPUTED:
         return None
     arrays = [i for i, x in enumerate(q.inputs) if x.shape]
     alike = [i for i in arrays if (q.inputs[i].shape, q.inputs[i].dtype) == (q.outputs[0].shape, q.outputs[0].dtype)]

@@ -17,14 +17,13 @@ from jax import lax
 
 from gshard.core.jax_adapter import jaxpr_without_dead_code
 from gshard.core.program import Constant, Equation, Value
-from gshard.rules.elementwise import N_ARY, UNARY
+from gshard.rules.elementwise import COMPUTED
 from gshard.rules.prefixes import Combination, associative_scan_p
 from gshard.tracing.subexpression import is_repeatable
 from gshard.tracing.unread import without_unread
 
 Array = Value | Constant
 
-_COMPUTED = frozenset((*UNARY, *N_ARY)) - {"copy_p", "name", "optimization_barrier"}
 _LEAST = 8  # elements: with fewer there are no two levels to compare
 
 
@@ -116,7 +115,7 @@ def _is_elementwise(c: Combination) -> bool:
     for e in c.equations:
         numbers = all(isinstance(x, Constant) and not x.shape for x in e.inputs if x not in known)
         same = all(x.shape in ((), shape) for x in (*e.inputs, *e.outputs))
-        made = e.name in _COMPUTED or (e.name == "broadcast_in_dim" and not e.inputs[0].shape)
+        made = e.name in COMPUTED or (e.name == "broadcast_in_dim" and not e.inputs[0].shape)
         if e.mark is not None or not (numbers and same and made):
             return False
         known.update(e.outputs)
