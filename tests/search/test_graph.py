@@ -226,6 +226,32 @@ def test_elementwise_equations_tie_values_and_borders_do_not() -> None:
     assert bundles.of[marked] not in inner
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_others_read_is_not_tied_to_a_sum_of_it(fused: bool) -> None:
+    def f(a: Any, b: Any) -> Any:
+        x = jnp.tanh(a)
+        return jnp.exp(x + jnp.cos(b)), jnp.sin(x) * 2
+
+    program = gshard.trace(f, shape(8, 8), shape(8, 8))
+    bundles = bundles_of(program, {*program.block.inputs}, fused=fused)
+    made = {e.name: bundles.of[e.outputs[0]] for e in program.block.equations}
+    assert made["cos"] == made["add"] == made["exp"]
+    assert made["tanh"] == made["sin"] == made["mul"], "each reads nothing else"
+    assert (made["tanh"] == made["add"]) is fused
+
+
+def test_a_value_is_gathered_once_for_products_and_the_sum_of_them() -> None:
+    """Both products read all rows of ``x``, and what they are added to is to be cut."""
+
+    def f(a: Any) -> Any:
+        x = jnp.tanh(a).T
+        return gshard.split(x @ a @ x + x, 0, 2)
+
+    step = gshard.jit(f, mesh=gshard.Mesh.abstract(d=2), in_shardings=P(None, "d"))
+    sent = sum(c.total_bytes for c in step.lower(shape(256, 512)).spmd.collectives)
+    assert sent == 256 * 512 * 4 // 2
+
+
 def test_parts_of_sums_go_where_all_are_linear() -> None:
     def f(a: Any, b: Any, c: Any) -> Any:
         return jnp.exp(-(a @ b + a @ c)) + 1

@@ -80,10 +80,14 @@ class StepTimes:
 
     def _copied(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
         """Bytes of the arrays that are written anew: laid out (``copied``), as if what makes and reads them spared
-        nothing, or, of floats of which the largest are sought, as integers in the same order.
+        nothing; the tiles of an exchange, cut and put in their places; or, of floats of which the largest are sought,
+        integers in the same order.
         """
         if step.kind == ALL_REDUCE and step.monoid in ("max", "min"):
             return [math.prod(step.before.local_shape(mesh, shape)) * itemsize]
+        if is_exchange(step, mesh):
+            whole, tiles = math.prod(step.after.local_shape(mesh, shape)) * itemsize, rounds(step, mesh)
+            return [whole / 2, *2 * tiles * [whole / tiles]]  # the empty array before them is only written
         if step.kind not in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL):
             return []
         before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))

@@ -4,12 +4,13 @@
 
 To move one of them and not the others would cost a collective and spare nothing that moving all of them does not. A
 value that the user marked, an argument and a value at the border of a loop are bundles of their own: there a sharding
-may change.
+may change. So is, in ``x + y``, a value that others read, too: what they want it to be need not be what the sum is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 import jax.numpy as jnp
@@ -37,15 +38,20 @@ class Bundles:
     unreduced: dict[int, tuple[str, ...]]
 
 
-def bundles_of(program: Program, alone: Collection[Value], finished: Collection[Value] = ()) -> Bundles:
+def bundles_of(
+    program: Program, alone: Collection[Value], finished: Collection[Value] = (), *, fused: bool = False
+) -> Bundles:
     """Finds the bundles of a program.
 
     Args:
         program: its equations.
         alone: values that are not tied to others.
         finished: those in which nothing is left to be combined.
+        fused: whether elementwise equations cost what the kernel costs that they are part of: then nothing in it moves
+            by itself, whoever reads it.
     """
     monoids = _unfinished(program, finished)
+    shared = set() if fused else _shared(program)
     parent: dict[Value, Value] = {}
 
     def root(v: Value) -> Value:
@@ -57,7 +63,7 @@ def bundles_of(program: Program, alone: Collection[Value], finished: Collection[
     for v in program.block.values():
         root(v)
     for e in program.block.walk():
-        together = _together(e, alone, monoids)
+        together = _together(e, alone, monoids, shared)
         for v in together[1:]:
             parent[root(v)] = root(together[0])
         if _has_no_choice(e, together, monoids):
@@ -75,10 +81,18 @@ def bundles_of(program: Program, alone: Collection[Value], finished: Collection[
     return Bundles(tuple(map(tuple, members.values())), of, frozenset(tied), unreduced)
 
 
-def _together(e: Equation, alone: Collection[Value], monoids: Mapping[Value, Collection[str]]) -> list[Value]:
+def _shared(program: Program) -> set[Value]:
+    """What more than one equation reads."""
+    readers = Counter(v for e in program.block.walk() for v in {v for v in e.inputs if isinstance(v, Value)})
+    return {v for v, n in readers.items() if n > 1}
+
+
+def _together(
+    e: Equation, alone: Collection[Value], monoids: Mapping[Value, Collection[str]], shared: Collection[Value]
+) -> list[Value]:
     """The arrays of an elementwise equation that are cut alike: its result and operands of the same dimensions.
 
-    What may be parts still to be combined is among them only where it may pass.
+    What may be parts still to be combined is among them only where it may pass; of several, what others read is not.
     """
     if e.rule is None or e.mark is not None or e.rule.fixed is not None or len(e.outputs) != 1:
         return []
@@ -94,7 +108,10 @@ def _together(e: Equation, alone: Collection[Value], monoids: Mapping[Value, Col
         passing = {monoid for monoid, operands in e.rule.linear if i in operands}
         if passing.issuperset(own | set(monoids.get(v, ()))):
             found.append(v)
-    return list(dict.fromkeys(found)) if len(found) > 1 else []
+    found = list(dict.fromkeys(found))
+    if len(found) > 2:
+        found = [v for v in found if v not in shared or v is result]
+    return found if len(found) > 1 else []
 
 
 def _has_no_choice(e: Equation, together: Collection[Value], monoids: Mapping[Value, Collection[str]]) -> bool:

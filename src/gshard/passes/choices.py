@@ -72,7 +72,7 @@ class _Builder:
         self.loops = {e for e, c in self.crossings if c.each_round or e.trip_count > 1}
         entering = inner - {c.edge.inner for _, c in self.crossings if c.each_round}
         finished = {*program.block.inputs, *self.said, *entering}
-        self.bundles = bundles_of(program, {*finished, *inner}, finished)
+        self.bundles = bundles_of(program, {*finished, *inner}, finished, fused=objective.fuses)
         self.suggested = {} if facts is None else in_parts(facts, self.bundles.tied, objective.axes)
         self.leaving = set() if facts is None else self._free_to_leave(facts)
         # Equal ones are one object, by which tables are known.

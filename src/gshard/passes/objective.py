@@ -60,6 +60,7 @@ class Objective(Protocol):
     axes: tuple[Atoms, ...]
     tie: float  # what decides between equals only: the one that follows the marks
     a_byte: float  # held for a call: among equals the one that takes less memory
+    fuses: bool  # whether ``kernels`` are of several equations
 
     def table(
         self, sources: Sequence[Sharding], targets: Sequence[Sharding], shape: tuple[int, ...], itemsize: int
@@ -94,7 +95,7 @@ class Objective(Protocol):
 class Bytes(Moves):
     """Bytes that each device sends, with messages and operations counted as bytes."""
 
-    a_byte, tie = 1e-9, 1e-3
+    a_byte, tie, fuses = 1e-9, 1e-3, False
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         if step.kind in LOCAL:

@@ -42,7 +42,7 @@ class Seconds(Moves):
 
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
         super().__init__(mesh, axes)
-        self.machine, self.tie = machine, _FOLLOWS
+        self.machine, self.tie, self.fuses = machine, _FOLLOWS, True
         self.a_byte = _TIE / machine.memory_bandwidth
         self.times = StepTimes(machine, joined)
         self._own_ways: dict[object, Emitted] = {}
