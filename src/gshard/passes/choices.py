@@ -6,7 +6,7 @@ Costs are those of an objective, those of bodies as often as they run. Marks, sh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from gshard.passes.candidates import candidates
 from gshard.passes.device_program import PASSING, REGION, Kernel
 from gshard.passes.facts import Facts, demands
 from gshard.passes.graph import Graph
+from gshard.passes.kinds import kinds_at, kinds_of
 from gshard.passes.objective import Objective
 from gshard.passes.suggested import arrays_as, in_parts
 from gshard.passes.ways import Component, components, shardings, splits
@@ -73,17 +74,21 @@ class _Builder:
         entering = inner - {c.edge.inner for _, c in self.crossings if c.each_round}
         finished = {*program.block.inputs, *self.said, *entering}
         self.bundles = bundles_of(program, {*finished, *inner}, finished)
-        self.suggested = {} if facts is None else in_parts(facts, self.bundles.tied, objective.axes)
+        self.kinds = kinds_of(program, facts)
+        self.suggested = {} if facts is None else in_parts(facts, self.kinds, self.bundles.tied, objective.axes)
         self.leaving = set() if facts is None else self._free_to_leave(facts)
-        # Equal ones are one object, by which tables are known.
+        # Equal ones are one object, by which tables are known, and what is found for some kinds of values.
         self.known: dict[tuple[Sharding, ...], tuple[Sharding, ...]] = {}
-        self.states = tuple(self._one(self._states(k)) for k in range(len(self.bundles.members)))
-        self.costs: list[Floats] = [np.array([self._otherwise(k, s) for s in own]) for k, own in enumerate(self.states)]
+        self.found: dict[object, tuple[Sharding, ...]] = {}
+        self.tables: dict[object, Floats] = {}
+        self.sums: dict[object, tuple[Floats, Floats]] = {}
+        alike = [tuple(dict.fromkeys(map(self.kinds.__getitem__, own))) for own in self.bundles.members]
+        self.states = tuple(self._states(k, own) for k, own in enumerate(alike))
+        self.costs: list[Floats] = [self._otherwise(k, own) for k, own in enumerate(alike)]
         self.edges: list[tuple[int, int, Floats]] = []
         named = dict(zip(program.block.inputs, program.names, strict=True))
         groups = self.bundles.members
         self.names = [next((named[v] for v in own if v in named), f"%{own[0].index}") for own in groups]
-        self.tables: dict[object, Floats] = {}
         self.windows = SharedWindows(program.block)
         self.ways: dict[object, tuple[tuple[Split, ...], tuple[Split, ...]]] = {}
         self.options: dict[tuple[Equation, Component], tuple[int, tuple[Split, ...]]] = {}
@@ -116,7 +121,7 @@ class _Builder:
             if key not in self.tables:
                 held = [local_bytes(group[0], s, self.mesh) for s in self.states[k]]
                 self.tables[key] = np.array(held) * self.objective.a_byte
-            self.costs[k] = self.costs[k] + len(group) * self.tables[key]
+            self._add_cost(k, len(group), self.tables[key])
         problem = Problem.of(self.costs, self.edges, names=self.names)
         return Graph(
             self.program, self.mesh, problem, self.bundles, self.states, self.options, self.readings, self.leaves,
@@ -124,12 +129,31 @@ class _Builder:
         )  # fmt: skip
 
     def _node(self, states: int, name: str) -> int:
-        self.costs.append(np.zeros(states))
+        self.costs.append(self.tables.setdefault(("free", states), np.zeros(states)))
         self.names.append(name)
         return len(self.costs) - 1
 
-    def _one(self, states: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
-        return self.known.setdefault(states, states)
+    def _add_cost(self, k: int, times: int, table: Floats) -> None:
+        """Adds what something costs so often. Equal sums are one array."""
+        key = id(self.costs[k]), times, id(table)
+        if key not in self.sums:
+            self.sums[key] = self.costs[k], self.costs[k] + times * table
+        self.costs[k] = self.sums[key][1]
+
+    def _often(self, times: int, table: Floats) -> Floats:
+        """What something costs that happens so often; what cannot be cannot, also in a loop without rounds."""
+        if times == 1:
+            return table
+        key = times, id(table)
+        if key not in self.sums:
+            self.sums[key] = table, np.where(np.isinf(table), np.inf, times * np.where(np.isinf(table), 0.0, table))
+        return self.sums[key][1]
+
+    def _one(self, key: object, find: Callable[[], Iterable[Sharding]]) -> tuple[Sharding, ...]:
+        if key not in self.found:
+            states = tuple(find())
+            self.found[key] = self.known.setdefault(states, states)
+        return self.found[key]
 
     def _shardings(self, v: Value, monoids: Sequence[str] = (), *, even: bool = False) -> tuple[Sharding, ...]:
         axes, also = self.objective.axes, frozenset[tuple[int, Atoms]]()
@@ -139,21 +163,27 @@ class _Builder:
         found = [shardings(v.shape, self.mesh, axes, unreduced=m, even=even, also=also) for m in monoids or ("",)]
         return found[0] if len(found) == 1 else tuple(dict.fromkeys(s for some in found for s in some))
 
-    def _states(self, k: int) -> tuple[Sharding, ...]:
+    def _states(self, k: int, kinds: tuple[int, ...]) -> tuple[Sharding, ...]:
         """The shardings of a bundle that marks allow."""
         group = self.bundles.members[k]
-        v = group[0]
         monoids = self.bundles.unreduced.get(k, ())
+        demands = [d for v in group for d in self.said.get(v, ())]
+        suggested = tuple(s for v in group for s in self.suggested.get(v, ())) if self.suggested else ()
+        key = kinds, monoids, group[0] in self.inputs, suggested, k if demands else -1
+        return self._one(key, lambda: self._allowed(group, monoids, suggested, demands))
+
+    def _allowed(
+        self, group: Sequence[Value], monoids: Sequence[str], suggested: Sequence[Sharding], said: Sequence[Demand]
+    ) -> Sequence[Sharding]:
+        v = group[0]
         found = self._shardings(v, monoids, even=v in self.inputs)
         if self.facts is not None and v in self.inputs:
             return tuple(dict.fromkeys((self.facts.shardings[v], *(s for s in found if self.facts.allow(v, s)))))
         if self.facts is not None:
-            suggested = (
-                s for v in group for s in self.suggested.get(v, ()) if {m for _, m in s.unreduced} <= {*monoids}
-            )
+            fitting = (s for s in suggested if {m for _, m in s.unreduced} <= {*monoids})
             known = (facts[v] for v in group for facts in (self.facts.shardings, self.facts.moved) if v in facts)
-            found = tuple(dict.fromkeys((*known, *found, *suggested)))
-        for demand in (d for v in group for d in self.said.get(v, ())):
+            found = tuple(dict.fromkeys((*known, *found, *fitting)))
+        for demand in said:
             pairs = [(s, zip(s.dims, demand.dims, demand.open, strict=True)) for s in found]
             found = tuple(s for s, dims in pairs if all(is_open or have == asked for have, asked, is_open in dims))
             found = found or (Sharding(demand.dims),)  # it names parts of axes, or axes in another order
@@ -176,20 +206,26 @@ class _Builder:
                     found.update(k for k in own if users[k] - self.bundles.tied <= {e})
         return found
 
-    def _otherwise(self, k: int, sharding: Sharding) -> float:
-        if self.facts is None:
-            return 0.0
-        known, undecided = self.facts.shardings, self.facts.undecided
-        follows = any(known[v] == sharding or v in undecided for v in self.bundles.members[k])
-        return 0.0 if follows else self.objective.tie
+    def _otherwise(self, k: int, kinds: tuple[int, ...]) -> Floats:
+        """float64 [states]: a little for what is otherwise than the facts say."""
+        states = self.states[k]
+        key = "otherwise", kinds, id(states)
+        if key not in self.tables:
+            group, facts = self.bundles.members[k], self.facts
+            free = facts is None or any(v in facts.undecided for v in group)
+            known = set() if free or facts is None else {facts.shardings[v] for v in group}
+            self.tables[key] = np.array([0.0 if free or s in known else self.objective.tie for s in states])
+        return self.tables[key]
 
     def _ways(self, e: Equation, component: Component) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
         """The splits of an equation, and those that the facts suggest."""
         rule = _rule(e)
-        passing = frozenset(w for w in component.factors if w < 0 and self._may_pass(e, *rule.linear[-1 - w]))
-        arrays = () if self.facts is None else arrays_as(e, self.facts)
-        key = rule, component, passing, arrays
+        own = {self.bundles.of[v] for v in e.inputs if isinstance(v, Value)}
+        ways = component.factors if not own.isdisjoint(self.bundles.unreduced) else ()
+        passing = frozenset(w for w in ways if w < 0 and self._may_pass(e, *rule.linear[-1 - w]))
+        key = rule, component, passing, () if self.facts is None else kinds_at(e, self.kinds)
         if key not in self.ways:
+            arrays = () if self.facts is None else arrays_as(e, self.facts)
             near = [s for own in arrays for s in candidates(rule, own, self.mesh)] if rule.fixed is None else []
             suggested = tuple({f: a for f, a in s.items() if f in component.factors} for s in near)
             cuts = ((f, a, rule.factors[f].size) for s in suggested for f, a in s.items() if f >= 0)
@@ -219,16 +255,18 @@ class _Builder:
             key = "work", self.objective.alike(kernel), id(ways)
             if key not in self.tables:
                 self.tables[key] = self.objective.of_splits(kernel, ways, marked)
-            for state, split in enumerate(ways):
-                for window in self.objective.windows(e, split):
-                    self.windows.add(e, split, window, (k, state), times * min(window.cost, self.tables[key][state]))
-        self.costs[k] = self.costs[k] + times * self.tables[key]
+            for state, window in self.objective.windows(e, ways):
+                cost = times * min(window.cost, self.tables[key][state])
+                self.windows.add(e, ways[state], window, (k, state), cost)
+        self._add_cost(k, times, self.tables[key])
 
     def _fetched_once(self, v: Value, receivers: Mapping[tuple[int, int], float]) -> None:
         """A choice of its own: a window is fetched or not, and those who need it need not pay for it."""
         node = self._node(2, f"a window of {self.names[self.bundles.of[v]]}")
-        self.costs[node][1] = max(receivers.values())
+        self.costs[node] = np.array([0.0, max(receivers.values())])
         tables = {k: np.zeros((2, self.costs[k].size)) for k, _ in receivers}
+        for k in tables:
+            self.costs[k] = self.costs[k].copy()
         for (k, state), cost in receivers.items():
             self.costs[k][state] = max(0.0, self.costs[k][state] - cost)
             tables[k][0, state] = np.inf
@@ -242,7 +280,7 @@ class _Builder:
         if key not in self.tables:
             made = [result_sharding(rule, i, split) for split in ways]
             self.tables[key] = (self._move_costs(made, states, v) + self._cut_costs(v, made, states)).T
-        return _often(self.times[e], self.tables[key])
+        return self._often(self.times[e], self.tables[key])
 
     def _cut_costs(self, v: Value, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Floats | float:
         """float64 [sources, targets]: ``inf`` where a sum would be cut in order to leave cut, though no mark cuts it.
@@ -268,8 +306,10 @@ class _Builder:
             k = self.bundles.of[v]
             home, states = k, self.states[k]
             if len(who) > 1 and (len(states) > 1 or self.facts is not None):
+                home_states, monoids = states, self.bundles.unreduced.get(k, ())
                 states = self._one(
-                    tuple(dict.fromkeys((*states, *self._shardings(v, self.bundles.unreduced.get(k, ())))))
+                    ("read", self.kinds[v], id(states), monoids),
+                    lambda: dict.fromkeys((*home_states, *self._shardings(v, monoids))),
                 )
                 home = self._node(len(states), f"{self.names[k]}, as it is read")
                 self.readings[v] = home, states
@@ -277,14 +317,14 @@ class _Builder:
                 key = "read", v.shape, itemsize(v.dtype), id(self.states[k]), id(states)
                 if key not in self.tables:
                     self.tables[key] = self._move_costs(self.states[k], states, v)
-                self.edges.append((k, home, _often(times, self.tables[key])))
+                self.edges.append((k, home, self._often(times, self.tables[key])))
             for e, component, i in who:
                 rule, (node, ways) = _rule(e), self.options[e, component]
                 taken_key = "taking", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), k in self.leaving
                 if taken_key not in self.tables:
                     wanted = [operand_sharding(rule, i, split) for split in ways]
                     self.tables[taken_key] = self._move_costs(states, wanted, v) + self._cut_costs(v, states, wanted)
-                self.edges.append((home, node, _often(self.times[e], self.tables[taken_key])))
+                self.edges.append((home, node, self._often(self.times[e], self.tables[taken_key])))
 
     def _crossing(self, e: Equation, crossing: Crossing) -> None:
         """Moves between a value outside of a region and one inside, and what is held while the region runs."""
@@ -307,17 +347,17 @@ class _Builder:
                 else:
                     self.brought.append((copy, e, np.concatenate([np.zeros(len(sizes)), more])))
             same = np.array([[0.0 if a == b else np.inf for b in at_border] for a in self.states[outside]])
-            self.edges.append((outside, copy, _often(times, np.hstack([same, moves]))))
+            self.edges.append((outside, copy, self._often(times, np.hstack([same, moves]))))
             equal = np.where(np.eye(len(at_border), dtype=bool), 0.0, np.inf)
             self.edges.append((copy, inside, np.vstack([equal, equal])))
             self.held.append((copy, e, [0] * len(sizes) + sizes))
         elif crossing.inward:
             self.edges.append(
-                (outside, inside, _often(times, self._move_costs(self.states[outside], at_border, outer)))
+                (outside, inside, self._often(times, self._move_costs(self.states[outside], at_border, outer)))
             )
         else:
             self.edges.append(
-                (outside, inside, _often(times, self._move_costs(at_border, self.states[outside], outer).T))
+                (outside, inside, self._often(times, self._move_costs(at_border, self.states[outside], outer).T))
             )
             if stacked or inner in self.carried:
                 self.held.append((inside, e, sizes))
@@ -375,11 +415,6 @@ class _Builder:
         if known is None or not (self.border.keep_uneven or known.is_even(self.mesh, v.shape)):
             return np.zeros(len(states))
         return _AFTERWARDS * self._move_costs(states, (known,), v)[:, 0]
-
-
-def _often(times: int, table: Floats) -> Floats:
-    """What something costs that happens so often; what cannot be cannot, also in a loop without rounds."""
-    return np.where(np.isinf(table), np.inf, times * np.where(np.isinf(table), 0.0, table))
 
 
 def _key(split: Split) -> tuple[tuple[int, tuple[str, ...]], ...]:

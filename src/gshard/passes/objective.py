@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -82,8 +82,8 @@ class Objective(Protocol):
         """
         ...
 
-    def windows(self, e: Equation, split: Split) -> Sequence[Windows]:
-        """What ``of_splits`` counts for an equation that others may share; none where that is not known."""
+    def windows(self, e: Equation, ways: Sequence[Split]) -> Iterable[tuple[int, Windows]]:
+        """What ``of_splits`` counts for an equation that others may share, each with the way in which it is fetched."""
         ...
 
     def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
@@ -123,7 +123,7 @@ class Bytes(Moves):
         spared = _SPARED if is_product(rule) else OTHER
         return price * np.maximum(done - asked, 0) + spared * np.minimum(done, asked) + np.array(sent)
 
-    def windows(self, e: Equation, split: Split) -> Sequence[Windows]:
+    def windows(self, e: Equation, ways: Sequence[Split]) -> Iterable[tuple[int, Windows]]:
         return ()
 
     def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:

@@ -11,6 +11,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.passes.candidates import Arrays, arrays_of, candidates
 from gshard.passes.facts import Facts
+from gshard.passes.kinds import Kinds, kinds_at
 from gshard.passes.moves import is_made_of
 
 
@@ -21,11 +22,14 @@ def arrays_as(e: Equation, facts: Facts) -> tuple[Arrays, ...]:
     return (known,) if supposed == known else (known, supposed)
 
 
-def in_parts(facts: Facts, tied: Collection[Equation], axes: Sequence[Atoms]) -> dict[Value, dict[Sharding, None]]:
+def in_parts(
+    facts: Facts, kinds: Kinds, tied: Collection[Equation], axes: Sequence[Atoms]
+) -> dict[Value, dict[Sharding, None]]:
     """Shardings, over parts of axes, in which equations make or take a value where it is sharded as the facts say.
 
     Args:
         facts: what follows from the marks.
+        kinds: of the values, by that.
         tied: equations that have no choice of their own.
         axes: those that move as wholes.
     """
@@ -34,11 +38,11 @@ def in_parts(facts: Facts, tied: Collection[Equation], axes: Sequence[Atoms]) ->
     for e in facts.program.block.walk():
         if e.rule is None or e.rule.fixed is not None or e in tied:
             continue
-        arrays = arrays_as(e, facts)
-        if (e.rule, arrays) not in known:
-            known[e.rule, arrays] = [found for own in arrays for found in _of_rule(e.rule, own, facts.mesh, axes)]
-        values = (*e.inputs, *e.outputs)
-        for i, sharding in known[e.rule, arrays]:
+        key = e.rule, kinds_at(e, kinds)
+        if key not in known:
+            known[key] = [found for own in arrays_as(e, facts) for found in _of_rule(e.rule, own, facts.mesh, axes)]
+        values = (*e.inputs, *e.outputs) if known[key] else ()
+        for i, sharding in known[key]:
             if isinstance(v := values[i], Value):
                 found.setdefault(v, {})[sharding] = None
     return found
