@@ -59,7 +59,10 @@ class _Work:
         n = len(problem.costs)
         self.whole = problem
         done = self.done = Done()
-        one = {id(array): done.one(array) for array in (*problem.costs, *problem.tables)}
+        given = {id(array): array for array in (*problem.costs, *problem.tables)}
+        one = {i: done.one(array) for i, array in given.items()}
+        self.turned: dict[int, Floats] = {}
+        self.beaten: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {}
         self.cost: list[Floats] = [one[id(cost)] for cost in problem.costs]
         self.kept: list[Ints] = [done(_numbered, cost) for cost in self.cost]
         self.near: list[dict[int, Floats]] = [{} for _ in range(n)]
@@ -252,7 +255,9 @@ class _Work:
         self.changed[j] = self.changed[k] = None
 
     def _join(self, i: int, j: int, table: Floats) -> None:
-        self.near[i][j], self.near[j][i] = table, self.done(_turned, table)
+        if id(table) not in self.turned:
+            self.turned[id(table)] = self.done.one(np.ascontiguousarray(table.T))
+        self.near[i][j], self.near[j][i] = table, self.turned[id(table)]
 
     def _load(self, i: int, rows: tuple[int, int], amount: Floats) -> None:
         if rows[1] > rows[0]:
@@ -283,22 +288,20 @@ class _Work:
 
     def _dominated(self, i: int) -> tuple[tuple[int, int], ...]:
         """The states of a node that go, the last first, each with one that beats it."""
-        if any(self.cost[i].size * table.size > DOMINANCE for table in self.near[i].values()):
-            return ()
-        done = self.done
-        apart = [done(_apart, table) for table in self.near[i].values()]
-        if self.loads[i]:
-            return _beaten(self.cost[i], apart, [*self.loads[i].values()])
-        found: tuple[tuple[int, int], ...] = done(_beaten_by, self.cost[i], *apart)
-        return found
+        cost, tables = self.cost[i], self.near[i].values()
+        key = (id(cost), *map(id, tables))
+        if self.loads[i] or key not in self.beaten:
+            if any(cost.size * table.size > DOMINANCE for table in tables):
+                return ()
+            found = _beaten(cost, [self.done(_apart, table) for table in tables], [*self.loads[i].values()])
+            if self.loads[i]:
+                return found
+            self.beaten[key] = found
+        return self.beaten[key]
 
 
 def _numbered(cost: Floats) -> Ints:
     return np.arange(cost.size)
-
-
-def _turned(table: Floats) -> Floats:
-    return np.ascontiguousarray(table.T)
 
 
 def _finite(cost: Floats) -> np.ndarray | None:
@@ -352,11 +355,7 @@ def _apart(table: Floats) -> Floats:
     return least
 
 
-def _beaten_by(cost: Floats, *apart: Floats) -> tuple[tuple[int, int], ...]:
-    return _beaten(cost, apart)
-
-
-def _beaten(cost: Floats, apart: Sequence[Floats], amounts: Sequence[Floats] = ()) -> tuple[tuple[int, int], ...]:
+def _beaten(cost: Floats, apart: Sequence[Floats], amounts: Sequence[Floats]) -> tuple[tuple[int, int], ...]:
     """States that go, the last first, each with one that costs and takes no more whatever the neighbours choose."""
     worse = sum(apart, start=cost[:, None] - cost[None, :]) >= 0
     for amount in amounts:
