@@ -220,9 +220,10 @@ class _Builder:
     def _ways(self, e: Equation, component: Component) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
         """The splits of an equation, and those that the facts suggest."""
         rule = _rule(e)
-        own = {self.bundles.of[v] for v in e.inputs if isinstance(v, Value)}
-        ways = component.factors if not own.isdisjoint(self.bundles.unreduced) else ()
-        passing = frozenset(w for w in ways if w < 0 and self._may_pass(e, *rule.linear[-1 - w]))
+        of, unreduced = self.bundles.of, self.bundles.unreduced
+        partial = any(isinstance(v, Value) and of[v] in unreduced for v in e.inputs)
+        ways = [w for w in component.factors if w < 0] if partial else ()
+        passing = frozenset(w for w in ways if self._may_pass(e, *rule.linear[-1 - w]))
         key = rule, component, passing, () if self.facts is None else kinds_at(e, self.kinds)
         if key not in self.ways:
             arrays = () if self.facts is None else arrays_as(e, self.facts)
