@@ -76,6 +76,22 @@ def bundles_of(program: Program, alone: Collection[Value], finished: Collection[
     return Bundles(tuple(map(tuple, members.values())), of, frozenset(tied), unreduced)
 
 
+def free_to_leave(program: Program, bundles: Bundles, results: Collection[Value]) -> set[int]:
+    """The bundles of results that may leave as they like, and of what nothing but these is made of, in place."""
+    found = {bundles.of[v] for v in results}
+    users: dict[int, set[Equation]] = {}
+    for e in program.block.walk() if found else ():
+        for v in e.inputs:
+            if isinstance(v, Value):
+                users.setdefault(bundles.of[v], set()).add(e)
+    for e in reversed(program.block.equations):
+        if e.rule is not None and e.mark is None and all(bundles.of[v] in found for v in e.outputs):
+            if all(f.kind == PARALLEL for f in e.rule.factors):
+                own = (bundles.of[v] for v in e.inputs if isinstance(v, Value))
+                found.update(k for k in own if users[k] - bundles.tied <= {e})
+    return found
+
+
 def _together(e: Equation, alone: Collection[Value], monoids: Mapping[Value, Collection[str]]) -> list[Value]:
     """The arrays of an elementwise equation that are cut alike: its result and operands of the same dimensions.
 

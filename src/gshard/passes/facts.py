@@ -24,19 +24,19 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
 from gshard.core.device_order import Order
 from gshard.core.mark import Demand, resolve
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.plan import Reason
-from gshard.core.program import Constant, Edge, Equation, Program, Value
-from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Dims, Factor, Rule
+from gshard.core.program import Program, Value
+from gshard.core.rule import COMMUNICATE, PARALLEL, REPLICATE, Factor, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, place, project
 from gshard.passes.candidates import arrays_of, candidates, spread
 from gshard.passes.decompose import Decompositions
+from gshard.passes.nodes import Change, Node, nodes_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,29 +129,6 @@ def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reaso
 _Moves = Sequence[tuple[int, Atoms]]  # factors, and what may move there
 
 
-class _Change(NamedTuple):
-    """A dimension of one of a node's arrays that gets atoms, and the array that they came from."""
-
-    tensor: int
-    dim: int
-    atoms: Atoms
-    source: int | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Node:
-    """An equation or an edge, as the analysis sees it. Nodes that are ``alike`` differ in nothing but their values."""
-
-    alike: int
-    factors: tuple[Factor, ...]
-    component: tuple[int, ...]
-    tensors: tuple[tuple[Value, Dims], ...]
-    priority: int
-    equation: Equation | None
-    line_of: Equation | None
-    fixed: Callable[[Mesh], Split] | None = None
-
-
 class _State:
     """Shardings as far as they are known, and who is to be asked next."""
 
@@ -161,8 +138,8 @@ class _State:
         self.open: dict[Value, tuple[bool, ...]] = {}
         self.reasons: dict[tuple[Value, int], Reason] = {}
         self.orders: dict[Value, Order] = {}
-        self.nodes: list[_Node] = []
-        self.users: dict[Value, list[_Node]] = {}
+        self.nodes: list[Node] = []
+        self.users: dict[Value, list[Node]] = {}
         alike: dict[object, int] = {}
         for value in program.block.inputs:
             self._meet(value)
@@ -172,16 +149,16 @@ class _State:
                     self._meet(value)
             for value in equation.outputs:
                 self._meet(value)
-            for node in _nodes(equation, alike):
+            for node in nodes_of(equation, alike):
                 self.nodes.append(node)
                 for value, _ in node.tensors:
                     self.users.setdefault(value, []).append(node)
         self.decompositions = Decompositions(program)
-        self.queues: tuple[deque[_Node], ...] = (deque(), deque(), deque())
-        self.pending: set[_Node] = set()
-        self.disputed: dict[_Node, dict[int, Atoms]] = {}  # of those that were asked, what their arrays contradict
+        self.queues: tuple[deque[Node], ...] = (deque(), deque(), deque())
+        self.pending: set[Node] = set()
+        self.disputed: dict[Node, dict[int, Atoms]] = {}  # of those that were asked, what their arrays contradict
         # What was found for nodes that are alike, whose arrays are: equal layers are asked once.
-        self.found: dict[object, tuple[dict[int, Atoms], Sequence[_Change]]] = {}
+        self.found: dict[object, tuple[dict[int, Atoms], Sequence[Change]]] = {}
         self.ways: dict[object, _Moves] = {}
         self.ones: dict[tuple[Atoms, ...], Sharding] = {}
 
@@ -255,17 +232,17 @@ class _State:
                     self.run()
         return {v: s for v, s in self.shardings().items() if s != known[v]}
 
-    def moving(self) -> dict[_Node, _Moves]:
+    def moving(self) -> dict[Node, _Moves]:
         """The equations that cannot be split as an operand of theirs is, and where its parts may move."""
         found = {node: self._to_be_moved(node) for node in self.disputed}
         return {node: ways for node, ways in found.items() if ways}
 
-    def undecided(self, moving: Mapping[_Node, _Moves]) -> dict[Value, dict[int, frozenset[str]]]:
+    def undecided(self, moving: Mapping[Node, _Moves]) -> dict[Value, dict[int, frozenset[str]]]:
         """What open dimensions could get where arrays disagree or have to move, and wherever that leads."""
         found: dict[Value, dict[int, frozenset[str]]] = {}
         changed: deque[tuple[Value, int]] = deque()
 
-        def note(node: _Node, f: int, atoms: frozenset[str]) -> None:
+        def note(node: Node, f: int, atoms: frozenset[str]) -> None:
             for value, dims in node.tensors:
                 for d, own in enumerate(dims):
                     if f in own and self.open[value][d]:
@@ -286,7 +263,7 @@ class _State:
                             note(node, f, found[value][d])
         return found
 
-    def _to_be_moved(self, node: _Node) -> _Moves:
+    def _to_be_moved(self, node: Node) -> _Moves:
         """Where an operand is split as the equation cannot be: the dimensions to which its parts may move."""
         e = node.equation
         if e is None or e.rule is None or e.rule.fixed is not None:
@@ -297,7 +274,7 @@ class _State:
             self.ways[key] = tuple(_to_be_moved(e.rule, operands, self.mesh))
         return self.ways[key]
 
-    def _agree(self, node: _Node) -> tuple[Split, dict[int, Atoms]]:
+    def _agree(self, node: Node) -> tuple[Split, dict[int, Atoms]]:
         """What the arrays of a node say about its factors, and of which factors they say what contradicts that."""
         if node.fixed is not None:
             return node.fixed(self.mesh), {}
@@ -323,7 +300,7 @@ class _State:
                 claims[f], disputed[f] = atoms[:cut], (*disputed.get(f, ()), *atoms[cut:])
         return claims, disputed
 
-    def _refined(self, node: _Node, split: Split) -> Sequence[_Change]:
+    def _refined(self, node: Node, split: Split) -> Sequence[Change]:
         """How the open dimensions of a node's arrays are refined to a split of its factors."""
         own = {value: list(self.dims[value]) for value, _ in node.tensors}
         found = []
@@ -348,10 +325,10 @@ class _State:
                 current[d] = wanted
                 others = (k for k, (v, _) in enumerate(node.tensors) if v is not value)
                 source = next((k for k in others if any(map(new.intersection, own[node.tensors[k][0]]))), None)
-                found.append(_Change(i, d, wanted, source))
+                found.append(Change(i, d, wanted, source))
         return found
 
-    def _change(self, node: _Node, changes: Sequence[_Change]) -> None:
+    def _change(self, node: Node, changes: Sequence[Change]) -> None:
         e = node.line_of
         for i, d, atoms, source in changes:
             value, dims = node.tensors[i][0], self.dims[node.tensors[i][0]]
@@ -367,43 +344,6 @@ def _to_be_moved(rule: Rule, operands: Sequence[Sequence[Atoms]], mesh: Mesh) ->
         if any(have) and (place(dims, split) != have or not is_valid(rule, split, mesh)):
             atoms = tuple(a for own in have for a in own)
             yield from ((f, atoms) for own in dims for f in own if rule.factors[f].kind == PARALLEL)
-
-
-def _nodes(equation: Equation, alike: dict[object, int]) -> list[_Node]:
-    if equation.rule is None:
-        return [_edge_node(edge, equation, alike) for edge in equation.edges]
-    rule = equation.rule
-    tensors = [
-        (value, dims)
-        for value, dims in zip((*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True)
-        if isinstance(value, Value) and value.shape
-    ]
-    number = _number(rule, [*equation.inputs, *equation.outputs], alike)
-    node = _Node(number, rule.factors, rule.component, tuple(tensors), _priority(rule), equation, equation, rule.fixed)
-    return [node] if tensors else []
-
-
-def _number(rule: Rule, values: Sequence[Value | Constant], alike: dict[object, int]) -> int:
-    """One number for all that have a rule, arrays of these shapes, and the same ones among them twice."""
-    first: dict[Value, int] = {}
-    key = rule, tuple([(v.shape, first.setdefault(v, i)) if isinstance(v, Value) else () for i, v in enumerate(values)])
-    return alike.setdefault(key, len(alike))
-
-
-def _priority(rule: Rule) -> int:
-    """0 where elements stay or are combined in place, 1 where some are summed or sent, 2 where few become many."""
-    if any(f.kind in (REDUCE, COMMUNICATE) for f in rule.factors):
-        return 1
-    held = {f for dims in rule.operands for dim in dims for f in dim}
-    new = (f for dims in rule.results for dim in dims for f in dim if f not in held)
-    return 2 if held and any(rule.factors[f].size > 1 for f in new) else 0
-
-
-def _edge_node(edge: Edge, equation: Equation, alike: dict[object, int]) -> _Node:
-    rule = edge.rule
-    tensors = ((edge.outer, rule.operands[0]), (edge.inner, rule.results[0]))
-    number = _number(rule, (edge.outer, edge.inner), alike)
-    return _Node(number, rule.factors, rule.component, tensors, 0, None, equation)
 
 
 def _fitting(factors: tuple[int, ...], split: Split, table: Sequence[Factor], mesh: Mesh) -> Atoms:

@@ -103,10 +103,8 @@ class Bytes(Moves):
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Each equation by itself: nothing is known of what a compiler fuses."""
-        for e in block.equations:
-            yield Kernel(e, kind_of(e), (), (), e.outputs), 1
-            for body in e.blocks:
-                yield from ((kernel, times * e.trip_count) for kernel, times in self.kernels(body))
+        for e, times in block.runs():
+            yield Kernel(e, kind_of(e), (), (), e.outputs), times
 
     def alike(self, kernel: Kernel) -> Hashable:
         return kernel.equation.rule, kernel.writes[0].shape if kernel.writes else ()

@@ -25,7 +25,7 @@ from gshard.passes.facts import Facts, demands, facts_of
 from gshard.passes.graph import Graph, within_rounds
 from gshard.passes.moves import axes_of
 from gshard.passes.objective import Objective, bytes_on
-from gshard.passes.reasons import reasons_of
+from gshard.passes.reasons import Reasons
 from gshard.solver.descent import Descent
 from gshard.solver.exact import exact
 from gshard.solver.problem import Ints, Problem
@@ -111,7 +111,7 @@ def decided(graph: Graph, chosen: Ints, facts: Facts) -> Plan:
     """The plan of some states, with the reasons of what is otherwise than the marks say."""
     shardings = graph.shardings(chosen)
     readings, leaves = graph.moved(chosen)
-    reasons = reasons_of(graph.program, shardings, facts)
+    reasons = Reasons(graph.program, shardings, facts)
     return Plan(
         graph.program, facts.mesh, shardings, graph.splits(chosen), reasons, facts.orders, readings=readings,
         leaves=leaves,

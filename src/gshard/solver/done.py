@@ -1,7 +1,7 @@
 """Done: work on arrays that is done once for equal ones.
 
-Equal layers of a model are equal nodes with equal tables. Of equal arrays one is taken for all, and what came of work on
-it is known by which it is.
+Equal layers of a model are equal nodes with equal tables. Of equal arrays one is taken for all, and what came of work
+on it is known by which it is.
 
     >>> done, calls = Done(), []
     >>> def twice(x):

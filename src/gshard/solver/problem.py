@@ -143,7 +143,9 @@ class Problem:
     @cached_property
     def table_first(self) -> Ints:
         """int64 [edges]: where each table begins in ``table``."""
-        first = dict(zip(self._different, offsets(np.array([table.size for table in self._different.values()])).tolist()))
+        different = self._different
+        begin = offsets(np.array([table.size for table in different.values()], dtype=np.int64)).tolist()
+        first = dict(zip(different, begin))
         return np.array([first[id(table)] for table in self.tables], dtype=np.int64)
 
     @cached_property
