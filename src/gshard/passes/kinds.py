@@ -27,4 +27,4 @@ def kinds_of(program: Program, facts: Facts | None) -> Kinds:
 
 def kinds_at(e: Equation, kinds: Kinds) -> tuple[int, ...]:
     """The kinds of the operands and results of an equation, -1 for constants."""
-    return tuple([kinds.get(v, -1) for v in (*e.inputs, *e.outputs)])
+    return tuple([kinds[v] if isinstance(v, Value) else -1 for v in (*e.inputs, *e.outputs)])
