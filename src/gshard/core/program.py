@@ -116,6 +116,13 @@ class Block:
             for block in equation.blocks:
                 yield from block.walk()
 
+    def runs(self, times: int = 1) -> Iterator[tuple[Equation, int]]:
+        """All equations in order, and how often each runs in one call."""
+        for equation in self.equations:
+            yield equation, times
+            for block in equation.blocks:
+                yield from block.runs(times * equation.trip_count)
+
     def values(self) -> Iterator[Value]:
         """All values in order: inputs, and the results of equations, each after what is inside of its bodies."""
         yield from self.inputs

@@ -10,6 +10,7 @@ may change. So is, in ``x + y``, a value that others read, too: what they want i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Collection, Mapping
 
@@ -81,6 +82,22 @@ def bundles_of(
     return Bundles(tuple(map(tuple, members.values())), of, frozenset(tied), unreduced)
 
 
+def free_to_leave(program: Program, bundles: Bundles, results: Collection[Value]) -> set[int]:
+    """The bundles of results that may leave as they like, and of what nothing but these is made of, in place."""
+    found = {bundles.of[v] for v in results}
+    users: dict[int, set[Equation]] = {}
+    for e in program.block.walk() if found else ():
+        for v in e.inputs:
+            if isinstance(v, Value):
+                users.setdefault(bundles.of[v], set()).add(e)
+    for e in reversed(program.block.equations):
+        if e.rule is not None and e.mark is None and all(bundles.of[v] in found for v in e.outputs):
+            if all(f.kind == PARALLEL for f in e.rule.factors):
+                own = (bundles.of[v] for v in e.inputs if isinstance(v, Value))
+                found.update(k for k in own if users[k] - bundles.tied <= {e})
+    return found
+
+
 def _shared(program: Program) -> set[Value]:
     """What more than one equation reads."""
     readers = Counter(v for e in program.block.walk() for v in {v for v in e.inputs if isinstance(v, Value)})
@@ -94,24 +111,31 @@ def _together(
 
     What may be parts still to be combined is among them only where it may pass; of several, what others read is not.
     """
-    if e.rule is None or e.mark is not None or e.rule.fixed is not None or len(e.outputs) != 1:
+    if e.rule is None or e.mark is not None or not (ties := _ties(e.rule)) or e.outputs[0] in alone:
         return []
-    (result,), (dims,) = e.outputs, e.rule.results
-    if not result.shape or result in alone or any(len(d) != 1 for d in dims):
-        return []
-    if not e.rule.known or not all(f.kind == PARALLEL for f in e.rule.factors):
-        return []
-    own, found = set(monoids.get(result, ())), [result]
-    for i, (v, d) in enumerate(zip(e.inputs, e.rule.operands, strict=True)):
-        if not isinstance(v, Value) or d != dims or v.shape != result.shape or v in alone:
-            continue
-        passing = {monoid for monoid, operands in e.rule.linear if i in operands}
-        if passing.issuperset(own | set(monoids.get(v, ()))):
-            found.append(v)
+    result = e.outputs[0]
+    own, found = monoids.get(result, ()), [result]
+    for i, passing in ties:
+        v = e.inputs[i]
+        if isinstance(v, Value) and v.shape == result.shape and v not in alone:
+            if passing.issuperset(own) and passing.issuperset(monoids.get(v, ())):
+                found.append(v)
     found = list(dict.fromkeys(found))
     if len(found) > 2:
         found = [v for v in found if v not in shared or v is result]
     return found if len(found) > 1 else []
+
+
+@functools.lru_cache(maxsize=4096)
+def _ties(rule: Rule) -> tuple[tuple[int, frozenset[str]], ...]:
+    """The operands of an elementwise rule that have the dimensions of its result, and by which monoids parts pass."""
+    dims = rule.results[0] if len(rule.results) == 1 else ()
+    if rule.fixed is not None or not rule.known or not dims or any(len(d) != 1 for d in dims):
+        return ()
+    if not all(f.kind == PARALLEL for f in rule.factors):
+        return ()
+    same = [i for i, d in enumerate(rule.operands) if d == dims]
+    return tuple((i, frozenset(monoid for monoid, operands in rule.linear if i in operands)) for i in same)
 
 
 def _has_no_choice(e: Equation, together: Collection[Value], monoids: Mapping[Value, Collection[str]]) -> bool:
@@ -152,9 +176,9 @@ def _unfinished(program: Program, finished: Collection[Value]) -> dict[Value, di
 def _made(e: Equation, rule: Rule, monoids: Mapping[Value, Collection[str]]) -> dict[str, None]:
     """The monoids by which parts of an equation's results may have to be combined."""
     found = {f.monoid or "add": None for f in rule.factors if f.kind == REDUCE and f.size > 1}
-    for monoid, operands in rule.linear:
-        values = (e.inputs[i] for i in operands)
-        if any(isinstance(v, Value) and monoid in monoids.get(v, ()) for v in values):
+    have = {i: own for i, v in enumerate(e.inputs) if isinstance(v, Value) and (own := monoids.get(v))}
+    for monoid, operands in rule.linear if have else ():
+        if any(monoid in have.get(i, ()) for i in operands):
             found[rule.after(monoid)] = None
     return found
 

@@ -6,7 +6,8 @@ Costs are those of an objective, those of bodies as often as they run. Marks, sh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,20 +15,21 @@ from gshard.core.border import AS_MARKED, Border
 from gshard.core.mark import Demand
 from gshard.core.mesh import Atoms
 from gshard.core.plan import local_bytes
-from gshard.core.program import Block, Equation, Program, Value, itemsize
-from gshard.core.rule import PARALLEL, Rule
+from gshard.core.program import Equation, Program, Value, itemsize
+from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.core.uneven import cut_evenly
 from gshard.language.region import REGIONS, Crossing
-from gshard.passes.bundles import bundles_of
-from gshard.passes.candidates import candidates
+from gshard.passes.bundles import bundles_of, free_to_leave
 from gshard.passes.device_program import PASSING, REGION, Kernel
 from gshard.passes.facts import Facts, demands
 from gshard.passes.graph import Graph
+from gshard.passes.kinds import kinds_at, kinds_of
 from gshard.passes.objective import Objective
-from gshard.passes.suggested import arrays_as, in_parts
-from gshard.passes.ways import Component, components, shardings, splits
+from gshard.passes.once import Once
+from gshard.passes.suggested import arrays_as, in_parts, ways_as
+from gshard.passes.ways import Component, components, shardings
 from gshard.passes.windows import SharedWindows
 from gshard.solver.problem import Floats, Problem
 
@@ -62,7 +64,7 @@ class _Builder:
     def __init__(self, program: Program, objective: Objective, facts: Facts | None, border: Border):
         self.border = border
         self.program, self.objective, self.mesh, self.facts = program, objective, objective.mesh, facts
-        self.times, self.inputs = dict(_times(program.block, 1)), frozenset(program.block.inputs)
+        self.times, self.inputs = dict(program.block.runs()), frozenset(program.block.inputs)
         self.said: dict[Value, list[Demand]] = {}
         for v, demand, _ in demands(program, self.mesh):
             self.said.setdefault(v, []).append(demand)
@@ -73,17 +75,20 @@ class _Builder:
         entering = inner - {c.edge.inner for _, c in self.crossings if c.each_round}
         finished = {*program.block.inputs, *self.said, *entering}
         self.bundles = bundles_of(program, {*finished, *inner}, finished, fused=objective.fuses)
-        self.suggested = {} if facts is None else in_parts(facts, self.bundles.tied, objective.axes)
-        self.leaving = set() if facts is None else self._free_to_leave(facts)
-        # Equal ones are one object, by which tables are known.
-        self.known: dict[tuple[Sharding, ...], tuple[Sharding, ...]] = {}
-        self.states = tuple(self._one(self._states(k)) for k in range(len(self.bundles.members)))
-        self.costs: list[Floats] = [np.array([self._otherwise(k, s) for s in own]) for k, own in enumerate(self.states)]
+        self.kinds = kinds_of(program, facts)
+        self.suggested = {} if facts is None else in_parts(facts, self.kinds, self.bundles.tied, objective.axes)
+        self.leaving: set[int] = set()
+        if facts is not None:
+            results = {v for v in program.block.outputs if isinstance(v, Value)}
+            self.leaving = free_to_leave(program, self.bundles, results - facts.kept - self.said.keys() - self.inputs)
+        self.once = Once()
+        alike = [tuple(dict.fromkeys(map(self.kinds.__getitem__, own))) for own in self.bundles.members]
+        self.states = tuple(self._states(k, own) for k, own in enumerate(alike))
+        self.costs: list[Floats] = [self._otherwise(k, own) for k, own in enumerate(alike)]
         self.edges: list[tuple[int, int, Floats]] = []
         named = dict(zip(program.block.inputs, program.names, strict=True))
         groups = self.bundles.members
         self.names = [next((named[v] for v in own if v in named), f"%{own[0].index}") for own in groups]
-        self.tables: dict[object, Floats] = {}
         self.windows = SharedWindows(program.block)
         self.ways: dict[object, tuple[tuple[Split, ...], tuple[Split, ...]]] = {}
         self.options: dict[tuple[Equation, Component], tuple[int, tuple[Split, ...]]] = {}
@@ -112,24 +117,22 @@ class _Builder:
             self._crossing(e, crossing)
         after = self._leaves()
         for k, group in enumerate(self.bundles.members):
-            key = "held", group[0].shape, itemsize(group[0].dtype), id(self.states[k])
-            if key not in self.tables:
-                held = [local_bytes(group[0], s, self.mesh) for s in self.states[k]]
-                self.tables[key] = np.array(held) * self.objective.a_byte
-            self.costs[k] = self.costs[k] + len(group) * self.tables[key]
+            self.costs[k] = self.once.plus(self.costs[k], len(group), self._holding(group[0], self.states[k]))
         problem = Problem.of(self.costs, self.edges, names=self.names)
         return Graph(
             self.program, self.mesh, problem, self.bundles, self.states, self.options, self.readings, self.leaves,
             self.held, self.brought, after,
         )  # fmt: skip
 
+    def _holding(self, v: Value, states: Sequence[Sharding]) -> Floats:
+        key = "held", v.shape, itemsize(v.dtype), id(states)
+        a_byte = self.objective.a_byte
+        return self.once.table(key, lambda: np.array([local_bytes(v, s, self.mesh) for s in states]) * a_byte)
+
     def _node(self, states: int, name: str) -> int:
-        self.costs.append(np.zeros(states))
+        self.costs.append(self.once.table(("free", states), lambda: np.zeros(states)))
         self.names.append(name)
         return len(self.costs) - 1
-
-    def _one(self, states: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
-        return self.known.setdefault(states, states)
 
     def _shardings(self, v: Value, monoids: Sequence[str] = (), *, even: bool = False) -> tuple[Sharding, ...]:
         axes, also = self.objective.axes, frozenset[tuple[int, Atoms]]()
@@ -139,65 +142,54 @@ class _Builder:
         found = [shardings(v.shape, self.mesh, axes, unreduced=m, even=even, also=also) for m in monoids or ("",)]
         return found[0] if len(found) == 1 else tuple(dict.fromkeys(s for some in found for s in some))
 
-    def _states(self, k: int) -> tuple[Sharding, ...]:
+    def _states(self, k: int, kinds: tuple[int, ...]) -> tuple[Sharding, ...]:
         """The shardings of a bundle that marks allow."""
         group = self.bundles.members[k]
-        v = group[0]
         monoids = self.bundles.unreduced.get(k, ())
+        demands = [d for v in group for d in self.said.get(v, ())]
+        suggested = tuple(s for v in group for s in self.suggested.get(v, ())) if self.suggested else ()
+        key = kinds, monoids, group[0] in self.inputs, suggested, k if demands else -1
+        return self.once.states(key, lambda: self._allowed(group, monoids, suggested, demands))
+
+    def _allowed(
+        self, group: Sequence[Value], monoids: Sequence[str], suggested: Sequence[Sharding], said: Sequence[Demand]
+    ) -> Sequence[Sharding]:
+        v = group[0]
         found = self._shardings(v, monoids, even=v in self.inputs)
         if self.facts is not None and v in self.inputs:
             return tuple(dict.fromkeys((self.facts.shardings[v], *(s for s in found if self.facts.allow(v, s)))))
         if self.facts is not None:
-            suggested = (
-                s for v in group for s in self.suggested.get(v, ()) if {m for _, m in s.unreduced} <= {*monoids}
-            )
+            fitting = (s for s in suggested if {m for _, m in s.unreduced} <= {*monoids})
             known = (facts[v] for v in group for facts in (self.facts.shardings, self.facts.moved) if v in facts)
-            found = tuple(dict.fromkeys((*known, *found, *suggested)))
-        for demand in (d for v in group for d in self.said.get(v, ())):
+            found = tuple(dict.fromkeys((*known, *found, *fitting)))
+        for demand in said:
             pairs = [(s, zip(s.dims, demand.dims, demand.open, strict=True)) for s in found]
             found = tuple(s for s, dims in pairs if all(is_open or have == asked for have, asked, is_open in dims))
             found = found or (Sharding(demand.dims),)  # it names parts of axes, or axes in another order
         return found
 
-    def _free_to_leave(self, facts: Facts) -> set[int]:
-        """The bundles of results that may leave as they like, and of what nothing but these is made of, in place."""
-        block = self.program.block
-        free = {v for v in block.outputs if isinstance(v, Value)} - facts.kept - self.said.keys() - set(block.inputs)
-        found = {self.bundles.of[v] for v in free}
-        users: dict[int, set[Equation]] = {}
-        for e in block.walk():
-            for v in e.inputs:
-                if isinstance(v, Value):
-                    users.setdefault(self.bundles.of[v], set()).add(e)
-        for e in reversed(block.equations):
-            if e.rule is not None and e.mark is None and {self.bundles.of[v] for v in e.outputs} <= found:
-                if all(f.kind == PARALLEL for f in e.rule.factors):
-                    own = (self.bundles.of[v] for v in e.inputs if isinstance(v, Value))
-                    found.update(k for k in own if users[k] - self.bundles.tied <= {e})
-        return found
+    def _otherwise(self, k: int, kinds: tuple[int, ...]) -> Floats:
+        """float64 [states]: a little for what is otherwise than the facts say."""
+        states, group, facts = self.states[k], self.bundles.members[k], self.facts
 
-    def _otherwise(self, k: int, sharding: Sharding) -> float:
-        if self.facts is None:
-            return 0.0
-        known, undecided = self.facts.shardings, self.facts.undecided
-        follows = any(known[v] == sharding or v in undecided for v in self.bundles.members[k])
-        return 0.0 if follows else self.objective.tie
+        def find() -> Floats:
+            free = facts is None or any(v in facts.undecided for v in group)
+            known = set() if free or facts is None else {facts.shardings[v] for v in group}
+            return np.array([0.0 if free or s in known else self.objective.tie for s in states])
+
+        return self.once.table(("otherwise", kinds, id(states)), find)
 
     def _ways(self, e: Equation, component: Component) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
         """The splits of an equation, and those that the facts suggest."""
         rule = _rule(e)
-        passing = frozenset(w for w in component.factors if w < 0 and self._may_pass(e, *rule.linear[-1 - w]))
-        arrays = () if self.facts is None else arrays_as(e, self.facts)
-        key = rule, component, passing, arrays
+        of, unreduced = self.bundles.of, self.bundles.unreduced
+        partial = any(isinstance(v, Value) and of[v] in unreduced for v in e.inputs)
+        ways = [w for w in component.factors if w < 0] if partial else ()
+        passing = frozenset(w for w in ways if self._may_pass(e, *rule.linear[-1 - w]))
+        key = rule, component, passing, () if self.facts is None else kinds_at(e, self.kinds)
         if key not in self.ways:
-            near = [s for own in arrays for s in candidates(rule, own, self.mesh)] if rule.fixed is None else []
-            suggested = tuple({f: a for f, a in s.items() if f in component.factors} for s in near)
-            cuts = ((f, a, rule.factors[f].size) for s in suggested for f, a in s.items() if f >= 0)
-            uneven = frozenset((f, a) for f, a, n in cuts if n % self.mesh.count(a))
-            found = splits(rule, component, self.mesh, self.objective.axes, passing, uneven)
-            known = {_key(split) for split in found}
-            new = {_key(s): s for s in suggested if all(f >= 0 or f in passing for f, a in s.items() if a)}
-            self.ways[key] = found + tuple(s for own, s in new.items() if own not in known), suggested
+            arrays = () if self.facts is None else arrays_as(e, self.facts)
+            self.ways[key] = ways_as(rule, component, passing, arrays, self.mesh, self.objective.axes)
         return self.ways[key]
 
     def _may_pass(self, e: Equation, monoid: str, operands: Collection[int]) -> bool:
@@ -209,26 +201,25 @@ class _Builder:
         e = kernel.equation
         if kernel.kind in (REGION, PASSING) or e.rule is None:
             return
+        objective, alike = self.objective, self.objective.alike(kernel)
         if e in self.bundles.tied:
             k = self.bundles.of[e.outputs[0]]
-            key = "work", self.objective.alike(kernel), id(self.states[k])
-            if key not in self.tables:
-                self.tables[key] = self.objective.of_shardings(kernel, self.states[k])
+            own = self.states[k]
+            table = self.once.table(("work", alike, id(own)), lambda: objective.of_shardings(kernel, own))
         else:
             k, ways = self.options[e, components(e.rule)[0]]
-            key = "work", self.objective.alike(kernel), id(ways)
-            if key not in self.tables:
-                self.tables[key] = self.objective.of_splits(kernel, ways, marked)
-            for state, split in enumerate(ways):
-                for window in self.objective.windows(e, split):
-                    self.windows.add(e, split, window, (k, state), times * min(window.cost, self.tables[key][state]))
-        self.costs[k] = self.costs[k] + times * self.tables[key]
+            table = self.once.table(("work", alike, id(ways)), lambda: objective.of_splits(kernel, ways, marked))
+            for state, window in objective.windows(e, ways):
+                self.windows.add(e, ways[state], window, (k, state), times * min(window.cost, table[state]))
+        self.costs[k] = self.once.plus(self.costs[k], times, table)
 
     def _fetched_once(self, v: Value, receivers: Mapping[tuple[int, int], float]) -> None:
         """A choice of its own: a window is fetched or not, and those who need it need not pay for it."""
         node = self._node(2, f"a window of {self.names[self.bundles.of[v]]}")
-        self.costs[node][1] = max(receivers.values())
+        self.costs[node] = np.array([0.0, max(receivers.values())])
         tables = {k: np.zeros((2, self.costs[k].size)) for k, _ in receivers}
+        for k in tables:
+            self.costs[k] = self.costs[k].copy()
         for (k, state), cost in receivers.items():
             self.costs[k][state] = max(0.0, self.costs[k][state] - cost)
             tables[k][0, state] = np.inf
@@ -237,12 +228,14 @@ class _Builder:
     def _making(self, e: Equation, ways: Sequence[Split], i: int) -> Floats:
         """Moves from how a result is made to its bundle's states."""
         rule, v = _rule(e), e.outputs[i]
-        states = self.states[self.bundles.of[v]]
-        key = "making", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), self.bundles.of[v] in self.leaving
-        if key not in self.tables:
+        states, leaving = self.states[self.bundles.of[v]], self.bundles.of[v] in self.leaving
+
+        def find() -> Floats:
             made = [result_sharding(rule, i, split) for split in ways]
-            self.tables[key] = (self._move_costs(made, states, v) + self._cut_costs(v, made, states)).T
-        return _often(self.times[e], self.tables[key])
+            return self._going(v, made, states).T
+
+        key = "making", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), leaving
+        return self.once.often(self.times[e], self.once.table(key, find))
 
     def _cut_costs(self, v: Value, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Floats | float:
         """float64 [sources, targets]: ``inf`` where a sum would be cut in order to leave cut, though no mark cuts it.
@@ -268,23 +261,35 @@ class _Builder:
             k = self.bundles.of[v]
             home, states = k, self.states[k]
             if len(who) > 1 and (len(states) > 1 or self.facts is not None):
-                states = self._one(
-                    tuple(dict.fromkeys((*states, *self._shardings(v, self.bundles.unreduced.get(k, ())))))
-                )
-                home = self._node(len(states), f"{self.names[k]}, as it is read")
-                self.readings[v] = home, states
-                times = min(self.times[e] for e, _, _ in who)
-                key = "read", v.shape, itemsize(v.dtype), id(self.states[k]), id(states)
-                if key not in self.tables:
-                    self.tables[key] = self._move_costs(self.states[k], states, v)
-                self.edges.append((k, home, _often(times, self.tables[key])))
+                home, states = self._reading(v, min(self.times[e] for e, _, _ in who))
             for e, component, i in who:
-                rule, (node, ways) = _rule(e), self.options[e, component]
-                taken_key = "taking", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), k in self.leaving
-                if taken_key not in self.tables:
-                    wanted = [operand_sharding(rule, i, split) for split in ways]
-                    self.tables[taken_key] = self._move_costs(states, wanted, v) + self._cut_costs(v, states, wanted)
-                self.edges.append((home, node, _often(self.times[e], self.tables[taken_key])))
+                node, ways = self.options[e, component]
+                self.edges.append((home, node, self._taking(e, ways, i, states)))
+
+    def _reading(self, v: Value, times: int) -> tuple[int, tuple[Sharding, ...]]:
+        """How several take a value: a node, and its states."""
+        k = self.bundles.of[v]
+        own, monoids = self.states[k], self.bundles.unreduced.get(k, ())
+        key = "read", self.kinds[v], id(own), monoids
+        states = self.once.states(key, lambda: dict.fromkeys((*own, *self._shardings(v, monoids))))
+        node = self._node(len(states), f"{self.names[k]}, as it is read")
+        self.readings[v] = node, states
+        table = self.once.table((*key, id(states)), lambda: self._move_costs(own, states, v))
+        self.edges.append((k, node, self.once.often(times, table)))
+        return node, states
+
+    def _taking(self, e: Equation, ways: Sequence[Split], i: int, states: Sequence[Sharding]) -> Floats:
+        """Moves from some states to how an operand is taken."""
+        rule, v = _rule(e), e.inputs[i]
+        assert isinstance(v, Value)
+
+        def find() -> Floats:
+            wanted = [operand_sharding(rule, i, split) for split in ways]
+            return self._going(v, states, wanted)
+
+        leaving = self.bundles.of[v] in self.leaving
+        key = "taking", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), leaving
+        return self.once.often(self.times[e], self.once.table(key, find))
 
     def _crossing(self, e: Equation, crossing: Crossing) -> None:
         """Moves between a value outside of a region and one inside, and what is held while the region runs."""
@@ -307,17 +312,17 @@ class _Builder:
                 else:
                     self.brought.append((copy, e, np.concatenate([np.zeros(len(sizes)), more])))
             same = np.array([[0.0 if a == b else np.inf for b in at_border] for a in self.states[outside]])
-            self.edges.append((outside, copy, _often(times, np.hstack([same, moves]))))
+            self.edges.append((outside, copy, self.once.often(times, np.hstack([same, moves]))))
             equal = np.where(np.eye(len(at_border), dtype=bool), 0.0, np.inf)
             self.edges.append((copy, inside, np.vstack([equal, equal])))
             self.held.append((copy, e, [0] * len(sizes) + sizes))
         elif crossing.inward:
             self.edges.append(
-                (outside, inside, _often(times, self._move_costs(self.states[outside], at_border, outer)))
+                (outside, inside, self.once.often(times, self._move_costs(self.states[outside], at_border, outer)))
             )
         else:
             self.edges.append(
-                (outside, inside, _often(times, self._move_costs(at_border, self.states[outside], outer).T))
+                (outside, inside, self.once.often(times, self._move_costs(at_border, self.states[outside], outer).T))
             )
             if stacked or inner in self.carried:
                 self.held.append((inside, e, sizes))
@@ -327,7 +332,7 @@ class _Builder:
 
     def _leaves(self) -> set[Value]:
         """How results leave; those that take the place of arguments as these come."""
-        donated, keep_uneven = self.border.donated, self.border.keep_uneven
+        donated = self.border.donated
         come, undecided = self.program.block.inputs, {} if self.facts is None else self.facts.undecided
         state = [*donated, *(i for i, v in enumerate(come) if v in undecided and i not in donated)]
         pairs = self.program.state(state)
@@ -337,18 +342,13 @@ class _Builder:
             if v in self.inputs or v in self.said:
                 continue
             kept = self._kept(v, came)
-            if kept is not None:
-                sharding = kept
-                states: tuple[Sharding, ...] = (sharding if keep_uneven else cut_evenly(sharding, v.shape, self.mesh),)
-            else:
-                own = (s for s in self.states[k] if not s.unreduced and (keep_uneven or s.is_even(self.mesh, v.shape)))
-                states = tuple(dict.fromkeys((*self._shardings(v, even=not keep_uneven), *own)))
+            states = self._leaving(v, self.states[k], kept)
             node = self._node(len(states), f"{self.names[k]}, as it leaves")
-            self.costs[node] = self._charged(v, states)
+            key = self.kinds[v], id(self.states[k]), id(states), k in self.leaving
+            self.costs[node] = self.once.table(("charged", *key), functools.partial(self._charged, v, states))
             self.leaves[v] = node, states
-            self.edges.append(
-                (k, node, self._move_costs(self.states[k], states, v) + self._cut_costs(v, self.states[k], states))
-            )
+            table = self.once.table(("leaving", *key), functools.partial(self._going, v, self.states[k], states))
+            self.edges.append((k, node, table))
             if v in came:
                 a = self.bundles.of[came[v]]
                 same = np.array([[0.0 if s == t else np.inf for t in states] for s in self.states[a]])
@@ -357,6 +357,21 @@ class _Builder:
                 elif np.isfinite(same).any():
                     self.edges.append((a, node, same))
         return after
+
+    def _leaving(self, v: Value, own: Sequence[Sharding], kept: Sharding | None) -> tuple[Sharding, ...]:
+        """The shardings in which a result may leave."""
+        uneven = self.border.keep_uneven
+
+        def find() -> Iterable[Sharding]:
+            if kept is not None:
+                return (kept if uneven else cut_evenly(kept, v.shape, self.mesh),)
+            equal = (s for s in own if not s.unreduced and (uneven or s.is_even(self.mesh, v.shape)))
+            return dict.fromkeys((*self._shardings(v, even=not uneven), *equal))
+
+        return self.once.states(("leaves", self.kinds[v], id(own), kept), find)
+
+    def _going(self, v: Value, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Floats:
+        return self._move_costs(sources, targets, v) + self._cut_costs(v, sources, targets)
 
     def _kept(self, v: Value, came: Mapping[Value, Value]) -> Sharding | None:
         """How a result leaves that has no choice: as the argument comes whose place it takes, or as the facts say."""
@@ -377,23 +392,6 @@ class _Builder:
         return _AFTERWARDS * self._move_costs(states, (known,), v)[:, 0]
 
 
-def _often(times: int, table: Floats) -> Floats:
-    """What something costs that happens so often; what cannot be cannot, also in a loop without rounds."""
-    return np.where(np.isinf(table), np.inf, times * np.where(np.isinf(table), 0.0, table))
-
-
-def _key(split: Split) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    return tuple(sorted((f, atoms) for f, atoms in split.items() if atoms))
-
-
 def _rule(e: Equation) -> Rule:
     assert e.rule is not None
     return e.rule
-
-
-def _times(block: Block, times: int) -> Iterator[tuple[Equation, int]]:
-    """How often each equation runs in one call."""
-    for e in block.equations:
-        yield e, times
-        for body in e.blocks:
-            yield from _times(body, times * e.trip_count)

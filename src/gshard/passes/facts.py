@@ -24,18 +24,19 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gshard.core.device_order import Order
 from gshard.core.mark import Demand, resolve
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.plan import Reason
-from gshard.core.program import Edge, Equation, Program, Value
-from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Dims, Factor, Rule
+from gshard.core.program import Program, Value
+from gshard.core.rule import COMMUNICATE, PARALLEL, REPLICATE, Factor, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, place, project
 from gshard.passes.candidates import arrays_of, candidates, spread
 from gshard.passes.decompose import Decompositions
+from gshard.passes.nodes import Change, Node, nodes_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,17 +126,7 @@ def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reaso
             yield value, resolve(e.mark, mesh, value.shape, e.line), Reason("mark", e.line, str(e.mark))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Node:
-    """An equation or an edge, as the analysis sees it."""
-
-    factors: tuple[Factor, ...]
-    component: tuple[int, ...]
-    tensors: tuple[tuple[Value, Dims], ...]
-    priority: int
-    equation: Equation | None
-    line_of: Equation | None
-    fixed: Callable[[Mesh], Split] | None = None
+_Moves = Sequence[tuple[int, Atoms]]  # factors, and what may move there
 
 
 class _State:
@@ -143,12 +134,13 @@ class _State:
 
     def __init__(self, program: Program, mesh: Mesh):
         self.program, self.mesh = program, mesh
-        self.dims: dict[Value, list[Atoms]] = {}
-        self.open: dict[Value, list[bool]] = {}
+        self.dims: dict[Value, tuple[Atoms, ...]] = {}
+        self.open: dict[Value, tuple[bool, ...]] = {}
         self.reasons: dict[tuple[Value, int], Reason] = {}
         self.orders: dict[Value, Order] = {}
-        self.nodes: list[_Node] = []
-        self.users: dict[Value, list[_Node]] = {}
+        self.nodes: list[Node] = []
+        self.users: dict[Value, list[Node]] = {}
+        alike: dict[object, int] = {}
         for value in program.block.inputs:
             self._meet(value)
         for equation in program.block.walk():
@@ -157,18 +149,22 @@ class _State:
                     self._meet(value)
             for value in equation.outputs:
                 self._meet(value)
-            for node in _nodes(equation):
+            for node in nodes_of(equation, alike):
                 self.nodes.append(node)
                 for value, _ in node.tensors:
                     self.users.setdefault(value, []).append(node)
         self.decompositions = Decompositions(program)
-        self.queues: tuple[deque[_Node], ...] = (deque(), deque(), deque())
-        self.pending: set[_Node] = set()
-        self.disputed: dict[_Node, dict[int, Atoms]] = {}  # of those that were asked, what their arrays contradict
+        self.queues: tuple[deque[Node], ...] = (deque(), deque(), deque())
+        self.pending: set[Node] = set()
+        self.disputed: dict[Node, dict[int, Atoms]] = {}  # of those that were asked, what their arrays contradict
+        # What was found for nodes that are alike, whose arrays are: equal layers are asked once.
+        self.found: dict[object, tuple[dict[int, Atoms], Sequence[Change]]] = {}
+        self.ways: dict[object, _Moves] = {}
+        self.ones: dict[tuple[Atoms, ...], Sharding] = {}
 
     def _meet(self, value: Value) -> None:
-        self.dims[value] = [()] * len(value.shape)
-        self.open[value] = [True] * len(value.shape)
+        self.dims[value] = ((),) * len(value.shape)
+        self.open[value] = (True,) * len(value.shape)
 
     def seed(self) -> None:
         """Sets what the user said: marks, and shardings of arguments."""
@@ -182,8 +178,8 @@ class _State:
                 self.queues[node.priority].append(node)
 
     def _set(self, value: Value, dims: Sequence[Atoms], open_dims: Sequence[bool], reason: Reason) -> None:
-        self.dims[value] = list(dims)
-        self.open[value] = list(open_dims)
+        self.dims[value] = tuple(dims)
+        self.open[value] = tuple(open_dims)
         for d, atoms in enumerate(dims):
             if atoms:
                 self.reasons[value, d] = reason
@@ -197,15 +193,26 @@ class _State:
 
     def shardings(self) -> dict[Value, Sharding]:
         """The sharding of every value, as far as it is known."""
-        return {v: Sharding(tuple(dims)) for v, dims in self.dims.items()}
+        return {v: self._sharding(v) for v in self.dims}
+
+    def _sharding(self, value: Value) -> Sharding:
+        dims = self.dims[value]
+        if dims not in self.ones:
+            self.ones[dims] = Sharding(dims)
+        return self.ones[dims]
 
     def run(self) -> None:
         """Asks equations until nothing changes."""
         while (queue := next((queue for queue in self.queues if queue), None)) is not None:
             node = queue.popleft()
             self.pending.discard(node)
-            agreed, self.disputed[node] = self._agree(node)
-            self._apply(node, agreed)
+            values = [v for v, _ in node.tensors]
+            key = (node.alike, *map(self.dims.__getitem__, values), *map(self.open.__getitem__, values))
+            if key not in self.found:
+                agreed, disputed = self._agree(node)
+                self.found[key] = disputed, self._refined(node, agreed)
+            self.disputed[node], changes = self.found[key]
+            self._change(node, changes)
 
     def other(self) -> Program | None:
         """The program that it is where values are split so; None if it is as it is."""
@@ -215,27 +222,27 @@ class _State:
         """What would be split otherwise than is known; after that, these facts are what is supposed."""
         for node in self.nodes:
             e = node.equation
-            if node in self.disputed and e is not None and e.rule is not None and any(self._to_be_moved(node)):
+            if node in self.disputed and e is not None and e.rule is not None and self._to_be_moved(node):
                 values = (v for v in (*e.inputs, *e.outputs) if isinstance(v, Value))
-                arrays = arrays_of(e, {v: Sharding(tuple(self.dims[v])) for v in values})
+                arrays = arrays_of(e, {v: self._sharding(v) for v in values})
                 ways = itertools.chain(spread(e.rule, arrays, self.mesh), candidates(e.rule, arrays, self.mesh))
                 split = next((own for own in ways if any(own.values())), None)
                 if split is not None:
-                    self._apply(node, split)
+                    self._change(node, self._refined(node, split))
                     self.run()
         return {v: s for v, s in self.shardings().items() if s != known[v]}
 
-    def moving(self) -> dict[_Node, list[tuple[int, Atoms]]]:
+    def moving(self) -> dict[Node, _Moves]:
         """The equations that cannot be split as an operand of theirs is, and where its parts may move."""
-        found = {node: list(self._to_be_moved(node)) for node in self.disputed}
+        found = {node: self._to_be_moved(node) for node in self.disputed}
         return {node: ways for node, ways in found.items() if ways}
 
-    def undecided(self, moving: Mapping[_Node, Sequence[tuple[int, Atoms]]]) -> dict[Value, dict[int, frozenset[str]]]:
+    def undecided(self, moving: Mapping[Node, _Moves]) -> dict[Value, dict[int, frozenset[str]]]:
         """What open dimensions could get where arrays disagree or have to move, and wherever that leads."""
         found: dict[Value, dict[int, frozenset[str]]] = {}
         changed: deque[tuple[Value, int]] = deque()
 
-        def note(node: _Node, f: int, atoms: frozenset[str]) -> None:
+        def note(node: Node, f: int, atoms: frozenset[str]) -> None:
             for value, dims in node.tensors:
                 for d, own in enumerate(dims):
                     if f in own and self.open[value][d]:
@@ -256,19 +263,18 @@ class _State:
                             note(node, f, found[value][d])
         return found
 
-    def _to_be_moved(self, node: _Node) -> Iterator[tuple[int, Atoms]]:
+    def _to_be_moved(self, node: Node) -> _Moves:
         """Where an operand is split as the equation cannot be: the dimensions to which its parts may move."""
         e = node.equation
         if e is None or e.rule is None or e.rule.fixed is not None:
-            return
-        for x, dims in zip(e.inputs, e.rule.operands, strict=True):
-            have = tuple(self.dims[x]) if isinstance(x, Value) else ()
-            split = project(dims, have, e.rule.factors, self.mesh) if any(have) else {}
-            if any(have) and (place(dims, split) != have or not is_valid(e.rule, split, self.mesh)):
-                atoms = tuple(a for own in have for a in own)
-                yield from ((f, atoms) for own in dims for f in own if e.rule.factors[f].kind == PARALLEL)
+            return ()
+        operands = tuple([self.dims[x] if isinstance(x, Value) else () for x in e.inputs])
+        key = e.rule, operands
+        if key not in self.ways:
+            self.ways[key] = tuple(_to_be_moved(e.rule, operands, self.mesh))
+        return self.ways[key]
 
-    def _agree(self, node: _Node) -> tuple[Split, dict[int, Atoms]]:
+    def _agree(self, node: Node) -> tuple[Split, dict[int, Atoms]]:
         """What the arrays of a node say about its factors, and of which factors they say what contradicts that."""
         if node.fixed is not None:
             return node.fixed(self.mesh), {}
@@ -294,12 +300,12 @@ class _State:
                 claims[f], disputed[f] = atoms[:cut], (*disputed.get(f, ()), *atoms[cut:])
         return claims, disputed
 
-    def _apply(self, node: _Node, split: Split) -> None:
-        """Refines the open dimensions of a node's arrays to a split of its factors."""
-        for value, dims in node.tensors:
-            current, is_open = self.dims[value], self.open[value]
-            if not any(is_open):
-                continue
+    def _refined(self, node: Node, split: Split) -> Sequence[Change]:
+        """How the open dimensions of a node's arrays are refined to a split of its factors."""
+        own = {value: list(self.dims[value]) for value, _ in node.tensors}
+        found = []
+        for i, (value, dims) in enumerate(node.tensors):
+            current, is_open = own[value], self.open[value]
             for d, factors in enumerate(dims):
                 if not is_open[d]:
                     continue
@@ -313,47 +319,31 @@ class _State:
                 have = current[d]
                 if len(wanted) <= len(have) or wanted[: len(have)] != have:
                     continue
-                used = {a for i, dim in enumerate(current) if i != d for a in dim}
-                if used & set(wanted):
+                new = set(wanted)
+                if not all(new.isdisjoint(dim) for other, dim in enumerate(current) if other != d):
                     continue
                 current[d] = wanted
-                self.reasons[value, d] = self._reason(node, value, wanted)
-                self._wake(value)
+                others = (k for k, (v, _) in enumerate(node.tensors) if v is not value)
+                source = next((k for k in others if any(map(new.intersection, own[node.tensors[k][0]]))), None)
+                found.append(Change(i, d, wanted, source))
+        return found
 
-    def _reason(self, node: _Node, value: Value, wanted: Atoms) -> Reason:
-        source = next(
-            (v for v, _ in node.tensors if v is not value and any(set(wanted) & set(dim) for dim in self.dims[v])), None
-        )
+    def _change(self, node: Node, changes: Sequence[Change]) -> None:
         e = node.line_of
-        return Reason("propagated", e.line if e else "", e.name if e else "", source)
+        for i, d, atoms, source in changes:
+            value, dims = node.tensors[i][0], self.dims[node.tensors[i][0]]
+            self.dims[value] = (*dims[:d], atoms, *dims[d + 1 :])
+            came = None if source is None else node.tensors[source][0]
+            self.reasons[value, d] = Reason("propagated", e.line if e else "", e.name if e else "", came)
+            self._wake(value)
 
 
-def _nodes(equation: Equation) -> list[_Node]:
-    if equation.rule is None:
-        return [_edge_node(edge, equation) for edge in equation.edges]
-    rule = equation.rule
-    tensors = [
-        (value, dims)
-        for value, dims in zip((*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True)
-        if isinstance(value, Value) and value.shape
-    ]
-    node = _Node(rule.factors, rule.component, tuple(tensors), _priority(rule), equation, equation, rule.fixed)
-    return [node] if tensors else []
-
-
-def _priority(rule: Rule) -> int:
-    """0 where elements stay or are combined in place, 1 where some are summed or sent, 2 where few become many."""
-    if any(f.kind in (REDUCE, COMMUNICATE) for f in rule.factors):
-        return 1
-    held = {f for dims in rule.operands for dim in dims for f in dim}
-    new = (f for dims in rule.results for dim in dims for f in dim if f not in held)
-    return 2 if held and any(rule.factors[f].size > 1 for f in new) else 0
-
-
-def _edge_node(edge: Edge, equation: Equation) -> _Node:
-    rule = edge.rule
-    tensors = ((edge.outer, rule.operands[0]), (edge.inner, rule.results[0]))
-    return _Node(rule.factors, rule.component, tensors, 0, None, equation)
+def _to_be_moved(rule: Rule, operands: Sequence[Sequence[Atoms]], mesh: Mesh) -> Iterator[tuple[int, Atoms]]:
+    for dims, have in zip(rule.operands, operands, strict=True):
+        split = project(dims, have, rule.factors, mesh) if any(have) else {}
+        if any(have) and (place(dims, split) != have or not is_valid(rule, split, mesh)):
+            atoms = tuple(a for own in have for a in own)
+            yield from ((f, atoms) for own in dims for f in own if rule.factors[f].kind == PARALLEL)
 
 
 def _fitting(factors: tuple[int, ...], split: Split, table: Sequence[Factor], mesh: Mesh) -> Atoms:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -83,8 +83,8 @@ class Objective(Protocol):
         """
         ...
 
-    def windows(self, e: Equation, split: Split) -> Sequence[Windows]:
-        """What ``of_splits`` counts for an equation that others may share; none where that is not known."""
+    def windows(self, e: Equation, ways: Sequence[Split]) -> Iterable[tuple[int, Windows]]:
+        """What ``of_splits`` counts for an equation that others may share, each with the way in which it is fetched."""
         ...
 
     def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
@@ -104,10 +104,8 @@ class Bytes(Moves):
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Each equation by itself: nothing is known of what a compiler fuses."""
-        for e in block.equations:
-            yield Kernel(e, kind_of(e), (), (), e.outputs), 1
-            for body in e.blocks:
-                yield from ((kernel, times * e.trip_count) for kernel, times in self.kernels(body))
+        for e, times in block.runs():
+            yield Kernel(e, kind_of(e), (), (), e.outputs), times
 
     def alike(self, kernel: Kernel) -> Hashable:
         return kernel.equation.rule, kernel.writes[0].shape if kernel.writes else ()
@@ -124,7 +122,7 @@ class Bytes(Moves):
         spared = _SPARED if is_product(rule) else OTHER
         return price * np.maximum(done - asked, 0) + spared * np.minimum(done, asked) + np.array(sent)
 
-    def windows(self, e: Equation, split: Split) -> Sequence[Windows]:
+    def windows(self, e: Equation, ways: Sequence[Split]) -> Iterable[tuple[int, Windows]]:
         return ()
 
     def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:

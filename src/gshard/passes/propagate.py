@@ -25,14 +25,16 @@ from gshard.passes.facts import Facts, demands, facts_of
 from gshard.passes.graph import Graph, within_rounds
 from gshard.passes.moves import axes_of
 from gshard.passes.objective import Objective, bytes_on
-from gshard.passes.reasons import reasons_of
+from gshard.passes.reasons import Reasons
 from gshard.solver.descent import Descent
 from gshard.solver.exact import exact
 from gshard.solver.problem import Ints, Problem
 from gshard.solver.reduce import reduce
+from gshard.solver.rest import best_of_rest
 
 _ROUNDS = 6  # of messages at most, where a problem is too large to be solved exactly
 _ENOUGH = 1e-8  # of the costs: a gap that is none
+_NEARLY = 1e-3  # at which few states are left that could be better
 
 
 @collected_seldom()
@@ -96,10 +98,12 @@ def _solved(problem: Problem) -> tuple[Ints, float]:
     descent = Descent(small.problem, 0)
     for _ in range(_ROUNDS):
         descent.round()
-        if descent.value - descent.prices.bound <= _ENOUGH * descent.value:
+        spared = descent.value - descent.prices.bound
+        if spared <= _ENOUGH * descent.value:
             break
+        if spared <= _NEARLY * descent.value and (best := best_of_rest(descent, _ENOUGH)) is not None:
+            return small.lift(best), 0.0
     assert descent.states is not None, "without a limit of memory, messages find states that are allowed"
-    spared = descent.value - descent.prices.bound
     return small.lift(descent.states), spared / descent.value if spared > 0 else 0.0
 
 
@@ -107,7 +111,7 @@ def decided(graph: Graph, chosen: Ints, facts: Facts) -> Plan:
     """The plan of some states, with the reasons of what is otherwise than the marks say."""
     shardings = graph.shardings(chosen)
     readings, leaves = graph.moved(chosen)
-    reasons = reasons_of(graph.program, shardings, facts)
+    reasons = Reasons(graph.program, shardings, facts)
     return Plan(
         graph.program, facts.mesh, shardings, graph.splits(chosen), reasons, facts.orders, readings=readings,
         leaves=leaves,

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from gshard.core.mesh import Atoms
 from gshard.core.plan import Reason
 from gshard.core.program import Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.passes.facts import Facts
+
+
+class Reasons(Mapping[tuple[Value, int], Reason]):
+    """Why each dimension is split, found when somebody asks: ``reasons_of`` what it was made of."""
+
+    def __init__(self, program: Program, shardings: Mapping[Value, Sharding], facts: Facts):
+        self._of = program, shardings, facts
+
+    @functools.cached_property
+    def _found(self) -> dict[tuple[Value, int], Reason]:
+        return reasons_of(*self._of)
+
+    def __getitem__(self, at: tuple[Value, int]) -> Reason:
+        return self._found[at]
+
+    def __iter__(self) -> Iterator[tuple[Value, int]]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
 
 
 def reasons_of(program: Program, shardings: Mapping[Value, Sharding], facts: Facts) -> dict[tuple[Value, int], Reason]:

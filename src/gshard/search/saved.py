@@ -24,7 +24,7 @@ def save_problem(problem: Problem, path: str | Path | IO[bytes]) -> None:
         "states": problem.states,
         "costs": problem.cost,
         "ends": problem.ends,
-        "tables": problem.table,
+        "tables": np.concatenate([np.zeros(0), *(table.ravel() for table in problem.tables)]),
         "loads": np.array([load[:3] for load in problem.loads], dtype=np.int64).reshape(-1, 3),
         "bytes": np.concatenate([np.zeros(0), *(load.bytes for load in problem.loads)]),
         "limit": np.array([np.inf if problem.limit is None else problem.limit]),

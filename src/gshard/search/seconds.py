@@ -92,10 +92,11 @@ class Seconds(Moves):
         parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
         return np.array([self.work(kernel.equation, *_of(kernel, part), kernel.moved * part) for part in parts])
 
-    def windows(self, e: Equation, split: Split) -> Sequence[Windows]:
+    def windows(self, e: Equation, ways: Sequence[Split]) -> Iterator[tuple[int, Windows]]:
         """What an equation fetches of its operands, that others may share."""
-        emitted = self.own(e, split)
-        return () if emitted is None else emitted.windows
+        for i, split in enumerate(ways):
+            if (emitted := self.own(e, split)) is not None:
+                yield from ((i, own) for own in emitted.windows)
 
     def own(self, e: Equation, split: Split) -> Emitted | None:
         """What is emitted for an equation that runs on shards in a way of its own; None for others."""

@@ -27,7 +27,7 @@ class Flat:
         size, first: int64 [nodes], [nodes + 1]: states of each node, and where they begin.
         owner: int64 [all states], the node of each.
         cost: float64 [all states].
-        table, table_first: all tables, row by row, and where each begins.
+        table, table_first: all tables, row by row, equal ones once, and where each begins.
         limit: bytes; ``inf`` without one.
     """
 
@@ -46,7 +46,7 @@ class Flat:
     def _sides(self, u: Ints, v: Ints) -> None:
         """For each state of each end of each edge: the entry for state 0 of the other end, the step to the next."""
         node, other = np.concatenate([u, v]), np.concatenate([v, u])
-        begin = np.concatenate([self.table_first[:-1]] * 2)
+        begin = np.concatenate([self.table_first] * 2)
         row = np.concatenate([self.size[v], np.ones_like(v)])  # from a state to the next of the same end
         step = np.concatenate([np.ones_like(u), self.size[v]])  # to the next of the other end
         order = np.argsort(node, kind="stable")

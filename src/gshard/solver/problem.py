@@ -59,7 +59,7 @@ class Problem:
     Attributes:
         costs: of each node, float64 [states].
         ends: int64 [edges, 2], the two nodes of each edge, the smaller first; no pair twice, in lexicographic order.
-        tables: of each edge, float64 [states of the first, states of the second].
+        tables: of each edge, float64 [states of the first, states of the second]; what was given as one array, is one.
         loads: memory, empty ones left out.
         limit: bytes at any moment, or None.
         names: of the nodes, for messages; may be empty.
@@ -87,16 +87,18 @@ class Problem:
             ProblemError: shapes that do not agree, NaN, numbers below zero, bytes that are not whole.
         """
         called = _Names(tuple(names))
-        own = [_numbers(cost, f"the cost of {called(i)}") for i, cost in enumerate(costs)]
+        numbers = _Numbers(called)
+        own = [numbers(cost, "the cost of", i) for i, cost in enumerate(costs)]
         if names and len(names) != len(own):
             raise ProblemError(f"{len(names)} names for {len(own)} nodes.")
         for i, cost in enumerate(own):
             if cost.ndim != 1 or not cost.size:
                 raise ProblemError(f"{called(i)} has costs of shape {cost.shape}.", hint="One cost for each state.")
         sums: dict[tuple[int, int], Floats] = {}
+        turned: dict[int, Floats] = {}
         for u, v, given in edges:
             u, v = called.node(u, len(own)), called.node(v, len(own))
-            table = _numbers(given, f"the table of {called(u)} and {called(v)}")
+            table = numbers(given, "the table of", u, v)
             if table.shape != (own[u].size, own[v].size):
                 raise ProblemError(
                     f"The table of {called(u)} and {called(v)} has shape {table.shape}.",
@@ -106,14 +108,16 @@ class Problem:
                 own[u] = own[u] + np.diagonal(table)
                 continue
             if u > v:
-                u, v, table = v, u, table.T
+                if id(table) not in turned:
+                    turned[id(table)] = np.ascontiguousarray(table.T)
+                u, v, table = v, u, turned[id(table)]
             sums[u, v] = sums[u, v] + table if (u, v) in sums else table
         keys = sorted(sums)
         return cls(
             costs=tuple(own),
             ends=np.array(keys, dtype=np.int64).reshape(-1, 2),
             tables=tuple(np.ascontiguousarray(sums[key]) for key in keys),
-            loads=tuple(_loads(loads, own, called)),
+            loads=tuple(_loads(loads, own, called, numbers)),
             limit=_limit(limit),
             names=tuple(names),
         )
@@ -138,13 +142,20 @@ class Problem:
 
     @cached_property
     def table_first(self) -> Ints:
-        """int64 [edges + 1]: where each table begins in ``table``."""
-        return offsets(self.states[self.ends[:, 0]] * self.states[self.ends[:, 1]])
+        """int64 [edges]: where each table begins in ``table``."""
+        different = self._different
+        begin = offsets(np.array([table.size for table in different.values()], dtype=np.int64)).tolist()
+        first = dict(zip(different, begin))
+        return np.array([first[id(table)] for table in self.tables], dtype=np.int64)
 
     @cached_property
     def table(self) -> Floats:
-        """All tables one after the other, row by row."""
-        return _flat([table.ravel() for table in self.tables])
+        """All tables one after the other, row by row; those that are one array, once."""
+        return _flat([table.ravel() for table in self._different.values()])
+
+    @property
+    def _different(self) -> dict[int, Floats]:
+        return {id(table): table for table in self.tables}
 
     @cached_property
     def moments(self) -> Ints:
@@ -167,7 +178,7 @@ class Problem:
         """What the states cost; ``inf`` if one of them is forbidden."""
         chosen = self._checked(states)
         u, v = self.ends[:, 0], self.ends[:, 1]
-        entries = self.table[self.table_first[:-1] + chosen[u] * self.states[v] + chosen[v]]
+        entries = self.table[self.table_first + chosen[u] * self.states[v] + chosen[v]]
         return float(self.cost[self.first[:-1] + chosen].sum() + entries.sum())
 
     def usage(self, states: Sequence[int] | Ints) -> Floats:
@@ -233,18 +244,32 @@ class _Names:
         return int(node)
 
 
-def _numbers(given: ArrayLike, what: str) -> Floats:
-    array = np.array(given, dtype=np.float64)
-    if not (array >= 0).all():  # NaN compares false
-        raise ProblemError(f"In {what} is a number below zero or NaN.", hint="What is forbidden costs inf.")
-    return array
+class _Numbers:
+    """Arrays of what is given, checked; what is given more than once is looked at once."""
+
+    def __init__(self, called: _Names):
+        self.called = called
+        self._known: dict[int, tuple[ArrayLike, Floats]] = {}  # with what was given, so that it stays
+
+    def __call__(self, given: ArrayLike, what: str, *nodes: int) -> Floats:
+        if id(given) not in self._known:
+            array = np.array(given, dtype=np.float64)
+            if not (array >= 0).all():  # NaN compares false
+                whose = " and ".join(map(self.called, nodes))
+                raise ProblemError(
+                    f"In {what} {whose} is a number below zero or NaN.", hint="What is forbidden costs inf."
+                )
+            self._known[id(given)] = given, array
+        return self._known[id(given)][1]
 
 
-def _loads(loads: Iterable[tuple[int, int, int, ArrayLike]], own: list[Floats], called: _Names) -> Iterable[Load]:
+def _loads(
+    loads: Iterable[tuple[int, int, int, ArrayLike]], own: list[Floats], called: _Names, numbers: _Numbers
+) -> Iterable[Load]:
     total = 0.0
     for node, start, end, given in loads:
         node = called.node(node, len(own))
-        amount = _numbers(given, f"the bytes of {called(node)}")
+        amount = numbers(given, "the bytes of", node)
         if amount.shape != own[node].shape:
             raise ProblemError(
                 f"A load of {called(node)} has shape {amount.shape}.", got=f"its states: {own[node].size}"

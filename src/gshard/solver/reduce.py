@@ -23,10 +23,12 @@ Equal layers of a model are equal nodes with equal tables: what one of them come
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import numpy as np
 
+from gshard.solver.done import Done
 from gshard.solver.moments import fullest_moments
 from gshard.solver.problem import Floats, Ints, Load, Problem, ProblemError, accumulated
 from gshard.solver.reduced import DoesNotFit, Dominated, Reduced, Step
@@ -34,8 +36,6 @@ from gshard.solver.reduced import DoesNotFit, Dominated, Reduced, Step
 TABLE = 4096  # entries of the table that the elimination of a node with two neighbours may leave
 GROWTH = 100_000  # entries by which a merge may make the tables larger
 DOMINANCE = 60_000  # entries that comparing all pairs of states over one edge may take
-
-_Alike = tuple[bytes, ...]
 
 
 def reduce(problem: Problem) -> Reduced:
@@ -58,8 +58,13 @@ class _Work:
     def __init__(self, problem: Problem):
         n = len(problem.costs)
         self.whole = problem
-        self.cost = list(problem.costs)
-        self.kept: list[Ints] = [np.arange(cost.size) for cost in problem.costs]
+        done = self.done = Done()
+        given = {id(array): array for array in (*problem.costs, *problem.tables)}
+        one = {i: done.one(array) for i, array in given.items()}
+        self.turned: dict[int, Floats] = {}
+        self.beaten: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {}
+        self.cost: list[Floats] = [one[id(cost)] for cost in problem.costs]
+        self.kept: list[Ints] = [done(_numbered, cost) for cost in self.cost]
         self.near: list[dict[int, Floats]] = [{} for _ in range(n)]
         self.loads: list[dict[tuple[int, int], Floats]] = [{} for _ in range(n)]
         self.alive = [True] * n
@@ -68,18 +73,15 @@ class _Work:
         self.fixed = np.zeros(len(problem.moments))
         self.steps: list[Step | Dominated] = []
         for (u, v), table in zip(problem.ends.tolist(), problem.tables):
-            self.near[u][v], self.near[v][u] = table, table.T
+            self._join(u, v, one[id(table)])
         if problem.limit is not None:
             for load, (first, last) in zip(problem.loads, problem.rows.tolist()):
                 self._load(load.node, (first, last), load.bytes)
-        # What nodes with these costs and tables come to.
-        self.beaten: dict[_Alike, tuple[tuple[int, int], ...]] = {}
-        self.eliminated: dict[_Alike, tuple[Floats, Ints, Floats]] = {}
         self.changed: dict[int, None] = dict.fromkeys(range(n))  # nodes, since states were last compared
         self.edges: dict[tuple[int, int], None] = dict.fromkeys(map(tuple, problem.ends.tolist()))
         self.nodes: dict[int, None] = dict.fromkeys(range(n))
         for i in range(n):
-            self._restrict(i, np.isfinite(self.cost[i]))
+            self._restrict(i, done(_finite, self.cost[i]))
 
     def settle(self) -> None:
         """Works off the edges and nodes that something changed at."""
@@ -115,10 +117,10 @@ class _Work:
         for i, (first, last), amount in spans:
             current = self.loads[i].get((first, last))
             if current is not None and current.size == amount.size:
-                fits = amount - amount.min() <= room[first:last].min()
+                fits = self.done.one(amount - amount.min() <= room[first:last].min())
                 changed |= not fits.all()
                 self.by_memory |= not fits.all()
-                self._restrict(i, fits)
+                self._restrict(i, None if fits.all() else fits)
         return changed
 
     def fewer_states(self) -> bool:
@@ -127,12 +129,14 @@ class _Work:
         for i in sorted(self.changed):
             del self.changed[i]
             if self.alive[i] and self.cost[i].size > 1:
-                ok = np.ones(self.cost[i].size, dtype=bool)
-                for b, by in self._dominated(i):
-                    ok[b] = False
+                worse = self._dominated(i)
+                for b, by in worse:
                     self.steps.append(Dominated(i, int(self.kept[i][b]), int(self.kept[i][by])))
-                found |= not ok.all()
-                self._restrict(i, ok)
+                if worse:
+                    ok = np.ones(self.cost[i].size, dtype=bool)
+                    ok[[b for b, _ in worse]] = False
+                    self._restrict(i, self.done.one(ok))
+                    found = True
         return found
 
     def result(self) -> Reduced:
@@ -159,30 +163,27 @@ class _Work:
         small = Problem(
             costs=tuple(costs),
             ends=np.array(ends, dtype=np.int64).reshape(-1, 2),
-            tables=tuple(np.ascontiguousarray(self.near[left[a]][left[b]]) for a, b in ends),
+            tables=tuple(self.near[left[a]][left[b]] for a, b in ends),
             loads=tuple(Load(*key, amount) for key, amount in loads.items()),
             limit=self.whole.limit if loads else None,
         )
         return Reduced(self.whole, small, tuple(nodes), tuple(kept), moments, tuple(self.steps))
 
     def _edge(self, i: int, j: int) -> None:
-        table = self.near[i][j]
-        allowed = np.isfinite(table)
-        count = np.count_nonzero(allowed)
-        if count < table.size:
-            for node, ok in ((i, np.asarray(allowed.any(1))), (j, np.asarray(allowed.any(0)))):
-                if not ok.all():
-                    self._restrict(node, ok)
-                    self.edges[i, j] = None
-                    return
-        elif self._is_sum(table):
+        rows, columns, is_sum, by_column, by_row = self.done(_allowed, self.near[i][j])
+        for node, ok in ((i, rows), (j, columns)):
+            if ok is not None:
+                self._restrict(node, ok)
+                self.edges[i, j] = None
+                return
+        if is_sum:
             self._part(i, j)
             return
         ways = []
-        if count == table.shape[1]:  # each state of j allows one of i
-            ways.append((len(self.near[i]), i, j, allowed.argmax(0)))
-        if count == table.shape[0]:
-            ways.append((len(self.near[j]), j, i, allowed.argmax(1)))
+        if by_column is not None:  # each state of j allows one of i
+            ways.append((len(self.near[i]), i, j, by_column))
+        if by_row is not None:
+            ways.append((len(self.near[j]), j, i, by_row))
         for _, node, into, choice in sorted(ways, key=lambda way: way[:3]):
             if self._growth(node, into) <= GROWTH:
                 self._merge(node, into, choice)
@@ -203,10 +204,7 @@ class _Work:
     def _eliminate(self, i: int) -> None:
         """Takes out a node, the best of it given its neighbours, which are at most two."""
         given = tuple(self.near[i])
-        key = self._alike(i)
-        if key not in self.eliminated:
-            self.eliminated[key] = _best(self.cost[i], tuple(self.near[i].values()))
-        best, choice, extra = self.eliminated[key]
+        best, choice, extra = self.done(_best, self.cost[i], *self.near[i].values())
         kept = tuple(self.kept[j] for j in given)
         self.steps.append(Step(i, self.kept[i], given, kept, choice, extra))
         for j in given:
@@ -225,10 +223,10 @@ class _Work:
         table = self.near[i].pop(j)
         del self.near[j][i]
         self.steps.append(Step(i, self.kept[i], (j,), (self.kept[j],), choice, None))
-        self._add_cost(j, self.cost[i][choice] + table[choice, np.arange(choice.size)])
+        self._add_cost(j, self.done(_merged, self.cost[i], table, choice))
         for k, other in self.near[i].items():
             del self.near[k][i]
-            self._add_table(j, k, other[choice])
+            self._add_table(j, k, self.done(operator.getitem, other, choice))
         for rows, amount in self.loads[i].items():
             self._load(j, rows, amount[choice])
         self.nodes[j] = None
@@ -238,24 +236,28 @@ class _Work:
         """Takes out an edge whose table is a sum of a cost of i and one of j."""
         table = self.near[i].pop(j)
         del self.near[j][i]
-        least = int(table[:, 0].argmin())  # the least row in every column, so that nothing becomes negative
+        of_row, of_column = self.done(_parts, table)
         if self.cost[i].size > 1:
-            self.cost[i] = self.cost[i] + (table[:, 0] - table[least, 0])
-        self._add_cost(j, table[least])
+            self.cost[i] = self.done(np.add, self.cost[i], of_row)
+        self._add_cost(j, of_column)
         self.nodes[i] = self.nodes[j] = None
         self.changed[i] = self.changed[j] = None
 
     def _add_cost(self, j: int, more: Floats) -> None:
-        self.cost[j] = self.cost[j] + more
+        self.cost[j] = self.done(np.add, self.cost[j], more)
         self.changed[j] = None
-        self._restrict(j, np.isfinite(self.cost[j]))
+        self._restrict(j, self.done(_finite, self.cost[j]))
 
     def _add_table(self, j: int, k: int, more: Floats) -> None:
-        table = self.near[j][k] + more if k in self.near[j] else more
-        self.near[j][k], self.near[k][j] = table, table.T
+        self._join(j, k, self.done(np.add, self.near[j][k], more) if k in self.near[j] else more)
         self.edges[j, k] = None
         self.nodes[j] = self.nodes[k] = None
         self.changed[j] = self.changed[k] = None
+
+    def _join(self, i: int, j: int, table: Floats) -> None:
+        if id(table) not in self.turned:
+            self.turned[id(table)] = self.done.one(np.ascontiguousarray(table.T))
+        self.near[i][j], self.near[j][i] = table, self.turned[id(table)]
 
     def _load(self, i: int, rows: tuple[int, int], amount: Floats) -> None:
         if rows[1] > rows[0]:
@@ -265,19 +267,18 @@ class _Work:
         self.alive[i] = False
         self.near[i], self.loads[i] = {}, {}
 
-    def _restrict(self, i: int, ok: np.ndarray) -> None:
-        if ok.all():
+    def _restrict(self, i: int, ok: np.ndarray | None) -> None:
+        if ok is None:
             return
         if not ok.any():
             if self.by_memory:
                 raise DoesNotFit(f"No state of {self.whole.name(i)} leaves the others enough memory.")
             raise ProblemError(f"No state of {self.whole.name(i)} is allowed by what its neighbours may be.")
-        self.cost[i], self.kept[i] = self.cost[i][ok], self.kept[i][ok]
+        self.cost[i], self.kept[i] = (self.done(operator.getitem, own, ok) for own in (self.cost[i], self.kept[i]))
         self.loads[i] = {rows: amount[ok] for rows, amount in self.loads[i].items()}
         self.nodes[i] = self.changed[i] = None
         for j in self.near[i]:
-            table = self.near[i][j][ok]
-            self.near[i][j], self.near[j][i] = table, table.T
+            self._join(i, j, self.done(operator.getitem, self.near[i][j], ok))
             self.edges[i, j] = self.changed[j] = None
 
     def _growth(self, i: int, j: int) -> int:
@@ -285,47 +286,91 @@ class _Work:
         others = sum(table.shape[1] for k, table in self.near[i].items() if k != j)
         return (self.cost[j].size - self.cost[i].size) * others - self.near[i][j].size
 
-    @staticmethod
-    def _is_sum(table: Floats) -> bool:
-        if 1 in table.shape or table[0, 0] + table[-1, -1] != table[0, -1] + table[-1, 0]:
-            return 1 in table.shape
-        return bool((table + table[0, 0] == table[:1] + table[:, :1]).all())
-
     def _dominated(self, i: int) -> tuple[tuple[int, int], ...]:
         """The states of a node that go, the last first, each with one that beats it."""
-        size, key = self.cost[i].size, None
-        if any(size * table.size > DOMINANCE for table in self.near[i].values()):
-            return ()
-        if not self.loads[i]:
-            key = self._alike(i)
-            if key in self.beaten:
-                return self.beaten[key]
-        more = self.cost[i][:, None] - self.cost[i][None, :]  # [b, a]: what b costs above a, at least
-        with np.errstate(invalid="ignore"):
-            for table in self.near[i].values():
-                apart = table[:, None, :] - table[None, :, :]
-                apart[np.isnan(apart)] = np.inf  # forbidden for both
-                more += apart.min(2)
-        worse = more >= 0
-        for amount in self.loads[i].values():
-            worse &= amount[:, None] >= amount[None, :]
-        np.fill_diagonal(worse, False)
-        ok, found = np.ones(size, dtype=bool), []
-        for b in np.flatnonzero(worse.any(1))[::-1].tolist():
-            by = np.flatnonzero(worse[b] & ok)
-            if by.size:
-                ok[b] = False
-                found.append((b, int(by[0])))
-        if key is not None:
-            self.beaten[key] = tuple(found)
-        return tuple(found)
-
-    def _alike(self, i: int) -> _Alike:
-        """Two nodes of which this is equal have the same costs, and the same tables with their neighbours."""
-        return self.cost[i].tobytes(), *(table.tobytes() for table in self.near[i].values())
+        cost, tables = self.cost[i], self.near[i].values()
+        key = (id(cost), *map(id, tables))
+        if self.loads[i] or key not in self.beaten:
+            if any(cost.size * table.size > DOMINANCE for table in tables):
+                return ()
+            found = _beaten(cost, [self.done(_apart, table) for table in tables], [*self.loads[i].values()])
+            if self.loads[i]:
+                return found
+            self.beaten[key] = found
+        return self.beaten[key]
 
 
-def _best(cost: Floats, tables: Sequence[Floats]) -> tuple[Floats, Ints, Floats]:
+def _numbered(cost: Floats) -> Ints:
+    return np.arange(cost.size)
+
+
+def _finite(cost: Floats) -> np.ndarray | None:
+    """Which states are allowed; None for all."""
+    finite = np.isfinite(cost)
+    return None if finite.all() else finite
+
+
+def _allowed(table: Floats) -> tuple[np.ndarray | None, np.ndarray | None, bool, Ints | None, Ints | None]:
+    """What a table allows.
+
+    Returns:
+        the rows, and the columns, of which something is allowed, None where that is all of them; whether it is a sum of
+        a cost of the row and one of the column; the row that each column allows, and the column that each row allows,
+        None where that is not one.
+    """
+    allowed = np.isfinite(table)
+    count = np.count_nonzero(allowed)
+    if count == table.size:
+        return None, None, _is_sum(table), None, None
+    rows, columns = np.asarray(allowed.any(1)), np.asarray(allowed.any(0))
+    by_column = allowed.argmax(0) if count == table.shape[1] else None
+    by_row = allowed.argmax(1) if count == table.shape[0] else None
+    return None if rows.all() else rows, None if columns.all() else columns, False, by_column, by_row
+
+
+def _is_sum(table: Floats) -> bool:
+    if 1 in table.shape or table[0, 0] + table[-1, -1] != table[0, -1] + table[-1, 0]:
+        return 1 in table.shape
+    return bool((table + table[0, 0] == table[:1] + table[:, :1]).all())
+
+
+def _parts(table: Floats) -> tuple[Floats, Floats]:
+    """The costs of rows and of columns of which a table is the sum."""
+    least = int(table[:, 0].argmin())  # the least row in every column, so that nothing becomes negative
+    return table[:, 0] - table[least, 0], table[least]
+
+
+def _merged(cost: Floats, table: Floats, choice: Ints) -> Floats:
+    """What the states cost that are chosen, and their entries in a table."""
+    merged: Floats = cost[choice] + table[choice, np.arange(choice.size)]
+    return merged
+
+
+def _apart(table: Floats) -> Floats:
+    """float64 [b, a]: how much an entry of row b is above that of row a, at least."""
+    with np.errstate(invalid="ignore"):
+        apart = table[:, None, :] - table[None, :, :]
+    apart[np.isnan(apart)] = np.inf  # forbidden for both
+    least: Floats = apart.min(2)
+    return least
+
+
+def _beaten(cost: Floats, apart: Sequence[Floats], amounts: Sequence[Floats]) -> tuple[tuple[int, int], ...]:
+    """States that go, the last first, each with one that costs and takes no more whatever the neighbours choose."""
+    worse = sum(apart, start=cost[:, None] - cost[None, :]) >= 0
+    for amount in amounts:
+        worse &= amount[:, None] >= amount[None, :]
+    np.fill_diagonal(worse, False)
+    ok, found = np.ones(cost.size, dtype=bool), []
+    for b in np.flatnonzero(worse.any(1))[::-1].tolist():
+        by = np.flatnonzero(worse[b] & ok)
+        if by.size:
+            ok[b] = False
+            found.append((b, int(by[0])))
+    return tuple(found)
+
+
+def _best(cost: Floats, *tables: Floats) -> tuple[Floats, Ints, Floats]:
     """The least cost of a node given its neighbours' states, its state then, and what others cost more."""
     total = cost.reshape(-1, *[1] * len(tables))
     for axis, table in enumerate(tables):

@@ -75,15 +75,19 @@ class Reduced:
 
     def lift(self, states: Sequence[int] | Ints) -> Ints:
         """The states of all nodes of ``whole``, of the same value."""
-        found = np.zeros(len(self.whole.costs), dtype=np.int64)
+        found = [0] * len(self.whole.costs)
         for node, kept, state in zip(self.nodes, self.kept, states):
             if node >= 0:
-                found[node] = kept[state]
+                found[node] = int(kept[state])
+        places: dict[int, dict[int, int]] = {}  # of states among some that were left
         for step in reversed(self.steps):
             if isinstance(step, Step):
-                at = tuple(int(np.searchsorted(kept, found[j])) for j, kept in zip(step.given, step.given_kept))
-                found[step.node] = step.kept[step.choice[at]]
-        return found
+                for kept in step.given_kept:
+                    if id(kept) not in places:
+                        places[id(kept)] = {state: k for k, state in enumerate(kept.tolist())}
+                at = [places[id(kept)][found[j]] for j, kept in zip(step.given, step.given_kept)]
+                found[step.node] = step.kept.item(step.choice.item(*at))
+        return np.array(found, dtype=np.int64)
 
     def lower(self, states: Sequence[int] | Ints) -> Ints:
         """The states of ``problem`` that a solution of ``whole`` has there; the first one where its own is gone."""

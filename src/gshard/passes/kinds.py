@@ -1,0 +1,30 @@
+"""Kinds: values of one shape of which the facts say the same. Equal layers have equal kinds, and choices of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gshard.core.program import Equation, Program, Value, itemsize
+from gshard.passes.facts import Facts
+
+Kinds = Mapping[Value, int]
+
+
+def kinds_of(program: Program, facts: Facts | None) -> Kinds:
+    """A number for each value, the same for those that are alike."""
+    numbers: dict[object, int] = {}
+    found: dict[Value, int] = {}
+    for v in program.block.values():
+        key: tuple[object, ...] = v.shape, itemsize(v.dtype)
+        if facts is not None:
+            could = facts.undecided.get(v)
+            undecided = None if could is None else tuple(sorted((d, tuple(sorted(own))) for d, own in could.items()))
+            moved = facts.moved.get(v)
+            key = *key, facts.shardings[v].dims, None if moved is None else moved.dims, undecided
+        found[v] = numbers.setdefault(key, len(numbers))
+    return found
+
+
+def kinds_at(e: Equation, kinds: Kinds) -> tuple[int, ...]:
+    """The kinds of the operands and results of an equation, -1 for constants."""
+    return tuple([kinds[v] if isinstance(v, Value) else -1 for v in (*e.inputs, *e.outputs)])
