@@ -36,6 +36,7 @@ from gshard.solver.reduced import DoesNotFit, Dominated, Reduced, Step
 TABLE = 4096  # entries of the table that the elimination of a node with two neighbours may leave
 GROWTH = 100_000  # entries by which a merge may make the tables larger
 DOMINANCE = 60_000  # entries that comparing all pairs of states over one edge may take
+_Beaten = tuple[tuple[tuple[int, int], ...], np.ndarray | None]
 
 
 def reduce(problem: Problem) -> Reduced:
@@ -62,7 +63,7 @@ class _Work:
         given = {id(array): array for array in (*problem.costs, *problem.tables)}
         one = {i: done.one(array) for i, array in given.items()}
         self.turned: dict[int, Floats] = {}
-        self.beaten: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {}
+        self.beaten: dict[tuple[int, ...], _Beaten] = {}
         self.cost: list[Floats] = [one[id(cost)] for cost in problem.costs]
         self.kept: list[Ints] = [done(_numbered, cost) for cost in self.cost]
         self.near: list[dict[int, Floats]] = [{} for _ in range(n)]
@@ -129,14 +130,11 @@ class _Work:
         for i in sorted(self.changed):
             del self.changed[i]
             if self.alive[i] and self.cost[i].size > 1:
-                worse = self._dominated(i)
-                for b, by in worse:
-                    self.steps.append(Dominated(i, int(self.kept[i][b]), int(self.kept[i][by])))
-                if worse:
-                    ok = np.ones(self.cost[i].size, dtype=bool)
-                    ok[[b for b, _ in worse]] = False
-                    self._restrict(i, self.done.one(ok))
-                    found = True
+                worse, ok = self._dominated(i)
+                kept = self.kept[i].tolist() if worse else []
+                self.steps += [Dominated(i, kept[b], kept[by]) for b, by in worse]
+                self._restrict(i, ok)
+                found |= bool(worse)
         return found
 
     def result(self) -> Reduced:
@@ -255,9 +253,10 @@ class _Work:
         self.changed[j] = self.changed[k] = None
 
     def _join(self, i: int, j: int, table: Floats) -> None:
-        if id(table) not in self.turned:
-            self.turned[id(table)] = self.done.one(np.ascontiguousarray(table.T))
-        self.near[i][j], self.near[j][i] = table, self.turned[id(table)]
+        turned = self.turned.get(id(table))
+        if turned is None:
+            turned = self.turned[id(table)] = self.done.one(np.ascontiguousarray(table.T))
+        self.near[i][j], self.near[j][i] = table, turned
 
     def _load(self, i: int, rows: tuple[int, int], amount: Floats) -> None:
         if rows[1] > rows[0]:
@@ -286,18 +285,20 @@ class _Work:
         others = sum(table.shape[1] for k, table in self.near[i].items() if k != j)
         return (self.cost[j].size - self.cost[i].size) * others - self.near[i][j].size
 
-    def _dominated(self, i: int) -> tuple[tuple[int, int], ...]:
-        """The states of a node that go, the last first, each with one that beats it."""
+    def _dominated(self, i: int) -> _Beaten:
+        """The states of a node that go, the last first, each with one that beats it; and which stay, None for all."""
         cost, tables = self.cost[i], self.near[i].values()
         key = (id(cost), *map(id, tables))
-        if self.loads[i] or key not in self.beaten:
+        if self.loads[i] or (known := self.beaten.get(key)) is None:
             if any(cost.size * table.size > DOMINANCE for table in tables):
-                return ()
+                return (), None
             found = _beaten(cost, [self.done(_apart, table) for table in tables], [*self.loads[i].values()])
-            if self.loads[i]:
-                return found
-            self.beaten[key] = found
-        return self.beaten[key]
+            ok = np.ones(cost.size, dtype=bool)
+            ok[[b for b, _ in found]] = False
+            known = found, self.done.one(ok) if found else None
+            if not self.loads[i]:
+                self.beaten[key] = known
+        return known
 
 
 def _numbered(cost: Floats) -> Ints:
