@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -155,9 +156,12 @@ def test_long_sentences_are_drawn_as_often_as_short_ones(temperature: float) -> 
     batches = Batches(data, tokens=4096, length=128, temperature=temperature, seed=1)
     drawn = np.zeros(len(data))
     for step in range(400):
+        own = np.zeros(len(data))
         for row in batches.batch(step)["source"]:
             firsts = row[row >= 100]  # the first id of each sentence says which pair it is
-            drawn += np.bincount(firsts - 100, minlength=len(data))
+            own += np.bincount(firsts - 100, minlength=len(data))
+        assert step % 50 or np.array_equal(own, np.bincount(batches.pairs(step), minlength=len(data)))
+        drawn += own
     fits = data.lengths <= 128
     assert not drawn[~fits].any()
     sizes = np.bincount(data.language[fits], minlength=3)
@@ -322,6 +326,7 @@ def test_settings_that_make_no_sense() -> None:
         {"test": 0.6},
         {"length": 2},
         {"temperature": 0.5},
+        {"temperature": math.nan},
         nothing,
         {"jobs": 0},
         {"quota": -1},
