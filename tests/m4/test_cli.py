@@ -167,7 +167,7 @@ def test_the_demo_tells_its_story(
 
 
 def test_lines_in_are_lines_out(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given_lines = ["evas eht elif", "", "a a a a a a a a a a", "unknown words\t\u202e", "won"] * 9
+    given_lines = ["evas eht elif", "", "a a a a a a a a a a", "unknown words\t\u202e", "won\0\x07 won"] * 9
     (tmp_path / "in.txt").write_text("\n".join(given_lines) + "\n", "utf-8")
     given = ["translate", "in.txt", "--run", str(trained), "--output", "out.txt", "--max-length", "6"]
     assert main(given) == 0
@@ -238,6 +238,20 @@ def test_long_lines_are_cut_and_counted(trained: Path, tmp_path: Path, capsys: p
     told = capsys.readouterr()
     assert told.out.count("\n") == 2
     assert "1 line was longer than 7 tokens" in told.err
+
+
+def test_ctrl_c(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(self: Translator, *_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Translator, "translate", interrupted)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"won\n")))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
+    try:
+        assert main(["translate", "--run", str(trained)]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err.splitlines()[-1] == "m4: interrupted"
 
 
 def test_nothing_to_translate(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -284,12 +284,13 @@ def test_a_vocabulary_larger_than_the_text_says_how_large_it_may_be(config: Prep
     assert learn([f"{a} {b}" for a in NOUNS for b in VERBS], None, 8000, "target").size < 8000
 
 
-def test_a_damaged_vocabulary_is_noticed(text: PreparedText, tmp_path: Path) -> None:
-    broken = bytearray(text.source.model)
-    broken[100] ^= 1
-    (tmp_path / "v.model").write_bytes(bytes(broken))
-    with pytest.raises(VocabularyError, match="not the one that was learnt"):
-        Vocabulary.load(tmp_path / "v.model", text.source.sha256)
+def test_a_damaged_vocabulary_is_noticed(text: PreparedText, tmp_path: Path, rng: np.random.Generator) -> None:
+    for _ in range(240):
+        broken = bytearray(text.source.model)
+        broken[rng.integers(len(broken))] ^= 1 << int(rng.integers(8))
+        (tmp_path / "v.model").write_bytes(bytes(broken))
+        with pytest.raises(VocabularyError, match="not the one that was learnt"):
+            Vocabulary.load(tmp_path / "v.model", text.source.sha256)
     with pytest.raises(VocabularyError, match="cannot be read"):
         Vocabulary.load(tmp_path / "absent.model")
 
