@@ -25,7 +25,8 @@ import numpy as np
 from figure6 import AGAIN, ROOT, STOPPED, SliceOverError, train
 from figure6_ablation_page import write
 from figure6_job import DENSE, SIZES, Job, manifest, taken
-from figure6_losses import Found, Sentences, classes_of, exposure, held_out, nats, times_drawn, training_pairs
+from figure6_losses import Found, Sentences, classes_of, english_drawn, exposure, held_out, nats, times_drawn
+from figure6_losses import training_pairs as picked
 
 from m4.config import Run
 from m4.held_out import KNOWN_ENGLISH, NEW_ENGLISH
@@ -83,11 +84,11 @@ def measure(job: Job, temperatures: Sequence[float], each: int) -> Found:
     """Cross entropies of all models, and how often pairs were drawn; what was measured before is read."""
     text = PreparedText.load(job.data)
     sets = {
-        TRAINING: training_pairs(text.batches, each),
+        TRAINING: picked(text.batches, each),
         KNOWN: held_out(text, (KNOWN_ENGLISH.dev, KNOWN_ENGLISH.test)),
         NEW: held_out(text, (NEW_ENGLISH.test,)),
     }
-    drawn, exposures, losses = {}, {}, {}
+    drawn, english, exposures, losses = {}, {}, {}, {}
     classes = classes_of(text.languages)
     for temperature in temperatures:
         batches = text.rebatched(tokens=job.size.tokens, temperature=temperature).batches
@@ -96,11 +97,13 @@ def measure(job: Job, temperatures: Sequence[float], each: int) -> Found:
             np.save(kept, times_drawn(batches, job.steps))
         count = np.load(kept)
         drawn[temperature] = count[sets[TRAINING].rows]
-        exposures[temperature] = exposure(batches.data, count, classes)
+        of_english = english_drawn(batches.data, count)
+        english[temperature] = of_english[sets[TRAINING].rows]
+        exposures[temperature] = exposure(batches, count, of_english, classes)
         for name in MODELS:
             for of, sentences in sets.items():
                 losses[temperature, name, of] = _nats(job, temperature, name, of, text, sentences)
-    return Found(sets, classes, dict(text.languages), drawn, exposures, losses)
+    return Found(sets, classes, dict(text.languages), drawn, english, exposures, losses)
 
 
 def _nats(job: Job, temperature: float, name: str, of: str, text: PreparedText, sentences: Sentences) -> np.ndarray:

@@ -12,10 +12,13 @@ NEVER, DRAWN = (0, 0), (1, MANY)
 TIMES = {"never": NEVER, "once": (1, 1), "twice": (2, 2), "more often": (3, MANY)}
 KNOWN, NEW, TRAINING = "known English", "new English", "training"
 BOTH = (KNOWN, NEW)
+SEEN = "training pairs that were drawn"
+UNDRAWN, UNHEARD = "training pairs that were not drawn", "of these, English not drawn either"
 SETS = {
-    "training pairs that were drawn": (TRAINING, DRAWN), "training pairs that were not": (TRAINING, NEVER),
-    KNOWN: (KNOWN, None), NEW: (NEW, None),
+    SEEN: (TRAINING, DRAWN, None), UNDRAWN: (TRAINING, NEVER, None),
+    UNHEARD: (TRAINING, NEVER, NEVER), KNOWN: (KNOWN, None, None), NEW: (NEW, None, None),
 }  # fmt: skip
+UNSEEN = {UNDRAWN: "training pairs that were never drawn", KNOWN: KNOWN, NEW: NEW}
 
 
 def write(job: Job, found: Found, lines: Sequence[Sequence[str]]) -> None:
@@ -57,16 +60,16 @@ class Ablation:
 
     def loss(self, temperature: float, models: dict[str, float], of: str, resource: str) -> Estimate | None:
         """The mean cross entropy of a class, or a difference of models."""
-        name, times = SETS[of]
-        return total(self.found.groups(1.0, temperature, models, name, resource, times))
+        name, times, english = SETS[of]
+        return total(self.found.groups(1.0, temperature, models, name, resource, times, english))
 
     def low_above_high(self, of: str, factors: dict[float, float]) -> Estimate | None:
         """What low resource gains above high resource, added up over temperatures."""
-        name, times = SETS[of]
+        name, times, english = SETS[of]
         groups: list[Group] = []
         for temperature, factor in factors.items():
             for resource, sign in (("low", factor), ("high", -factor)):
-                own = self.found.groups(sign, temperature, self.gain, name, resource, times)
+                own = self.found.groups(sign, temperature, self.gain, name, resource, times, english)
                 if not own:
                     return None
                 groups += own
@@ -80,7 +83,7 @@ class Ablation:
             if not codes:
                 return None
             for times, factor in ((NEVER, sign), (DRAWN, -sign)):
-                groups += self.found.groups(factor, temperature, models, TRAINING, resource, times, codes)
+                groups += self.found.groups(factor, temperature, models, TRAINING, resource, times, None, codes)
         return total(groups)
 
     def more_by_heart(self, temperature: float, resources: dict[str, float]) -> Estimate | None:
@@ -107,41 +110,48 @@ def shown(of: Ablation) -> str:
 
 
 def verdict(of: Ablation) -> str:
-    """One sentence: do low-resource languages gain most, and does repetition explain it."""
+    """What low-resource languages gain, and whether repetition explains what they do not."""
     first, second = of.temperatures
-    parts = [f"With a temperature of {first:g}, low-resource languages {_gain(of, first)}"]
+    parts = [f"With a temperature of {first:g}, low-resource languages {_gain(of, first)}."]
+    if all(sure(of.low_above_high(name, {first: 1.0})) for name in BOTH):
+        return parts[0]
     heart = sure(of.more_by_heart(first, {"low": 1.0}))
     rises = [name for name in BOTH if sure(of.low_above_high(name, {second: 1.0, first: -1.0}))]
     if heart:
-        more = sure(of.more_by_heart(first, {"low": 1.0, "high": -1.0}))
-        parts.append(
-            f"{of.model} learns their pairs by heart more than the dense model does, "
-            + ("and more than it does those of high resource" if more else "but no more than those of high resource")
-        )
+        parts.append(f"{of.model[0].upper()}{of.model[1:]} learns their pairs by heart more than the dense model does;")
     else:
-        parts.append(f"that {of.model} learns their pairs by heart more than the dense model does is not shown")
-    last = f"with a temperature of {second:g}, which repeats no pairs more than others, they {_gain(of, second)}, "
-    if rises:
-        last += f"and their lead over high resource is larger than before on {' and '.join(rises)}"
-        last += ": repetition explains what they lack" if heart else ""
-    else:
-        last += "and their lead over high resource is no larger than before: repetition does not explain what they lack"
-    return "; ".join([*parts, last]) + "."
+        parts.append(f"That {of.model} learns their pairs by heart more than the dense model does is not shown;")
+    where = " and ".join(rises)
+    parts.append(
+        f"with a temperature of {second:g}, which repeats no pairs more than others, their lead over high-resource "
+        + (f"languages is larger on {where}:" if rises else "languages is larger on neither test:")
+    )
+    parts.append(
+        "repetition explains what they lack." if rises and heart else "repetition does not explain what they lack."
+    )
+    parts.append(f"With {second:g} they {_gain(of, second)}.")
+    return " ".join(parts)
 
 
 def _gain(of: Ablation, temperature: float) -> str:
-    """Whether low-resource languages gain most, on which tests."""
-    leads = {name: of.low_above_high(name, {temperature: 1.0}) for name in BOTH}
-    most = " and on ".join(name for name, lead in leads.items() if sure(lead))
-    least = " and on ".join(name for name, lead in leads.items() if _below(lead))
-    if most and least:
-        return f"gain more than high-resource ones on {most} and less on {least}"
-    if most or least:
-        how, where = ("more", most) if most else ("less", least)
-        return f"gain {how} than high-resource ones on {where}" + (
-            "" if " and on " in where else ", and by no more than chance on the other test"
-        )
-    return "gain neither more nor less than high-resource ones, beyond chance"
+    """On which new text low-resource languages gain more than high-resource ones, and on which not."""
+    leads = {told: of.low_above_high(name, {temperature: 1.0}) for name, told in UNSEEN.items()}
+    outcome = {
+        "gain more than high-resource ones": [name for name, lead in leads.items() if sure(lead)],
+        "gain less than high-resource ones": [name for name, lead in leads.items() if _below(lead)],
+    }
+    rest = [name for name in leads if not any(name in names for names in outcome.values())]
+    outcome["gain neither more nor less than high-resource ones, beyond chance,"] = rest
+    return ", and ".join(f"{how} on {_list(names)}" for how, names in outcome.items() if names)
+
+
+def _list(names: Sequence[str]) -> str:
+    """Names with commas and an ``and``.
+
+    >>> _list(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _below(estimate: Estimate | None) -> bool:
@@ -151,6 +161,7 @@ def _below(estimate: Estimate | None) -> bool:
 def _reasons(of: Ablation, first: float, second: float) -> Iterator[str]:
     cases = [(t, name) for t in of.temperatures for name in BOTH]
     gains = [of.loss(t, of.gain, name, ALL) for t, name in cases]
+    unseen = [(t, name) for t in of.temperatures for name in UNSEEN]
     yield (
         f"*Experts are better than none.* On new text {of.model} has a lower cross entropy than the dense model by "
         f"more than chance in {sum(map(sure, gains))} of {len(gains)} comparisons: by "
@@ -158,7 +169,7 @@ def _reasons(of: Ablation, first: float, second: float) -> Iterator[str]:
         + ", in nats a token, all languages. p is that of chance in the choice of sentences; what another seed would "
         "change is in none."
     )
-    leads = "; ".join(f"{told(of.low_above_high(name, {t: 1.0}))} on {name} with {t:g}" for t, name in cases)
+    leads = "; ".join(f"{told(of.low_above_high(n, {t: 1.0}))} on {UNSEEN[n]} with {t:g}" for t, n in unseen)
     changes = " and by ".join(f"{told(of.low_above_high(n, {second: 1.0, first: -1.0}))} on {n}" for n in BOTH)
     yield (
         f"*Low resource against high.* The class of low resource gains more than that of high resource by {leads}. "
@@ -169,10 +180,12 @@ def _reasons(of: Ablation, first: float, second: float) -> Iterator[str]:
     learnt = [(of.more_by_heart(t, {resource: 1.0}), t, resource) for t, resource in cases]
     more = ", ".join(f"{told(e)} of {resource} resource with {t:g}" for e, t, resource in learnt if e is not None)
     drawn = " and ".join(f"{n:.2f} times with {t:g}" for t, n in times.items())
+    shares = " and ".join(f"{share:.0%} with {t:g}" for t in of.temperatures if (share := _by_heart_share(of, t)))
     yield (
         f"*Learning by heart.* A pair of low resource was drawn {drawn}. Pairs that were drawn cost less than pairs of "
         "the same languages that were not, and chance alone decided which were: that is what was learnt by heart. "
-        + (f"With {of.model} it is more than with the dense model, by {more}." if more else "Here they are too few.")
+        + (f"With {of.model} it is more than with the dense model, by {more}. " if more else "Here they are too few. ")
+        + (f"Of what low resource gains on pairs that were drawn, that is {shares}." if shares else "")
     )
     yield (
         "*What a temperature changes besides.* It also decides how much of all that is trained on is of a language, so "
@@ -181,20 +194,26 @@ def _reasons(of: Ablation, first: float, second: float) -> Iterator[str]:
     )
 
 
+def _by_heart_share(of: Ablation, temperature: float) -> float | None:
+    """The share of low resource's gain on pairs that were drawn that is not there on pairs that were not."""
+    heart, gain = of.more_by_heart(temperature, {"low": 1.0}), of.loss(temperature, of.gain, SEEN, "low")
+    return heart.size / gain.size if heart and gain and gain.size > 0 else None
+
+
 def how_often(of: Ablation) -> str:
     """Draws of each class."""
     rows = [
         "## How often a pair was drawn\n",
-        "Counted in the batches of all steps. *English*: how often the English of a pair was drawn, with whatever "
-        "language.\n",
-        "| temperature | languages | pairs | of all sentences drawn | times a pair was drawn | never drawn | English |",
-        "|---|---|---|---|---|---|---|",
+        "Counted in the batches of all steps; pairs that are too long for a batch are left out. The last two columns "
+        "are of the English of a pair, drawn with whatever language.\n",
+        "| temperature | languages | pairs | of all draws | times a pair was drawn | never | its English | never |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for temperature in of.temperatures:
         for name, e in of.found.exposures[temperature].items():
             rows.append(
                 f"| {temperature:g} | {len(of.found.languages(name))} {name} | {e.pairs:,} | {e.share:.1%} "
-                f"| {e.times:.2f} | {e.never:.1%} | {e.english:.1f} |"
+                f"| {e.times:.2f} | {e.never:.1%} | {e.english:.1f} | {e.unheard:.1%} |"
             )
     return "\n".join([*rows, ""])
 

@@ -30,6 +30,8 @@ from m4.text import PreparedText
 
 NORMAL = NormalDist()
 ENOUGH = 10  # sentences of a language below which it is left out of a mean
+Range = tuple[int, int]
+"""At least, and at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,14 +190,15 @@ def total(groups: Sequence[Group]) -> Estimate | None:
 
 
 class Exposure(NamedTuple):
-    """How often the pairs of a class of languages were drawn.
+    """How often the pairs of a class of languages were drawn, those that are too long for any batch left out.
 
     Attributes:
-        pairs: training pairs of the class, those that no batch can hold included.
+        pairs: training pairs of the class.
         share: of the pairs in all batches.
         times: that a pair was drawn, mean.
         never: share of the pairs that were not drawn at all.
         english: times that the English of a pair was drawn, with any language, mean.
+        unheard: share of the pairs whose English was not drawn at all.
     """
 
     pairs: int
@@ -203,27 +206,40 @@ class Exposure(NamedTuple):
     times: float
     never: float
     english: float
+    unheard: float
 
 
-def exposure(data: Encoded, count_N: np.ndarray, classes: Mapping[str, str]) -> dict[str, Exposure]:
-    """How often the pairs of each class, and of all languages, were drawn.
+def english_drawn(data: Encoded, count_N: np.ndarray) -> np.ndarray:
+    """How often the English of each pair was drawn, with whatever language, int64 [N].
 
     Args:
         data: the training pairs.
         count_N: how often each was drawn.
-        classes: of the languages.
     """
     number_N = Sentences(data).english
-    english_N = np.bincount(number_N, count_N)[number_N]
-    found = {}
+    return np.bincount(number_N, count_N)[number_N].astype(np.int64)
+
+
+def exposure(
+    batches: Batches, count_N: np.ndarray, english_N: np.ndarray, classes: Mapping[str, str]
+) -> dict[str, Exposure]:
+    """How often the pairs of each class, and of all languages, were drawn.
+
+    Args:
+        batches: that they were drawn for.
+        count_N: how often each training pair was drawn.
+        english_N: how often its English was.
+        classes: of the languages.
+    """
+    data, found = batches.data, {}
     for name in (*CLASSES, ALL):
         codes = [i for i, code in enumerate(data.languages) if name in (classes[code], ALL)]
-        own = np.isin(data.language, codes)
+        own = np.isin(data.language, codes) & (data.lengths <= batches.length)
         if own.any():
-            count = count_N[own]
+            count, english = count_N[own], english_N[own]
             found[name] = Exposure(
-                int(own.sum()), count.sum() / count_N.sum(), count.mean(), float((count == 0).mean()),
-                float(english_N[own].mean()),
+                int(own.sum()), float(count.sum() / count_N.sum()), float(count.mean()), float((count == 0).mean()),
+                float(english.mean()), float((english == 0).mean()),
             )  # fmt: skip
     return found
 
@@ -248,6 +264,7 @@ class Found:
         classes: language -> high, medium or low.
         pairs: language -> its training pairs.
         drawn: temperature -> how often each pair of the set of training pairs was drawn, int64 [N].
+        english: temperature -> how often its English was drawn, with whatever language, int64 [N].
         exposures: temperature -> class -> how often its pairs were drawn, all of them.
         nats: temperature, model, set -> cross entropy of each sentence, float64 [N].
     """
@@ -256,12 +273,13 @@ class Found:
     classes: Mapping[str, str]
     pairs: Mapping[str, int]
     drawn: Mapping[float, np.ndarray]
+    english: Mapping[float, np.ndarray]
     exposures: Mapping[float, Mapping[str, Exposure]]
     nats: Mapping[tuple[float, str, str], np.ndarray]
 
     def groups(
         self, factor: float, temperature: float, models: Mapping[str, float], of: str, resource: str,
-        times: tuple[int, int] | None = None, languages: Sequence[str] | None = None,
+        times: Range | None = None, english: Range | None = None, languages: Sequence[str] | None = None,
     ) -> list[Group]:  # fmt: skip
         """The languages of a class, which all count alike, as groups whose sum is the mean of the class.
 
@@ -272,6 +290,7 @@ class Found:
             of: the set.
             resource: the class.
             times: of training pairs only those drawn at least and at most so often.
+            english: of training pairs only those whose English was drawn so often.
             languages: of the class only these.
         """
         sentences = self.sets[of]
@@ -280,18 +299,18 @@ class Found:
         found = []
         for code in codes:
             own = sentences.of(code)
-            if times is not None:
-                drawn = self.drawn[temperature]
-                own = own & (drawn >= times[0]) & (drawn <= times[1])
+            for asked, drawn in ((times, self.drawn), (english, self.english)):
+                if asked is not None:
+                    own = own & (drawn[temperature] >= asked[0]) & (drawn[temperature] <= asked[1])
             if own.sum() >= ENOUGH:
-                found.append((cost[own], sentences.tokens[own], self._english[of][own]))
+                found.append((cost[own], self._tokens[of][own], self._numbers[of][own]))
         return [Group(factor / len(found), *group) for group in found]
 
     def languages(self, resource: str) -> list[str]:
         """Those of a class, or all."""
         return [code for code in self.classes if resource in (self.classes[code], ALL)]
 
-    def enough(self, temperature: float, of: str, resource: str, times: Sequence[tuple[int, int]]) -> list[str]:
+    def enough(self, temperature: float, of: str, resource: str, times: Sequence[Range]) -> list[str]:
         """The languages of a class that have enough training pairs drawn so often, for each of some such ranges."""
         drawn, sentences = self.drawn[temperature], self.sets[of]
         return [
@@ -301,5 +320,9 @@ class Found:
         ]
 
     @functools.cached_property
-    def _english(self) -> dict[str, np.ndarray]:
+    def _numbers(self) -> dict[str, np.ndarray]:
         return {name: sentences.english for name, sentences in self.sets.items()}
+
+    @functools.cached_property
+    def _tokens(self) -> dict[str, np.ndarray]:
+        return {name: sentences.tokens for name, sentences in self.sets.items()}
