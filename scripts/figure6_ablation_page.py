@@ -3,22 +3,22 @@
 import shlex
 from collections.abc import Iterator, Sequence
 
+from figure6_compared import (
+    BOTH,
+    HEARD,
+    SEEN,
+    SETS,
+    TIMES,
+    TRAINING,
+    UNDRAWN,
+    UNSEEN,
+    Ablation,
+    below,
+    sure,
+    told,
+)
 from figure6_job import DENSE, Job, manifest, records
-from figure6_losses import ALL, CLASSES, Estimate, Found, Group, total
-from figure6_shown import SURE
-
-MANY = 1 << 62
-NEVER, DRAWN = (0, 0), (1, MANY)
-TIMES = {"never": NEVER, "once": (1, 1), "twice": (2, 2), "more often": (3, MANY)}
-KNOWN, NEW, TRAINING = "known English", "new English", "training"
-BOTH = (KNOWN, NEW)
-SEEN = "training pairs that were drawn"
-UNDRAWN, UNHEARD = "training pairs that were not drawn", "of these, English not drawn either"
-SETS = {
-    SEEN: (TRAINING, DRAWN, None), UNDRAWN: (TRAINING, NEVER, None),
-    UNHEARD: (TRAINING, NEVER, NEVER), KNOWN: (KNOWN, None, None), NEW: (NEW, None, None),
-}  # fmt: skip
-UNSEEN = {UNDRAWN: "training pairs that were never drawn", KNOWN: KNOWN, NEW: NEW}
+from figure6_losses import ALL, CLASSES, Found, total
 
 
 def write(job: Job, found: Found, lines: Sequence[Sequence[str]]) -> None:
@@ -26,7 +26,7 @@ def write(job: Job, found: Found, lines: Sequence[Sequence[str]]) -> None:
     ablation = Ablation(found)
     parts = [
         HEAD.format(model=ablation.model, steps=job.steps), shown(ablation), how_often(ablation), by_heart(ablation),
-        low_above_high(ablation), every_loss(ablation), text(job, ablation), again(job, lines),
+        the_english(ablation), low_above_high(ablation), every_loss(ablation), text(job, ablation), again(job, lines),
     ]  # fmt: skip
     job.page.parent.mkdir(parents=True, exist_ok=True)
     job.page.write_text("\n".join(parts), "utf-8")
@@ -44,93 +44,63 @@ more than those of another. Each took {steps:,} steps and was trained once, with
 """
 
 
-class Ablation:
-    """The comparisons that the page is made of; gains are nats a token by which the model of experts is better.
-
-    Args:
-        found: what was measured.
-    """
-
-    def __init__(self, found: Found) -> None:
-        self.found = found
-        self.temperatures = sorted(found.drawn, reverse=True)
-        names = {name for _, name, _ in found.nats}
-        self.model = next(name for name in names if name != DENSE)
-        self.gain = {DENSE: 1.0, self.model: -1.0}
-
-    def loss(self, temperature: float, models: dict[str, float], of: str, resource: str) -> Estimate | None:
-        """The mean cross entropy of a class, or a difference of models."""
-        name, times, english = SETS[of]
-        return total(self.found.groups(1.0, temperature, models, name, resource, times, english))
-
-    def low_above_high(self, of: str, factors: dict[float, float]) -> Estimate | None:
-        """What low resource gains above high resource, added up over temperatures."""
-        name, times, english = SETS[of]
-        groups: list[Group] = []
-        for temperature, factor in factors.items():
-            for resource, sign in (("low", factor), ("high", -factor)):
-                own = self.found.groups(sign, temperature, self.gain, name, resource, times, english)
-                if not own:
-                    return None
-                groups += own
-        return total(groups)
-
-    def by_heart(self, temperature: float, models: dict[str, float], resources: dict[str, float]) -> Estimate | None:
-        """How far the cross entropy of pairs that were never drawn is above that of pairs that were."""
-        groups: list[Group] = []
-        for resource, sign in resources.items():
-            codes = self.found.enough(temperature, TRAINING, resource, (NEVER, DRAWN))
-            if not codes:
-                return None
-            for times, factor in ((NEVER, sign), (DRAWN, -sign)):
-                groups += self.found.groups(factor, temperature, models, TRAINING, resource, times, None, codes)
-        return total(groups)
-
-    def more_by_heart(self, temperature: float, resources: dict[str, float]) -> Estimate | None:
-        """By how much more the model of experts has learnt by heart than the dense one."""
-        return self.by_heart(temperature, {self.model: 1.0, DENSE: -1.0}, resources)
-
-
-def told(estimate: Estimate | None) -> str:
-    """A difference with its interval and its p."""
-    if estimate is None:
-        return "–"
-    return f"{estimate} (p {'< 0.001' if estimate.p < 0.001 else f'= {estimate.p:.3f}'})"
-
-
-def sure(estimate: Estimate | None) -> bool:
-    """Whether a difference is above nothing by more than chance."""
-    return estimate is not None and estimate.size > 0 and estimate.p < SURE
-
-
 def shown(of: Ablation) -> str:
     """What follows from the tables, in words."""
     first, second = of.temperatures
-    return "\n\n".join(["## What is shown, and what is not", f"**{verdict(of)}**", *_reasons(of, first, second)]) + "\n"
+    return (
+        "\n\n".join(
+            ["## What is shown, and what is not", f"**{headline(of)}**", verdict(of), *_reasons(of, first, second)]
+        )
+        + "\n"
+    )
+
+
+def headline(of: Ablation) -> str:
+    """What is shown, and what not, in short."""
+    first, _ = of.temperatures
+    better = [name for name in BOTH if sure(of.loss(first, of.gain, name, ALL))]
+    most = [told for name, told in UNSEEN.items() if sure(of.low_above_high(name, {first: 1.0}))]
+    rest = [told for told in UNSEEN.values() if told not in most]
+    parts = [
+        f"{of.model} has a lower cross entropy than the dense model on {_list(better)}"
+        if better
+        else f"that {of.model} has a lower cross entropy than the dense model is shown on neither test",
+        "that low-resource languages gain most is "
+        + " and ".join(filter(None, [most and f"shown on {_list(most)}", rest and f"not shown on {_list(rest)}"])),
+    ]
+    if (matched := of.matched(first)) and UNSEEN[UNDRAWN] in most:
+        share = matched.size / of.low_above_high(UNDRAWN, {first: 1.0}).size
+        parts.append(
+            f"of their lead on {UNSEEN[UNDRAWN]}, {max(share, 0):.0%} is there between pairs whose English was drawn "
+            f"equally often with other languages, {told(matched)} nats a token"
+        )
+    if rest:
+        parts.append(f"that repetition explains what they lack is {'shown' if repeats(of) else 'not shown'}")
+    return f"{'; '.join(parts)}."
+
+
+def repeats(of: Ablation) -> bool:
+    """Whether low resource is learnt by heart more by experts, and leads by more where it is not repeated."""
+    first, second = of.temperatures
+    return sure(of.more_by_heart(first, {"low": 1.0})) and bool(_rises(of, first, second))
+
+
+def _rises(of: Ablation, first: float, second: float) -> list[str]:
+    return [name for name in BOTH if sure(of.low_above_high(name, {second: 1.0, first: -1.0}))]
 
 
 def verdict(of: Ablation) -> str:
-    """What low-resource languages gain, and whether repetition explains what they do not."""
+    """What low-resource languages gain under each temperature, and what changes between them."""
     first, second = of.temperatures
-    parts = [f"With a temperature of {first:g}, low-resource languages {_gain(of, first)}."]
-    if all(sure(of.low_above_high(name, {first: 1.0})) for name in BOTH):
-        return parts[0]
     heart = sure(of.more_by_heart(first, {"low": 1.0}))
-    rises = [name for name in BOTH if sure(of.low_above_high(name, {second: 1.0, first: -1.0}))]
-    if heart:
-        parts.append(f"{of.model[0].upper()}{of.model[1:]} learns their pairs by heart more than the dense model does;")
-    else:
-        parts.append(f"That {of.model} learns their pairs by heart more than the dense model does is not shown;")
-    where = " and ".join(rises)
-    parts.append(
-        f"with a temperature of {second:g}, which repeats no pairs more than others, their lead over high-resource "
-        + (f"languages is larger on {where}:" if rises else "languages is larger on neither test:")
+    where = " and ".join(_rises(of, first, second))
+    return (
+        f"With a temperature of {first:g}, low-resource languages {_gain(of, first)}. "
+        + f"That {of.model} learns their pairs by heart more than the dense model does is "
+        + ("shown. " if heart else "not shown. ")
+        + f"With a temperature of {second:g}, which repeats no pairs more than others, they {_gain(of, second)}; their "
+        + f"lead over high-resource languages is larger than with {first:g} on {where or 'neither test'}."
     )
-    parts.append(
-        "repetition explains what they lack." if rises and heart else "repetition does not explain what they lack."
-    )
-    parts.append(f"With {second:g} they {_gain(of, second)}.")
-    return " ".join(parts)
 
 
 def _gain(of: Ablation, temperature: float) -> str:
@@ -138,11 +108,15 @@ def _gain(of: Ablation, temperature: float) -> str:
     leads = {told: of.low_above_high(name, {temperature: 1.0}) for name, told in UNSEEN.items()}
     outcome = {
         "gain more than high-resource ones": [name for name, lead in leads.items() if sure(lead)],
-        "gain less than high-resource ones": [name for name, lead in leads.items() if _below(lead)],
+        "gain less than high-resource ones": [name for name, lead in leads.items() if below(lead)],
     }
     rest = [name for name in leads if not any(name in names for names in outcome.values())]
     outcome["gain neither more nor less than high-resource ones, beyond chance,"] = rest
     return ", and ".join(f"{how} on {_list(names)}" for how, names in outcome.items() if names)
+
+
+def _said(resource: str) -> str:
+    return "all languages" if resource == ALL else f"{resource} resource"
 
 
 def _list(names: Sequence[str]) -> str:
@@ -152,10 +126,6 @@ def _list(names: Sequence[str]) -> str:
     'a, b and c'
     """
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
-def _below(estimate: Estimate | None) -> bool:
-    return estimate is not None and estimate.size < 0 and estimate.p < SURE
 
 
 def _reasons(of: Ablation, first: float, second: float) -> Iterator[str]:
@@ -170,11 +140,13 @@ def _reasons(of: Ablation, first: float, second: float) -> Iterator[str]:
         "change is in none."
     )
     leads = "; ".join(f"{told(of.low_above_high(n, {t: 1.0}))} on {UNSEEN[n]} with {t:g}" for t, n in unseen)
+    more = ", ".join(f"{told(of.change(n, r))} on {n} for {_said(r)}" for n in BOTH for r in (ALL, "low", "high"))
     changes = " and by ".join(f"{told(of.low_above_high(n, {second: 1.0, first: -1.0}))} on {n}" for n in BOTH)
     yield (
         f"*Low resource against high.* The class of low resource gains more than that of high resource by {leads}. "
         f"From {first:g} to {second:g} that changes by {changes}."
     )
+    yield f"*What experts bring under the other temperature.* From {first:g} to {second:g} the gain changes by {more}."
     times = {t: of.found.exposures[t]["low"].times for t in of.temperatures if "low" in of.found.exposures[t]}
     cases = [(t, resource) for t in of.temperatures for resource in ("low", "high")]
     learnt = [(of.more_by_heart(t, {resource: 1.0}), t, resource) for t, resource in cases]
@@ -187,6 +159,20 @@ def _reasons(of: Ablation, first: float, second: float) -> Iterator[str]:
         + (f"With {of.model} it is more than with the dense model, by {more}. " if more else "Here they are too few. ")
         + (f"Of what low resource gains on pairs that were drawn, that is {shares}." if shares else "")
     )
+    between = "; ".join(
+        f"with {t:g} it is {told(of.low_above_high(UNDRAWN, {t: 1.0}))}, and {told(of.matched(t))} between pairs whose "
+        "English was drawn equally often"
+        for t in of.temperatures
+    )
+    english = " and ".join(
+        f"{n['low'].english:.1f} times of low and {n['high'].english:.1f} times of high resource with {t:g}"
+        for t, n in of.found.exposures.items()
+        if {"low", "high"} <= n.keys()
+    )
+    yield (
+        f"*The English, not the pair.* The English of a pair was drawn, with whatever language, {english}. The lead of "
+        f"low resource on pairs that were never drawn: {between}."
+    )
     yield (
         "*What a temperature changes besides.* It also decides how much of all that is trained on is of a language, so "
         "models of two temperatures differ by more than by repetition: a language that is drawn less often is known "
@@ -198,6 +184,28 @@ def _by_heart_share(of: Ablation, temperature: float) -> float | None:
     """The share of low resource's gain on pairs that were drawn that is not there on pairs that were not."""
     heart, gain = of.more_by_heart(temperature, {"low": 1.0}), of.loss(temperature, of.gain, SEEN, "low")
     return heart.size / gain.size if heart and gain and gain.size > 0 else None
+
+
+def the_english(of: Ablation) -> str:
+    """Pairs that were never drawn, by how often their English was."""
+    rows = [
+        "## The English of a pair\n",
+        f"What {of.model} gains on training pairs that were never drawn, by how often their English was drawn with "
+        "other languages. Last, the mean of the differences between low and high resource in these columns. A dash: "
+        "some language has too few. The columns are of different text: what many languages have is drawn more often.\n",
+        f"| temperature | languages | {' | '.join(f'English drawn {name}' for name in HEARD)} | equally often |",
+        f"|---|---|{'---|' * len(HEARD)}---|",
+    ]
+    for temperature in of.temperatures:
+        for resource in (*CLASSES, ALL):
+            gains = [of.heard(temperature, {resource: 1.0}, drawn) for drawn in HEARD.values()]
+            count = len(of.found.languages(resource))
+            cells = " | ".join("–" if e is None else str(e) for e in gains)
+            rows.append(f"| {temperature:g} | {count} {resource} | {cells} |  |")
+        leads = [of.heard(temperature, {"low": 1.0, "high": -1.0}, drawn) for drawn in HEARD.values()]
+        cells = " | ".join(map(told, [*leads, of.matched(temperature)]))
+        rows.append(f"| {temperature:g} | low above high | {cells} |")
+    return "\n".join([*rows, ""])
 
 
 def how_often(of: Ablation) -> str:
@@ -298,12 +306,14 @@ def text(job: Job, of: Ablation) -> str:
 
 {m["pairs"]["train"]:,} training pairs in {len(m["languages"])} languages ({names}) of the tier
 `{m["settings"]["tier"]}`, prepared as that of [results](results.md); both temperatures have the same text and the same
-vocabularies. The models saw {seen}. The options of training are those that results.md chose on dev, with a temperature
-of {of.temperatures[0]:g}; nothing was chosen for this page. Trained on {job.machine}.
+vocabularies. The models saw {seen}.
+The options of training are those that results.md chose on dev, with a temperature of {of.temperatures[0]:g}; nothing
+was chosen for this page. Trained on {job.machine}.
 
-All held-out sentences that fit are measured: {of_sets}; the former are both held-out parts, the latter is the test.
-Intervals and p follow from the differences of the same sentences under two models. Sentences with the same English
-count as one, whatever their languages: the deviation of a mean is that of sums over different English (linearised).
+All held-out sentences that fit are measured: {of_sets};
+the former are both held-out parts, the latter is the test. Intervals and p follow from the differences of the same
+sentences under two models. Sentences with the same English count as one, whatever their languages: the deviation of a
+mean is that of sums over different English (linearised).
 """
 
 

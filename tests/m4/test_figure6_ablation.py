@@ -19,7 +19,8 @@ from m4.encoded import Encoded
 from m4.step import held_out_cross_entropy, make_evaluation
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from figure6_ablation_page import KNOWN, NEW, TRAINING, Ablation, verdict, write
+from figure6_ablation_page import headline, verdict, write
+from figure6_compared import KNOWN, NEW, TRAINING, Ablation
 from figure6_job import DENSE, SIZES, Job
 from figure6_losses import Estimate, Found, Group, Sentences, classes_of, english_drawn, exposure, nats, times_drawn
 from figure6_losses import total as total_of
@@ -148,24 +149,35 @@ def found_with(rng: np.random.Generator, by_heart: float, leads: dict[float, flo
     [
         (
             0.0, {FIRST: 0.1, NATURAL: 0.1},
-            ("more than high-resource ones on training pairs that were never drawn, known English and new English.",),
+            ("gain most is shown on training pairs that were never drawn, known English and new English",),
         ),
         (
             0.1, {FIRST: 0.0, NATURAL: 0.1},
-            ("gain neither more nor less", "Moe-32 learns their pairs by heart", "is larger on known English and new",
-             "repetition explains what they lack"),
+            ("gain most is not shown on training pairs that were never drawn, known", "what they lack is shown.",
+             "gain neither more nor less", "by heart more than the dense model does is shown.",
+             "larger than with 5 on known English and new English."),
         ),
-        (0.1, {FIRST: 0.0, NATURAL: -0.1}, ("neither more", "on neither test", "With 1 they gain less", "not explain")),
-        (0.0, {FIRST: -0.1, NATURAL: 0.0}, ("languages gain less", "is not shown", "larger on known", "not explain")),
+        (
+            0.1, {FIRST: 0.0, NATURAL: -0.1},
+            ("what they lack is not shown", "is shown. With", "others, they gain less", "on neither test"),
+        ),
+        (0.0, {FIRST: -0.1, NATURAL: 0.0}, ("languages gain less", "does is not shown. With", "with 5 on known")),
     ],
 )  # fmt: skip
 def test_the_verdict_follows_from_the_numbers(
     by_heart: float, leads: dict[float, float], told: tuple[str, ...], rng: np.random.Generator
 ) -> None:
-    sentence = verdict(Ablation(found_with(rng, by_heart, leads)))
+    of = Ablation(found_with(rng, by_heart, leads))
+    said = f"{headline(of)} {verdict(of)}"
+    assert said.startswith("moe-32 has a lower cross entropy than the dense model on known English and new English;")
     for words in told:
-        assert words in sentence
-    assert ("repetition explains" in sentence) == (told[-1] == "repetition explains what they lack")
+        assert words in said
+    for name in (KNOWN, NEW):  # the same sentences
+        change, low = of.change(name, "all"), of.change(name, "low")
+        assert change is not None
+        assert low is not None
+        assert low.size == pytest.approx(leads[NATURAL] - leads[FIRST], abs=3 * low.deviation + 1e-9)
+        assert change.size == pytest.approx(0.25 * low.size, abs=3 * change.deviation + 3 * low.deviation)
 
 
 def test_the_page_has_what_was_planted(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -190,4 +202,4 @@ def test_the_page_has_what_was_planted(tmp_path: Path, rng: np.random.Generator)
     assert lead is not None
     assert float(lead[1]) == pytest.approx(0.06, abs=0.03)
     assert "1.50 M target tokens with a temperature of 5" in text
-    assert f"**{verdict(Ablation(found))}**" in text
+    assert f"**{headline(Ablation(found))}**\n\n{verdict(Ablation(found))}" in text
