@@ -55,7 +55,7 @@ class Size:
 _TINY = "--preset moe-8e-4l --model-dim 32"
 _NARROW = "--preset demo --model-dim 64 --dropout 0.05"  # M = 64, H = 8 M as in the paper
 SIZES = {
-    # To see that everything works: a minute, and no result.
+    # To see that everything works: minutes, and no result.
     "smallest": Size(
         {
             DENSE: f"{_TINY} --experts 0 --hidden-dim 96", "moe-8": f"{_TINY} --hidden-dim 64",

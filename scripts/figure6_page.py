@@ -37,6 +37,8 @@ Do more experts translate better with the same compute, and which languages gain
 FLOPs for a token, took the same steps on the same batches, and were trained once, with the seed 0. They are scored on
 two tests ([Translating](translating.md)): *known English*, pairs that are new although other languages have their
 English in training, and *new English*, which is in no training pair.
+[Which languages gain, and why](results_ablation.md) compares models of the size `narrow` sentence by sentence, and with
+the languages drawn otherwise.
 """
 
 

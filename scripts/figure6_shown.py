@@ -176,7 +176,7 @@ def _why(losses: Mapping[str, Loss], tokens: float, pairs: Mapping[str, Sequence
     lines.append(
         f"\n*How often the same text came.* {tokens / 1e6:.2f} M target tokens are at most "
         f"{tokens / LEAST / 1e6:.2f} M "
-        f"sentences (none has fewer than {LEAST}), so a pair was drawn at most {', '.join(passes)} on average. Where "
-        "the same pairs come back, more experts have more to learn by heart.\n"
+        f"sentences (none has fewer than {LEAST}), so a pair was drawn at most {', '.join(passes)} on average. How "
+        "much of this more experts learn by heart is [measured](results_ablation.md).\n"
     )
     return "\n".join(lines)

@@ -11,6 +11,7 @@ Some sources begin with a token that names their language: so a model can be tol
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ from m4.encoded import Encoded
 from m4.errors import CorpusError
 from m4.packing import fill
 
-__all__ = ["EOS", "PAD", "TAGGED", "Batches", "Encoded", "Shape", "in_order"]
+__all__ = ["EOS", "PAD", "TAGGED", "Batches", "Encoded", "Shape", "check_temperature", "in_order", "placed"]
 
 PAD, EOS = 0, 1
 TAGGED = 0.5
@@ -56,6 +57,20 @@ class Shape:
         rows = max(2 * tokens // (length + wide), 1)
         rows -= rows % 8 if rows > 8 else 0  # devices and processes share them out
         return Shape(rows, *((wide, length) if source_to_target >= 1 else (length, wide)))
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuses a temperature that languages cannot be drawn with.
+
+    Raises:
+        CorpusError: it is below 1, infinite, or not a number.
+    """
+    if not 1 <= temperature < math.inf:
+        raise CorpusError(
+            f"languages cannot be drawn with a temperature of {temperature:g}.",
+            where="--temperature",
+            hint="Give 1, which draws languages as often as they occur, or more, which draws rare ones more often.",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +150,22 @@ class Batches:
             for side in ("source", "target")
         }
 
+    def pairs(self, step: int) -> np.ndarray:
+        """The pairs of a step's batch, by their places in the data, int64 [n]; one may be there twice."""
+        blocks = range(-(-self.shape.rows // _BLOCK))
+        return np.concatenate([self._drawn(step, block)[0] for block in blocks])
+
     def _block(self, step: int, block: int) -> dict[str, np.ndarray]:
         """Some rows of a batch."""
-        rows = min(_BLOCK, self.shape.rows - block * _BLOCK)
+        pairs, tags, row = self._drawn(step, block)
+        return _rows(self.data, pairs, tags, row, self._rows_of(block), self.shape)
+
+    def _rows_of(self, block: int) -> int:
+        return min(_BLOCK, self.shape.rows - block * _BLOCK)
+
+    def _drawn(self, step: int, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The pairs of some rows of a batch, the tag of each, and the row that each is in."""
+        rows = self._rows_of(block)
         order, first, chance = self._order, self._first, self._chance  # type: ignore[attr-defined]
         rng = np.random.default_rng((self.seed, step, block))
         count = int(rows * self._of_a_row) + 16  # type: ignore[attr-defined]
@@ -150,17 +178,25 @@ class Batches:
             tags = np.where(rng.random(count) < TAGGED, np.array(self.tags)[language], PAD)
         lengths_N2, tags = _lengths(self.data, pairs, tags, self.shape)
         row = fill(lengths_N2, rows, (self.shape.source, self.shape.target))
-        return _rows(self.data, pairs[: len(row)], tags, row, rows, self.shape)
+        return pairs[: len(row)], tags[: len(row)], row
 
 
 def in_order(data: Encoded, shape: Shape, length: int) -> Iterator[dict[str, np.ndarray]]:
     """Every pair of at most ``length`` tokens once, in batches of one shape, the last ones not full; no tags."""
+    return (batch for batch, _, _ in placed(data, shape, length))
+
+
+def placed(data: Encoded, shape: Shape, length: int) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]]:
+    """The batches of `in_order`; with each, the places in the data of its pairs, and the rows they are in.
+
+    The pairs of a row lie in it in this order.
+    """
     pairs = np.flatnonzero(data.lengths <= length)
     while len(pairs):
         some = pairs[: shape.rows * min(shape.source, shape.target)]
         lengths_N2, tags = _lengths(data, some, np.full(len(some), PAD), shape)
         row = fill(lengths_N2, shape.rows, (shape.source, shape.target))
-        yield _rows(data, pairs[: len(row)], tags, row, shape.rows, shape)
+        yield _rows(data, pairs[: len(row)], tags, row, shape.rows, shape), pairs[: len(row)], row
         pairs = pairs[len(row) :]
 
 

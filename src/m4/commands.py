@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from m4 import checkpoint, lines, runs
+from m4.batches import check_temperature
 from m4.checkpoint_command import Checkpoint
 from m4.config import ModelChoice, Run, TrainConfig
 from m4.decode import DecodeConfig
@@ -58,6 +59,8 @@ class Train:
         resume: go on from the newest sound checkpoint of the run.
         languages: train on these languages of the corpus only, for a bilingual baseline, say; on all if not given.
         tokens: tokens of a batch on each side; if not given, what the corpus was prepared for.
+        temperature: 1 draws languages as often as they occur, larger values rare ones more often; if not given, what
+            the corpus was prepared for.
         plan: only say how the step would be partitioned over so many devices, which need not exist.
         model: which model.
         train: how to train it.
@@ -70,6 +73,7 @@ class Train:
     resume: bool = False
     languages: tuple[str, ...] = ()
     tokens: int | None = None
+    temperature: float | None = None
     plan: bool = False
     model: tyro.conf.OmitArgPrefixes[ModelChoice] = dataclasses.field(default_factory=ModelChoice)
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = dataclasses.field(default_factory=TrainConfig)
@@ -102,6 +106,8 @@ class Train:
         return 0
 
     def _text(self) -> PreparedText:
+        if self.temperature is not None:
+            check_temperature(self.temperature)
         text = open_text(self.data)
         if self.tokens is not None:
             if self.tokens < text.length:
@@ -110,6 +116,8 @@ class Train:
                     hint=f"Give --tokens of {text.length} or more.",
                 )
             text = text.rebatched(tokens=self.tokens)
+        if self.temperature is not None:
+            text = text.rebatched(temperature=self.temperature)
         return text.of_languages(self.languages) if self.languages else text
 
     def _train(self, group: Group) -> int:
@@ -129,7 +137,12 @@ class Train:
                 run,
                 text.batch,
                 text.held_out(),
-                meta={"vocabularies": text.fingerprint, "only": sorted(self.languages), "corpus": text.digest},
+                meta={
+                    "vocabularies": text.fingerprint,
+                    "only": sorted(self.languages),
+                    "corpus": text.digest,
+                    "temperature": text.temperature,
+                },
                 resume=self.resume,
                 stop=asked,
                 group=group,

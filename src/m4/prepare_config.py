@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from m4.batches import check_temperature
 from m4.corpus import parallel
 from m4.corpus.fetch import checksum
 from m4.corpus.language import language as canonical
@@ -109,8 +110,7 @@ class PrepareConfig:
             )
         if settings["length"] < 4 or settings["tokens"] < settings["length"]:
             raise CorpusError(f"batches of {settings['tokens']} tokens cannot hold sentences of {settings['length']}.")
-        if settings["temperature"] < 1:
-            raise CorpusError(f"a temperature of {self.temperature} makes no sense.", hint="Use 1 or more.")
+        check_temperature(settings["temperature"])
         if (
             min(settings["quota"], settings["known"]) < 0
             or (self.languages is not None and self.languages < 1)

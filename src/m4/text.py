@@ -116,14 +116,18 @@ class PreparedText:
         """Tokens of the longest row, end included."""
         return int(self.manifest["settings"]["length"])
 
+    @property
+    def temperature(self) -> float:
+        """How languages are drawn: 1 as often as they occur, larger values rare ones more often."""
+        return float(self.manifest["settings"]["temperature"])
+
     @functools.cached_property
     def batches(self) -> Batches:
         """The training batches."""
         s = self.manifest["settings"]
         data = self._encoded("train")
         tags = tuple(self.tag(name) for name in data.languages)
-        seed, temperature = int(s["sampling_seed"]), float(s["temperature"])
-        return Batches(data, int(s["tokens"]), self.length, temperature, seed, tags)
+        return Batches(data, int(s["tokens"]), self.length, self.temperature, int(s["sampling_seed"]), tags)
 
     def batch(self, step: int, process: int = 0, processes: int = 1) -> dict[str, np.ndarray]:
         """The training batch of a step, or a process's part of it: ``source`` and ``target``, int32 [B, L]."""

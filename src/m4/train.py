@@ -215,9 +215,15 @@ class _Loop:
         like = self._lying(jax.eval_shape(lambda: initial_state(self.model, options.seed)))
         if not saved:
             return initial_state(self.model, options.seed, like)
-        _, state, _, damaged = checkpoint.restore_newest_sound(run.checkpoints, like, check=self._same_run)
+        step, state, before, damaged = checkpoint.restore_newest_sound(run.checkpoints, like, check=self._same_run)
         for error in damaged:
             print(f"passed over: {error}")
+        was, now = before.get("temperature"), self.described.get("temperature")
+        if self.group.first and None not in (was, now) and was != now:
+            print(
+                f"languages were drawn with a temperature of {was:g} up to step {step}, and are drawn with {now:g} "
+                f"from here on; --temperature {was:g} goes on as before"
+            )
         return dict(state)
 
     def _settings(self, first: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -137,6 +138,15 @@ def test_swapped_and_added_files_are_found(tmp_path: Path, rng: np.random.Genera
     with pytest.raises(CheckpointError, match="'state/extra' does not belong"):
         checkpoint.restore(tmp_path)
     (folder / "state" / "extra").unlink()
+    written = (folder / checkpoint.MANIFEST).read_text()
+    for outside in ("../outside", str(tmp_path / "outside")):
+        named = json.loads(written)
+        (tmp_path / "outside").write_text("x")
+        named["files"][outside] = {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+        (folder / checkpoint.MANIFEST).write_text(json.dumps(named))
+        with pytest.raises(CheckpointError, match=r"outside' is missing"):
+            checkpoint.restore(tmp_path)
+    (folder / checkpoint.MANIFEST).write_text(written)
     data = next(p for p in (folder / "state" / "params.experts.wi").iterdir() if not p.name.startswith("."))
     data.rename(tmp_path / "elsewhere")
     data.symlink_to(tmp_path / "elsewhere")

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 
-from m4 import commands, demo_command, evaluate_command, lines, planned, runs
+from m4 import checkpoint, commands, demo_command, evaluate_command, lines, planned, runs
 from m4.__main__ import main
 from m4.config import Run
 from m4.decode import DecodeConfig
@@ -40,6 +40,12 @@ class Toy:
     target_vocabulary = 3 + len(ENGLISH)
     source_vocabulary = target_vocabulary + len(languages)
     length = 8
+    temperature = 5.0
+
+    def rebatched(self, *, temperature: float) -> Toy:
+        other = type(self)()
+        other.temperature = temperature
+        return other
 
     def tag(self, language: str) -> int:
         return self.target_vocabulary + list(self.languages).index(language)
@@ -161,7 +167,7 @@ def test_the_demo_tells_its_story(
 
 
 def test_lines_in_are_lines_out(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given_lines = ["evas eht elif", "", "a a a a a a a a a a", "unknown words\t\u202e", "won"] * 9
+    given_lines = ["evas eht elif", "", "a a a a a a a a a a", "unknown words\t\u202e", "won\0\x07 won"] * 9
     (tmp_path / "in.txt").write_text("\n".join(given_lines) + "\n", "utf-8")
     given = ["translate", "in.txt", "--run", str(trained), "--output", "out.txt", "--max-length", "6"]
     assert main(given) == 0
@@ -232,6 +238,20 @@ def test_long_lines_are_cut_and_counted(trained: Path, tmp_path: Path, capsys: p
     told = capsys.readouterr()
     assert told.out.count("\n") == 2
     assert "1 line was longer than 7 tokens" in told.err
+
+
+def test_ctrl_c(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(self: Translator, *_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Translator, "translate", interrupted)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"won\n")))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
+    try:
+        assert main(["translate", "--run", str(trained)]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err.splitlines()[-1] == "m4: interrupted"
 
 
 def test_nothing_to_translate(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,6 +404,21 @@ def test_training_resumes_from_the_command_line(trained: Path, tmp_path: Path) -
     assert [record["step"] for record in records] == [0, 1, 2, 3]
 
 
+def test_another_temperature_is_told_with_what_goes_on_as_before(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained, tmp_path / "r")
+    again = ["train", "--run", "r", "--devices", "1", *SMALL, "--resume"]
+    assert main([*again, "--steps", "4", "--temperature", "2"]) == 0
+    assert checkpoint.described(Run(tmp_path / "r").checkpoints, 4)["temperature"] == 2.0
+    told = (
+        "languages were drawn with a temperature of 5 up to step 3, and are drawn with 2 from here on; --temperature 5"
+    )
+    assert told in capsys.readouterr().out
+    assert main([*again, "--steps", "5", "--temperature", "2"]) == 0
+    assert "languages were drawn" not in capsys.readouterr().out
+
+
 def test_steps_that_are_not_finite_end_a_run_with_a_code_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -446,6 +481,9 @@ def test_sigterm_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["train", "--processes", "2"], "several processes need a coordinator"),
         (["translate", "--beam", "0"], "beam must be at least 1, got 0"),
         (["serve", "--port", "70000"], "port must be from 0 to 65535"),
+        (["train", "--temperature", "0.5"], "cannot be drawn with a temperature of 0.5"),
+        (["train", "--temperature", "nan"], "cannot be drawn with a temperature of nan"),
+        (["train", "--temperature", "inf"], "cannot be drawn with a temperature of inf"),
         (["train", "--experts", "1"], "at least two experts"),
         (["train", "--layers", "3"], "must be even"),
         (["train", "--run", "file"], "cannot be written"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -155,9 +156,12 @@ def test_long_sentences_are_drawn_as_often_as_short_ones(temperature: float) -> 
     batches = Batches(data, tokens=4096, length=128, temperature=temperature, seed=1)
     drawn = np.zeros(len(data))
     for step in range(400):
+        own = np.zeros(len(data))
         for row in batches.batch(step)["source"]:
             firsts = row[row >= 100]  # the first id of each sentence says which pair it is
-            drawn += np.bincount(firsts - 100, minlength=len(data))
+            own += np.bincount(firsts - 100, minlength=len(data))
+        assert step % 50 or np.array_equal(own, np.bincount(batches.pairs(step), minlength=len(data)))
+        drawn += own
     fits = data.lengths <= 128
     assert not drawn[~fits].any()
     sizes = np.bincount(data.language[fits], minlength=3)
@@ -280,12 +284,13 @@ def test_a_vocabulary_larger_than_the_text_says_how_large_it_may_be(config: Prep
     assert learn([f"{a} {b}" for a in NOUNS for b in VERBS], None, 8000, "target").size < 8000
 
 
-def test_a_damaged_vocabulary_is_noticed(text: PreparedText, tmp_path: Path) -> None:
-    broken = bytearray(text.source.model)
-    broken[100] ^= 1
-    (tmp_path / "v.model").write_bytes(bytes(broken))
-    with pytest.raises(VocabularyError, match="not the one that was learnt"):
-        Vocabulary.load(tmp_path / "v.model", text.source.sha256)
+def test_a_damaged_vocabulary_is_noticed(text: PreparedText, tmp_path: Path, rng: np.random.Generator) -> None:
+    for _ in range(240):
+        broken = bytearray(text.source.model)
+        broken[rng.integers(len(broken))] ^= 1 << int(rng.integers(8))
+        (tmp_path / "v.model").write_bytes(bytes(broken))
+        with pytest.raises(VocabularyError, match="not the one that was learnt"):
+            Vocabulary.load(tmp_path / "v.model", text.source.sha256)
     with pytest.raises(VocabularyError, match="cannot be read"):
         Vocabulary.load(tmp_path / "absent.model")
 
@@ -322,6 +327,7 @@ def test_settings_that_make_no_sense() -> None:
         {"test": 0.6},
         {"length": 2},
         {"temperature": 0.5},
+        {"temperature": math.nan},
         nothing,
         {"jobs": 0},
         {"quota": -1},
