@@ -156,8 +156,7 @@ def ahead_of_time(programs: Sequence[Program], options: argparse.Namespace) -> N
     given = ["--topology", options.topology, *(["--planned"] if options.planned else [])]
     given += ["--hlo", str(options.hlo)] if options.hlo else []
     print(f"jax {jax.__version__}, {options.topology}, compiled ahead of time\n\n{by_hand_on_tpu.HEADER}")
-    names = [p.name for p in programs if options.only in p.name]
-    by_hand_on_tpu.measured(names, [sys.executable, __file__, *given, "--child"], show)
+    by_hand_on_tpu.measured([p.name for p in programs], [sys.executable, __file__, *given, "--child"], show)
     print(by_hand_on_tpu.totals(found))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -165,14 +164,15 @@ def ahead_of_time(programs: Sequence[Program], options: argparse.Namespace) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="programs whose names contain this")
+    parser.add_argument("--only", action="append", default=[], help="programs whose names contain this")
     parser.add_argument("--topology", help="of a TPU that libtpu compiles for ahead of time: v5e:2x4")
     parser.add_argument("--planned", action="store_true", help="ours is planned for that machine, in seconds")
     parser.add_argument("--json", type=Path, help="with --topology: write all that was read")
     parser.add_argument("--hlo", type=Path, help="with --topology: a folder for the compiled programs")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    programs = [program for group in GROUPS for program in group()]
+    every = [program for group in GROUPS for program in group()]
+    programs = [p for p in every if not options.only or any(text in p.name for text in options.only)]
     if options.topology:
         ahead_of_time(programs, options)
         return
@@ -183,7 +183,7 @@ def main() -> None:
         + f"{'bytes':>8}{'FLOPs':>8}{'temps':>8}{'seconds':>8}   |" * 2
     )
     rows: list[list[tuple[float, ...]]] = []
-    for program in (p for p in programs if options.only in p.name):
+    for program in programs:
         ours, hand, xla = sides(program)
         columns = [
             f"{hand.bytes:>11,}{hand.messages:>9}{hand.flops / 1e6:>9.1f}{hand.temporaries / 1024:>7.0f}"

@@ -124,6 +124,18 @@ class Window:
             return False
         return all(self.start(i) < self.n and self.start(i) + self.width > 0 for i in self.receivers)
 
+    @property
+    def within(self) -> bool:
+        """Whether everything that stands in the windows is in the array, so that nobody asks what stands outside.
+
+        >>> Window(n=12, first=0, step=3, parts=4, extent=3).within, Window(n=12, first=-1, step=3, parts=4, extent=3).within
+        (True, False)
+        """
+        if self.inside or not self.receivers:
+            return True
+        ends = self.position(self.receivers[0]), self.position(self.receivers[-1])
+        return min(ends) >= 0 and max(ends) + self.extent <= (self.n - 1) * self.dilation + 1
+
     def bytes(self, size: int, each: int) -> int:
         """What each device sends if parts have ``size`` elements of ``each`` bytes."""
         return each * sum(self.messages(size))

@@ -127,7 +127,7 @@ class Shards:
 
     def window(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
         """This device's window of a split dimension, with ``fill`` outside the array and between dilated elements."""
-        if window.inside and window.dilation == 1:
+        if window.within and window.dilation == 1:
             return self.fetch(x, dim, atoms, window)
         if not _is_number(fill):
             return self._window(x, dim, atoms, window, fill)
