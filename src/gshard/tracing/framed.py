@@ -14,6 +14,7 @@ What lies outside is computed for nothing, so windows have to be a good part of 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -212,29 +213,34 @@ class _Frames:
     def inside(self, frame: _Frame, u: Array, e: Equation, out: list[Equation]) -> Array:
         """Where the elements of ``u`` stand."""
         found: Array | None = None
-
-        def note(primitive: Any, operands: tuple[Array, ...]) -> None:
-            nonlocal found
-            here = self.add(primitive, {}, operands, np.dtype(bool), frame, e, out)
-            both = () if found is None else (found, here)
-            found = self.add(lax.and_p, {}, both, np.dtype(bool), frame, e, out) if both else here
-
         for d, (n, o, s, m) in enumerate(zip(frame.shape, frame.offsets, frame.steps, u.shape, strict=True)):
             if (n, o, s) == (m, 0, 1):
                 continue
-            params = {"dtype": np.dtype(np.int32), "shape": frame.shape, "dimension": d, "sharding": None}
-            place = self.add(lax.iota_p, params, (), np.dtype(np.int32), frame, e, out)
-            last = o + s * (m - 1)
-            if o > 0:
-                note(lax.ge_p, (place, _number(o)))
-            if last < n - 1:
-                note(lax.le_p, (place, _number(last)))
-            if s > 1:
-                away = self.add(lax.sub_p, {}, (place, _number(o % s)), np.dtype(np.int32), frame, e, out)
-                rest = self.add(lax.rem_p, {}, (away, _number(s)), np.dtype(np.int32), frame, e, out)
-                note(lax.eq_p, (rest, _number(0)))
+            own = self.along(n, o, s, m, e, out)
+            here = self.add(lax.broadcast_in_dim_p, _broadcast(frame.shape, (d,)), (own,), own.dtype, frame, e, out)
+            both = () if found is None else (found, here)
+            found = self.add(lax.and_p, {}, both, own.dtype, frame, e, out) if both else here
         assert found is not None, "something is padded"
         return found
+
+    def along(self, n: int, offset: int, step: int, count: int, e: Equation, out: list[Equation]) -> Array:
+        """Where ``count`` elements from an offset on, a step apart, stand among ``n`` of a dimension: bool [n]."""
+        line, found = _Frame((n,), (0,), (1,)), list[Array]()
+
+        def made(primitive: Any, operands: tuple[Array, ...], dtype: Any = bool) -> Array:
+            return self.add(primitive, {}, operands, np.dtype(dtype), line, e, out)
+
+        counting = {"dtype": np.dtype(np.int32), "shape": (n,), "dimension": 0, "sharding": None}
+        place = self.add(lax.iota_p, counting, (), np.dtype(np.int32), line, e, out)
+        last = offset + step * (count - 1)
+        if offset > 0:
+            found.append(made(lax.ge_p, (place, _number(offset))))
+        if last < n - 1:
+            found.append(made(lax.le_p, (place, _number(last))))
+        if step > 1:
+            away = made(lax.sub_p, (place, _number(offset % step)), np.int32)
+            found.append(made(lax.eq_p, (made(lax.rem_p, (away, _number(step)), np.int32), _number(0))))
+        return functools.reduce(lambda a, b: made(lax.and_p, (a, b)), found)
 
     def add(
         self, primitive: Any, params: dict[str, Any], operands: Any, dtype: Any, frame: _Frame, e: Equation, out: Any
