@@ -121,7 +121,8 @@ def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -
             chunk = lax.slice_in_dim(x, low, high, axis=dim)
             ends = [(p.source, p.receiver) for p in is_sent]
             found.append(lax.ppermute(chunk, mesh.atoms, pairs(ends, atoms, mesh)) if ends else chunk)
-        return lax.slice_in_dim(lax.concatenate(found, dim), before, before + room, axis=dim)
+        whole = lax.concatenate(found, dim)
+        return whole if whole.shape[dim] == room else lax.slice_in_dim(whole, before, before + room, axis=dim)
     result = jnp.zeros([*x.shape[:dim], room, *x.shape[dim + 1 :]], x.dtype)
     position = lax.broadcasted_iota(jnp.int32, [room if d == dim else 1 for d in range(x.ndim)], dim)
 
