@@ -19,12 +19,10 @@ Each program is a child process's, so that one that makes the compiler abort or 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -117,16 +115,18 @@ def compiles(program: Program, machine: Machine, planned_for: str | None) -> Ite
     ours = gshard.jit(
         program.whole, mesh=mesh, in_shardings=program.specs, out_shardings=program.out, machine=planned_for
     ).lower(*given)
-    hand = jax.shard_map(
-        program.by_hand, mesh=mesh, in_specs=program.specs, out_specs=program.out, check_vma=False
-    )
+    hand = jax.shard_map(program.by_hand, mesh=mesh, in_specs=program.specs, out_specs=program.out, check_vma=False)
 
     def opened() -> Any:
         captured = ours.program.captured
         replay = xla_function(ours.program, ours.mesh)
-        return jax.jit(
-            lambda *arrays: jax.tree.unflatten(jax.tree.structure(lie[1]), replay(*captured, *arrays)), **options
-        ).lower(*given).compile()
+        return (
+            jax.jit(
+                lambda *arrays: jax.tree.unflatten(jax.tree.structure(lie[1]), replay(*captured, *arrays)), **options
+            )
+            .lower(*given)
+            .compile()
+        )
 
     yield SIDES[0], lambda: ours.executable.compiled
     yield SIDES[1], lambda: jax.jit(hand, **options).lower(*given).compile()
@@ -225,7 +225,8 @@ def cell(side: dict[str, Any] | None) -> str:
 
 
 HEADER = (
-    f"{'':34}{'by hand: bytes, collectives, time':<38} {'ours':<37}{'XLA':<37}|{'by hand = 1: ours':>35}   |{'XLA = 1: ours':>14}\n"
+    f"{'':34}{'by hand: bytes, collectives, time':<38} {'ours':<37}{'XLA':<37}"
+    f"|{'by hand = 1: ours':>35}   |{'XLA = 1: ours':>14}\n"
     f"{'':146}|{'bytes':>8}{'cycles':>8}{'temps':>8}{'time':>8}   |{'bytes':>8}{'time':>8}"
 )
 
@@ -290,4 +291,5 @@ def totals(found: dict[str, dict[str, Any]]) -> str:
         ("ours sends more than 1.05 of the bytes by hand", above("bytes", 1.05)),
         ("not compiled", [f"{n} ({s})" for n, x in found.items() for s in SIDES if "error" in x.get(s, {})]),
     ]
-    return "\n".join([*lines, *(f"{title}: {len(names)}{': ' if names else ''}{', '.join(names)}" for title, names in lists)])
+    lines += [f"{title}: {len(names)}{': ' if names else ''}{', '.join(names)}" for title, names in lists]
+    return "\n".join(lines)

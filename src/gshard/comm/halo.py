@@ -128,8 +128,8 @@ class Window:
     def within(self) -> bool:
         """Whether everything that stands in the windows is in the array, so that nobody asks what stands outside.
 
-        >>> Window(n=12, first=0, step=3, parts=4, extent=3).within, Window(n=12, first=-1, step=3, parts=4, extent=3).within
-        (True, False)
+        >>> [Window(n=12, first=first, step=3, parts=4, extent=3).within for first in (-1, 0, 1)]
+        [False, True, False]
         """
         if self.inside or not self.receivers:
             return True
@@ -199,7 +199,8 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
         return carry(x, dim, atoms, mesh, route, width)
     used = [i for i in window.receivers if window.start(i) < window.n and window.start(i) + width > 0]
     alike = len({window.start(i) - i * size for i in used}) == 1
-    if alike:  # most of the own part is taken whole: a slice of what is joined is fused, slices that are joined are copied
+    if alike:
+        # Most of the own part is taken whole: a slice of what is joined is fused, slices that are joined are copied.
         shifts = tuple(dataclasses.replace(s, begin=0, end=size) if _is_own_most(s, size) else s for s in shifts)
     chunks = []
     for shift in shifts:

@@ -88,12 +88,8 @@ class Columns:
 
     @property
     def number_dtype(self) -> Any:
-        """What holds the number of every element and that of padding, if there is any.
-
-        >>> Columns(n=1 << 16, parts=8).number_dtype.__name__, Columns(n=(1 << 16) - 1, parts=8).number_dtype.__name__
-        ('uint16', 'uint32')
-        """
-        return jnp.uint16 if self.rows * self.parts - (not self.padded) < 2**16 else jnp.uint32
+        """What holds the number of every element and that of padding."""
+        return jnp.uint16 if self.rows * self.parts < 2**16 else jnp.uint32
 
     def bytes(self, each: int, number: int) -> int:
         """Bytes that a device sends for elements of ``each`` bytes that take along a number of ``number`` bytes."""

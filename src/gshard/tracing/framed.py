@@ -235,7 +235,7 @@ class _Frames:
         return found
 
     def is_chosen_inside(self, frame: _Frame, u: Array, result: Value) -> bool:
-        """Whether all that is read of a padding is what it holds of ``u``: another choice at known places sees to it."""
+        """Whether all that is read of a padding is what it holds of ``u``: it is chosen from at known places."""
         readers = self.readers.get(result, [])
         if len(readers) != 1 or readers[0].name != "select_n" or readers[0].inputs.index(result) != 2:
             return False
