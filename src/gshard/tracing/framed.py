@@ -252,10 +252,10 @@ class _Frames:
         e = self.producers.get(x)
         if len(x.shape) == 1:
             line = self.line(x)
-            return {} if line is None else {0: line}
-        if e is not None and e.name == "broadcast_in_dim" and len(e.inputs[0].shape) == 1:
-            (d,), line = e.params["broadcast_dimensions"], self.line(e.inputs[0])
-            return {} if line is None or len(line) != x.shape[d] else {d: line}
+            return {} if line is None or line.shape != x.shape else {0: line}
+        if e is not None and e.name == "broadcast_in_dim":
+            dims, own = e.params["broadcast_dimensions"], self.places(e.inputs[0])
+            return {dims[d]: line for d, line in own.items() if len(line) == x.shape[dims[d]]}
         if e is None or e.name != "and":
             return {}
         a, b = map(self.places, e.inputs)
