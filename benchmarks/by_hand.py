@@ -10,6 +10,11 @@ devices, 50 TFLOP/s, 450 GB/s of memory; they are the same formula for all sides
 
     python benchmarks/by_hand.py [--only shift]          a minute
 
+The same for a TPU, compiled ahead of time by libtpu and read, not run (``by_hand_on_tpu.py`` says how):
+
+    pip install libtpu    # the version that belongs to jaxlib
+    python benchmarks/by_hand.py --topology v5e:2x4 [--planned] [--only shift] [--json out.json] [--hlo folder]
+
 Programs by cause: sums that are finished late; loops; elements that are cut, padded and joined in a row; windows and
 convolutions; transforms and reshards; searches, sorts and running combinations; places that are known, tables that
 follow from them, and places of the data; dimensions that are merged.
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import sys
@@ -30,6 +36,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import by_hand_on_tpu
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
@@ -134,10 +141,41 @@ def mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / max(1, len(ratios)))
 
 
+def ahead_of_time(programs: Sequence[Program], options: argparse.Namespace) -> None:
+    """Prints the table for a TPU."""
+    if options.child:
+        chosen = {p.name: p for p in programs}
+        by_hand_on_tpu.child([chosen[n] for n in options.child], options.topology, options.planned, options.hlo)
+        return
+    found: dict[str, dict[str, Any]] = {}
+
+    def show(name: str, sides: dict[str, Any]) -> None:
+        found[name] = sides
+        print(by_hand_on_tpu.row(name, sides), flush=True)
+
+    given = ["--topology", options.topology, *(["--planned"] if options.planned else [])]
+    given += ["--hlo", str(options.hlo)] if options.hlo else []
+    print(f"jax {jax.__version__}, {options.topology}, compiled ahead of time\n\n{by_hand_on_tpu.HEADER}")
+    by_hand_on_tpu.measured([p.name for p in programs], [sys.executable, __file__, *given, "--child"], show)
+    print(by_hand_on_tpu.totals(found))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="programs whose names contain this")
+    parser.add_argument("--only", action="append", default=[], help="programs whose names contain this")
+    parser.add_argument("--topology", help="of a TPU that libtpu compiles for ahead of time: v5e:2x4")
+    parser.add_argument("--planned", action="store_true", help="ours is planned for that machine, in seconds")
+    parser.add_argument("--json", type=Path, help="with --topology: write all that was read")
+    parser.add_argument("--hlo", type=Path, help="with --topology: a folder for the compiled programs")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    every = [program for group in GROUPS for program in group()]
+    programs = [p for p in every if not options.only or any(text in p.name for text in options.only)]
+    if options.topology:
+        ahead_of_time(programs, options)
+        return
     print(f"jax {jax.__version__}, {PARTS} devices; ours and XLA's are ratios to the program by hand\n")
     print(f"{'':34}{'by hand':>40} |{'ours':>34} |{'XLA':>34}")
     print(
@@ -145,7 +183,7 @@ def main() -> None:
         + f"{'bytes':>8}{'FLOPs':>8}{'temps':>8}{'seconds':>8}   |" * 2
     )
     rows: list[list[tuple[float, ...]]] = []
-    for program in (p for group in GROUPS for p in group() if options.only in p.name):
+    for program in programs:
         ours, hand, xla = sides(program)
         columns = [
             f"{hand.bytes:>11,}{hand.messages:>9}{hand.flops / 1e6:>9.1f}{hand.temporaries / 1024:>7.0f}"

@@ -15,10 +15,14 @@ from twins.program import GRID, PARTS, Program, normal
 
 
 def fft(x: Any, axis: int, *, inverse: bool = False) -> Any:
-    """Row by row in memory, where XLA on CPU would have it otherwise and then fail."""
+    """On CPU row by row in memory, where XLA would have it otherwise and then fail."""
     f = jnp.fft.ifft if inverse else jnp.fft.fft
-    y = f(with_layout_constraint(jnp.moveaxis(x, axis, -1), Layout(tuple(range(x.ndim)))))
-    return jnp.moveaxis(with_layout_constraint(y, Layout(tuple(range(x.ndim)))), -1, axis)
+
+    def in_rows(x: Any) -> Any:
+        rows = Layout(tuple(range(x.ndim)))
+        return with_layout_constraint(f(with_layout_constraint(x, rows)), rows)
+
+    return jnp.moveaxis(lax.platform_dependent(jnp.moveaxis(x, axis, -1), cpu=in_rows, default=f), -1, axis)
 
 
 def transforms() -> Iterator[Program]:

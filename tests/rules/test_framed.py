@@ -154,3 +154,30 @@ def test_what_is_divided_by_zeros_outside_of_windows(dtype: Any) -> None:
         return x.at[1:-1].set(lax.div(x[2:], x[:-2]) + lax.rem(x[:-2], x[1:-1]))
 
     np.testing.assert_array_equal(gshard.jit(lambda x: f(gshard.split(x, 0, 8)), mesh=8)(x), jax.jit(f)(x))
+
+
+def chosen_at(first: int, last: int, step: int) -> Callable[[Any], Any]:
+    """What is padded with one row at each end is taken at some rows that are known."""
+
+    def f(x: Any) -> Any:
+        at = jnp.arange(x.shape[0])
+        there = (at >= first) & (at <= last) & (lax.rem(at - first, step) == 0)
+        return jnp.where(there[:, None], jnp.pad(jnp.sin(x[1:-1]), ((1, 1), (0, 0)), constant_values=7), x)
+
+    return f
+
+
+@pytest.mark.parametrize(("first", "last", "step"), [(1, 30, 1), (3, 28, 5), (0, 30, 1), (1, 31, 1), (0, 31, 3)])
+def test_padding_is_made_where_it_is_read(first: int, last: int, step: int) -> None:
+    x, f = data(32), chosen_at(first, last, step)
+    rows = np.arange(32)
+    read = (rows >= first) & (rows <= last) & ((rows - first) % step == 0)
+    chosen = [e for e in gshard.trace(f, x).block.equations if e.name == "select_n"]
+    assert len(chosen) == (2 if read[0] or read[-1] else 1)
+    got = gshard.jit(lambda x: f(gshard.split(x, 0, 8)), mesh=8)(x)
+    np.testing.assert_allclose(got, jax.jit(f)(x), rtol=1e-6)
+
+
+def test_an_update_of_the_inside_is_one_choice() -> None:
+    for f in (ROWS["a stencil"][0], ROWS["every third"][0]):
+        assert [e.name for e in gshard.trace(f, data(32)).block.equations].count("select_n") == 1

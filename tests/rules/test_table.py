@@ -141,13 +141,26 @@ def test_no_more_is_computed_than_the_whole() -> None:
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
 
     def f(x: Any) -> Any:
-        return x + jnp.concatenate([jnp.sin(jnp.arange(6.0) * i) for i in range(4)])[:, None]
+        return x + jnp.concatenate([jnp.sin(jnp.arange(2.0) * i) for i in range(12)])[:, None]
 
     spec = P("x", None)
     text = str(gshard.jit(f, mesh=mesh, in_shardings=spec, out_shardings=spec).lower(X).spmd.jaxpr)
     assert "concatenate" in text
-    assert text.count("= sin ") == 4
-    assert "f32[6]" in text
+    assert text.count("= sin ") == 12
+    assert "f32[2]" in text
+
+
+def test_few_arrays_side_by_side_are_not_looked_up() -> None:
+    """A look-up of each element takes longer than one more of few."""
+    mesh = jax.make_mesh((8,), ("x",))
+
+    def f(x: Any) -> Any:
+        return x * jnp.concatenate([jnp.linspace(0, 1, 7), jnp.ones(17)])[:, None]
+
+    spec = P("x", None)
+    step = gshard.jit(f, mesh=mesh, in_shardings=spec, out_shardings=spec)
+    assert "gather" not in str(step.lower(X).spmd.jaxpr)
+    np.testing.assert_allclose(step(X), f(X), rtol=1e-6)
 
 
 def test_what_follows_data_is_no_table() -> None:

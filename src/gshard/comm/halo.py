@@ -124,6 +124,18 @@ class Window:
             return False
         return all(self.start(i) < self.n and self.start(i) + self.width > 0 for i in self.receivers)
 
+    @property
+    def within(self) -> bool:
+        """Whether everything that stands in the windows is in the array, so that nobody asks what stands outside.
+
+        >>> [Window(n=12, first=first, step=3, parts=4, extent=3).within for first in (-1, 0, 1)]
+        [False, True, False]
+        """
+        if self.inside or not self.receivers:
+            return True
+        ends = self.position(self.receivers[0]), self.position(self.receivers[-1])
+        return min(ends) >= 0 and max(ends) + self.extent <= (self.n - 1) * self.dilation + 1
+
     def bytes(self, size: int, each: int) -> int:
         """What each device sends if parts have ``size`` elements of ``each`` bytes."""
         return each * sum(self.messages(size))
@@ -185,6 +197,11 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
         return jnp.zeros((*x.shape[:dim], width, *x.shape[dim + 1 :]), x.dtype)
     if (route := window.route(size)) is not None:
         return carry(x, dim, atoms, mesh, route, width)
+    used = [i for i in window.receivers if window.start(i) < window.n and window.start(i) + width > 0]
+    alike = len({window.start(i) - i * size for i in used}) == 1
+    if alike:
+        # Most of the own part is taken whole: a slice of what is joined is fused, slices that are joined are copied.
+        shifts = tuple(dataclasses.replace(s, begin=0, end=size) if _is_own_most(s, size) else s for s in shifts)
     chunks = []
     for shift in shifts:
         if not shift.distance:
@@ -201,16 +218,19 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
         return window.start(part) - (part + shifts[0].distance) * size - shifts[0].begin
 
     # The buffer is padded so that no window that holds anything begins or ends outside of it.
-    used = [i for i in window.receivers if window.start(i) < window.n and window.start(i) + width > 0]
     left = max(0, *(-offset(i) for i in used))
     right = max(0, *(offset(i) + width - buffer.shape[dim] for i in used))
     if left or right:
         buffer = jnp.pad(buffer, [(left, right) if d == dim else (0, 0) for d in range(x.ndim)])
-    if len(begins := {offset(i) + left for i in used}) == 1:  # the same everywhere
-        begin = begins.pop()
+    if alike:
+        begin = offset(used[0]) + left
         return _cut(buffer, begin, begin + width, dim)
     begin = jnp.clip(offset(lax.axis_index(atoms)) + left, 0, buffer.shape[dim] - width)
     return lax.dynamic_slice_in_dim(opaque_for_slice(buffer, dim, width), begin, width, axis=dim)
+
+
+def _is_own_most(shift: Shift, size: int) -> bool:
+    return not shift.distance and 2 * (shift.end - shift.begin) >= size
 
 
 def _cut(x: Any, begin: int, end: int, dim: int) -> Any:

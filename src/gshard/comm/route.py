@@ -111,12 +111,18 @@ def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -
     parts, size = mesh.count(atoms), x.shape[dim]
     alike = _alike(route, parts, room)
     if alike is not None:
-        found = []
-        for p, is_sent in alike:
-            chunk = lax.slice_in_dim(x, p.low, p.low + p.length, axis=dim)
+        found, before = [], 0
+        for i, (p, is_sent) in enumerate(alike):
+            low, high = p.low, p.low + p.length
+            # Most of the own part is taken whole at the ends: a slice of what is joined is fused, slices are copied.
+            if len(alike) > 1 and not is_sent and 2 * p.length >= size:
+                before, low = (low, 0) if i == 0 else (before, low)
+                high = size if i == len(alike) - 1 else high
+            chunk = lax.slice_in_dim(x, low, high, axis=dim)
             ends = [(p.source, p.receiver) for p in is_sent]
             found.append(lax.ppermute(chunk, mesh.atoms, pairs(ends, atoms, mesh)) if ends else chunk)
-        return lax.concatenate(found, dim)
+        whole = lax.concatenate(found, dim)
+        return whole if whole.shape[dim] == room else lax.slice_in_dim(whole, before, before + room, axis=dim)
     result = jnp.zeros([*x.shape[:dim], room, *x.shape[dim + 1 :]], x.dtype)
     position = lax.broadcasted_iota(jnp.int32, [room if d == dim else 1 for d in range(x.ndim)], dim)
 

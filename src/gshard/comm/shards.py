@@ -127,7 +127,7 @@ class Shards:
 
     def window(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
         """This device's window of a split dimension, with ``fill`` outside the array and between dilated elements."""
-        if window.inside and window.dilation == 1:
+        if window.within and window.dilation == 1:
             return self.fetch(x, dim, atoms, window)
         if not _is_number(fill):
             return self._window(x, dim, atoms, window, fill)
@@ -143,7 +143,7 @@ class Shards:
         inside = (at >= 0) & (at < (window.n - 1) * window.dilation + 1)
         if window.dilation > 1:
             index = jnp.clip(at, 0) // window.dilation - window.start(lax.axis_index(atoms))
-            got = jnp.take(got, jnp.clip(index, 0, window.width - 1), axis=dim)
+            got = jnp.take(got, index, axis=dim, mode="clip")
             inside &= at % window.dilation == 0
         return jnp.where(along(inside, dim, x.ndim), got, jnp.asarray(fill, x.dtype))
 

@@ -82,6 +82,11 @@ class Columns:
         return before, after, Window(n, 0, self.size, parts, self.size)
 
     @property
+    def padded(self) -> bool:
+        """Whether there is anything in columns but elements."""
+        return self.rows * self.parts != self.n
+
+    @property
     def number_dtype(self) -> Any:
         """What holds the number of every element and that of padding."""
         return jnp.uint16 if self.rows * self.parts < 2**16 else jnp.uint32
@@ -142,8 +147,9 @@ def sort_split(shards: Shards, operands: Sequence[Any], axis: int, n: int, num_k
     return [jnp.moveaxis(x.reshape(moved[0].shape), -1, axis).reshape(shape) for x in done]
 
 
-def _sort(operands: Sequence[Any], num_keys: int) -> list[Any]:
-    return list(lax.sort(tuple(operands), dimension=1, is_stable=True, num_keys=num_keys))
+def _sort(operands: Sequence[Any], num_keys: int, *, stable: bool = True) -> list[Any]:
+    """Sorted rows; where no two elements that can be told apart compare equal, nobody sees whether that is stable."""
+    return list(lax.sort(tuple(operands), dimension=1, is_stable=stable, num_keys=num_keys))
 
 
 def _together(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: Atoms) -> list[Any]:
@@ -176,17 +182,19 @@ def _columns(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: 
 
     # Padding comes last: as a key of its own, or, where equal elements are twins, as the greatest of them.
     index = lax.broadcasted_iota(jnp.int32, operands[0].shape, 1)
-    if twins:
+    if not columns.padded:
+        columned = _sort(operands, num_keys, stable=not twins)
+    elif twins:
         most = [jnp.asarray(identity("min", x.dtype), x.dtype) for x in operands]
         columned = [jnp.where(index < valid(part), x, m) for x, m in zip(operands, most, strict=True)]
-        columned = [_longer(x, rows, m) for x, m in zip(_sort(columned, num_keys), most, strict=True)]
+        columned = [_longer(x, rows, m) for x, m in zip(_sort(columned, num_keys, stable=False), most, strict=True)]
     else:
         columned = [_longer(x, rows) for x in _sort([index >= valid(part), *operands], num_keys + 1)[1:]]
     columned = _in_one_message(columned, lambda x: _all_to_all(shards, _dealt(x, parts), atoms, 1, 1))
     if twins:
         arranged, keys = columned, num_keys
     else:
-        arranged, keys = _numbered(columned, num_keys, columns, part, valid), num_keys + 2
+        arranged, keys = _numbered(columned, num_keys, columns, part, valid), num_keys + 1
     arranged = _total(arranged, keys, columns, twins)
     arranged = _in_one_message(arranged, lambda x: _all_to_all(shards, x, atoms, 1, 1))
     arranged = _merged(shards, _total(arranged, keys, columns, twins), keys, columns, twins, atoms)
@@ -209,16 +217,18 @@ def _numbered(operands: list[Any], num_keys: int, columns: Columns, part: Any, v
     index = lax.broadcasted_iota(jnp.int32, operands[0].shape, 1)
     each = columns.rows // columns.parts
     source, rank = index // each, index % each * columns.parts + part
-    number = jnp.where(rank < valid(source), source * columns.rows + rank, columns.rows * columns.parts)
+    number = source * columns.rows + rank
+    if columns.padded:
+        number = jnp.where(rank < valid(source), number, columns.rows * columns.parts)
     return [*operands[:num_keys], number.astype(columns.number_dtype), *operands[num_keys:]]
 
 
 def _total(arranged: list[Any], keys: int, columns: Columns, twins: bool) -> list[Any]:
     """Sorts columns: padding last, then by keys, then by number."""
-    if twins:
-        return _sort(arranged, keys)
-    number = arranged[keys - 2]
-    return _sort([number == columns.rows * columns.parts, *arranged], keys)[1:]
+    if twins or not columns.padded:
+        return _sort(arranged, keys, stable=False)
+    number = arranged[keys - 1]
+    return _sort([number == columns.rows * columns.parts, *arranged], keys + 1, stable=False)[1:]
 
 
 def _merged(shards: Shards, arranged: list[Any], keys: int, columns: Columns, twins: bool, atoms: Atoms) -> list[Any]:

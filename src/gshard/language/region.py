@@ -17,12 +17,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import jax
 from jax import lax
 
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.mesh import Atoms
 from gshard.core.program import Block, Constant, Edge, Equation, Value
 from gshard.core.sharding import Sharding
+from gshard.language.beforehand import beforehand
 
 ShardingOf = Callable[[Value | Constant], Sharding]
 
@@ -157,10 +159,12 @@ def _emit_scan(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> S
         ]
         return back, out[carry:]
 
+    start, stacks = list(arrays[consts : consts + carry]), list(arrays[consts + carry :])
+    slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacks]
     end, stacked = lax.scan(
-        step,
-        list(arrays[consts : consts + carry]),
-        list(arrays[consts + carry :]),
+        beforehand(step, start, slices),
+        start,
+        stacks,
         length=length,
         reverse=equation.params["reverse"],
         unroll=equation.params["unroll"],
@@ -223,7 +227,8 @@ def _emit_while(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> 
             for v, x, inner in zip(body.outputs, out, carried, strict=True)
         ]
 
-    return list(lax.while_loop(go_on, step, list(arrays[a + b :])))
+    start = list(arrays[a + b :])
+    return list(lax.while_loop(go_on, beforehand(step, start), start))
 
 
 def _cond_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any) -> list[Edge]:

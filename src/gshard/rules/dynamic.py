@@ -53,7 +53,7 @@ def dynamic_slice(call: Call) -> Rule:
         for d in split:
             index = starts[d] - shards.offset(operand[d]) + jnp.arange(sizes[d], dtype=jnp.int32)
             held = (index >= 0) & (index < x.shape[d])
-            x = jnp.take(opaque_for_slice(x, d, sizes[d]), jnp.clip(index, 0, x.shape[d] - 1), axis=d)
+            x = jnp.take(opaque_for_slice(x, d, sizes[d]), index, axis=d, mode="clip")
             x = jnp.where(along(held, d, x.ndim), x, jnp.zeros((), x.dtype))
         return [x]
 
@@ -90,7 +90,8 @@ def dynamic_update_slice(call: Call) -> Rule:
                 first = starts[d] - shards.offset(operand[d])
                 begins[d] = jnp.clip(first, 0, x.shape[d] - size)
                 index = begins[d] - first + jnp.arange(size, dtype=jnp.int32)
-                values = jnp.take(opaque_for_slice(values, d, size), jnp.clip(index, 0, sizes[d] - 1), axis=d)
+                if sizes[d] > 1:
+                    values = jnp.take(opaque_for_slice(values, d, size), index, axis=d, mode="clip")
                 written &= along((index >= 0) & (index < sizes[d]), d, x.ndim)
         x = opaque_for_one(x, math.prod(sizes_here))
         there = lax.dynamic_slice(x, begins, sizes_here)

@@ -113,7 +113,7 @@ def gather(call: Call) -> Rule:
             if p.column is None:
                 # Every window is the first elements: those that are here, and others that count for nothing.
                 at = at + jnp.arange(p.size, dtype=jnp.int32)
-                x = jnp.take(x, jnp.clip(at, 0, length - 1), axis=p.dim)
+                x = jnp.take(x, at, axis=p.dim, mode="clip")
                 at = at if p.axis is None else along(at, p.axis, ndim)
             else:
                 start = jnp.clip(indices[..., p.column], 0, p.n - p.size)
@@ -280,7 +280,7 @@ def scatter(call: Call) -> Rule:
                 # is taken back afterwards.
                 at = offset + jnp.arange(length, dtype=jnp.int32)
                 if p.axis is not None:
-                    changes = jnp.take(changes, jnp.clip(at, 0, p.size - 1), axis=p.axis)
+                    changes = jnp.take(changes, at, axis=p.axis, mode="clip")
                     written &= along(at < p.size, p.dim, x.ndim)
                 else:
                     written &= along(at == 0, p.dim, x.ndim)

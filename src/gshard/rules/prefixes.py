@@ -27,6 +27,8 @@ from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.language.registry import Call, rule
 
+_FEW = 16  # parts
+
 associative_scan_p = Primitive("associative_scan")
 associative_scan_p.multiple_results = True
 
@@ -78,6 +80,20 @@ def _shapes(*xs: Any, combination: Combination, axis: int) -> Any:
 mlir.register_lowering(associative_scan_p, mlir.lower_fun(_run, multiple_results=True))
 
 
+def _before(ends: Sequence[Any], part: Any, axis: int, combine: Combination, shards: Shards) -> list[Any]:
+    """What the parts before one come to, of all parts' last elements; for the first part something that nobody reads.
+
+    Of few parts they are combined one after the other: a compiler makes one kernel of that, and many of a recursion.
+    """
+    parts = ends[0].shape[axis]
+    if parts > _FEW:
+        return [lax.dynamic_slice_in_dim(x, jnp.maximum(part - 1, 0), 1, axis) for x in shards.bind(*ends)]
+    total, *others = ([lax.slice_in_dim(x, i, i + 1, axis=axis) for x in ends] for i in range(max(1, parts - 1)))
+    for i, one in enumerate(others, 1):
+        total = [jnp.where(i < part, more, x) for more, x in zip(combine(total, one), total, strict=True)]
+    return total
+
+
 @rule("associative_scan")
 def associative_scan(call: Call) -> Rule:
     """All dimensions but the one along which is scanned are parallel: elements are combined number by number.
@@ -97,7 +113,7 @@ def associative_scan(call: Call) -> Rule:
         # Padding comes after all that there is, and so makes no difference.
         ends = [shards.all_gather(lax.slice_in_dim(x, -1, None, axis=axis), axis, atoms) for x in run]
         part = lax.axis_index(atoms)
-        before = [lax.dynamic_slice_in_dim(x, jnp.maximum(part - 1, 0), 1, axis) for x in shards.bind(*ends)]
+        before = _before(ends, part, axis, combine, shards)
         both = combine([jnp.broadcast_to(x, xs[0].shape) for x in before], run)
         return [jnp.where(part > 0, x, own) for x, own in zip(both, run, strict=True)]
 

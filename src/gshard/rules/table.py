@@ -31,6 +31,8 @@ ELEMENTWISE = frozenset((*UNARY, *N_ARY)) - {"name", "copy_p", "threefry2x32"}
 MOVERS = frozenset(("concatenate", "pad", "rev", "slice"))
 PLACED = MOVERS | {"iota", "broadcast_in_dim", "transpose", "squeeze", "reshape"}
 
+_LOOK_UP = 8  # operations that are no more than looking up an element
+
 At = tuple[Any, ...]
 """For each dimension int32 [m], the positions that are wanted, or None for all."""
 
@@ -156,7 +158,8 @@ class _Part:
         i = at[d]
         if i is None:
             return lax.concatenate([self.of(x, at) for x in e.inputs], d)
-        if e.outputs[0].shape[d] < len(e.inputs) * i.shape[0]:  # that would be more than all of it
+        # Each operand at all positions may be more than all of it, and what looking it up takes.
+        if e.outputs[0].shape[d] + _LOOK_UP * i.shape[0] < len(e.inputs) * i.shape[0]:
             return _taken(self.of(e.outputs[0], (*at[:d], None, *at[d + 1 :])), (*(None,) * d, i))
         found, end = None, sum(x.shape[d] for x in e.inputs)
         for x in reversed(e.inputs):

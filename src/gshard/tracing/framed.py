@@ -14,6 +14,7 @@ What lies outside is computed for nothing, so windows have to be a good part of 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -33,6 +34,10 @@ _ELEMENTWISE = frozenset((*UNARY, *N_ARY)) - {"copy_p", "name", "optimization_ba
 _TIMES = 4  # elements that are computed for one that is kept
 _NEARLY = 1.25  # where it is hardly more than one
 _NODES = 64  # arrays that are followed
+_OF_PLACES: dict[str, Callable[..., Any]] = {
+    "ge": np.greater_equal, "le": np.less_equal, "eq": np.equal, "and": np.logical_and, "sub": np.subtract,
+    "rem": np.fmod,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,6 +112,10 @@ class _Frames:
         self.producers: dict[Any, Equation] = {
             e.outputs[0]: e for e in equations if len(e.outputs) == 1 and e.mark is None
         }
+        self.readers: dict[Any, list[Equation]] = {}
+        for e in equations:
+            for x in dict.fromkeys(e.inputs):
+                self.readers.setdefault(x, []).append(e)
         self.needed: set[Any] = set(outputs)  # what is there anyway
         self.summed: set[Any] = set()  # what may be in parts of sums
         for e in equations:
@@ -148,6 +157,9 @@ class _Frames:
         out: list[Equation] = []
         made: dict[Any, Array] = {}
         whole = self.emit(top, e, made, out)
+        if result not in self.needed and self.is_chosen_inside(frame, u, result):
+            out[-1] = dataclasses.replace(out[-1], outputs=(result,))
+            return out
         inside = self.inside(frame, u, e, out)
         outside = self.add(
             lax.broadcast_in_dim_p, _broadcast(frame.shape, ()), (e.inputs[1],), result.dtype, frame, e, out
@@ -212,29 +224,75 @@ class _Frames:
     def inside(self, frame: _Frame, u: Array, e: Equation, out: list[Equation]) -> Array:
         """Where the elements of ``u`` stand."""
         found: Array | None = None
-
-        def note(primitive: Any, operands: tuple[Array, ...]) -> None:
-            nonlocal found
-            here = self.add(primitive, {}, operands, np.dtype(bool), frame, e, out)
-            both = () if found is None else (found, here)
-            found = self.add(lax.and_p, {}, both, np.dtype(bool), frame, e, out) if both else here
-
         for d, (n, o, s, m) in enumerate(zip(frame.shape, frame.offsets, frame.steps, u.shape, strict=True)):
             if (n, o, s) == (m, 0, 1):
                 continue
-            params = {"dtype": np.dtype(np.int32), "shape": frame.shape, "dimension": d, "sharding": None}
-            place = self.add(lax.iota_p, params, (), np.dtype(np.int32), frame, e, out)
-            last = o + s * (m - 1)
-            if o > 0:
-                note(lax.ge_p, (place, _number(o)))
-            if last < n - 1:
-                note(lax.le_p, (place, _number(last)))
-            if s > 1:
-                away = self.add(lax.sub_p, {}, (place, _number(o % s)), np.dtype(np.int32), frame, e, out)
-                rest = self.add(lax.rem_p, {}, (away, _number(s)), np.dtype(np.int32), frame, e, out)
-                note(lax.eq_p, (rest, _number(0)))
+            own = self.along(n, o, s, m, e, out)
+            here = self.add(lax.broadcast_in_dim_p, _broadcast(frame.shape, (d,)), (own,), own.dtype, frame, e, out)
+            both = () if found is None else (found, here)
+            found = self.add(lax.and_p, {}, both, own.dtype, frame, e, out) if both else here
         assert found is not None, "something is padded"
         return found
+
+    def is_chosen_inside(self, frame: _Frame, u: Array, result: Value) -> bool:
+        """Whether all that is read of a padding is what it holds of ``u``: it is chosen from at known places."""
+        readers = self.readers.get(result, [])
+        if len(readers) != 1 or readers[0].name != "select_n" or readers[0].inputs.index(result) != 2:
+            return False
+        chosen = self.places(readers[0].inputs[0])
+        for d, (n, o, s, m) in enumerate(zip(frame.shape, frame.offsets, frame.steps, u.shape, strict=True)):
+            outside = np.ones(n, bool)
+            outside[o : o + s * (m - 1) + 1 : s] = False
+            if outside.any() and (d not in chosen or (chosen[d] & outside).any()):
+                return False
+        return True
+
+    def places(self, x: Array) -> dict[int, Any]:
+        """Where flags at known places may be true: bool [n] for some dimensions."""
+        e = self.producers.get(x)
+        if len(x.shape) == 1:
+            line = self.line(x)
+            return {} if line is None or line.shape != x.shape else {0: line}
+        if e is not None and e.name == "broadcast_in_dim":
+            dims, own = e.params["broadcast_dimensions"], self.places(e.inputs[0])
+            return {dims[d]: line for d, line in own.items() if len(line) == x.shape[dims[d]]}
+        if e is None or e.name != "and":
+            return {}
+        a, b = map(self.places, e.inputs)
+        return {d: a[d] & b[d] if d in a and d in b else a.get(d, b.get(d)) for d in {**a, **b}}
+
+    def line(self, x: Array) -> Any:
+        """A number, or what is computed along one dimension of its positions; None if more is needed."""
+        if isinstance(x, Constant):
+            return np.asarray(x.value) if x.shape == () else None
+        e = self.producers.get(x)
+        if e is None or len(x.shape) > 1:
+            return None
+        if e.name == "iota":
+            return np.arange(x.shape[0], dtype=x.dtype)
+        operands = [self.line(y) for y in e.inputs]
+        if e.name not in _OF_PLACES or any(y is None for y in operands):
+            return None
+        return _OF_PLACES[e.name](*operands)
+
+    def along(self, n: int, offset: int, step: int, count: int, e: Equation, out: list[Equation]) -> Array:
+        """Where ``count`` elements from an offset on, a step apart, stand among ``n`` of a dimension: bool [n]."""
+        line, found = _Frame((n,), (0,), (1,)), list[Array]()
+
+        def made(primitive: Any, operands: tuple[Array, ...], dtype: Any = bool) -> Array:
+            return self.add(primitive, {}, operands, np.dtype(dtype), line, e, out)
+
+        counting = {"dtype": np.dtype(np.int32), "shape": (n,), "dimension": 0, "sharding": None}
+        place = self.add(lax.iota_p, counting, (), np.dtype(np.int32), line, e, out)
+        last = offset + step * (count - 1)
+        if offset > 0:
+            found.append(made(lax.ge_p, (place, _number(offset))))
+        if last < n - 1:
+            found.append(made(lax.le_p, (place, _number(last))))
+        if step > 1:
+            away = made(lax.sub_p, (place, _number(offset % step)), np.int32)
+            found.append(made(lax.eq_p, (made(lax.rem_p, (away, _number(step)), np.int32), _number(0))))
+        return functools.reduce(lambda a, b: made(lax.and_p, (a, b)), found)
 
     def add(
         self, primitive: Any, params: dict[str, Any], operands: Any, dtype: Any, frame: _Frame, e: Equation, out: Any

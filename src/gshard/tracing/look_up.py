@@ -336,9 +336,10 @@ def _put(
     padding = [(a, n - 1 - b, s - 1) for a, b, n, s in zip(first, last, shape, steps, strict=True)]
     for d, (a, b, n, s) in enumerate(zip(first, last, shape, steps, strict=True)):
         if (a, b, s) != (0, n - 1, 1):
-            at = lax.broadcasted_iota(jnp.int32, shape, d)
+            at = lax.iota(jnp.int32, n)
             here = (at >= a) & (at <= b)
-            here = here if s == 1 else here & (lax.rem(at - a, s) == 0)
+            here = here if s == 1 else here & (lax.rem(at - a, jnp.int32(s)) == 0)
+            here = lax.broadcast_in_dim(here, shape, (d,))
             inside = here if inside is None else inside & here
     spread = lax.pad(updates, jnp.zeros((), updates.dtype), padding)
     written = combine(x, spread)
