@@ -16,6 +16,7 @@ from gshard.core.xla_workarounds import (
     opaque_for_slice,
     opaque_identity,
     row_major,
+    taken,
     update_window,
     with_initial,
 )
@@ -65,6 +66,21 @@ def test_one_index_out_of_range_writes_what_lies_beside_a_slice() -> None:
     assert jax.jit(scattered)(x, 4, 9).tolist() == [4, 5, 6, 13 if OLD else 7]  # openxla/xla#49121
     assert jax.jit(scattered, compiler_options=AS_WRITTEN)(x, 4, 9).tolist() == [4, 5, 6, 7]
     assert jax.jit(windowed)(x, 4, 9).tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("at", [[-7], [-1], [2], [5], [-7, 9]])
+def test_one_position_out_of_range_reads_what_lies_beside_a_slice(at: list[int]) -> None:
+    x, wanted = jnp.arange(12), [3 + min(max(i, 0), 4) for i in at]
+
+    def plain(x: Any, start: Any, i: Any) -> Any:
+        return jnp.take(lax.dynamic_slice_in_dim(x, start, 5), i, mode="clip")
+
+    def safe(x: Any, start: Any, i: Any) -> Any:
+        return taken(lax.dynamic_slice_in_dim(x, start, 5), i, 0)
+
+    errs = OLD and len(at) == 1 and not 0 <= at[0] < 5
+    assert (jax.jit(plain)(x, 3, jnp.array(at)).tolist() != wanted) is errs  # openxla/xla#49121
+    assert jax.jit(safe)(x, 3, jnp.array(at)).tolist() == wanted
 
 
 def test_an_update_in_place_reads_what_it_has_overwritten() -> None:

@@ -24,6 +24,7 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Equation, itemsize
 from gshard.core.rule import REDUCE, Rule
 from gshard.core.split import Split, place
+from gshard.core.xla_workarounds import taken
 
 Fetched = dict[tuple[int, Any], tuple[Any, Any]]
 
@@ -143,7 +144,7 @@ class Shards:
         inside = (at >= 0) & (at < (window.n - 1) * window.dilation + 1)
         if window.dilation > 1:
             index = jnp.clip(at, 0) // window.dilation - window.start(lax.axis_index(atoms))
-            got = jnp.take(got, index, axis=dim, mode="clip")
+            got = taken(got, index, dim)
             inside &= at % window.dilation == 0
         return jnp.where(along(inside, dim, x.ndim), got, jnp.asarray(fill, x.dtype))
 

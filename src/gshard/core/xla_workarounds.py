@@ -5,6 +5,7 @@
     opaque_identity   CPU: equal computations on both sides of a barrier are merged       no issue
     opaque_for_slice  CPU: an integer slice of a product of a slice loses the factor      no issue
     with_initial      the initial value of a reduction over one element is dropped        no issue
+    taken             one index out of range reads what lies beside a slice               openxla/xla#49121
     update_window     one index out of range writes what lies beside a slice              openxla/xla#49121
     AS_WRITTEN        the same; and CPU reads what it has overwritten in place            openxla/xla#49176
     row_major         CPU: a transform beside a gather is given an order that it refuses  no issue
@@ -65,6 +66,19 @@ def with_initial(folded: Any, initial: Any, combine: Callable[[Any, Any], Any], 
     Folded in, XLA drops an initial value where a part has one element, as if it were an identity.
     """
     return jnp.where(counts, combine(folded, jnp.broadcast_to(initial, folded.shape)), folded)
+
+
+def taken(x: Any, index: Any, axis: int) -> Any:
+    """The elements at some positions along a dimension, those outside moved to its ends.
+
+    Of a single one XLA on CPU makes a slice, and one of what is a slice itself it does not move back.
+
+    >>> taken(jnp.arange(4), jnp.array([-3, 2, 9]), 0)
+    Array([0, 2, 3], dtype=int32)
+    """
+    if index.size == 1:
+        index = jnp.clip(index, 0, max(0, x.shape[axis] - 1))
+    return jnp.take(x, index, axis=axis, mode="clip")
 
 
 def update_window(

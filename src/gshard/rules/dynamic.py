@@ -19,7 +19,7 @@ from jax import lax
 
 from gshard.comm.shards import Shards, along
 from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
-from gshard.core.xla_workarounds import opaque_for_one, opaque_for_slice
+from gshard.core.xla_workarounds import opaque_for_one, opaque_for_slice, taken
 from gshard.language.registry import Call, rule
 
 
@@ -53,7 +53,7 @@ def dynamic_slice(call: Call) -> Rule:
         for d in split:
             index = starts[d] - shards.offset(operand[d]) + jnp.arange(sizes[d], dtype=jnp.int32)
             held = (index >= 0) & (index < x.shape[d])
-            x = jnp.take(opaque_for_slice(x, d, sizes[d]), index, axis=d, mode="clip")
+            x = taken(opaque_for_slice(x, d, sizes[d]), index, d)
             x = jnp.where(along(held, d, x.ndim), x, jnp.zeros((), x.dtype))
         return [x]
 
@@ -91,7 +91,7 @@ def dynamic_update_slice(call: Call) -> Rule:
                 begins[d] = jnp.clip(first, 0, x.shape[d] - size)
                 index = begins[d] - first + jnp.arange(size, dtype=jnp.int32)
                 if sizes[d] > 1:
-                    values = jnp.take(opaque_for_slice(values, d, size), index, axis=d, mode="clip")
+                    values = taken(opaque_for_slice(values, d, size), index, d)
                 written &= along((index >= 0) & (index < sizes[d]), d, x.ndim)
         x = opaque_for_one(x, math.prod(sizes_here))
         there = lax.dynamic_slice(x, begins, sizes_here)

@@ -30,7 +30,7 @@ from jax import lax
 
 from gshard.comm.shards import Shards, along, identity
 from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
-from gshard.core.xla_workarounds import opaque_for_one, update_window
+from gshard.core.xla_workarounds import opaque_for_one, taken, update_window
 from gshard.language.registry import Call, rule
 
 _FILL = lax.GatherScatterMode.FILL_OR_DROP
@@ -113,7 +113,7 @@ def gather(call: Call) -> Rule:
             if p.column is None:
                 # Every window is the first elements: those that are here, and others that count for nothing.
                 at = at + jnp.arange(p.size, dtype=jnp.int32)
-                x = jnp.take(x, at, axis=p.dim, mode="clip")
+                x = taken(x, at, p.dim)
                 at = at if p.axis is None else along(at, p.axis, ndim)
             else:
                 start = jnp.clip(indices[..., p.column], 0, p.n - p.size)
@@ -280,7 +280,7 @@ def scatter(call: Call) -> Rule:
                 # is taken back afterwards.
                 at = offset + jnp.arange(length, dtype=jnp.int32)
                 if p.axis is not None:
-                    changes = jnp.take(changes, at, axis=p.axis, mode="clip")
+                    changes = taken(changes, at, p.axis)
                     written &= along(at < p.size, p.dim, x.ndim)
                 else:
                     written &= along(at == 0, p.dim, x.ndim)

@@ -24,6 +24,7 @@ from jax.interpreters import mlir
 from gshard.comm.shards import Shards, along
 from gshard.core.program import Constant, Equation, Value
 from gshard.core.rule import Rule, RuleMaker
+from gshard.core.xla_workarounds import taken
 from gshard.language.registry import Call, rule
 from gshard.rules.elementwise import N_ARY, UNARY
 
@@ -178,7 +179,7 @@ def _of_operand(own: tuple[int, ...], shape: tuple[int, ...], at: At) -> At:
 def _taken(x: Any, at: At) -> Any:
     for d, i in enumerate(at):
         if i is not None:
-            x = jnp.take(x, i, axis=d, mode="clip")
+            x = taken(x, i, d)
     return x
 
 
