@@ -358,7 +358,8 @@ def _apart(table: Floats) -> Floats:
 
 def _beaten(cost: Floats, apart: Sequence[Floats], amounts: Sequence[Floats]) -> tuple[tuple[int, int], ...]:
     """States that go, the last first, each with one that costs and takes no more whatever the neighbours choose."""
-    worse = sum(apart, start=cost[:, None] - cost[None, :]) >= 0
+    with np.errstate(invalid="ignore"):  # inf - inf: each is allowed where the other is not
+        worse = sum(apart, start=cost[:, None] - cost[None, :]) >= 0
     for amount in amounts:
         worse &= amount[:, None] >= amount[None, :]
     np.fill_diagonal(worse, False)
