@@ -267,8 +267,9 @@ class _Work:
         self.near[i], self.loads[i] = {}, {}
 
     def _restrict(self, i: int, ok: np.ndarray | None) -> None:
-        if ok is None:
+        if ok is None or ok.all():
             return
+        ok = self.done.one(ok)
         if not ok.any():
             if self.by_memory:
                 raise DoesNotFit(f"No state of {self.whole.name(i)} leaves the others enough memory.")
