@@ -228,14 +228,17 @@ class _Builder:
     def _making(self, e: Equation, ways: Sequence[Split], i: int) -> Floats:
         """Moves from how a result is made to its bundle's states."""
         rule, v = _rule(e), e.outputs[i]
-        states, leaving = self.states[self.bundles.of[v]], self.bundles.of[v] in self.leaving
+        states = self.states[self.bundles.of[v]]
 
         def find() -> Floats:
             made = [result_sharding(rule, i, split) for split in ways]
             return self._going(v, made, states).T
 
-        key = "making", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), leaving
+        key = "making", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), self._cut_kind(v)
         return self.once.often(self.times[e], self.once.table(key, find))
+
+    def _cut_kind(self, v: Value) -> int:
+        return self.kinds[v] if self.bundles.of[v] in self.leaving else -1  # what costs of cuts depend on
 
     def _cut_costs(self, v: Value, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Floats | float:
         """float64 [sources, targets]: ``inf`` where a sum would be cut in order to leave cut, though no mark cuts it.
@@ -287,8 +290,7 @@ class _Builder:
             wanted = [operand_sharding(rule, i, split) for split in ways]
             return self._going(v, states, wanted)
 
-        leaving = self.bundles.of[v] in self.leaving
-        key = "taking", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), leaving
+        key = "taking", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), self._cut_kind(v)
         return self.once.often(self.times[e], self.once.table(key, find))
 
     def _crossing(self, e: Equation, crossing: Crossing) -> None:
