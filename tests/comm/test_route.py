@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gshard.comm.halo import Window, fetch_window
 from gshard.comm.route import Chunk, carry, routed
 from gshard.core.mesh import Mesh
 from gshard.simulator.simulate import simulate_function
@@ -74,3 +75,36 @@ def test_what_stays_goes_along_where_all_parts_are_put_together_alike() -> None:
     np.testing.assert_array_equal(found, x[list(order)])
     made = jax.make_jaxpr(local, axis_env=[(a, mesh.atom_sizes[a]) for a in mesh.atoms])(x[0])
     assert [e.primitive.name for e in made.eqns if e.primitive.name != "slice"] == ["ppermute"]
+
+
+def test_windows_within_hold_elements_and_nothing_else() -> None:
+    """By counting: every position of every part's window is one of the array's."""
+    for n in (1, 7, 12):
+        for first in range(-2, 4):
+            for step in range(4):
+                for extent in range(5):
+                    w = Window(n, first, step, 3, extent)
+                    positions = [first + step * i + k for i in range(3) for k in range(extent)]
+                    held = all(0 <= p < n for p in positions)
+                    assert w.within == held or not positions, w
+
+
+def test_windows_that_begin_alike_are_cut_from_the_whole_part() -> None:
+    """Halos to one side, to both and inside of parts, over even and uneven parts."""
+    mesh = Mesh.abstract(a=2, b=2)
+    for n in (16, 13):
+        size = -(-n // 4)
+        x = np.arange(1, 4 * size + 1, dtype=np.float32)
+        x[n:] = np.nan  # padding
+        for first in range(-size, size + 1):
+            for extent in range(1, 2 * size):
+                w = Window(n, first, size, 4, extent)
+                parts = x.reshape(4, size)
+                (got,) = simulate_function(
+                    lambda part, w=w: [fetch_window(part, 0, mesh.atoms, mesh, w)], mesh.atom_sizes, parts
+                )
+                for i in range(4):
+                    begin = first + size * i
+                    for k in range(extent):
+                        if 0 <= begin + k < n:
+                            assert got[i][k] == x[begin + k], (w, i, k)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.passes.trace import trace
+from gshard.rules import prefixes
 
 RNG = np.random.default_rng(0)
 GRID = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -126,3 +127,17 @@ def test_what_is_no_scan_or_more_stays(name: str) -> None:
     assert "associative_scan" not in named(function, arguments)
     found, expected = gshard.jit(function, mesh=8)(*arguments), jax.jit(function)(*arguments)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("few", [1, 16])
+def test_of_many_parts_what_came_before_is_a_recursion(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "_FEW", few)
+    a, b = F[:19, :3], F[:19, 3:]
+
+    def states(a: Any, b: Any) -> Any:
+        return lax.associative_scan(recurrence, (a, b))
+
+    spec = P("x", None)
+    step = gshard.jit(states, mesh=jax.make_mesh((8,), ("x",)), in_shardings=(spec, spec))
+    for got, wanted in zip(step(a, b), states(a, b), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
