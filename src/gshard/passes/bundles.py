@@ -91,7 +91,8 @@ def free_to_leave(program: Program, bundles: Bundles, results: Collection[Value]
             if isinstance(v, Value):
                 users.setdefault(bundles.of[v], set()).add(e)
     for e in reversed(program.block.equations):
-        if e.rule is not None and e.mark is None and all(bundles.of[v] in found for v in e.outputs):
+        made = [bundles.of[v] for v in e.outputs]
+        if e.rule is not None and e.mark is None and made and found.issuperset(made):
             if all(f.kind == PARALLEL for f in e.rule.factors):
                 own = (bundles.of[v] for v in e.inputs if isinstance(v, Value))
                 found.update(k for k in own if users[k] - bundles.tied <= {e})
