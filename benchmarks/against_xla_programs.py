@@ -32,10 +32,7 @@ import concurrent.futures
 import json
 import math
 import os
-import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import jax
 import numpy as np
+from children import measured as measured_by_children
 from priced_hlo import seconds
 
 import flops
@@ -61,7 +59,6 @@ from gshard.analysis.peer import xla_function
 from gshard.passes.compile import named_sharding
 
 MACHINES = "cpu:8", "v5e:2x4", "h100:1x8"
-SECONDS = 400  # after which a child that says nothing is stopped
 LEAST = 0.01  # what a program in which only XLA sends counts in the mean
 PAGE = 4096  # less temporary memory counts as much as this
 FEW = 4096  # fewer FLOPs count as much as this
@@ -200,42 +197,11 @@ def child(names: Sequence[str]) -> None:
 
 
 def parent(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The results of some programs by name and side; a child that dies is followed by another."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in names}
-    waiting = list(names)
-    while waiting:
-        message = one_child(waiting, found)
-        if waiting:  # it died in the first of them; what it tried last is not tried again, nor what would have followed
-            name = waiting.pop(0)
-            side = next(s for s in ("ours", *CHANCES) if s not in found[name])
-            found[name][side] = {"name": name, "side": side, "error": message}
-            print(text_of(name, found[name]), flush=True)
-    return found
-
-
-def one_child(waiting: list[str], found: dict[str, dict[str, Any]]) -> str:
-    """Measures programs, taking them off the list, until all are done or the process dies; its last words."""
-    with tempfile.TemporaryFile("w+") as errors:
-        command = [sys.executable, __file__, "--child", *waiting]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
-            assert process.stdout is not None
-            watch = threading.Timer(SECONDS, process.kill)
-            watch.start()
-            for line in process.stdout:
-                watch.cancel()
-                watch = threading.Timer(SECONDS, process.kill)
-                watch.start()
-                if line.startswith("{"):
-                    result = json.loads(line)
-                    name = result["name"]
-                    found[name][result["side"]] = result
-                    if result["side"] == "end":
-                        waiting.remove(name)
-                        print(text_of(name, found[name]), flush=True)
-            watch.cancel()
-        errors.seek(0)
-        fatal = [text for text in errors.read().splitlines() if text.startswith(("F0", "F1", "E0", "E1"))]
-    return fatal[-1][-200:] if fatal else f"ended with {process.returncode}"
+    """The results of some programs by name and side."""
+    command = [sys.executable, __file__, "--child"]
+    return measured_by_children(
+        names, command, ("ours", *CHANCES), lambda name, sides: print(text_of(name, sides), flush=True)
+    )
 
 
 def is_wrong(side: dict[str, Any]) -> bool:

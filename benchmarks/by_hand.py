@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import by_hand_on_tpu
 import jax
 import numpy as np
+from children import measured as measured_by_children
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from priced_hlo import FREE, bytes_moved, kernels
@@ -156,7 +157,8 @@ def ahead_of_time(programs: Sequence[Program], options: argparse.Namespace) -> N
     given = ["--topology", options.topology, *(["--planned"] if options.planned else [])]
     given += ["--hlo", str(options.hlo)] if options.hlo else []
     print(f"jax {jax.__version__}, {options.topology}, compiled ahead of time\n\n{by_hand_on_tpu.HEADER}")
-    by_hand_on_tpu.measured([p.name for p in programs], [sys.executable, __file__, *given, "--child"], show)
+    command = [sys.executable, __file__, *given, "--child"]
+    measured_by_children([p.name for p in programs], command, by_hand_on_tpu.SIDES, show)
     print(by_hand_on_tpu.totals(found))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -21,10 +21,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import subprocess
-import tempfile
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,13 +43,11 @@ from gshard.analysis.machine import Machine
 from gshard.analysis.peer import xla_function
 from gshard.analysis.schedule import schedule
 
-SECONDS = 400  # after which a child that says nothing is stopped
 SIDES = "ours", "by hand", "XLA", "XLA, opened"
 FEW = 64  # bytes sent that count as none
 PAGE = 4096  # less temporary memory counts as much as this
 MESSAGE = 1e-6
 NEAR = 1.2
-FATAL = re.compile(r"[FE]\d{4} |[\w.]*Error\b")  # what a child says last
 
 
 def on(machine: Machine, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
@@ -149,55 +143,6 @@ def child(programs: Sequence[Program], topology: str, planned: bool, folder: Pat
                 found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
             print(json.dumps({"name": program.name, "side": side, **found}), flush=True)
         print(json.dumps({"name": program.name, "side": "end"}), flush=True)
-
-
-def measured(names: Sequence[str], command: Sequence[str], show: Callable[[str, dict[str, Any]], None]) -> None:
-    """Has children measure programs, and shows each; one that dies is followed by another.
-
-    Args:
-        names: of the programs.
-        command: what starts a child; the names follow.
-        show: is given a name and its sides.
-    """
-    waiting = list(names)
-    found: dict[str, dict[str, Any]] = {name: {} for name in names}
-    while waiting:
-        message = _one_child(waiting, command, found, show)
-        if waiting:
-            name = waiting.pop(0)
-            side = next(s for s in SIDES if s not in found[name])
-            found[name][side] = {"error": message}
-            show(name, found[name])
-
-
-def _one_child(
-    waiting: list[str], command: Sequence[str], found: dict[str, dict[str, Any]], show: Callable[[str, Any], None]
-) -> str:
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen([*command, *waiting], stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
-        assert process.stdout is not None
-        watch = threading.Timer(SECONDS, process.kill)
-        watch.start()
-        for line in process.stdout:
-            watch.cancel()
-            watch = threading.Timer(SECONDS, process.kill)
-            watch.start()
-            if not line.startswith("{"):
-                continue
-            row = json.loads(line)
-            name, side = row.pop("name"), row.pop("side")
-            if side == "end":
-                waiting.remove(name)
-                show(name, found[name])
-            else:
-                found[name][side] = row
-        watch.cancel()
-        process.wait()
-        errors.seek(0)
-        last = [text for text in errors.read().splitlines() if FATAL.match(text)]
-    return last[-1][:200] if last else f"ended with {process.returncode}"
 
 
 def best(sides: dict[str, Any], what: str) -> dict[str, Any] | None:
