@@ -98,6 +98,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]] 
         (array(2, 8192, 4096), array(4096, 16384), array(16384, 4096)),
         {"d": 2, "m": 4},
     ),
+    "scan of FSDP layers": (scanned, (array(16384, 4096), STACK), {"d": 8}),
     "scan of FSDP layers, gradient": (gradient(scanned), (array(16384, 4096), STACK), {"d": 8}),
     "data parallel, gradient": (gradient(data_parallel), (array(16384, 4096), SQUARE), {"d": 8}),
 }

@@ -31,9 +31,11 @@ def topology_mesh(machine: Machine) -> Mesh:
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=machine.name)
     except Exception as error:
+        hint = "pip install libtpu (the version that belongs to jaxlib), and name the shape: v3:8x8."
+        if "lockfile" in str(error):
+            hint = "Another process has libtpu: wait for it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1, which compiling allows."
         raise PlanningError(
-            f"libtpu cannot describe {machine.name!r}: {str(error).splitlines()[0]}",
-            hint="pip install libtpu (the version that belongs to jaxlib), and name the shape: v3:8x8.",
+            f"libtpu cannot describe {machine.name!r}: {str(error).splitlines()[0]}", hint=hint
         ) from error
     every: list[Any] = list(found.devices)
     devices = sorted(every, key=lambda d: (*reversed(d.coords), d.core_on_chip))

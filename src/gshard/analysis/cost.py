@@ -32,6 +32,9 @@ from gshard.core.program import Equation, Value, format_bytes, format_flops, sho
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program, flops, size
 
+# Of the time of a program that sends less: what takes longer than so much of it is not worth more bytes.
+WORTH = 0.98
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelCost:

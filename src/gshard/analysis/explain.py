@@ -240,6 +240,8 @@ class Explanation:
             ]
         if self.spmd.recomputed is not None:
             lines += ["", str(self.spmd.recomputed)]
+        if self.spmd.prefetched is not None:
+            lines += ["", str(self.spmd.prefetched)]
         if self.replicated:
             lines += ["", "work that is not split although an operand is"]
             lines += [f"  {text}" for text in self.replicated]

@@ -29,6 +29,7 @@ from gshard.passes.device_program import (
     REGION,
     Kernel,
     Kernels,
+    is_update,
     moves_elements,
     size,
 )
@@ -218,7 +219,7 @@ def _may_overwrite(kernel: Kernel) -> bool:
     """
     e = kernel.equation
     if kernel.kind == OPERATOR and e.rule is not None:
-        return len(e.inputs) > 1 and e.rule.operands[0] == e.rule.results[0] and not moves_elements(e.rule)
+        return is_update(e)
     return kernel.kind == FUSED or (kernel.kind == COLLECTIVE and KINDS[e.name] == "all_reduce")
 
 

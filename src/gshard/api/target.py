@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 
 from gshard.analysis.budget import Budget
-from gshard.analysis.cost import cost
+from gshard.analysis.cost import Cost, cost
 from gshard.analysis.machine import Machine, kind_of_devices
 from gshard.analysis.named import refuse_unused
 from gshard.analysis.overlap import Windowed
@@ -26,6 +26,7 @@ from gshard.passes.propagate import in_best_order
 from gshard.passes.recorded import Recorded
 from gshard.passes.windowed import Policy, windowed
 from gshard.remat.fit import compiled_within
+from gshard.remat.prefetch import prefetched
 from gshard.remat.rematerialise import rematerialise
 from gshard.search.find import best_plan
 from gshard.search.propagated import Propagated, propagated
@@ -124,10 +125,15 @@ class Target:
         machine = made.cost.machine
         spmd = partition(plan)
         priced = cost(spmd, machine, donated)
-        if priced.seconds >= made.cost.seconds:
+
+        def seconds(spmd: SpmdProgram | None, priced: Cost) -> float:
+            ahead = None if spmd is None else prefetched(spmd, machine, donated, self.memory_limit).prefetched
+            return priced.seconds if ahead is None else ahead.seconds
+
+        without, taken = seconds(made.spmd, made.cost), seconds(spmd, priced)
+        if taken >= without:
             return made
-        spared = made.cost.seconds, priced.seconds, machine.name
-        return Propagated(dataclasses.replace(plan, spared=spared), spmd, priced)
+        return Propagated(dataclasses.replace(plan, spared=(without, taken, machine.name)), spmd, priced)
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
@@ -135,10 +141,10 @@ class Target:
             self.budget.check(plan, spmd)
 
     def fitted(self, kept: SpmdProgram, donated: frozenset[int]) -> SpmdProgram:
-        """A program recomputed as far as the limit of memory asks."""
-        if self.memory_limit is None:
-            return kept
-        return rematerialise(kept, self.memory_limit, self._machine, donated)
+        """A program recomputed as far as the limit of memory asks; with a machine, its loops fetch ahead."""
+        limit = self.memory_limit
+        made = kept if limit is None else rematerialise(kept, limit, self._machine, donated)
+        return made if self.machine is None else prefetched(made, self.machine, sorted(donated), limit)
 
     def compiled(self, spmd: SpmdProgram, kept: SpmdProgram, donated: frozenset[int]) -> Executable:
         """A program's executable; where the compiler needs more than the limit, it recomputes more than ``spmd``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,19 +36,32 @@ class Interpreter:
         """Runs one equation without a body."""
         return bind(e.primitive, e.params, inputs)
 
+    def region(self, e: Equation, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Runs one equation with bodies."""
+        return REGIONS[e.name].emit(e, self, arrays)
+
     def run(self, block: Block, arrays: Sequence[Any], trip_count: int = 1) -> list[Any]:
         """Runs a block."""
         env: dict[Value, Any] = dict(zip(block.inputs, arrays, strict=True))
+        self.evaluate(block.equations, env)
+        return [jnp.asarray(_read(env, v)) for v in block.outputs]
 
-        def read(v: Value | Constant) -> Any:
-            return v.value if isinstance(v, Constant) else env[v]
+    def evaluate(self, equations: Iterable[Equation], env: dict[Value, Any]) -> None:
+        """Runs equations one after the other.
 
-        for e in block.equations:
+        Args:
+            equations: which.
+            env: the array of each value that they read; theirs are added.
+        """
+        for e in equations:
             with as_if_at(e.source_info), jax.named_scope(e.name):
-                inputs = [read(v) for v in e.inputs]
+                inputs = [_read(env, v) for v in e.inputs]
                 if e.rule is not None:
                     results = self.equation(e, inputs)
                 else:
-                    results = REGIONS[e.name].emit(e, self, [jnp.asarray(x) for x in inputs])
+                    results = self.region(e, [jnp.asarray(x) for x in inputs])
             env.update(zip(e.outputs, results, strict=True))
-        return [jnp.asarray(read(v)) for v in block.outputs]
+
+
+def _read(env: Mapping[Value, Any], v: Value | Constant) -> Any:
+    return v.value if isinstance(v, Constant) else env[v]

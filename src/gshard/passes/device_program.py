@@ -41,6 +41,7 @@ class Kernel:
         fused: the others, in order.
         reads: the buffers that it needs; ``writes``: those it makes.
         bodies: kernels of the bodies of a region.
+        in_place: whether the result is where the first operand was, which nobody needs any more: an update.
     """
 
     equation: Equation
@@ -49,6 +50,7 @@ class Kernel:
     reads: tuple[Value, ...]
     writes: tuple[Value, ...]
     bodies: tuple[Kernels, ...] = ()
+    in_place: bool = False
 
     @property
     def vector_flops(self) -> int:
@@ -58,8 +60,17 @@ class Kernel:
 
     @property
     def moved(self) -> int:
-        """Bytes read from memory and written to it in one run; of what is looked up in, those that are found."""
-        return 0 if self.kind == REGION else sum(map(self._read, self.reads)) + sum(map(size, self.writes))
+        """Bytes read from memory and written to it in one run; of what is looked up in, those that are found.
+
+        Of what is updated in place, as many as the largest of the other operands has.
+        """
+        if self.kind == REGION:
+            return 0
+        if self.in_place:
+            first, *others = self.equation.inputs
+            changed = max(size(x) for x in others if isinstance(x, Value))
+            return sum(self._read(v) for v in self.reads if v is not first) + changed
+        return sum(map(self._read, self.reads)) + sum(map(size, self.writes))
 
     def _read(self, v: Value) -> int:
         users = [(e, i) for e in (self.equation, *self.fused) for i, x in enumerate(e.inputs) if x is v]
@@ -171,11 +182,12 @@ def _kind_of_rule(rule: Rule) -> str:
     return OPERATOR
 
 
-def kernels_of(block: Block, *, windows: bool = True) -> Kernels:
+def kernels_of(block: Block, *, windows: bool = True, inside: bool = False) -> Kernels:
     """Groups a block's equations.
 
     Args:
         block: which.
+        inside: whether it is the body of a region, whose inputs nobody else needs; an argument may be the caller's.
         windows: whether slices, paddings and the like become part of what reads them; not where they are still to be
             split, and may then communicate.
     """
@@ -197,9 +209,23 @@ def kernels_of(block: Block, *, windows: bool = True) -> Kernels:
             fused: dict[Equation, None] = {}
             reads: dict[Value, None] = {}
             _collect(e, producer, is_buffer, home, fused, reads)
-            bodies = tuple(kernels_of(body, windows=windows) for body in e.blocks)
+            bodies = tuple(kernels_of(body, windows=windows, inside=True) for body in e.blocks)
             made.append(Kernel(e, kinds[e], tuple(reversed(fused)), tuple(reads), e.outputs, bodies))
+    needed = {home.get(v, v) for v in block.outputs if isinstance(v, Value)}
+    needed.update(() if inside else block.inputs)
+    for i, kernel in reversed(list(enumerate(made))):
+        e = kernel.equation
+        if kernel.kind == OPERATOR and is_update(e) and e.inputs[0] in kernel.reads and e.inputs[0] not in needed:
+            made[i] = dataclasses.replace(kernel, in_place=True)
+        needed.update(kernel.reads)
     return Kernels(block, tuple(made), home)
+
+
+def is_update(e: Equation) -> bool:
+    """Whether a result is the first operand with some elements changed."""
+    if e.rule is None or not isinstance(e.inputs[0] if e.inputs else None, Value):
+        return False
+    return len(e.inputs) > 1 and e.rule.operands[0] == e.rule.results[0] and not moves_elements(e.rule)
 
 
 def _roots(

@@ -27,12 +27,17 @@ def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
         before: its own block.
         block: the other one, with the same inputs.
     """
-    (mapping,) = spmd.jaxpr.jaxpr.eqns
     devices = spmd.mesh.devices
     on_cpu = devices is not None and devices[0].platform == "cpu"
-    replay = _Behind(frozenset(before.block.walk()) if on_cpu else None)
+    jaxpr = run_by(_Behind(frozenset(before.block.walk()) if on_cpu else None), block, spmd)
+    return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=_noted(spmd, before, kernels_of(block)))
+
+
+def run_by(interpreter: Interpreter, block: Block, spmd: SpmdProgram) -> Any:
+    """A closed jaxpr like that of a per-device program, with a block in its place, as an interpreter runs it."""
+    (mapping,) = spmd.jaxpr.jaxpr.eqns
     mapped = jax.shard_map(
-        lambda *arrays: replay.run(block, arrays),
+        lambda *arrays: interpreter.run(block, arrays),
         mesh=spmd.mesh.jax_mesh,
         in_specs=tuple(mapping.params["in_specs"]),
         out_specs=list(mapping.params["out_specs"]),
@@ -48,9 +53,7 @@ def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
 
     with jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh):
         takes = (jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in spmd.jaxpr.in_avals)
-        jaxpr = jax.make_jaxpr(program)(*takes)
-    noted = _noted(spmd, before, kernels_of(block))
-    return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=noted)
+        return jax.make_jaxpr(program)(*takes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from gshard.analysis.cost import Cost, cost
+from gshard.analysis.cost import WORTH, Cost, cost
 from gshard.analysis.machine import Machine
 from gshard.core.border import AS_MARKED, Border
 from gshard.core.mesh import Atoms, Mesh
@@ -23,9 +23,6 @@ from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.search.seconds import on_machine, seconds_on
-
-# Of the time of the plan that sends least: what takes longer than so much of it is not worth more bytes.
-_WORTH = 0.98
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +83,6 @@ def propagated(
         priced(planned(shared, seconds_on(machine, joined=True))),
     ]
     faster.sort(key=lambda made: made.seconds)
-    if faster[0].seconds < _WORTH * sends_least.seconds:
+    if faster[0].seconds < WORTH * sends_least.seconds:
         return *faster, sends_least
     return sends_least, *faster

@@ -1,0 +1,238 @@
+"""Prefetch: what a loop gathers first is gathered a round before, beside that round's last product.
+
+    scan: w = gather(ws[i]); ... x = y @ v              each round begins with waiting for its gather
+
+    w = gather(ws[0])
+    scan: ... next, y = barrier(ws[i + 1], y); x = y @ v; w = gather(next)
+
+A compiler that hides gathers behind products (``Machine.hides``) finds none in front of the first product of a round.
+The barrier keeps what is fetched from being sent beside an earlier product, which has a gather of its own. The last
+round fetches the last slice again, so that a loop sends one gather more than it has rounds. (To run the last round by
+itself, after the loop, spares that; but then libtpu lays out anew what the loop has stacked.)
+
+A round holds what it multiplies by and what the next product needs, as before. Where its only product reads what is
+held, two rounds are written out, so that what arrives is not copied to where the other one was.
+
+Which loops: those with which a call is faster by the cost model, by enough to be worth the gather.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from gshard.analysis.cost import WORTH, Cost, cost
+from gshard.analysis.machine import Machine
+from gshard.analysis.origin import origins
+from gshard.comm.collectives import KINDS
+from gshard.comm.steps import ALL_GATHER
+from gshard.core.jax_adapter import scan_counts
+from gshard.core.program import Block, Constant, Equation, Value
+from gshard.core.spmd import Collective, Prefetched, SpmdProgram
+from gshard.language.interpret import Interpreter
+from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
+from gshard.remat.replay import run_by
+from gshard.remat.straight_line import without_dead_code
+from gshard.tracing.subexpression import is_repeatable
+
+
+def prefetched(
+    spmd: SpmdProgram, machine: Machine, donated: Sequence[int] = (), limit: int | None = None
+) -> SpmdProgram:
+    """The program whose loops fetch ahead where that is faster, or the program itself.
+
+    Args:
+        spmd: the program.
+        machine: tells what takes how long, and which collectives its compiler hides.
+        donated: arguments (counted without captured arrays) whose memory results may take.
+        limit: bytes that a device may hold at the peak; None if there is no limit.
+    """
+    if ALL_GATHER not in (machine.hides or ()):
+        return spmd
+    before = cost(spmd, machine, donated)
+    chosen: dict[Equation, _Ahead] = {}
+    best, priced = spmd, before
+    for ahead in _aheads(before):
+        made = _rewritten(spmd, before, {**chosen, ahead.loop: ahead})
+        taken = cost(made, machine, donated)
+        if taken.seconds < WORTH * priced.seconds and (limit is None or taken.peak <= limit):
+            chosen[ahead.loop], best, priced = ahead, made, taken
+    if not chosen:
+        return spmd
+    lines = tuple(dict.fromkeys(e.line for ahead in chosen.values() for e in ahead.gathers))
+    return dataclasses.replace(best, prefetched=Prefetched(before.seconds, priced.seconds, machine.name, lines))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Ahead:
+    """What a loop can fetch ahead.
+
+    Attributes:
+        loop: a scan.
+        gathers: of its body: those that are run a round before.
+        makes: the equations that make what they send of slices and constants, in order.
+        beside: the product beside which they run, and
+        operand: one of its operands, which is there late enough.
+    """
+
+    loop: Equation
+    gathers: tuple[Equation, ...]
+    makes: tuple[Equation, ...]
+    beside: Equation
+    operand: Value
+
+
+def _aheads(found: Cost) -> Iterator[_Ahead]:
+    """The loops whose rounds begin with waiting for gathers of slices."""
+    waited = {row.equation for row in found.kernels if row.kind == COLLECTIVE and row.seconds > 0}
+
+    def loops(program: Kernels) -> Iterator[Kernel]:
+        for kernel in program.kernels:
+            if kernel.kind == REGION:
+                yield kernel
+                for body in kernel.bodies:
+                    yield from loops(body)
+
+    for kernel in loops(found.program):
+        e = kernel.equation
+        if e.name == "scan" and e.params["length"] > 1 and (ahead := _ahead(e, kernel.bodies[0], waited)):
+            yield ahead
+
+
+def _ahead(loop: Equation, body: Kernels, waited: set[Equation]) -> _Ahead | None:
+    products = [k for k in body.kernels if k.kind == PRODUCT]
+    if not products:
+        return None
+    consts, carry = scan_counts(loop.params)
+    inputs = loop.blocks[0].inputs
+    fixed, slices = set(inputs[:consts]), set(inputs[consts + carry :])
+    producer = {v: e for e in loop.blocks[0].equations for v in e.outputs}
+    first = body.kernels.index(products[0])
+    gathered = [k.equation for k in body.kernels[:first] if _is_gather(k) and k.equation in waited]
+    made_of: dict[Equation, frozenset[Value] | None] = {}
+
+    def of(operands: Iterable[Value | Constant]) -> frozenset[Value] | None:
+        """The slices and constants that operands are computed of; None if they have to be made in their round."""
+        found: set[Value] = set()
+        for v in operands:
+            if isinstance(v, Value):
+                more = made_of_all(v)
+                if more is None:
+                    return None
+                found |= more
+        return frozenset(found)
+
+    def made_of_all(v: Value) -> frozenset[Value] | None:
+        if v not in producer:
+            return frozenset((v,)) if v in fixed or v in slices else None
+        e = producer[v]
+        if e not in made_of:
+            able = is_repeatable(e) and e.rule is not None and e.name not in KINDS
+            made_of[e] = of(e.inputs) if able else None
+        return made_of[e]
+
+    gathers = [e for e in gathered if (reads := of(e.inputs)) is not None and reads & slices]
+    last = products[-1].equation
+    late = [v for v in last.inputs if isinstance(v, Value) and of([v]) is None]
+    if not gathers or not late:
+        return None
+    sent = [v for e in gathers for v in e.inputs if isinstance(v, Value)]
+    needed = set(sent)
+    makes = []
+    for e in reversed(loop.blocks[0].equations):
+        if not needed.isdisjoint(e.outputs):
+            makes.append(e)
+            needed.update(v for v in e.inputs if isinstance(v, Value))
+    return _Ahead(loop, tuple(gathers), tuple(reversed(makes)), last, late[0])
+
+
+def _is_gather(kernel: Kernel) -> bool:
+    return kernel.kind == COLLECTIVE and KINDS[kernel.equation.name] == ALL_GATHER
+
+
+def _rewritten(spmd: SpmdProgram, before: Cost, chosen: Mapping[Equation, _Ahead]) -> SpmdProgram:
+    jaxpr = run_by(_Fetching(chosen), before.program.block, spmd)
+    return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=tuple(_noted(spmd, before, chosen)))
+
+
+def _noted(spmd: SpmdProgram, before: Cost, chosen: Mapping[Equation, _Ahead]) -> Iterator[Collective]:
+    """The collectives: what a loop fetches, and once more before it."""
+    loops = {e: loop for loop, ahead in chosen.items() for e in ahead.gathers}
+    pairs = zip(before.kernels, origins(spmd, before), strict=True)
+    early = {id(c): loops[k.equation].trip_count for k, c in pairs if c is not None and k.equation in loops}
+    for c in spmd.collectives:
+        if id(c) in early:
+            yield dataclasses.replace(c, times=c.times // early[id(c)])
+        yield c
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fetching(Interpreter):
+    """Runs blocks on one device's parts, as they stand, but for loops that fetch ahead."""
+
+    ahead: Mapping[Equation, _Ahead]
+
+    def region(self, e: Equation, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Runs a loop or a branch."""
+        return _Loop(self, self.ahead[e], arrays).run() if e in self.ahead else super().region(e, arrays)
+
+
+class _Loop:
+    """A loop that fetches ahead, on arrays."""
+
+    def __init__(self, interpreter: Interpreter, ahead: _Ahead, arrays: Sequence[Any]):
+        self.interpreter, self.ahead = interpreter, ahead
+        body, params = ahead.loop.blocks[0], ahead.loop.params
+        self.rounds, self.backwards = int(params["length"]), bool(params["reverse"])
+        consts, self.carry = scan_counts(params)
+        self.consts, self.start = arrays[:consts], list(arrays[consts : consts + self.carry])
+        self.stacks = arrays[consts + self.carry :]
+        self.fixed, self.carried = body.inputs[:consts], body.inputs[consts : consts + self.carry]
+        self.slices = body.inputs[consts + self.carry :]
+        self.sent = tuple(v for e in ahead.gathers for v in e.inputs if isinstance(v, Value))
+        self.held = tuple(v for e in ahead.gathers for v in e.outputs)
+        rest = tuple(e for e in body.equations if e not in ahead.gathers)
+        self.body = without_dead_code(Block((*body.inputs, *self.held), rest, body.outputs))
+        self.unroll = max(2, params["unroll"]) if set(ahead.beside.inputs) & set(self.held) else params["unroll"]
+
+    def run(self) -> list[Any]:
+        """The loop's results."""
+        first = self.rounds - 1 if self.backwards else 0
+        start = self.start, self._fetched(self._sent(first))
+        counted = jnp.arange(self.rounds), list(self.stacks)
+        (carried, _), stacked = lax.scan(self._round, start, counted, reverse=self.backwards, unroll=self.unroll)
+        return [*carried, *stacked]
+
+    def _round(self, state: Any, slices: Any) -> tuple[Any, list[Any]]:
+        """One round: what it carries on, with what it has fetched for the next one, and what it stacks."""
+        (carried, held), (i, here) = state, slices
+        env = dict(zip(self.body.inputs, (*self.consts, *carried, *here, *held), strict=True))
+        for e in self.body.equations:
+            if e is not self.ahead.beside:
+                self.interpreter.evaluate([e], env)
+                continue
+            after = jnp.maximum(i - 1, 0) if self.backwards else jnp.minimum(i + 1, self.rounds - 1)
+            *sent, late = lax.optimization_barrier((*self._sent(after), env[self.ahead.operand]))
+            inner = {**env, self.ahead.operand: late}
+            self.interpreter.evaluate([e], inner)
+            env.update((v, inner[v]) for v in e.outputs)
+            held = self._fetched(sent)
+        outputs = [jnp.asarray(v.value if isinstance(v, Constant) else env[v]) for v in self.body.outputs]
+        return (outputs[: self.carry], held), outputs[self.carry :]
+
+    def _sent(self, at: Any) -> list[Any]:
+        """What the gathers of a round send."""
+        found = [lax.dynamic_index_in_dim(x, at, keepdims=False, allow_negative_indices=False) for x in self.stacks]
+        env = dict(zip((*self.fixed, *self.slices), (*self.consts, *found), strict=True))
+        self.interpreter.evaluate(self.ahead.makes, env)
+        return [env[v] for v in self.sent]
+
+    def _fetched(self, sent: Sequence[Any]) -> list[Any]:
+        """What they bring."""
+        env = dict(zip(self.sent, sent, strict=True))
+        self.interpreter.evaluate(self.ahead.gathers, env)
+        return [env[v] for v in self.held]

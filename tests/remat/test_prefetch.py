@@ -1,0 +1,158 @@
+"""Loops that fetch ahead: the same bits and bytes, the gather beside a product, and only where that is faster."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from analysis.models import f32
+from gshard.analysis.cost import Cost, cost
+from gshard.analysis.jaxpr_collectives import emitted, reported
+from gshard.analysis.machine import Machine
+from gshard.passes.device_program import device_program
+from gshard.remat.prefetch import prefetched
+
+# Products take long enough to hide what is gathered.
+SLOW = dataclasses.replace(
+    Machine.of("v5e:2x4"), flops={dtype: 1e11 for dtype in Machine.of("v5e:2x4").flops}, launch=1e-8
+)
+
+
+def layer(x: Any, w: Any) -> Any:
+    """Weights are split where they are stored, tokens everywhere."""
+    return gshard.split(jnp.tanh(x @ gshard.split(w, 0, 8)), 0, 8)
+
+
+def pairs(x: Any, ws: Any, *, reverse: bool = False, unroll: int = 1) -> Any:
+    """Two layers a round, of which all rounds are kept."""
+
+    def body(x: Any, ws: Any) -> Any:
+        y = layer(x, ws[0])
+        return layer(y, ws[1]), (x, 2 * y, jnp.float32(3))
+
+    return jax.lax.scan(body, gshard.split(x, 0, 8), ws, reverse=reverse, unroll=unroll)
+
+
+def single(x: Any, ws: Any) -> Any:
+    """One product a round, which reads what was gathered for it."""
+    return jax.lax.scan(lambda x, w: (layer(x, w), None), gshard.split(x, 0, 8), ws[0])[0]
+
+
+def converted(x: Any, ws: Any) -> Any:
+    """What is gathered is computed of the slice first."""
+
+    def body(x: Any, ws: Any) -> Any:
+        a, b = (w.astype(jnp.bfloat16).T for w in ws)
+        return layer(layer(x.astype(jnp.bfloat16), a), b).astype(jnp.float32), None
+
+    return jax.lax.scan(body, gshard.split(x, 0, 8), ws)[0]
+
+
+def nested(x: Any, ws: Any) -> Any:
+    """A loop of micro-batches around it."""
+    return jax.lax.map(lambda x: pairs(x, ws)[0], jnp.stack([x, -x, x * x]))
+
+
+def gradient(x: Any, ws: Any) -> Any:
+    return jax.value_and_grad(lambda ws: jnp.mean(pairs(x, ws)[0] ** 2))(ws)
+
+
+CASES = {
+    "forwards": pairs,
+    "backwards": lambda x, ws: pairs(x, ws, reverse=True),
+    "rounds written out": lambda x, ws: pairs(x, ws, unroll=2),
+    "one product": single,
+    "converted": converted,
+    "in a loop": nested,
+    "gradient": gradient,
+}
+ARGUMENTS = f32(256, 128), (f32(5, 128, 128), f32(5, 128, 128))
+
+
+def lowered(f: Any, machine: Any = SLOW, **options: Any) -> Any:
+    return gshard.jit(f, mesh=8, machine=machine, windowed=False, **options).lower(*ARGUMENTS)
+
+
+def waited(found: Cost) -> float:
+    return sum(k.total_seconds for k in found.kernels if k.name == "all_gather")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_and_bytes_in_less_time(name: str, rng: np.random.Generator) -> None:
+    made = lowered(CASES[name])
+    kept, ahead = made._all_kept, made.spmd
+    before, after = cost(kept, SLOW), cost(ahead, SLOW)
+    assert ahead.prefetched is not None
+    assert after.seconds == ahead.prefetched.seconds < ahead.prefetched.without == before.seconds
+    assert waited(after) < waited(before)
+    assert emitted(ahead.jaxpr, made.mesh.atom_sizes) == reported(ahead.collectives)
+    loops = 3 if name == "in a loop" else 1  # one gather more for each run of a loop
+    assert after.sent == before.sent + loops * 16 * 128 * 7 * (2 if name == "converted" else 4)
+    assert sum(c.total_bytes for c in ahead.collectives) == after.sent
+    arrays = jax.tree.map(lambda s: rng.standard_normal(s.shape).astype(s.dtype) / 8, ARGUMENTS)
+    plain = lowered(CASES[name], None)
+    for got, want in zip(*(jax.tree.leaves(x.compile()(*arrays)) for x in (made, plain)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_the_gather_of_the_next_round_is_beside_a_product() -> None:
+    """What is waited for is the first, before the loop."""
+    found = cost(lowered(pairs).spmd, SLOW)
+    gathers = [k for k in found.kernels if k.name == "all_gather"]
+    assert [(k.times, k.hidden > 0, k.seconds == 0) for k in gathers] == [
+        (1, False, False), (5, True, True), (5, True, True),
+    ]  # fmt: skip
+
+
+def test_a_product_that_reads_what_is_held_is_written_out_twice() -> None:
+    """Otherwise what arrives is copied to where the other one was."""
+    (loop,) = (e for e in device_program(lowered(single).spmd).block.walk() if e.name == "scan")
+    assert loop.params["unroll"] == 2
+    (loop,) = (e for e in device_program(lowered(pairs).spmd).block.walk() if e.name == "scan")
+    assert loop.params["unroll"] == 1
+
+
+def test_it_is_explained() -> None:
+    made = gshard.explain(gshard.jit(pairs, mesh=8, machine=SLOW, windowed=False), *ARGUMENTS)
+    text = str(made)
+    assert "gathered a round before it is needed, beside the products of that round" in text
+    assert "test_prefetch.py:" in text.split("gathered a round before")[1]
+
+
+def test_nothing_is_fetched_ahead_where_nothing_is_hidden_or_won() -> None:
+    """A compiler that hides no gather; no machine; one round; products that are shorter than a copy."""
+    assert lowered(pairs, "v3:2x2").spmd.prefetched is None
+    assert lowered(pairs, None).spmd.prefetched is None
+    kept = lowered(pairs, None)._all_kept
+    hides = dataclasses.replace(SLOW, hides=("collective_permute",))
+    assert prefetched(kept, hides) is kept
+    copies = dataclasses.replace(SLOW, memory_bandwidth=1e3)
+    assert prefetched(kept, copies) is kept
+    once = gshard.jit(pairs, mesh=8, machine=SLOW).lower(f32(256, 128), (f32(1, 128, 128), f32(1, 128, 128)))
+    assert once.spmd.prefetched is None
+
+
+def test_what_depends_on_the_round_before_is_not_fetched_ahead() -> None:
+    """The weights are scaled by what is carried."""
+
+    def scaled(x: Any, ws: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            return layer(x, w * jnp.max(x)), None
+
+        return jax.lax.scan(body, gshard.split(x, 0, 8), ws[0])[0]
+
+    assert lowered(scaled).spmd.prefetched is None
+
+
+def test_a_limit_of_memory_is_kept() -> None:
+    """What is held once more does not fit."""
+    made = lowered(single)
+    held = cost(made.spmd, SLOW).peak
+    assert prefetched(made._all_kept, SLOW, limit=held).prefetched is not None
+    assert prefetched(made._all_kept, SLOW, limit=held - 1).prefetched is None
