@@ -33,7 +33,7 @@ def topology_mesh(machine: Machine) -> Mesh:
     except Exception as error:
         hint = "pip install libtpu (the version that belongs to jaxlib), and name the shape: v3:8x8."
         if "lockfile" in str(error):
-            hint = "Another process has libtpu: wait for it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1, which compiling allows."
+            hint = "Another process has libtpu: wait for it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1 to compile beside it."
         raise PlanningError(
             f"libtpu cannot describe {machine.name!r}: {str(error).splitlines()[0]}", hint=hint
         ) from error
