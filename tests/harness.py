@@ -106,7 +106,11 @@ def elementwise() -> Iterator[Row]:
     for name, call in {"real": lax.real, "imag": lax.imag, "conj": lax.conj}.items():
         yield row(name, call, complexes)
     yield row("integer_pow", lambda x: lax.integer_pow(x, 3), X)
+    yield row("integer_pow, integers", lambda x: lax.integer_pow(x, 2), N)
     yield row("square", lax.square, X)
+    for number in (-1.5, -0.0, 0.0, 1.5):
+        yield row(f"max, {number}", lambda x, c=number: lax.max(x, c), X)
+        yield row(f"min, {number}", lambda x, c=number: lax.min(x, c), X)
     yield row("copy", lambda x: jnp.array(x, copy=True), X)
     yield row("convert_element_type", lambda x: lax.convert_element_type(x, jnp.bfloat16), X)
     yield row("reduce_precision", lambda x: lax.reduce_precision(x, 5, 4), X)

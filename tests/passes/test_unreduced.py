@@ -87,6 +87,11 @@ def labels_of(x: Any, v: Any, labels: Any) -> Any:
     return replicate(jnp.take_along_axis(x @ split(v, 0, 8), labels[:, None], 1))
 
 
+def squares_of_a_row(x: Any, v: Any, w: Any) -> Any:
+    """A row is on one device; the zeros of the others are zeros still when they are cut off below and squared."""
+    return jnp.sum(jnp.maximum(split(x, 0, 8)[-1], -0.5) ** 2) + v[0, 0] + w[0, 0]
+
+
 X, V, W = normal(16, 64), normal(64, 24), normal(64, 24)
 WEIGHTS = {"in": normal(8, 16), "out": normal(16, 4)}
 BATCHES = (normal(5, 512, 8), normal(5, 512, 4))
@@ -127,6 +132,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[tuple[str, int,
     "of what is looked up, or filled in, alone": (
         labels_of, (X, V, np.array([3, 24, 0, -1, 23, -25, 7, 99] * 2)), [("all_reduce", 1, 2 * 16 * 4 * 7 // 8)],
     ),
+    "a number of a row that one device holds": (squares_of_a_row, (X, V, W), [("all_reduce", 1, 2 * 4 * 7 // 8)]),
     "a maximum once after a loop": (
         largest, (normal(5, 64, 24), normal(24, 2), W), [("all_reduce", 1, 2 * 24 * 4 * 7 // 8)],
     ),

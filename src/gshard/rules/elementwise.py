@@ -72,7 +72,7 @@ _SLOW_IN = {"div": (1,), "rem": (1,), "pow": (0, 1), "atan2": (0, 1)}
 
 _MOVES = ("copy", "copy_p", "name", "stop_gradient")
 _ADDING = {"add": (0, 1), "add_any": (0, 1), "sub": (0, 1), "complex": (0, 1), "real": (0,), "imag": (0,)}
-_KEEPING_ZERO = ("abs", "square", "sqrt")  # 0.0 becomes 0.0
+_KEEPING_ZERO = ("abs", "ceil", "floor", "round", "sign", "sqrt", "square")  # 0.0 becomes 0.0, and no -0.0
 _COMBINING = ("max", "min", "and", "or", "xor")
 
 
@@ -86,8 +86,8 @@ def _linear(call: Call) -> Ways:
     if name in _ADDING:
         return [*added(dtypes[0], *_ADDING[name]), *([("pick", (0,))] if len(dtypes) == 1 else [])]
     if name in _COMBINING:
-        return combined(name, dtypes[0], 0, 1)
-    if name in _KEEPING_ZERO:
+        return [*combined(name, dtypes[0], 0, 1), *_bounded(call)]
+    if name in _KEEPING_ZERO or (name == "integer_pow" and call.params["y"] > 0):
         return [("pick", (0,))]
     if name == "neg":
         return [*added(dtypes[0], 0), ("pick", (0,))] if is_exact(dtypes[0]) else []
@@ -96,6 +96,15 @@ def _linear(call: Call) -> Ways:
     if name == "convert_element_type":
         return _conversion(dtypes[0], call.params["new_dtype"])
     return []
+
+
+def _bounded(call: Call) -> Ways:
+    """What leaves zero as it is: the larger of it and no positive number, the smaller of it and no negative one."""
+    sign = {"max": -1, "min": 1}.get(call.name, 0)
+    numbers = call.literal(1), call.literal(0)
+    # Of 0.0 and -0.0 either one may be taken.
+    able = [c is not None and sign * c >= 0 and not (c == 0 and math.copysign(1, c) < 0) for c in numbers]
+    return [("pick", (i,)) for i in (0, 1) if sign and able[i]]
 
 
 def _scaling(call: Call) -> Ways:
