@@ -170,9 +170,9 @@ def block_of(jaxpr: Any, program: Program | None) -> Block:
     return with_names_of_files(block, None if program is None else program.block)
 
 
-def equations_of(whole: Any, e: Equation, first: int) -> tuple[Equation, ...]:
-    """The equations of a closed jaxpr that stands for an equation; new values are numbered from ``first`` on."""
-    made, results = _Builder(itertools.count(first)).made_of(*closed(whole), e.inputs, e.source_info)
+def equations_of(whole: Any, e: Equation, numbers: Iterator[int]) -> tuple[Equation, ...]:
+    """The equations of a closed jaxpr that stands for an equation; new values are numbered so."""
+    made, results = _Builder(numbers).made_of(*closed(whole), e.inputs, e.source_info)
     result = dict(zip(results, e.outputs, strict=True))
     return tuple(
         dataclasses.replace(
