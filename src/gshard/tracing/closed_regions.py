@@ -114,22 +114,39 @@ def _moving(e: Equation, dim: int, split: Split) -> list[Value]:
 
 def _region(block: Block, first: Equation, dim: int) -> Region | None:
     """The region that begins with an equation; None if it is not closed."""
-    brought, kept = set[Array](), set[Array]()
+    choice = _Choice()
     while True:
-        search = _Search(block, brought, kept)
         try:
-            return search.run(first, dim)
+            return _Search(block, choice).run(first, dim)
         except _AgainError:
             continue
         except _OpenError:
-            return None
+            # The last array whose readers were taken in may be the one that leads outside.
+            if not choice.taken:
+                return None
+            choice.brought.add(choice.taken.pop())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Choice:
+    """What is done with arrays that something outside of a region reads.
+
+    Attributes:
+        taken: in order, those of which all that is computed of them is in the region, too.
+        brought: those that are made as before, and cut in pieces.
+        kept: those that are made twice.
+    """
+
+    taken: list[Array] = dataclasses.field(default_factory=list)
+    brought: set[Array] = dataclasses.field(default_factory=set)
+    kept: set[Array] = dataclasses.field(default_factory=set)
 
 
 class _Search:
     """What has to be in pieces if one array is."""
 
-    def __init__(self, block: Block, brought: set[Array], kept: set[Array]):
-        self.block, self.brought, self.kept = block, brought, kept
+    def __init__(self, block: Block, choice: _Choice):
+        self.block, self.choice, self.brought, self.kept = block, choice, choice.brought, choice.kept
         self.producers: dict[Any, Equation] = {v: e for e in block.equations for v in e.outputs}
         self.readers: dict[Any, list[Equation]] = {}
         for e in block.equations:
@@ -137,7 +154,7 @@ class _Search:
                 self.readers.setdefault(x, []).append(e)
         self.dims: dict[Array, int] = {}
         self.layouts: dict[Array, Layout] = {}
-        self.forced: set[Array] = set()  # what is made of arrays in pieces
+        self.forced: set[Array] = set()  # of which all that is computed is in the region
         self.equations: dict[Equation, Touch | Moves] = {}
         self.waiting: list[Array] = []
 
@@ -174,6 +191,7 @@ class _Search:
 
     def add(self, x: Array, dim: int, layout: Layout, *, forced: bool = False) -> None:
         """Says that an array is in pieces."""
+        forced = forced or x in self.choice.taken
         if x in self.dims:
             if (self.dims[x], self.layouts[x]) != (dim, layout):
                 raise _OpenError
@@ -196,11 +214,12 @@ class _Search:
         raise _AgainError
 
     def keep(self, x: Array) -> None:
-        """Says that an array is there as before, too: made twice, if it is made of nothing that is in pieces."""
+        """Finds a way for an array that is read elsewhere, too."""
         e = self.producers[x]
-        if e.name in _MOVERS or any(y in self.dims for y in e.inputs):
-            self.bring(x)
-        self.kept.add(x)
+        if e.name not in _MOVERS and not any(y in self.dims for y in e.inputs):
+            self.kept.add(x)
+        else:
+            self.choice.taken.append(x)
         raise _AgainError
 
     def refuse(self, e: Equation) -> None:

@@ -226,14 +226,17 @@ def _is_written_to(t: Touch) -> bool:
 
 
 def _places(e: Equation, column: int, indices: Any, layout: Layout) -> list[tuple[Any, Any]]:
-    """For each piece which of the places are there, and where in its frame they are: behind it if they are not."""
+    """For each piece which of the places are there, and the indices of its frame: behind it if they are not."""
     at = signed(indices)[..., column]
     if e.params["mode"] != _FILL:
         at = jnp.clip(at, 0, sum(p.length for p in layout) - 1)
     found = []
     for piece, start in zip(layout, starts_of(layout), strict=True):
         there = (at >= start) & (at < start + piece.length)
-        found.append((there, jnp.where(there, at + (piece.start - start), piece.size)))
+        own = at if piece.start == start else at + (piece.start - start)
+        own = jnp.where(there, own, piece.size)
+        moved = own[..., None] if indices.shape[-1] == 1 else with_column(signed(indices), column, own)
+        found.append((there, moved))
     return found
 
 
@@ -243,7 +246,7 @@ def _looked_up(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
     column = numbers.start_index_map.index(t.operands[0])
     found: Any = None
     for x, (there, at) in zip(parts, _places(e, column, indices, layout), strict=True):
-        (own,) = _bind(e, x, with_column(signed(indices), column, at), indices_are_sorted=False)
+        (own,) = _bind(e, x, at, indices_are_sorted=False)
         if found is None:
             found = own  # what is nowhere is what JAX fills in
         else:
@@ -259,7 +262,7 @@ def _written(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
     places = _places(e, column, indices, layout)
     return [
         [
-            _bind(e, x, with_column(signed(indices), column, at), updates, **changes)[0]
+            _bind(e, x, at, updates, **changes)[0]
             for x, (_, at) in zip(parts, places, strict=True)
         ]
     ]
