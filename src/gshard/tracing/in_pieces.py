@@ -92,21 +92,27 @@ def may_be_in_pieces(t: Touch, layout: Layout) -> bool:
     e = t.equation
     if e.rule is None or not e.rule.known or e.rule.fixed is not None or e.mark is not None or e.blocks:
         return False
-    if not is_repeatable(e) or any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in (*e.inputs, *e.outputs)):
+    if not is_repeatable(e) or any(
+        jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in (*e.inputs, *e.outputs)
+    ):
         return False
     if e.name == "gather":
         return _is_looked_up(t) or t.kind == PARALLEL
     if e.name.startswith("scatter"):
         if _is_written_to(t):
             return e.params["mode"] == _FILL or e.inputs[1].shape[-1] == 1
-        chained = t.operands[0] is None and all(p.is_whole for p in layout)
-        return t.kind == PARALLEL or chained
+        if t.kind == REDUCE:
+            return t.operands[0] is None and all(p.is_whole for p in layout)
+        # Where of windows a part is written, the updates have another factor.
+        return t.kind == PARALLEL and t.operands[2] is not None
     if t.kind == COMMUNICATE:
         return e.name in _EXTREMES and e.inputs[0].dtype != jnp.bool_
     if t.kind == PARALLEL:
         named = e.name in _SAME or e.name in _SHAPES or e.name == "table"
         if e.name == "reshape" and e.params.get("dimensions") is not None:
             return False
+        if e.name == "dynamic_update_slice" and t.operands[1] is None:
+            return False  # of that dimension a part is written
         return not e.rule.passes and (named or e.rule.local is None)
     plain = e.rule.local is None or e.name in _SAME
     return t.kind == REDUCE and t.monoid in COMBINE and plain and not e.rule.masks_itself
@@ -260,12 +266,7 @@ def _written(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
     column = e.params["dimension_numbers"].scatter_dims_to_operand_dims.index(t.operands[0])
     changes = {"mode": _FILL, "indices_are_sorted": False, "unique_indices": False}
     places = _places(e, column, indices, layout)
-    return [
-        [
-            _bind(e, x, at, updates, **changes)[0]
-            for x, (_, at) in zip(parts, places, strict=True)
-        ]
-    ]
+    return [[_bind(e, x, at, updates, **changes)[0] for x, (_, at) in zip(parts, places, strict=True)]]
 
 
 def _in_turn(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
@@ -287,7 +288,9 @@ def _extreme(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
         own = inside(x, dim, piece, identity(monoid, x.dtype))
         (at,) = _bind(e, own)
         # All inside may be as small as what is outside.
-        at = lax.clamp(at.dtype.type(piece.start), at, at.dtype.type(piece.end - 1)) + at.dtype.type(start - piece.start)
+        at = lax.clamp(at.dtype.type(piece.start), at, at.dtype.type(piece.end - 1)) + at.dtype.type(
+            start - piece.start
+        )
         value = (lax.reduce_max if monoid == "max" else lax.reduce_min)(own, (dim,)) if len(layout) > 1 else None
         if best is None:
             best = at, value
@@ -295,4 +298,3 @@ def _extreme(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
         more = beyond(value, best[1]) | (lax.ne(value, value) & lax.eq(best[1], best[1]))
         best = lax.select(more, at, best[0]), lax.select(more, value, best[1])
     return [best[0]]
-

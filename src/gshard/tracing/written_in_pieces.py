@@ -1,8 +1,8 @@
 """Written in pieces: the equations of a closed region (``tracing.closed_regions``), one in the place of each.
 
-    y = concatenate(cls, x)                      (nothing)
-    s = y @ q                                    s0 = cls @ q; s1 = x @ q
-    m = max(s)                                   m = max(max(s0), max(s1))
+y = concatenate(cls, x)                      (nothing)
+s = y @ q                                    s0 = cls @ q; s1 = x @ q
+m = max(s)                                   m = max(max(s0), max(s1))
 """
 
 from __future__ import annotations
