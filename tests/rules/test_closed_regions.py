@@ -167,14 +167,14 @@ def test_other_types(dtype: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
-@pytest.mark.parametrize("how", ["in front", "less in front", "less at the end", "less, and more"])
+@pytest.mark.parametrize("how", ["in front", "less in front", "less at the end", "at both ends"])
 @pytest.mark.parametrize("differentiated", [False, True])
 def test_labels_out_of_range(mode: str, how: str, differentiated: bool) -> None:
-    x, y = data(6, 45), data(6, 2)
+    x, y = data(6, 41), data(6, 2)
     size = JOINED[how](x, y).shape[1]
-    labels = np.array([0, size - 1, -1, -size, 7, 5], np.int32)
+    labels = np.array([0, size - 1, 1, 9, 7, 5], np.int32)
     if mode != "promise_in_bounds":
-        labels[2:4] = size, size + 2
+        labels[2:] = size, size + 2, -1, -size - 1
 
     def f(x: Any, y: Any, labels: Any) -> Any:
         found = jax.nn.log_softmax(JOINED[how](x, y))
@@ -198,17 +198,15 @@ def layers(q: Any, keys: Any, values: Any, key: Any, value: Any) -> Any:
     return jax.lax.scan(layer, q, jax.tree.map(lambda x: jnp.stack([x, x * 2]), (keys, values, key, value)))[0]
 
 
-CACHE = data(2, 4), data(2, 41, 4), data(2, 41, 4, seed=1), data(2, 3, 4), data(2, 3, 4, seed=1)
+CACHE = data(2, 4), data(2, 40, 4), data(2, 40, 4, seed=1), data(2, 3, 4), data(2, 3, 4, seed=1)
 OVER_CACHE = P(), P(None, "x"), P(None, "x"), P(), P()
 
 
-@pytest.mark.parametrize("f", [cached, layers])
-@pytest.mark.parametrize("differentiated", [False, True])
-def test_attention_over_a_cache_and_new_keys(f: Function, differentiated: bool) -> None:
-    g = ends(f, *CACHE) if differentiated else f
-    found, program = ours(g, OVER_CACHE, *CACHE)
-    is_near(found, jax.jit(g)(*CACHE), 1e-4)
-    assert not moved(program, 44)
+@pytest.mark.parametrize("f", [cached, ends(cached, *CACHE), layers])
+def test_attention_over_a_cache_and_new_keys(f: Function) -> None:
+    found, program = ours(f, OVER_CACHE, *CACHE)
+    is_near(found, jax.jit(f)(*CACHE), 1e-4)
+    assert not moved(program, 43)
 
 
 # What leaves along the dimension, or is joined otherwise than what it meets.
@@ -234,7 +232,7 @@ def test_what_is_not_closed_stays(name: str) -> None:
 def test_what_is_read_in_two_ways_is_kept_or_cut() -> None:
     def f(x: Any, y: Any, bias: Any) -> Any:
         scores = jnp.concatenate([y, x], 1) + bias
-        mask = jnp.broadcast_to(jnp.arange(scores.shape[1]) % 2 > 0, scores.shape)
+        mask = jnp.arange(scores.shape[1]) % 2 > 0
         return jnp.where(mask, scores, 0).sum(1), mask, jnp.sort(bias), jnp.cumsum(jnp.sin(bias))
 
     x, y, bias = data(3, 40), data(3, 2), data(42)

@@ -42,7 +42,7 @@ class Decompositions:
 
     def taken(self, dims: Dims, mesh: Mesh) -> Program | None:
         """The program that it is where values are split so; None if it is as it is."""
-        instead: dict[Equation, tuple[Equation, ...]] = {}
+        instead: dict[Equation, Sequence[Equation]] = {}
         for edge, loop in self.loops:
             inside = (v for body in loop.blocks for v in body.values())
             if dims[edge.outer][0] and not any(any(dims[v]) for v in inside) and (rule := rule_of_rounds(loop)):

@@ -158,6 +158,7 @@ def signed(indices: Any) -> Any:
 
 
 def with_column(indices: Any, column: int, values: Any) -> Any:
+    """Indices with another component."""
     return indices.at[..., column].set(values.astype(indices.dtype))
 
 

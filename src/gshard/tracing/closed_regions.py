@@ -1,15 +1,15 @@
 """Closed regions: what is computed of arrays in pieces (``tracing.pieces``) until the dimension is gone.
 
-A region begins where arrays are joined, cut or padded along a dimension, and takes in what is computed of them, and what
-that is computed with. It is closed if the dimension is reduced in the end, or if arrays leave as they came. Then nothing
-of it needs to be laid out anew:
+A region begins where arrays are joined, cut or padded along a dimension, and takes in what is computed of them, and
+what that is computed with. It is closed if the dimension is reduced in the end, or if arrays leave as they came. Then
+nothing of it needs to be laid out anew:
 
     y = concatenate(cls, x)           cls, x
     e = exp(y @ q)                    exp(cls @ q), exp(x @ q)
     e.sum(), e @ y                    two sums of two terms
 
-What is computed in it of other arrays (positions, numbers, zeros that are written to) is computed in pieces, too; an array
-from elsewhere is cut in pieces, if it is small beside those that stay where they are.
+What is computed in it of other arrays (positions, numbers, zeros that are written to) is computed in pieces, too; an
+array from elsewhere is cut in pieces, if it is small beside those that stay where they are.
 """
 
 from __future__ import annotations

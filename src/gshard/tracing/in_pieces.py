@@ -1,8 +1,8 @@
 """In pieces: what an equation computes of arrays in pieces (``tracing.pieces``).
 
 Where its rule says that a dimension is parallel, it computes each piece by itself. Where it reduces the dimension, it
-reduces each piece, and the parts are combined by the monoid; outside of its window a frame is filled first with what the
-monoid does not notice, in every operand, since 0 * NaN is NaN.
+reduces each piece, and the parts are combined by the monoid; outside of its window a frame is filled first with what
+the monoid does not notice, in every operand, since 0 * NaN is NaN.
 
     sum([a, b])                sum(a) + sum(b)
     sum(x in 0:1000)           sum(where(i < 1000, x, -0.0))
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.shards import identity
-from gshard.core.program import Constant, Equation
+from gshard.core.program import Equation
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE
 from gshard.rules.concatenate_slices import with_zero
 from gshard.rules.indexing import over_windows, signed, with_column
@@ -291,7 +291,7 @@ def _extreme(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
         at = lax.clamp(at.dtype.type(piece.start), at, at.dtype.type(piece.end - 1)) + at.dtype.type(
             start - piece.start
         )
-        value = (lax.reduce_max if monoid == "max" else lax.reduce_min)(own, (dim,)) if len(layout) > 1 else None
+        value: Any = (lax.reduce_max if monoid == "max" else lax.reduce_min)(own, (dim,)) if len(layout) > 1 else None
         if best is None:
             best = at, value
             continue

@@ -1,7 +1,7 @@
 """Pieces: an array along one dimension as arrays side by side, each of which is a window of a frame.
 
-What is joined with little, or cut a little, is spread over the devices anew, so that nearly all elements move. As pieces
-it stays as it was: what is joined as it came, what is cut in the frame of what it was cut from.
+What is joined with little, or cut a little, is spread over the devices anew, so that nearly all elements move. In
+pieces it stays as it was: what is joined as it came, what is cut in the frame of what it was cut from.
 
     concatenate(first, x)     1 and 256 elements                    [0:1 of 1], [0:256 of 256]
     logits[:, :1000]          of 1024                               [0:1000 of 1024]
