@@ -60,6 +60,7 @@ class Region:
         equations: those that are computed in pieces, and how.
         brought: the arrays from elsewhere.
         kept: results that are made as before, too.
+        joined: results that are put together of their pieces.
     """
 
     dims: dict[Array, int]
@@ -67,6 +68,7 @@ class Region:
     equations: dict[Equation, Touch | Moves]
     brought: set[Array]
     kept: set[Array]
+    joined: set[Array]
 
 
 def closed_regions(block: Block, split: Split) -> list[Region]:
@@ -79,12 +81,8 @@ def closed_regions(block: Block, split: Split) -> list[Region]:
         for dim in range(len(e.outputs[0].shape)):
             if not _moving(e, dim, split):
                 continue
-            region = _region(block, e, dim)
-            if region is None or not taken.isdisjoint(region.equations):
-                continue
-            # To be brought an array is cut and padded; of those that are moved now each is moved once.
-            stay = sum(x.bytes for q in region.equations for x in _moving(q, dim, split) if x not in region.dims)
-            if 2 * sum(_bytes(x) for x in region.brought) < stay:
+            region = _region(block, e, dim, split)
+            if region is not None and taken.isdisjoint(region.equations):
                 found.append(region)
                 taken.update(region.equations)
                 break
@@ -112,12 +110,21 @@ def _moving(e: Equation, dim: int, split: Split) -> list[Value]:
     return found
 
 
-def _region(block: Block, first: Equation, dim: int) -> Region | None:
+def _is_worth_it(region: Region, dim: int, split: Split) -> bool:
+    """Whether more stays where it is than is moved for it: what is brought or joined is cut and padded."""
+    stay = sum(x.bytes for e in region.equations for x in _moving(e, dim, split) if x not in region.dims)
+    return 2 * sum(_bytes(x) for x in region.brought | region.joined) < stay
+
+
+def _region(block: Block, first: Equation, dim: int, split: Split) -> Region | None:
     """The region that begins with an equation; None if it is not closed."""
     choice = _Choice()
     while True:
         try:
-            return _Search(block, choice).run(first, dim)
+            region = _Search(block, choice).run(first, dim)
+            if _is_worth_it(region, dim, split):
+                return region
+            raise _OpenError
         except _AgainError:
             continue
         except _OpenError:
@@ -156,6 +163,7 @@ class _Search:
         self.layouts: dict[Array, Layout] = {}
         self.forced: set[Array] = set()  # of which all that is computed is in the region
         self.equations: dict[Equation, Touch | Moves] = {}
+        self.joined: set[Array] = set()
         self.waiting: list[Array] = []
 
     def run(self, first: Equation, dim: int) -> Region:
@@ -164,7 +172,7 @@ class _Search:
             x = self.waiting.pop()
             if x in self.forced:
                 if x in self.block.outputs:
-                    raise _OpenError
+                    self.joined.add(x)
                 for e in self.readers.get(x, ()):
                     self.meet(e)
             if x not in self.brought:
@@ -178,7 +186,7 @@ class _Search:
         for e, found in self.equations.items():
             if isinstance(found, Moves) and found != self.moves(e, found.dim):
                 raise _OpenError  # an operand was found to be in pieces later
-        return Region(self.dims, self.layouts, self.equations, self.brought & self.dims.keys(), self.kept)
+        return Region(self.dims, self.layouts, self.equations, self.brought & self.dims.keys(), self.kept, self.joined)
 
     def is_read_elsewhere(self, x: Array) -> bool:
         return x in self.block.outputs or any(not self.reads_pieces(e, x) for e in self.readers.get(x, ()))
@@ -216,7 +224,7 @@ class _Search:
     def keep(self, x: Array) -> None:
         """Finds a way for an array that is read elsewhere, too."""
         e = self.producers[x]
-        if e.name not in _MOVERS and not any(y in self.dims for y in e.inputs):
+        if len(e.outputs) == 1 and e.name not in _MOVERS and not any(y in self.dims for y in e.inputs):
             self.kept.add(x)
         else:
             self.choice.taken.append(x)
@@ -224,8 +232,9 @@ class _Search:
 
     def refuse(self, e: Equation) -> None:
         """An equation that cannot be computed in pieces reads and makes arrays as before."""
-        if any(x in self.forced for x in e.inputs):
+        if e in self.equations:
             raise _OpenError
+        self.joined.update(x for x in e.inputs if x in self.forced)
         for x in e.outputs:
             if x in self.dims and x not in self.brought:
                 self.bring(x)
@@ -247,7 +256,7 @@ class _Search:
             if d is not None:
                 self.add(x, d, layout)
             elif x in self.forced:
-                raise _OpenError
+                self.joined.add(x)
         for v, d in results:
             if v in self.brought:
                 raise _OpenError
@@ -269,16 +278,17 @@ class _Search:
         """What becomes of pieces where elements are moved."""
         forced = begins or any(x in self.forced for x in e.inputs)
         found = self.moves(e, dim)
-        if found is None:
+        layouts = [tuple(s.piece for s in sources) for sources in found.sources] if found else []
+        made = list(zip(e.outputs, layouts, strict=False))
+        if found is None or any(v in self.brought and not is_whole(layout) for v, layout in made):
             self.refuse(e)
             return
-        for v, sources in zip(e.outputs, found.sources, strict=True):
-            layout = tuple(s.piece for s in sources)
+        for v, layout in made:
             if not forced and v in self.dims and (self.dims[v], self.layouts[v]) != (dim, layout):
                 self.bring(v)
             if is_whole(layout):
                 if v in self.dims and v not in self.brought:
-                    raise _OpenError
+                    self.bring(v)
             elif forced or v in self.dims:
                 self.add(v, dim, layout, forced=forced)
         self.equations[e] = found

@@ -161,6 +161,12 @@ def brought(x: Any, dim: int, layout: Layout) -> list[Any]:
     return found
 
 
+def joined(parts: Sequence[Any], dim: int, layout: Layout) -> Any:
+    """The array that is in pieces."""
+    own = [lax.slice_in_dim(x, p.start, p.end, axis=dim) for x, p in zip(parts, layout, strict=True)]
+    return lax.concatenate(own, dim)
+
+
 def inside(x: Any, dim: int, piece: Piece, number: Any) -> Any:
     """A frame with a number outside of a window."""
     if piece.is_whole:

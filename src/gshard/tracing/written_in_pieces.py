@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from gshard.core.program import Block, Constant, Equation, Value
 from gshard.tracing.closed_regions import Moves, Region
-from gshard.tracing.in_pieces import Touch, brought, in_pieces, moved
+from gshard.tracing.in_pieces import Touch, brought, in_pieces, joined, moved
 from gshard.tracing.pieces import is_whole
 
 Array = Value | Constant
@@ -52,7 +52,8 @@ class _Writer:
                 out += self.bring(x, e)
         out += [e] if any(v in self.region.kept for v in e.outputs) else []
         found = self.region.equations[e]
-        return out + (self.moved(e, found) if isinstance(found, Moves) else self.computed(e, found))
+        out += self.moved(e, found) if isinstance(found, Moves) else self.computed(e, found)
+        return out + [q for v in e.outputs if v in self.region.joined for q in self.join(v, e)]
 
     def new(self, x: Array) -> list[Value]:
         """Values for the pieces of an array."""
@@ -68,6 +69,10 @@ class _Writer:
             return self.write(lambda array: brought(array, dim, layout), e, [x], self.pieces[x])
         array = x.value
         return self.write(lambda: brought(jnp.asarray(array), dim, layout), e, [], self.pieces[x])
+
+    def join(self, v: Value, e: Equation) -> Sequence[Equation]:
+        dim, layout = self.region.dims[v], self.region.layouts[v]
+        return self.write(lambda *parts: [joined(parts, dim, layout)], e, self.pieces[v], [v])
 
     def computed(self, e: Equation, t: Touch) -> list[Equation]:
         layout = next(self.region.layouts[x] for x, d in _touched(e, t) if d is not None)
@@ -89,8 +94,6 @@ class _Writer:
             if is_whole(tuple(s.piece for s in sources)):
                 made.append((v, sources[0]))
                 continue
-            if v in self.region.brought:
-                raise AssertionError("what is brought is not made in pieces")
             self.pieces[v] = []
             for s in sources:
                 x = e.inputs[s.operand]
