@@ -110,6 +110,48 @@ def one_more() -> Iterator[Program]:
     specs = P(None, "x"), P(), P()
     yield Program("a token in front", class_token, class_token_by_hand, tokens, specs, P(), 1e-5)
 
+    def class_token_gradient(x: Any, cls: Any, q: Any) -> Any:
+        return jax.grad(lambda *a: jnp.sum(class_token(*a) ** 2), (0, 1, 2))(x, cls, q)
+
+    def class_token_gradient_by_hand(x: Any, cls: Any, q: Any) -> Any:
+        scores, first = x @ q, (cls @ q)[:, 0]
+        top = jnp.maximum(lax.pmax(scores.max(1), "x"), first)
+        e, one = jnp.exp(scores - top[:, None]), jnp.exp(first - top)
+        total, found = lax.psum((e.sum(1), jnp.einsum("bs,bsd->bd", e, x)), "x")
+        y = (found + one[:, None] * cls[:, 0]) / (total + one)[:, None]
+        p, p1 = e / (total + one)[:, None], (one / (total + one))[:, None]
+        g = 2 * y  # of y; the gradient of a score is its weight times (g . element - g . y)
+        mean = jnp.sum(g * y, 1, keepdims=True)
+        s = p * (jnp.einsum("bd,bsd->bs", g, x) - mean)
+        s1 = p1 * (jnp.sum(g * cls[:, 0], 1, keepdims=True) - mean)
+        to_q = lax.psum(jnp.einsum("bs,bsd->d", s, x), "x") + jnp.einsum("b,bd->d", s1[:, 0], cls[:, 0])
+        return p[..., None] * g[:, None] + s[..., None] * q, (p1 * g)[:, None] + s1[..., None] * q, to_q
+
+    yield Program(
+        "gradient, a token in front",
+        class_token_gradient,
+        class_token_gradient_by_hand,
+        tokens,
+        specs,
+        (P(None, "x"), P(), P()),
+        1e-4,
+    )
+
+    def cached(q: Any, keys: Any, values: Any, new_key: Any, new_value: Any) -> Any:
+        k, v = jnp.concatenate([keys, new_key], 1), jnp.concatenate([values, new_value], 1)
+        return jnp.einsum("bhs,bshd->bhd", jax.nn.softmax(jnp.einsum("bhd,bshd->bhs", q, k) / 8), v)
+
+    def cached_by_hand(q: Any, keys: Any, values: Any, new_key: Any, new_value: Any) -> Any:
+        scores, own = (jnp.einsum("bhd,bshd->bhs", q, k) / 8 for k in (keys, new_key))
+        top = jnp.maximum(lax.pmax(scores.max(2), "x"), own[..., 0])
+        e, one = jnp.exp(scores - top[..., None]), jnp.exp(own - top[..., None])
+        total, found = lax.psum((e.sum(2, keepdims=True), jnp.einsum("bhs,bshd->bhd", e, values)), "x")
+        return (found + one * new_value[:, 0]) / (total + one)
+
+    cache = normal(8, 4, 64), normal(8, 1024, 4, 64), normal(8, 1024, 4, 64), normal(8, 1, 4, 64), normal(8, 1, 4, 64)
+    split = P(), P(None, "x"), P(None, "x"), P(), P()
+    yield Program("a cache and a new key", cached, cached_by_hand, cache, split, P(), 1e-5)
+
     def padded(x: Any, table: Any, labels: Any) -> Any:
         found = jax.nn.log_softmax((x @ table)[:, :1000])
         return -jnp.mean(jnp.take_along_axis(found, labels[:, None], 1))
@@ -124,6 +166,39 @@ def one_more() -> Iterator[Program]:
 
     words = normal(256, 128), normal(128, 1024) / 8, RNG.integers(0, 1000, 256).astype(np.int32)
     yield Program("a padded vocabulary", padded, padded_by_hand, words, (P(), P(None, "x"), P()), P(), 1e-5)
+
+    def padded_gradient(x: Any, table: Any, labels: Any) -> Any:
+        return jax.grad(padded, (0, 1))(x, table, labels)
+
+    def padded_gradient_by_hand(x: Any, table: Any, labels: Any) -> Any:
+        column = own_rows(1024)
+        logits = jnp.where(column < 1000, x @ table, -jnp.inf)
+        e = jnp.exp(logits - lax.pmax(logits.max(1), "x")[:, None])
+        g = (e / lax.psum(e.sum(1), "x")[:, None] - (column == labels[:, None])) / 256
+        return lax.psum(g @ table.T, "x"), x.T @ g
+
+    back = P(), P(None, "x")
+    yield Program(
+        "gradient, a padded vocabulary",
+        padded_gradient,
+        padded_gradient_by_hand,
+        words,
+        (P(), P(None, "x"), P()),
+        back,
+        1e-4,
+    )
+
+    def greedy(x: Any, table: Any) -> Any:
+        return jnp.argmax((x @ table)[:, :1000], 1)
+
+    def greedy_by_hand(x: Any, table: Any) -> Any:
+        column = own_rows(1024)
+        logits = jnp.where(column < 1000, x @ table, -jnp.inf)
+        best = column[jnp.argmax(logits, 1)]
+        tops, places = lax.all_gather((logits.max(1), best), "x")
+        return jnp.take_along_axis(places, jnp.argmax(tops, 0)[None], 0)[0]
+
+    yield Program("the likeliest of a padded vocabulary", greedy, greedy_by_hand, words[:2], (P(), P(None, "x")), P())
 
     def steps(x: Any) -> Any:
         return jnp.abs(jnp.diff(x, axis=0)).mean(0)

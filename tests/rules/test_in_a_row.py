@@ -52,6 +52,11 @@ ROWS: dict[str, tuple[Callable[..., Any], list[str], int]] = {
         ["concatenate_slices"],
         1,
     ),
+    "two numbers around": (
+        lambda x: jnp.concatenate([jnp.zeros((1, M)), x, jnp.full((1, M), 7.0)]),
+        ["concatenate_slices"],
+        21,
+    ),
     "something in front, and cut off": (lambda x: jnp.concatenate([jnp.sin(x[:1]), x])[1:], ["slice"], 0),
     "a part of a part": (lambda x: x[1:][1:][:-2], ["slice"], 8),
     "turned twice": (lambda x: jnp.roll(jnp.roll(x, 1, 0), 1, 0), ["concatenate_slices"], 2),

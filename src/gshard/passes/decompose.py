@@ -1,21 +1,31 @@
 """Decompose: equations that are otherwise a program where what they read or make is split.
 
 A loop over a dimension that is split is an operator whose rounds are split, if they need nothing of each other
-(``tracing.own_rounds``). A transform of several dimensions is one after the other (``tracing.transforms``).
+(``tracing.own_rounds``). A transform of several dimensions is one after the other (``tracing.transforms``). What is
+computed of arrays that are joined with little, or cut a little, where they are split, and in the end reduced, is
+computed in pieces (``tracing.closed_regions``).
 Which they are is known once marks have been propagated; then the program is changed, and propagated again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
+
+from gshard.core.jax_adapter import as_if_at
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import Block, Equation, Program, Value
+from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.language.region import with_edges
 from gshard.passes.trace import equations_of
+from gshard.tracing.closed_regions import closed_regions, may_begin
 from gshard.tracing.own_rounds import rule_of_rounds
 from gshard.tracing.transforms import is_transform, one_by_one
+from gshard.tracing.written_in_pieces import written
 
 Dims = Mapping[Value, Sequence[Atoms]]
 
@@ -28,22 +38,61 @@ class Decompositions:
         every = list(program.block.walk())
         self.loops = [(edge, e) for e in every for edge in e.edges if edge.stacked]
         self.transforms = [e for e in every if is_transform(e)]
+        self.blocks = [b for b in _blocks(program.block) if any(map(may_begin, b.equations))]
 
     def taken(self, dims: Dims, mesh: Mesh) -> Program | None:
         """The program that it is where values are split so; None if it is as it is."""
-        instead: dict[Equation, tuple[Equation, ...]] = {}
+        instead: dict[Equation, Sequence[Equation]] = {}
         for edge, loop in self.loops:
             inside = (v for body in loop.blocks for v in body.values())
             if dims[edge.outer][0] and not any(any(dims[v]) for v in inside) and (rule := rule_of_rounds(loop)):
                 instead[loop] = (dataclasses.replace(loop, rule=rule, blocks=(), edges=()),)
-        new = 1 + max((v.index for v in self.program.block.values()), default=0) if self.transforms else 0
+        writer = _Writer(self.program)
         for e in self.transforms:
             arrays = [dims[v] for v in (*e.inputs, *e.outputs) if isinstance(v, Value)]
             parts = [{d: mesh.count(atoms) for d, atoms in enumerate(cut) if atoms} for cut in arrays]
             if (made := one_by_one(e, parts)) is not None:
-                instead[e] = equations_of(made, e, new)
-                new += len(instead[e])
+                instead[e] = writer.equations(made, e)
+        for block in self.blocks:
+            for region in closed_regions(block, lambda v, d: mesh.count(dims[v][d])):
+                instead |= written(region, block, writer.fresh, writer.write)
         return with_others(self.program, instead) if instead else None
+
+
+@dataclasses.dataclass
+class _Writer:
+    """Writes equations into a program, with new values."""
+
+    program: Program
+
+    @functools.cached_property
+    def counter(self) -> Iterator[int]:
+        return itertools.count(1 + max((v.index for v in self.program.block.values()), default=0))
+
+    def fresh(self, like: Value | Constant, shape: tuple[int, ...]) -> Value:
+        """A new value like another one, of a shape."""
+        weak = isinstance(like, Value) and like.weak
+        return Value(shape, like.dtype, next(self.counter), weak, made=True)
+
+    def equations(self, made: Any, e: Equation) -> tuple[Equation, ...]:
+        """The equations of a closed jaxpr that stands for an equation."""
+        return equations_of(made, e, self.counter)
+
+    def write(
+        self, function: Callable[..., Any], e: Equation, inputs: Sequence[Value], outputs: Sequence[Value]
+    ) -> tuple[Equation, ...]:
+        """The equations of a function of some values, in the place of an equation."""
+        given = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak) for x in inputs]
+        with as_if_at(e.source_info):
+            made = jax.make_jaxpr(function)(*given)
+        return self.equations(made, dataclasses.replace(e, inputs=tuple(inputs), outputs=tuple(outputs)))
+
+
+def _blocks(block: Block) -> Iterator[Block]:
+    yield block
+    for e in block.equations:
+        for inner in e.blocks:
+            yield from _blocks(inner)
 
 
 def with_others(program: Program, instead: Mapping[Equation, Sequence[Equation]]) -> Program:

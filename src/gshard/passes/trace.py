@@ -47,6 +47,7 @@ from gshard.tracing.opened import opened
 from gshard.tracing.padded import padded_by_windows
 from gshard.tracing.scanned import scanned
 from gshard.tracing.subexpression import common_key
+from gshard.tracing.sums_of_updates import sums_of_updates
 from gshard.tracing.swapped import products_as_wanted
 from gshard.tracing.tables import made_of_positions
 from gshard.tracing.turned import searched_as_they_lie
@@ -170,9 +171,9 @@ def block_of(jaxpr: Any, program: Program | None) -> Block:
     return with_names_of_files(block, None if program is None else program.block)
 
 
-def equations_of(whole: Any, e: Equation, first: int) -> tuple[Equation, ...]:
-    """The equations of a closed jaxpr that stands for an equation; new values are numbered from ``first`` on."""
-    made, results = _Builder(itertools.count(first)).made_of(*closed(whole), e.inputs, e.source_info)
+def equations_of(whole: Any, e: Equation, numbers: Iterator[int]) -> tuple[Equation, ...]:
+    """The equations of a closed jaxpr that stands for an equation; new values are numbered so."""
+    made, results = _Builder(numbers).made_of(*closed(whole), e.inputs, e.source_info)
     result = dict(zip(results, e.outputs, strict=True))
     return tuple(
         dataclasses.replace(
@@ -242,7 +243,7 @@ class _Builder:
         equations = without_unread(body.equations, outputs, makes_indices)
         equations = scanned(equations, outputs, self._fresh, self._equation, self.made_of)
         equations = made_of_positions(equations, outputs, self._equation)
-        for in_place in (unmerged, moved_first, in_frames, one_equation_each):
+        for in_place in (sums_of_updates, unmerged, moved_first, in_frames, one_equation_each):
             equations = in_place(equations, outputs, self._fresh, self._equation)
         for fewer in (padded_by_windows, products_as_wanted, searched_as_they_lie):
             equations = fewer(equations, outputs, self._equation)
@@ -391,8 +392,7 @@ class _Builder:
 
     def _new(self, env: dict[Any, Any], var: Any) -> Value:
         aval = var.aval
-        value = Value(tuple(map(int, aval.shape)), aval.dtype, next(self.counter), aval.weak_type)
-        env[var] = value
+        env[var] = value = Value(tuple(map(int, aval.shape)), aval.dtype, next(self.counter), aval.weak_type)
         return value
 
 

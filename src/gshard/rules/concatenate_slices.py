@@ -36,15 +36,15 @@ def _run(*xs: Any, dimension: int, slices: Sequence[tuple[int, int]], added: boo
         return lax.full([end - start if d == dimension else n for d, n in enumerate(like.shape)], x, like.dtype)
 
     x = lax.concatenate([segment(x, start, end) for x, (start, end) in zip(xs, slices, strict=True)], dimension)
-    return _with_zero(x) if added else x
+    return with_zero(x) if added else x
 
 
-def _with_zero(x: Any) -> Any:
+def with_zero(x: Any) -> Any:
     """What is left of a sum with zeros: -0.0 + 0.0 is 0.0."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(_with_zero(x.real), _with_zero(x.imag))
+        return lax.complex(with_zero(x.real), with_zero(x.imag))
     return jnp.where(x == 0, jnp.zeros((), x.dtype), x)
 
 
@@ -71,4 +71,4 @@ def concatenate_slices(call: Call) -> Rule:
     join = made.local
     assert join is not None
     ways = tuple(way for way in made.linear if way[0] in ("add", "pick"))
-    return dataclasses.replace(made, local=lambda shards, *xs: [*map(_with_zero, join(shards, *xs))], linear=ways)
+    return dataclasses.replace(made, local=lambda shards, *xs: [*map(with_zero, join(shards, *xs))], linear=ways)

@@ -101,11 +101,11 @@ def gather(call: Call) -> Rule:
         if not split:
             (found,) = shards.bind(x, indices, slice_sizes=sizes)
             if fills and counted:  # of parts of a sum one is filled in; what is added to it changes nothing
-                there = _over_windows(_is_inside(_signed(indices), partial), ndim, numbers.offset_dims)
+                there = over_windows(_is_inside(signed(indices), partial), ndim, numbers.offset_dims)
                 nothing = jnp.asarray(identity("add", found.dtype), found.dtype)
                 found = jnp.where(there | shards.is_first(counted), found, nothing)
             return [found]
-        indices = _signed(indices)
+        indices = signed(indices)
         valid: Any = _is_inside(indices, partial if fills and counted else ())
         held: Any = jnp.ones((1,) * ndim, jnp.bool_)
         for p in split:
@@ -121,13 +121,13 @@ def gather(call: Call) -> Rule:
                     valid &= start == indices[..., p.column]
                 at = start + at
                 x = _extended(x, p.dim, p.size - 1, p.size - 1)
-                indices = _with_column(indices, p.column, jnp.clip(at + p.size - 1, 0, length + p.size - 2))
-                at = _over_windows(at, ndim, numbers.offset_dims)
+                indices = with_column(indices, p.column, jnp.clip(at + p.size - 1, 0, length + p.size - 2))
+                at = over_windows(at, ndim, numbers.offset_dims)
                 if p.axis is not None:
                     at = at + along(jnp.arange(p.size, dtype=jnp.int32), p.axis, ndim)
             held = held & (at >= 0) & (at < length)
         (found,) = shards.bind(x, indices, slice_sizes=sizes, indices_are_sorted=False)
-        valid = _over_windows(valid, ndim, numbers.offset_dims)
+        valid = over_windows(valid, ndim, numbers.offset_dims)
         found = jnp.where(held & valid, found, jnp.zeros((), found.dtype))
         if fills:
             first = shards.is_first(shards.reduced_atoms())
@@ -150,14 +150,15 @@ def _is_inside(indices: Any, partial: Sequence[_Partial]) -> Any:
     return functools.reduce(jnp.logical_and, inside, jnp.ones(indices.shape[:-1], jnp.bool_))
 
 
-def _signed(indices: Any) -> Any:
+def signed(indices: Any) -> Any:
     """Indices that an offset can be subtracted from; unsigned ones beyond the array stay beyond it."""
     if jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
         return jnp.minimum(indices.astype(jnp.uint32), jnp.iinfo(jnp.int32).max).astype(jnp.int32)
     return indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
 
 
-def _with_column(indices: Any, column: int, values: Any) -> Any:
+def with_column(indices: Any, column: int, values: Any) -> Any:
+    """Indices with another component."""
     return indices.at[..., column].set(values.astype(indices.dtype))
 
 
@@ -168,7 +169,7 @@ def _extended(x: Any, dim: int, low: int, high: int) -> Any:
     return jnp.pad(x, [(low, high) if d == dim else (0, 0) for d in range(x.ndim)])
 
 
-def _over_windows(flags: Any, ndim: int, window_dims: Sequence[int]) -> Any:
+def over_windows(flags: Any, ndim: int, window_dims: Sequence[int]) -> Any:
     """One flag for each index, spread over the dimensions of its window."""
     return jnp.expand_dims(flags, tuple(d for d in range(ndim) if d in window_dims))
 
@@ -267,7 +268,7 @@ def scatter(call: Call) -> Rule:
         split = [p for p in partial if shards.atoms(operand[p.dim][0])]
         if not split:
             return shards.bind(x, indices, changes)
-        indices, before = _signed(indices), x
+        indices, before = signed(indices), x
         # Single elements that are not ours are out of range, and dropped.
         single = all(p.size == 1 and p.column is not None for p in split)
         mine: Any = jnp.ones(indices.shape[:-1], jnp.bool_)
@@ -294,7 +295,7 @@ def scatter(call: Call) -> Rule:
             x = x if single else _extended(x, p.dim, p.size - 1, p.size)
             places[p.column] = (length + p.size - 1, start + p.size - 1)
         for column, (elsewhere, start) in places.items():
-            indices = _with_column(indices, column, jnp.where(mine, start, elsewhere))
+            indices = with_column(indices, column, jnp.where(mine, start, elsewhere))
         changed: dict[str, Any] = {"indices_are_sorted": False, "unique_indices": False}
         if single and math.prod(indices.shape[:-1]) == 1:
             combine = combination(call.name, call.params)
@@ -337,7 +338,7 @@ def scatter(call: Call) -> Rule:
             if column not in but:
                 size = updates_shape[windows[d]] if d in windows else 1
                 last = 0 if size == operand_shape[d] else operand_shape[d] - size
-                indices = _with_column(indices, column, jnp.clip(indices[..., column], 0, last))
+                indices = with_column(indices, column, jnp.clip(indices[..., column], 0, last))
         return indices
 
     indices = [*batch, make.replicate(indices_shape[-1])]

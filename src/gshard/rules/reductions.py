@@ -88,7 +88,7 @@ def any_reduction(call: Call) -> Rule:
         if not atoms:
             return shards.bind(x, init)
         (part,) = shards.bind(x, jnp.asarray(identity(monoid or "", x.dtype), x.dtype))
-        return [with_initial(part, init, _TWO[monoid or ""], shards.is_first(atoms))]
+        return [with_initial(part, init, COMBINE[monoid or ""], shards.is_first(atoms))]
 
     def local(shards: Shards, *arrays: Any) -> list[Any]:
         atoms = shards.atoms(dims[axis][0]) if reduced else ()
@@ -190,7 +190,7 @@ def cumulative(call: Call) -> Rule:
         part, parts = lax.axis_index(atoms), jnp.arange(ends.shape[axis])
         before = parts > part if reverse else parts < part
         ends = jnp.where(along(before, axis, x.ndim), ends, jnp.asarray(start, x.dtype))
-        return [_TWO[monoid](_ALL[monoid](ends, axis), run)]
+        return [COMBINE[monoid](_ALL[monoid](ends, axis), run)]
 
     def sends(mesh: Mesh, split: Split) -> int:
         parts = mesh.count(split.get(dims[axis][0], ()))
@@ -204,7 +204,7 @@ def _start(monoid: str, dtype: Any) -> Any:
     return float("-inf") if monoid == "logaddexp" else identity(monoid, dtype)
 
 
-_TWO: dict[str, Any] = {
+COMBINE: dict[str, Any] = {
     "add": lax.add,
     "mul": lax.mul,
     "max": lax.max,

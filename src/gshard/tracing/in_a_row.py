@@ -290,9 +290,9 @@ class _Row:
             for axis in range(len(shape)):
                 segments = self.along(source, axis)
                 numbers, arrays = [p for p in segments if p.is_number], [p for p in segments if not p.is_number]
-                if len(arrays) != 1 or not all((number or p).is_like(p) for p in numbers):
-                    return None
                 number = number or next(iter(numbers), None)
+                if len(arrays) != 1 or not all(p.is_like(number) for p in numbers if number is not None):
+                    return None
                 (array,) = arrays
                 at, (low, high) = segments.index(array), config[axis]
                 cut_low, cut_high = array.start, array.source.shape[axis] - array.end

@@ -1,0 +1,173 @@
+"""Pieces: an array along one dimension as arrays side by side, each of which is a window of a frame.
+
+What is joined with little, or cut a little, is spread over the devices anew, so that nearly all elements move. In
+pieces it stays as it was: what is joined as it came, what is cut in the frame of what it was cut from.
+
+    concatenate(first, x)     1 and 256 elements                    [0:1 of 1], [0:256 of 256]
+    logits[:, :1000]          of 1024                               [0:1000 of 1024]
+    pad(that, 0, 24)          the window grows, and is filled       [0:1024 of 1024], an array like any other
+
+What of a frame lies outside of its window means nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from gshard.core.program import Equation
+
+_TIMES = 1.25  # elements of a frame for one of its window: what lies outside is computed for nothing
+_MOST = 8  # pieces of an array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """The elements from ``start`` up to ``end`` of a frame of ``size``."""
+
+    size: int
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.length == self.size
+
+
+Layout = tuple[Piece, ...]
+
+
+def whole(n: int) -> Layout:
+    """An array like any other, of one piece."""
+    return (Piece(n, 0, n),)
+
+
+def is_whole(layout: Layout) -> bool:
+    """Whether an array is one like any other."""
+    return len(layout) == 1 and layout[0].is_whole
+
+
+def starts_of(layout: Layout) -> list[int]:
+    """Where in the array each piece begins."""
+    return [sum(p.length for p in layout[:k]) for k in range(len(layout))]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """What a piece is made of.
+
+    Attributes:
+        piece: what it is.
+        operand: the position of the operand that it is made of, or of the number of which all of it consists.
+        part: which piece of that operand; None if it is a number.
+        low, high: how many of its elements, at the ends of its window, are filled with a number, at ``number``.
+        cut: the elements of the operand's frame that are cut out; None where the frame is kept.
+    """
+
+    piece: Piece
+    operand: int
+    part: int | None
+    low: int = 0
+    high: int = 0
+    number: int = 0
+    cut: tuple[int, int] | None = None
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether nothing has to be computed for it."""
+        return self.part is not None and not self.low and not self.high and self.cut is None
+
+
+def segments_of(e: Equation, dim: int) -> list[list[tuple[int, int, int]]] | None:
+    """What each result of an equation that moves elements along a dimension consists of there.
+
+    Returns:
+        for each result, the operands' positions with the elements from where up to where (of one without dimensions,
+        copies); None for what does nothing of the kind, or more.
+    """
+    params, n = e.params, e.inputs[0].shape[dim] if e.inputs and dim < len(e.inputs[0].shape) else 0
+    if e.name == "slice":
+        own = zip(params["start_indices"], params["limit_indices"], e.inputs[0].shape, strict=True)
+        moved = [d for d, (a, b, m) in enumerate(own) if (a, b) != (0, m)]
+        if moved != [dim] or any(s != 1 for s in params["strides"] or ()):
+            return None
+        return [[(0, int(params["start_indices"][dim]), int(params["limit_indices"][dim]))]]
+    if e.name == "split" and params["axis"] == dim:
+        ends = [sum(map(int, params["sizes"][: i + 1])) for i in range(len(params["sizes"]))]
+        return [[(0, end - int(size), end)] for end, size in zip(ends, params["sizes"], strict=True)]
+    if e.name == "pad":
+        config = [tuple(map(int, c)) for c in params["padding_config"]]
+        low, high, interior = config[dim]
+        if interior or [d for d, c in enumerate(config) if c != (0, 0, 0)] != [dim]:
+            return None
+        if low + n <= 0 or high + n <= 0:
+            return None
+        return [[(1, 0, max(low, 0)), (0, max(-low, 0), n - max(-high, 0)), (1, 0, max(high, 0))]]
+    if e.name == "concatenate" and params["dimension"] == dim:
+        return [[(i, 0, x.shape[dim]) for i, x in enumerate(e.inputs)]]
+    if e.name == "concatenate_slices" and params["dimension"] == dim:
+        return [[(i, int(a), int(b)) for i, (a, b) in enumerate(params["slices"])]]
+    return None
+
+
+def sources_of(segments: Sequence[tuple[int, int, int]], layouts: Sequence[Layout | None]) -> list[Source] | None:
+    """The pieces of what consists of segments.
+
+    Args:
+        segments: as of ``segments_of``.
+        layouts: of the operands; None for numbers.
+
+    Returns:
+        None if there are too many, or two are of the same array.
+    """
+    found: list[Source] = []
+    for operand, start, end in segments:
+        layout = layouts[operand]
+        if layout is None:
+            found += [Source(Piece(end - start, 0, end - start), operand, None)] if end > start else []
+            continue
+        for k, (piece, begin) in enumerate(zip(layout, starts_of(layout), strict=True)):
+            low, high = max(start - begin, 0), min(end - begin, piece.length)
+            if high > low:
+                found.append(Source(Piece(piece.size, piece.start + low, piece.start + high), operand, k))
+    filled = _kept_small(_filled(found))
+    same = [(s.operand, s.part) for s in filled if s.part is not None and s.cut is None]
+    return filled if 0 < len(filled) <= _MOST and len(set(same)) == len(same) else None
+
+
+def _filled(sources: Sequence[Source]) -> list[Source]:
+    """The pieces with numbers beside them where there is room for them in the frame."""
+    found: list[Source] = []
+    for k, s in enumerate(sources):
+        after = found[-1] if found else None
+        if s.part is None and after is not None and after.part is not None:
+            p, n = after.piece, s.piece.length
+            if p.end + n <= p.size and (not after.low or after.number == s.operand):
+                grown = Piece(p.size, p.start, p.end + n)
+                found[-1] = dataclasses.replace(after, piece=grown, high=after.high + n, number=s.operand)
+                continue
+        if s.part is not None and after is not None and after.part is None and s.piece.start >= after.piece.length:
+            p, n = s.piece, after.piece.length
+            found[-1] = dataclasses.replace(s, piece=Piece(p.size, p.start - n, p.end), low=n, number=after.operand)
+            continue
+        found.append(sources[k])
+    return found
+
+
+def _kept_small(sources: Sequence[Source]) -> list[Source]:
+    """The pieces, cut out where their frames are much larger, with numbers beside them where they were filled."""
+    found: list[Source] = []
+    for s in sources:
+        p = s.piece
+        if p.size <= _TIMES * p.length:
+            found.append(s)
+            continue
+        start, end = p.start + s.low, p.end - s.high
+        numbers = [Source(Piece(n, 0, n), s.number, None) for n in (s.low, s.high)]
+        own = Source(Piece(end - start, 0, end - start), s.operand, s.part, cut=(start, end))
+        found += [q for q in (numbers[0], own, numbers[1]) if q.piece.length]
+    return found

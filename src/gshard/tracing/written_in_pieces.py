@@ -1,0 +1,138 @@
+"""Written in pieces: the equations of a closed region (``tracing.closed_regions``), one in the place of each.
+
+y = concatenate(cls, x)                      (nothing)
+s = y @ q                                    s0 = cls @ q; s1 = x @ q
+m = max(s)                                   m = max(max(s0), max(s1))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from gshard.core.program import Block, Constant, Equation, Value
+from gshard.tracing.closed_regions import Moves, Region
+from gshard.tracing.in_pieces import Touch, brought, in_pieces, joined, moved
+from gshard.tracing.pieces import is_whole
+
+Array = Value | Constant
+Write = Callable[[Callable[..., Sequence[Any]], Equation, Sequence[Value], Sequence[Value]], Sequence[Equation]]
+"""The equations of a function, in the place of an equation, of these operands with these results."""
+
+
+def written(
+    region: Region, block: Block, fresh: Callable[[Array, tuple[int, ...]], Value], write: Write
+) -> Mapping[Equation, Sequence[Equation]]:
+    """The equations of a region in pieces, in the place of those that they stand for.
+
+    Args:
+        region: what is in pieces.
+        block: the block that it is of.
+        fresh: a new value like another one, of a shape.
+        write: the equations of a function.
+    """
+    writer = _Writer(region, fresh, write)
+    return {e: writer.instead_of(e) for e in block.equations if e in region.equations}
+
+
+class _Writer:
+    """The pieces of a region, as far as they are made."""
+
+    def __init__(self, region: Region, fresh: Callable[[Array, tuple[int, ...]], Value], write: Write):
+        self.region, self.fresh, self.write = region, fresh, write
+        self.pieces: dict[Array, list[Value]] = {}
+
+    def instead_of(self, e: Equation) -> list[Equation]:
+        out: list[Equation] = []
+        for x in dict.fromkeys(e.inputs):
+            if x in self.region.brought and x not in self.pieces:
+                self.pieces[x] = self.new(x)
+                out += self.bring(x, e)
+        out += [e] if any(v in self.region.kept for v in e.outputs) else []
+        found = self.region.equations[e]
+        out += self.moved(e, found) if isinstance(found, Moves) else self.computed(e, found)
+        return out + [q for v in e.outputs if v in self.region.joined for q in self.join(v, e)]
+
+    def new(self, x: Array) -> list[Value]:
+        """Values for the pieces of an array."""
+        dim = self.region.dims[x]
+        return [self.piece(x, dim, p.size) for p in self.region.layouts[x]]
+
+    def piece(self, x: Array, dim: int, size: int) -> Value:
+        return self.fresh(x, (*x.shape[:dim], size, *x.shape[dim + 1 :]))
+
+    def bring(self, x: Array, e: Equation) -> Sequence[Equation]:
+        dim, layout = self.region.dims[x], self.region.layouts[x]
+        if isinstance(x, Value):
+            return self.write(lambda array: brought(array, dim, layout), e, [x], self.pieces[x])
+        array = x.value
+        return self.write(lambda: brought(jnp.asarray(array), dim, layout), e, [], self.pieces[x])
+
+    def join(self, v: Value, e: Equation) -> Sequence[Equation]:
+        dim, layout = self.region.dims[v], self.region.layouts[v]
+        return self.write(lambda *parts: [joined(parts, dim, layout)], e, self.pieces[v], [v])
+
+    def computed(self, e: Equation, t: Touch) -> list[Equation]:
+        layout = next(self.region.layouts[x] for x, d in _touched(e, t) if d is not None)
+        made: list[Value] = []
+        for v, d in zip(e.outputs, t.results, strict=True):
+            if d is None:
+                made.append(v)
+                continue
+            self.pieces[v] = self.new(v)
+            made += self.pieces[v]
+        return self.run(in_pieces(t, layout), e, [d is not None for d in t.operands], made)
+
+    def moved(self, e: Equation, moves: Moves) -> list[Equation]:
+        """What has to be computed of the pieces; the others have another name now."""
+        made: list[tuple[Value, Any]] = []
+        given = [bool(x.shape) for x in e.inputs]
+        plain = [x for x, there in zip(e.inputs, given, strict=True) if there and x not in self.pieces]
+        for v, sources in zip(e.outputs, moves.sources, strict=True):
+            if is_whole(tuple(s.piece for s in sources)):
+                made.append((v, sources[0]))
+                continue
+            self.pieces[v] = []
+            for s in sources:
+                x = e.inputs[s.operand]
+                if s.is_as_it_was and not e.params.get("added") and isinstance(x, Value):
+                    self.pieces[v].append(x if x in plain else self.pieces[x][s.part or 0])
+                    continue
+                self.pieces[v].append(self.piece(v, moves.dim, s.piece.size))
+                made.append((self.pieces[v][-1], s))
+
+        def function(operands: Sequence[Any]) -> list[Any]:
+            lists = [[x] if there and not isinstance(x, list) else x for x, there in zip(operands, given, strict=True)]
+            found = [moved(e, moves.dim, s, lists) for _, s in made]
+            # A result is another value than what it is as it was.
+            return [jnp.copy(y) if s.is_as_it_was else y for y, (_, s) in zip(found, made, strict=True)]
+
+        return self.run(function, e, [x in self.pieces for x in e.inputs], [v for v, _ in made]) if made else []
+
+    def run(
+        self,
+        function: Callable[[Sequence[Any]], list[Any]],
+        e: Equation,
+        in_parts: Sequence[bool],
+        made: Sequence[Value],
+    ) -> list[Equation]:
+        """The equations of a function of the operands, of which some are lists of pieces."""
+        given: list[Value] = []
+        for x, parts in zip(e.inputs, in_parts, strict=True):
+            given += self.pieces[x] if parts else [x] if isinstance(x, Value) else []
+
+        def flat(*arrays: Any) -> list[Any]:
+            rest = iter(arrays)
+            operands = [
+                [next(rest) for _ in self.pieces[x]] if parts else x.value if isinstance(x, Constant) else next(rest)
+                for x, parts in zip(e.inputs, in_parts, strict=True)
+            ]
+            return [y for found in function(operands) for y in (found if isinstance(found, list) else [found])]
+
+        return list(self.write(flat, e, given, made))
+
+
+def _touched(e: Equation, t: Touch) -> list[tuple[Array, int | None]]:
+    return [*zip(e.inputs, t.operands, strict=True), *zip(e.outputs, t.results, strict=True)]
