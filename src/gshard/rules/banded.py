@@ -10,7 +10,7 @@ elements) are sums of slices with stride ``q``, laid side by side; others are lo
 
 The product multiplies every element by a number, be it zero, and zero times infinity is NaN. So elements that are not
 finite are counted, on all devices together: where there are more of them than a result reads it is NaN, as it is in the
-product. Integers need no such count.
+product. What it reads it multiplies as the product does, be it by zero. Integers need no such count.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _product(x: Any, count: Any, at: Any, weights: Any, dim: int, dtype: Any) ->
             element, weight = read(r, k), along(weights[:, r, k], dim, x.ndim)
             products.append(element.astype(wide) * weight)
             if more is not None:
-                more = more - (~jnp.isfinite(element) & (weight != 0)).astype(more.dtype)
+                more = more - (~jnp.isfinite(element)).astype(more.dtype)
         total = functools.reduce(operator.add, products)
         return total if more is None else jnp.where(more > 0, jnp.asarray(np.nan, wide), total)
 

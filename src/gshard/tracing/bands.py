@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,8 @@ from gshard.language.region import REGIONS
 from gshard.rules.banded import MOST, Band, banded_p
 from gshard.tracing.subexpression import is_repeatable
 
-_LARGEST = 1 << 26  # elements of a table that is computed once: what takes a moment
+_LARGEST = 1 << 26  # elements of a table that is computed once: what takes a moment;
+_READ = 1 << 20  # of an array that the program closed over, which may be a model's weights, and comes from a device
 
 # Of each product, what was found; planned again, as in a search, the table is not computed again.
 _found: weakref.WeakKeyDictionary[Equation, Band | None] = weakref.WeakKeyDictionary()
@@ -130,26 +131,35 @@ def products(program: Program) -> list[Product]:
 
 
 class _Known:
-    """What the tables of a program are made of."""
+    """What is known of the values of a program before it runs, and how it is made."""
 
     def __init__(self, captured: Mapping[Value, Any]):
         self.captured = captured
-        self.makers: dict[Value, Equation] = {}
+        self.makers: dict[Value, Equation] = {}  # of what is known
         self.same: dict[Value, Value | Constant] = {}  # what a value inside of a body is outside
-        self.recipes: dict[Value, dict[Equation, None] | None] = {}
+        self.order: dict[Equation, int] = {}
 
     def read(self, block: Block, found: list[Product]) -> None:
-        """Notes the products of a block."""
+        """Notes what is known in a block, and its products."""
         for e in block.equations:
             if (product := self._product(e)) is not None:
                 found.append(product)
-            if e.blocks:
-                same = (*REGIONS[e.name].same(e.params), *(range(0) for _ in e.blocks))
-                for body, at in zip(e.blocks, same, strict=False):
-                    self.same.update(zip(body.inputs, (e.inputs[i] for i in at), strict=False))
-                    self.read(body, found)
-            else:
+            for body, at in zip(e.blocks, REGIONS[e.name].same(e.params) if e.blocks else (), strict=False):
+                self.same.update(zip(body.inputs, (e.inputs[i] for i in at), strict=False))
+            for body in e.blocks:
+                self.read(body, found)
+            if not e.blocks and e.mark is None and is_repeatable(e) and all(map(self._is_known, e.inputs)):
                 self.makers.update(dict.fromkeys(e.outputs, e))
+                self.order[e] = len(self.order)
+
+    def _is_known(self, x: Value | Constant) -> bool:
+        x = self._outside(x)
+        return isinstance(x, Constant) or x in self.makers or x in self.captured
+
+    def _outside(self, x: Value | Constant) -> Value | Constant:
+        while isinstance(x, Value) and x in self.same:
+            x = self.same[x]
+        return x
 
     def _product(self, e: Equation) -> Product | None:
         if e.name != "dot_general" or not _is_exact(e):
@@ -160,52 +170,40 @@ class _Known:
         for operand in (0, 1):
             x, table = e.inputs[operand], e.inputs[1 - operand]
             (dim,) = sums[operand]
-            if not isinstance(x, Value) or len(table.shape) != 2 or not 0 < math.prod(table.shape) <= _LARGEST:
-                continue
-            if (made := self._recipe(table)) is not None:
-                return Product(e, operand, dim, tuple(made), functools.partial(self._array, table))
+            if len(table.shape) == 2 and 0 < math.prod(table.shape) <= _LARGEST and self._is_known(table):
+                made = self._made(table)
+                if isinstance(x, Value):
+                    return Product(e, operand, dim, made, functools.partial(self._array, table, made))
         return None
 
-    def _recipe(self, x: Value | Constant) -> dict[Equation, None] | None:
-        """The equations that make an array of positions and numbers alone; None if it is made of something else."""
-        if isinstance(x, Constant) or x in self.captured:
-            return {}
-        if x not in self.recipes:
-            self.recipes[x] = None  # nor is anything that is made of itself
-            self.recipes[x] = self._made(x)
-        return self.recipes[x]
+    def _made(self, x: Value | Constant) -> tuple[Equation, ...]:
+        """The equations that make an array, in order."""
+        found: set[Equation] = set()
+        left = [x]
+        while left:
+            e = self.makers.get(self._outside(left.pop()))  # type: ignore[arg-type]
+            if e is not None and e not in found:
+                found.add(e)
+                left += e.inputs
+        return tuple(sorted(found, key=self.order.__getitem__))
 
-    def _made(self, x: Value) -> dict[Equation, None] | None:
-        if x in self.same:
-            return self._recipe(self.same[x])
-        e = self.makers.get(x)
-        if e is None or e.mark is not None or e.blocks or not is_repeatable(e):
-            return None
-        found: dict[Equation, None] = {}
-        for y in e.inputs:
-            if (made := self._recipe(y)) is None:
-                return None
-            found.update(made)
-        found[e] = None
-        return found
-
-    def _array(self, x: Value | Constant) -> Any:
-        """An array of which there is a recipe."""
-        env: dict[Value | Constant, Any] = {}
+    def _array(self, x: Value | Constant, made: Sequence[Equation]) -> Any:
+        env: dict[Any, Any] = dict(self.captured)
 
         def read(x: Value | Constant) -> Any:
-            while isinstance(x, Value) and x in self.same:
-                x = self.same[x]
-            return x.value if isinstance(x, Constant) else self.captured[x] if x in self.captured else env[x]
+            x = self._outside(x)
+            return x.value if isinstance(x, Constant) else env[x]
 
-        for e in self._recipe(x) or ():
+        for e in made:
             env.update(zip(e.outputs, bind(e.primitive, e.params, [read(y) for y in e.inputs]), strict=True))
         return jnp.asarray(read(x))
 
 
 def _is_here(x: Any) -> bool:
-    """Whether an array's elements can be read."""
-    return not isinstance(x, jax.core.Tracer) and (not isinstance(x, jax.Array) or x.is_fully_addressable)
+    """Whether an array's elements can be read, and soon are."""
+    if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return False
+    return bool(np.size(x) <= _READ)
 
 
 def _is_exact(e: Equation) -> bool:
