@@ -56,7 +56,8 @@ def names(found: Any) -> list[str]:
     return [e.name for e in found.plan.program.block.walk()]
 
 
-def check(f: Function, x: Any, dim: int = 0) -> None:
+def check(f: Function, x: Any, dim: int = 0, rounding: float = 4.0) -> None:
+    """Compares with ``jax.jit``; ``rounding`` in units of the last place of the largest number."""
     a, b = gshard.jit(split(f, dim), mesh=8)(x), jax.jit(f)(x)
     assert (a.dtype, a.shape) == (b.dtype, b.shape)
     tolerance = TOLERANCE[str(b.dtype)]
@@ -64,7 +65,7 @@ def check(f: Function, x: Any, dim: int = 0) -> None:
     if tolerance:
         a, b = a.astype(np.float64), b.astype(np.float64)
     finite = np.abs(b[np.isfinite(b)]).max(initial=0)
-    np.testing.assert_allclose(a, b, rtol=0, atol=4 * tolerance * finite, equal_nan=True)
+    np.testing.assert_allclose(a, b, rtol=0, atol=rounding * tolerance * finite, equal_nan=True)
 
 
 @pytest.mark.parametrize("method", METHODS[:2])
@@ -164,10 +165,11 @@ def test_rows_and_columns(rng: np.random.Generator) -> None:
 
 def test_some_of_an_image(rng: np.random.Generator) -> None:
     def window(x: Any) -> Any:
-        shape = x.shape[0] * 5 // 4, x.shape[1]
+        shape = x.shape[0] * 3 // 2 - 6, x.shape[1]
         return jax.image.scale_and_translate(x, shape, (0,), jnp.array([1.5]), jnp.array([-2.5]), "linear")
 
-    check(window, columns(rng, 96))
+    # Weights are fractions of places up to 100, which compilers round as they fuse them.
+    check(window, columns(rng, 96), rounding=100)
     assert "banded" in names(lowered(window, jax.ShapeDtypeStruct((960, 10), np.float32)))
 
 

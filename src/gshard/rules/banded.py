@@ -189,8 +189,8 @@ def banded(call: Call) -> Rule:
     """
     band, dim, dtype = call.params["band"], call.params["dim"], call.params["dtype"]
     make = RuleMaker()
-    dims = make.parallel(call.out_shapes[0])
-    dims[dim] = make.communicate(max(band.n, band.m))
+    shape = call.out_shapes[0]
+    dims = [make.communicate(max(band.n, band.m)) if d == dim else make.factor(n) for d, n in enumerate(shape)]
     counts = bool(call.in_dtypes) and _has_infinities(call.in_dtypes[0])
 
     def local(shards: Shards, x: Any) -> list[Any]:
