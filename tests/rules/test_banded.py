@@ -173,6 +173,18 @@ def test_some_of_an_image(rng: np.random.Generator) -> None:
     assert "banded" in names(lowered(window, jax.ShapeDtypeStruct((960, 10), np.float32)))
 
 
+def test_inside_of_transformations_of_jax(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((64, 3)).astype(np.float32)
+    whole = resized(128, "linear")
+    parts = gshard.jit(split(whole), mesh=8)
+    for transformed in (
+        jax.jit,
+        lambda f: jax.grad(lambda x: jnp.sum(f(x) ** 2)),
+        lambda f: lambda x: jax.vmap(f)(x[None]),
+    ):
+        np.testing.assert_allclose(transformed(parts)(x), transformed(whole)(x), rtol=1e-5, atol=1e-5)
+
+
 OTHERS: dict[str, tuple[Function, tuple[int, ...]]] = {
     "a table of numbers everywhere": (lambda x: jnp.cos(jnp.arange(64.0)[:, None] * jnp.arange(64.0)) @ x, (64, 8)),
     "a triangle": (lambda x: jnp.tri(128) @ x, (128, 8)),

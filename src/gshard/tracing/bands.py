@@ -79,8 +79,9 @@ class Product:
 
     def _band(self) -> Band | None:
         (summed,) = self.equation.params["dimension_numbers"][0][1 - self.operand]
-        with jax.ensure_compile_time_eval():
-            table = np.asarray(jax.jit(self.table)())
+        compute = jax.jit(self.table).lower().compile()  # as one program: each equation by itself takes far longer
+        with jax.ensure_compile_time_eval():  # also where somebody traces
+            table = np.asarray(compute())
         return band_of(table if summed else table.T)
 
 
