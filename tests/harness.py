@@ -17,6 +17,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas
 
+from gshard.rules.banded import banded_p
+from gshard.tracing.bands import band_of
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -262,6 +265,16 @@ def windows() -> Iterator[Row]:
               np.float32(-0.0))  # fmt: skip
     table = lambda x: x + jnp.concatenate([jnp.arange(4.0), 1 / jnp.arange(3.0)])[::-1, None] * jnp.arange(10)  # noqa: E731
     yield row("table", table, X)
+    # Five elements for four results and four for three, in a pattern and not; numbers that are not finite.
+    places = (
+        np.arange(12)[:, None] * 10 // 12 - np.arange(10),
+        np.array([0, 0, 1, 2, 4, 4, 4, 6, 5])[:, None] - np.arange(7),
+    )
+    pairs, some = (band_of(np.where(abs(at) < 2, normal(*at.shape), 0)) for at in places)
+    for name, band, dim in ("in a pattern", pairs, 1), ("in none", some, 0):
+        product = functools.partial(banded_p.bind, band=band, dim=dim, dtype=np.dtype(np.float32))
+        yield row(f"banded, {name}", product, X, tolerance=SUM)
+        yield row(f"banded, {name}, infinities", product, np.where(X > 2, np.inf, X), tolerance=SUM)
     yield row("slice, one element", lambda x: x[4:5, 7:8], normal(7, 10))
     yield row("slice, far away", lambda x: x[:, 7:], normal(7, 10))
     yield row("concatenate_slices, of two", lambda x, y: jnp.concatenate([y[1:3], x[2:6], x[6:]]), X, normal(4, 10))

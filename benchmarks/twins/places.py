@@ -156,6 +156,40 @@ def made() -> Iterator[Program]:
     images, split = (normal(4, 128, 64, 8),), P(None, "x")
     yield Program("an image twice as large, smoothly", smooth, smooth_by_hand, images, (split,), split, 1e-5)
 
+    def pairs(x: Any, before: Any, after: Any, dim: int) -> Any:
+        """Of each two elements three quarters, and a quarter of their neighbours."""
+        y, last = jnp.concatenate([before, x, after], dim), x.shape[dim] - 1
+        a, b, c, d = (lax.slice_in_dim(y, k, k + last, 2, dim) for k in range(4))
+        return 0.25 * (a + d) + 0.75 * (b + c)
+
+    def of_smooth(y: Any) -> Any:
+        b, n, m, c = y.shape
+        (x,) = jax.linear_transpose(smooth, jax.ShapeDtypeStruct((b, n // 2, m // 2, c), y.dtype))(y)
+        return x
+
+    def of_smooth_by_hand(y: Any) -> Any:
+        me = lax.axis_index("x")
+        before = jnp.where(me == 0, y[:, :1], from_left(y, dim=1))
+        after = jnp.where(me == PARTS - 1, y[:, -1:], from_right(y, dim=1))
+        y = pairs(y, before, after, 1)
+        return pairs(y, y[:, :, :1], y[:, :, -1:], 2)
+
+    large = (normal(4, 256, 128, 8),)
+    name = "derivative of an image twice as large"
+    yield Program(name, of_smooth, of_smooth_by_hand, large, (split,), split, 1e-5)
+
+    def half(x: Any) -> Any:
+        b, n, m, c = x.shape
+        return jax.image.resize(x, (b, n // 2, m // 2, c), "bilinear")
+
+    def half_by_hand(x: Any) -> Any:
+        i, j = own_rows(128)[:, None, None], jnp.arange(64)[:, None]
+        y = pairs(x, from_left(x, dim=1), from_right(x, dim=1), 1) / jnp.where((i == 0) | (i == 127), 1.75, 2)
+        none = jnp.zeros_like(y[:, :, :1])
+        return pairs(y, none, none, 2) / jnp.where((j == 0) | (j == 63), 1.75, 2)
+
+    yield Program("an image half as large, smoothly", half, half_by_hand, large, (split,), split, 1e-5)
+
 
 def run_time() -> Iterator[Program]:
     """Places of the data: windows are touched, not all there is."""

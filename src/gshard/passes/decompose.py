@@ -1,9 +1,10 @@
 """Decompose: equations that are otherwise a program where what they read or make is split.
 
 A loop over a dimension that is split is an operator whose rounds are split, if they need nothing of each other
-(``tracing.own_rounds``). A transform of several dimensions is one after the other (``tracing.transforms``). What is
-computed of arrays that are joined with little, or cut a little, where they are split, and in the end reduced, is
-computed in pieces (``tracing.closed_regions``).
+(``tracing.own_rounds``). A transform of several dimensions is one after the other (``tracing.transforms``). A product
+with a table that is nearly all zeros reads a halo (``tracing.bands``). What is computed of arrays that are joined with
+little, or cut a little, where they are split, and in the end reduced, is computed in pieces
+(``tracing.closed_regions``).
 Which they are is known once marks have been propagated; then the program is changed, and propagated again.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +23,11 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.language.region import with_edges
 from gshard.passes.trace import equations_of
+from gshard.tracing.bands import products
 from gshard.tracing.closed_regions import closed_regions, may_begin
 from gshard.tracing.own_rounds import rule_of_rounds
 from gshard.tracing.transforms import is_transform, one_by_one
+from gshard.tracing.unread import without_unread
 from gshard.tracing.written_in_pieces import written
 
 Dims = Mapping[Value, Sequence[Atoms]]
@@ -39,6 +42,7 @@ class Decompositions:
         self.loops = [(edge, e) for e in every for edge in e.edges if edge.stacked]
         self.transforms = [e for e in every if is_transform(e)]
         self.blocks = [b for b in _blocks(program.block) if any(map(may_begin, b.equations))]
+        self.products = products(program)
 
     def taken(self, dims: Dims, mesh: Mesh) -> Program | None:
         """The program that it is where values are split so; None if it is as it is."""
@@ -53,10 +57,17 @@ class Decompositions:
             parts = [{d: mesh.count(atoms) for d, atoms in enumerate(cut) if atoms} for cut in arrays]
             if (made := one_by_one(e, parts)) is not None:
                 instead[e] = writer.equations(made, e)
+        tables: set[Equation] = set()
+        for product in self.products:
+            atoms, e = dims[product.array][product.dim], product.equation
+            if atoms and (made := product.in_parts(mesh.count(atoms))) is not None:
+                instead[e] = writer.equations(made, dataclasses.replace(e, inputs=(product.array,)))
+                tables.update(product.made)
         for block in self.blocks:
             for region in closed_regions(block, lambda v, d: mesh.count(dims[v][d])):
-                instead |= written(region, block, writer.fresh, writer.write)
-        return with_others(self.program, instead) if instead else None
+                if instead.keys().isdisjoint(region.equations):
+                    instead |= written(region, block, writer.fresh, writer.write)
+        return with_others(self.program, instead, tables) if instead else None
 
 
 @dataclasses.dataclass
@@ -95,13 +106,18 @@ def _blocks(block: Block) -> Iterator[Block]:
             yield from _blocks(inner)
 
 
-def with_others(program: Program, instead: Mapping[Equation, Sequence[Equation]]) -> Program:
-    """The program in which other equations stand for some."""
+def with_others(
+    program: Program, instead: Mapping[Equation, Sequence[Equation]], needless: Container[Equation] = ()
+) -> Program:
+    """The program in which other equations stand for some; of those that are needless then, what is read stays."""
 
     def changed(block: Block) -> Block:
         if not any(e in instead for e in block.walk()):
             return block
-        return Block(block.inputs, tuple(q for e in block.equations for q in made(e)), block.outputs)
+        equations = (q for e in block.equations for q in made(e))
+        return Block(
+            block.inputs, tuple(without_unread(equations, block.outputs, needless.__contains__)), block.outputs
+        )
 
     def made(e: Equation) -> Sequence[Equation]:
         if e in instead:

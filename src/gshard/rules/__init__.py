@@ -1,5 +1,6 @@
 """rules: what is known of each primitive; importing this package fills the registry."""
 
+from gshard.rules import banded as banded
 from gshard.rules import callback as callback
 from gshard.rules import concatenate_slices as concatenate_slices
 from gshard.rules import contract as contract
