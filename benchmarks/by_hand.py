@@ -155,7 +155,9 @@ def ahead_of_time(programs: Sequence[Program], options: argparse.Namespace) -> N
         print(by_hand_on_tpu.row(name, sides), flush=True)
 
     given = ["--topology", options.topology, *(["--planned"] if options.planned else [])]
-    given += ["--hlo", str(options.hlo)] if options.hlo else []
+    if options.hlo:
+        options.hlo.mkdir(parents=True, exist_ok=True)
+        given += ["--hlo", str(options.hlo)]
     print(f"jax {jax.__version__}, {options.topology}, compiled ahead of time\n\n{by_hand_on_tpu.HEADER}")
     command = [sys.executable, __file__, *given, "--child"]
     measured_by_children([p.name for p in programs], command, by_hand_on_tpu.SIDES, show)
