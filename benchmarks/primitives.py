@@ -25,6 +25,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures.process import BrokenProcessPool
@@ -41,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import jax
 
 from sweep.harnesses import excluded, harnesses
-from sweep.runs import VARIANTS, Outcome, outcomes
+from sweep.runs import VARIANTS, Outcome, outcomes, whole
 
 # Runs of even float32 dimensions with an all-gather of operand size, jax 0.10.2 on two CPU devices.
 XLA = {
@@ -72,41 +73,63 @@ def run(indices: tuple[int, ...], variants: tuple[str, ...]) -> tuple[list[Outco
 
 def runs_whole(index: int) -> bool:
     """Whether a harness runs as it is; the process may end."""
-    harness = harnesses()[index]
-    jax.block_until_ready(jax.jit(harness.function)(*harness.arguments))
+    whole(harnesses()[index])
     return True
 
 
+class Worker:
+    """A process of its own, and another one where it dies: what others do goes on."""
+
+    starting = threading.Lock()  # a process gets the flags that are set when it starts
+
+    def __init__(self, flags: str):
+        self.flags = flags
+        self.pool: concurrent.futures.ProcessPoolExecutor | None = None
+
+    def __call__(self, f: Any, *arguments: Any) -> Any:
+        """What a function returns there, or None where the process died."""
+        try:
+            if self.pool is None:
+                with self.starting:
+                    os.environ["XLA_FLAGS"] = self.flags
+                    self.pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+                    self.pool.submit(os.getpid).result()
+            return self.pool.submit(f, *arguments).result()
+        except BrokenProcessPool:
+            self.pool = None
+            return None
+
+
 def run_all(
-    chunks: list[tuple[int, ...]], variants: tuple[str, ...], jobs: int
+    chunks: list[tuple[int, ...]], variants: tuple[str, ...], jobs: int, quick: str
 ) -> Iterable[tuple[list[Outcome], collections.Counter[str]]]:
-    """Runs chunks in many processes; where one dies its harnesses are run again, each in a process of its own.
+    """Runs chunks in so many processes; where one dies its chunk is run again, harness by harness.
 
-    Those are compiled as usual: what dies may be the way in which XLA compiles quickly.
+    What dies once more is compiled as usual: it may be the way in which XLA compiles with the flags ``quick``.
     """
-    spawn = multiprocessing.get_context("spawn")
-    unfinished = []
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
-        waiting = {pool.submit(run, chunk, variants): chunk for chunk in chunks}
-        for future in concurrent.futures.as_completed(waiting):
-            try:
-                yield future.result()
-            except BrokenProcessPool:
-                unfinished.append(waiting[future])
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "").replace(_QUICK, "")
+    usual = os.environ.get("XLA_FLAGS", "")
+    here = threading.local()
 
-    def alone(f: Any, *arguments: Any) -> Any:
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
-            try:
-                return pool.submit(f, *arguments).result()
-            except BrokenProcessPool:
-                return None
+    def of_chunk(chunk: tuple[int, ...]) -> list[tuple[list[Outcome], collections.Counter[str]]]:
+        if not hasattr(here, "worker"):
+            here.worker = Worker(usual + quick)
+        done = here.worker(run, chunk, variants)
+        return [done] if done is not None else [of_harness(i) for i in chunk]
 
-    for i in (i for chunk in unfinished for i in chunk):
-        done, h = alone(run, (i,), variants), harnesses()[i]
-        if done is None and not alone(runs_whole, i):
-            done = [], collections.Counter(("XLA does not run it whole: it aborts",))
-        yield done or ([Outcome(h.group, h.name, str(h.dtype), "", (), "abort")], collections.Counter())
+    def of_harness(i: int) -> tuple[list[Outcome], collections.Counter[str]]:
+        for worker in (here.worker, Worker(usual)):
+            if (done := worker(run, (i,), variants)) is not None:
+                return done
+        if not worker(runs_whole, i):
+            return [], collections.Counter(("XLA does not run it whole: it aborts",))
+        h = harnesses()[i]
+        return [Outcome(h.group, h.name, str(h.dtype), "", (), "abort")], collections.Counter()
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for future in concurrent.futures.as_completed([pool.submit(of_chunk, chunk) for chunk in chunks]):
+            results = future.result()
+            found = [o for outcomes, _ in results for o in outcomes]
+            yield found, sum((reasons for _, reasons in results), collections.Counter())
 
 
 def table(found: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
@@ -167,8 +190,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write everything found")
     options = parser.parse_args()
     variants = tuple(v.name for v in VARIANTS) if options.all else tuple(options.variants)
-    if accepted(_QUICK):
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + _QUICK
+    quick = _QUICK if accepted(_QUICK) else ""
     start = time.perf_counter()
     chosen = [
         i
@@ -178,7 +200,7 @@ def main() -> int:
     chunks = [tuple(chosen[at : at + CHUNK]) for at in range(0, len(chosen), CHUNK)]
     found: list[Outcome] = []
     left_out: collections.Counter[str] = collections.Counter()
-    for n, (done, reasons) in enumerate(run_all(chunks, variants, options.jobs), 1):
+    for n, (done, reasons) in enumerate(run_all(chunks, variants, options.jobs, quick), 1):
         found += done
         left_out += reasons
         if n % 20 == 0:

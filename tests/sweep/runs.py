@@ -109,6 +109,12 @@ class Outcome:
         return f"{self.harness}, {self.variant}, {where}: {self.status} {self.detail}"
 
 
+def whole(harness: Harness) -> list[np.ndarray]:
+    """The results of a harness as it is."""
+    found = jax.jit(harness.function, compiler_options=AS_WRITTEN)(*harness.arguments)
+    return [np.asarray(x) for x in jax.tree.leaves(found)]
+
+
 def outcomes(harness: Harness, variants: Sequence[Variant] = VARIANTS) -> Iterator[Outcome]:
     """All runs of one harness."""
     expected: list[np.ndarray] = []
@@ -116,12 +122,11 @@ def outcomes(harness: Harness, variants: Sequence[Variant] = VARIANTS) -> Iterat
         for places in variant.places(harness.arguments):
             if not expected:
                 try:
-                    whole = jax.jit(harness.function, compiler_options=AS_WRITTEN)(*harness.arguments)
+                    expected = whole(harness)
                 except jax.errors.JaxRuntimeError as error:  # XLA for CPU lacks some dtypes of some operators
                     named = harness.group, harness.name, str(harness.dtype), variant.name, places
                     yield Outcome(*named, "left out", str(error).splitlines()[0])
                     return
-                expected = [np.asarray(x) for x in jax.tree.leaves(whole)]
             yield _outcome(harness, variant, places, expected)
 
 
