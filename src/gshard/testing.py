@@ -27,11 +27,12 @@ from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import bind
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, operand_sharding, passing
 from gshard.core.spmd import SpmdProgram
+from gshard.language.interpret import value_of
 from gshard.passes.at_border import at_border
 from gshard.passes.partition import partition
 from gshard.passes.trace import trace
@@ -125,10 +126,10 @@ class Alone:
                 needed |= {v for v in e.inputs if isinstance(v, Value)}
                 steps.append(e)
         for e in reversed(steps):
-            given = [_read(values, v) for v in e.inputs]
+            given = [value_of(v, values) for v in e.inputs]
             values.update(zip(e.outputs, given if e.mark else bind(e.primitive, e.params, given), strict=True))
         inputs = tuple(dict.fromkeys(v for v in equation.inputs if isinstance(v, Value)))
-        made = bind(equation.primitive, equation.params, [_read(values, v) for v in equation.inputs])
+        made = bind(equation.primitive, equation.params, [value_of(v, values) for v in equation.inputs])
         read = {v for e in program.block.walk() for v in e.inputs} | set(program.block.outputs)
         expected = tuple(x if v in read else None for v, x in zip(equation.outputs, made, strict=True))
         block = Block(inputs, (equation,), equation.outputs)
@@ -347,10 +348,6 @@ def _poison(dtype: Any) -> Any:
         return True
     value = np.nan if jnp.issubdtype(dtype, jnp.inexact) else int(jnp.iinfo(dtype).max) // 3
     return np.asarray(value).astype(dtype)
-
-
-def _read(values: Mapping[Value, Any], operand: Value | Constant) -> Any:
-    return operand.value if isinstance(operand, Constant) else values[operand]
 
 
 def _is_key(x: Any) -> bool:

@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gshard
 from analysis.models import f32
 from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
+from gshard.passes.device_program import kernels_of
+from gshard.passes.trace import trace
 
 PRICED = Path(__file__).resolve().parents[2] / "benchmarks" / "priced_hlo.py"
 NEAR = (
@@ -98,3 +101,28 @@ def test_such_programs_are_right(rng: np.random.Generator, name: str):
     for found, want in zip(jax.tree.leaves(planned(*arrays)), expected, strict=True):
         # Sums of numbers of both signs in another order: relative to the largest.
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
+
+
+def test_an_update_of_what_nobody_needs_any_more_moves_what_it_writes() -> None:
+    """What is needed again, and what may be the caller's, is copied."""
+    here = (1, 0)
+
+    def written(x: Any) -> Any:
+        return lax.dynamic_update_slice(lax.sort(x), jnp.sin(x[:1]), here)
+
+    def needed(x: Any) -> Any:
+        y = lax.sort(x)
+        return lax.dynamic_update_slice(y, jnp.sin(x[:1]), here), y
+
+    def argument(x: Any) -> Any:
+        return lax.dynamic_update_slice(x, jnp.sin(x[:1]), here)
+
+    def moved(f: Any) -> tuple[bool, int]:
+        every = kernels_of(trace(f, f32(64, 32)).block).kernels
+        (kernel,) = (k for k in every if k.equation.name == "dynamic_update_slice")
+        return kernel.in_place, kernel.moved
+
+    row, whole = 32 * 4, 64 * 32 * 4
+    assert moved(written) == (True, 2 * row)
+    assert moved(needed) == (False, 2 * whole + row)
+    assert moved(argument)[0] is False

@@ -109,6 +109,26 @@ def test_the_same_bits_and_bytes_in_less_time(name: str, rng: np.random.Generato
         np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize(("mesh", "n"), [(8, 125), ({"data": 2, "model": 4}, 128)])
+def test_uneven_weights_and_one_of_two_axes(mesh: Any, n: int, rng: np.random.Generator) -> None:
+    """Of 125 rows some parts are shorter; what is gathered is cut to what there is."""
+    axis, every = ("model", tuple(mesh)) if isinstance(mesh, dict) else ("devices", "devices")
+
+    def f(x: Any, ws: Any) -> Any:
+        def body(x: Any, ws: Any) -> Any:
+            for w in ws:
+                x = jnp.tanh(gshard.split(x @ gshard.split(w, 0, axis), 0, every))
+            return x, None
+
+        return jax.lax.scan(body, gshard.split(x, 0, every), ws)[0]
+
+    x, ws = (rng.standard_normal(s).astype(np.float32) / 8 for s in ((256, n), (2, 5, n, n)))
+    made = gshard.jit(f, mesh=mesh, machine=SLOW, windowed=False).lower(x, tuple(ws))
+    assert made.spmd.prefetched is not None
+    assert emitted(made.spmd.jaxpr, made.mesh.atom_sizes) == reported(made.spmd.collectives)
+    np.testing.assert_allclose(made.compile()(x, tuple(ws)), jax.jit(f)(x, tuple(ws)), rtol=1e-5, atol=1e-6)
+
+
 def test_the_gather_of_the_next_round_is_beside_a_product() -> None:
     """What is waited for is the first, before the loop."""
     found = cost(lowered(pairs).spmd, SLOW)

@@ -68,7 +68,7 @@ class Lowered:
     @functools.cached_property
     def spmd(self) -> SpmdProgram:
         """The one program that all devices run."""
-        made = self.target.fitted(self._all_kept, self.donated)
+        made = self.target.fitted(self._all_kept, self.donated, self._planned.cost)
         self.target.check(self.plan, made)
         return made
 

@@ -127,7 +127,7 @@ class Target:
         priced = cost(spmd, machine, donated)
 
         def seconds(spmd: SpmdProgram | None, priced: Cost) -> float:
-            ahead = None if spmd is None else prefetched(spmd, machine, donated, self.memory_limit).prefetched
+            ahead = None if spmd is None else prefetched(spmd, machine, donated, self.memory_limit, priced).prefetched
             return priced.seconds if ahead is None else ahead.seconds
 
         without, taken = seconds(made.spmd, made.cost), seconds(spmd, priced)
@@ -140,11 +140,19 @@ class Target:
         if self.budget is not None:
             self.budget.check(plan, spmd)
 
-    def fitted(self, kept: SpmdProgram, donated: frozenset[int]) -> SpmdProgram:
-        """A program recomputed as far as the limit of memory asks; with a machine, its loops fetch ahead."""
+    def fitted(self, kept: SpmdProgram, donated: frozenset[int], known: Cost | None = None) -> SpmdProgram:
+        """A program recomputed as far as the limit of memory asks; with a machine, its loops fetch ahead.
+
+        Args:
+            kept: the program without recomputation.
+            donated: arguments whose memory the results may take.
+            known: what ``kept`` costs on the machine, if that is known.
+        """
         limit = self.memory_limit
         made = kept if limit is None else rematerialise(kept, limit, self._machine, donated)
-        return made if self.machine is None else prefetched(made, self.machine, sorted(donated), limit)
+        if self.machine is None:
+            return made
+        return prefetched(made, self.machine, sorted(donated), limit, known if made is kept else None)
 
     def compiled(self, spmd: SpmdProgram, kept: SpmdProgram, donated: frozenset[int]) -> Executable:
         """A program's executable; where the compiler needs more than the limit, it recomputes more than ``spmd``."""

@@ -44,7 +44,7 @@ class Interpreter:
         """Runs a block."""
         env: dict[Value, Any] = dict(zip(block.inputs, arrays, strict=True))
         self.evaluate(block.equations, env)
-        return [jnp.asarray(_read(env, v)) for v in block.outputs]
+        return [jnp.asarray(value_of(v, env)) for v in block.outputs]
 
     def evaluate(self, equations: Iterable[Equation], env: dict[Value, Any]) -> None:
         """Runs equations one after the other.
@@ -55,7 +55,7 @@ class Interpreter:
         """
         for e in equations:
             with as_if_at(e.source_info), jax.named_scope(e.name):
-                inputs = [_read(env, v) for v in e.inputs]
+                inputs = [value_of(v, env) for v in e.inputs]
                 if e.rule is not None:
                     results = self.equation(e, inputs)
                 else:
@@ -63,5 +63,6 @@ class Interpreter:
             env.update(zip(e.outputs, results, strict=True))
 
 
-def _read(env: Mapping[Value, Any], v: Value | Constant) -> Any:
+def value_of(v: Value | Constant, env: Mapping[Value, Any]) -> Any:
+    """The array of a value, or a constant's own."""
     return v.value if isinstance(v, Constant) else env[v]

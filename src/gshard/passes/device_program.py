@@ -68,8 +68,7 @@ class Kernel:
             return 0
         if self.in_place:
             first, *others = self.equation.inputs
-            changed = max(size(x) for x in others if isinstance(x, Value))
-            return sum(self._read(v) for v in self.reads if v is not first) + changed
+            return sum(self._read(v) for v in self.reads if v is not first) + max(map(size, others))
         return sum(map(self._read, self.reads)) + sum(map(size, self.writes))
 
     def _read(self, v: Value) -> int:
@@ -122,7 +121,7 @@ def moves_elements(rule: Rule) -> bool:
     return placed and not looked_up and not summed
 
 
-def size(value: Value) -> int:
+def size(value: Value | Constant) -> int:
     """Bytes of one device's part."""
     return math.prod(value.shape) * itemsize(value.dtype)
 
@@ -187,9 +186,9 @@ def kernels_of(block: Block, *, windows: bool = True, inside: bool = False) -> K
 
     Args:
         block: which.
-        inside: whether it is the body of a region, whose inputs nobody else needs; an argument may be the caller's.
         windows: whether slices, paddings and the like become part of what reads them; not where they are still to be
             split, and may then communicate.
+        inside: whether it is the body of a region, whose inputs nobody else needs; an argument may be the caller's.
     """
     kinds = {e: kind_of(e) for e in block.equations}
     joins = {e for e, kind in kinds.items() if kind == FUSED or (windows and e.rule and moves_elements(e.rule))}

@@ -21,7 +21,7 @@ carries a gather on: training loops that keep what their layers made won nothing
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,9 +33,9 @@ from gshard.analysis.origin import origins
 from gshard.comm.collectives import KINDS
 from gshard.comm.steps import ALL_GATHER
 from gshard.core.jax_adapter import scan_counts
-from gshard.core.program import Block, Constant, Equation, Value
+from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import Collective, Prefetched, SpmdProgram
-from gshard.language.interpret import Interpreter
+from gshard.language.interpret import Interpreter, value_of
 from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
 from gshard.remat.replay import run_by
 from gshard.remat.straight_line import without_dead_code
@@ -43,7 +43,11 @@ from gshard.tracing.subexpression import is_repeatable
 
 
 def prefetched(
-    spmd: SpmdProgram, machine: Machine, donated: Sequence[int] = (), limit: int | None = None
+    spmd: SpmdProgram,
+    machine: Machine,
+    donated: Sequence[int] = (),
+    limit: int | None = None,
+    known: Cost | None = None,
 ) -> SpmdProgram:
     """The program whose loops fetch ahead where that is faster, or the program itself.
 
@@ -52,10 +56,11 @@ def prefetched(
         machine: tells what takes how long, and which collectives its compiler hides.
         donated: arguments (counted without captured arrays) whose memory results may take.
         limit: bytes that a device may hold at the peak; None if there is no limit.
+        known: what the program costs, if somebody has asked already.
     """
     if ALL_GATHER not in (machine.hides or ()):
         return spmd
-    before = cost(spmd, machine, donated)
+    before = known or cost(spmd, machine, donated)
     chosen: dict[Equation, _Ahead] = {}
     best, priced = spmd, before
     for ahead in _aheads(before):
@@ -111,45 +116,25 @@ def _ahead(loop: Equation, body: Kernels, waited: set[Equation]) -> _Ahead | Non
     inputs, outputs = loop.blocks[0].inputs, loop.blocks[0].outputs
     if not products or any(isinstance(v, Value) and v not in inputs for v in outputs[carry:]):
         return None
-    fixed, slices = set(inputs[:consts]), set(inputs[consts + carry :])
-    producer = {v: e for e in loop.blocks[0].equations for v in e.outputs}
+    sliced = set(inputs[consts + carry :])  # what is computed of slices, and of constants,
+    early = {*inputs[:consts], *sliced}  # or of either: what is there before its round
+    able = []
+    for e in loop.blocks[0].equations:
+        reads = {v for v in e.inputs if isinstance(v, Value)}
+        if reads <= early and e.rule is not None and e.name not in KINDS and is_repeatable(e):
+            able.append(e)
+            early.update(e.outputs)
+            sliced.update(e.outputs if reads & sliced else ())
     first = body.kernels.index(products[0])
-    gathered = [k.equation for k in body.kernels[:first] if _is_gather(k) and k.equation in waited]
-    made_of: dict[Equation, frozenset[Value] | None] = {}
-
-    def of(operands: Iterable[Value | Constant]) -> frozenset[Value] | None:
-        """The slices and constants that operands are computed of; None if they have to be made in their round."""
-        found: set[Value] = set()
-        for v in operands:
-            if isinstance(v, Value):
-                more = made_of_all(v)
-                if more is None:
-                    return None
-                found |= more
-        return frozenset(found)
-
-    def made_of_all(v: Value) -> frozenset[Value] | None:
-        if v not in producer:
-            return frozenset((v,)) if v in fixed or v in slices else None
-        e = producer[v]
-        if e not in made_of:
-            able = is_repeatable(e) and e.rule is not None and e.name not in KINDS
-            made_of[e] = of(e.inputs) if able else None
-        return made_of[e]
-
-    gathers = [e for e in gathered if (reads := of(e.inputs)) is not None and reads & slices]
+    waiting = [k.equation for k in body.kernels[:first] if _is_gather(k) and k.equation in waited]
+    gathers = [e for e in waiting if early.issuperset(e.inputs) and not sliced.isdisjoint(e.inputs)]
     last = products[-1].equation
-    late = [v for v in last.inputs if isinstance(v, Value) and of([v]) is None]
+    late = [v for v in last.inputs if isinstance(v, Value) and v not in early]
     if not gathers or not late:
         return None
-    sent = [v for e in gathers for v in e.inputs if isinstance(v, Value)]
-    needed = set(sent)
-    makes = []
-    for e in reversed(loop.blocks[0].equations):
-        if not needed.isdisjoint(e.outputs):
-            makes.append(e)
-            needed.update(v for v in e.inputs if isinstance(v, Value))
-    return _Ahead(loop, tuple(gathers), tuple(reversed(makes)), last, late[0])
+    sent = tuple(v for e in gathers for v in e.inputs)
+    makes = without_dead_code(Block(inputs, tuple(able), sent)).equations
+    return _Ahead(loop, tuple(gathers), makes, last, late[0])
 
 
 def _is_gather(kernel: Kernel) -> bool:
@@ -223,7 +208,7 @@ class _Loop:
             self.interpreter.evaluate([e], inner)
             env.update((v, inner[v]) for v in e.outputs)
             held = self._fetched(sent)
-        outputs = [jnp.asarray(v.value if isinstance(v, Constant) else env[v]) for v in self.body.outputs]
+        outputs = [jnp.asarray(value_of(v, env)) for v in self.body.outputs]
         return (outputs[: self.carry], held), outputs[self.carry :]
 
     def _sent(self, at: Any) -> list[Any]:

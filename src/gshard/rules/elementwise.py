@@ -100,11 +100,15 @@ def _linear(call: Call) -> Ways:
 
 def _bounded(call: Call) -> Ways:
     """What leaves zero as it is: the larger of it and no positive number, the smaller of it and no negative one."""
-    sign = {"max": -1, "min": 1}.get(call.name, 0)
-    numbers = call.literal(1), call.literal(0)
-    # Of 0.0 and -0.0 either one may be taken.
-    able = [c is not None and sign * c >= 0 and not (c == 0 and math.copysign(1, c) < 0) for c in numbers]
-    return [("pick", (i,)) for i in (0, 1) if sign and able[i]]
+    if call.name not in ("max", "min"):
+        return []
+
+    def keeps_zero(c: float | None) -> bool:
+        if c is None or c == 0:  # of 0.0 and -0.0 either one may be taken
+            return c is not None and math.copysign(1, c) > 0
+        return c < 0 if call.name == "max" else c > 0
+
+    return [("pick", (i,)) for i in (0, 1) if keeps_zero(call.literal(1 - i))]
 
 
 def _scaling(call: Call) -> Ways:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.shards import identity
+from gshard.core.jax_adapter import bind
 from gshard.core.program import Equation
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE
 from gshard.rules.concatenate_slices import with_zero
@@ -182,8 +183,7 @@ def inside(x: Any, dim: int, piece: Piece, number: Any) -> Any:
 
 
 def _bind(e: Equation, *operands: Any, **changes: Any) -> list[Any]:
-    out = e.primitive.bind(*operands, **{**e.params, **changes})
-    return list(out) if e.primitive.multiple_results else [out]
+    return bind(e.primitive, {**e.params, **changes}, operands)
 
 
 def _each(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
