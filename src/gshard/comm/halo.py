@@ -15,17 +15,20 @@ need such different things that shifts would carry much for nobody, every chunk 
 Each shift carries only what one of its receivers needs. Where it is laid down, between its neighbours' chunks, it is
 padded to a whole part.
 
-Elements before 0 or from ``n`` on are whatever happens to be there, and the caller masks them, but where they are known
-to be zeros because no device sends them (``Window.zeros_outside``).
+Elements before 0 or from ``n`` on are whatever happens to be there, and the caller masks them, but where no device
+sends them and no part is padded: there they are filled when what arrives is laid down (``Window.filled_outside``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gshard.comm.route import Chunk, Route, carry, chunks_of, pairs, routed
@@ -114,10 +117,10 @@ class Window:
             else ()
         )
 
-    def zeros_outside(self, size: int) -> bool:
-        """Whether what is fetched from outside of the array is zeros: nobody sends it, and no part is padded.
+    def filled_outside(self, size: int) -> bool:
+        """Whether what is fetched from outside of the array is known: nobody sends it, and no part is padded.
 
-        >>> Window(n=12, first=-1, step=3, parts=4, extent=5).zeros_outside(3)
+        >>> Window(n=12, first=-1, step=3, parts=4, extent=5).filled_outside(3)
         True
         """
         if self.dilation > 1 or size * self.parts != self.n or not size or self.route(size) is not None:
@@ -191,27 +194,61 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
     Returns:
         ``window.width`` elements along ``dim``; what is outside of the array is undefined.
     """
-    size, width = x.shape[dim], window.width
+    return laid_out(x, received(x, dim, atoms, mesh, window), dim, atoms, window)
+
+
+def received(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> tuple[Any, ...]:
+    """What other parts send for this device's window: a chunk for each shift, or all of it if it comes by a route."""
+    size = x.shape[dim]
+    if not x.size:
+        return ()
+    if (route := window.route(size)) is not None:
+        return (carry(x, dim, atoms, mesh, route, window.width),)
+    chunks = []
+    for shift in window.shifts(size):
+        if shift.distance:
+            chunk = _cut(x, shift.low, shift.high, dim)
+            ends = pairs([(i + shift.distance, i) for i in shift.receivers], atoms, mesh)
+            chunks.append(lax.ppermute(chunk, mesh.atoms, ends) if ends else jnp.zeros_like(chunk))
+    return tuple(chunks)
+
+
+def laid_out(x: Any, got: Sequence[Any], dim: int, atoms: Atoms, window: Window, fill: Any = 0) -> Any:
+    """This device's window, of its part ``x`` and of what it ``received``.
+
+    Returns:
+        ``window.width`` elements along ``dim``. What is outside of the array is ``fill`` if no part is padded
+        (``Window.filled_outside``), otherwise undefined.
+    """
+    size, width, zeros = x.shape[dim], window.width, _is_zero(fill)
     shifts = window.shifts(size) if size else ()
     if not shifts or not x.size:
-        return jnp.zeros((*x.shape[:dim], width, *x.shape[dim + 1 :]), x.dtype)
-    if (route := window.route(size)) is not None:
-        return carry(x, dim, atoms, mesh, route, width)
+        shape = *x.shape[:dim], width, *x.shape[dim + 1 :]
+        return jnp.zeros(shape, x.dtype) if zeros else jnp.full(shape, fill, x.dtype)
+    if window.route(size) is not None:
+        return got[0]
     used = [i for i in window.receivers if window.start(i) < window.n and window.start(i) + width > 0]
     alike = len({window.start(i) - i * size for i in used}) == 1
     if alike:
         # Most of the own part is taken whole: a slice of what is joined is fused, slices that are joined are copied.
         shifts = tuple(dataclasses.replace(s, begin=0, end=size) if _is_own_most(s, size) else s for s in shifts)
-    chunks = []
+
+    def padded(x: Any, low: int, high: int) -> Any:
+        if not low and not high:
+            return x
+        room = [(low, high, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
+        return lax.pad(x, jnp.zeros((), x.dtype) if zeros else jnp.asarray(fill, x.dtype), room)
+
+    chunks, rest = [], iter(got)
     for shift in shifts:
         if not shift.distance:
             chunks.append(_cut(x, shift.begin, shift.end, dim))
             continue
-        chunk = _cut(x, shift.low, shift.high, dim)
-        ends = pairs([(i + shift.distance, i) for i in shift.receivers], atoms, mesh)
-        chunk = lax.ppermute(chunk, mesh.atoms, ends) if ends else jnp.zeros_like(chunk)
-        room = (shift.low - shift.begin, shift.end - shift.high)
-        chunks.append(jnp.pad(chunk, [room if d == dim else (0, 0) for d in range(x.ndim)]) if any(room) else chunk)
+        chunk = next(rest)
+        if not zeros:  # what nobody sends arrives as zeros
+            source = lax.axis_index(atoms) + shift.distance
+            chunk = jnp.where((source >= 0) & (source < window.parts), chunk, jnp.asarray(fill, x.dtype))
+        chunks.append(padded(chunk, shift.low - shift.begin, shift.end - shift.high))
     buffer = lax.concatenate(chunks, dim) if len(chunks) > 1 else chunks[0]
 
     def offset(part: Any) -> Any:
@@ -220,13 +257,41 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
     # The buffer is padded so that no window that holds anything begins or ends outside of it.
     left = max(0, *(-offset(i) for i in used))
     right = max(0, *(offset(i) + width - buffer.shape[dim] for i in used))
-    if left or right:
-        buffer = jnp.pad(buffer, [(left, right) if d == dim else (0, 0) for d in range(x.ndim)])
+    buffer = padded(buffer, left, right)
     if alike:
         begin = offset(used[0]) + left
         return _cut(buffer, begin, begin + width, dim)
     begin = jnp.clip(offset(lax.axis_index(atoms)) + left, 0, buffer.shape[dim] - width)
     return lax.dynamic_slice_in_dim(opaque_for_slice(buffer, dim, width), begin, width, axis=dim)
+
+
+def add_windows(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window, size: int) -> Any:
+    """Adds what all windows hold to the elements that they stand for: the transpose of ``fetch_window``.
+
+    Args:
+        x: this device's window, zeros where it stands outside of the array.
+        dim: the dimension of windows.
+        atoms: those that it is split over.
+        mesh: their mesh.
+        window: where the windows stand.
+        size: of the parts that are added up.
+
+    Returns:
+        This device's part: ``size`` elements along ``dim``.
+    """
+    part = jax.ShapeDtypeStruct((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype)
+    (sums,) = jax.linear_transpose(lambda y: fetch_window(y, dim, atoms, mesh, window), part)(x)
+    return sums
+
+
+def is_number(x: Any) -> bool:
+    """Whether it is one number, known before the program runs."""
+    return isinstance(x, int | float | complex | np.generic) or (isinstance(x, np.ndarray) and not x.shape)
+
+
+def _is_zero(x: Any) -> bool:
+    """Whether a number is known, and all its bits are zero: -0.0 is not."""
+    return is_number(x) and not any(np.asarray(x).tobytes())
 
 
 def _is_own_most(shift: Shift, size: int) -> bool:

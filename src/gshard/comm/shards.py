@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from gshard.comm.halo import Window, fetch_window
+from gshard.comm.halo import Window, add_windows, is_number, laid_out, received
 from gshard.comm.route import Route, carry
 from gshard.comm.steps import PERMUTE
 from gshard.comm.steps import identity as identity
@@ -96,11 +96,20 @@ class Shards:
     def fetch(self, x: Any, dim: int, atoms: Atoms, window: Window) -> Any:
         """The elements that stand in this device's window, side by side; those outside of the array are undefined."""
 
-        def fetched() -> Any:
-            self.permutes(x, dim, atoms, window.messages(x.shape[dim]))
-            return fetch_window(x, dim, atoms, self.mesh, window)
+        return self._once((dim, atoms, window), x, lambda: self._laid_out(x, dim, atoms, window, 0))
 
-        return self._once((dim, atoms, window), x, fetched)
+    def _laid_out(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
+        def sent() -> tuple[Any, ...]:
+            self.permutes(x, dim, atoms, window.messages(x.shape[dim]))
+            return received(x, dim, atoms, self.mesh, window)
+
+        return laid_out(x, self._once(("received", dim, atoms, window), x, sent), dim, atoms, window, fill)
+
+    def give_back(self, x: Any, dim: int, atoms: Atoms, window: Window, size: int) -> Any:
+        """This device's part of ``size`` elements: the sums of what all windows hold, zeros outside of the array."""
+        part = jax.ShapeDtypeStruct((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype)
+        self.permutes(part, dim, atoms, window.messages(size))
+        return add_windows(x, dim, atoms, self.mesh, window, size)
 
     def _once(self, what: Any, x: Any, made: Callable[[], Any]) -> Any:
         """What ``made`` makes of ``x``, or what another equation of this block has made of it in the same way."""
@@ -109,7 +118,7 @@ class Shards:
         key = (id(x), what)
         if key not in self.fetched:
             got = made()
-            if not traced_together(x, got):
+            if not all(traced_together(x, y) for y in jax.tree.leaves(got)):
                 return got
             self.fetched[key] = (x, got)  # with x, so that no other array gets its id
         return self.fetched[key][1]
@@ -130,15 +139,15 @@ class Shards:
         """This device's window of a split dimension, with ``fill`` outside the array and between dilated elements."""
         if window.within and window.dilation == 1:
             return self.fetch(x, dim, atoms, window)
-        if not _is_number(fill):
+        if not is_number(fill):
             return self._window(x, dim, atoms, window, fill)
         # -0.0 and 0.0 are equal, and not the same
         return self._once((dim, atoms, window, repr(fill)), x, lambda: self._window(x, dim, atoms, window, fill))
 
     def _window(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
+        if window.filled_outside(x.shape[dim]):
+            return self._laid_out(x, dim, atoms, window, fill)
         got = self.fetch(x, dim, atoms, window)
-        if _is_zero(fill) and window.zeros_outside(x.shape[dim]):
-            return got
         position = window.position(lax.axis_index(atoms))
         at = position + jnp.arange(window.extent, dtype=jnp.int32)
         inside = (at >= 0) & (at < (window.n - 1) * window.dilation + 1)
@@ -185,16 +194,6 @@ class Shards:
     def reduced_atoms(self) -> Atoms:
         """All atoms over which reduce factors are split."""
         return tuple(a for f, factor in enumerate(self.rule.factors) if factor.kind == REDUCE for a in self.atoms(f))
-
-
-def _is_number(x: Any) -> bool:
-    """Whether it is one number, known before the program runs."""
-    return isinstance(x, int | float | complex | np.generic) or (isinstance(x, np.ndarray) and not x.shape)
-
-
-def _is_zero(x: Any) -> bool:
-    """Whether a number is known, and all its bits are zero."""
-    return _is_number(x) and not any(np.asarray(x).tobytes())
 
 
 def mask(x: Any, dim: int, valid: int, atoms: Atoms, fill: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from gshard.comm.halo import Window
-from gshard.comm.shards import Shards, along, identity
+from gshard.comm.shards import Shards, along, identity, mask
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import itemsize
 from gshard.core.rule import Rule, RuleMaker
@@ -196,10 +196,11 @@ def _stays(p: dict[str, Any], d: int) -> bool:
 
 @rule("select_and_scatter_add")
 def select_and_scatter_add(call: Call) -> Rule:
-    """Every device scatters all windows that reach into its part of the result, and keeps its part.
+    """Windows that reach across the border of two parts are scattered in one of two ways, whichever sends less.
 
-    It fetches the values to scatter of these windows and the elements that they select from; windows that reach across
-    the border of two parts are so computed on both sides, each time from all of their elements.
+    Either each device scatters its own windows and gives back what falls into parts of others, which add it: elements
+    come as for the pooling itself, often by the same halo. Or it scatters all windows that reach into its part of the
+    result and keeps its part: it fetches the values to scatter of these windows and the elements that they select from.
 
     >>> import jax
     >>> params = {"window_dimensions": (1, 3), "window_strides": (1, 2), "padding": ((0, 0), (1, 1))}
@@ -227,11 +228,41 @@ def select_and_scatter_add(call: Call) -> Rule:
             return Window(shape[d], first, w.step, parts, (w.width - 1) * strides[d] + sizes[d])
         return Window(shape[d], 1 - sizes[d], w.step, parts, w.width * strides[d] + sizes[d] - 1)
 
+    def own(d: int, parts: int) -> Window:
+        """The elements of a part's own windows."""
+        return sliding(shape[d], sources[d], sizes[d], strides[d], p["padding"][d][0], 1, 1)(parts)
+
+    fetched = sends_in_turn(call, [(0, source, lambda w: w.width), (1, operand, lambda w: w.extent)], dims, moved)
+    there = sends_in_turn(call, [(1, own, lambda w: w.extent)], dims, moved)
+
+    def is_given_back(mesh: Mesh, split: Split) -> bool:
+        return 2 * there(mesh, split) < fetched(mesh, split)
+
+    def given_back(shards: Shards, values: Any, x: Any, fill: Any) -> Any:
+        windows = _windows(shards.split, shards.mesh, dims, moved, own)
+        parts = []
+        for d, w in windows.items():
+            atoms = shards.atoms(dims[d][0])
+            values = mask(values, d, sources[d], atoms, 0) if sources[d] % w.parts else values
+            parts.append(x.shape[d])
+            x = shards.window(x, d, atoms, w, fill)
+        padding = tuple((0, 0) if d in windows else tuple(pad) for d, pad in enumerate(p["padding"]))
+        (sums,) = shards.bind(values, x, padding=padding)
+        for (d, w), size in reversed([*zip(windows.items(), parts, strict=True)]):
+            atoms = shards.atoms(dims[d][0])
+            if not w.within:
+                at = w.position(lax.axis_index(atoms)) + jnp.arange(w.extent, dtype=jnp.int32)
+                sums = jnp.where(along((at >= 0) & (at < w.n), d, sums.ndim), sums, jnp.zeros((), sums.dtype))
+            sums = shards.give_back(sums, d, atoms, w, size)
+        return sums
+
     def local(shards: Shards, values: Any, x: Any) -> list[Any]:
         windows = _windows(shards.split, shards.mesh, dims, moved, source)
         if not windows or not x.size:
             return shards.bind(values, x) if x.size else [jnp.zeros(shards.out_shape(), x.dtype)]
         fill = identity("max" if p["select_prim"].name == "ge" else "min", x.dtype)
+        if is_given_back(shards.mesh, shards.split):
+            return [given_back(shards, values, x, fill)]
         around = {d: operand(d, w.parts) for d, w in windows.items()}
         part = {d: lax.axis_index(shards.atoms(dims[d][0])) for d in windows}
         begin = {d: w.start(part[d]) * strides[d] - p["padding"][d][0] for d, w in windows.items()}
@@ -252,7 +283,10 @@ def select_and_scatter_add(call: Call) -> Rule:
         return [result]
 
     flops = math.prod(sources) * math.prod(sizes)
-    sends = sends_in_turn(call, [(0, source, lambda w: w.width), (1, operand, lambda w: w.extent)], dims, moved)
+
+    def sends(mesh: Mesh, split: Split) -> int:
+        return min(2 * there(mesh, split), fetched(mesh, split))
+
     return make.rule([dims, dims], [dims], local=local, flops=flops, sends=sends)
 
 
