@@ -55,6 +55,7 @@ JOINED: dict[str, Function] = {
     "a number in front": lambda x, y: jnp.pad(x, ((0, 0), (1, 0)), constant_values=2),
     "numbers around": lambda x, y: jnp.concatenate([jnp.zeros((3, 2), x.dtype), x, jnp.ones((3, 1), x.dtype)], 1),
     "two halves": lambda x, y: jnp.concatenate([x, x * 2, y], 1),
+    "twice": lambda x, y: jnp.concatenate([x, x], 1),
     "less at the end": lambda x, y: x[:, :-3],
     "less in front": lambda x, y: x[:, 2:],
     "less at both ends": lambda x, y: x[:, 1:-2],

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from gshard import rules as _rules
@@ -173,8 +174,18 @@ def block_of(jaxpr: Any, program: Program | None) -> Block:
 
 def equations_of(whole: Any, e: Equation, numbers: Iterator[int]) -> tuple[Equation, ...]:
     """The equations of a closed jaxpr that stands for an equation; new values are numbered so."""
-    made, results = _Builder(numbers).made_of(*closed(whole), e.inputs, e.source_info)
-    result = dict(zip(results, e.outputs, strict=True))
+    builder = _Builder(numbers)
+    made, results = builder.made_of(*closed(whole), e.inputs, e.source_info)
+    own = {v for q in made for v in q.outputs}
+    result: dict[Any, Value] = {}
+    for x, v in zip(results, e.outputs, strict=True):
+        if x in own and x not in result:
+            result[x] = v
+            continue
+        # What is computed twice was computed once, and what is given back as it came not at all: a copy has its name.
+        copied = jax.make_jaxpr(jnp.copy)(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=v.weak))
+        copies, (copy,) = builder.made_of(*closed(copied), (x,), e.source_info)
+        made, result[copy] = [*made, *copies], v
     return tuple(
         dataclasses.replace(
             q,
