@@ -1,14 +1,13 @@
 """Moves: what it costs to bring an array from any sharding to any other, where whole axes move.
 
-From one sharding a few steps of ``comm.steps`` lead to others, and so to all (Dijkstra). The axes are those of the
+From one sharding a few steps of ``comm.steps`` lead to others, and so to all. The axes are those of the
 mesh, or parts of one where a mark names a part. What a step costs an objective says: bytes, or seconds on a machine.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -21,10 +20,12 @@ from gshard.solver.problem import Floats, Ints
 
 Monoids = tuple[str, ...]
 
-# Axes of one dimension that are put in every order; more of them stay in the mesh's.
+# Axes of one dimension that are put in every order, and parts of one axis that may be anywhere.
 _FEW = 3
 # Lists of shardings whose numbers are kept.
 _MANY = 20_000
+# Numbers that are added at once where shortest ways are found.
+_AT_ONCE = 1 << 20
 
 
 def axes_of(mesh: Mesh, shardings: Iterable[Sharding] = ()) -> tuple[Atoms, ...]:
@@ -65,6 +66,89 @@ def is_made_of(atoms: Atoms, axes: Sequence[Atoms]) -> bool:
     return True
 
 
+def parts_of(mesh: Mesh, axes: Sequence[Atoms]) -> list[tuple[Atoms, ...]]:
+    """The axes that are parts of one axis of the mesh, axis by axis."""
+    return [tuple(own for own in axes if own[0] in whole) for whole in mesh.atoms_of.values()]
+
+
+def is_considered(places: Sequence[object]) -> bool:
+    """Whether the parts of one axis may be in these places at once (None: in none).
+
+    Few parts may be anywhere. Of more, the first ones or the last ones are in one place, and the others in another or
+    in none: a mark on each gradient can part an axis of 2,048 devices in five, which may be in thousands of ways.
+
+    >>> is_considered([0, None, 1]), is_considered([0, 0, 1, 1]), is_considered([None, None, None, 1])
+    (True, True, True)
+    >>> is_considered([0, 1, 1, 0]), is_considered([0, 1, None, None])
+    (False, False)
+    """
+    return len(places) <= _FEW or sum(a != b for a, b in itertools.pairwise(places)) <= 1
+
+
+def _runs(names: Atoms) -> Iterator[Atoms]:
+    """All that are next to each other."""
+    return (names[a:b] for a, b in itertools.combinations(range(len(names) + 1), 2))
+
+
+def _some(names: Atoms) -> Iterator[Atoms]:
+    """Any of them."""
+    return itertools.chain.from_iterable(itertools.combinations(names, k) for k in range(len(names) + 1))
+
+
+class _Graph:
+    """The shardings of one array that moves lead over, and the shortest ways from some of them."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}  # of shardings, by their numbers
+        self._steps: list[dict[int, float]] = []
+        self._rows: dict[int, Floats] = {}
+
+    def reach(self, sources: Sequence[int], steps_from: Callable[[int], dict[int, float]]) -> None:
+        """Finds the shortest ways from all of these, which are numbers of shardings."""
+        missing = [number for number in dict.fromkeys(sources) if number not in self._rows]
+        if not missing:
+            return
+        queue = [number for number in missing if number not in self._places]
+        self._places |= {number: k for k, number in enumerate(queue, len(self._places))}
+        for number in queue:  # which grows
+            self._steps.append(found := steps_from(number))
+            for after in found:
+                if after not in self._places:
+                    self._places[after] = len(self._places)
+                    queue.append(after)
+        rows = self._shortest([self._places[number] for number in missing])
+        self._rows.update(zip(missing, rows, strict=True))
+
+    def _shortest(self, sources: Sequence[int]) -> Floats:
+        """float64 [sources, places]: of the shortest ways, by one step more in each round until no way is shorter."""
+        begins = np.repeat(np.arange(len(self._steps)), [len(found) for found in self._steps])
+        ends = np.array([self._places[after] for found in self._steps for after in found], dtype=np.int64)
+        costs = np.array([cost for found in self._steps for cost in found.values()], dtype=np.float64)
+        order = np.argsort(ends, kind="stable")
+        begins, ends, costs = begins[order], ends[order], costs[order]
+        reached, first = np.unique(ends, return_index=True)
+        rows = np.full((len(sources), len(self._steps)), np.inf)
+        rows[np.arange(len(sources)), sources] = 0
+        for some in np.array_split(rows, -(-rows.shape[0] * ends.size // _AT_ONCE)) if ends.size else ():
+            before = None
+            while before is None or not np.array_equal(before, some):
+                before = some.copy()
+                by_step = np.minimum.reduceat(some[:, begins] + costs, first, axis=1)
+                some[:, reached] = np.minimum(some[:, reached], by_step)
+        return rows
+
+    def distances(self, sources: Ints, targets: Ints) -> Floats:
+        """float64 [sources, targets]: between numbers of shardings; ``inf`` where steps do not lead, or for -1."""
+        found = np.full((sources.size, targets.size), np.inf)
+        places = np.array([self._places.get(number, -1) for number in targets.tolist()], dtype=np.int64)
+        for i, number in enumerate(sources.tolist()):
+            if number >= 0:
+                row = self._rows[number]
+                known = (places >= 0) & (places < row.size)
+                found[i, known] = row[places[known]]
+        return found
+
+
 class Moves:
     """What moves cost; what was asked before is known.
 
@@ -80,12 +164,19 @@ class Moves:
         sizes = tuple((name, mesh.count(own)) for name, own in self.atoms_of.items())
         self._coarse = Mesh(sizes or mesh.axes, factored=False)
         self._names_of = {own: name for name, own in self.atoms_of.items()}
+        # Parts of one axis: which axis, and the how manyth of its parts.
+        self._parts = [tuple(map(self._names_of.__getitem__, own)) for own in parts_of(mesh, axes)]
+        self._is_parted = any(len(own) > _FEW for own in self._parts)
+        # Axes that move in one message: a sum over two of them is cut over both at once.
+        runs = [[(), *_runs(own)] if len(own) > _FEW else list(_some(own)) for own in self._parts]
+        chosen = (tuple(itertools.chain(*some)) for some in itertools.product(*runs))
+        self._blocks = tuple(sorted(filter(None, chosen), key=lambda b: (len(b), *map(self._coarse.atoms.index, b))))
         self._shardings: list[Sharding] = []
+        self._passed: list[bool] = []  # whether moves lead over them
         self._numbers: dict[Sharding, int] = {}  # of shardings over the axes as wholes
         self._known: dict[Sharding, int] = {}  # the same for shardings over atoms; -1 if they take parts of an axis
         self._lists: dict[int, tuple[Sequence[Sharding], Ints]] = {}
-        self._steps: dict[tuple[Sharding, Monoids, tuple[int, ...], int], list[tuple[Sharding, float]]] = {}
-        self._rows: dict[tuple[int, Monoids, tuple[int, ...], int], Floats] = {}
+        self._graphs: dict[tuple[Monoids, tuple[int, ...], int], _Graph] = {}
         self._others: dict[tuple[Sharding, Sharding, tuple[int, ...], int], float] = {}
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
@@ -102,12 +193,9 @@ class Moves:
         """float64 [sources, targets]: the moves of an array from each to each."""
         here, there = self._numbered(sources), self._numbered(targets)
         monoids = tuple(sorted({monoid for s in targets for _, monoid in s.unreduced}))
-        found = np.full((len(sources), len(targets)), np.inf)
-        for i, number in enumerate(here.tolist()):
-            if number >= 0:
-                row = self._row(number, monoids, shape, itemsize)
-                known = (there >= 0) & (there < row.size)
-                found[i, known] = row[there[known]]
+        graph = self._graphs.setdefault((monoids, shape, itemsize), _Graph())
+        graph.reach(here[here >= 0].tolist(), lambda number: self._steps_from(number, monoids, shape, itemsize))
+        found = graph.distances(here, there)
         for i, j in zip(*np.nonzero(np.isinf(found)), strict=True):
             found[i, j] = self._by_steps(sources[i], targets[j], shape, itemsize)
         return found
@@ -120,38 +208,26 @@ class Moves:
             self._others[key] = sum(self.step(step, shape, itemsize, self.mesh) for step in steps)
         return self._others[key]
 
-    def _row(self, source: int, monoids: Monoids, shape: tuple[int, ...], itemsize: int) -> Floats:
-        """float64 [numbers]: from one sharding to all others; ``inf`` where moves of whole axes do not lead."""
-        key = source, monoids, shape, itemsize
-        if key not in self._rows:
-            reached = self._reached(self._shardings[source], monoids, shape, itemsize)
-            row = np.full(len(self._numbers), np.inf)
-            for sharding, cost in reached.items():
-                row[self._numbers[sharding]] = cost
-            self._rows[key] = row
-        return self._rows[key]
-
-    def _reached(
-        self, source: Sharding, monoids: Monoids, shape: tuple[int, ...], itemsize: int
-    ) -> dict[Sharding, float]:
-        reached: dict[Sharding, float] = {}
-        order = itertools.count()
-        queue: list[tuple[float, int, Sharding]] = [(0.0, next(order), source)]
-        while queue:
-            spent, _, here = heapq.heappop(queue)
-            if here in reached:
-                continue
-            reached[here] = spent
-            self._number(here)
-            for after, more in self._steps_from(here, monoids, shape, itemsize):
-                if after not in reached:
-                    heapq.heappush(queue, (spent + more, next(order), after))
-        return reached
+    def _is_passed(self, here: Sharding) -> bool:
+        """Whether moves lead over it: over shardings that ``places_for`` considers, of dimensions and of a sum."""
+        if not self._is_parted:
+            return True
+        place_of = {name: d for d, own in enumerate(here.dims) for name in own}
+        place_of |= dict.fromkeys(dict(here.unreduced), -1)
+        for names in self._parts:
+            if not is_considered([place_of.get(name) for name in names]):
+                return False
+            for own in here.dims:
+                turn = [names.index(name) for name in own if name in names]
+                if sum(b - a != 1 for a, b in itertools.pairwise(turn)) > 1:
+                    return False
+        return True
 
     def _number(self, sharding: Sharding) -> int:
         if sharding not in self._numbers:
             self._numbers[sharding] = len(self._shardings)
             self._shardings.append(sharding)
+            self._passed.append(self._is_passed(sharding))
         return self._numbers[sharding]
 
     def _numbered(self, some: Sequence[Sharding]) -> Ints:
@@ -165,22 +241,22 @@ class Moves:
             self._lists[id(some)] = some, found
         return found
 
-    def _steps_from(
-        self, here: Sharding, monoids: Monoids, shape: tuple[int, ...], itemsize: int
-    ) -> list[tuple[Sharding, float]]:
-        key = here, monoids, shape, itemsize
-        if key not in self._steps:
-            mesh, names = self._coarse, self._coarse.atoms
-            # Axes that move in one message: a sum over two of them is cut over both at once.
-            blocks = tuple(b for k in range(1, len(names) + 1) for b in itertools.combinations(names, k))
-            steps = [step for step, _ in single_steps(here, frozenset(), blocks, shape, itemsize, mesh)]
-            for name, monoid in itertools.product((name for name in names if name not in here.atoms), monoids):
-                after = here.with_unreduced({**dict(here.unreduced), name: monoid})
-                steps.append(Step(TO_PARTIAL, (name,), here, after, monoid=monoid))
-            for swapped in self._swapped(here, shape):
-                steps.append(Step(PERMUTE, names, here, swapped))
-            self._steps[key] = [(step.after, self.step(step, shape, itemsize, mesh)) for step in steps]
-        return self._steps[key]
+    def _steps_from(self, number: int, monoids: Monoids, shape: tuple[int, ...], itemsize: int) -> dict[int, float]:
+        """Where one step leads from a sharding, by numbers, and what it costs."""
+        here, mesh, names = self._shardings[number], self._coarse, self._coarse.atoms
+        steps = [step for step, _ in single_steps(here, frozenset(), self._blocks, shape, itemsize, mesh)]
+        for name, monoid in itertools.product((name for name in names if name not in here.atoms), monoids):
+            after = here.with_unreduced({**dict(here.unreduced), name: monoid})
+            steps.append(Step(TO_PARTIAL, (name,), here, after, monoid=monoid))
+        for swapped in self._swapped(here, shape):
+            steps.append(Step(PERMUTE, names, here, swapped))
+        found: dict[int, float] = {}
+        for step in steps:
+            number = self._number(step.after)
+            if self._passed[number]:
+                cost = self.step(step, shape, itemsize, mesh)
+                found[number] = min(cost, found.get(number, cost))
+        return found
 
     def _swapped(self, here: Sharding, shape: tuple[int, ...]) -> Iterator[Sharding]:
         """Two axes in each other's places, and the axes of a dimension in another order."""

@@ -14,11 +14,13 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.rule import REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid
+from gshard.passes.moves import is_considered, parts_of
 
 # Unequal parts are considered where the devices compute at most this much more for padding.
 WASTE = 1.125
@@ -48,7 +50,7 @@ def shardings(
     """
     found = []
     places = [None, *range(len(shape)), *([_SUM] if unreduced else [])]
-    for chosen in itertools.product(places, repeat=len(given)):
+    for chosen in places_for(places, mesh, given):
         dims: list[Atoms] = [()] * len(shape)
         partial: dict[str, str] = {}
         for place, atoms in zip(chosen, given, strict=True):
@@ -60,6 +62,15 @@ def shardings(
         if all(_is_worth(n, mesh.count(own), even=even) or (d, own) in also for d, (n, own) in enumerate(pairs)):
             found.append(Sharding(tuple(dims)).with_unreduced(partial))
     return tuple(found)
+
+
+def places_for(places: Sequence[int | None], mesh: Mesh, given: tuple[Atoms, ...]) -> Iterator[tuple[int | None, ...]]:
+    """A place for each axis; of the parts of an axis only what ``moves.is_considered`` allows."""
+    each = [
+        [chosen for chosen in itertools.product(places, repeat=len(own)) if is_considered(chosen)]
+        for own in parts_of(mesh, given)
+    ]
+    return (tuple(itertools.chain(*chosen)) for chosen in itertools.product(*each))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +133,7 @@ def splits(
     ]
     sums = [way for way in component.factors if way < 0 and way in passing]
     found = []
-    for chosen in itertools.product([None, *factors, *sums], repeat=len(given)):
+    for chosen in places_for([None, *factors, *sums], mesh, given):
         split: Split = {}
         for f, atoms in zip(chosen, given, strict=True):
             if f is not None:
