@@ -25,7 +25,7 @@ from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import line_of_exception
 from gshard.core.mesh import Mesh
 from gshard.core.paths import parameters_of
-from gshard.passes.trace import name_of
+from gshard.tracing.by_jax import name_of
 
 _DTYPES = {"pred": "bool", "s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
 _SHORT = {long: short for short, long in _DTYPES.items()} | {"i": "s", "b": "pred"}

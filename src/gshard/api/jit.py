@@ -53,8 +53,9 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
 from gshard.passes.recorded import Recorded
-from gshard.passes.trace import closed_of, name_of, program_of
+from gshard.passes.trace import program_of
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
+from gshard.tracing.by_jax import closed_of, name_of
 
 _CACHES = SharedCaches(256)  # programs of each function, as many as combinations that JAX's dispatch keeps of it
 

@@ -23,7 +23,7 @@ from gshard.core.paths import leaf_names, parameters_of
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import UnevenArray
 from gshard.language.registry import custom_rules
-from gshard.passes.trace import name_of
+from gshard.tracing.by_jax import name_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
