@@ -13,7 +13,6 @@ import numpy as np
 
 from gshard.core.border import AS_MARKED, Border
 from gshard.core.mark import Demand
-from gshard.core.mesh import Atoms
 from gshard.core.plan import local_bytes
 from gshard.core.program import Equation, Program, Value, itemsize
 from gshard.core.rule import Rule
@@ -28,8 +27,8 @@ from gshard.passes.graph import Graph
 from gshard.passes.kinds import kinds_at, kinds_of
 from gshard.passes.objective import Objective
 from gshard.passes.once import Once
-from gshard.passes.suggested import arrays_as, in_parts, ways_as
-from gshard.passes.ways import Component, components, shardings
+from gshard.passes.suggested import arrays_as, in_parts, met_in, shardings_as, ways_as
+from gshard.passes.ways import Component, components
 from gshard.passes.windows import SharedWindows
 from gshard.solver.problem import Floats, Problem
 
@@ -105,6 +104,9 @@ class _Builder:
             for component in components(e.rule):
                 ways, marked[e] = self._ways(e, component)
                 self.options[e, component] = self._node(len(ways), f"{e.name} at {e.line}"), ways
+        self.objective.visit(s for states in self.states for s in states)
+        for (e, _), (_, ways) in self.options.items():
+            self.objective.visit(met_in(_rule(e), ways))
         for kernel, times in self.objective.kernels(self.program.block):
             self._work(kernel, times, marked.get(kernel.equation, ()))
         for v, receivers in self.windows.shared():
@@ -134,13 +136,10 @@ class _Builder:
         self.names.append(name)
         return len(self.costs) - 1
 
-    def _shardings(self, v: Value, monoids: Sequence[str] = (), *, even: bool = False) -> tuple[Sharding, ...]:
-        axes, also = self.objective.axes, frozenset[tuple[int, Atoms]]()
-        if self.facts is not None and not even:
-            cut = enumerate(zip(v.shape, self.facts.shardings[v].dims, strict=True))
-            also = frozenset((d, own) for d, (n, own) in cut if n % self.mesh.count(own))
-        found = [shardings(v.shape, self.mesh, axes, unreduced=m, even=even, also=also) for m in monoids or ("",)]
-        return found[0] if len(found) == 1 else tuple(dict.fromkeys(s for some in found for s in some))
+    def _shardings(
+        self, v: Value, monoids: Sequence[str] = (), *, even: bool = False, group: Sequence[Value] = ()
+    ) -> tuple[Sharding, ...]:
+        return shardings_as(group or (v,), self.facts, self.mesh, self.objective.axes, monoids, even=even)
 
     def _states(self, k: int, kinds: tuple[int, ...]) -> tuple[Sharding, ...]:
         """The shardings of a bundle that marks allow."""
@@ -155,7 +154,7 @@ class _Builder:
         self, group: Sequence[Value], monoids: Sequence[str], suggested: Sequence[Sharding], said: Sequence[Demand]
     ) -> Sequence[Sharding]:
         v = group[0]
-        found = self._shardings(v, monoids, even=v in self.inputs)
+        found = self._shardings(v, monoids, even=v in self.inputs, group=group)
         if self.facts is not None and v in self.inputs:
             return tuple(dict.fromkeys((self.facts.shardings[v], *(s for s in found if self.facts.allow(v, s)))))
         if self.facts is not None:

@@ -71,6 +71,26 @@ def parts_of(mesh: Mesh, axes: Sequence[Atoms]) -> list[tuple[Atoms, ...]]:
     return [tuple(own for own in axes if own[0] in whole) for whole in mesh.atoms_of.values()]
 
 
+def has_many(mesh: Mesh, axes: Sequence[Atoms]) -> bool:
+    """Whether there are so many axes that not all they may do at once is considered."""
+    return sum(map(bool, parts_of(mesh, axes))) > _FEW
+
+
+def joined(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Iterable[Sharding]) -> tuple[Atoms, ...]:
+    """Where there are many axes, those that none of these shardings has are one.
+
+    >>> mesh = Mesh.abstract(data=4, model=2, pods=2, hosts=2)
+    >>> joined(mesh, axes_of(mesh), [Sharding((("data.0", "data.1"), ("model",)))])
+    (('data.0', 'data.1'), ('model',), ('pods', 'hosts'))
+    """
+    if not has_many(mesh, axes):
+        return axes
+    named = {a for sharding in shardings for a in sharding.atoms}
+    others = [own for own in axes if not named.intersection(own)]
+    kept = tuple(own for own in axes if own not in others)
+    return (*kept, tuple(itertools.chain(*others))) if others else axes
+
+
 def is_considered(places: Sequence[object]) -> bool:
     """Whether the parts of one axis may be in these places at once (None: in none).
 
@@ -167,12 +187,13 @@ class Moves:
         # Parts of one axis: which axis, and the how manyth of its parts.
         self._parts = [tuple(map(self._names_of.__getitem__, own)) for own in parts_of(mesh, axes)]
         self._is_parted = any(len(own) > _FEW for own in self._parts)
+        self._visited: set[tuple[Atoms, ...]] | None = set() if has_many(mesh, axes) else None
         # Axes that move in one message: a sum over two of them is cut over both at once.
         runs = [[(), *_runs(own)] if len(own) > _FEW else list(_some(own)) for own in self._parts]
         chosen = (tuple(itertools.chain(*some)) for some in itertools.product(*runs))
         self._blocks = tuple(sorted(filter(None, chosen), key=lambda b: (len(b), *map(self._coarse.atoms.index, b))))
         self._shardings: list[Sharding] = []
-        self._passed: list[bool] = []  # whether moves lead over them
+        self._passed: dict[int, bool] = {}  # whether moves lead over them
         self._numbers: dict[Sharding, int] = {}  # of shardings over the axes as wholes
         self._known: dict[Sharding, int] = {}  # the same for shardings over atoms; -1 if they take parts of an axis
         self._lists: dict[int, tuple[Sequence[Sharding], Ints]] = {}
@@ -208,8 +229,16 @@ class Moves:
             self._others[key] = sum(self.step(step, shape, itemsize, self.mesh) for step in steps)
         return self._others[key]
 
+    def visit(self, shardings: Iterable[Sharding]) -> None:
+        """Moves lead over these, whatever is not reduced yet; it matters where there are many axes (``has_many``)."""
+        if self._visited is not None:
+            for sharding in shardings:
+                self._visited.add(tuple(self._names(atoms) or () for atoms in sharding.dims))
+
     def _is_passed(self, here: Sharding) -> bool:
         """Whether moves lead over it: over shardings that ``places_for`` considers, of dimensions and of a sum."""
+        if self._visited is not None and here.dims not in self._visited:
+            return False
         if not self._is_parted:
             return True
         place_of = {name: d for d, own in enumerate(here.dims) for name in own}
@@ -227,7 +256,6 @@ class Moves:
         if sharding not in self._numbers:
             self._numbers[sharding] = len(self._shardings)
             self._shardings.append(sharding)
-            self._passed.append(self._is_passed(sharding))
         return self._numbers[sharding]
 
     def _numbered(self, some: Sequence[Sharding]) -> Ints:
@@ -253,6 +281,8 @@ class Moves:
         found: dict[int, float] = {}
         for step in steps:
             number = self._number(step.after)
+            if number not in self._passed:
+                self._passed[number] = self._is_passed(step.after)
             if self._passed[number]:
                 cost = self.step(step, shape, itemsize, mesh)
                 found[number] = min(cost, found.get(number, cost))

@@ -62,6 +62,10 @@ class Objective(Protocol):
     a_byte: float  # held for a call: among equals the one that takes less memory
     fuses: bool  # whether ``kernels`` are of several equations
 
+    def visit(self, shardings: Iterable[Sharding]) -> None:
+        """Moves lead over these, where there are many axes."""
+        ...
+
     def table(
         self, sources: Sequence[Sharding], targets: Sequence[Sharding], shape: tuple[int, ...], itemsize: int
     ) -> Floats:

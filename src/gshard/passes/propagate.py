@@ -23,7 +23,7 @@ from gshard.passes.at_border import at_border
 from gshard.passes.choices import graph_of
 from gshard.passes.facts import Facts, demands, facts_of
 from gshard.passes.graph import Graph, within_rounds
-from gshard.passes.moves import axes_of
+from gshard.passes.moves import axes_of, joined
 from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.reasons import Reasons
 from gshard.solver.descent import Descent
@@ -67,7 +67,8 @@ def propagate(
     facts = facts or facts_of(program, mesh)
     if not any(sharding.atoms for sharding in facts.shardings.values()):
         return at_border(_whole(facts), border)
-    costs = objective(mesh, axes_of(mesh, [*facts.shardings.values(), *facts.moved.values()]))
+    known = {*facts.shardings.values(), *facts.moved.values()}
+    costs = objective(mesh, joined(mesh, axes_of(mesh, known), known))
     graph = graph_of(facts.program, costs, facts=facts, border=border)
     chosen, gap = _solved(graph.problem)
     while (less := within_rounds(graph, chosen)) is not None:

@@ -12,8 +12,8 @@ from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.passes.candidates import Arrays, arrays_of, candidates
 from gshard.passes.facts import Facts
 from gshard.passes.kinds import Kinds, kinds_at
-from gshard.passes.moves import is_made_of
-from gshard.passes.ways import Component, splits
+from gshard.passes.moves import has_many, is_made_of
+from gshard.passes.ways import Component, places_of, shardings, splits
 
 
 def arrays_as(e: Equation, facts: Facts) -> tuple[Arrays, ...]:
@@ -27,6 +27,8 @@ def in_parts(
     facts: Facts, kinds: Kinds, tied: Collection[Equation], axes: Sequence[Atoms]
 ) -> dict[Value, dict[Sharding, None]]:
     """Shardings, over parts of axes, in which equations make or take a value where it is sharded as the facts say.
+
+    Where there are many axes (``moves.has_many``), also over whole axes.
 
     Args:
         facts: what follows from the marks.
@@ -51,10 +53,35 @@ def in_parts(
 
 def _of_rule(rule: Rule, arrays: Arrays, mesh: Mesh, axes: Sequence[Atoms]) -> Iterator[tuple[int, Sharding]]:
     for split in candidates(rule, arrays, mesh):
-        if any(not is_made_of(atoms, axes) for atoms in split.values()):
-            operands = [operand_sharding(rule, i, split) for i in range(len(rule.operands))]
-            results = [result_sharding(rule, i, split) for i in range(len(rule.results))]
-            yield from enumerate((*operands, *results))
+        if has_many(mesh, axes) or any(not is_made_of(atoms, axes) for atoms in split.values()):
+            yield from enumerate(met_in(rule, (split,)))
+
+
+def shardings_as(
+    group: Sequence[Value],
+    facts: Facts | None,
+    mesh: Mesh,
+    axes: tuple[Atoms, ...],
+    monoids: Sequence[str] = (),
+    *,
+    even: bool = False,
+) -> tuple[Sharding, ...]:
+    """The shardings over whole axes of values that are sharded alike, as they are worth considering by the facts."""
+    v, also, near = group[0], frozenset[tuple[int, Atoms]](), None
+    if facts is not None and not even:
+        cut = enumerate(zip(v.shape, facts.shardings[v].dims, strict=True))
+        also = frozenset((d, own) for d, (n, own) in cut if n % mesh.count(own))
+    if facts is not None and has_many(mesh, axes):
+        near = tuple(dict.fromkeys(facts.shardings[u] for u in group))
+    found = [shardings(v.shape, mesh, axes, unreduced=m, even=even, also=also, near=near) for m in monoids or ("",)]
+    return found[0] if len(found) == 1 else tuple(dict.fromkeys(s for some in found for s in some))
+
+
+def met_in(rule: Rule, ways: Sequence[Split]) -> Iterator[Sharding]:
+    """How operands and results are sharded where an equation is split so."""
+    for split in ways:
+        yield from (operand_sharding(rule, i, split) for i in range(len(rule.operands)))
+        yield from (result_sharding(rule, i, split) for i in range(len(rule.results)))
 
 
 def ways_as(
@@ -70,7 +97,12 @@ def ways_as(
     suggested = tuple({f: a for f, a in s.items() if f in component.factors} for s in near)
     cuts = ((f, a, rule.factors[f].size) for s in suggested for f, a in s.items() if f >= 0)
     uneven = frozenset((f, a) for f, a, n in cuts if n % mesh.count(a))
-    found = splits(rule, component, mesh, axes, passing, uneven)
+    expected = None
+    if arrays and has_many(mesh, axes):
+        first = (candidates(rule, own, mesh)[0] for own in arrays)
+        own_factors = ({f: atoms for f, atoms in split.items() if f in component.factors} for split in first)
+        expected = tuple(dict.fromkeys(places_of(split, axes) for split in own_factors))
+    found = splits(rule, component, mesh, axes, passing, uneven, expected)
     known = {_key(split) for split in found}
     new = {_key(s): s for s in suggested if all(f >= 0 or f in passing for f, a in s.items() if a)}
     return found + tuple(s for own, s in new.items() if own not in known), suggested

@@ -14,17 +14,18 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.rule import REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid
-from gshard.passes.moves import is_considered, parts_of
+from gshard.passes.moves import has_many, is_considered, parts_of
 
 # Unequal parts are considered where the devices compute at most this much more for padding.
 WASTE = 1.125
 _SUM = -1  # in the place of a dimension: parts of a sum
+_CHANGES = 2  # axes that may be elsewhere than is expected, where there are many
 Cuts = frozenset[tuple[int, Atoms]]
 
 
@@ -37,6 +38,7 @@ def shardings(
     unreduced: str = "",
     even: bool = False,
     also: Cuts = frozenset(),
+    near: tuple[Sharding, ...] | None = None,
 ) -> tuple[Sharding, ...]:
     """The shardings of an array of this shape, the replicated one first.
 
@@ -47,10 +49,12 @@ def shardings(
         unreduced: the monoid by which parts may still have to be combined; "" for none.
         even: whether all parts must be equal, as at the border of a program.
         also: dimensions and what may cut them, however unequal the parts are.
+        near: what the facts say of it; None if nothing is known.
     """
     found = []
+    bases = None if near is None else [places_of(dict(enumerate(s.dims)), given) for s in near]
     places = [None, *range(len(shape)), *([_SUM] if unreduced else [])]
-    for chosen in places_for(places, mesh, given):
+    for chosen in places_for(places, mesh, given, bases):
         dims: list[Atoms] = [()] * len(shape)
         partial: dict[str, str] = {}
         for place, atoms in zip(chosen, given, strict=True):
@@ -64,13 +68,30 @@ def shardings(
     return tuple(found)
 
 
-def places_for(places: Sequence[int | None], mesh: Mesh, given: tuple[Atoms, ...]) -> Iterator[tuple[int | None, ...]]:
-    """A place for each axis; of the parts of an axis only what ``moves.is_considered`` allows."""
-    each = [
-        [chosen for chosen in itertools.product(places, repeat=len(own)) if is_considered(chosen)]
-        for own in parts_of(mesh, given)
-    ]
-    return (tuple(itertools.chain(*chosen)) for chosen in itertools.product(*each))
+Place = int | None
+Places = tuple[Place, ...]
+
+
+def places_for(
+    places: Sequence[Place], mesh: Mesh, given: tuple[Atoms, ...], near: Sequence[Places] | None = None
+) -> Iterable[Places]:
+    """A place for each axis; of the parts of an axis only what ``moves.is_considered`` allows.
+
+    Where there are many axes (``moves.has_many``) and it is known ``near`` what they are expected to be, at most two
+    axes are elsewhere than there, or than in no place.
+    """
+    parts = parts_of(mesh, given)
+    each = [[c for c in itertools.product(places, repeat=len(own)) if is_considered(c)] for own in parts]
+    if near is None or not has_many(mesh, given):
+        return (tuple(itertools.chain(*chosen)) for chosen in itertools.product(*each))
+    ends = list(itertools.accumulate(map(len, parts), initial=0))
+    found: dict[Places, None] = {}
+    for base in ((None,) * len(given), *near):
+        own = [[base[a:b]] for a, b in itertools.pairwise(ends)]
+        for some in itertools.combinations(range(len(each)), _CHANGES):
+            ways = (each[k] if k in some else own[k] for k in range(len(each)))
+            found.update((tuple(itertools.chain(*chosen)), None) for chosen in itertools.product(*ways))
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,6 +137,7 @@ def splits(
     given: tuple[Atoms, ...],
     passing: frozenset[int] = frozenset(),
     also: Cuts = frozenset(),
+    near: tuple[Places, ...] | None = None,
 ) -> tuple[Split, ...]:
     """The splits of a component, the one that splits nothing first; where the rule has no choice, its own.
 
@@ -125,6 +147,7 @@ def splits(
         given: the axes.
         passing: the ways, by their keys in a split, in which parts still to be combined may pass.
         also: factors and what may split them, however unequal the parts are.
+        near: what the facts say of it; None if nothing is known.
     """
     if rule.fixed is not None:
         return (rule.fixed(mesh),)
@@ -133,7 +156,7 @@ def splits(
     ]
     sums = [way for way in component.factors if way < 0 and way in passing]
     found = []
-    for chosen in places_for([None, *factors, *sums], mesh, given):
+    for chosen in places_for([None, *factors, *sums], mesh, given, near):
         split: Split = {}
         for f, atoms in zip(chosen, given, strict=True):
             if f is not None:
@@ -143,6 +166,13 @@ def splits(
         if worth and is_valid(rule, split, mesh):
             found.append(split)
     return tuple(found)
+
+
+def places_of(split: Mapping[int, Atoms], given: tuple[Atoms, ...]) -> Places:
+    """Where each axis is as a whole, of dimensions or factors."""
+    place = {a: f for f, atoms in split.items() for a in atoms}
+    found = [{place.get(a) for a in own} for own in given]
+    return tuple(own.pop() if len(own) == 1 else None for own in found)
 
 
 def share(rule: Rule, split: Split, mesh: Mesh) -> float:

@@ -1,0 +1,71 @@
+"""Meshes of many axes: plans consider few of them away from what the facts say, and compute the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard.core.mesh import Mesh
+from gshard.core.sharding import Sharding
+from gshard.passes.moves import axes_of
+from gshard.passes.propagate import propagate
+from gshard.passes.trace import trace
+from gshard.passes.ways import places_for, shardings
+from gshard.testing import emit, parts_of, run_on_all
+
+
+@pytest.mark.parametrize("axes", [4, 5, 6])
+def test_ways_are_near_what_is_expected(axes: int) -> None:
+    """Of 3 places and none for each axis there would be 4 to the power of axes."""
+    mesh = Mesh.abstract(**{f"axis{i}": 2 for i in range(axes)})
+    given = tuple(mesh.atoms_of.values())
+    expected = Sharding((given[0], given[1], given[2]))
+    found = shardings((64, 64, 64), mesh, given, near=(expected,))
+    assert found[0] == Sharding(((), (), ()))
+    assert expected in found
+    assert len(found) <= 2 * (1 + 3 * axes + 9 * axes * (axes - 1) // 2)
+    assert {*found} < {*shardings((64, 64, 64), mesh, given)}
+
+
+def test_few_axes_are_anywhere() -> None:
+    mesh = Mesh.abstract(x=2, y=2, z=2)
+    given = tuple(mesh.atoms_of.values())
+    assert len([*places_for([None, 0, 1], mesh, given, [(0, 0, 0)])]) == 3**3
+
+
+def experts(weights: Any, x: Any) -> Any:
+    """A layer of experts: samples, positions, experts and hidden units, each over an axis of its own."""
+
+    def loss(weights: Any) -> Any:
+        gate, wi, wo = weights
+        tokens = gshard.shard(x, P("data", "sequence"))
+        g = jax.nn.softmax(tokens @ gate)
+        h = jnp.einsum("bsm,emh->ebsh", tokens, gshard.shard(wi, P("expert", None, "model")))
+        y = jnp.einsum("ebsh,ehm->ebsm", jnp.tanh(h), gshard.shard(wo, P("expert", "model")))
+        return jnp.sum(jnp.einsum("ebsm,bse->bsm", y, g) ** 2)
+
+    return jax.grad(loss)(weights)
+
+
+@pytest.mark.parametrize("more", [(), ("pods", "hosts")])
+def test_a_layer_over_four_axes(more: tuple[str, ...], rng: np.random.Generator) -> None:
+    """With axes besides that no mark names, which are one."""
+    mesh = Mesh.abstract(**dict.fromkeys(("data", "sequence", "expert", "model", *more), 2))
+    shapes = (6, 4), (4, 6, 10), (4, 10, 6)
+    weights = [rng.standard_normal(shape).astype(np.float32) / 3 for shape in shapes]
+    x = rng.standard_normal((4, 8, 6)).astype(np.float32)
+    plan = propagate(trace(experts, weights, x), mesh)
+    said = [plan.shardings[e.outputs[0]] for e in plan.program.block.walk() if e.mark is not None]
+    assert {mesh.format_atoms(a) for s in said for a in s.dims if a} == {"data", "sequence", "expert", "model"}
+    assert len(axes_of(mesh, said)) == 4 + len(more)
+    spmd = emit(plan)
+    found, whole = run_on_all(spmd, [*weights, x]), experts(weights, x)
+    for parts, want, sharding in zip(found, whole, spmd.out_shardings, strict=True):
+        for got, own in zip(parts, parts_of(want, sharding, mesh), strict=True):
+            np.testing.assert_allclose(got, own, 1e-4, 1e-4)
