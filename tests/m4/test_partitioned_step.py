@@ -58,11 +58,11 @@ def test_twenty_steps_give_the_same_losses(dispatch: str) -> None:
     plain = jax.jit(plain_step)
 
     lowered = partitioned.lower(state, batches[0], jnp.int32(0))
-    sent = {True: 0, False: 0}
-    for c in lowered.spmd.collectives:
-        sent[c.kind in ("all_to_all", "all_reduce")] += c.total_bytes
-    # Each device makes some columns of the embedding's gradient, and masks of words are gathered.
-    assert sent[False] < 0.05 * sent[True], "the paper's marks are enough"
+    # Each device makes some columns of the embedding's gradient, and masks of words are gathered: nothing else is.
+    others = [c for c in lowered.spmd.collectives if c.kind not in ("all_to_all", "all_reduce")]
+    found = [c for c in others if not c.shape.startswith(("pred[", "s32[")) and "(embed)" not in str(c.line)]
+    assert not found, "the paper's marks are enough"
+    assert sum(c.total_bytes for c in others) < 0.1 * sum(c.total_bytes for c in lowered.spmd.collectives)
     assert lowered.plan.gathered == ()
 
     ours, theirs = jax.tree.map(jnp.array, state), state
