@@ -269,7 +269,8 @@ def add_windows(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window, size
     """Adds what all windows hold to the elements that they stand for: the transpose of ``fetch_window``.
 
     Args:
-        x: this device's window, zeros where it stands outside of the array.
+        x: this device's window. Where it stands outside of the array, anything, if nobody sends what is there
+            (``Window.filled_outside``); else zeros.
         dim: the dimension of windows.
         atoms: those that it is split over.
         mesh: their mesh.

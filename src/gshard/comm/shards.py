@@ -106,7 +106,7 @@ class Shards:
         return laid_out(x, self._once(("received", dim, atoms, window), x, sent), dim, atoms, window, fill)
 
     def give_back(self, x: Any, dim: int, atoms: Atoms, window: Window, size: int) -> Any:
-        """This device's part of ``size`` elements: the sums of what all windows hold, zeros outside of the array."""
+        """This device's part of ``size`` elements: the sums of what all windows hold (``comm.halo.add_windows``)."""
         part = jax.ShapeDtypeStruct((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype)
         self.permutes(part, dim, atoms, window.messages(size))
         return add_windows(x, dim, atoms, self.mesh, window, size)

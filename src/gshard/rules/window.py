@@ -250,9 +250,8 @@ def select_and_scatter_add(call: Call) -> Rule:
         (sums,) = shards.bind(values, x, padding=padding)
         for (d, w), size in reversed([*zip(windows.items(), parts, strict=True)]):
             atoms = shards.atoms(dims[d][0])
-            if not w.within:
-                at = w.position(lax.axis_index(atoms)) + jnp.arange(w.extent, dtype=jnp.int32)
-                sums = jnp.where(along((at >= 0) & (at < w.n), d, sums.ndim), sums, jnp.zeros((), sums.dtype))
+            if not w.within and not w.filled_outside(size):
+                sums = _zeros_outside(sums, d, atoms, w)
             sums = shards.give_back(sums, d, atoms, w, size)
         return sums
 
@@ -303,6 +302,12 @@ def reached(
     low = window.start(0) * window.dilation - window.first
     high = window.extent - low - (window.width - 1) * window.dilation - 1
     return _elements(shards, x, dim, atoms, window, fill), (low, high), window.dilation
+
+
+def _zeros_outside(x: Any, dim: int, atoms: Atoms, window: Window) -> Any:
+    """What stands in this device's window, zeros where it is outside of the array."""
+    at = window.position(lax.axis_index(atoms)) + jnp.arange(window.extent, dtype=jnp.int32)
+    return jnp.where(along((at >= 0) & (at < window.n), dim, x.ndim), x, jnp.zeros((), x.dtype))
 
 
 def _begin_alike(window: Window) -> bool:
