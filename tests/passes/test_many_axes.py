@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
-from gshard.passes.moves import axes_of
+from gshard.passes.moves import axes_of, joined
+from gshard.passes.objective import Bytes
 from gshard.passes.propagate import propagate
 from gshard.passes.trace import trace
 from gshard.passes.ways import places_for, shardings
@@ -37,6 +38,19 @@ def test_few_axes_are_anywhere() -> None:
     mesh = Mesh.abstract(x=2, y=2, z=2)
     given = tuple(mesh.atoms_of.values())
     assert len([*places_for([None, 0, 1], mesh, given, [(0, 0, 0)])]) == 3**3
+
+
+def test_axes_that_are_one_move_as_several() -> None:
+    """Those that nobody names stand apart in the mesh."""
+    mesh = Mesh.abstract(a=2, b=3, c=2, d=5, e=2)
+    apart = axes_of(mesh)
+    together = joined(mesh, apart, [Sharding((("b",), ("d",)))])
+    assert together == (("b",), ("d",), ("a", "c", "e"))
+    partial = Sharding(((), ("d",))).with_unreduced(dict.fromkeys("abce", "add"))
+    targets = Sharding(((), ())), Sharding((("a", "c", "e"), ("d",))), Sharding((("b",), ("d",)))
+    for target in targets:
+        one, several = (Bytes(mesh, axes).move(partial, target, (240, 60), 4) for axes in (together, apart))
+        assert one == several
 
 
 def experts(weights: Any, x: Any) -> Any:

@@ -308,9 +308,9 @@ class Moves:
         if sharding not in self._known:
             monoids = dict(sharding.unreduced)
             dims = tuple(self._names(atoms) for atoms in sharding.dims)
-            partial = self._names(tuple(a for a in self.mesh.atoms if a in monoids))
-            unreduced = {name: monoids[self.atoms_of[name][0]] for name in partial or ()}
-            missing = any(own is None for own in (*dims, partial))
+            unreduced = {name: monoids[own[0]] for name, own in self.atoms_of.items() if own[0] in monoids}
+            whole = {a: unreduced[name] for name in unreduced for a in self.atoms_of[name]}
+            missing = whole != monoids or any(own is None for own in dims)
             found = Sharding(tuple(own or () for own in dims)).with_unreduced(unreduced)
             self._known[sharding] = -1 if missing else self._number(found)
         return self._known[sharding]
