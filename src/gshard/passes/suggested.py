@@ -52,8 +52,9 @@ def in_parts(
 
 
 def _of_rule(rule: Rule, arrays: Arrays, mesh: Mesh, axes: Sequence[Atoms]) -> Iterator[tuple[int, Sharding]]:
+    many = has_many(mesh, axes)
     for split in candidates(rule, arrays, mesh):
-        if has_many(mesh, axes) or any(not is_made_of(atoms, axes) for atoms in split.values()):
+        if many or any(not is_made_of(atoms, axes) for atoms in split.values()):
             yield from enumerate(met_in(rule, (split,)))
 
 

@@ -251,7 +251,7 @@ def select_and_scatter_add(call: Call) -> Rule:
         for (d, w), size in reversed([*zip(windows.items(), parts, strict=True)]):
             atoms = shards.atoms(dims[d][0])
             if not w.within and not w.filled_outside(size):
-                sums = _zeros_outside(sums, d, atoms, w)
+                sums = _filled(sums, d, atoms, w, 0)
             sums = shards.give_back(sums, d, atoms, w, size)
         return sums
 
@@ -304,12 +304,6 @@ def reached(
     return _elements(shards, x, dim, atoms, window, fill), (low, high), window.dilation
 
 
-def _zeros_outside(x: Any, dim: int, atoms: Atoms, window: Window) -> Any:
-    """What stands in this device's window, zeros where it is outside of the array."""
-    at = window.position(lax.axis_index(atoms)) + jnp.arange(window.extent, dtype=jnp.int32)
-    return jnp.where(along((at >= 0) & (at < window.n), dim, x.ndim), x, jnp.zeros((), x.dtype))
-
-
 def _begin_alike(window: Window) -> bool:
     return window.dilation > 1 and window.step % window.dilation == 0 and window.width > 0
 
@@ -319,8 +313,13 @@ def _elements(shards: Shards, x: Any, dim: int, atoms: Atoms, window: Window, fi
     got = shards.fetch(x, dim, atoms, window)
     if all(0 <= window.start(i) <= window.n - window.width for i in range(window.parts)):
         return got
+    return _filled(got, dim, atoms, window, fill)
+
+
+def _filled(x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
+    """The elements of this device's window, ``fill`` where they stand outside of the array."""
     at = window.start(lax.axis_index(atoms)) + jnp.arange(window.width, dtype=jnp.int32)
-    return jnp.where(along((at >= 0) & (at < window.n), dim, x.ndim), got, jnp.asarray(fill, x.dtype))
+    return jnp.where(along((at >= 0) & (at < window.n), dim, x.ndim), x, jnp.asarray(fill, x.dtype))
 
 
 @rule("select_and_scatter")

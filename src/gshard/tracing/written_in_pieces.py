@@ -105,9 +105,7 @@ class _Writer:
 
         def function(operands: Sequence[Any]) -> list[Any]:
             lists = [[x] if there and not isinstance(x, list) else x for x, there in zip(operands, given, strict=True)]
-            found = [moved(e, moves.dim, s, lists) for _, s in made]
-            # A result is another value than what it is as it was.
-            return [jnp.copy(y) if s.is_as_it_was else y for y, (_, s) in zip(found, made, strict=True)]
+            return [moved(e, moves.dim, s, lists) for _, s in made]
 
         return self.run(function, e, [x in self.pieces for x in e.inputs], [v for v, _ in made]) if made else []
 
