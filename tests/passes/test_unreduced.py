@@ -186,3 +186,26 @@ def test_what_is_added_may_be_multiplied_by_itself_many_times() -> None:
 
     xs = 1 + normal(5, 16, 3) / 1e13
     np.testing.assert_allclose(gshard.jit(f, mesh=8)(xs), jax.jit(f)(xs), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("width", "rounds"), [(8, 1), (256, 3)])
+def test_gradients_of_wide_layers_are_scattered_in_the_rounds_that_make_them(width: int, rounds: int) -> None:
+    """Of narrow ones a stack of whole gradients is held, and they share one message after the loop."""
+
+    def f(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.mean(lax.scan(lambda c, w: (jnp.tanh(c @ w), None), split(x, 0, 8), w)[0] ** 2)
+
+        return split(jax.grad(loss)(w), 1, 8)
+
+    w, x = normal(3, width, width) / width**0.5, normal(1024, width)
+    partitioned = gshard.jit(f, mesh=8)
+    np.testing.assert_allclose(partitioned(w, x), jax.grad(lambda w: jnp.mean(_through(w, x) ** 2))(w), atol=1e-5)
+    scattered = [r for r in gshard.explain(partitioned, w, x).collectives if r.kind == "reduce_scatter"]
+    assert [(r.times, r.bytes) for r in scattered] == [(rounds, 3 * width * width * 4 * 7 // 8)]
+
+
+def _through(w: Any, x: Any) -> Any:
+    for layer in w:
+        x = jnp.tanh(x @ layer)
+    return x

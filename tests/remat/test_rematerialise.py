@@ -19,7 +19,7 @@ from gshard.analysis.cost import cost
 from gshard.analysis.jaxpr_collectives import emitted, reported
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import memory_of
-from gshard.core.spmd import SpmdProgram
+from gshard.core.spmd import RECOMPUTED, SpmdProgram
 from gshard.passes.compile import compile_spmd
 from gshard.passes.device_program import device_program
 from gshard.remat.fit import compiled_within, peak_of
@@ -57,10 +57,32 @@ def accumulated(ws: Any, x: Any) -> Any:
     return jax.lax.scan(part, jnp.zeros_like(ws), parts)[0]
 
 
+def gathered_layers(ws: Any, x: Any) -> Any:
+    """Each device holds its rows of the weights."""
+    return layers([gshard.split(w, 0, 8) for w in ws], x)
+
+
+def gathered_loop(ws: Any, x: Any) -> Any:
+    return loop(gshard.split(ws, 1, 8), x)
+
+
+def turned_loop(ws: Any, x: Any) -> Any:
+    """Rounds that exchange what they make before they go on with it."""
+
+    def body(x: Any, w: Any) -> Any:
+        turned = gshard.split(jnp.tanh(x @ w), 1, 8)
+        return x + gshard.split(jax.nn.gelu(jnp.sort(turned, 0)), 0, 8) * 0.1, None
+
+    return jnp.mean(jax.lax.scan(body, gshard.split(x, 0, 8), ws)[0] ** 2)
+
+
 SMALL = {
     "layers": (jax.grad(layers), ([f32(64, 64)] * 12, f32(4096, 64))),
     "loop": (jax.grad(loop), (f32(12, 64, 64), f32(4096, 64))),
     "accumulated": (accumulated, (f32(12, 64, 64), f32(8192, 64))),
+    "gathered layers": (jax.grad(gathered_layers), ([f32(64, 64)] * 12, f32(4096, 64))),
+    "gathered loop": (jax.grad(gathered_loop), (f32(12, 64, 64), f32(4096, 64))),
+    "turned loop": (jax.grad(turned_loop), (f32(12, 64, 64), f32(4096, 64))),
 }
 
 
@@ -107,6 +129,27 @@ def check_with_limit(f: Any, args: Any, mesh: Any, parts: Sequence[float], toler
 def test_less_memory_and_the_same_bits(name):
     f, args = SMALL[name]
     check_with_limit(f, args, 8, (0.4,))
+
+
+@pytest.mark.parametrize(("name", "part"), [("gathered layers", 0.35), ("gathered loop", 0.2), ("turned loop", 0.3)])
+def test_what_collectives_bring_is_recomputed_as_well(name, part):
+    """Where weights are split every product reads what was gathered."""
+    check_with_limit(*SMALL[name], 8, (part,))
+
+
+def test_a_gather_of_weights_serves_both_what_is_recomputed_and_its_gradient():
+    f, args = SMALL["gathered loop"]
+    plain, memory = without_limit(f, args, 8)
+    limited = gshard.jit(f, mesh=8, memory_limit=memory.peak - int(0.8 * memory.temporaries)).lower(*args).spmd
+    assert limited.recomputed.share > 0.1
+    assert reported(limited.collectives) == reported(plain.spmd.collectives)
+
+
+def test_what_is_exchanged_is_exchanged_once_more():
+    f, args = SMALL["turned loop"]
+    _, memory = without_limit(f, args, 8)
+    limited = gshard.jit(f, mesh=8, memory_limit=memory.peak - int(0.7 * memory.temporaries)).lower(*args).spmd
+    assert {c.kind for c in limited.collectives if c.why == RECOMPUTED} == {"all_to_all"}
 
 
 def test_a_transformer_with_experts():

@@ -119,16 +119,15 @@ class _Builder:
             self._crossing(e, crossing)
         after = self._leaves()
         for k, group in enumerate(self.bundles.members):
-            self.costs[k] = self.once.plus(self.costs[k], len(group), self._holding(group[0], self.states[k]))
-        problem = Problem.of(self.costs, self.edges, names=self.names)
+            held = self._holding(group[0], self.states[k], self.objective.a_byte)
+            self.costs[k] = self.once.plus(self.costs[k], len(group), held)
         return Graph(
-            self.program, self.mesh, problem, self.bundles, self.states, self.options, self.readings, self.leaves,
-            self.held, self.brought, after,
+            self.program, self.mesh, Problem.of(self.costs, self.edges, names=self.names), self.bundles, self.states,
+            self.options, self.readings, self.leaves, self.held, self.brought, after,
         )  # fmt: skip
 
-    def _holding(self, v: Value, states: Sequence[Sharding]) -> Floats:
-        key = "held", v.shape, itemsize(v.dtype), id(states)
-        a_byte = self.objective.a_byte
+    def _holding(self, v: Value, states: Sequence[Sharding], a_byte: float) -> Floats:
+        key = "held", v.shape, itemsize(v.dtype), id(states), a_byte
         return self.once.table(key, lambda: np.array([local_bytes(v, s, self.mesh) for s in states]) * a_byte)
 
     def _node(self, states: int, name: str) -> int:
@@ -327,6 +326,9 @@ class _Builder:
             )
             if stacked or inner in self.carried:
                 self.held.append((inside, e, sizes))
+            if stacked:
+                held = self._holding(inner, self.states[inside], self.objective.a_byte_stacked)
+                self.costs[inside] = self.once.plus(self.costs[inside], self.times[e] * outer.shape[0], held)
 
     def _move_costs(self, sources: Sequence[Sharding], targets: Sequence[Sharding], v: Value) -> Floats:
         return self.objective.table(sources, targets, v.shape, itemsize(v.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -26,6 +27,9 @@ from gshard.solver.problem import Floats
 
 # Of the time that a state's bytes take to read: among equals the one that takes less memory.
 _TIE = 1e-3
+# Of a call, how long a loop's stack is there: from a loop of the forward pass to one of the backward pass, or from
+# there to the end. A byte costs of that time the share that it is of the memory.
+_HELD = 0.5
 # Seconds that a value takes which is sharded otherwise than the marks say: among equals what they say.
 _FOLLOWS = 1e-10
 
@@ -43,7 +47,7 @@ class Seconds(Moves):
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
         super().__init__(mesh, axes)
         self.machine, self.tie, self.fuses = machine, _FOLLOWS, True
-        self.a_byte = _TIE / machine.memory_bandwidth
+        self.a_byte, self.a_byte_stacked = _TIE / machine.memory_bandwidth, 1 / machine.memory_bandwidth
         self.times = StepTimes(machine, joined)
         self._own_ways: dict[object, Emitted] = {}
 
@@ -129,9 +133,22 @@ def _of(kernel: Kernel, part: float) -> tuple[float, float]:
     return products * part, kernel.vector_flops * part
 
 
-def seconds_on(machine: Machine, *, joined: bool = False) -> Callable[[Mesh, tuple[Atoms, ...]], Seconds]:
-    """The objective for meshes of a machine's devices; what moves cost is known from plan to plan."""
-    return functools.partial(_seconds_on, machine, joined)
+def seconds_on(
+    machine: Machine, *, joined: bool = False, call: float | None = None
+) -> Callable[[Mesh, tuple[Atoms, ...]], Seconds]:
+    """The objective for meshes of a machine's devices; what moves cost is known from plan to plan.
+
+    ``call`` is what the program takes, roughly, if that is known: so long it would have a memory full of stacks.
+    """
+
+    def objective(mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
+        known = _seconds_on(machine, joined, mesh, axes)
+        if call is not None:
+            known = copy.copy(known)
+            known.a_byte_stacked = _HELD * call / machine.memory
+        return known
+
+    return objective
 
 
 def on_machine(mesh: Mesh, machine: Machine, *, joined: bool = False) -> Mesh:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gshard.comm.collectives import KINDS
 from gshard.core.program import Constant, Equation, Value
 
 # Each use of them may be sharded as it likes: made once for all they would tie together what is far apart.
@@ -24,10 +25,13 @@ _ONCE = (
     "outfeed",
 )
 
+# No rule is known for them, for they are of devices and not of arrays. Each run of them is the same.
+_OF_DEVICES = (*KINDS, "axis_index")
+
 
 def is_repeatable(e: Equation) -> bool:
     """Whether an equation may run once more, with the same results and without anybody noticing."""
-    if e.name in _ONCE or (e.rule is not None and not e.rule.known):
+    if e.name in _ONCE or (e.rule is not None and not e.rule.known and e.name not in _OF_DEVICES):
         return False
     return all(is_repeatable(inner) for block in e.blocks for inner in block.equations)
 
