@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
-from gshard.passes.moves import axes_of, joined
+from gshard.passes.moves import axes_of, in_two, joined
 from gshard.passes.objective import Bytes
 from gshard.passes.propagate import propagate
 from gshard.passes.trace import trace
@@ -51,6 +51,31 @@ def test_axes_that_are_one_move_as_several() -> None:
     for target in targets:
         one, several = (Bytes(mesh, axes).move(partial, target, (240, 60), 4) for axes in (together, apart))
         assert one == several
+
+
+def test_axes_that_all_have_in_a_row_are_one() -> None:
+    mesh = Mesh.abstract(a=2, b=3, c=2, d=5)
+    rows = Sharding((("a", "b"), ("c",)))
+    assert joined(mesh, axes_of(mesh), [rows]) == (("a", "b"), ("c",), ("d",))
+    assert joined(mesh, axes_of(mesh), [rows.with_unreduced({"d": "add"})]) == (("a", "b"), ("c",), ("d",))
+    for other in (Sharding((("a",), ())), Sharding((("b", "a"), ())), Sharding((("a",), ("b",)))):
+        assert joined(mesh, axes_of(mesh), [rows, other]) == (("a",), ("b",), ("c",), ("d",))
+    partial = Sharding(((), ())).with_unreduced({"a": "add"})
+    assert joined(mesh, axes_of(mesh), [rows, partial]) == (("a",), ("b",), ("c",), ("d",))
+
+
+@pytest.mark.parametrize(
+    ("marked", "found"),
+    [
+        ((), [("a", "bcd"), ("ab", "cd"), ("abc", "d")]),
+        (("c",), [("c", "a", "bd"), ("c", "ab", "d")]),
+        (("c", "a"), [("a", "c", "bd")]),
+    ],
+)
+def test_axes_without_a_mark_are_searched_as_two(marked: tuple[str, ...], found: list[tuple[str, ...]]) -> None:
+    mesh = Mesh.abstract(a=2, b=3, c=2, d=5)
+    said = [Sharding(((name,), ())) for name in marked]
+    assert in_two(mesh, axes_of(mesh), said) == [tuple(map(tuple, axes)) for axes in found]
 
 
 def experts(weights: Any, x: Any) -> Any:

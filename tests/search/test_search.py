@@ -173,6 +173,16 @@ def test_a_number_of_devices_tries_all_shapes_of_the_mesh() -> None:
     assert "mesh (data=2, model=4):" in str(found) or "mesh (data=8):" in str(found)
 
 
+def test_many_axes_find_what_a_mesh_of_two_finds() -> None:
+    """The network knows the devices by their numbers, whatever the mesh calls them."""
+    given = (trained(False), *RESIDUAL)
+    machine = "h100:2x8"
+    many = gshard.search(*given, mesh=gshard.Mesh.abstract(a=2, b=2, c=2, d=2), machine=machine, donate_argnums=0)
+    two = [gshard.Mesh.abstract(x=n, y=16 // n) for n in (2, 4, 8)]
+    few = gshard.search(*given, mesh=two, machine=machine, donate_argnums=0)
+    assert many.cost.seconds == pytest.approx(few.cost.seconds, rel=1e-6)
+
+
 def test_a_plan_is_said_in_few_marks_that_were_tried() -> None:
     """One mark on the first weights of each layer is all that Megatron's plan needs."""
     mesh, machine = gshard.Mesh.abstract(devices=8), Machine.of("h100:1x8")

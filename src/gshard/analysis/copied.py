@@ -14,25 +14,11 @@ from typing import Any
 
 from gshard.analysis.machine import Machine
 from gshard.comm.collectives import KINDS
+from gshard.comm.steps import is_strided, is_turned
 from gshard.core.program import Value
 from gshard.passes.device_program import COLLECTIVE, FUSED, REDUCTION, Kernel, Kernels, readers_of, size
 
 _ALONG = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
-
-
-def is_strided(shape: tuple[int, ...], dim: int) -> bool:
-    """Whether a part of an array along a dimension is more than one run of elements."""
-    return any(n > 1 for n in shape[:dim])
-
-
-def is_turned(shape: tuple[int, ...], cut: int, joined: int) -> bool:
-    """Whether parts that come in a row are not in place: cut along one dimension, joined along another.
-
-    Args:
-        shape: of a part.
-        cut, joined: the dimensions.
-    """
-    return any(n > 1 for n in shape[min(cut, joined) : max(cut, joined)])
 
 
 def copied(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int, ...]]:

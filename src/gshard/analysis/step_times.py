@@ -8,7 +8,6 @@ import math
 
 import numpy as np
 
-from gshard.analysis.copied import is_strided, is_turned
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, permuting, seconds
 from gshard.comm.exchange import exchange
@@ -23,6 +22,8 @@ from gshard.comm.steps import (
     bytes_sent,
     is_exchange,
     is_of_tiles,
+    is_strided,
+    is_turned,
     rounds,
     targets,
 )

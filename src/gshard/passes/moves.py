@@ -77,18 +77,53 @@ def has_many(mesh: Mesh, axes: Sequence[Atoms]) -> bool:
 
 
 def joined(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Iterable[Sharding]) -> tuple[Atoms, ...]:
-    """Where there are many axes, those that none of these shardings has are one.
+    """Where there are many axes, those that none of these shardings has are one; so are those that all have in a row.
 
     >>> mesh = Mesh.abstract(data=4, model=2, pods=2, hosts=2)
     >>> joined(mesh, axes_of(mesh), [Sharding((("data.0", "data.1"), ("model",)))])
     (('data.0', 'data.1'), ('model',), ('pods', 'hosts'))
+    >>> joined(mesh, axes_of(mesh), [Sharding((("data.0", "data.1", "model"), ()))])
+    (('data.0', 'data.1', 'model'), ('pods', 'hosts'))
     """
     if not has_many(mesh, axes):
         return axes
+    runs = {atoms for s in shardings for atoms in (*s.dims, tuple(a for a in mesh.atoms if a in dict(s.unreduced)))}
+    named = {a for atoms in runs for a in atoms}
+    found: list[Atoms] = []
+    others: Atoms = ()
+    for own in axes:
+        if not named.intersection(own):
+            others += own
+        elif found and all(_are_in_a_row(found[-1], own, atoms) for atoms in runs):
+            found[-1] += own
+        else:
+            found.append(own)
+    return (*found, others) if others else tuple(found)
+
+
+def _are_in_a_row(a: Atoms, b: Atoms, atoms: Atoms) -> bool:
+    """Whether these atoms have the two axes one after the other, or neither."""
+    ends = [i + 1 for i, atom in enumerate(atoms) if atom == a[-1]]
+    starts = [i for i, atom in enumerate(atoms) if atom == b[0]]
+    return ends == starts
+
+
+def in_two(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Iterable[Sharding]) -> list[tuple[Atoms, ...]]:
+    """Where there are many axes, those that no sharding has are two, in each way to join neighbours, or one.
+
+    >>> mesh = Mesh.abstract(a=2, b=2, c=2, d=2)
+    >>> for some in in_two(mesh, axes_of(mesh), []):
+    ...     print(some)
+    (('a',), ('b', 'c', 'd'))
+    (('a', 'b'), ('c', 'd'))
+    (('a', 'b', 'c'), ('d',))
+    """
+    one = joined(mesh, axes, shardings)
+    ends = list(itertools.accumulate(len(own) for own in axes if own[0] in one[-1]))
     named = {a for sharding in shardings for a in sharding.atoms}
-    others = [own for own in axes if not named.intersection(own)]
-    kept = tuple(own for own in axes if own not in others)
-    return (*kept, tuple(itertools.chain(*others))) if others else axes
+    if not has_many(mesh, axes) or len(one) >= _FEW or not named.isdisjoint(one[-1]):
+        return [one]
+    return [(*one[:-1], one[-1][:end], one[-1][end:]) for end in ends[:-1]]
 
 
 def is_considered(places: Sequence[object]) -> bool:

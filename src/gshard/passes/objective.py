@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gshard.comm.steps import LOCAL, Step, bytes_sent, rounds
+from gshard.comm.steps import ALL_GATHER, LOCAL, REDUCE_SCATTER, Step, bytes_sent, is_strided, rounds
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Block, Equation
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
@@ -37,7 +37,9 @@ OTHER = 1e-4
 MESSAGE = 256.0
 # A byte that a loop stacks, and holds until it has ended. So the gradients of large weights, which are sums, are
 # scattered in the rounds of a loop, not all of them after it: more messages, as many bytes, no stack of whole ones.
-_STACKED = 1e-2
+_STACKED = 1 / 512
+# A byte that is copied into place, where what is gathered or cut is more than one run of bytes.
+_COPIED = 1 / 1024
 # A step in which nothing is sent: of equal ways the one with fewer.
 _SILENT = 1e-2
 
@@ -108,7 +110,12 @@ class Bytes(Moves):
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         if step.kind in LOCAL:
             return _SILENT
-        return bytes_sent(step, shape, itemsize, mesh) + MESSAGE * rounds(step, mesh)
+        copied = 0
+        if step.kind in (ALL_GATHER, REDUCE_SCATTER):
+            before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
+            if is_strided(tuple(map(min, before, after)), step.dim):
+                copied = (math.prod(before) + math.prod(after)) * itemsize
+        return bytes_sent(step, shape, itemsize, mesh) + MESSAGE * rounds(step, mesh) + _COPIED * copied
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Each equation by itself: nothing is known of what a compiler fuses."""

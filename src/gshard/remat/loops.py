@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Constant, Equation, Value
@@ -59,10 +60,37 @@ class _Pair:
         """What the writer's body stacks, by stack."""
         return {v: self.inner(v) for v in self.stacks}
 
+    @functools.cached_property
+    def shared(self) -> frozenset[Equation]:
+        """What both bodies compute of what both read, such as gathers of weights: it is not computed once more."""
+        here, there = self.writer.equation, self.consumer.equation
+        read = dict(_read(there))
+        same = {inner: read[outer] for outer, inner in _read(here) if outer in read}
+        met = {_key(e, e.inputs): e for e in there.blocks[0].equations}
+        found = []
+        for e in here.blocks[0].equations:
+            key = _key(e, [same.get(x, x) if isinstance(x, Value) else x for x in e.inputs])
+            if key is not None and key in met:
+                same.update(zip(e.outputs, met[key].outputs, strict=True))
+                found.append(e)
+        return frozenset(found)
+
     def inner(self, stack: Value) -> Value | Constant:
         """What the writer's body stacks."""
         e = self.writer.equation
         return e.blocks[0].outputs[e.outputs.index(stack)]
+
+
+def _read(loop: Equation) -> Iterator[tuple[tuple[bool, Value | Constant], Value]]:
+    """What a body reads that it does not carry: an array outside, and whether in slices; and what it is inside."""
+    consts, carry = scan_counts(loop.params)
+    for i, (outer, inner) in enumerate(zip(loop.inputs, loop.blocks[0].inputs, strict=True)):
+        if not consts <= i < consts + carry:
+            yield (i >= consts, outer), inner
+
+
+def _key(e: Equation, inputs: Sequence[Value | Constant]) -> Any:
+    return common_key(e.primitive, e.params, inputs) if is_repeatable(e) else None
 
 
 def _pairs(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> Iterator[_Pair]:
@@ -105,7 +133,7 @@ def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: fro
             freed = sum(map(size, group)) - needed
             if freed > 0:
                 trip_count = pair.writer.equation.trip_count
-                again = trip_count * sum(taken.get(e, 0.0) for e in equations)
+                again = trip_count * sum(taken.get(e, 0.0) for e in equations if e not in pair.shared)
                 found.append(Stacked(pair.writer.equation, pair.consumer.equation, group, freed, again))
     return found
 
@@ -222,7 +250,7 @@ class _LoopRewriting:
 
         for e in body.equations:
             inputs = tuple(map(read, e.inputs))
-            key = common_key(e.primitive, e.params, inputs) if is_repeatable(e) else None
+            key = _key(e, inputs)
             if key is not None and key in self.met:
                 env.update(zip(e.outputs, self.met[key].outputs, strict=True))
                 continue
@@ -258,7 +286,7 @@ class _LoopRewriting:
             else:
                 e = self.producer[x]
                 inputs = tuple(map(self._make, e.inputs))
-                key = common_key(e.primitive, e.params, inputs)
+                key = _key(e, inputs)
                 same = self.met.get(key) if key is not None else None
                 if same is None:
                     outputs = tuple(Value(v.shape, v.dtype, next(self.names)) for v in e.outputs)

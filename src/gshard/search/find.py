@@ -28,7 +28,7 @@ from gshard.core.sharding import Sharding
 from gshard.passes.choices import graph_of
 from gshard.passes.facts import demands, facts_of
 from gshard.passes.graph import Graph
-from gshard.passes.moves import axes_of
+from gshard.passes.moves import axes_of, in_two
 from gshard.passes.partition import partition
 from gshard.passes.recorded import plan_of
 from gshard.passes.windowed import windowed
@@ -164,13 +164,18 @@ def begin(
     border = Border(tuple(len(program.captured) + i for i in donated))
     facts = facts_of(program, timed)  # loops may be operators in its program
     said = [Sharding(tuple(demand.dims)) for _, demand, _ in demands(program, mesh)]
-    objective = seconds_on(machine)(timed, axes_of(timed, said))
-    graph = with_loads(graph_of(facts.program, objective, border=border))
-    solutions = [solve(graph.problem, budget_seconds, effort=effort)]
-    if solutions[0].peak > limit:
-        left = None if budget_seconds is None else max(1.0, budget_seconds - (time.monotonic() - since))
-        solutions.append(solve(dataclasses.replace(graph.problem, limit=float(int(limit))), left, effort=effort))
-    return Begun(mesh, graph, tuple(solutions), limit, since)
+    found: list[Begun] = []
+    ways = in_two(timed, axes_of(timed, said), said)
+    for way in ways:
+        begun = time.monotonic()
+        budget = None if budget_seconds is None else budget_seconds / len(ways)
+        graph = with_loads(graph_of(facts.program, seconds_on(machine)(timed, way), border=border))
+        solutions = [solve(graph.problem, budget, effort=effort)]
+        if solutions[0].peak > limit:
+            left = None if budget is None else max(1.0, budget - (time.monotonic() - begun))
+            solutions.append(solve(dataclasses.replace(graph.problem, limit=float(int(limit))), left, effort=effort))
+        found.append(Begun(mesh, graph, tuple(solutions), limit, since))
+    return min(found, key=lambda one: one.rank)
 
 
 def best_plan(
