@@ -14,7 +14,7 @@ from typing import Any
 
 from gshard.analysis.machine import Machine
 from gshard.comm.collectives import KINDS
-from gshard.comm.steps import is_strided, is_turned
+from gshard.comm.runs import is_strided, is_turned
 from gshard.core.program import Value
 from gshard.passes.device_program import COLLECTIVE, FUSED, REDUCTION, Kernel, Kernels, readers_of, size
 

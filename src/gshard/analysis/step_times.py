@@ -11,6 +11,7 @@ import numpy as np
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, permuting, seconds
 from gshard.comm.exchange import exchange
+from gshard.comm.runs import is_strided, is_turned
 from gshard.comm.steps import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -22,8 +23,6 @@ from gshard.comm.steps import (
     bytes_sent,
     is_exchange,
     is_of_tiles,
-    is_strided,
-    is_turned,
     rounds,
     targets,
 )

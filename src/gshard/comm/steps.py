@@ -99,21 +99,6 @@ def rounds(step: Step, mesh: Mesh) -> int:
     return int(step.kind not in LOCAL)
 
 
-def is_strided(shape: tuple[int, ...], dim: int) -> bool:
-    """Whether a part of an array along a dimension is more than one run of elements."""
-    return any(n > 1 for n in shape[:dim])
-
-
-def is_turned(shape: tuple[int, ...], cut: int, joined: int) -> bool:
-    """Whether parts that come in a row are not in place: cut along one dimension, joined along another.
-
-    Args:
-        shape: of a part.
-        cut, joined: the dimensions.
-    """
-    return any(n > 1 for n in shape[min(cut, joined) : max(cut, joined)])
-
-
 def aligned(n: int, parts: int, more: int) -> bool:
     """Whether cutting each of ``parts`` parts of ``n`` elements in ``more`` gives ``parts * more`` parts of ``n``."""
     return parts == 1 or -(-n // parts) == more * -(-n // (parts * more))

@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gshard.comm.steps import ALL_GATHER, LOCAL, REDUCE_SCATTER, Step, bytes_sent, is_strided, rounds
+from gshard.comm.runs import is_strided
+from gshard.comm.steps import ALL_GATHER, LOCAL, REDUCE_SCATTER, Step, bytes_sent, rounds
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Block, Equation
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule

@@ -27,8 +27,7 @@ from gshard.solver.problem import Floats
 
 # Of the time that a state's bytes take to read: among equals the one that takes less memory.
 _TIE = 1e-3
-# Of a call, how long a loop's stack is there: from a loop of the forward pass to one of the backward pass, or from
-# there to the end. A byte costs of that time the share that it is of the memory.
+# Of a call, how long a loop's stack is there: from the forward pass to the backward pass, or from there to the end.
 _HELD = 0.5
 # Seconds that a value takes which is sharded otherwise than the marks say: among equals what they say.
 _FOLLOWS = 1e-10
@@ -47,7 +46,7 @@ class Seconds(Moves):
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
         super().__init__(mesh, axes)
         self.machine, self.tie, self.fuses = machine, _FOLLOWS, True
-        self.a_byte, self.a_byte_stacked = _TIE / machine.memory_bandwidth, 1 / machine.memory_bandwidth
+        self.a_byte = self.a_byte_stacked = _TIE / machine.memory_bandwidth
         self.times = StepTimes(machine, joined)
         self._own_ways: dict[object, Emitted] = {}
 
@@ -138,7 +137,8 @@ def seconds_on(
 ) -> Callable[[Mesh, tuple[Atoms, ...]], Seconds]:
     """The objective for meshes of a machine's devices; what moves cost is known from plan to plan.
 
-    ``call`` is what the program takes, roughly, if that is known: so long it would have a memory full of stacks.
+    Where ``call`` says what the program takes, roughly, memory counts: a byte that a loop stacks costs of that time,
+    for as long as it is there, the share that it is of the memory.
     """
 
     def objective(mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
