@@ -80,6 +80,8 @@ SMALL = {
     "layers": (jax.grad(layers), ([f32(64, 64)] * 12, f32(4096, 64))),
     "loop": (jax.grad(loop), (f32(12, 64, 64), f32(4096, 64))),
     "accumulated": (accumulated, (f32(12, 64, 64), f32(8192, 64))),
+}
+BEHIND_COLLECTIVES = {
     "gathered layers": (jax.grad(gathered_layers), ([f32(64, 64)] * 12, f32(4096, 64))),
     "gathered loop": (jax.grad(gathered_loop), (f32(12, 64, 64), f32(4096, 64))),
     "turned loop": (jax.grad(turned_loop), (f32(12, 64, 64), f32(4096, 64))),
@@ -131,22 +133,22 @@ def test_less_memory_and_the_same_bits(name):
     check_with_limit(f, args, 8, (0.4,))
 
 
-@pytest.mark.parametrize(("name", "part"), [("gathered layers", 0.35), ("gathered loop", 0.2), ("turned loop", 0.3)])
+@pytest.mark.parametrize(("name", "part"), [("gathered layers", 0.35), ("gathered loop", 0.25), ("turned loop", 0.3)])
 def test_what_collectives_bring_is_recomputed_as_well(name, part):
     """Where weights are split every product reads what was gathered."""
-    check_with_limit(*SMALL[name], 8, (part,))
+    check_with_limit(*BEHIND_COLLECTIVES[name], 8, (part,), tolerance=1e-6)
 
 
 def test_a_gather_of_weights_serves_both_what_is_recomputed_and_its_gradient():
-    f, args = SMALL["gathered loop"]
+    f, args = BEHIND_COLLECTIVES["gathered loop"]
     plain, memory = without_limit(f, args, 8)
-    limited = gshard.jit(f, mesh=8, memory_limit=memory.peak - int(0.8 * memory.temporaries)).lower(*args).spmd
+    limited = gshard.jit(f, mesh=8, memory_limit=memory.peak - int(0.75 * memory.temporaries)).lower(*args).spmd
     assert limited.recomputed.share > 0.1
     assert reported(limited.collectives) == reported(plain.spmd.collectives)
 
 
 def test_what_is_exchanged_is_exchanged_once_more():
-    f, args = SMALL["turned loop"]
+    f, args = BEHIND_COLLECTIVES["turned loop"]
     _, memory = without_limit(f, args, 8)
     limited = gshard.jit(f, mesh=8, memory_limit=memory.peak - int(0.7 * memory.temporaries)).lower(*args).spmd
     assert {c.kind for c in limited.collectives if c.why == RECOMPUTED} == {"all_to_all"}
