@@ -11,14 +11,12 @@ import numpy as np
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, permuting, seconds
 from gshard.comm.exchange import exchange
-from gshard.comm.runs import is_strided, is_turned
+from gshard.comm.runs import is_turned, laid_out
 from gshard.comm.steps import (
-    ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     LOCAL,
     PERMUTE,
-    REDUCE_SCATTER,
     Step,
     bytes_sent,
     is_exchange,
@@ -88,19 +86,15 @@ class StepTimes:
         if is_exchange(step, mesh):
             whole, tiles = math.prod(step.after.local_shape(mesh, shape)) * itemsize, rounds(step, mesh)
             return [whole / 2, *2 * tiles * [whole / tiles]]  # the empty array before them is only written
-        if step.kind not in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL):
-            return []
+        if step.kind != ALL_TO_ALL:
+            share = 1.0 if self.machine.copies_for_collectives else _COPIES
+            return [share * elements * itemsize for elements in laid_out(step, shape, mesh)]
         before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
         if is_of_tiles(step):
             turned = turns(before, step.before.dims, step.after.dims, mesh)
             return [math.prod(after) * itemsize for _ in range(sum(turned))]
         part = tuple(map(min, before, after))
-        if step.kind == ALL_TO_ALL:
-            return [math.prod(after) * itemsize] if is_turned(part, step.to, step.dim) else []
-        if not is_strided(part, step.dim):
-            return []
-        share = 1.0 if self.machine.copies_for_collectives else _COPIES
-        return [share * math.prod(array) * itemsize for array in (before, after)]
+        return [math.prod(after) * itemsize] if is_turned(part, step.to, step.dim) else []
 
     def least(self, held: int, wanted: int) -> float:
         """What it takes at least to come from ``held`` bytes on each device to ``wanted``: gathered over all links."""

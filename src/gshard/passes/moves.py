@@ -119,10 +119,10 @@ def in_two(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Iterable[Sharding]) -
     (('a', 'b', 'c'), ('d',))
     """
     one = joined(mesh, axes, shardings)
-    ends = list(itertools.accumulate(len(own) for own in axes if own[0] in one[-1]))
     named = {a for sharding in shardings for a in sharding.atoms}
     if not has_many(mesh, axes) or len(one) >= _FEW or not named.isdisjoint(one[-1]):
         return [one]
+    ends = list(itertools.accumulate(len(own) for own in axes if own[0] in one[-1]))
     return [(*one[:-1], one[-1][:end], one[-1][end:]) for end in ends[:-1]]
 
 

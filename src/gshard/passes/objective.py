@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gshard.comm.runs import is_strided
-from gshard.comm.steps import ALL_GATHER, LOCAL, REDUCE_SCATTER, Step, bytes_sent, rounds
+from gshard.comm.runs import laid_out
+from gshard.comm.steps import LOCAL, Step, bytes_sent, rounds
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Block, Equation
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
@@ -111,11 +111,7 @@ class Bytes(Moves):
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         if step.kind in LOCAL:
             return _SILENT
-        copied = 0
-        if step.kind in (ALL_GATHER, REDUCE_SCATTER):
-            before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
-            if is_strided(tuple(map(min, before, after)), step.dim):
-                copied = (math.prod(before) + math.prod(after)) * itemsize
+        copied = sum(laid_out(step, shape, mesh)) * itemsize
         return bytes_sent(step, shape, itemsize, mesh) + MESSAGE * rounds(step, mesh) + _COPIED * copied
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
