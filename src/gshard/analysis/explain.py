@@ -35,9 +35,9 @@ from gshard.analysis.verdict import Verdict, verdict
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, local_bytes
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
-from gshard.core.tables import with_tables
 from gshard.tracing.manual_regions import parts_of
 
 _SHOWN = 24  # names of arguments in a message

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gshard.analysis.machine import LINE, RING, SWITCH, Dimension, Machine, MachineError
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.tables import tabulated
+from gshard.core.planning_tables import tabulated
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

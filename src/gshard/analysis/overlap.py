@@ -26,10 +26,10 @@ from gshard.comm.route import pairs
 from gshard.core.errors import PlanError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
+from gshard.core.planning_tables import tabulated
 from gshard.core.program import Equation, itemsize, short_dtype
 from gshard.core.ring import Ring, entering, leaving
 from gshard.core.split import parts
-from gshard.core.tables import tabulated
 from gshard.passes.windowed import Offer, together
 
 

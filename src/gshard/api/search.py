@@ -15,8 +15,8 @@ from gshard.api.names import paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.layout import Layout, Names
 from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
-from gshard.core.tables import with_tables
 from gshard.remat.rematerialise import bytes_of
 from gshard.search.find import Begun, Best, PricedPlan, begin, finish
 from gshard.search.found import Found

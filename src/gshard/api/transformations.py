@@ -32,10 +32,10 @@ from gshard.core.jax_adapter_dispatch import checked_by, is_staging, mapped, map
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
-from gshard.core.tables import with_tables
 from gshard.language.mark_primitive import bind_mark
 from gshard.passes.compile import named_sharding
 from gshard.passes.partition import partition

@@ -31,7 +31,7 @@ from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
 
-from gshard.core.tables import tabulated
+from gshard.core.planning_tables import tabulated
 
 # Frames of the partitioner are not the user's; the model library's are, since it is written as users write.
 for _folder in ("core", "comm", "language", "rules", "tracing", "passes", "analysis", "remat", "api"):

@@ -28,12 +28,12 @@ from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import as_if_at, as_weak
 from gshard.core.mesh import Atoms
 from gshard.core.plan import Plan
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
 from gshard.core.ring import Ring, entering, leaving
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
-from gshard.core.tables import with_tables
 from gshard.core.uneven import padded_shape
 from gshard.language.region import REGIONS
 
@@ -46,8 +46,13 @@ def partition(plan: Plan) -> SpmdProgram:
     producers = {v: e for e in block.equations for v in e.outputs}
     users = {v: e for e in reversed(block.equations) for v in e.inputs}
     orders: Mapping[Any, Order] = plan.orders
-    in_orders = {i: orders[v] for i, v in enumerate(block.inputs) if v in orders and any(entry[i].dims)}
-    out_orders = {i: orders[v] for i, v in enumerate(block.outputs) if v in orders and any(leave[i].dims)}
+
+    def ordered(values: Sequence[Any], ways: Sequence[Sharding]) -> dict[int, Order]:
+        """The orders that marks ask for; what a mark cuts and the border makes whole is in the mesh's."""
+        pairs = enumerate(zip(values, ways, strict=True))
+        return {i: orders[v] for i, (v, s) in pairs if v in orders and (any(s.dims) or not any(plan.sharding(v).dims))}
+
+    in_orders, out_orders = ordered(block.inputs, entry), ordered(block.outputs, leave)
     emitter = _Emitter(plan)
 
     def program(*arrays: Any) -> list[Any]:

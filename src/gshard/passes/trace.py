@@ -30,9 +30,9 @@ from gshard.core.jax_adapter import (
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
 from gshard.core.paths import leaf_names
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
-from gshard.core.tables import with_tables
 from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
