@@ -12,6 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from gshard.core.errors import MeshError
+from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.jax_adapter_dispatch import executed, names_devices
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tabulated, with_tables
@@ -82,7 +83,7 @@ class Executable:
         """JAX's lowered object, StableHLO for all devices."""
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.spmd.jaxpr.in_avals]
         # The atoms replace whatever mesh the caller has set: they are the same devices under other names.
-        with jax.sharding.use_abstract_mesh(self.spmd.mesh.abstract_jax_mesh):
+        with no_mesh_set(), jax.sharding.use_abstract_mesh(self.spmd.mesh.abstract_jax_mesh):
             return self.function.lower(*shapes)  # type: ignore[attr-defined]
 
     @functools.cached_property

@@ -25,7 +25,7 @@ from gshard.comm.steps import LOCAL, PERMUTE, run, step_collectives
 from gshard.core.device_order import Order, permutation
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.garbage import collected_seldom
-from gshard.core.jax_adapter import as_if_at, as_weak
+from gshard.core.jax_adapter import as_if_at, as_weak, no_mesh_set, of_no_mesh
 from gshard.core.mesh import Atoms
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
@@ -38,6 +38,7 @@ from gshard.core.uneven import padded_shape
 from gshard.language.region import REGIONS
 
 
+@no_mesh_set()
 @collected_seldom()
 @with_tables
 def partition(plan: Plan) -> SpmdProgram:
@@ -77,7 +78,6 @@ def partition(plan: Plan) -> SpmdProgram:
         out_specs=[spec(s) for s in leave],
         check_vma=False,
     )
-    # The atoms replace whatever mesh the caller has set: they are the same devices, named anew.
     with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
         shapes = (padded_shape(s, mesh, v.shape) for v, s in zip(block.inputs, entry, strict=True))
         takes = (jax.ShapeDtypeStruct(s, v.dtype, weak_type=v.weak) for v, s in zip(block.inputs, shapes, strict=True))
@@ -265,7 +265,8 @@ class _Emitter:
     ) -> Any:
         if isinstance(value, Constant):
             here = self.sharding(value)
-            x = value.value if value.shape == () and here == target else jnp.asarray(value.value)
+            x = of_no_mesh(value.value)
+            x = x if value.shape == () and here == target else jnp.asarray(x)
             return self.step_to(x, value, here, target, why, user)
         made, planned = env[value], self.sharding(value)
         if target == made.source and not target.unreduced and not made.marked:

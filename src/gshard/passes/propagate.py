@@ -16,6 +16,7 @@ from gshard.core.border import AS_MARKED, Border
 from gshard.core.device_order import Order
 from gshard.core.errors import PlanError
 from gshard.core.garbage import collected_seldom
+from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
@@ -38,6 +39,7 @@ _ENOUGH = 1e-8  # of the costs: a gap that is none
 _NEARLY = 1e-3  # at which few states are left that could be better
 
 
+@no_mesh_set()
 @collected_seldom()
 @with_tables
 def propagate(

@@ -21,9 +21,11 @@ from gshard.core.errors import TraceError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import (
     as_if_at,
+    as_traced_here,
     closed,
     in_scopes_of,
     jaxpr_without_dead_code,
+    no_mesh_set,
     optimization_barrier_p,
     user_line,
 )
@@ -90,6 +92,7 @@ def trace(
 
 
 @with_tables
+@no_mesh_set()
 def program_of(
     whole: Any,
     out_tree: Any,
@@ -117,7 +120,7 @@ def program_of(
     """
     jaxpr, consts = closed(whole)
     builder = _Builder(layout=layout)
-    block = builder.block(jaxpr_without_dead_code(jaxpr), captured=consts)
+    block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
     block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
     check_manual_regions(block)
     with_names_of_files(block)
@@ -128,12 +131,14 @@ def program_of(
     return Program(block, captured, marks, every, out_tree, name, weak, tuple(builder.named), layout)
 
 
+@no_mesh_set()
 def block_of(jaxpr: Any, program: Program | None) -> Block:
     """The equations of a jaxpr that is there already, such as that of the per-device program of a program."""
     block = _Builder().block(jaxpr_without_dead_code(jaxpr))
     return with_names_of_files(block, None if program is None else program.block)
 
 
+@no_mesh_set()
 def equations_of(whole: Any, e: Equation, numbers: Iterator[int]) -> tuple[Equation, ...]:
     """The equations of a closed jaxpr that stands for an equation; new values are numbered so."""
     builder = _Builder(numbers)
