@@ -24,9 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.analysis.machine_kinds import COMPILERS, DEVICE_KINDS, DIRECT, KINDS, LINE, RING, SWITCH, Kind
+from gshard.analysis.machine_kinds import COMPILERS, DIRECT, KINDS, LINE, RING, SWITCH, Kind
 from gshard.core.errors import GShardError
-from gshard.core.mesh import Mesh
 
 _NUMBERS = 32  # bytes of a few numbers: of the indices into an array of up to eight dimensions, int32 each
 
@@ -163,12 +162,6 @@ class Machine:
             f"{name}: {self.size} devices, {grid}; {self.rate('bf16') / 1e12:.4g} TFLOP/s in bf16, "
             f"{self.memory_bandwidth / 1e9:.4g} GB/s, {self.memory / 2**30:.4g} GiB"
         )
-
-
-def kind_of_devices(mesh: Mesh) -> str:
-    """The kind of machine that a mesh's devices are; ``cpu`` for those that are not known."""
-    called = "" if mesh.devices is None else str(mesh.devices[0].device_kind).lower()
-    return DEVICE_KINDS.get(called, "cpu")
 
 
 def _shape_for(kind: Kind, text: str, devices: int | None) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ import jax
 
 from gshard.analysis.budget import Budget
 from gshard.analysis.cost import Cost, cost
-from gshard.analysis.machine import Machine, kind_of_devices
+from gshard.analysis.hardware import machine_of, machine_to_order
+from gshard.analysis.machine import Machine
 from gshard.analysis.named import refuse_unused
 from gshard.analysis.overlap import Windowed
 from gshard.core.border import AS_MARKED, Border
@@ -104,8 +105,9 @@ class Target:
             return Propagated(self.recorded.plan(program, self.mesh, border))
         if self.search is not False:
             seconds = None if self.search is True else float(self.search)
+            on = self.machine or machine_of(self.mesh)
             found = best_plan(
-                program, self.mesh, self._machine, donated=[i - len(program.captured) for i in border.donated],
+                program, self.mesh, on, donated=[i - len(program.captured) for i in border.donated],
                 memory_limit=self.memory_limit, budget_seconds=seconds,
             )  # fmt: skip
             return Propagated(at_border(found.chosen.plan, border))
@@ -167,7 +169,7 @@ class Target:
 
     @property
     def _machine(self) -> Machine:
-        return self.machine or Machine.of(kind_of_devices(self.mesh), self.mesh.size)
+        return self.machine or machine_to_order(self.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
