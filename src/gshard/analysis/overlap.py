@@ -19,7 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.analysis.machine import PERMUTE, Machine
+from gshard.analysis.machine import Machine
+from gshard.analysis.machine_kinds import PERMUTE
 from gshard.analysis.network import coordinates, goes_one_way, permuting, seconds
 from gshard.analysis.waits import bytes_of, local_sizes, product_seconds, waits
 from gshard.comm.route import pairs

@@ -47,4 +47,5 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
     else:
         jitted = jit(f, mesh=mesh)
     lowered = jitted.lower(*args, **kwargs)
-    return explain_program(lowered.plan, lowered.spmd, lowered.marked, lowered.donated)
+    by_bytes = lowered.target.machine is None and lowered.target.recorded is None
+    return explain_program(lowered.plan, lowered.spmd, lowered.marked, lowered.donated, by_bytes=by_bytes)

@@ -10,7 +10,8 @@ import jax
 
 from gshard.analysis.budget import Budget
 from gshard.analysis.cost import Cost, cost
-from gshard.analysis.machine import Machine, kind_of_devices
+from gshard.analysis.hardware import machine_of, machine_to_order
+from gshard.analysis.machine import Machine
 from gshard.analysis.named import refuse_unused
 from gshard.analysis.overlap import Windowed
 from gshard.core.border import AS_MARKED, Border
@@ -117,17 +118,18 @@ class Target:
 
     def _searched(self, program: Program, border: Border) -> Plan:
         """The plan that a search finds; within a time, the one that the first of several processes finds."""
+        on = self.machine or machine_of(self.mesh)
 
         def searched() -> Plan:
             return best_plan(
-                program, self.mesh, self._machine, donated=[i - len(program.captured) for i in border.donated],
+                program, self.mesh, on, donated=[i - len(program.captured) for i in border.donated],
                 memory_limit=self.memory_limit, budget_seconds=None if self.search is True else float(self.search),
             ).chosen.plan  # fmt: skip
 
         group = None if self.search is True else Group.of(self.mesh.devices)
         if group is None:
             return at_border(searched(), border)
-        devices = str(self.mesh), self.mesh.order, self._machine
+        devices = str(self.mesh), self.mesh.order, on
         options = devices, self.memory_limit, self.search, border, program.argument_marks
         key = f"{options}\n{format_block(program.block)}"
         found = group.from_first(program.name, key, lambda: Recorded.of(searched()).as_json())
@@ -181,7 +183,7 @@ class Target:
 
     @property
     def _machine(self) -> Machine:
-        return self.machine or Machine.of(kind_of_devices(self.mesh), self.mesh.size)
+        return self.machine or machine_to_order(self.mesh)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Recomputation:
         shape: the largest, one device's part, as text; in loops all rounds together.
         values: how many values are recomputed together.
         freed: bytes.
-        seconds: what it takes, as modelled.
+        seconds: what it takes, as modelled; only an order where there is no model of the devices.
     """
 
     name: str
