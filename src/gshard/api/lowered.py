@@ -118,6 +118,11 @@ class Lowered:
         return all(getattr(self.plan, field) == getattr(other.plan, field) for field in _DECIDES)
 
     @functools.cached_property
+    def told(self) -> set[int]:
+        """The arguments of which the log was told that each call moves them."""
+        return set()
+
+    @functools.cached_property
     def unread(self) -> frozenset[int]:
         """The flat arguments that XLA is not given, because nothing reads them."""
         first = len(self.program.captured)

@@ -12,6 +12,7 @@ lies where it is expected must not be given twice. XLA:CPU would write its memor
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,8 @@ from gshard.core.mesh import Mesh
 from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
 from gshard.passes.compile import Executable
+
+_log = logging.getLogger("gshard")
 
 
 class Callee(Protocol):
@@ -45,6 +48,8 @@ class Callee(Protocol):
     def unread(self) -> frozenset[int]: ...
     @property
     def out_tree(self) -> Any: ...
+    @property
+    def told(self) -> set[int]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
         _check(callee, leaves)
     arrays = [x.padded if isinstance(x, UnevenArray) and i not in unread else x for i, x in enumerate(leaves)]
     moved = [i for i, x in enumerate(arrays) if i not in unread and not _lies_so(x, targets[i], layouts.get(i))]
+    _tell(callee, [i for i in moved if isinstance(arrays[i], jax.Array) and arrays[i].committed], arrays)
     for i in moved:
         copied = i in donated and callee.mesh.size > 1
         # C++ makes no copy of a donated array that lies on one of the devices already.
@@ -84,6 +90,24 @@ def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
         layout = layouts.get(i)
         arrays[i] = x if layout is None or layout_of(x) == layout else jax.device_put(x, Format(layout, targets[i]))
     return Placed(arrays, by_dispatch)
+
+
+def _tell(callee: Callee, moved: Sequence[int], arrays: Sequence[Any]) -> None:
+    """Logs once for each argument that every call has to move, though it lies on the devices of the mesh."""
+    if not (
+        new := [i for i in moved if i not in callee.told and callee.mesh.size == len(arrays[i].sharding.device_set)]
+    ):
+        return
+    callee.told.update(new)
+    names, targets = callee.program.names[len(callee.program.captured) :], callee.argument_shardings
+    for i in new:
+        _log.info(
+            "gshard: each call of %s moves %s from %s to %s",
+            callee.program.name,
+            names[i],
+            arrays[i].sharding,
+            targets[i],
+        )
 
 
 def by_dispatch(callee: Callee, placed: Placed, leaves: Sequence[Any], results: Sequence[Any]) -> Any:
