@@ -77,7 +77,7 @@ def joins(
     for made in computation.instructions.values():
         needed = frozenset[int]().union(*(needs.get(o, frozenset()) for o in made.operands))
         c = sent.get(made.name)
-        if c is not None and c.kind in machine.combines - {"all_reduce"}:
+        if c is not None and c.kind != "all_reduce" and c.kind in machine.combines:
             key = c.kind, c.group, c.group_size, made.type.split("[")[0]
             message, before = messages.send(key, c.operand_bytes, needed)
             if before:
