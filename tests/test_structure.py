@@ -224,6 +224,40 @@ def test_behaviour_comes_from_arguments() -> None:
     check(GSHARD, wrong, "the library reads no environment variables")
 
 
+# What lives at the level of a module and changes: registries, and caches that JAX empties with its own.
+STATE = {
+    "gshard/language/registry.py": {"_RULES", "_CUSTOM", "_VERSION"},
+    "gshard/api/jit.py": {"_CACHES"},
+    "gshard/simulator/simulated_runs.py": {"_COMPILED"},
+    "gshard/analysis/hardware.py": {"_WARNED"},  # told once
+    "gshard/core/garbage.py": {"_lock", "_inside", "_usual"},  # a setting of the process
+    "gshard/core/planning_tables.py": {"_current"},  # of one thread
+}
+CHANGING = re.compile(
+    r"(Cache|Caches|Version|Lock|ContextVar|WeakKeyDictionary|WeakSet|OrderedDict|defaultdict|count)\b"
+)
+
+
+def test_no_state_in_modules() -> None:
+    """A plan does not depend on what was planned before: tables belong to whoever plans (``core/planning_tables``)."""
+    for path in GSHARD:
+        attributes = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Attribute))
+        cached = {ast.unparse(n) for n in attributes if n.attr in ("lru_cache", "cache")}
+        assert not cached & {"functools.lru_cache", "functools.cache"} or path.name == "planning_tables.py", path
+        rebound = {name for n in ast.walk(tree_of(path)) if isinstance(n, ast.Global) for name in n.names}
+        for statement in tree_of(path).body:
+            if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+                continue
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            names = {target.id for target in targets if isinstance(target, ast.Name)}
+            value = statement.value
+            made = ast.unparse(value.func).rpartition(".")[-1] if isinstance(value, ast.Call) else ""
+            empty = (isinstance(value, ast.Dict) and not value.keys) or made in ("set", "dict", "list")
+            empty |= isinstance(value, ast.List | ast.Set) and not value.elts
+            if (names & rebound) or empty or CHANGING.match(made):
+                assert names <= STATE.get(name_of(path), set()), f"{name_of(path)}: {names} changes"
+
+
 def test_primitives_are_named_in_rules_only() -> None:
     outside = [p for p in PARTITIONER if not name_of(p).removeprefix("gshard/").startswith(MAY_NAME_PRIMITIVES)]
     check(outside, named_primitives, "what depends on the primitive belongs to its rule")

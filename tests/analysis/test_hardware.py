@@ -39,9 +39,9 @@ def mesh_of(*, size: int = 8, **told: Any) -> Mesh:
 
 @pytest.fixture(autouse=True)
 def nobody_was_warned() -> Iterator[None]:
-    hardware._warn.cache_clear()
+    hardware._WARNED.clear()
     yield
-    hardware._warn.cache_clear()
+    hardware._WARNED.clear()
 
 
 @pytest.fixture

@@ -125,13 +125,11 @@ class Explanation:
         ]
         return proposals(rows, self.plan, self.equations, self.marked)
 
-    @with_tables
     def data(self, machine: Machine | str | None = None) -> dict[str, Any]:
         """Everything the HTML report shows, as lists and dictionaries that JSON can hold."""
         found = self.cost(machine)
         return report_data(self, found, merged(self.spmd, found), self._proposals[0], self._verdict(found))
 
-    @with_tables
     def html(
         self,
         path: str | Path,
@@ -154,7 +152,6 @@ class Explanation:
         path.write_text(page(data), "utf-8")
         return path
 
-    @with_tables
     def difference(self, before: Explanation | Mapping[str, Any], machine: Machine | str | None = None) -> Difference:
         """What became more and what less against another explanation, by line of the source.
 
@@ -170,7 +167,6 @@ class Explanation:
     def _difference(self, data: Mapping[str, Any], before: Any, machine: Machine | str | None) -> Difference:
         return difference(before.data(machine) if isinstance(before, Explanation) else before, data)
 
-    @with_tables
     def against_xla(self, machine: Machine | str | None = None) -> Difference:
         """The difference from XLA's own partitioner, given the same marks, to this: bytes, products, time by line.
 
@@ -217,7 +213,6 @@ class Explanation:
         """Bytes that each device sends in one call."""
         return sum(row.bytes for row in self.collectives)
 
-    @with_tables
     def format(self, tensors: int = 12, collectives: int = 30) -> str:
         """The report as text with at most so many rows of each kind; with 0 ``tensors`` of the collectives only."""
         whole, local = self.argument_bytes

@@ -9,7 +9,6 @@ CPUs are ``cpu``, and so is an abstract mesh, which has no devices.
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from typing import Any
@@ -119,11 +118,16 @@ _HINT = (
 )
 
 
-@functools.lru_cache(maxsize=64)
+_WARNED: set[str] = set()
+
+
 def _warn(called: str) -> None:
     """Warns once in a process."""
+    if called in _WARNED:
+        return
     warnings.warn(
         f"there is no model of {called}: what is recomputed to fit is chosen by bytes and operations. {_HINT}",
         UnknownMachineWarning,
         stacklevel=3,
     )
+    _WARNED.add(called)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ import numpy as np
 from jax import lax
 
 from gshard.core.jax_adapter import bind
+from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.language.region import REGIONS
 from gshard.rules.banded import MOST, Band, banded_p
@@ -33,8 +33,11 @@ from gshard.tracing.subexpression import is_repeatable
 _LARGEST = 1 << 26  # elements of a table that is computed once: what takes a moment;
 _READ = 1 << 20  # of an array that the program closed over, which may be a model's weights, and comes from a device
 
-# Of each product, what was found; planned again, as in a search, the table is not computed again.
-_found: weakref.WeakKeyDictionary[Equation, Band | None] = weakref.WeakKeyDictionary()
+
+@tabulated(1)
+def _found() -> dict[Equation, Band | None]:
+    """Of each product, what was found: planned again, as in a search, its table is not computed again."""
+    return {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,9 +68,8 @@ class Product:
     def in_parts(self, parts: int) -> Any:
         """The product as one that exchanges halos, a closed jaxpr; None if that sends no less than a whole part."""
         e = self.equation
-        if e not in _found:
-            _found[e] = self._band()
-        band = _found[e]
+        found = _found()
+        band = found[e] if e in found else found.setdefault(e, self._band())
         if band is None or band.sent(parts) >= -(-band.n // parts):
             return None
         at = len(self.array.shape) - 1 if self.operand == 0 else 0  # where the product has the results
