@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ Y = np.random.default_rng(3).standard_normal((5, 6)).astype(np.float32)
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
     yield
-    for name in ("custom_outer", "ffi_call", "pure_callback", "tanh"):
+    for name in ("custom_outer", "ffi_call", "pure_callback", "tanh", "center_of_tests"):
         unregister(name)
 
 
@@ -180,3 +181,29 @@ def test_callbacks_have_rules_by_function() -> None:
     gshard.rule("pure_callback", target=rows_on_host)("a b -> a b; replicate b")
     np.testing.assert_array_equal(gshard.jit(f, mesh=7)(X), np.sort(X, axis=1))
     assert set(sizes) == {(1, 5)}
+
+
+def test_a_rule_that_stands_for_another_is_taken_by_every_later_call() -> None:
+    """Also by functions that were called before, by programs of ``jax.jit`` around them, and after garbage collection."""
+    x = np.arange(16.0, dtype=np.float32).reshape(16, 1) - 3
+    center = primitive_of("center_of_tests", lambda x: x - jnp.mean(x, 0, keepdims=True))
+    want = x - x.mean(0)
+
+    def f(x: Any) -> Any:
+        return center.bind(gshard.split(x, 0, 8))
+
+    ours = gshard.jit(f, mesh=8)
+    around = jax.jit(ours)
+    for _ in range(4):
+        gshard.rule("center_of_tests")("a b -> a b")  # wrong: each device takes the mean of its part
+        for call in (ours, around, gshard.jit(f, mesh=8)):
+            for given in (x, jnp.asarray(x), x):
+                assert not np.allclose(call(given), want)
+        gc.collect()
+        gshard.rule("center_of_tests")("a b -> a b; replicate a")
+        for call in (ours, around, gshard.jit(f, mesh=8)):
+            for given in (x, jnp.asarray(x), x):
+                np.testing.assert_allclose(call(given), want, rtol=1e-5)
+    unregister("center_of_tests")
+    for _ in range(3):
+        np.testing.assert_allclose(ours(x), want, rtol=1e-5)

@@ -1,0 +1,172 @@
+"""Arguments are brought to where the executable expects them, in every call, whatever JAX's dispatch takes as it is."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import NamedSharding, P
+from jax.experimental.layout import Format, Layout
+
+import gshard
+from gshard.api.placement import placed_arguments
+
+AUTO = jax.sharding.AxisType.Auto
+MESH = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AUTO, AUTO))
+X = np.arange(128, dtype=np.int32).reshape(8, 16) - 60
+
+
+def other_mesh(sizes: Sequence[int], names: Sequence[str], order: Sequence[int] = range(8)) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array([jax.devices()[i] for i in order]).reshape(sizes), tuple(names))
+
+
+TURNED = other_mesh((4, 2), ("b", "a"))  # the axes' names in another order: along other devices
+WITH_ONE = other_mesh((2, 1, 4, 1), ("a", "one", "b", "last"))
+REVERSED = other_mesh((2, 4), ("a", "b"), range(7, -1, -1))
+COLUMNS_FIRST = Format(Layout(major_to_minor=(1, 0)), NamedSharding(MESH, P("a")))
+
+PLACES: dict[str, Callable[[], Any]] = {
+    "numpy": lambda: X,
+    "not committed": lambda: jnp.asarray(X),
+    "one device": lambda: jax.device_put(X, jax.devices()[5]),
+    "rows": lambda: jax.device_put(X, NamedSharding(MESH, P("b"))),
+    "whole": lambda: jax.device_put(X, NamedSharding(MESH, P())),
+    "turned": lambda: jax.device_put(X, NamedSharding(TURNED, P("a"))),
+    "turned columns": lambda: jax.device_put(X, NamedSharding(TURNED, P(None, ("b", "a")))),
+    "an axis of one": lambda: jax.device_put(X, NamedSharding(WITH_ONE, P("one", ("last", "b")))),
+    "reversed": lambda: jax.device_put(X, NamedSharding(REVERSED, P("a"))),
+    "reversed, whole": lambda: jax.device_put(X, NamedSharding(REVERSED, P())),
+    "host memory": lambda: jax.device_put(X, NamedSharding(MESH, P("a"), memory_kind="pinned_host")),
+    "columns first": lambda: jax.jit(lambda x: x, out_shardings=COLUMNS_FIRST)(X),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "open": {},
+    "in": {"in_shardings": P(None, "a")},
+    "in by mesh": {"in_shardings": NamedSharding(TURNED, P("b"))},
+    "out": {"out_shardings": P("b", "a")},
+    "layout": {"layout": gshard.Layout(batch="a"), "names": "_ batch"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_call_is_right_wherever_its_argument_is(way: str) -> None:
+    function = gshard.jit(lambda x: x * 3 - 1, mesh=MESH, **WAYS[way])
+    for place in (*PLACES, *reversed(PLACES)):
+        x = PLACES[place]()
+        for call in range(3):
+            result = function(x)
+            np.testing.assert_array_equal(np.asarray(result), X * 3 - 1, f"{place}, call {call}")
+        assert result.sharding.is_equivalent_to(function.lower(x).compile().output_shardings, 2), place
+        np.testing.assert_array_equal(np.asarray(function.lower(X).compile()(x)), X * 3 - 1, place)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_lies_where_it_is_expected_goes_through_dispatch(place: str) -> None:
+    """So does what dispatch moves by itself, and nothing else."""
+    x, expected = PLACES[place](), NamedSharding(MESH, P("a"))
+    lowered = gshard.jit(lambda x: x + 1, mesh=MESH, in_shardings=P("a")).lower(x)
+    placed = placed_arguments(lowered, [x])
+    assert placed.arrays[0].sharding.is_equivalent_to(lowered.argument_shardings[0], 2)
+    taken = isinstance(x, jax.Array) and x.committed and len(x.sharding.device_set) == 8
+    there = taken and x.sharding.is_equivalent_to(expected, 2) and place != "columns first"
+    assert placed.by_dispatch == (there or not taken)
+
+
+@pytest.mark.parametrize("spec", [P("a"), P("b"), P(None, "a"), P("b", "a"), P(("a", "b")), P(("b", "a"))])
+def test_an_argument_of_another_mesh_of_the_same_devices_is_not_moved(spec: jax.sharding.PartitionSpec) -> None:
+    for mesh in (TURNED, WITH_ONE, other_mesh((4, 2), ("p", "q"))):
+        names = dict(zip(("a", "b"), mesh.axis_names if "p" in mesh.axis_names else ("a", "b"), strict=False))
+        own = P(*(tuple(names[n] for n in ([e] if isinstance(e, str) else e or ())) for e in spec))
+        x = jax.device_put(X, NamedSharding(mesh, own))
+        lowered = gshard.jit(lambda x: x + 1, mesh=MESH).lower(x)
+        assert x.sharding.is_equivalent_to(lowered.argument_shardings[0], 2), (mesh, own)
+
+
+def test_the_log_tells_once_of_an_argument_that_every_call_moves(caplog: pytest.LogCaptureFixture) -> None:
+    function = gshard.jit(lambda x, y: x + y, mesh=MESH, in_shardings=(P(None, "a"), None))
+    with caplog.at_level(logging.INFO, "gshard"):
+        for _ in range(3):
+            function(PLACES["rows"](), PLACES["whole"]())
+            function(X, X)
+    assert len(caplog.records) == 1
+    assert "moves x from" in caplog.text
+
+
+def test_donated_arguments_that_are_moved_stay() -> None:
+    function = gshard.jit(lambda x: x + 1, mesh=MESH, in_shardings=P(None, "a"), donate_argnums=0)
+    for place in PLACES:
+        x = PLACES[place]()
+        for _ in range(3):
+            np.testing.assert_array_equal(np.asarray(function(x)), X + 1, place)
+        np.testing.assert_array_equal(np.asarray(x), X, place)
+    x = jax.device_put(X, NamedSharding(MESH, P(None, "a")))
+    function(x)
+    assert x.is_deleted()
+
+
+def test_random_keys_are_moved_too() -> None:
+    keys = jax.random.split(jax.random.key(0), 8)
+    want = jax.vmap(jax.random.bits)(keys)
+    function = gshard.jit(jax.vmap(jax.random.bits), mesh=MESH, in_shardings=P("a"))
+    for x in (keys, jax.device_put(keys, NamedSharding(MESH, P("b"))), jax.device_put(keys, jax.devices()[3])):
+        for _ in range(3):
+            np.testing.assert_array_equal(function(x), want)
+
+
+def test_a_mesh_of_one_device() -> None:
+    function = gshard.jit(lambda x: x + 1, mesh=[jax.devices()[3]])
+    for place in ("numpy", "not committed", "one device", "rows", "reversed"):
+        for _ in range(3):
+            result = function(PLACES[place]())
+            assert result.devices() == {jax.devices()[3]}
+            np.testing.assert_array_equal(np.asarray(result), X + 1)
+
+
+def test_a_program_that_planning_rewrites_is_compiled_once() -> None:
+    def step(p: Any, x: Any) -> Any:
+        p, x = gshard.split((p, x), 0, 8)
+
+        def loss(p: Any) -> Any:
+            q, k, v = jnp.split(x @ p["w"] + p["b"], 3, -1)  # cut where it is split: planning takes it apart
+            return jnp.sum(q * k * v)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p))
+
+    train = gshard.jit(step, mesh=8)
+    p, x = {"w": jnp.ones((128, 384)), "b": jnp.ones(384)}, jnp.ones((32, 64, 128))
+    first = train.lower(p, x)
+    assert first.plan.program.block is not first.program.block, "nothing was rewritten"
+    for _ in range(3):
+        p = train(p, x)
+        assert train.lower(p, x) is first
+
+
+def test_output_shardings_name_the_devices_of_the_results() -> None:
+    ring = np.array([0, 1, 2, 3, 7, 6, 5, 4])[:, None]
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AUTO,))
+    for out in (P("d"), P(), NamedSharding(mesh, P("d")), NamedSharding(mesh, P())):
+        function = gshard.jit(lambda x: (gshard.shard(x, ring) + 1, x * 2), mesh=mesh, out_shardings=(None, out))
+        for x in (X, jax.device_put(X, jax.devices()[2]), PLACES["reversed"]()):
+            results, said = function(x), function.lower(x).compile().output_shardings
+            for result, want, sharding in zip(results, (X + 1, X * 2), said, strict=True):
+                np.testing.assert_array_equal(np.asarray(result), want)
+                assert result.sharding.is_equivalent_to(sharding, 2)
+            asked = out if isinstance(out, NamedSharding) else NamedSharding(mesh, out)
+            assert results[1].sharding.is_equivalent_to(asked, 2)
+
+
+def test_what_was_compiled_for_padded_parts_takes_these() -> None:
+    x = np.arange(13 * 11).reshape(13, 11)
+    rows, columns = (gshard.jit(lambda x, d=d: gshard.split(x, d, 8), mesh=8, uneven="keep")(x) for d in (0, 1))
+    function = gshard.jit(lambda x: x + 1, mesh=8)
+    whole, parts = function.lower(x).compile(), function.lower(rows).compile()
+    for given in (x, rows, columns):
+        np.testing.assert_array_equal(np.asarray(whole(given)), x + 1)
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(parts(rows)), x + 1)
+    for given in (x, columns):
+        with pytest.raises(gshard.ArgumentError, match="compiled in padded parts"):
+            parts(given)
