@@ -37,6 +37,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
+from gshard.core.tables import with_tables
 from gshard.tracing.manual_regions import parts_of
 
 _SHOWN = 24  # names of arguments in a message
@@ -95,6 +96,7 @@ class Explanation:
             machine = Machine.of(machine or kind_of_devices(self.mesh), self.mesh.size)
         return cost(self.spmd, machine, self.donated)
 
+    @with_tables
     def verdict(self, machine: Machine | str | None = None) -> Verdict:
         """What bounds a call, in a few sentences, and the mark that would lower what is sent; machines as for ``cost``.
 
@@ -117,11 +119,13 @@ class Explanation:
         ]
         return proposals(rows, self.plan, self.equations, self.marked)
 
+    @with_tables
     def data(self, machine: Machine | str | None = None) -> dict[str, Any]:
         """Everything the HTML report shows, as lists and dictionaries that JSON can hold."""
         found = self.cost(machine)
         return report_data(self, found, merged(self.spmd, found), self._proposals[0], self._verdict(found))
 
+    @with_tables
     def html(
         self,
         path: str | Path,
@@ -144,6 +148,7 @@ class Explanation:
         path.write_text(page(data), "utf-8")
         return path
 
+    @with_tables
     def difference(self, before: Explanation | Mapping[str, Any], machine: Machine | str | None = None) -> Difference:
         """What became more and what less against another explanation, by line of the source.
 
@@ -159,6 +164,7 @@ class Explanation:
     def _difference(self, data: Mapping[str, Any], before: Any, machine: Machine | str | None) -> Difference:
         return difference(before.data(machine) if isinstance(before, Explanation) else before, data)
 
+    @with_tables
     def against_xla(self, machine: Machine | str | None = None) -> Difference:
         """The difference from XLA's own partitioner, given the same marks, to this: bytes, products, time by line.
 
@@ -203,6 +209,7 @@ class Explanation:
         """Bytes that each device sends in one call."""
         return sum(row.bytes for row in self.collectives)
 
+    @with_tables
     def format(self, tensors: int = 12, collectives: int = 30) -> str:
         """The report as text with at most so many rows of each kind; with 0 ``tensors`` of the collectives only."""
         whole, local = self.argument_bytes
@@ -269,6 +276,7 @@ class Explanation:
         row = self._row(name)
         return "\n".join([f"{row.name}: {row.sharding}", *(f"  {line}" for chain in row.why for line in chain)])
 
+    @with_tables
     def instead(self, name: str, machine: Machine | str | None = None) -> tuple[Instead, ...]:
         """What else a tensor could be, and what a call would then take: planned again with a mark on it, each time.
 
@@ -312,6 +320,7 @@ class Explanation:
     __repr__ = __str__
 
 
+@with_tables
 def explain_program(
     plan: Plan,
     spmd: SpmdProgram,

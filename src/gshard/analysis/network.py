@@ -7,7 +7,6 @@ collective run at the same time, so a link carries the messages of ``step`` grou
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from gshard.analysis.machine import LINE, RING, SWITCH, Dimension, Machine, MachineError
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.tables import tabulated
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def extents(mesh: Mesh, machine: Machine, atoms: Atoms) -> tuple[tuple[Extent, .
     return _extents(mesh, machine.network, atoms)
 
 
-@functools.lru_cache(maxsize=1024)
+@tabulated(1024)
 def _extents(mesh: Mesh, network: tuple[Dimension, ...], atoms: Atoms) -> tuple[tuple[Extent, ...], ...]:
     if not mesh.order:
         return (_spread(members(mesh, atoms), network),)

@@ -29,6 +29,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Equation, itemsize, short_dtype
 from gshard.core.ring import Ring, entering, leaving
 from gshard.core.split import parts
+from gshard.core.tables import tabulated
 from gshard.passes.windowed import Offer, together
 
 
@@ -193,7 +194,7 @@ class _Way:
     free: bool
 
 
-@functools.lru_cache(maxsize=256)
+@tabulated(256)
 def _way(rotating: tuple[Atoms, ...], order: tuple[int, ...], mesh: Mesh, machine: Machine) -> _Way:
     """The longest way of what rotates."""
     found = []
@@ -207,7 +208,7 @@ def _way(rotating: tuple[Atoms, ...], order: tuple[int, ...], mesh: Mesh, machin
     return _Way(max(latencies), max(a_byte), all(free))
 
 
-@functools.lru_cache(maxsize=256)
+@tabulated(256)
 def _orders(rotating: tuple[Atoms, ...], mesh: Mesh, machine: Machine) -> list[tuple[int, ...]]:
     """Orders of the parts around a ring: as they are counted, and along a cycle of a grid that they lie on."""
     found: list[tuple[int, ...]] = [()]
@@ -233,6 +234,6 @@ def _orders(rotating: tuple[Atoms, ...], mesh: Mesh, machine: Machine) -> list[t
     return found
 
 
-@functools.lru_cache(maxsize=64)
+@tabulated(64)
 def _machine(machine: str | Machine, devices: int) -> Machine:
     return machine if isinstance(machine, Machine) else Machine.of(machine, devices)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 import numpy as np
@@ -27,6 +26,7 @@ from gshard.comm.steps import (
 from gshard.comm.tiles import turns
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
+from gshard.core.tables import tabulated
 
 # A collective may make two kernels of one. Of equal ways this takes the one with fewer.
 _SPLITS = 0.1
@@ -117,13 +117,13 @@ class StepTimes:
         return seconds(step.kind, others + local, known, self.machine, atoms) - before
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def _exchanging(before: Sharding, after: Sharding, mesh: Mesh, machine: Machine) -> tuple[float, float]:
     """What a message of an exchange takes, and what a byte of each tile takes more, over all messages."""
     return permuting(*exchange(before.dims, after.dims, mesh).ends(mesh), machine)
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def _permuting(before: Sharding, after: Sharding, mesh: Mesh, machine: Machine) -> tuple[float, float]:
     """What a permutation takes, and what a byte of it takes more: whatever the array."""
     return permuting(np.arange(mesh.size), targets(before, after, mesh), machine)

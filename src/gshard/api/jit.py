@@ -22,9 +22,9 @@ from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine
 from gshard.analysis.overlap import Windowed
 from gshard.api.boundary import marks_of_arguments, marks_of_specs, with_marked_arguments, with_marked_results
-from gshard.api.donation import placed_arguments
 from gshard.api.lowered import Lowered, Traced
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
+from gshard.api.placement import placed_arguments
 from gshard.api.signature import Parameters, Signature
 from gshard.api.specs import told
 from gshard.api.static_leaves import freed, has_fixed
@@ -51,7 +51,9 @@ from gshard.core.mesh import Mesh
 from gshard.core.paths import parameters_of
 from gshard.core.plan import Plan
 from gshard.core.program import Program
+from gshard.core.tables import with_tables
 from gshard.core.uneven import UnevenArray
+from gshard.language.registry import cleared_with_rules
 from gshard.passes.recorded import Recorded
 from gshard.passes.trace import program_of
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
@@ -71,6 +73,7 @@ class Jitted:
         # Weakly, so that a function is freed as soon as nothing needs it, and not when garbage is next collected.
         seen_first = weakref.WeakMethod(self._seen_first)
         self._fast = FastFunction(parameters.plain, lambda *a, **k: seen_first()(*a, **k), numbers, names)  # type: ignore[misc]
+        cleared_with_rules(self._fast)
         self._call = self._fast.call
         # On one device XLA itself refuses to overwrite an array twice.
         several = options.mesh is None or options.mesh.size > 1
@@ -117,6 +120,7 @@ class Jitted:
         return Jitted(self._f, self._parameters, dataclasses.replace(self._options, layout=layout, names=None))
 
     @without_our_frames
+    @with_tables
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
         signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
@@ -153,6 +157,7 @@ class Jitted:
         return self
 
     @without_our_frames
+    @with_tables
     def _seen_first(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         """A call that JAX's dispatch cannot answer: the results, and how it can from now on."""
         signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
@@ -165,18 +170,15 @@ class Jitted:
         executable = lowered.executable
         placed = placed_arguments(lowered, leaves)
         try:
-            results = executable(*placed)
+            results = executable(*placed.arrays)
         except Exception as error:
             if not nan_found(error):
                 raise
             return self._operation_by_operation(args, kwargs), None, False
         flat = lowered.flat_results(results)
         path = None
-        moved = lowered.mesh.size > 1 and any(
-            lowered.argument_shardings[i] != signature.leaves[i].sharding for i in lowered.donated
-        )
-        # A donated argument that has to be moved first is copied, which C++ would not do (its memory might be shared).
-        if not (moved or executable.spmd.in_orders or executable.spmd.out_orders or looks_for_nans()):
+        reordered = executable.spmd.in_orders or executable.spmd.out_orders
+        if placed.by_dispatch and not (reordered or looks_for_nans()):
             if not any(isinstance(x, UnevenArray) for x in (*flat, *leaves)):
                 path = fast_path(executable.compiled, lowered.out_tree, flat, executable.captured, len(leaves))
         results = jax.tree.unflatten(lowered.out_tree, flat)
@@ -243,6 +245,7 @@ class Jitted:
             self._traced.forget(key)  # what the function closed over belongs to the transformation of now
         return found
 
+    @with_tables
     def _lowered(self, signature: Signature, target: Target) -> Lowered:
         return self._made.get((signature, target), lambda: self._lower(signature, target))  # type: ignore[no-any-return]
 

@@ -29,6 +29,10 @@ from gshard.passes.partition import partition
 from gshard.search.propagated import Propagated
 
 
+# What of a plan decides about the per-device program.
+_DECIDES = ("mesh", "shardings", "splits", "orders", "rings", "readings", "leaves", "entry", "leave")
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Lowered:
     """One function made ready for one kind of arguments; each stage is made when it is first asked for.
@@ -99,17 +103,18 @@ class Lowered:
         return self.target.compiled(self.spmd, self._all_kept, self.donated)
 
     def is_as(self, other: Lowered) -> bool:
-        """Whether another one is planned in the same way for the same program, so that this one will do for both."""
+        """Whether another one is planned in the same way for the same program, so that this one will do for both.
+
+        Values and equations are compared by identity. That is enough: what planning writes in the place of equations
+        belongs to the program, and is the same again where values are split in the same way (``passes.decompose``).
+        """
         alike = self.program.block is other.program.block and self.in_tree == other.in_tree
         same = self.target == other.target and self.donated == other.donated and self.padded == other.padded
         if not (alike and same):
             return False
         if self.program.argument_marks == other.program.argument_marks:
             return True
-        ours, theirs = self.plan, other.plan
-        return (ours.shardings, ours.splits, ours.orders, ours.rings) == (
-            theirs.shardings, theirs.splits, theirs.orders, theirs.rings
-        )  # fmt: skip
+        return all(getattr(self.plan, field) == getattr(other.plan, field) for field in _DECIDES)
 
     @functools.cached_property
     def unread(self) -> frozenset[int]:
@@ -124,12 +129,8 @@ class Lowered:
 
     def flat_results(self, arrays: Sequence[Any]) -> list[Any]:
         """The executable's results, those in padded parts as ``UnevenArray``."""
-        found = zip(self.program.block.outputs, self.spmd.out_shardings, arrays, strict=True)
-        orders, mesh = self.spmd.out_orders, self.mesh
-        return [
-            x if s.is_even(mesh, v.shape) else UnevenArray(x, v.shape, s, mesh.reordered(orders.get(i, mesh.order)))
-            for i, (v, s, x) in enumerate(found)
-        ]
+        found = zip(self.program.block.outputs, self._out_meshes, self.spmd.out_shardings, arrays, strict=True)
+        return [x if s.is_even(mesh, v.shape) else UnevenArray(x, v.shape, s, mesh) for v, mesh, s, x in found]
 
     # As jax.stages.Lowered.
 
@@ -181,9 +182,15 @@ class Lowered:
     @property
     def out_info(self) -> Any:
         """Shapes, dtypes and shardings of the results, in their structure."""
-        pairs = zip(self.program.block.outputs, self.spmd.out_shardings, strict=True)
-        infos = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=named_sharding(self.mesh, s)) for v, s in pairs]
+        found = zip(self.program.block.outputs, self._out_meshes, self.spmd.out_shardings, strict=True)
+        infos = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=named_sharding(mesh, s)) for v, mesh, s in found]
         return freed(jax.tree.unflatten(self.out_tree, infos))
+
+    @property
+    def _out_meshes(self) -> list[Mesh]:
+        """The mesh of each flat result, its devices in the order in which the parts are."""
+        orders, mesh = self.spmd.out_orders, self.mesh
+        return [mesh.reordered(orders[i]) if i in orders else mesh for i in range(len(self.program.block.outputs))]
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.layout import Layout, Names
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
+from gshard.core.tables import with_tables
 from gshard.remat.rematerialise import bytes_of
 from gshard.search.find import Begun, Best, PricedPlan, begin, finish
 from gshard.search.found import Found
@@ -32,6 +33,7 @@ def search(f: Callable[..., Any], *args: Any, over: Literal["layout"], **kwargs:
 
 
 @overload
+@with_tables
 def search(
     f: Callable[..., Any],
     *args: Any,

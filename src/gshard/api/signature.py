@@ -22,7 +22,7 @@ from gshard.core.jax_adapter_dispatch import is_token, named_arguments, trace_se
 from gshard.core.paths import leaf_names, parameters_of
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import UnevenArray
-from gshard.language.registry import custom_rules
+from gshard.language.registry import rules_version
 from gshard.tracing.by_jax import name_of
 
 
@@ -243,7 +243,7 @@ class Parameters:
             read = tuple(map(Leaf.of, leaves))
         except TypeError as error:
             raise self._no_array(arrays, leaves) from error
-        return Signature(tree, read, statics, (trace_settings(), custom_rules())), leaves
+        return Signature(tree, read, statics, (trace_settings(), rules_version())), leaves
 
     def _no_array(self, arrays: Any, leaves: Sequence[Any]) -> ArgumentError:
         for name, x in zip(leaf_names(self.f, arrays), leaves, strict=True):

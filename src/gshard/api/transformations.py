@@ -35,6 +35,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.core.tables import with_tables
 from gshard.language.mark_primitive import bind_mark
 from gshard.passes.compile import named_sharding
 from gshard.passes.partition import partition
@@ -44,6 +45,7 @@ call_p = Primitive("gshard_call")
 call_p.multiple_results = True
 
 
+@with_tables
 def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     """Calls a function (a closed jaxpr), partitioned, with flat arguments of which some belong to a transformation."""
     target = dataclasses.replace(target, reorders=False, keep_uneven=False)
@@ -76,6 +78,7 @@ def _program(jaxpr: Any, target: Target, marks: Sequence[Mark | None] | None = N
 
 
 @weakly_cached
+@with_tables
 def partitioned(jaxpr: Any, target: Target) -> SpmdProgram:
     """The per-device program of a closed jaxpr."""
     plan = _planned(jaxpr, target)

@@ -11,7 +11,6 @@ cuts are even, and the same atoms cut before and after.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from gshard.comm.route import Chunk, colored, pairs
 from gshard.comm.tiles import moved
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.sharding import Sharding
+from gshard.core.tables import tabulated
 
 Ints = NDArray[np.int64]
 
@@ -65,7 +65,7 @@ class Exchange:
         return senders.ravel(), np.broadcast_to(everyone[:, None], senders.shape).ravel()
 
 
-@functools.lru_cache(maxsize=64)
+@tabulated(64)
 def _messages(found: Exchange) -> tuple[tuple[Chunk, ...], ...]:
     receiver, target = np.indices(found.sender.shape)
     columns = (x.ravel().tolist() for x in (found.sender, found.source, receiver, target))
@@ -95,7 +95,7 @@ def _cutting(sharding: Sharding) -> set[str]:
     return {a for dim in sharding.dims for a in dim}
 
 
-@functools.lru_cache(maxsize=1024)
+@tabulated(1024)
 def exchange(before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) -> Exchange:
     """The tiles of two cuts of an array."""
     atoms = moved(before, after)

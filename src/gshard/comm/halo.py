@@ -22,7 +22,6 @@ sends them and no part is padded: there they are filled when what arrives is lai
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +32,7 @@ from jax import lax
 
 from gshard.comm.route import Chunk, Route, carry, chunks_of, pairs, routed
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.tables import tabulated
 from gshard.core.xla_workarounds import opaque_for_slice
 
 
@@ -144,7 +144,7 @@ class Window:
         return each * sum(self.messages(size))
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def _route(window: Window, size: int) -> Route | None:
     by_shifts = sum(shift.high - shift.low for shift in window.shifts(size) if shift.distance and shift.receivers)
     chunks: list[Chunk] = []
@@ -162,7 +162,7 @@ def _route(window: Window, size: int) -> Route | None:
     return route if sum(route.messages) < by_shifts else None
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def _plan(window: Window, size: int) -> tuple[Shift, ...]:
     needed: dict[int, tuple[int, int, list[int]]] = {}
     for i in window.receivers:

@@ -13,7 +13,6 @@ step that gathers everything at once: a gather appears only where a dimension re
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import math
@@ -36,6 +35,7 @@ from gshard.comm.steps import (
 from gshard.comm.tiles import can_be_exchanged, moved
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.sharding import Sharding
+from gshard.core.tables import tabulated
 
 # What one message costs beside its bytes, in bytes: keeps chains short where bytes are equal.
 _LATENCY = 64
@@ -63,7 +63,7 @@ def plan_reshard(
     return _planned(source, target, shape, itemsize, mesh)
 
 
-@functools.lru_cache(maxsize=65536)
+@tabulated(65536)
 def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
     if new := dict(set(target.unreduced) - set(source.unreduced)):
         finished = target.with_unreduced({a: m for a, m in target.unreduced if a not in new})
@@ -199,7 +199,7 @@ def _is_straight(step: Step, target: Sharding) -> bool:
     return step.kind != ALL_TO_ALL or not set(step.atoms).isdisjoint(target.dims[step.to])
 
 
-@functools.lru_cache(maxsize=65536)
+@tabulated(65536)
 def single_steps(
     here: Sharding,
     keep: frozenset[str],
@@ -259,7 +259,7 @@ def _arranged(here: Sharding, target: Sharding, mesh: Mesh) -> Sharding | None:
     return Sharding(tuple(dims), here.unreduced)
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def _blocks(source: Sharding, target: Sharding, mesh: Mesh, stay: bool) -> tuple[Atoms, ...]:
     """Atoms that may move as one: neighbours both in the source and in the target, or alike in not being there.
 

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.tables import tabulated
 from gshard.core.xla_workarounds import opaque_for_slice
 
 
@@ -63,7 +64,7 @@ class Route:
         return tuple(max(chunk.length for chunk in chunks) for chunks in self.rounds)
 
 
-@functools.lru_cache(maxsize=1024)
+@tabulated(1024)
 def routed(chunks: tuple[Chunk, ...]) -> Route:
     """Chunks in rounds."""
     stay = colored([p for p in chunks if p.source == p.receiver])

@@ -40,6 +40,7 @@ from gshard.comm.route import Chunk, Route, carry, chunks_of, routed
 from gshard.comm.tiles import exchanged
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
+from gshard.core.tables import tabulated
 
 ALL_SLICE, ALL_GATHER, ALL_TO_ALL = "all_slice", "all_gather", "all_to_all"
 PERMUTE, REDUCE_SCATTER, ALL_REDUCE = "collective_permute", "reduce_scatter", "all_reduce"
@@ -204,7 +205,7 @@ def _dealt(x: Any, split: int, joined: int, g: int, atoms: Atoms) -> Any:
     return jnp.moveaxis(found, 0, joined).reshape(shape)
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def _lined_up(step: Step, n: int, mesh: Mesh) -> tuple[Route | None, int]:
     """What parts exchange before they are gathered, and how many elements each then has."""
     parts, group = mesh.count(step.before.dims[step.dim]), mesh.count(step.atoms)
@@ -381,7 +382,7 @@ def targets(before: Sharding, after: Sharding, mesh: Mesh) -> NDArray[np.intp]:
     return found
 
 
-@functools.lru_cache(maxsize=16)
+@tabulated(16)
 def _positions(mesh: Mesh) -> dict[str, NDArray[np.intp]]:
     """Where each device is along each atom."""
     positions = np.indices([mesh.atom_sizes[a] for a in mesh.atoms]).reshape(len(mesh.atoms), mesh.size)

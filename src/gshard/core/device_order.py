@@ -15,7 +15,6 @@ order to another every part takes one CollectivePermute.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ import numpy as np
 
 from gshard.core.errors import ShardingError
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.tables import tabulated
 
 Order = tuple[int, ...]  # the device at each position; () as the mesh came
 
@@ -105,7 +105,7 @@ def _positions(mesh: Mesh) -> np.ndarray:
     return np.argsort(mesh.order) if mesh.order else np.arange(mesh.size)
 
 
-@functools.lru_cache(maxsize=1024)
+@tabulated(1024)
 def positions_of_parts(dims: tuple[Atoms, ...], mesh: Mesh) -> Any:
     """For each part the positions that hold it, in rising order: ``[*parts, copies]``."""
     return np.sort(table_of_axes(dims, tuple(mesh.atom_sizes.items()), range(mesh.size)))

@@ -12,7 +12,6 @@ given, and a hint.
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -77,7 +76,6 @@ class ArgumentError(GShardError, TypeError):
     """An argument of a call, or what names arguments, is not what it must be."""
 
 
-@functools.lru_cache(maxsize=256)
 def _also_of_type(ours: Any, theirs: Any) -> Any:
     """A class of errors that is both; prints as ours does."""
     if issubclass(ours, theirs):

@@ -7,7 +7,6 @@ something JAX offers no public door to (the user's source line).
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import re
@@ -32,6 +31,8 @@ from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
 
+from gshard.core.tables import tabulated
+
 # Frames of the partitioner are not the user's; the model library's are, since it is written as users write.
 for _folder in ("core", "comm", "language", "rules", "tracing", "passes", "analysis", "remat", "api"):
     _public_source_info.register_exclusion(os.path.join(os.path.dirname(os.path.dirname(__file__)), _folder))
@@ -41,7 +42,7 @@ for _folder in ("core", "comm", "language", "rules", "tracing", "passes", "analy
 _FRAMEWORKS = re.compile(r"[/\\](site|dist)-packages[/\\](chex|einops|equinox|flax|haiku|jaxtyping|optax|penzai)[/\\]")
 
 
-@functools.lru_cache(maxsize=64)
+@tabulated(64)
 def _user_frame(traceback: Any) -> Any:
     """The innermost frame that is not JAX's, ours or, if there is another one, a framework's."""
     frames = list(_source_info_util.user_frames(traceback))

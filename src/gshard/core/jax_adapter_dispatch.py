@@ -263,12 +263,15 @@ def forget_traces(f: Any) -> None:
         _partial_eval.trace_to_jaxpr.evict_weakref(f)
 
 
+_PACKED = ("int2", "int4", "uint2", "uint4")
+
+
 def executed(compiled: Any, arrays: Sequence[Any]) -> list[Any]:
     """Runs a compiled program on placed arrays.
 
     What is called in public compares layouts first, and takes those of 4-bit integers for different ones.
     """
-    if any(a.dtype.name in ("int2", "int4", "uint2", "uint4") for a in compiled._executable.in_avals):
+    if any(a.dtype.name in _PACKED for a in compiled._executable.in_avals):
         return list(compiled._executable.unsafe_call(*arrays))
     return list(compiled(*arrays))
 
@@ -276,6 +279,27 @@ def executed(compiled: Any, arrays: Sequence[Any]) -> list[Any]:
 def kept_arguments(compiled: Any) -> frozenset[int]:
     """The flat arguments that a compiled program is given, by number."""
     return frozenset(compiled._executable._kept_var_idx)
+
+
+def input_layouts(compiled: Any, captured: int) -> dict[int, Any]:
+    """The layout in memory that a compiled program expects of each flat argument that it reads, by its number.
+
+    Left out are arrays whose layout JAX does not state exactly: random keys, integers of 2 and 4 bits.
+    """
+    executable = compiled._executable
+    read = sorted(executable._kept_var_idx)
+    layouts = getattr(executable, "_xla_in_layouts", None) or [None] * len(read)
+    found = zip(read, layouts, executable.in_avals, strict=True)
+    return {i - captured: layout for i, layout, a in found if i >= captured and layout and _has_plain_layout(a.dtype)}
+
+
+def _has_plain_layout(dtype: Any) -> bool:
+    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and dtype.name not in _PACKED
+
+
+def layout_of(x: Any) -> Any:
+    """How an array lies in the memory of its devices."""
+    return x.format.layout
 
 
 def fast_path(compiled: Any, out_tree: Any, results: Sequence[Any], captured: Sequence[Any], leaves: int) -> Any:

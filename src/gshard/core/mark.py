@@ -221,14 +221,16 @@ def _axis(name: str, mesh: Mesh) -> Atoms:
 
 
 def _named(mark: Mark, mesh: Mesh, ndim: int) -> list[tuple[str, ...] | None]:
-    """For each dimension the axes it is cut over; None where that is open."""
+    """For each dimension the axes it is cut over; None where that is open. Axes of one device cut nothing."""
+    of_one_device = {name for name, size in mark.axes if size == 1}
 
     def axes(entry: Any) -> tuple[str, ...] | None:
         if entry is PartitionSpec.UNCONSTRAINED:
             return None
         if isinstance(entry, int):
             return atoms_of_partitions(entry, mesh)
-        return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        return tuple(name for name in names if name not in of_one_device)
 
     return [axes(entry) for entry in (*mark.spec, *(None,) * (ndim - len(mark.spec)))]
 
@@ -237,12 +239,15 @@ def _spec(mark: Mark, mesh: Mesh, ndim: int) -> tuple[list[Atoms | None], Order]
     named = _named(mark, mesh, ndim)
     ours = mesh.order_of(mark.devices)
     known = all(mesh.atoms_of.get(n, (n,)) and mesh.count(_axis_or_none(n, mesh)) == s for n, s in mark.axes)
-    if known and ours == mesh.order:
+    # Axes of the same names and sizes are along other devices if they come in another order.
+    in_order = tuple(a for n, _ in mark.axes for a in _axis_or_none(n, mesh)) == mesh.atoms
+    by_name = known and (in_order or not mark.devices)
+    if by_name and ours == mesh.order:
         return [None if dim is None else tuple(a for n in dim for a in _axis(n, mesh)) for dim in named], ours
     dims = [dim or () for dim in named]
-    if known:  # by the atoms, since a name may be one of an atom's
+    if by_name:  # by the atoms, since a name may be one of an atom's
         dims = [tuple(a for n in dim for a in _axis(n, mesh)) for dim in dims]
-    axes = tuple(mesh.atom_sizes.items()) if known else mark.axes
+    axes = tuple(mesh.atom_sizes.items()) if by_name else mark.axes
     if math.prod(size for _, size in axes) != mesh.size:
         raise ShardingError(
             f"a sharding over {math.prod(size for _, size in axes)} devices cannot be one over {mesh.size}.",

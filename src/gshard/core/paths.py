@@ -9,13 +9,14 @@ and ``**`` for any number of components.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+
+from gshard.core.tables import tabulated
 
 
 def path_of(argument: str, keys: Sequence[Any]) -> str:
@@ -41,7 +42,7 @@ def component(key: Any) -> str:
     return str(key)
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def matches(pattern: str, path: str) -> bool:
     """Whether a pattern is one of this path."""
     return _match(tuple(pattern.split("/")), tuple(path.split("/")))

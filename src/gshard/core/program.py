@@ -16,9 +16,13 @@ import jax
 import numpy as np
 
 from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
 from gshard.core.rule import Dims, Factor, Rule
+from gshard.core.tables import tabulated
+
+_DECOMPOSED = 8  # of the ways in which a program's values are split, the latest ones
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +98,7 @@ class Edge:
         return _edge_rule(self.inner.shape, self.stacked)
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def _edge_rule(inner: tuple[int, ...], stacked: int) -> Rule:
     factors = tuple(Factor(n) for n in inner)
     inner_dims: Dims = tuple((i,) for i in range(len(inner)))
@@ -187,6 +191,8 @@ class Program:
         weak: for each result whether its type is weak; none are if it is empty.
         named: the values that have names of dimensions, in order.
         layout: what these mean; None if nothing.
+        decomposed: blocks that take the place of ``block``, by how many parts its values are in
+            (``passes.decompose``); programs with other marks share them.
     """
 
     block: Block
@@ -198,6 +204,7 @@ class Program:
     weak: tuple[bool, ...] = ()
     named: tuple[Named, ...] = ()
     layout: Layout | None = None
+    decomposed: Cache = dataclasses.field(default_factory=lambda: Cache(_DECOMPOSED))
 
     def state(self, inputs: Iterable[int]) -> list[tuple[int, Value]]:
         """Those of some inputs for which there is a result of the same shape and dtype, with that result.

@@ -50,7 +50,7 @@ def rule(primitive: Any, *, target: Any = None, replace: bool = False) -> Callab
         target: what an FFI call (``"ffi_call"``) names as its target, or the function that a ``"pure_callback"``
             calls; None for all equations of the primitive.
         replace: whether a rule of gshard's own may be replaced. A rule of your own is always replaced; functions that
-            ``gshard.jit`` has planned already stay as they are.
+            ``gshard.jit`` has planned already are planned again when they are called next.
 
     Returns:
         a function that takes the rule: its text; or a function from a ``gshard.Call`` to what ``RuleMaker.rule`` gives.

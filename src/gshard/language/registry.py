@@ -14,8 +14,11 @@ and refused under ``strict=True``.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import user_line
@@ -29,9 +32,30 @@ _RULES: dict[str, RuleFunction] = {}
 _CUSTOM: dict[str, dict[Any, RuleFunction]] = {}
 
 
-def custom_rules() -> tuple[Any, ...]:
-    """The rules that users registered, as a key: a program that was planned with other rules is another one."""
-    return tuple((name, target, id(f)) for name, found in _CUSTOM.items() for target, f in found.items())
+class _Version:
+    """Counts the changes of ``_CUSTOM``, and tells others of each."""
+
+    def __init__(self) -> None:
+        self.number, self.followers = 0, weakref.WeakSet[Any]()
+
+    def next(self) -> None:
+        """Counts one, and clears what was made before."""
+        self.number += 1
+        for follower in list(self.followers):
+            follower.clear()
+
+
+_VERSION = _Version()
+
+
+def rules_version() -> int:
+    """Grows with every change of the rules that users registered: a program planned before is planned again."""
+    return _VERSION.number
+
+
+def cleared_with_rules(follower: Any) -> None:
+    """Calls ``follower.clear()`` at every change of the rules that users registered, while it lives."""
+    _VERSION.followers.add(follower)
 
 
 def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -64,13 +88,24 @@ def rule_of(call: Call, source: Any = None) -> Rule:
 
 
 def register_custom(name: str, target: Any, function: RuleFunction) -> None:
-    """Enters a user's rule, for all equations of a primitive or for those that call ``target``."""
-    _CUSTOM.setdefault(name, {})[target] = function
+    """Enters a user's rule, for all equations of a primitive or for those that call ``target``.
+
+    Programs that were planned before are planned again. One that stands for another also clears JAX's caches: programs
+    of ``jax.jit`` around a partitioned function were made with the other one.
+    """
+    known = _CUSTOM.setdefault(name, {})
+    replaces = target in known or (target is None and is_our_own(name))
+    known[target] = function
+    _VERSION.next()
+    if replaces:
+        jax.clear_caches()
 
 
 def unregister(name: str) -> None:
-    """Removes the rules that users registered for a primitive."""
-    _CUSTOM.pop(name, None)
+    """Removes the rules that users registered for a primitive, and clears what was made with them."""
+    if _CUSTOM.pop(name, None):
+        _VERSION.next()
+        jax.clear_caches()
 
 
 def is_our_own(name: str) -> bool:

@@ -10,7 +10,6 @@ may change. So is, in ``x + y``, a value that others read, too: what they want i
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Collection, Mapping
 
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 
 from gshard.core.program import Constant, Equation, Program, Value
 from gshard.core.rule import PARALLEL, REDUCE, Rule
+from gshard.core.tables import tabulated
 
 _ADDED = frozenset({"add", "mul"})  # what only numbers can be combined by
 
@@ -127,7 +127,7 @@ def _together(
     return found if len(found) > 1 else []
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def _ties(rule: Rule) -> tuple[tuple[int, frozenset[str]], ...]:
     """The operands of an elementwise rule that have the dimensions of its result, and by which monoids parts pass."""
     dims = rule.results[0] if len(rule.results) == 1 else ()

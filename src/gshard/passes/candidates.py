@@ -10,7 +10,6 @@ Equations of one rule whose arrays are sharded alike have the same candidates: t
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from gshard.core.program import Equation, Value, itemsize
 from gshard.core.rule import PARALLEL, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, project
+from gshard.core.tables import tabulated
 
 _PADDING = 1.0  # with which a dimension may be cut, as a part of it, where none divides evenly
 
@@ -49,7 +49,7 @@ def arrays_of(equation: Equation, shardings: Mapping[Value, Sharding]) -> Arrays
     )
 
 
-@functools.lru_cache(maxsize=16384)
+@tabulated(16384)
 def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
     """Splits worth considering, without duplicates; one of them splits nothing (unless there is no choice).
 

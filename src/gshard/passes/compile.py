@@ -16,6 +16,7 @@ from gshard.core.jax_adapter_dispatch import executed, names_devices
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.core.tables import tabulated, with_tables
 from gshard.passes.partition import spec
 
 
@@ -88,7 +89,7 @@ def named_sharding(mesh: Mesh, sharding: Sharding) -> NamedSharding:
     return _named_sharding(mesh, sharding, mesh.given)
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def _named_sharding(mesh: Mesh, sharding: Sharding, _: Any) -> NamedSharding:
     # Meshes are equal whatever mesh of JAX's they were read from, so that one is a part of the key.
     own = mesh.spec_of(sharding.dims)
@@ -99,6 +100,7 @@ def _over_atoms(mesh: Mesh, sharding: Sharding) -> NamedSharding:
     return NamedSharding(mesh.jax_mesh, spec(sharding))
 
 
+@with_tables
 def compile_spmd(
     spmd: SpmdProgram,
     donated: frozenset[int] = frozenset(),

@@ -45,7 +45,18 @@ class Decompositions:
         self.products = products(program)
 
     def taken(self, dims: Dims, mesh: Mesh) -> Program | None:
-        """The program that it is where values are split so; None if it is as it is."""
+        """The program that it is where values are split so; None if it is as it is.
+
+        Where values are in as many parts as before, it is the very same program: its values are compared by identity.
+        """
+        if not (self.loops or self.transforms or self.blocks or self.products):
+            return None
+        block = self.program.block
+        parts = tuple(tuple(map(mesh.count, dims[v])) for v in block.values())
+        made = self.program.decomposed.get((block, parts), lambda: self._taken(dims, mesh))
+        return None if made is None else dataclasses.replace(self.program, block=made)
+
+    def _taken(self, dims: Dims, mesh: Mesh) -> Block | None:
         instead: dict[Equation, Sequence[Equation]] = {}
         for edge, loop in self.loops:
             inside = (v for body in loop.blocks for v in body.values())
@@ -67,7 +78,7 @@ class Decompositions:
             for region in closed_regions(block, lambda v, d: mesh.count(dims[v][d])):
                 if instead.keys().isdisjoint(region.equations):
                     instead |= written(region, block, writer.fresh, writer.write)
-        return with_others(self.program, instead, tables) if instead else None
+        return with_others(self.program, instead, tables).block if instead else None
 
 
 @dataclasses.dataclass

@@ -11,7 +11,6 @@ remains are *kernels*: contractions, reductions, look-ups, collectives, and what
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from gshard.comm.collectives import KINDS
 from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize
 from gshard.core.rule import COMMUNICATE, MONOIDS, PARALLEL, REDUCE, Rule, moves
 from gshard.core.spmd import SpmdProgram
+from gshard.core.tables import tabulated
 from gshard.passes.trace import block_of
 
 COLLECTIVE, REGION, FUSED, REDUCTION, PRODUCT, OPERATOR, PASSING = (
@@ -108,7 +108,7 @@ def is_looked_up(rule: Rule, operand: int) -> bool:
     return any(rule.factors[f].monoid == "pick" for dim in rule.operands[operand] for f in dim)
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def moves_elements(rule: Rule) -> bool:
     """Whether each element of the results is one of an operand, at another place: windows, paddings, reversals."""
     if not rule.known or _MONOIDS - {monoid for monoid, _ in rule.linear}:
@@ -166,7 +166,7 @@ def _multiplies(e: Equation, rule: Rule) -> bool:
     return bool(shared) and rule.flops >= 2 * math.prod(shared) * math.prod(e.outputs[0].shape) > 0
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def _kind_of_rule(rule: Rule) -> str:
     if rule.passes and len(rule.operands) > 1:
         return PASSING

@@ -6,7 +6,6 @@ Without a machine that is bytes sent, with operations and messages counted as by
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -20,8 +19,9 @@ from gshard.core.program import Block, Equation
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
+from gshard.core.tables import tabulated
 from gshard.passes.device_program import Kernel, kind_of
-from gshard.passes.moves import Moves
+from gshard.passes.moves import Moves, has_many
 from gshard.passes.ways import share
 from gshard.solver.problem import Floats
 
@@ -144,12 +144,17 @@ class Bytes(Moves):
         return rule.flops * OTHER * np.array(parts)
 
 
-@functools.lru_cache(maxsize=64)
 def bytes_on(mesh: Mesh, axes: tuple[Atoms, ...]) -> Bytes:
-    """The objective for a mesh; what moves cost is known from plan to plan.
+    """The objective for a mesh.
 
-    Its mesh may be another one that is equal: meshes are, whatever they were read from.
+    Plans that are made together share what moves cost. Its mesh may be another one that is equal: meshes are, whatever
+    they were read from. Where there are many axes, each plan has its own, since moves lead over its own shardings only.
     """
+    return Bytes(mesh, axes) if has_many(mesh, axes) else _shared_bytes(mesh, axes)
+
+
+@tabulated(64)
+def _shared_bytes(mesh: Mesh, axes: tuple[Atoms, ...]) -> Bytes:
     return Bytes(mesh, axes)
 
 

@@ -33,11 +33,13 @@ from gshard.core.ring import Ring, entering, leaving
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
+from gshard.core.tables import with_tables
 from gshard.core.uneven import padded_shape
 from gshard.language.region import REGIONS
 
 
 @collected_seldom()
+@with_tables
 def partition(plan: Plan) -> SpmdProgram:
     """Emits the per-device program of a plan."""
     mesh, block, entry, leave = plan.mesh, plan.program.block, plan.entry, plan.leave

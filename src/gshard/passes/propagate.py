@@ -19,6 +19,7 @@ from gshard.core.garbage import collected_seldom
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
+from gshard.core.tables import with_tables
 from gshard.passes.at_border import at_border
 from gshard.passes.choices import graph_of
 from gshard.passes.facts import Facts, demands, facts_of
@@ -38,6 +39,7 @@ _NEARLY = 1e-3  # at which few states are left that could be better
 
 
 @collected_seldom()
+@with_tables
 def propagate(
     program: Program,
     mesh: Mesh,
@@ -119,6 +121,7 @@ def decided(graph: Graph, chosen: Ints, facts: Facts) -> Plan:
     )  # fmt: skip
 
 
+@with_tables
 def in_best_order(program: Program, mesh: Mesh) -> Mesh:
     """The mesh with its devices in the order that the marks ask for, or most bytes of them where they do not agree."""
     asked = {demand.order: None for _, demand, _ in demands(program, mesh)}

@@ -32,6 +32,7 @@ from gshard.core.mark import Mark
 from gshard.core.paths import leaf_names
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
+from gshard.core.tables import with_tables
 from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
@@ -88,6 +89,7 @@ def trace(
     return program_of(whole, out_tree, name_of(f), leaf_names(f, (args, kwargs)), argument_marks)
 
 
+@with_tables
 def program_of(
     whole: Any,
     out_tree: Any,

@@ -11,7 +11,6 @@ stay unreduced, to the sum. Axes that meet in a dimension stand there in the mes
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.rule import REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid
+from gshard.core.tables import tabulated
 from gshard.passes.moves import has_many, is_considered, parts_of
 
 # Unequal parts are considered where the devices compute at most this much more for padding.
@@ -29,7 +29,7 @@ _CHANGES = 2  # axes that may be elsewhere than is expected, where there are man
 Cuts = frozenset[tuple[int, Atoms]]
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def shardings(
     shape: tuple[int, ...],
     mesh: Mesh,
@@ -108,7 +108,7 @@ class Component:
     results: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def components(rule: Rule) -> tuple[Component, ...]:
     """The components of a rule, in the order of their operands.
 
@@ -129,7 +129,7 @@ def components(rule: Rule) -> tuple[Component, ...]:
     return tuple(found)
 
 
-@functools.lru_cache(maxsize=4096)
+@tabulated(4096)
 def splits(
     rule: Rule,
     component: Component,

@@ -19,6 +19,7 @@ from gshard.core.program import Block, Equation, Value, itemsize
 from gshard.core.ring import Ring, entering
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
+from gshard.core.tables import with_tables
 from gshard.language.region import REGIONS
 
 
@@ -57,6 +58,7 @@ class Policy(Protocol):
         """What decides for the equations of a plan."""
 
 
+@with_tables
 def windowed(plan: Plan, policy: Policy | None) -> Plan:
     """The plan with the rings that a policy wants.
 

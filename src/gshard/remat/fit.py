@@ -14,12 +14,14 @@ import jax
 from gshard.analysis.machine import Machine
 from gshard.core.program import format_bytes
 from gshard.core.spmd import SpmdProgram
+from gshard.core.tables import with_tables
 from gshard.passes.compile import Executable, compile_spmd
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
 
 _ATTEMPTS = 6
 
 
+@with_tables
 def compiled_within(
     program: SpmdProgram,
     spmd: SpmdProgram,

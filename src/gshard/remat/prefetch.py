@@ -35,6 +35,7 @@ from gshard.comm.steps import ALL_GATHER
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import Collective, Prefetched, SpmdProgram
+from gshard.core.tables import with_tables
 from gshard.language.interpret import Interpreter, value_of
 from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
 from gshard.remat.replay import run_by
@@ -42,6 +43,7 @@ from gshard.remat.straight_line import without_dead_code
 from gshard.tracing.subexpression import is_repeatable
 
 
+@with_tables
 def prefetched(
     spmd: SpmdProgram,
     machine: Machine,

@@ -22,6 +22,7 @@ from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Equation, Value, format_bytes
 from gshard.core.spmd import Recomputation, Recomputed, SpmdProgram
+from gshard.core.tables import with_tables
 from gshard.language.region import with_edges
 from gshard.passes.device_program import REGION, Kernel, Kernels, device_program, flops, kernels_of, size
 from gshard.remat.liveness import Liveness, liveness_of
@@ -61,6 +62,7 @@ def bytes_of(limit: int | str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
+@with_tables
 def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iterable[int] = ()) -> SpmdProgram:
     """Makes a per-device program fit by computing some values twice.
 

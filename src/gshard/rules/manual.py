@@ -10,7 +10,6 @@ Such an equation has no choice: its rule names the one split in which it can run
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ from gshard.core.mark import Mark, atoms_of_partitions, resolve
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.core.split import Split
+from gshard.core.tables import tabulated
 from gshard.language.per_device import renamed
 from gshard.language.registry import Call, rule
 
@@ -125,7 +125,7 @@ def _check_devices(user_mesh: Any, mesh: Mesh) -> None:
         )
 
 
-@functools.lru_cache(maxsize=64)
+@tabulated(64)
 def _atoms_of_axes(axes: tuple[tuple[str, int], ...], mesh: Mesh) -> Mapping[str, Atoms]:
     """The atoms of each axis of the user's mesh."""
     return {name: _cuts((name,), axes, mesh, (mesh.size,))[0] for name, _ in axes}

@@ -25,6 +25,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
+from gshard.core.tables import with_tables
 from gshard.passes.choices import graph_of
 from gshard.passes.facts import demands, facts_of
 from gshard.passes.graph import Graph
@@ -147,6 +148,7 @@ class Begun:
         return not fits, float(f"{last.value:.9g}") if fits else last.peak
 
 
+@with_tables
 def begin(
     program: Program,
     mesh: Mesh,
@@ -178,6 +180,7 @@ def begin(
     return min(found, key=lambda one: one.rank)
 
 
+@with_tables
 def best_plan(
     program: Program,
     mesh: Mesh,
@@ -208,6 +211,7 @@ def best_plan(
     return finish(begun, machine, donated=donated, budget_seconds=budget_seconds, on_better=on_better)
 
 
+@with_tables
 def finish(
     begun: Begun,
     machine: Machine,

@@ -18,6 +18,7 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
+from gshard.core.tables import with_tables
 from gshard.passes.facts import Facts, facts_of
 from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.partition import partition
@@ -45,6 +46,7 @@ class Propagated:
         return math.inf if self.cost is None else self.cost.seconds
 
 
+@with_tables
 def propagated(
     program: Program,
     mesh: Mesh,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
@@ -18,8 +17,9 @@ from gshard.core.plan import local_bytes
 from gshard.core.program import Block, Equation, Value, short_dtype
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.core.tables import tabulated
 from gshard.passes.device_program import PRODUCT, Kernel, flops, is_looked_up, kernels_of
-from gshard.passes.moves import Moves
+from gshard.passes.moves import Moves, has_many
 from gshard.passes.objective import Windows
 from gshard.passes.ways import share
 from gshard.search.emitted import Emitted, as_kernel, emitted_alone, has_own_way
@@ -135,16 +135,18 @@ def _of(kernel: Kernel, part: float) -> tuple[float, float]:
 def seconds_on(
     machine: Machine, *, joined: bool = False, call: float | None = None
 ) -> Callable[[Mesh, tuple[Atoms, ...]], Seconds]:
-    """The objective for meshes of a machine's devices; what moves cost is known from plan to plan.
+    """The objective for meshes of a machine's devices; plans that are made together share what moves cost.
 
     Where ``call`` says what the program takes, roughly, memory counts: a byte that a loop stacks costs of that time,
     for as long as it is there, the share that it is of the memory.
     """
 
     def objective(mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
-        known = _seconds_on(machine, joined, mesh, axes)
+        if has_many(mesh, axes):  # moves lead over the shardings of one plan only
+            known = Seconds(mesh, machine, axes, joined=joined)
+        else:
+            known = copy.copy(_shared_seconds(machine, joined, mesh, axes))
         if call is not None:
-            known = copy.copy(known)
             known.a_byte_stacked = _HELD * call / machine.memory
         return known
 
@@ -156,6 +158,6 @@ def on_machine(mesh: Mesh, machine: Machine, *, joined: bool = False) -> Mesh:
     return dataclasses.replace(mesh, times=StepTimes(machine, joined))
 
 
-@functools.lru_cache(maxsize=16)
-def _seconds_on(machine: Machine, joined: bool, mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
+@tabulated(16)
+def _shared_seconds(machine: Machine, joined: bool, mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
     return Seconds(mesh, machine, axes, joined=joined)

@@ -25,6 +25,7 @@ from jax.extend import core
 
 from gshard.core import jax_adapter
 from gshard.core.errors import RuleError, TraceError
+from gshard.core.tables import with_tables
 from gshard.simulator.simulated_collectives import COLLECTIVES, AxisSizes, PerDevice, run_collective
 from gshard.simulator.simulated_runs import (
     Communication,
@@ -37,6 +38,7 @@ from gshard.simulator.simulated_runs import (
 )
 
 
+@with_tables
 def simulate(
     jaxpr: Any, consts: Sequence[Any], axis_sizes: Mapping[str, int], stacked_args: Sequence[Any]
 ) -> list[np.ndarray]:
@@ -67,6 +69,7 @@ def simulate(
     return [_stack(value) for value in _interpret(jaxpr, sizes, devices, [*held, *arguments])]
 
 
+@with_tables
 def simulate_function(
     function: Callable[..., Any], axis_sizes: Mapping[str, int], *stacked_args: Any
 ) -> list[np.ndarray]:

@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from gshard.core.errors import RuleError
+from gshard.core.tables import tabulated
 
 AxisSizes = tuple[tuple[str, int], ...]
 Groups = tuple[tuple[int, ...], ...]
 PerDevice = list[Any]
 
 
-@functools.lru_cache(maxsize=1024)
+@tabulated(1024)
 def device_groups(axis_sizes: AxisSizes, axes: tuple[str, ...], index_groups: Groups | None = None) -> Groups:
     """The devices that communicate in a collective over ``axes``.
 

@@ -16,7 +16,6 @@ primitives, parameters and wiring are equal, and equal runs share one compiled f
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from jax.extend import core
 
 from gshard.core import jax_adapter
 from gshard.core.errors import TraceError
+from gshard.core.tables import tabulated
 from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.simulator.simulated_collectives import COLLECTIVES
 
@@ -101,14 +101,14 @@ class FlatProgram:
     results: tuple[Operand, ...]
 
 
-@functools.lru_cache(maxsize=1024)
+@tabulated(1024)
 def communicates(jaxpr: Any) -> bool:
     """Whether devices depend on each other anywhere inside; ``axis_index`` alone is no communication."""
     eqns = jax_adapter.closed(jaxpr)[0].eqns
     return any(_communicates(eqn) and eqn.primitive.name != "axis_index" for eqn in eqns)
 
 
-@functools.lru_cache(maxsize=1024)
+@tabulated(1024)
 def names_axes(jaxpr: Any) -> bool:
     """Whether something inside names a mesh axis, so that it cannot run on a single device as it stands."""
     eqns = jax_adapter.closed(jaxpr)[0].eqns
@@ -127,7 +127,7 @@ def _names_axes(eqn: core.JaxprEqn) -> bool:
     return any(map(names_axes, inner)) if inner else bool(jax_adapter.named_axes(eqn))
 
 
-@functools.lru_cache(maxsize=256)
+@tabulated(256)
 def flat_program(jaxpr: Any) -> FlatProgram:
     """The time line of a jaxpr, ClosedJaxpr or Jaxpr."""
     timeline = _Timeline()
@@ -229,7 +229,7 @@ def compiled(run: Run) -> Callable[..., list[Any]]:
         return _shared.__wrapped__(run)
 
 
-@functools.lru_cache(maxsize=1024)
+@tabulated(1024)
 def _shared(run: Run) -> Callable[..., list[Any]]:
     def call(*operands: Any) -> list[Any]:
         env = dict(enumerate(operands))
