@@ -5,15 +5,18 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$python; break; fi; done)
 
 VENV := .venv
+# The environment of `make test-newest`: another Python, which the lock gives a newer JAX.
+VENV_NEWEST := .venv-newest
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Test processes at a time (each has 8 virtual devices); `make test WORKERS=0` for one process.
 WORKERS ?= logical
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4
+PYTEST_OPTIONS := --numprocesses $(WORKERS) --maxprocesses 4
+PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-full lint format types docs operators gallery screenshots demo bench jax-tests lock clean
+.PHONY: help setup test test-full test-newest lint format types docs operators gallery screenshots demo bench jax-tests lock clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -37,6 +40,11 @@ test: setup lint types docs  ## what a change must pass: lint, types, documentat
 
 test-full: setup lint types docs  ## the same with the long sweeps
 	$(PYTEST) -m "not network" --timeout 3600
+
+test-newest: setup  ## run the laws on the newest JAX, if .venv has another one and a Python for it is found
+	@python=$$($(BIN)/python scripts/newest_python.py) && if test -n "$$python"; then \
+		$(MAKE) --no-print-directory setup VENV=$(VENV_NEWEST) PYTHON="$$python" && \
+		$(VENV_NEWEST)/bin/python -m pytest $(PYTEST_OPTIONS) tests/laws; fi
 
 lint: $(STAMP)  ## check style
 	$(BIN)/ruff check
@@ -75,6 +83,6 @@ LOCK_PYTHONS ?= python3.11 python3.12 python3.13
 lock:  ## rewrite requirements.lock from pyproject.toml (LOCK_PYTHONS="..." names the Pythons)
 	$(or $(PYTHON),python3) scripts/lock.py $(LOCK_PYTHONS)
 
-clean:  ## remove what was built, except .venv
+clean:  ## remove what was built, except .venv and .venv-newest
 	rm -rf build dist docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests benchmarks examples docs scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -62,7 +62,7 @@ def read(compiled: Any, machine: Machine) -> dict[str, Any]:
     """What a compiled program sends, holds and takes."""
     text = compiled.as_text()
     rows = schedule(text)
-    cycle = 2 * overlap.MATRIX_UNITS[machine.name.partition(":")[0]] * 128 * 128 / machine.rate("bf16")
+    cycle = 2 * overlap.MATRIX_UNITS[machine.kind] * 128 * 128 / machine.rate("bf16")
     waited = sum(max(MESSAGE, overlap.taken(r, machine) - r.beside * cycle) * r.times for r in rows if r.sent)
     kinds: dict[str, int] = {}
     for r in rows:

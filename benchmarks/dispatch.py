@@ -1,4 +1,4 @@
-"""Claim: a call of ``gshard.jit`` costs the host at most 1.3 times a call of ``jax.jit``.
+"""Claim: a call of ``gshard.jit`` costs the host at most 1.1 times a call of ``jax.jit`` where nothing has to move.
 
 The program adds one to every leaf of a pytree of small arrays, so that the time of a call is what Python and the
 runtime spend on handing arguments over. Both sides run the same function on the same placed arrays; a row is a number
@@ -7,6 +7,8 @@ of leaves, a number of virtual devices, and a way in which the arguments are pla
     whole     by the user, with ``NamedSharding(mesh, P())``
     batch     by the user, with ``NamedSharding(mesh, P("data"))``
     state     by the function itself: its results are donated to the next call
+    moved     by the user, with ``NamedSharding(mesh, P())``, though ``in_shardings=P("data")`` wants them otherwise, so
+              that each call moves them. ``jax.jit`` refuses such arguments: its side calls ``jax.device_put`` first
 
 Sides run in turns, a batch of calls each, after both have been called before; the order within a pair changes. ``host``
 is the time until the last call of a batch has returned, ``all`` the time until its results are there, each a ratio of
@@ -37,8 +39,8 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 
-TARGET = 1.3
-PLACEMENTS = {"whole": P(), "batch": P("data"), "state": P("data")}
+TARGET = 1.1  # of rows in which nothing moves
+PLACEMENTS = {"whole": P(), "batch": P("data"), "state": P("data"), "moved": P()}
 SECONDS = 0.03  # of one batch of calls
 SHAPE = (16, 2)
 
@@ -72,10 +74,18 @@ def measure(leaves: int, devices: int, placement: str, pairs: int) -> dict[str, 
     mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
     sharding, is_state = NamedSharding(mesh, PLACEMENTS[placement]), placement == "state"
     donate = (0,) if is_state else ()
-    sides: dict[str, Step] = {
-        "ours": gshard.jit(step, mesh=mesh, donate_argnums=donate),
-        "jax": jax.jit(step, donate_argnums=donate),
-    }
+    if placement == "moved":
+        there = NamedSharding(mesh, P("data"))
+        by_jax = jax.jit(step, in_shardings=there)
+        sides: dict[str, Step] = {
+            "ours": gshard.jit(step, mesh=mesh, in_shardings=P("data")),
+            "jax": lambda tree: by_jax(jax.device_put(tree, there)),
+        }
+    else:
+        sides = {
+            "ours": gshard.jit(step, mesh=mesh, donate_argnums=donate),
+            "jax": jax.jit(step, donate_argnums=donate),
+        }
     # Each side has arrays of its own: a donated one is gone.
     trees = {
         name: {f"leaf{i}": jax.device_put(jnp.full(SHAPE, i, jnp.float32), sharding) for i in range(leaves)}
@@ -122,14 +132,16 @@ def main() -> None:
         for leaves in options.leaves:
             for placement in PLACEMENTS:
                 found = measure(leaves, devices, placement, options.pairs)
-                ratios.append(found["host"])
+                if placement != "moved":
+                    ratios.append(found["host"])
+                above = placement != "moved" and found["host"] > TARGET
                 print(
                     f"{devices:>7}{leaves:>8}  {placement:<8}{found['jax'] * 1e6:>10.0f}{found['ours'] * 1e6:>10.0f}"
-                    f"{found['host']:>8.2f}{found['all']:>8.2f}{'' if found['host'] <= TARGET else '  above'}",
+                    f"{found['host']:>8.2f}{found['all']:>8.2f}{'  above' if above else ''}",
                     flush=True,
                 )
     mean = math.exp(statistics.fmean(map(math.log, ratios)))
-    print(f"\ngeometric mean of host ratios {mean:.2f}, worst {max(ratios):.2f} (target {TARGET})")
+    print(f"\nwhere nothing moves: geometric mean of host ratios {mean:.2f}, worst {max(ratios):.2f} (target {TARGET})")
     print(f"rows above the target: {sum(r > TARGET for r in ratios)} of {len(ratios)}, jax {jax.__version__}")
 
 

@@ -136,7 +136,7 @@ def measured(name: str, machine: Machine, side: str) -> tuple[float, float, floa
     program, rings = compiled(name, machine, side)
     text = program.as_text()
     cycles, rows = estimated_cycles(text), schedule(text)
-    cycle = 2 * MATRIX_UNITS[machine.name.partition(":")[0]] * 128 * 128 / machine.rate("bf16")
+    cycle = 2 * MATRIX_UNITS[machine.kind] * 128 * 128 / machine.rate("bf16")
     waited = sum(max(0.0, taken(r, machine) - r.beside * cycle) * r.times for r in rows)
     beside = sum(r.total_sent for r in rows if r.products)
     alone = sum(r.total_sent for r in rows if not r.products)

@@ -29,6 +29,7 @@ from resumable import ROOT, Asked, Found, answer
 import gshard
 from gshard import moe
 from gshard.analysis.cost import cost
+from gshard.analysis.hardware import kind_called
 from gshard.analysis.machine import Machine
 from gshard.moe.feed_forward import feed_forward, feed_forward_specs
 from m4.config import ModelChoice, TrainConfig
@@ -42,7 +43,6 @@ from gshard.analysis.hlo_parser import Instruction, read_module
 
 DROPLESS = ("blocks", "ragged")
 WORDS, TOKENS, LENGTH, GROUP = 32_000, 16_384, 64, 1024
-MACHINES = {"H100": "h100:1x1", "H200": "h200:1x1"}
 PAIRS = 15
 
 
@@ -205,8 +205,9 @@ def measured(made: Training, asked: Asked) -> Found:
     ]
     del state
     modelled = None
-    if name := next((m for word, m in MACHINES.items() if word in device.device_kind), None):
-        modelled = cost(lowered.spmd, Machine.of(name), lowered.donated).seconds
+    kind = None if device.platform == "cpu" else kind_called(device.device_kind, device.platform)
+    if kind is not None:
+        modelled = cost(lowered.spmd, Machine.of(kind, 1), lowered.donated).seconds
     flops = cost(lowered.spmd, Machine.of("h100:1x1"), lowered.donated).flops
     pairs = 2 if asked.tiny else PAIRS
     for pair in range(pairs + 2):

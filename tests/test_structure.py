@@ -1,13 +1,14 @@
 """The shape of the source tree: which way imports point, where primitives may be named, how long a file may be.
 
-Everything is read from syntax trees; nothing is imported, so a broken module is still judged.
+Everything is read from syntax trees, each file once; nothing is imported, so a broken module is still judged.
 """
 
 import ast
+import functools
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ BANNED_STEMS = {"utils", "util", "helpers", "helper", "common", "misc"}
 MAY_NAME_PRIMITIVES = ("rules/", "language/", "tracing/", "core/jax_adapter", "simulator/")
 # Collectives are JAX primitives too, but these words are the names of our steps and reductions.
 COLLECTIVES = {"all_gather", "all_to_all", "psum_scatter", "reduce_scatter", "axis_index"}
+# "add" may be a reduction, "dot_general" cannot.
+TELLING = {p.name for p in vars(jax_primitives).values() if hasattr(p, "bind") and "_" in p.name} - COLLECTIVES
 
 FILES = sorted(SRC.rglob("*.py"))
 GSHARD = [path for path in FILES if path.is_relative_to(SRC / "gshard")]
@@ -47,17 +50,29 @@ def name_of(path: Path) -> str:
     return path.relative_to(SRC).as_posix()
 
 
-def each(paths: list[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", paths, ids=name_of)
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text()
 
 
+@functools.cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), filename=str(path))
+    return ast.parse(text_of(path), filename=str(path))
 
 
-def imported(path: Path) -> Iterator[tuple[str, int]]:
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+@functools.cache
+def imported(path: Path) -> list[tuple[str, int]]:
     """Dotted names that a file imports, with lines: ``from a.b import c`` gives ``a.b.c``."""
-    for node in ast.walk(tree_of(path)):
+    return list(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[tuple[str, int]]:
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -70,7 +85,7 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
 
 def imported_in_functions(path: Path) -> Iterator[tuple[str, int]]:
     """The same for imports inside functions only."""
-    bodies = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    bodies = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     spans = [(node.lineno, node.end_lineno or node.lineno) for node in bodies]
     return ((name, n) for name, n in imported(path) if any(first <= n <= last for first, last in spans))
 
@@ -90,9 +105,14 @@ def inside(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def attributes(path: Path) -> Iterator[tuple[str, int]]:
+@functools.cache
+def attributes(path: Path) -> list[tuple[str, int]]:
     """Dotted attributes that a file reads, ``a.b.c``, with lines."""
-    for node in ast.walk(tree_of(path)):
+    return list(_attributes(path))
+
+
+def _attributes(path: Path) -> Iterator[tuple[str, int]]:
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute):
             try:
                 yield ast.unparse(node), node.lineno
@@ -100,17 +120,24 @@ def attributes(path: Path) -> Iterator[tuple[str, int]]:
                 continue
 
 
-@each([path for path in PARTITIONER if path != SRC / "gshard" / "__init__.py"])
-def test_imports_point_left(path: Path) -> None:
-    layer = path.relative_to(SRC / "gshard").parts[0].removesuffix(".py")
-    assert layer in LAYERS, f"{name_of(path)} is in no layer of {LAYERS}"
-    allowed = {f"gshard.{earlier}" for earlier in LAYERS[: LAYERS.index(layer) + 1]}
-    wrong = [
-        f"line {line}: {name}"
-        for name, line in imported(path)
-        if inside(name, "m4") or (inside(name, "gshard") and not any(inside(name, package) for package in allowed))
-    ]
-    assert not wrong, f"{name_of(path)} may import {sorted(allowed)} only: {wrong}"
+def check(paths: list[Path], wrong_in: Callable[[Path], Iterable[str]], rule: str) -> None:
+    """Fails with what is wrong in any of these files."""
+    assert paths
+    wrong = [f"{name_of(path)}: {found}" for path in paths for found in wrong_in(path)]
+    assert not wrong, "\n".join([rule, *wrong])
+
+
+def test_imports_point_left() -> None:
+    def wrong(path: Path) -> Iterator[str]:
+        layer = path.relative_to(SRC / "gshard").parts[0].removesuffix(".py")
+        assert layer in LAYERS, f"{name_of(path)} is in no layer of {LAYERS}"
+        allowed = {f"gshard.{earlier}" for earlier in LAYERS[: LAYERS.index(layer) + 1]}
+        for name, line in imported(path):
+            if inside(name, "m4") or (inside(name, "gshard") and not any(inside(name, package) for package in allowed)):
+                yield f"line {line}: {name}, but may import {sorted(allowed)} only"
+
+    inner = [path for path in PARTITIONER if path != SRC / "gshard" / "__init__.py"]
+    check(inner, wrong, "an import points to an earlier layer or to its own")
 
 
 def test_no_circle_of_imports() -> None:
@@ -130,67 +157,79 @@ def test_no_two_modules_of_one_name() -> None:
     assert {stem for stem, count in stems.items() if count > 1} <= TWINS
 
 
-@each(PARTITIONER)
-def test_gshard_needs_jax_and_numpy_only(path: Path) -> None:
+def test_gshard_needs_jax_and_numpy_only() -> None:
     known = sys.stdlib_module_names | {"gshard", "jax", "numpy"}
-    nested = set(imported_in_functions(path))
-    wrong = [
-        f"line {line}: {name}"
-        for name, line in imported(path)
-        if name.split(".")[0] not in known | (OPTIONAL if (name, line) in nested else set())
-    ]
-    assert not wrong, wrong
+
+    def wrong(path: Path) -> Iterator[str]:
+        nested = set(imported_in_functions(path))
+        for name, line in imported(path):
+            if name.split(".")[0] not in known | (OPTIONAL if (name, line) in nested else set()):
+                yield f"line {line}: {name}"
+
+    check(PARTITIONER, wrong, "gshard needs jax and numpy only")
 
 
-@each([path for path in GSHARD if not name_of(path).startswith("gshard/core/jax_adapter")])
-def test_private_jax_names_live_in_the_adapter(path: Path) -> None:
-    wrong = [f"line {line}: {name}" for name, line in imported(path) if name.startswith(("jax._src", "jaxlib"))]
-    assert not wrong, f"move to core/jax_adapter*.py: {wrong}"
+def test_private_jax_names_live_in_the_adapter() -> None:
+    def wrong(path: Path) -> list[str]:
+        return [f"line {line}: {name}" for name, line in imported(path) if name.startswith(("jax._src", "jaxlib"))]
+
+    outside = [path for path in GSHARD if not name_of(path).startswith("gshard/core/jax_adapter")]
+    check(outside, wrong, "move to core/jax_adapter*.py")
 
 
-@each(MOE)
-def test_moe_sees_marks_only(path: Path) -> None:
+def test_moe_sees_marks_only() -> None:
     known = sys.stdlib_module_names | {"jax", "numpy"}
     ours = ("gshard.moe", "gshard.core", "gshard.api.marks")
-    wrong = [
-        f"line {line}: {name}"
-        for name, line in imported(path)
-        if name.split(".")[0] not in known and not any(inside(name, package) for package in ours)
-    ]
-    assert not wrong, f"moe imports jax, numpy and the marks only: {wrong}"
+
+    def wrong(path: Path) -> Iterator[str]:
+        for name, line in imported(path):
+            if name.split(".")[0] not in known and not any(inside(name, package) for package in ours):
+                yield f"line {line}: {name}"
+
+    check(MOE, wrong, "moe imports jax, numpy and the marks only")
 
 
-@each(M4)
-def test_m4_sees_public_names_only(path: Path) -> None:
+def test_m4_sees_public_names_only() -> None:
     packages = ["gshard", "gshard.moe"]
     public = {f"{package}.{name}" for package in packages for name in exported(package)} | set(packages)
-    wrong = [f"line {n}: {name}" for name, n in imported(path) if inside(name, "gshard") and name not in public]
-    wrong += [
-        f"line {n}: {name}"
-        for name, n in attributes(path)
-        if name.startswith("gshard.")
-        and name not in public
-        and not any(inside(name, p) for p in public - set(packages))
-    ]
-    assert not wrong, f"use what gshard and gshard.moe export: {wrong}"
+    names = public - set(packages)
+
+    def wrong(path: Path) -> Iterator[str]:
+        for name, line in imported(path):
+            if inside(name, "gshard") and name not in public:
+                yield f"line {line}: {name}"
+        for name, line in attributes(path):
+            if name.startswith("gshard.") and name not in public and not any(inside(name, p) for p in names):
+                yield f"line {line}: {name}"
+
+    check(M4, wrong, "use what gshard and gshard.moe export")
 
 
-@each(GSHARD)
-def test_imports_stand_at_the_top(path: Path) -> None:
-    wrong = [f"line {n}: {name}" for name, n in imported_in_functions(path) if name.split(".")[0] not in OPTIONAL]
-    assert not wrong, f"only optional dependencies {sorted(OPTIONAL)} are imported inside a function: {wrong}"
+def test_imports_stand_at_the_top() -> None:
+    def wrong(path: Path) -> list[str]:
+        return [f"line {n}: {name}" for name, n in imported_in_functions(path) if name.split(".")[0] not in OPTIONAL]
+
+    check(GSHARD, wrong, f"only optional dependencies {sorted(OPTIONAL)} are imported inside a function")
 
 
-@each(GSHARD)
-def test_behaviour_comes_from_arguments(path: Path) -> None:
-    wrong = [f"line {n}: {name}" for name, n in attributes(path) if name in ("os.environ", "os.getenv", "os.environb")]
-    wrong += [f"line {n}: {name}" for name, n in imported(path) if name in ("os.environ", "os.getenv")]
-    assert not wrong, f"the library reads no environment variables: {wrong}"
+def test_behaviour_comes_from_arguments() -> None:
+    def wrong(path: Path) -> Iterator[str]:
+        for name, line in attributes(path):
+            if name in ("os.environ", "os.getenv", "os.environb"):
+                yield f"line {line}: {name}"
+        for name, line in imported(path):
+            if name in ("os.environ", "os.getenv"):
+                yield f"line {line}: {name}"
+
+    check(GSHARD, wrong, "the library reads no environment variables")
 
 
-@each([path for path in PARTITIONER if not name_of(path).removeprefix("gshard/").startswith(MAY_NAME_PRIMITIVES)])
-def test_primitives_are_named_in_rules_only(path: Path) -> None:
-    tree = tree_of(path)
+def test_primitives_are_named_in_rules_only() -> None:
+    outside = [p for p in PARTITIONER if not name_of(p).removeprefix("gshard/").startswith(MAY_NAME_PRIMITIVES)]
+    check(outside, named_primitives, "what depends on the primitive belongs to its rule")
+
+
+def named_primitives(path: Path) -> list[str]:
     wrong = [
         f"line {line}: {name}"
         for name, line in imported(path)
@@ -202,12 +241,10 @@ def test_primitives_are_named_in_rules_only(path: Path) -> None:
         if name.endswith("_p") and name.split(".")[0] in ("jax", "lax", "primitives")
     ]
     documentation = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        id(node.value) for node in nodes_of(path) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
-    names = {p.name for p in vars(jax_primitives).values() if hasattr(p, "bind")}
-    telling = {name for name in names if "_" in name} - COLLECTIVES  # "add" may be a reduction, "dot_general" cannot
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and node.value in telling and id(node) not in documentation:
+    for node in nodes_of(path):
+        if isinstance(node, ast.Constant) and node.value in TELLING and id(node) not in documentation:
             wrong.append(f"line {node.lineno}: {node.value!r}")
         asked, answers = None, []
         if isinstance(node, ast.Compare):
@@ -218,13 +255,14 @@ def test_primitives_are_named_in_rules_only(path: Path) -> None:
             parts = [part for answer in answers for part in ast.walk(answer)]
             if any(isinstance(part, ast.Constant) and isinstance(part.value, str) for part in parts):
                 wrong.append(f"line {asked.lineno}: {ast.unparse(asked)}")
-    assert not wrong, f"what depends on the primitive belongs to its rule: {wrong}"
+    return wrong
 
 
-@each(FILES)
-def test_files_are_short(path: Path) -> None:
-    lines = len(path.read_text().splitlines())
-    assert lines <= MAX_LINES or name_of(path) in LONG_FILES, f"{lines} lines: which second idea can leave?"
+def test_files_are_short() -> None:
+    lengths = {name_of(path): len(text_of(path).splitlines()) for path in FILES}
+    assert lengths
+    long = {name: lines for name, lines in lengths.items() if lines > MAX_LINES and name not in LONG_FILES}
+    assert not long, f"lines: {long}: which second idea can leave?"
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples"])
@@ -237,14 +275,13 @@ def test_files_are_named_for_their_idea(folder: str) -> None:
     assert not wrong, wrong
 
 
-@each(FILES)
-def test_nothing_is_left_undone_or_tied_to_a_machine(path: Path) -> None:
-    wrong = [
-        f"line {number}: {line.strip()}"
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if UNDONE.search(line) or MACHINE_PATH.search(line)
-    ]
-    assert not wrong, wrong
+def test_nothing_is_left_undone_or_tied_to_a_machine() -> None:
+    def wrong(path: Path) -> Iterator[str]:
+        for number, line in enumerate(text_of(path).splitlines(), 1):
+            if UNDONE.search(line) or MACHINE_PATH.search(line):
+                yield f"line {number}: {line.strip()}"
+
+    check(FILES, wrong, "nothing is left undone, and no path of a machine is in the source")
 
 
 def test_both_packages_are_typed() -> None:

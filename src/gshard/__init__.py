@@ -26,6 +26,7 @@ from gshard import testing as testing
 from gshard.analysis.cost import Cost as Cost
 from gshard.analysis.dimension_classes import Dimensions as Dimensions
 from gshard.analysis.explain import Explanation as Explanation
+from gshard.analysis.hardware import UnknownMachineWarning as UnknownMachineWarning
 from gshard.analysis.machine import Machine as Machine
 from gshard.analysis.machine import MachineError as MachineError
 from gshard.analysis.overlap import Windowed as Windowed

@@ -26,16 +26,18 @@ def topology_mesh(machine: Machine) -> Mesh:
     """The devices of a TPU topology that need not exist, in row-major order, from libtpu.
 
     Raises:
-        PlanningError: libtpu is missing or does not know the topology.
+        PlanningError: the machine is no TPU, libtpu is missing, or it does not know the topology.
     """
+    if not machine.topology:
+        raise PlanningError(f"{machine.name} is no arrangement of TPU chips.", hint="Name chips and shape: v3:8x8.")
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=machine.name)
+        found = topologies.get_topology_desc(platform="tpu", topology_name=machine.topology)
     except Exception as error:
         hint = "pip install libtpu (the version that belongs to jaxlib), and name the shape: v3:8x8."
         if "lockfile" in str(error):
             hint = "Another process has libtpu: wait for it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1 to compile beside it."
         raise PlanningError(
-            f"libtpu cannot describe {machine.name!r}: {str(error).splitlines()[0]}", hint=hint
+            f"libtpu cannot describe {machine.topology!r}: {str(error).splitlines()[0]}", hint=hint
         ) from error
     every: list[Any] = list(found.devices)
     devices = sorted(every, key=lambda d: (*reversed(d.coords), d.core_on_chip))
@@ -55,7 +57,6 @@ def compiled_by_libtpu(lowered: Lowered, machine: Machine) -> dict[str, str]:
         "peak memory": f"{peak_of(made) / 2**30:.2f} GiB",
         "estimated cycles": f"{cycles:,}",
     }
-    kind = machine.name.partition(":")[0]
-    if kind in CYCLES_A_SECOND and cycles:
-        found["estimated step"] = f"{1e3 * cycles / CYCLES_A_SECOND[kind]:.1f} ms"
+    if machine.kind in CYCLES_A_SECOND and cycles:
+        found["estimated step"] = f"{1e3 * cycles / CYCLES_A_SECOND[machine.kind]:.1f} ms"
     return found

@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gshard.analysis.machine import RING, Machine, MachineError
+from gshard.analysis.machine import Machine, MachineError
+from gshard.analysis.machine_kinds import KINDS, RING
 from gshard.analysis.network import (
     extents,
     goes_one_way,
@@ -56,7 +57,7 @@ def test_a_neighbour_is_near_and_the_antipode_is_far():
     assert permutation_seconds(DATA, far, machine) > 10 * permutation_seconds(DATA, shift, machine)
 
 
-@pytest.mark.parametrize("name", ["v5e:2x4", "v5e:1x8", "v3:4x2", "v5p:4x4x4", "h100:2x8", "v5e:16x16"])
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5e:1x8", "v3:4x2", "v5p:4x4x4", "h100:2x8", "v5e:16x16", "mi300x:3x8"])
 def test_a_byte_takes_what_the_busiest_link_takes(name):
     """Against messages that go hop by hop."""
     machine = Machine.of(name)
@@ -77,6 +78,11 @@ def busiest(sources, targets, machine):
         here = source
         for k, d in reversed(list(enumerate(machine.network))):
             at, to = here // strides[k] % d.size, target // strides[k] % d.size
+            if d.kind == "direct":
+                if at != to:
+                    passed[k][here, here + (to - at) * strides[k]] += 1
+                here += (to - at) * strides[k]
+                continue
             if d.kind == "switch":
                 if at != to:
                     passed[k].update([("out", here), ("in", here + (to - at) * strides[k])])
@@ -95,6 +101,9 @@ def test_a_cycle_on_a_grid_leaves_the_other_direction_of_its_links_free():
     for order, free in (((0, 1, 2, 3, 7, 6, 5, 4), True), (range(8), False)):
         sources = np.array(order)
         assert goes_one_way(sources, np.roll(sources, 1), machine) == free
+    sources, direct = np.arange(8), Machine.of("mi300x:1x8")
+    assert goes_one_way(sources, np.roll(sources, 1), direct)
+    assert not goes_one_way(sources, sources ^ 1, direct)
 
 
 def test_every_axis_of_a_mesh_has_its_own_links():
@@ -121,7 +130,20 @@ def test_groups_are_a_partition_of_the_devices(axes):
 
 
 @pytest.mark.parametrize(
-    "text", ["v3:2x3", "v4:2x3x4", "v5e:16x16", "v5p:4x4x4", "v6e:2x4", "h100:2x8", "h200:8", "cpu:12"]
+    "text",
+    [
+        "v3:2x3",
+        "v4:2x3x4",
+        "v5e:16x16",
+        "v5p:4x4x4",
+        "v6e:2x4",
+        "tpu7x:2x2x3",
+        "h100:2x8",
+        "h200:8",
+        "gb200:2x72",
+        "mi300x:2x8",
+        "cpu:12",
+    ],
 )
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 def test_time_grows_with_bytes_on_every_machine_and_group(text, kind):
@@ -135,16 +157,17 @@ def test_time_grows_with_bytes_on_every_machine_and_group(text, kind):
         assert all(map(math.isfinite, times))
 
 
-@pytest.mark.parametrize("kind", ["v3", "v4", "v5e", "v5p", "v6e", "h100", "h200", "cpu"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_shape_is_found_for_a_number_of_devices(kind):
     for devices in (2, 8, 16, 96, 128, 2048):
         assert Machine.of(kind, devices).size == devices
 
 
 def test_a_machine_is_written_and_read(tmp_path):
-    machine = Machine.of("v5e:4x8")
-    machine.dump(tmp_path / "machine.json")
-    assert Machine.of(str(tmp_path / "machine.json"), 32) == machine
+    for text in ("v5e:4x8", "h100:4x8", "mi300x:4x8", "cpu:32"):
+        machine = Machine.of(text)
+        machine.dump(tmp_path / "machine.json")
+        assert Machine.of(str(tmp_path / "machine.json"), 32) == machine
 
 
 @pytest.mark.parametrize(

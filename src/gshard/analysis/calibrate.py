@@ -3,11 +3,13 @@
 Each figure is the best of some runs, so that what else the machine does counts least. All devices work at once, as
 they do in a partitioned program: virtual devices share the cores of their host, and each gets its share. All devices
 become one switch: latency and bandwidth are those for which the model gives the two measured times of an all-to-all.
-What the compiler hides is not measured: it is known of the kind of the devices, or not.
+What the compiler does is not measured: it follows from the kind of the devices, or where that is not known, from their
+platform.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from gshard.analysis.machine import SWITCH, Dimension, Machine, hides_of, kind_of_devices
+from gshard.analysis.hardware import compiler_of, kind_of_devices, memory_of
+from gshard.analysis.machine import Dimension, Machine, MachineError
+from gshard.analysis.machine_kinds import KINDS, SWITCH
 from gshard.core.mesh import Mesh
 
 _RUNS = 5
@@ -32,9 +36,19 @@ def calibrate(devices: Sequence[Any] | None = None, *, side: int = 1024, element
 
     Returns:
         a machine to give to ``cost`` and ``explain``; ``Machine.dump`` writes it.
+
+    Raises:
+        MachineError: nothing tells how much memory the devices have.
     """
     devices = tuple(jax.devices() if devices is None else devices)
     mesh = Mesh.of(devices)
+    kind = kind_of_devices(mesh)
+    compiler = compiler_of(devices[0]) if kind is None else KINDS[kind].compiler
+    memory = memory_of(devices[0]) or (None if kind is None else KINDS[kind].memory)
+    if memory is None:
+        raise MachineError(
+            f"{devices[0].device_kind} does not tell how much memory it has.", hint="Write a gshard.Machine(...)."
+        )
     rates = {
         name: 2 * side**3 / _best(_everywhere(mesh, lambda a: a @ a, (side, side), dtype))
         for name, dtype in _DTYPES.items()
@@ -45,13 +59,11 @@ def calibrate(devices: Sequence[Any] | None = None, *, side: int = 1024, element
     launch = 1e-6
     if devices[0].platform != "cpu":
         launch = _best(_ready(jax.jit(lambda x: x + 1.0), jnp.zeros(())))
-    stats = devices[0].memory_stats() or {}
-    network = _network(mesh, elements)
     name = f"{devices[0].device_kind} x {len(devices)}"
-    limit = int(stats.get("bytes_limit", 4 << 30))
     return Machine(
-        name, rates, vector, 2 * 4 * elements / copied, limit, (network,), launch, measured=True,
-        hides=hides_of(kind_of_devices(mesh)),
+        name, rates, vector, 2 * 4 * elements / copied, memory, (_network(mesh, elements),), launch, measured=True,
+        hides=None if kind is None else KINDS[kind].hides, **dataclasses.asdict(compiler),
+        kind=kind or str(devices[0].device_kind),
     )  # fmt: skip
 
 

@@ -28,9 +28,9 @@ from gshard.analysis.memory import Memory, memory_of
 from gshard.analysis.network import permutation_seconds, seconds
 from gshard.comm.collectives import KINDS, sent_bytes
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Equation, Value, format_bytes, format_flops, short_dtype
 from gshard.core.spmd import SpmdProgram
-from gshard.core.tables import with_tables
 from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program, flops, size
 
 # Of the time of a program that sends less: what takes longer than so much of it is not worth more bytes.

@@ -20,8 +20,9 @@ from typing import Any
 
 from gshard.analysis.cost import Cost, cost
 from gshard.analysis.difference import Difference, difference
+from gshard.analysis.hardware import machine_of, unknown_devices
 from gshard.analysis.instead import Instead, instead
-from gshard.analysis.machine import Machine, kind_of_devices
+from gshard.analysis.machine import Machine
 from gshard.analysis.named import unused_of_layout, uses_of_layout
 from gshard.analysis.origin import merged, origins, rows_of
 from gshard.analysis.peer_lines import against_xla
@@ -35,9 +36,9 @@ from gshard.analysis.verdict import Verdict, verdict
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, local_bytes
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
-from gshard.core.tables import with_tables
 from gshard.tracing.manual_regions import parts_of
 
 _SHOWN = 24  # names of arguments in a message
@@ -65,6 +66,7 @@ class Explanation:
         layout: how many values each row of the layout applies to, which names are open, where the order of rules
             decided;
         unused: and what of it applies to nothing.
+        by_bytes: whether the plan is the one that sends least, and not one that was made for a machine.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Explanation:
     replicated: tuple[str, ...] = ()
     layout: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    by_bytes: bool = False
 
     def cost(self, machine: Machine | str | None = None) -> Cost:
         """Time, FLOPs, bytes and memory of one call.
@@ -90,10 +93,13 @@ class Explanation:
                 CPUs for an abstract one.
 
         Raises:
-            MachineError: no such machine, or not as many devices as the mesh.
+            MachineError: no such machine, or not as many devices as the mesh; none is named, and there is no model of
+                the devices.
         """
-        if not isinstance(machine, Machine):
-            machine = Machine.of(machine or kind_of_devices(self.mesh), self.mesh.size)
+        if machine is None:
+            machine = machine_of(self.mesh)
+        elif not isinstance(machine, Machine):
+            machine = Machine.of(machine, self.mesh.size)
         return cost(self.spmd, machine, self.donated)
 
     @with_tables
@@ -191,8 +197,10 @@ class Explanation:
         path.write_text(json.dumps(events, separators=(",", ":"), allow_nan=False), "utf-8")
         return path
 
-    def _repr_html_(self) -> str:
-        """The report in a frame, for notebooks."""
+    def _repr_html_(self) -> str | None:
+        """The report in a frame, for notebooks; None, which shows the text, where there is no model of the devices."""
+        if unknown_devices(self.mesh) is not None:
+            return None
         shown = html.escape(page(self.data()), quote=True)
         return f'<iframe srcdoc="{shown}" title="{html.escape(self.name)}" style="{_FRAME}"></iframe>'
 
@@ -217,6 +225,8 @@ class Explanation:
             f"{self.name} on {self.mesh.size} devices ({self.mesh}), {self.equations} equations",
             f"arguments: {format_bytes(whole)} in all, {format_bytes(local)} on each device",
         ]
+        if self.by_bytes and (called := unknown_devices(self.mesh)) is not None:
+            lines.append(f"no model of {called}: planned by bytes")
         own = [row for row in self.tensors if row.is_argument]
         inside = [row for row in self.tensors if not row.is_argument]
         for title, rows in [("arguments", own), ("values inside", inside)] if tensors else []:
@@ -326,6 +336,8 @@ def explain_program(
     spmd: SpmdProgram,
     marked: Callable[[Program], SpmdProgram],
     donated: frozenset[int] = frozenset(),
+    *,
+    by_bytes: bool = False,
 ) -> Explanation:
     """Reads a plan and its per-device program.
 
@@ -333,6 +345,7 @@ def explain_program(
         plan, spmd: what ``propagate`` and ``partition`` made;
         marked: and what they make of the program with other marks.
         donated: arguments (counted without captured arrays) whose memory results may take.
+        by_bytes: whether the plan was made without a machine.
     """
     program, mesh = plan.program, plan.mesh
     names: dict[Value, str] = dict(zip(program.block.inputs, program.names, strict=True))
@@ -372,6 +385,7 @@ def explain_program(
         tuple(map(str, replicated)),
         uses_of_layout(program),
         unused_of_layout(program, mesh),
+        by_bytes,
     )
 
 

@@ -18,7 +18,8 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from gshard.analysis.machine import PERMUTE, Machine
+from gshard.analysis.machine import Machine
+from gshard.analysis.machine_kinds import PERMUTE
 from gshard.analysis.network import goes_one_way
 from gshard.comm.collectives import KINDS
 from gshard.core.mesh import Mesh

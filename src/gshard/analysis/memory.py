@@ -20,6 +20,7 @@ from types import MappingProxyType
 from gshard.analysis.narrow import joined, narrow_forms
 from gshard.comm.collectives import KINDS
 from gshard.core.jax_adapter import scan_counts
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Value
 from gshard.passes.device_program import (
     COLLECTIVE,
@@ -70,6 +71,7 @@ class Memory:
         return self.arguments + self.results - self.shared + self.temporaries
 
 
+@with_tables
 def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precision_copies: bool = False) -> Memory:
     """Follows a per-device program.
 

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gshard.analysis.machine import LINE, RING, SWITCH, Dimension, Machine, MachineError
+from gshard.analysis.machine import Dimension, Machine, MachineError
+from gshard.analysis.machine_kinds import DIRECT, LINE, RING, SWITCH
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.tables import tabulated
+from gshard.core.planning_tables import tabulated
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def _seconds(kind: str, operand: int, where: tuple[Extent, ...]) -> float:
     if not where:
         return 0.0
     hops = sum(
-        e.of.latency * (1 if e.of.kind == SWITCH else e.members * e.step / (2 if e.kind == RING else 1)) for e in where
+        e.of.latency * (1 if e.of.is_one_hop else e.members * e.step / (2 if e.kind == RING else 1)) for e in where
     )
     if kind == "all_to_all":
         return hops + max(_all_to_all(operand, e) for e in where)
@@ -147,8 +148,8 @@ def _seconds(kind: str, operand: int, where: tuple[Extent, ...]) -> float:
 
 def _all_to_all(operand: int, e: Extent) -> float:
     """The busiest link of a dimension: an eighth of n n messages cross it on a ring, a quarter on a line."""
-    if e.of.kind == SWITCH:
-        return operand * (e.members - 1) / e.members / e.of.bandwidth
+    if e.of.is_one_hop:
+        return operand * (e.members - 1) / e.members / e.of.sent_among(e.members)
     share = e.members / (8 if e.kind == RING else 4)
     return operand * share * e.step * e.of.shared_by / e.of.bandwidth
 
@@ -156,13 +157,13 @@ def _all_to_all(operand: int, e: Extent) -> float:
 def _in_rings(whole: int, rounds: int, where: tuple[Extent, ...]) -> float:
     """Reduce-scatters and all-gathers of ``whole`` bytes, dimension by dimension from the nearest.
 
-    What has been scattered over a switch is that much smaller beyond it. The dimensions of a torus are used together,
-    each with a share of the data.
+    What has been scattered over a switch is that much smaller beyond it; direct links are used all at once. The
+    dimensions of a torus are used together, each with a share of the data.
     """
     total, left = 0.0, float(whole)
-    torus = [e for e in where if e.of.kind != SWITCH]
-    for e in reversed([e for e in where if e.of.kind == SWITCH]):
-        total += rounds * left * (e.members - 1) / e.members / e.of.bandwidth
+    torus = [e for e in where if not e.of.is_one_hop]
+    for e in reversed([e for e in where if e.of.is_one_hop]):
+        total += rounds * left * (e.members - 1) / e.members / e.of.sent_among(e.members)
         left /= e.members
     if torus:
         size = math.prod(e.members for e in torus)
@@ -178,17 +179,18 @@ def _in_rings(whole: int, rounds: int, where: tuple[Extent, ...]) -> float:
 def gathered_at_least(held: int, wanted: int, machine: Machine) -> float:
     """No all-gathers by which each device's ``held`` bytes become ``wanted`` take less, whatever devices they are over.
 
-    A switch of n devices makes n times as much of it, the dimensions of a torus together any number of times.
+    A switch of n devices makes n times as much of it, and so do direct links among n. The dimensions of a torus
+    together make any number of times as much.
     """
-    switches = [d for d in machine.network if d.kind == SWITCH]
-    together = sum(2 * d.bandwidth / d.shared_by for d in machine.network if d.kind != SWITCH)
+    switches = [(d.sent_among(d.size), d.size) for d in machine.network if d.is_one_hop and d.size > 1]
+    together = sum(2 * d.bandwidth / d.shared_by for d in machine.network if not d.is_one_hop)
     total, left = 0.0, max(float(wanted), held)
-    for d in sorted(switches, key=lambda d: -d.bandwidth):
-        if d.bandwidth > together:
-            less = max(held, left / d.size)
-            total, left = total + (left - less) / d.bandwidth, less
-    rate = together or min((d.bandwidth for d in switches), default=math.inf)
-    return total + (left - held) / rate
+    for rate, size in sorted(switches, reverse=True):
+        if rate > together:
+            less = max(held, left / size)
+            total, left = total + (left - less) / rate, less
+    slowest = together or min((rate for rate, _ in switches), default=math.inf)
+    return total + (left - held) / slowest
 
 
 def permutation_seconds(sent: int, pairs: Sequence[tuple[int, int]], machine: Machine) -> float:
@@ -208,7 +210,7 @@ def permuting(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Mac
     for d, loads in zip(machine.network, link_loads(sources, targets, machine), strict=True):
         stride //= d.size
         away = np.abs(sources // stride % d.size - targets // stride % d.size)
-        hops = away > 0 if d.kind == SWITCH else np.minimum(away, d.size - away) if d.kind == RING else away
+        hops = away > 0 if d.is_one_hop else np.minimum(away, d.size - away) if d.kind == RING else away
         a_byte = max(a_byte, float(loads.max(initial=0)) / d.bandwidth)
         away_for += d.latency * hops
     return float(away_for.max(initial=0.0)), a_byte
@@ -218,7 +220,7 @@ def link_loads(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Ma
     """How many messages go over each link, for each dimension of the network: int [direction, link].
 
     Each message goes along one dimension after the other, the last one first, and the shorter way around a ring. Along
-    a switch everybody has a link of its own.
+    a switch each device has a link of its own, and along a direct dimension each pair of devices.
     """
     found = []
     stride = machine.size
@@ -233,6 +235,10 @@ def link_loads(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Ma
             out, into = (np.bincount(line[moving] * d.size + end[moving]) for end in (at, to))
             size = max(len(out), len(into))
             found.append(np.array([np.pad(x, (0, size - len(x))) for x in (out, into)]))
+            continue
+        if d.kind == DIRECT:
+            link = (line * d.size + np.minimum(at, to)) * d.size + np.maximum(at, to)
+            found.append(np.array([np.bincount(link[way], minlength=lines * d.size**2) for way in (at < to, at > to)]))
             continue
         ahead = (to - at) % d.size if d.kind == RING else to - at
         forwards = np.where(2 * ahead <= d.size, ahead, 0) if d.kind == RING else np.maximum(ahead, 0)

@@ -19,17 +19,18 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.analysis.machine import PERMUTE, Machine
+from gshard.analysis.machine import Machine
+from gshard.analysis.machine_kinds import PERMUTE
 from gshard.analysis.network import coordinates, goes_one_way, permuting, seconds
 from gshard.analysis.waits import bytes_of, local_sizes, product_seconds, waits
 from gshard.comm.route import pairs
 from gshard.core.errors import PlanError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
+from gshard.core.planning_tables import tabulated
 from gshard.core.program import Equation, itemsize, short_dtype
 from gshard.core.ring import Ring, entering, leaving
 from gshard.core.split import parts
-from gshard.core.tables import tabulated
 from gshard.passes.windowed import Offer, together
 
 

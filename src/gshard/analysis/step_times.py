@@ -25,8 +25,8 @@ from gshard.comm.steps import (
 )
 from gshard.comm.tiles import turns
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
-from gshard.core.tables import tabulated
 
 # A collective may make two kernels of one. Of equal ways this takes the one with fewer.
 _SPLITS = 0.1

@@ -10,8 +10,10 @@ from gshard.api.jit import Jitted, jit
 from gshard.api.specs import told
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
+from gshard.core.planning_tables import with_tables
 
 
+@with_tables
 def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Explanation:
     """Tells how a function would be partitioned, without compiling or running it.
 
@@ -45,4 +47,5 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
     else:
         jitted = jit(f, mesh=mesh)
     lowered = jitted.lower(*args, **kwargs)
-    return explain_program(lowered.plan, lowered.spmd, lowered.marked, lowered.donated)
+    by_bytes = lowered.target.machine is None and lowered.target.recorded is None
+    return explain_program(lowered.plan, lowered.spmd, lowered.marked, lowered.donated, by_bytes=by_bytes)

@@ -24,7 +24,7 @@ from gshard.analysis.overlap import Windowed
 from gshard.api.boundary import marks_of_arguments, marks_of_specs, with_marked_arguments, with_marked_results
 from gshard.api.lowered import Lowered, Traced
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
-from gshard.api.placement import placed_arguments
+from gshard.api.placement import by_dispatch, placed_arguments
 from gshard.api.signature import Parameters, Signature
 from gshard.api.specs import told
 from gshard.api.static_leaves import freed, has_fixed
@@ -35,10 +35,8 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import (
     FastFunction,
     SharedCaches,
-    fast_path,
     forget_traces,
     is_staging,
-    looks_for_nans,
     may_crash_donated,
     nan_found,
     refuse_what_is_no_function,
@@ -50,8 +48,8 @@ from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.paths import parameters_of
 from gshard.core.plan import Plan
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
-from gshard.core.tables import with_tables
 from gshard.core.uneven import UnevenArray
 from gshard.language.registry import cleared_with_rules
 from gshard.passes.recorded import Recorded
@@ -176,11 +174,7 @@ class Jitted:
                 raise
             return self._operation_by_operation(args, kwargs), None, False
         flat = lowered.flat_results(results)
-        path = None
-        reordered = executable.spmd.in_orders or executable.spmd.out_orders
-        if placed.by_dispatch and not (reordered or looks_for_nans()):
-            if not any(isinstance(x, UnevenArray) for x in (*flat, *leaves)):
-                path = fast_path(executable.compiled, lowered.out_tree, flat, executable.captured, len(leaves))
+        path = by_dispatch(lowered, placed, leaves, flat)
         results = jax.tree.unflatten(lowered.out_tree, flat)
         if has_fixed(lowered.out_tree) and not self._fixes:
             return freed(results), None, False

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from gshard.api.placement import placed_arguments
+from gshard.api.signature import Leaf
 from gshard.api.static_leaves import fixed, freed, has_fixed
 from gshard.api.target import Target
 from gshard.core.border import Border
@@ -27,7 +29,6 @@ from gshard.core.uneven import UnevenArray
 from gshard.passes.compile import Executable, named_sharding
 from gshard.passes.partition import partition
 from gshard.search.propagated import Propagated
-
 
 # What of a plan decides about the per-device program.
 _DECIDES = ("mesh", "shardings", "splits", "orders", "rings", "readings", "leaves", "entry", "leave")
@@ -115,6 +116,11 @@ class Lowered:
         if self.program.argument_marks == other.program.argument_marks:
             return True
         return all(getattr(self.plan, field) == getattr(other.plan, field) for field in _DECIDES)
+
+    @functools.cached_property
+    def told(self) -> set[int]:
+        """The arguments of which the log was told that each call moves them."""
+        return set()
 
     @functools.cached_property
     def unread(self) -> frozenset[int]:
@@ -239,12 +245,13 @@ class Compiled:
                 f"{self._name} was compiled for {self.in_tree} and is called with {tree}",
                 "Lower it for such arguments too, or call what gshard.jit returned.",
             )
+        leaves = [self._as_compiled_for(i, x) for i, x in enumerate(leaves)]
         names = self.lowered.program.names[len(self.lowered.program.captured) :]
-        found = [jax.typeof(x) for x in leaves]
+        found = [Leaf.of(x) for x in leaves]
         wrong = [
-            f"Argument '{name}' compiled with {ours.str_short()} and called with {theirs.str_short()}"
+            f"Argument '{name}' compiled with {ours.str_short()} and called with {theirs.aval.str_short()}"
             for name, ours, theirs in zip(names, self.lowered.avals, found, strict=True)
-            if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype)
+            if (ours.shape, ours.dtype) != (theirs.aval.shape, theirs.aval.dtype)
         ]
         if wrong:
             raise ArgumentError(
@@ -253,8 +260,21 @@ class Compiled:
                 user_line(),
                 hint="Lower it for such arguments too, or call what gshard.jit returned.",
             )
-        placed = [jax.device_put(x, s) for x, s in zip(leaves, self.lowered.argument_shardings, strict=True)]
-        return self.lowered.results(self.lowered.executable(*placed))
+        return self.lowered.results(self.lowered.executable(*placed_arguments(self.lowered, leaves).arrays))
+
+    def _as_compiled_for(self, i: int, x: Any) -> Any:
+        """An argument in padded parts if it was compiled for such parts, and only then."""
+        padded = self.lowered.padded.get(len(self.lowered.program.captured) + i)
+        if isinstance(x, UnevenArray) and (x.partitioning, x.mesh) != (padded, self.lowered.mesh):
+            x = x.whole()
+        if padded is None or isinstance(x, UnevenArray):
+            return x
+        raise ArgumentError(
+            f"argument {i} of {self._name} was compiled in padded parts, and is called with an array of another kind.",
+            user_line(),
+            f"{padded.format(self.lowered.mesh, x.shape, str(x.dtype))}",
+            "Lower it for such arguments too, or call what gshard.jit returned.",
+        )
 
     @property
     def _name(self) -> str:

@@ -12,18 +12,44 @@ lies where it is expected must not be given twice. XLA:CPU would write its memor
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format
 
-from gshard.api.lowered import Lowered
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
-from gshard.core.jax_adapter_dispatch import address_of, input_layouts, layout_of
+from gshard.core.jax_adapter_dispatch import address_of, fast_path, input_layouts, layout_of
+from gshard.core.mesh import Mesh
+from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
+from gshard.passes.compile import Executable
+
+_log = logging.getLogger("gshard")
+
+
+class Callee(Protocol):
+    """What is called: ``api.lowered.Lowered``."""
+
+    @property
+    def executable(self) -> Executable: ...
+    @property
+    def program(self) -> Program: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def argument_shardings(self) -> tuple[Any, ...]: ...
+    @property
+    def donated(self) -> frozenset[int]: ...
+    @property
+    def unread(self) -> frozenset[int]: ...
+    @property
+    def out_tree(self) -> Any: ...
+    @property
+    def told(self) -> set[int]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,32 +65,65 @@ class Placed:
     by_dispatch: bool
 
 
-def placed_arguments(lowered: Lowered, leaves: Sequence[Any]) -> Placed:
+def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
     """Moves flat arguments to where the program expects them; donated ones share no memory with anything else.
 
     Raises:
+        PlanError: another process of the mesh is about to run another program.
         ShardingError: memory that may be overwritten is given twice, or was overwritten by an earlier call; it is a
             ``RuntimeError`` too, as of ``jax.jit``.
     """
-    arrays, by_dispatch, donated, unread = [], True, lowered.donated, lowered.unread
-    layouts = input_layouts(lowered.executable.compiled, len(lowered.program.captured))
+    callee.executable.agree()  # to move an array may take collectives as well
+    by_dispatch, donated, unread, targets = True, callee.donated, callee.unread, callee.argument_shardings
+    layouts = input_layouts(callee.executable.compiled, len(callee.program.captured))
     if donated:
-        _check(lowered, leaves)
-    for i, (x, target) in enumerate(zip(leaves, lowered.argument_shardings, strict=True)):
-        if i in unread:
-            arrays.append(x)
-            continue
-        x = x.padded if isinstance(x, UnevenArray) else x
+        _check(callee, leaves)
+    arrays = [x.padded if isinstance(x, UnevenArray) and i not in unread else x for i, x in enumerate(leaves)]
+    moved = [i for i, x in enumerate(arrays) if i not in unread and not _lies_so(x, targets[i], layouts.get(i))]
+    _tell(callee, [i for i in moved if isinstance(arrays[i], jax.Array) and arrays[i].committed], arrays)
+    for i in moved:
+        copied = i in donated and callee.mesh.size > 1
+        # C++ makes no copy of a donated array that lies on one of the devices already.
+        by_dispatch = by_dispatch and not copied and not _is_taken_as_it_is(arrays[i], targets[i], layouts.get(i))
+        arrays[i] = jnp.array(arrays[i], copy=True) if copied else arrays[i]
+    for i, x in zip(moved, jax.device_put([arrays[i] for i in moved], [targets[i] for i in moved]), strict=True):
         layout = layouts.get(i)
-        if not _lies_so(x, target, layout):
-            copied = i in donated and lowered.mesh.size > 1
-            # C++ makes no copy of a donated array that lies on one of the devices already.
-            by_dispatch = by_dispatch and not copied and not _is_taken_as_it_is(x, target, layout)
-            x = jax.device_put(jnp.array(x, copy=True) if copied else x, target)
-            if layout is not None and layout_of(x) != layout:
-                x = jax.device_put(x, Format(layout, target))
-        arrays.append(x)
+        arrays[i] = x if layout is None or layout_of(x) == layout else jax.device_put(x, Format(layout, targets[i]))
     return Placed(arrays, by_dispatch)
+
+
+def _tell(callee: Callee, moved: Sequence[int], arrays: Sequence[Any]) -> None:
+    """Logs once for each argument that every call has to move, though it lies on the devices of the mesh."""
+    if not (
+        new := [i for i in moved if i not in callee.told and callee.mesh.size == len(arrays[i].sharding.device_set)]
+    ):
+        return
+    callee.told.update(new)
+    names, targets = callee.program.names[len(callee.program.captured) :], callee.argument_shardings
+    for i in new:
+        _log.info(
+            "gshard: each call of %s moves %s from %s to %s",
+            callee.program.name,
+            names[i],
+            arrays[i].sharding,
+            targets[i],
+        )
+
+
+def by_dispatch(callee: Callee, placed: Placed, leaves: Sequence[Any], results: Sequence[Any]) -> Any:
+    """What JAX's dispatch in C++ runs from now on for arguments that lie like these; None if each call needs Python.
+
+    Args:
+        callee: what was called.
+        placed: its arguments where it expects them.
+        leaves: its flat arguments as they came.
+        results: its flat results.
+    """
+    executable = callee.executable
+    reordered = executable.spmd.in_orders or executable.spmd.out_orders
+    if not placed.by_dispatch or reordered or any(isinstance(x, UnevenArray) for x in (*results, *leaves)):
+        return None
+    return fast_path(executable.compiled, callee.out_tree, results, executable.captured, len(leaves))
 
 
 def _lies_so(x: Any, target: Any, layout: Any) -> bool:
@@ -84,24 +143,24 @@ def _is_taken_as_it_is(x: Any, target: Any, layout: Any) -> bool:
     return x.committed and len(x.sharding.addressable_devices) == len(target.addressable_devices)
 
 
-def _check(lowered: Lowered, leaves: Sequence[Any]) -> None:
+def _check(callee: Callee, leaves: Sequence[Any]) -> None:
     at: dict[int, int] = {}
-    names = lowered.program.names[len(lowered.program.captured) :]
-    for i, (x, target) in enumerate(zip(leaves, lowered.argument_shardings, strict=True)):
+    names = callee.program.names[len(callee.program.captured) :]
+    for i, (x, target) in enumerate(zip(leaves, callee.argument_shardings, strict=True)):
         first = at.setdefault(address_of(x), i) if _is_at(x, target) else i
-        if first != i and {first, i} & lowered.donated:
+        if first != i and {first, i} & callee.donated:
             raise ShardingError.like(
                 RuntimeError(),
-                f"{lowered.program.name} may overwrite an array that it was given twice, as {names[first]} and "
+                f"{callee.program.name} may overwrite an array that it was given twice, as {names[first]} and "
                 f"{names[i]}.",
                 user_line(),
-                f"donated: {', '.join(names[k] for k in sorted(lowered.donated))}",
+                f"donated: {', '.join(names[k] for k in sorted(callee.donated))}",
                 "Give a copy (jnp.copy), or do not donate it.",
             )
-        if i in lowered.donated and getattr(x, "is_deleted", bool)():
+        if i in callee.donated and getattr(x, "is_deleted", bool)():
             raise ShardingError.like(
                 RuntimeError(),
-                f"{lowered.program.name} was given an array that an earlier call has overwritten, as {names[i]}.",
+                f"{callee.program.name} was given an array that an earlier call has overwritten, as {names[i]}.",
                 user_line(),
                 hint="Use the earlier call's result, or do not donate it.",
             )

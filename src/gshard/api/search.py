@@ -8,15 +8,16 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from gshard.analysis.machine import Machine, kind_of_devices
+from gshard.analysis.hardware import machine_of
+from gshard.analysis.machine import Machine
 from gshard.api.jit import Jitted, jit
 from gshard.api.lowered import Lowered
 from gshard.api.names import paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.layout import Layout, Names
 from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
-from gshard.core.tables import with_tables
 from gshard.remat.rematerialise import bytes_of
 from gshard.search.find import Begun, Best, PricedPlan, begin, finish
 from gshard.search.found import Found
@@ -86,7 +87,8 @@ def search(
         ``gshard.jit(f, mesh=found.mesh, machine=..., layout=found.layout, names=found.names)`` a table.
 
     Raises:
-        MachineError: there is no such machine, or it has another number of devices.
+        MachineError: there is no such machine, or it has another number of devices; or none is given, and there is no
+            model of the mesh's devices.
         ArgumentError: ``donate_argnums`` for a function that ``gshard.jit`` returned, which has its own; ``over`` is
             another word, ``budget_seconds`` no time; a table for a function with ordered rules (``Layout.of``).
         ShardingError, TraceError: as ``jit``.
@@ -128,8 +130,8 @@ def search(
     begun: list[tuple[Begun, Lowered]] = []
     candidates = list(_meshes(mesh))
     for one in candidates:
-        kind = machine or kind_of_devices(one)
-        on = kind if isinstance(kind, Machine) else Machine.of(kind, one.size)
+        named = machine_of(one) if machine is None else machine
+        on = named if isinstance(named, Machine) else Machine.of(named, one.size)
         lowered = made.on(one).lower(*args, **kwargs)
         limit = None if memory_limit is None else bytes_of(memory_limit)
         started = begin(

@@ -10,14 +10,16 @@ import jax
 
 from gshard.analysis.budget import Budget
 from gshard.analysis.cost import Cost, cost
-from gshard.analysis.machine import Machine, kind_of_devices
+from gshard.analysis.hardware import machine_of, machine_to_order
+from gshard.analysis.machine import Machine
 from gshard.analysis.named import refuse_unused
 from gshard.analysis.overlap import Windowed
 from gshard.core.border import AS_MARKED, Border
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Program
+from gshard.core.processes import Group
+from gshard.core.program import Program, format_block
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.at_border import at_border
 from gshard.passes.compile import Executable, compile_spmd
@@ -103,12 +105,7 @@ class Target:
         if self.recorded is not None:
             return Propagated(self.recorded.plan(program, self.mesh, border))
         if self.search is not False:
-            seconds = None if self.search is True else float(self.search)
-            found = best_plan(
-                program, self.mesh, self._machine, donated=[i - len(program.captured) for i in border.donated],
-                memory_limit=self.memory_limit, budget_seconds=seconds,
-            )  # fmt: skip
-            return Propagated(at_border(found.chosen.plan, border))
+            return Propagated(self._searched(program, border))
         made, *_ = propagated(program, self.mesh, self.machine, strict=self.strict, border=border)
         if self.windowed is None and self.reorders:
             return made
@@ -118,6 +115,25 @@ class Target:
         elif plan.rings or made.spmd is None:
             made = Propagated(plan)
         return made if self.reorders else Propagated(dataclasses.replace(made.plan, orders={}))
+
+    def _searched(self, program: Program, border: Border) -> Plan:
+        """The plan that a search finds; within a time, the one that the first of several processes finds."""
+        on = self.machine or machine_of(self.mesh)
+
+        def searched() -> Plan:
+            return best_plan(
+                program, self.mesh, on, donated=[i - len(program.captured) for i in border.donated],
+                memory_limit=self.memory_limit, budget_seconds=None if self.search is True else float(self.search),
+            ).chosen.plan  # fmt: skip
+
+        group = None if self.search is True else Group.of(self.mesh.devices)
+        if group is None:
+            return at_border(searched(), border)
+        devices = str(self.mesh), self.mesh.order, on
+        options = devices, self.memory_limit, self.search, border, program.argument_marks
+        key = f"{options}\n{format_block(program.block)}"
+        found = group.from_first(program.name, key, lambda: Recorded.of(searched()).as_json())
+        return Recorded.of_json(found).plan(program, self.mesh, border)
 
     def _faster(self, made: Propagated, plan: Plan, donated: Sequence[int]) -> Propagated:
         """What was made, or with the collective matmuls of a plan, if a call then takes less time."""
@@ -167,7 +183,7 @@ class Target:
 
     @property
     def _machine(self) -> Machine:
-        return self.machine or Machine.of(kind_of_devices(self.mesh), self.mesh.size)
+        return self.machine or machine_to_order(self.mesh)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,14 +28,15 @@ from gshard.api.boundary import mark_of_sharding
 from gshard.api.lowered import Lowered
 from gshard.api.signature import Leaf
 from gshard.api.target import Target
+from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.jax_adapter_dispatch import checked_by, is_staging, mapped, mapped_by, weakly_cached
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
-from gshard.core.tables import with_tables
 from gshard.language.mark_primitive import bind_mark
 from gshard.passes.compile import named_sharding
 from gshard.passes.partition import partition
@@ -98,7 +99,7 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
     def inline(*arrays: Any) -> list[Any]:
         return list(jaxpr_as_fun(spmd.jaxpr)(*spmd.program.captured, *arrays))
 
-    with jax.sharding.use_abstract_mesh(target.mesh.abstract_jax_mesh):
+    with no_mesh_set(), jax.sharding.use_abstract_mesh(target.mesh.abstract_jax_mesh):
         plain = ctx.replace(avals_in=_untyped(ctx.avals_in), avals_out=_untyped(ctx.avals_out))
         return mlir.lower_fun(inline, multiple_results=True)(plain, *arguments)
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from gshard.comm.route import Chunk, colored, pairs
 from gshard.comm.tiles import moved
 from gshard.core.mesh import Atoms, Mesh, common_prefix
+from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
-from gshard.core.tables import tabulated
 
 Ints = NDArray[np.int64]
 

@@ -32,7 +32,7 @@ from jax import lax
 
 from gshard.comm.route import Chunk, Route, carry, chunks_of, pairs, routed
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.tables import tabulated
+from gshard.core.planning_tables import tabulated
 from gshard.core.xla_workarounds import opaque_for_slice
 
 

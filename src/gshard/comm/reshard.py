@@ -34,8 +34,8 @@ from gshard.comm.steps import (
 )
 from gshard.comm.tiles import can_be_exchanged, moved
 from gshard.core.mesh import Atoms, Mesh, common_prefix
+from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
-from gshard.core.tables import tabulated
 
 # What one message costs beside its bytes, in bytes: keeps chains short where bytes are equal.
 _LATENCY = 64

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.tables import tabulated
+from gshard.core.planning_tables import tabulated
 from gshard.core.xla_workarounds import opaque_for_slice
 
 

@@ -39,8 +39,8 @@ from gshard.comm.local import slice_part
 from gshard.comm.route import Chunk, Route, carry, chunks_of, routed
 from gshard.comm.tiles import exchanged
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
-from gshard.core.tables import tabulated
 
 ALL_SLICE, ALL_GATHER, ALL_TO_ALL = "all_slice", "all_gather", "all_to_all"
 PERMUTE, REDUCE_SCATTER, ALL_REDUCE = "collective_permute", "reduce_scatter", "all_reduce"

@@ -24,7 +24,7 @@ import numpy as np
 
 from gshard.core.errors import ShardingError
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.tables import tabulated
+from gshard.core.planning_tables import tabulated
 
 Order = tuple[int, ...]  # the device at each position; () as the mesh came
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import os
 import re
 import traceback
@@ -19,6 +20,7 @@ import numpy as np
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
+from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import batching as _batching
@@ -31,7 +33,7 @@ from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
 
-from gshard.core.tables import tabulated
+from gshard.core.planning_tables import tabulated
 
 # Frames of the partitioner are not the user's; the model library's are, since it is written as users write.
 for _folder in ("core", "comm", "language", "rules", "tracing", "passes", "analysis", "remat", "api"):
@@ -108,6 +110,18 @@ def mesh_of_context() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     return next((m for m in found if m is not None and not m.empty), None)
 
 
+@contextlib.contextmanager
+def no_mesh_set() -> Iterator[None]:
+    """No mesh is set inside, whatever mesh the user has set. Also a decorator.
+
+    What gshard traces for itself is about arrays of no mesh, or about those of one device. JAX gives everything that is
+    made while a mesh is set a type over that mesh, also constants, and refuses to mix such types with others.
+    """
+    concrete = _sharding_impls._internal_use_concrete_mesh(_mesh.empty_concrete_mesh)
+    with concrete, jax.sharding.use_abstract_mesh(_mesh.empty_abstract_mesh):
+        yield
+
+
 def is_mapped(x: Any) -> bool:
     """Whether ``jax.vmap`` is known to hide a dimension of this array."""
     while hasattr(x, "primal"):  # a derivative taken inside
@@ -135,28 +149,61 @@ def shapes_of(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 
 
 def as_traced_here(jaxpr: Any) -> Any:
-    """The same (closed) jaxpr, its equations and literals under the mesh of now, not that of when it was traced."""
-    kinds = _extend_core.Jaxpr, _extend_core.ClosedJaxpr
+    """The same (closed) jaxpr, its equations and literals under the mesh of now, not that of when it was traced.
 
-    def again(value: Any) -> Any:
-        if isinstance(value, (tuple, list)) and any(isinstance(v, kinds) for v in value):
-            return type(value)(again(v) for v in value)
-        return as_traced_here(value) if isinstance(value, kinds) else value
+    A jaxpr, and each jaxpr in it, that is so already is returned as it is.
+    """
+    return _AsTracedHere(jax.sharding.get_abstract_mesh()).jaxpr(jaxpr)
 
-    def read(v: Any) -> Any:
+
+class _AsTracedHere:
+    """Puts jaxprs under a mesh; what they share stays shared."""
+
+    def __init__(self, mesh: Any):
+        self._mesh, self._bodies, self._contexts = mesh, dict[Any, Any](), dict[Any, Any]()
+
+    def jaxpr(self, jaxpr: Any) -> Any:
+        body, _ = closed(jaxpr)
+        if body not in self._bodies:
+            eqns = list(map(self._equation, body.eqns))
+            same = all(map(operator.is_, eqns, body.eqns))
+            self._bodies[body] = body if same else body.replace(eqns=eqns)
+        made = self._bodies[body]
+        return jaxpr if made is body else made if body is jaxpr else jaxpr.replace(jaxpr=made)
+
+    def _equation(self, e: Any) -> Any:
+        inputs, context = list(map(self._read, e.invars)), self._context(e.ctx)
+        params = {k: self._parameter(v) for k, v in e.params.items()}
+        same = context is e.ctx and all(map(operator.is_, inputs, e.invars))
+        same = same and all(params[k] is v for k, v in e.params.items())
+        return e if same else e.replace(invars=inputs, ctx=context, params=params)
+
+    def _context(self, context: Any) -> Any:
+        if context.cur_abstract_mesh == self._mesh:
+            return context
+        if context not in self._contexts:
+            # Through no mesh: from one mesh to another JAX refuses to go if their sizes differ.
+            with context.manager, no_mesh_set(), jax.sharding.use_abstract_mesh(self._mesh):
+                self._contexts[context] = type(context)()
+        return self._contexts[context]
+
+    def _parameter(self, value: Any) -> Any:
+        if isinstance(value, (_extend_core.Jaxpr, _extend_core.ClosedJaxpr)):
+            return self.jaxpr(value)
+        if not isinstance(value, (tuple, list)):
+            return value
+        made = list(map(self._parameter, value))
+        if all(map(operator.is_, made, value)):
+            return value
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+
+    def _read(self, v: Any) -> Any:
         if not isinstance(v, _core.Literal) or not isinstance(v.aval, _core.ShapedArray):
+            return v
+        if v.aval.sharding.mesh.empty:
             return v
         plain = _core.ShapedArray(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
         return _core.Literal(np.asarray(v.val, v.aval.dtype), plain)
-
-    body, _ = closed(jaxpr)
-    eqns = [
-        e.replace(
-            invars=[read(v) for v in e.invars], ctx=type(e.ctx)(), params={k: again(v) for k, v in e.params.items()}
-        )
-        for e in body.eqns
-    ]
-    return body.replace(eqns=eqns) if body is jaxpr else jaxpr.replace(jaxpr=body.replace(eqns=eqns))
 
 
 _as_written_p = _extend_core.Primitive("as_written")
@@ -179,7 +226,7 @@ def as_outside(f: Callable[..., Sequence[Any]], arrays: Sequence[Any]) -> list[A
     is traced where it stands.
     """
     try:
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        with no_mesh_set():
             jaxpr = jax.make_jaxpr(f)(*shapes_of([jax.typeof(x) for x in arrays]))
     except Exception:  # it names an axis of a mesh, say; if it is wrong in itself, that is told here
         return list(f(*arrays))
@@ -191,6 +238,16 @@ def as_weak(x: Any, weak: bool) -> Any:
     if _core.typeof(x).weak_type == weak or _dtypes.issubdtype(x.dtype, _dtypes.extended):
         return x
     return _convert_element_type(x, x.dtype, weak_type=weak)
+
+
+def of_no_mesh(x: Any) -> Any:
+    """An array that a program holds, its type one of no mesh: JAX refuses others inside of ``shard_map``."""
+    mesh = getattr(getattr(_core.typeof(x), "sharding", None), "mesh", None)
+    if mesh is None or not mesh.explicit_axes:
+        return x
+    if _dtypes.issubdtype(x.dtype, _dtypes.extended):
+        return jax.random.wrap_key_data(of_no_mesh(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    return as_weak(jax.numpy.asarray(np.asarray(x)), _core.typeof(x).weak_type)
 
 
 def traced_together(a: Any, b: Any) -> bool:

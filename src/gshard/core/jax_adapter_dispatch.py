@@ -20,6 +20,7 @@ from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import distributed as _distributed
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import traceback_util as _traceback_util
 from jax._src import tree_util as _tree_util
@@ -250,6 +251,16 @@ class FastFunction:
     def clear(self) -> None:
         """Forgets what has been seen."""
         self._cache.clear()
+
+
+def coordination() -> Any:
+    """The key-value store that processes share since ``jax.distributed.initialize``; None without it."""
+    return _distributed.global_state.client
+
+
+def own_process() -> int:
+    """The number of this process among those that share devices."""
+    return int(jax.process_index())
 
 
 def names_devices(jaxpr: Any) -> bool:

@@ -255,6 +255,8 @@ def _spec(mark: Mark, mesh: Mesh, ndim: int) -> tuple[list[Atoms | None], Order]
         )
     _check_once([*dims], mesh)
     cuts, order = _found(table_of_axes(dims, axes, ours or range(mesh.size)), mesh)
+    if not any(cuts):  # whole on every device: in the order in which it names them
+        order = ours
     return [None if dim is None else atoms for dim, atoms in zip(named, cuts, strict=True)], order
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from gshard.core.tables import tabulated
+from gshard.core.planning_tables import tabulated
 
 
 def path_of(argument: str, keys: Sequence[Any]) -> str:

@@ -19,8 +19,8 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
+from gshard.core.planning_tables import tabulated
 from gshard.core.rule import Dims, Factor, Rule
-from gshard.core.tables import tabulated
 
 _DECOMPOSED = 8  # of the ways in which a program's values are split, the latest ones
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from gshard.core.device_order import Order
 from gshard.core.mesh import Mesh
-from gshard.core.program import Equation, Program, Value
+from gshard.core.program import Equation, Program, Value, format_block, short_dtype
 from gshard.core.sharding import Sharding
 
 
@@ -66,7 +66,7 @@ class Recomputation:
         shape: the largest, one device's part, as text; in loops all rounds together.
         values: how many values are recomputed together.
         freed: bytes.
-        seconds: what it takes, as modelled.
+        seconds: what it takes, as modelled; only an order where there is no model of the devices.
     """
 
     name: str
@@ -167,6 +167,19 @@ class SpmdProgram:
     out_orders: Mapping[int, Order] = dataclasses.field(default_factory=dict)
     recomputed: Recomputed | None = None
     prefetched: Prefetched | None = None
+
+    def identified(self) -> str:
+        """What every process must have in common to run it, as text: the same for the same program anywhere."""
+        block, mesh = self.program.block, self.mesh
+        values, shardings = (*block.inputs, *block.outputs), (*self.in_shardings, *self.out_shardings)
+        lines = [f"mesh {mesh}"]
+        lines += [s.format(mesh, v.shape, short_dtype(v.dtype)) for v, s in zip(values, shardings, strict=True)]
+        for what, orders in (("input", self.in_orders), ("result", self.out_orders)):
+            lines += [f"{what} {i} in the order of devices {order}" for i, order in orders.items()]
+        for c in self.collectives:
+            over = f"{c.kind} over {mesh.format_atoms(c.atoms)}"
+            lines.append(f"{c.times} x {over}, {c.shape}, {c.bytes} B: {c.why} at {c.line}")
+        return "\n".join([*lines, format_block(block)])
 
     def __str__(self) -> str:
         return f"spmd program {self.program.name} on {self.mesh}\n{self.jaxpr}"

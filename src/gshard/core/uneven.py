@@ -6,24 +6,62 @@ come back as they are, each device's part padded to the same size, and are taken
 
     step = gshard.jit(train_step, mesh=8, uneven="keep")
     state = step(state, batch)      # leaves of 32,003 rows over 8 devices stay there
-    jnp.asarray(state["table"])     # whole when somebody asks; so do np.asarray and .whole()
+    jnp.asarray(state["table"])     # the whole array; so are np.asarray and .whole()
+    state["table"] * 2              # computed on the whole array, as is everything that a jax.Array can do
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
+
+# Attributes of jax.Array that are about elements, and those that are about memory.
+_OF_ELEMENTS = frozenset(
+    """
+    T all any argmax argmin argpartition argsort astype at byteswap choose clip compress conj conjugate copy cumprod
+    cumsum diagonal dot flat flatten imag item itemsize mT max mean min nonzero prod ptp ravel real repeat reshape round
+    searchsorted sort squeeze std sum swapaxes take to_device tobytes tolist trace transpose var view
+    """.split()
+)
+_OF_MEMORY = frozenset(("committed", "delete", "devices", "is_deleted", "is_fully_addressable", "weak_type"))
+
+
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(self: UnevenArray, *more: Any) -> Any:
+        return function(self.whole(), *more)
+
+    return computed
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Callable[[UnevenArray, Any], Any]:
+    def computed(self: UnevenArray, other: Any) -> Any:
+        return function(self.whole(), other.whole() if isinstance(other, UnevenArray) else other)
+
+    return computed
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[UnevenArray, Any], Any]:
+    return lambda self, other: function(other, self.whole())
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class UnevenArray:
     """An array held in padded parts.
+
+    It is read, and computed with, like a ``jax.Array``: operators, indices and methods such as ``sum`` or ``astype``
+    work on the whole array (``whole``), which is gathered first. So ``==`` compares elements, and as a ``jax.Array`` it
+    has no hash. What is computed often belongs into a function of ``gshard.jit``, which takes the parts as they are.
 
     Attributes:
         padded: the parts side by side, each dimension rounded up to equal parts; what the padding holds is undefined.
@@ -57,9 +95,16 @@ class UnevenArray:
         """The sharding of the padded array, as JAX's."""
         return self.padded.sharding
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, without padding."""
+        return self.size * int(self.dtype.itemsize)
+
     def whole(self) -> Any:
-        """The array without padding, as an ordinary JAX array: it is gathered."""
-        return self.padded[tuple(slice(0, n) for n in self.shape)]
+        """The array without padding, as an ordinary JAX array on the same devices: it is gathered."""
+        with no_mesh_set():  # of the mesh that the user has set now, JAX may refuse to mix types with this one's
+            replicated = NamedSharding(self.padded.sharding.mesh, PartitionSpec())
+            return jax.device_put(self.padded, replicated)[tuple(slice(0, n) for n in self.shape)]
 
     def block_until_ready(self) -> UnevenArray:
         """Waits until it is computed."""
@@ -70,7 +115,51 @@ class UnevenArray:
         return self.whole()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.whole(), dtype)
+        # On the host, so that no device needs memory for all of it.
+        here = self.padded if self.padded.is_fully_addressable else jax.device_get(self.whole())
+        return np.asarray(np.asarray(here)[tuple(slice(0, n) for n in self.shape)], dtype)
+
+    # NumPy leaves operators with its own arrays to this class.
+    __array_priority__ = 100
+
+    __hash__ = None  # type: ignore[assignment]
+    __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)  # type: ignore[assignment]
+    __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
+    __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
+    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
+    __matmul__, __rmatmul__ = _binary(operator.matmul), _reflected(operator.matmul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
+    __divmod__, __rdivmod__ = _binary(divmod), _reflected(divmod)
+    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
+    __and__, __rand__ = _binary(operator.and_), _reflected(operator.and_)
+    __or__, __ror__ = _binary(operator.or_), _reflected(operator.or_)
+    __xor__, __rxor__ = _binary(operator.xor), _reflected(operator.xor)
+    __lshift__, __rlshift__ = _binary(operator.lshift), _reflected(operator.lshift)
+    __rshift__, __rrshift__ = _binary(operator.rshift), _reflected(operator.rshift)
+    __neg__, __pos__, __abs__ = _unary(operator.neg), _unary(operator.pos), _unary(abs)
+    __invert__, __round__ = _unary(operator.invert), _unary(round)
+    __bool__ = _unary(bool)
+    __getitem__, __contains__ = _binary(operator.getitem), _binary(operator.contains)
+    __reversed__ = _unary(reversed)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.whole())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_ELEMENTS:
+            return getattr(self.whole(), name)
+        if name in _OF_MEMORY:
+            return getattr(self.padded, name)
+        raise AttributeError(f"'UnevenArray' object has no attribute {name!r}", name=name, obj=self)
 
     def __repr__(self) -> str:
         return f"UnevenArray({self.partitioning.format(self.mesh, self.shape, str(self.dtype))} on {self.mesh})"

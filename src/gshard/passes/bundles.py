@@ -15,9 +15,9 @@ from collections.abc import Collection, Mapping
 
 import jax.numpy as jnp
 
+from gshard.core.planning_tables import tabulated
 from gshard.core.program import Constant, Equation, Program, Value
 from gshard.core.rule import PARALLEL, REDUCE, Rule
-from gshard.core.tables import tabulated
 
 _ADDED = frozenset({"add", "mul"})  # what only numbers can be combined by
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import tabulated
 from gshard.core.program import Equation, Value, itemsize
 from gshard.core.rule import PARALLEL, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, project
-from gshard.core.tables import tabulated
 
 _PADDING = 1.0  # with which a dimension may be cut, as a part of it, where none divides evenly
 

@@ -12,11 +12,13 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from gshard.core.errors import MeshError
+from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.jax_adapter_dispatch import executed, names_devices
 from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import tabulated, with_tables
+from gshard.core.processes import Group
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
-from gshard.core.tables import tabulated, with_tables
 from gshard.passes.partition import spec
 
 
@@ -34,6 +36,7 @@ class Executable:
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs on flat arguments that have the shardings of the program; results are flat global arrays."""
+        self.agree()
         spmd, every = self.spmd, [*self.captured, *arguments]
         for i in spmd.in_orders:
             every[i] = relabelled(every[i], named_sharding(spmd.mesh, spmd.in_shardings[i]))
@@ -43,6 +46,20 @@ class Executable:
         for i, order in spmd.out_orders.items():
             results[i] = relabelled(results[i], named_sharding(spmd.mesh.reordered(order), spmd.out_shardings[i]))
         return results
+
+    def agree(self) -> None:
+        """Compares the program with that of the other processes of its mesh, if there are any, when first called.
+
+        Raises:
+            PlanError: another process is about to run another program.
+        """
+        self._agreed  # noqa: B018  once
+
+    @functools.cached_property
+    def _agreed(self) -> None:
+        group = Group.of(self.spmd.mesh.devices)
+        if group is not None:
+            group.agree(self.spmd.program.name, self.spmd.identified())
 
     @functools.cached_property
     def _calls_back(self) -> bool:
@@ -66,7 +83,7 @@ class Executable:
         """JAX's lowered object, StableHLO for all devices."""
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.spmd.jaxpr.in_avals]
         # The atoms replace whatever mesh the caller has set: they are the same devices under other names.
-        with jax.sharding.use_abstract_mesh(self.spmd.mesh.abstract_jax_mesh):
+        with no_mesh_set(), jax.sharding.use_abstract_mesh(self.spmd.mesh.abstract_jax_mesh):
             return self.function.lower(*shapes)  # type: ignore[attr-defined]
 
     @functools.cached_property

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gshard.comm.collectives import KINDS
+from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize
 from gshard.core.rule import COMMUNICATE, MONOIDS, PARALLEL, REDUCE, Rule, moves
 from gshard.core.spmd import SpmdProgram
-from gshard.core.tables import tabulated
 from gshard.passes.trace import block_of
 
 COLLECTIVE, REGION, FUSED, REDUCTION, PRODUCT, OPERATOR, PASSING = (

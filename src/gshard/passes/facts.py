@@ -170,7 +170,7 @@ class _State:
         """Sets what the user said: marks, and shardings of arguments."""
         for value, demand, reason in demands(self.program, self.mesh):
             self._set(value, demand.dims, demand.open, reason)
-            if demand.order != self.mesh.order and any(demand.dims):
+            if demand.order != self.mesh.order:
                 self.orders[value] = demand.order
         for node in self.nodes:
             if node.fixed is not None and node not in self.pending:

@@ -15,11 +15,11 @@ import numpy as np
 from gshard.comm.runs import laid_out
 from gshard.comm.steps import LOCAL, Step, bytes_sent, rounds
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
-from gshard.core.tables import tabulated
 from gshard.passes.device_program import Kernel, kind_of
 from gshard.passes.moves import Moves, has_many
 from gshard.passes.ways import share

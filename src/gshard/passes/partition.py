@@ -25,19 +25,20 @@ from gshard.comm.steps import LOCAL, PERMUTE, run, step_collectives
 from gshard.core.device_order import Order, permutation
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.garbage import collected_seldom
-from gshard.core.jax_adapter import as_if_at, as_weak
+from gshard.core.jax_adapter import as_if_at, as_weak, no_mesh_set, of_no_mesh
 from gshard.core.mesh import Atoms
 from gshard.core.plan import Plan
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
 from gshard.core.ring import Ring, entering, leaving
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
-from gshard.core.tables import with_tables
 from gshard.core.uneven import padded_shape
 from gshard.language.region import REGIONS
 
 
+@no_mesh_set()
 @collected_seldom()
 @with_tables
 def partition(plan: Plan) -> SpmdProgram:
@@ -46,8 +47,13 @@ def partition(plan: Plan) -> SpmdProgram:
     producers = {v: e for e in block.equations for v in e.outputs}
     users = {v: e for e in reversed(block.equations) for v in e.inputs}
     orders: Mapping[Any, Order] = plan.orders
-    in_orders = {i: orders[v] for i, v in enumerate(block.inputs) if v in orders and any(entry[i].dims)}
-    out_orders = {i: orders[v] for i, v in enumerate(block.outputs) if v in orders and any(leave[i].dims)}
+
+    def ordered(values: Sequence[Any], ways: Sequence[Sharding]) -> dict[int, Order]:
+        """The orders that marks ask for; what a mark cuts and the border makes whole is in the mesh's."""
+        pairs = enumerate(zip(values, ways, strict=True))
+        return {i: orders[v] for i, (v, s) in pairs if v in orders and (any(s.dims) or not any(plan.sharding(v).dims))}
+
+    in_orders, out_orders = ordered(block.inputs, entry), ordered(block.outputs, leave)
     emitter = _Emitter(plan)
 
     def program(*arrays: Any) -> list[Any]:
@@ -72,7 +78,6 @@ def partition(plan: Plan) -> SpmdProgram:
         out_specs=[spec(s) for s in leave],
         check_vma=False,
     )
-    # The atoms replace whatever mesh the caller has set: they are the same devices, named anew.
     with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
         shapes = (padded_shape(s, mesh, v.shape) for v, s in zip(block.inputs, entry, strict=True))
         takes = (jax.ShapeDtypeStruct(s, v.dtype, weak_type=v.weak) for v, s in zip(block.inputs, shapes, strict=True))
@@ -260,7 +265,8 @@ class _Emitter:
     ) -> Any:
         if isinstance(value, Constant):
             here = self.sharding(value)
-            x = value.value if value.shape == () and here == target else jnp.asarray(value.value)
+            x = of_no_mesh(value.value)
+            x = x if value.shape == () and here == target else jnp.asarray(x)
             return self.step_to(x, value, here, target, why, user)
         made, planned = env[value], self.sharding(value)
         if target == made.source and not target.unreduced and not made.marked:

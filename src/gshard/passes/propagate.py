@@ -16,10 +16,11 @@ from gshard.core.border import AS_MARKED, Border
 from gshard.core.device_order import Order
 from gshard.core.errors import PlanError
 from gshard.core.garbage import collected_seldom
+from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
-from gshard.core.tables import with_tables
 from gshard.passes.at_border import at_border
 from gshard.passes.choices import graph_of
 from gshard.passes.facts import Facts, demands, facts_of
@@ -38,6 +39,7 @@ _ENOUGH = 1e-8  # of the costs: a gap that is none
 _NEARLY = 1e-3  # at which few states are left that could be better
 
 
+@no_mesh_set()
 @collected_seldom()
 @with_tables
 def propagate(
@@ -124,7 +126,7 @@ def decided(graph: Graph, chosen: Ints, facts: Facts) -> Plan:
 @with_tables
 def in_best_order(program: Program, mesh: Mesh) -> Mesh:
     """The mesh with its devices in the order that the marks ask for, or most bytes of them where they do not agree."""
-    asked = {demand.order: None for _, demand, _ in demands(program, mesh)}
+    asked = {demand.order: None for _, demand, _ in demands(program, mesh) if any(demand.dims)}
     if not set(asked) - {mesh.order} or any(e.rule is not None and e.rule.fixed for e in program.block.walk()):
         return mesh
 

@@ -121,10 +121,13 @@ class Recorded:
         )
         return dataclasses.replace(plan_of(program, mesh, shardings, splits, readings, leaves, border), rings=rings)
 
+    def as_json(self) -> str:
+        """As text, to be read by ``Recorded.of_json``."""
+        return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
+
     def save(self, path: str | Path) -> None:
         """Writes it as JSON, to be read by ``Recorded.load``."""
-        data = {"format": _FORMAT, **dataclasses.asdict(self)}
-        Path(path).write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+        Path(path).write_text(self.as_json(), "utf-8")
 
     @staticmethod
     def load(path: str | Path) -> Recorded:
@@ -134,7 +137,20 @@ class Recorded:
             PlanError: the file is no plan.
         """
         try:
-            data: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
+            text = Path(path).read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise _unreadable(str(path), error) from error
+        return Recorded.of_json(text, str(path))
+
+    @staticmethod
+    def of_json(text: str, path: str = "the text") -> Recorded:
+        """Reads what ``as_json`` gave.
+
+        Raises:
+            PlanError: the text is no plan.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
             if data["format"] != _FORMAT:
                 raise PlanError(f"{path} has format {data['format']}, and {_FORMAT} is known.", hint="Search again.")
             splits = tuple(tuple((int(f), tuple(atoms)) for f, atoms in split) for split in data["splits"])
@@ -142,10 +158,12 @@ class Recorded:
             rings = tuple((int(i), _ring(ring)) for i, ring in data["rings"])
             read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("readings", "leaves"))
             return Recorded(data["program"], axes, tuple(data["shardings"]), splits, rings, read, leave)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PlanError(
-                f"{path} cannot be read as a plan: {error}.", hint="Give a file that found.save wrote."
-            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: Exception) -> PlanError:
+    return PlanError(f"{path} cannot be read as a plan: {error}.", hint="Give a file that found.save wrote.")
 
 
 def _ring(data: dict[str, Any]) -> Ring:

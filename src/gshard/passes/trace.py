@@ -21,18 +21,20 @@ from gshard.core.errors import TraceError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import (
     as_if_at,
+    as_traced_here,
     closed,
     in_scopes_of,
     jaxpr_without_dead_code,
+    no_mesh_set,
     optimization_barrier_p,
     user_line,
 )
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
 from gshard.core.paths import leaf_names
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
-from gshard.core.tables import with_tables
 from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
@@ -90,6 +92,7 @@ def trace(
 
 
 @with_tables
+@no_mesh_set()
 def program_of(
     whole: Any,
     out_tree: Any,
@@ -117,7 +120,7 @@ def program_of(
     """
     jaxpr, consts = closed(whole)
     builder = _Builder(layout=layout)
-    block = builder.block(jaxpr_without_dead_code(jaxpr), captured=consts)
+    block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
     block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
     check_manual_regions(block)
     with_names_of_files(block)
@@ -128,12 +131,14 @@ def program_of(
     return Program(block, captured, marks, every, out_tree, name, weak, tuple(builder.named), layout)
 
 
+@no_mesh_set()
 def block_of(jaxpr: Any, program: Program | None) -> Block:
     """The equations of a jaxpr that is there already, such as that of the per-device program of a program."""
     block = _Builder().block(jaxpr_without_dead_code(jaxpr))
     return with_names_of_files(block, None if program is None else program.block)
 
 
+@no_mesh_set()
 def equations_of(whole: Any, e: Equation, numbers: Iterator[int]) -> tuple[Equation, ...]:
     """The equations of a closed jaxpr that stands for an equation; new values are numbered so."""
     builder = _Builder(numbers)

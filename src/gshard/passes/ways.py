@@ -16,10 +16,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import tabulated
 from gshard.core.rule import REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid
-from gshard.core.tables import tabulated
 from gshard.passes.moves import has_many, is_considered, parts_of
 
 # Unequal parts are considered where the devices compute at most this much more for padding.

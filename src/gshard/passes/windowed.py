@@ -15,11 +15,11 @@ from typing import Protocol
 from gshard.comm.reshard import plan_reshard, reshard_bytes
 from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, aligned
 from gshard.core.plan import Plan, local_bytes
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Value, itemsize
 from gshard.core.ring import Ring, entering
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
-from gshard.core.tables import with_tables
 from gshard.language.region import REGIONS
 
 

@@ -33,9 +33,9 @@ from gshard.analysis.origin import origins
 from gshard.comm.collectives import KINDS
 from gshard.comm.steps import ALL_GATHER
 from gshard.core.jax_adapter import scan_counts
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import Collective, Prefetched, SpmdProgram
-from gshard.core.tables import with_tables
 from gshard.language.interpret import Interpreter, value_of
 from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
 from gshard.remat.replay import run_by

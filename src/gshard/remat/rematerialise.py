@@ -20,9 +20,9 @@ from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Value, format_bytes
 from gshard.core.spmd import Recomputation, Recomputed, SpmdProgram
-from gshard.core.tables import with_tables
 from gshard.language.region import with_edges
 from gshard.passes.device_program import REGION, Kernel, Kernels, device_program, flops, kernels_of, size
 from gshard.remat.liveness import Liveness, liveness_of

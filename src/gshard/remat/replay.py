@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from gshard.comm.collectives import KINDS, sent_bytes
-from gshard.core.jax_adapter import optimization_barrier_p
+from gshard.core.jax_adapter import no_mesh_set, optimization_barrier_p
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import RECOMPUTED, Collective, SpmdProgram
@@ -33,6 +33,7 @@ def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
     return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=_noted(spmd, before, kernels_of(block)))
 
 
+@no_mesh_set()
 def run_by(interpreter: Interpreter, block: Block, spmd: SpmdProgram) -> Any:
     """A closed jaxpr like that of a per-device program, with a block in its place, as an interpreter runs it."""
     (mapping,) = spmd.jaxpr.jaxpr.eqns

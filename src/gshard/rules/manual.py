@@ -23,9 +23,9 @@ from gshard.comm.shards import Shards, mask
 from gshard.core.errors import ShardingError
 from gshard.core.mark import Mark, atoms_of_partitions, resolve
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import tabulated
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.core.split import Split
-from gshard.core.tables import tabulated
 from gshard.language.per_device import renamed
 from gshard.language.registry import Call, rule
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from gshard.analysis.cost import kernel_cost
 from gshard.analysis.machine import Machine
 from gshard.comm.shards import Fetched, Shards
+from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, Program, Value
@@ -50,6 +51,7 @@ class Emitted:
     windows: tuple[Windows, ...]
 
 
+@no_mesh_set()
 def emitted_alone(e: Equation, split: Split, mesh: Mesh, machine: Machine) -> Emitted:
     """All that is emitted for one run of an equation, its operands being where the split wants them."""
     plan = _alone(e, split, mesh)

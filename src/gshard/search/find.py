@@ -23,9 +23,9 @@ from gshard.analysis.overlap import Windowed
 from gshard.core.border import Border
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
-from gshard.core.tables import with_tables
 from gshard.passes.choices import graph_of
 from gshard.passes.facts import demands, facts_of
 from gshard.passes.graph import Graph

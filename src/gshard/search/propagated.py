@@ -16,9 +16,9 @@ from gshard.analysis.machine import Machine
 from gshard.core.border import AS_MARKED, Border
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
+from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
-from gshard.core.tables import with_tables
 from gshard.passes.facts import Facts, facts_of
 from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.partition import partition

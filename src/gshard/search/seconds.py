@@ -14,10 +14,10 @@ from gshard.analysis.step_times import StepTimes
 from gshard.comm.steps import Step
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import local_bytes
+from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Value, short_dtype
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
-from gshard.core.tables import tabulated
 from gshard.passes.device_program import PRODUCT, Kernel, flops, is_looked_up, kernels_of
 from gshard.passes.moves import Moves, has_many
 from gshard.passes.objective import Windows

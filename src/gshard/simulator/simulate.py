@@ -25,7 +25,7 @@ from jax.extend import core
 
 from gshard.core import jax_adapter
 from gshard.core.errors import RuleError, TraceError
-from gshard.core.tables import with_tables
+from gshard.core.planning_tables import with_tables
 from gshard.simulator.simulated_collectives import COLLECTIVES, AxisSizes, PerDevice, run_collective
 from gshard.simulator.simulated_runs import (
     Communication,

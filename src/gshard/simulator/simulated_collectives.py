@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gshard.core.errors import RuleError
-from gshard.core.tables import tabulated
+from gshard.core.planning_tables import tabulated
 
 AxisSizes = tuple[tuple[str, int], ...]
 Groups = tuple[tuple[int, ...], ...]

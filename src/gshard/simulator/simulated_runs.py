@@ -25,7 +25,8 @@ from jax.extend import core
 
 from gshard.core import jax_adapter
 from gshard.core.errors import TraceError
-from gshard.core.tables import tabulated
+from gshard.core.jax_adapter_dispatch import Cache
+from gshard.core.planning_tables import tabulated
 from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.simulator.simulated_collectives import COLLECTIVES
 
@@ -224,13 +225,16 @@ def _place(placed: list[tuple[Operation, bool]], kept: set[int]) -> PlacedRun:
 def compiled(run: Run) -> Callable[..., list[Any]]:
     """The run as a compiled function of its operands; shared by equal runs."""
     try:
-        return _shared(run)
+        return _COMPILED.get(run, lambda: _compiled(run))  # type: ignore[no-any-return]
     except TypeError:  # a parameter that does not hash
-        return _shared.__wrapped__(run)
+        return _compiled(run)
 
 
-@tabulated(1024)
-def _shared(run: Run) -> Callable[..., list[Any]]:
+# As JAX keeps what it has compiled, and emptied with that.
+_COMPILED = Cache(1024)
+
+
+def _compiled(run: Run) -> Callable[..., list[Any]]:
     def call(*operands: Any) -> list[Any]:
         env = dict(enumerate(operands))
         for i in run.operations:

@@ -92,6 +92,7 @@ def report_data(
         },
         "machine": {
             "name": found.machine.name,
+            "kind": found.machine.kind or found.machine.name,
             "text": str(found.machine),
             "memory": found.machine.memory,
             "measured": found.machine.measured,

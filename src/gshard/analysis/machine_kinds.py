@@ -1,0 +1,226 @@
+"""Machine kinds: the accelerators whose figures are known, and what JAX calls them.
+
+Sources, all per device and one direction, without sparsity:
+
+    v3        Jouppi et al., A domain-specific supercomputer for training deep neural networks, CACM 2020: two cores a
+              chip that are devices of their own, 123 TFLOP/s, 900 GB/s and 32 GiB a chip, four links of 656 Gbit/s
+    v4        Jouppi et al., TPU v4, ISCA 2023: 275 TFLOP/s, 1200 GB/s, 32 GiB, six links of 50 GB/s
+    v5e, v5p, Google Cloud's pages "TPU v5e", "TPU v5p", "TPU v6e": peak, memory; links are the bandwidth of a chip in
+    v6e       both directions divided by its ports and by two
+    tpu7x     Google Cloud's page "TPU7x (Ironwood)": two cores a chip that are devices of their own, 2307 TFLOP/s,
+              7380 GB/s and 192 GiB a chip, 1200 GB/s over six ports; the link between the cores is six times a port
+    a100      NVIDIA A100 Tensor Core GPU data sheet, SXM modules; between nodes NVIDIA DGX A100 data sheet
+    h100,     NVIDIA's data sheets of the SXM modules: 450 GB/s of NVLink each way; between nodes one 400 Gbit/s port a
+    h200      GPU
+    b200,     NVIDIA's page "HGX Platform" and the DGX B200 and DGX B300 data sheets, an eighth of a system; 8-bit
+    b300      integers of b300: NVIDIA Blackwell Ultra data sheet
+    gb200,    NVIDIA's pages "GB200 NVL72" and "GB300 NVL72", a 72nd of a rack; 8-bit integers of gb300: NVIDIA
+    gb300     Blackwell Ultra data sheet
+    mi300x,   AMD Instinct MI300X and MI325X data sheets: seven links of 64 GB/s, one to each of the others
+    mi325x
+    mi350x,   AMD Instinct MI350X and MI355X data sheets: seven links of 76.8 GB/s
+    mi355x
+    cpu       round numbers for one core of a server; ``gshard calibrate`` measures the machine at hand
+
+No vendor gives the time of a hop and of a launch. Those of ``h100`` stand for all GPUs, 1 µs a hop for all TPUs.
+
+What a TPU's compiler lets run beside products is read from the schedules of libtpu 0.0.42 (``benchmarks/overlap.py``).
+
+A product of float32 arrays runs in one bfloat16 pass on TPU (JAX's default precision), in TF32 on NVIDIA's GPUs, and in
+float32 on AMD's, where XLA does not use TF32. TPUs without a rate for 8-bit integers multiply them as bfloat16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+RING, LINE, SWITCH, DIRECT = "ring", "line", "switch", "direct"
+PERMUTE = "collective_permute"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compiler:
+    """What XLA does on one platform, whatever the size of its devices; each field as in ``Machine``."""
+
+    combines: tuple[str, ...] = ("all_reduce",)
+    copies_for_collectives: bool = True
+    keeps_low_precision_copies: bool = False
+
+
+# By ``jax.Device.platform``. Other platforms are taken to be like the CPU.
+COMPILERS = {
+    "cpu": Compiler(),
+    "gpu": Compiler(combines=("all_reduce", "all_gather", "reduce_scatter")),
+    "tpu": Compiler(copies_for_collectives=False, keeps_low_precision_copies=True),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """What a chip or GPU is like.
+
+    Attributes:
+        flops, vector_flops, memory_bandwidth, memory, launch, hides: as in ``Machine``, of one device.
+        compiler: what its compiler does.
+        link: bytes a second of one link in one direction; of a switch, what one device can send.
+        dimensions: of the network of chips.
+        wraps: a dimension closes to a ring at multiples of this size; 0 for what is no torus.
+        cores: devices of a chip.
+        between_cores: bytes a second from one core of a chip to another; 0 where they exchange through their memory.
+        latency: seconds of one hop.
+        node: GPUs that are connected without a network card; 0 for what has no nodes.
+        inside: how they are connected.
+        between_nodes: bytes a second that a GPU sends to other nodes.
+    """
+
+    flops: Mapping[str, float]
+    vector_flops: float
+    memory_bandwidth: float
+    memory: int
+    link: float
+    dimensions: int
+    wraps: int = 0
+    cores: int = 1
+    between_cores: float = 0.0
+    latency: float = 1e-6
+    launch: float = 0.0
+    node: int = 0
+    inside: str = SWITCH
+    between_nodes: float = 0.0
+    hides: tuple[str, ...] | None = None
+    compiler: Compiler = COMPILERS["cpu"]
+
+
+_T, _G, _GIB = 1e12, 1e9, 2**30
+
+
+def _tpu(
+    bf16: float, s8: float, bandwidth: float, gib: int, link: float, dimensions: int, wraps: int, *hides: str
+) -> Kind:
+    # The vector unit does about a sixteenth of the matrix unit's work in float32.
+    rates = {"bf16": bf16 * _T, "f32": bf16 * _T, "s8": s8 * _T}
+    return Kind(
+        rates, bf16 * _T / 16, bandwidth * _G, gib * _GIB, link * _G, dimensions, wraps, hides=hides,
+        compiler=COMPILERS["tpu"],
+    )  # fmt: skip
+
+
+def _gpu(
+    *,
+    f64: float,
+    f32: float,
+    bf16: float,
+    s8: float,
+    vector: float,
+    memory_bandwidth: float,
+    memory: float,
+    link: float,
+    between_nodes: float,
+    node: int = 8,
+    inside: str = SWITCH,
+) -> Kind:
+    """TFLOP/s, GB/s and GB; f32 is the rate of products of float32 arrays in JAX's default precision."""
+    rates = {"f64": f64 * _T, "f32": f32 * _T, "bf16": bf16 * _T, "f16": bf16 * _T, "s8": s8 * _T}
+    return Kind(
+        rates, vector * _T, memory_bandwidth * _G, int(memory * _G), link * _G, 1, latency=2e-6, launch=3e-6, node=node,
+        inside=inside, between_nodes=between_nodes * _G, compiler=COMPILERS["gpu"],
+    )  # fmt: skip
+
+
+def _a100(memory_bandwidth: float, memory: float) -> Kind:
+    return _gpu(
+        f64=19.5, f32=156, bf16=312, s8=624, vector=19.5, memory_bandwidth=memory_bandwidth, memory=memory, link=300,
+        between_nodes=25,
+    )  # fmt: skip
+
+
+def _hopper(memory_bandwidth: float, memory: float) -> Kind:
+    return _gpu(
+        f64=67, f32=494, bf16=989, s8=1979, vector=67, memory_bandwidth=memory_bandwidth, memory=memory, link=450,
+        between_nodes=50,
+    )  # fmt: skip
+
+
+def _cdna3(memory_bandwidth: float, memory: float) -> Kind:
+    return _gpu(
+        f64=163.4, f32=163.4, bf16=1307.4, s8=2614.9, vector=163.4, memory_bandwidth=memory_bandwidth, memory=memory,
+        link=64, inside=DIRECT, between_nodes=50,
+    )  # fmt: skip
+
+
+def _cdna4(f64: float, f32: float, bf16: float, s8: float) -> Kind:
+    return _gpu(
+        f64=f64, f32=f32, bf16=bf16, s8=s8, vector=f32, memory_bandwidth=8000, memory=288, link=76.8, inside=DIRECT,
+        between_nodes=50,
+    )  # fmt: skip
+
+
+# A core of v3 and tpu7x has half of the chip; both send over the chip's links. Dimensions of v4, v5p and tpu7x close to
+# rings when they are made of whole cubes of 4; v3, v5e and v6e close them at the size of a pod.
+KINDS = {
+    "v3": dataclasses.replace(_tpu(61.5, 61.5, 450, 16, 82, 2, 32), cores=2),
+    "v4": _tpu(275, 275, 1200, 32, 50, 3, 4, PERMUTE),
+    "v5e": _tpu(197, 393, 819, 16, 50, 2, 16, PERMUTE, "all_gather"),
+    "v5p": _tpu(459, 918, 2765, 95, 100, 3, 4, PERMUTE),
+    "v6e": _tpu(918, 1836, 1638, 32, 100, 2, 16, PERMUTE),
+    "tpu7x": dataclasses.replace(
+        _tpu(1153.5, 1153.5, 3690, 96, 100, 3, 4, PERMUTE), cores=2, between_cores=600 * _G
+    ),
+    "a100_40gb": _a100(1555, 40),
+    "a100": _a100(2039, 80),
+    "h100": _hopper(3350, 80),
+    "h200": _hopper(4800, 141),
+    "b200": _gpu(
+        f64=37, f32=1125, bf16=2250, s8=4500, vector=75, memory_bandwidth=8000, memory=180, link=900, between_nodes=50,
+    ),
+    "b300": _gpu(
+        f64=1.25, f32=1125, bf16=2250, s8=150, vector=75, memory_bandwidth=8000, memory=270, link=900,
+        between_nodes=100,
+    ),
+    "gb200": _gpu(
+        f64=40, f32=1250, bf16=2500, s8=5000, vector=80, memory_bandwidth=8000, memory=186, link=900, between_nodes=50,
+        node=72,
+    ),
+    "gb300": _gpu(
+        f64=1.3, f32=1250, bf16=2500, s8=165, vector=80, memory_bandwidth=8000, memory=279, link=900,
+        between_nodes=100, node=72,
+    ),
+    "mi300x": _cdna3(5300, 192),
+    "mi325x": _cdna3(6000, 256),
+    "mi350x": _cdna4(72.1, 144.2, 2306.9, 4613.7),
+    "mi355x": _cdna4(78.6, 157.3, 2516.6, 5033.2),
+    "cpu": Kind(
+        {"f32": 50 * _G, "f64": 25 * _G, "bf16": 10 * _G}, 5 * _G, 10 * _G, 4 * _GIB, 5 * _G, 1, latency=2e-5,
+        launch=1e-6,
+    ),
+}  # fmt: skip
+
+
+# ``jax.Device.device_kind`` in lower case. Other boards with the same chip (PCIe cards, NVL pairs) have other figures.
+DEVICE_KINDS = {
+    "tpu v3": "v3",
+    "tpu v4": "v4",
+    "tpu v5 lite": "v5e",
+    "tpu v5e": "v5e",
+    "tpu v5": "v5p",
+    "tpu v5p": "v5p",
+    "tpu v6 lite": "v6e",
+    "tpu v6e": "v6e",
+    "tpu7x": "tpu7x",
+    "nvidia a100-sxm4-40gb": "a100_40gb",
+    "nvidia a100-sxm4-80gb": "a100",
+    "nvidia h100 80gb hbm3": "h100",
+    "nvidia h200": "h200",
+    "nvidia b200": "b200",
+    "nvidia b300": "b300",
+    "nvidia b300 sxm6 ac": "b300",
+    "nvidia gb200": "gb200",
+    "nvidia gb300": "gb300",
+    "amd instinct mi300x": "mi300x",
+    "amd instinct mi325x": "mi325x",
+    "amd instinct mi350x": "mi350x",
+    "amd instinct mi355x": "mi355x",
+}
+# What follows the name of the same board where it is mounted or shared in another way.
+SUFFIXES = (" oam", " vf")
