@@ -1,0 +1,165 @@
+"""The law: memory is given back. What was planned is gone when its function is, or after ``jax.clear_caches()``.
+
+Measured by the objects that Python's garbage collector knows, which are the same at every run; the slow tests count
+bytes as well (tracing allocations takes three times as long).
+"""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from gshard import split
+
+ON: dict[str, tuple[dict[str, int], str | None]] = {
+    "two axes, a machine": ({"a": 4, "b": 2}, "h100:1x8"),
+    "three axes": ({"a": 2, "b": 2, "c": 2}, None),
+    "four axes": ({"a": 2, "b": 2, "c": 2, "d": 2}, None),
+}
+PLANNED = gshard.Program, gshard.Plan, gshard.Lowered, gshard.SpmdProgram
+KIB = 2**10
+
+
+def block(x: Any, w1: Any, w2: Any) -> Any:
+    x = split(x, 0, "a")
+    h = jnp.tanh(jnp.einsum("bsd,dhf->bshf", x, split(w1, 1, "b")))
+    return jnp.einsum("bshf,hfd->bsd", h, w2)
+
+
+def shapes(length: int) -> list[jax.ShapeDtypeStruct]:
+    """Of one sequence length."""
+    return [jax.ShapeDtypeStruct(s, "float32") for s in ((8, length, 64), (64, 8, 32), (8, 32, 64))]
+
+
+def held() -> Counter[str]:
+    """The objects that live, by type."""
+    gc.collect()
+    return Counter(type(x).__name__ for x in gc.get_objects())
+
+
+def left_by(work: Callable[[int], None], rounds: int = 3) -> Counter[str]:
+    """What so many rounds leave behind when caches are cleared, beyond what the first two left."""
+    for i in range(2):
+        work(i)
+    jax.clear_caches()
+    before = held()
+    for i in range(2, 2 + rounds):
+        work(i)
+    jax.clear_caches()
+    return held() - before
+
+
+def assert_nothing(left: Counter[str]) -> None:
+    """Some objects come and go by themselves: weak references, what a cache of JAX's is made of."""
+    assert not any(left[kind.__name__] for kind in PLANNED), left.most_common(9)
+    assert sum(left.values()) < 300, left.most_common(9)
+
+
+def lowered_anew(on: str) -> Callable[[int], None]:
+    """Plans a new function in each round."""
+    axes, machine = ON[on]
+
+    def work(i: int) -> None:
+        f = lambda *arguments: block(*arguments)  # noqa: E731
+        assert gshard.jit(f, mesh=gshard.Mesh.abstract(**axes), machine=machine).lower(*shapes(16 + 8 * i)).spmd
+
+    return work
+
+
+@pytest.mark.parametrize("on", ON)
+def test_nothing_is_left_of_functions_that_are_gone(on: str) -> None:
+    assert_nothing(left_by(lowered_anew(on)))
+
+
+@pytest.mark.parametrize("on", ON)
+def test_clearing_empties_a_function_that_stays(on: str) -> None:
+    axes, machine = ON[on]
+    jitted = gshard.jit(block, mesh=gshard.Mesh.abstract(**axes), machine=machine)
+
+    def work(i: int) -> None:
+        assert jitted.lower(*shapes(16 + 8 * i)).spmd
+
+    assert_nothing(left_by(work))
+
+
+def test_search_and_explain_leave_nothing() -> None:
+    def work(i: int) -> None:
+        mesh = gshard.Mesh.abstract(a=4, b=2)
+        f = lambda x, w: jnp.tanh(x @ split(w, 1, "a")).sum(0)  # noqa: E731
+        arguments = [jax.ShapeDtypeStruct(s, "float32") for s in ((16 + 8 * i, 64), (64, 32))]
+        assert gshard.search(f, *arguments, mesh=mesh, machine="h100:1x8", budget_seconds=0.2).plan
+        assert str(gshard.explain(f, *arguments, mesh=mesh))
+
+    assert_nothing(left_by(work))
+
+
+def test_calls_leave_nothing_of_functions_that_are_gone() -> None:
+    def work(i: int) -> None:
+        jitted = gshard.jit(lambda x: jnp.cumsum(split(x, 0, 8), 0), mesh=8)
+        x = np.arange(8 * (i + 3), dtype=np.int32).reshape(8, -1)
+        for place in (x, jax.device_put(x, jax.devices()[3]), jnp.asarray(x)):
+            np.testing.assert_array_equal(jitted(place), np.cumsum(x, 0))
+
+    assert_nothing(left_by(work))
+
+
+def bytes_in(work: Callable[[], None]) -> int:
+    """Bytes of Python's that are in use after some work, beyond those before."""
+    tracemalloc.start()
+    try:
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        work()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+def lengths(on: str, count: int) -> Callable[[], None]:
+    """Plans one function for so many sequence lengths."""
+    axes, machine = ON[on]
+    jitted = gshard.jit(block, mesh=gshard.Mesh.abstract(**axes), machine=machine)
+    jitted.lower(*shapes(16)).spmd  # noqa: B018
+
+    def work() -> None:
+        for k in range(count):
+            jitted.lower(*shapes(24 + 8 * k)).spmd  # noqa: B018
+
+    return work
+
+
+def test_each_length_of_a_function_takes_little() -> None:
+    assert bytes_in(lengths("two axes, a machine", 3)) < 3 * 200 * KIB
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("on", ON)
+def test_two_hundred_lengths_of_a_function_take_little(on: str) -> None:
+    assert bytes_in(lengths(on, 200)) < 200 * 200 * KIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ON)
+def test_bytes_are_given_back(on: str) -> None:
+    work = lowered_anew(on)
+
+    def and_cleared() -> None:
+        for i in range(2, 12):
+            work(i)
+        jax.clear_caches()
+
+    for i in range(2):
+        work(i)
+    jax.clear_caches()
+    assert bytes_in(and_cleared) < 100 * KIB

@@ -1,0 +1,122 @@
+"""The law: wherever the arguments of a call lie, the first call, the second and the third compute the same.
+
+JAX's dispatch in C++ takes the buffers of a committed array as they are. So the first call of a kind, which Python
+sees, may be right, and later ones wrong: each kind is called three times, with those of all other kinds in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from checked_calls import allowed_to_refuse, called, said_by, unpartitioned
+from placed import PLACES, every_way, mesh_of
+from small_programs import PROGRAMS, numbers, register
+
+GRID = {"a": 2, "b": 4}
+FAST = ("unmarked", "crossed", "ring product", "reductions")
+FEW = (
+    "numpy", "another device", "rows", "columns", "turned, rows", "other names", "reversed, whole", "shuffled, both",
+    "half, rows", "result, rows", "kept rows", "an axis of size 1, named",
+)  # fmt: skip
+SHAPES = {"square": (8, 8), "uneven": (13, 11), "tall": (16, 8)}
+ON = {"2x4": GRID, "8": {"a": 8}, "2x2x2": {"b": 2, "a": 2, "c": 2}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "in_shardings": {"in_shardings": P(None, "a")},
+    "in_shardings, one left open": {"in_shardings": (P("a"), None)},
+    "in and out": {"in_shardings": P("a"), "out_shardings": P()},
+    "layout": {"layout": gshard.Layout(batch="a"), "names": "_ batch"},
+    "donated": {"donate_argnums": 0},
+    "searched": {"search": 0.1, "machine": "h100:1x8"},
+    "limited": {"memory_limit": "1MiB"},
+    "kept": {"uneven": "keep"},
+    "all arguments": {"keep_unused": True},
+}
+
+
+def check(
+    name: str, ways: Sequence[str], shape: tuple[int, ...] = (8, 8), axes: dict[str, int] = GRID, **options: Any
+) -> None:
+    """Calls one jitted function in each way, three times over."""
+    register(0)
+    small, mesh = PROGRAMS[name], mesh_of(**axes)  # type: ignore[arg-type]
+    x, y = numbers(shape, 1), numbers(shape, 2)
+    want = unpartitioned(small.function, small.arguments(x, y))
+    jitted = gshard.jit(small.function, mesh=mesh, **options)
+    for i in range(3):
+        for way, (a, b) in every_way(mesh, x, y, ways=ways):
+            arguments = small.arguments(a, b)
+            where = f"{name}, {way}, call {i}"
+            with allowed_to_refuse(small.function, arguments):
+                said, donated = said_by(jitted, arguments), (0,) if "donate_argnums" in options else ()
+                called(jitted, arguments, want, donated=donated, said=said, where=where)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_arguments_may_lie_anywhere(name: str) -> None:
+    check(name, tuple(PLACES))
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "plain"])
+def test_whatever_the_options(option: str) -> None:
+    check("unmarked", FEW, **OPTIONS[option])
+
+
+def test_a_plan_that_was_found() -> None:
+    small, shape = PROGRAMS["unmarked"], jax.ShapeDtypeStruct((8, 8), np.int32)
+    found = gshard.search(small.function, shape, shape, mesh=mesh_of(a=2, b=4), machine="h100:1x8")
+    check("unmarked", FEW, plan=found.plan)
+
+
+def test_each_argument_in_a_way_of_its_own() -> None:
+    """Also with one that the program does not read, which is not moved."""
+    mesh, x, y = mesh_of(**GRID), numbers((8, 8), 1), numbers((8, 8), 2)  # type: ignore[arg-type]
+    for name in ("ring product", "unread", "identity"):
+        f = PROGRAMS[name].function
+        want, jitted = unpartitioned(f, (x, y)), gshard.jit(f, mesh=mesh)
+        for _ in range(3):
+            for first, second in zip(FEW, (*FEW[5:], *FEW[:5]), strict=True):
+                arguments = PLACES[first](x, mesh), PLACES[second](y, mesh)
+                called(jitted, arguments, want, said=said_by(jitted, arguments), where=f"{name}, {first}, {second}")
+
+
+def test_uneven_sizes() -> None:
+    check("crossed", FEW, (13, 11))
+    check("loop", FEW, (13, 11), uneven="keep")
+
+
+@pytest.mark.parametrize("option", ["plain", "kept"])
+def test_a_donated_array_is_overwritten_only_where_it_is(option: str) -> None:
+    """One that has to be moved is copied: it, and all that it shares memory with, stays."""
+    mesh, x = mesh_of(d=8), numbers((16, 8), 1)
+    jitted = gshard.jit(lambda x: gshard.split(x, 0, 8) + 1, mesh=mesh, donate_argnums=0, **OPTIONS[option])
+    for _ in range(3):
+        for way in FEW:
+            (placed,) = (PLACES[way](x, mesh),)
+            called(jitted, (placed,), x + 1, donated=(0,), where=way)
+            if way in ("numpy", "another device", "half, rows"):
+                np.testing.assert_array_equal(placed, x)
+    state = jitted(x)
+    for k in range(3):
+        before, state = state, jitted(state)
+        assert before.is_deleted()
+        np.testing.assert_array_equal(state, x + k + 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_with_every_option(name: str, option: str) -> None:
+    for shape in SHAPES.values():
+        for axes in ON.values():
+            if option == "limited" and shape == (13, 11):
+                continue
+            check(name, tuple(PLACES), shape, axes, **OPTIONS[option])

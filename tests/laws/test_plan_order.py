@@ -1,0 +1,46 @@
+"""The law: a plan depends on the program, the mesh and the options: not on what was planned before, nor on hash seeds.
+
+Each order of planning is a process of its own, for nothing can be planned first twice in one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHAINS = Path(__file__).resolve().parent.parent / "marked_chains.py"
+
+
+@pytest.fixture(scope="module")
+def forwards() -> dict[str, str]:
+    return planned("forwards", "0")
+
+
+def planned(order: str, hash_seed: str) -> dict[str, str]:
+    """The text of each plan, made in a new process."""
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+    line = [sys.executable, str(CHAINS), order]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def assert_equal(ours: dict[str, str], theirs: dict[str, str]) -> None:
+    assert sorted(ours) == sorted(theirs)
+    assert len(ours) > 30
+    different = [name for name in ours if ours[name] != theirs[name]]
+    assert not different, f"{different}:\n{ours[different[0]]}\n\n{theirs[different[0]]}"
+
+
+def test_a_plan_does_not_depend_on_what_was_planned_before(forwards: dict[str, str]) -> None:
+    assert_equal(forwards, planned("backwards", "0"))
+
+
+def test_a_plan_does_not_depend_on_the_hash_seed(forwards: dict[str, str]) -> None:
+    assert_equal(forwards, planned("forwards", "1"))

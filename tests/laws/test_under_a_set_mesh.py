@@ -1,0 +1,73 @@
+"""A mesh that ``jax.set_mesh`` has set says which mesh is meant where none is given, and disturbs no other.
+
+The order of a program's devices may differ from that of the mesh that is set: by marks with device ids, by arguments
+in an order of their own, by the mesh that ``gshard.jit`` is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from checked_calls import called
+from placed import PLACES, in_every_way, mesh_of
+from small_programs import RING
+
+X = np.random.default_rng(0).integers(-9, 9, (8, 8)).astype(np.int32)
+SET = {"Auto": {"a": 2, "b": 4}, "Explicit": {"a": 2, "b": 4, "explicit": True}}
+REVERSED = range(7, -1, -1)
+
+
+def plus(x: Any) -> Any:
+    return gshard.split(x, 0, 8) + 1
+
+
+def on_a_ring(x: Any) -> Any:
+    return gshard.shard(x, RING) + 1
+
+
+MADE: dict[str, Callable[[jax.sharding.Mesh], Any]] = {
+    "the mesh that is set": lambda mesh: gshard.jit(plus),
+    "the same mesh": lambda mesh: gshard.jit(plus, mesh=mesh),
+    "other axes": lambda mesh: gshard.jit(plus, mesh=8),
+    "devices in another order": lambda mesh: gshard.jit(plus, mesh=mesh_of(order=REVERSED, a=2, b=4)),
+    "marks with device ids": lambda mesh: gshard.jit(on_a_ring),
+    "marks with device ids, the same mesh": lambda mesh: gshard.jit(on_a_ring, mesh=mesh),
+}
+
+
+@pytest.mark.parametrize("which", SET)
+@pytest.mark.parametrize("made", MADE)
+def test_it_disturbs_no_function(made: str, which: str) -> None:
+    mesh = mesh_of(**SET[which])  # type: ignore[arg-type]
+    jitted = MADE[made](mesh)
+    with jax.set_mesh(mesh):
+        for got in in_every_way(jitted, (X,), mesh, ["numpy", "numpy", "uncommitted", "whole"]):
+            np.testing.assert_array_equal(got, X + 1)
+
+
+@pytest.mark.parametrize("way", ["reversed, rows", "shuffled, both", "turned, rows", "half, rows", "another device"])
+def test_an_argument_elsewhere_is_moved_as_without(way: str) -> None:
+    mesh = mesh_of(a=2, b=4)
+    jitted = gshard.jit(plus, mesh=mesh)
+    x = PLACES[way](X, mesh)
+    for _ in range(3):
+        called(jitted, (x,), X + 1, where="no mesh is set")
+        with jax.set_mesh(mesh):
+            called(jitted, (x,), X + 1, where="a mesh is set")
+
+
+def test_meshes_are_set_in_turn() -> None:
+    jitted = gshard.jit(lambda x: (gshard.split(x, 0, 8) * 2, jnp.cumsum(x, 0)))
+    meshes = [mesh_of(a=2, b=4), mesh_of(d=8), mesh_of(order=REVERSED, a=2, b=4), mesh_of(explicit=True, a=2, b=4)]
+    for mesh in [*meshes, *meshes, *reversed(meshes)]:
+        with jax.set_mesh(mesh):
+            double, sums = called(jitted, (X,), (X * 2, np.cumsum(X, 0, dtype=np.int32)), where=str(mesh))
+        assert set(double.sharding.device_set) == set(mesh.devices.flat)
+        assert sums.shape == X.shape

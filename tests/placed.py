@@ -1,0 +1,136 @@
+"""Where the arguments of a call may lie: one array in every way in which JAX can hold it.
+
+    for way, (x,) in every_way(mesh, x): check(J(x))        # any function that must compute the same
+    for got in in_every_way(J, (x, w)): compare(got, want)  # three calls, for laws about something else
+
+A way of placing takes a NumPy array and the mesh of the function that is called, of eight devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gshard
+
+Place = Callable[[np.ndarray, jax.sharding.Mesh], Any]
+
+
+def mesh_of(*, explicit: bool = False, order: Sequence[int] = range(8), **axes: int) -> jax.sharding.Mesh:
+    """A mesh of the devices that ``order`` names, axis types Auto or Explicit."""
+    devices = np.array([jax.devices()[i] for i in order]).reshape(tuple(axes.values()))
+    return jax.sharding.Mesh(
+        devices, tuple(axes), axis_types=(AxisType.Explicit if explicit else AxisType.Auto,) * len(axes)
+    )
+
+
+def cut(x: np.ndarray, mesh: jax.sharding.Mesh, *dims: int | None) -> jax.Array:
+    """The array over a mesh, axis ``i`` of it on dimension ``dims[i]``, as far as sizes divide."""
+    entries: list[tuple[str, ...]] = [()] * x.ndim
+    for (axis, parts), d in zip(mesh.shape.items(), dims, strict=False):
+        if d is not None and d < x.ndim and x.shape[d] % (parts * math.prod(mesh.shape[a] for a in entries[d])) == 0:
+            entries[d] = (*entries[d], axis)
+    return jax.device_put(x, NamedSharding(mesh, P(*entries)))
+
+
+def turned(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """The same devices in the same order, the axes of the same names written in the other order."""
+    axes = tuple(reversed(mesh.shape.items()))
+    devices = mesh.devices.reshape([n for _, n in axes])
+    return jax.sharding.Mesh(devices, [a for a, _ in axes], axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _weak(x: np.ndarray) -> jax.Array:
+    """Of a weak type: a sum of numbers of Python, one for each bit."""
+    if x.dtype != np.int32:
+        return jnp.asarray(x)
+    return jax.jit(
+        lambda v: sum(jnp.where(v & (1 << k), 1 << k, 0) for k in range(31)) + jnp.where(v < 0, -(2**31), 0)
+    )(x)
+
+
+def _kept(dim: int, mesh: Any = None) -> Place:
+    """As another function returns it in padded parts."""
+
+    def place(x: np.ndarray, own: jax.sharding.Mesh) -> Any:
+        on = own if mesh is None else mesh
+        return gshard.jit(lambda v: gshard.split(v * 1, min(dim, v.ndim - 1), 8), mesh=on, uneven="keep")(x)
+
+    return place
+
+
+def _result(dim: int) -> Place:
+    """As another function of gshard's returns it, on the same mesh."""
+    return lambda x, mesh: gshard.jit(lambda v: gshard.split(v * 1, min(dim, v.ndim - 1), 8), mesh=mesh)(x)
+
+
+# Their order matters to derandomized tests: add at the end.
+PLACES: dict[str, Place] = {
+    "numpy": lambda x, mesh: x,
+    "uncommitted": lambda x, mesh: jnp.asarray(x),
+    "weak type": lambda x, mesh: _weak(x),
+    "first device": lambda x, mesh: jax.device_put(x, jax.devices()[0]),
+    "another device": lambda x, mesh: jax.device_put(x, jax.devices()[5]),
+    "whole": lambda x, mesh: cut(x, mesh),
+    "rows": lambda x, mesh: cut(x, mesh, 0, 0, 0),
+    "columns": lambda x, mesh: cut(x, mesh, 1, 1, 1),
+    "both": lambda x, mesh: cut(x, mesh, 0, 1),
+    "both, crossed": lambda x, mesh: cut(x, mesh, 1, 0),
+    "turned, rows over the first axis": lambda x, mesh: cut(x, turned(mesh), 0),
+    "turned, rows over the last axis": lambda x, mesh: cut(x, turned(mesh), None, 0),
+    "turned, rows": lambda x, mesh: cut(x, turned(mesh), 0, 0, 0),
+    "turned, columns": lambda x, mesh: cut(x, turned(mesh), 1, 1, 1),
+    "other names": lambda x, mesh: cut(x, mesh_of(p=4, q=2), 0, 1),
+    "an axis of size 1, named": lambda x, mesh: cut(x, mesh_of(one=1, **mesh.shape), 0, 1),
+    "an axis of size 1": lambda x, mesh: cut(x, mesh_of(**mesh.shape, one=1), 0, 1, 0),
+    "reversed, rows": lambda x, mesh: cut(x, mesh_of(order=range(7, -1, -1), p=8), 0),
+    "reversed, whole": lambda x, mesh: cut(x, mesh_of(order=range(7, -1, -1), p=8)),
+    "reversed, same axes": lambda x, mesh: cut(
+        x, jax.sharding.Mesh(mesh.devices.reshape(-1)[::-1].reshape(mesh.devices.shape), mesh.axis_names), 0, 0, 0
+    ),
+    "shuffled, both": lambda x, mesh: cut(x, mesh_of(order=(3, 1, 4, 0, 5, 7, 2, 6), p=2, q=4), 0, 1),
+    "half, rows": lambda x, mesh: cut(x, mesh_of(order=range(4), p=4), 0),
+    "half, whole": lambda x, mesh: cut(x, mesh_of(order=range(4, 8), p=4)),
+    "two devices, same axis": lambda x, mesh: cut(x, mesh_of(order=(1, 3), **{mesh.axis_names[0]: 2}), 0),
+    "result, rows": _result(0),
+    "result, columns": _result(1),
+    "result of jax.jit": lambda x, mesh: jax.jit(lambda v: v * 1)(cut(x, mesh, 1, 0)),
+    "kept rows": _kept(0),
+    "kept columns": _kept(1),
+    "kept rows of another mesh": _kept(0, {"p": 4, "q": 2}),
+    "host memory": lambda x, mesh: jax.device_put(x, NamedSharding(mesh, P(), memory_kind="pinned_host")),
+    "explicit, rows": lambda x, mesh: cut(x, mesh_of(explicit=True, p=8), 0),
+    "explicit, whole": lambda x, mesh: cut(x, mesh_of(explicit=True, p=2, q=4)),
+    "explicit, same axes": lambda x, mesh: cut(x, mesh_of(explicit=True, **mesh.shape), 0),
+}  # fmt: skip
+
+# Three that plan alike: no way says how the array is cut over the mesh, so that one compiled program will do.
+WITHOUT_MARKS = ("numpy", "another device", "half, rows")
+
+
+def every_way(
+    mesh: jax.sharding.Mesh, *arrays: Any, ways: Sequence[str] = tuple(PLACES)
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The arrays placed in each way, all of them in the same one; what is no NumPy array stays as it is."""
+    for way in ways:
+        yield way, tuple(PLACES[way](x, mesh) if isinstance(x, np.ndarray) else x for x in arrays)
+
+
+def in_every_way(
+    call: Callable[..., Any], arguments: Sequence[Any], mesh: jax.sharding.Mesh, ways: Sequence[str] = WITHOUT_MARKS
+) -> Iterator[Any]:
+    """The results of three calls or more with the same numbers, placed in another way each time.
+
+    Leaves of pytrees are placed; scalars and keys come as they are.
+    """
+    leaves, tree = jax.tree.flatten(tuple(arguments))
+    for way in ways:
+        placed = [PLACES[way](x, mesh) if isinstance(x, np.ndarray) and x.ndim else x for x in leaves]
+        yield call(*jax.tree.unflatten(tree, placed))
