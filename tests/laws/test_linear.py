@@ -29,6 +29,7 @@ from gshard.passes.trace import trace
 from gshard.simulator.simulate import simulate
 from harness import Row, rows
 from laws.test_rules_sound import MESH, _array, parts_of, plan_of, splits_of, the_equation
+from sampled import others_slow
 
 ATOM = "b"  # of 3 devices
 PARTS = MESH.atom_sizes[ATOM]
@@ -97,7 +98,7 @@ LINEAR = [
 ]
 
 
-@pytest.mark.parametrize("row", [pytest.param(r, id=r.name) for r, _ in LINEAR])
+@pytest.mark.parametrize("row", others_slow((r for r, _ in LINEAR), "linear"))
 def test_parts_pass(row: Row) -> None:
     program = trace(row.function, *row.arguments)
     equation = the_equation(program, row.primitive)
@@ -200,7 +201,7 @@ EXTREME = [
 ]
 
 
-@pytest.mark.parametrize("row", [pytest.param(r, id=r.name) for r in EXTREME])
+@pytest.mark.parametrize("row", others_slow(EXTREME, "extreme"))
 def test_the_worst_parts_pass(row: Row) -> None:
     program = trace(row.function, *row.arguments)
     equation = the_equation(program, row.primitive)

@@ -20,6 +20,7 @@ from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.passes.trace import trace
 from harness import Row, rows
 from laws.test_rules_sound import MESH, _array, plan_of, run_everywhere, the_equation
+from sampled import others_slow
 
 # What is legal and not offered: (row, text of the rule, letter of the factor).
 KNOWN_GAPS: set[tuple[str, str, str]] = set()
@@ -67,7 +68,7 @@ def is_right(row: Row, f: int, atom: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("row", [pytest.param(r, id=r.name) for r in rows()])
+@pytest.mark.parametrize("row", others_slow(rows(), "rules_complete"))
 def test_whole_factors_are_whole_for_a_reason(row: Row) -> None:
     equation = the_equation(trace(row.function, *row.arguments), row.primitive)
     if equation is None:

@@ -155,8 +155,17 @@ class ExactModel:
         return self.logits(sum_ND, position), sum_ND[None]
 
 
-@pytest.mark.parametrize("beam", [1, 2, 3, 7, 16])
-@pytest.mark.parametrize(("alpha", "slope"), [(0.0, 0.0), (0.6, 0.5)])
+FEW = {(0.0, 1), (0.0, 7), (0.6, 3), (0.6, 16)}  # in the fast tests
+
+
+@pytest.mark.parametrize(
+    ("alpha", "slope", "beam"),
+    [
+        pytest.param(alpha, slope, beam, marks=() if (alpha, beam) in FEW else pytest.mark.slow)
+        for alpha, slope in ((0.0, 0.0), (0.6, 0.5))
+        for beam in (1, 2, 3, 7, 16)
+    ],
+)
 def test_flat_equals_reordering_to_the_bit_with_ties(
     beam: int, alpha: float, slope: float, rng: np.random.Generator
 ) -> None:
@@ -230,7 +239,7 @@ def test_greedy_equals_the_reference(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(found.score_BN[i, 0], total, rtol=1e-4)
 
 
-@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize("beam", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_neighbours_of_a_sentence_do_not_matter(beam: int, rng: np.random.Generator) -> None:
     """In a batch of one shape, not even the last bit of a score depends on who else is in it, or where."""
     params, source = random_model(5), random_source(rng, sentences=8)

@@ -34,7 +34,8 @@ pytestmark = pytest.mark.skipif(not shardy.available(), reason="this jaxlib's pa
 
 
 def of_floats() -> list[Harness]:
-    found = [h for h in harnesses() if h.dtype == np.float32 and h.group not in WHOLE_ON_PURPOSE and not excluded(h)]
+    """In an order that is the same at every run; with those that are excluded, since finding them takes tracing."""
+    found = [h for h in harnesses() if h.dtype == np.float32 and h.group not in WHOLE_ON_PURPOSE]
     return sorted(found, key=lambda h: zlib.crc32(h.name.encode()))
 
 
@@ -50,6 +51,8 @@ def made_whole(members: Iterable[Harness]) -> list[str]:
     mesh = Mesh.of(jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)))
     found = []
     for h in members:
+        if excluded(h):
+            continue
         for ((i, d),) in EVEN.places(h.arguments):
             spec = (*(None,) * d, "x")
             marks = [Mark("spec", spec=spec) if k == i else None for k in range(len(h.arguments))]
