@@ -12,9 +12,10 @@ What splits:
 
 Indices out of range keep JAX's meaning for the whole array (clip, drop or fill): that is decided before the part's
 offset is subtracted. Where JAX was promised that there are none, as for indices that NumPy made, XLA decides: a gather
-clips, a scatter drops, so the gradient of what was clipped is dropped. A window that reaches over an end of a part finds, or writes to, some elements more there; a
-single element to be written elsewhere is out of the part's range and dropped, since what it would be combined with is
-not to be touched (-0.0 + 0.0 is 0.0, and sums lose what is very small).
+clips, a scatter drops, so the gradient of what was clipped is dropped. A window that reaches over an end of a part
+finds, or writes to, some elements more there; a single element to be written elsewhere is out of the part's range and
+dropped, since what it would be combined with is not to be touched (-0.0 + 0.0 is 0.0, and sums lose what is very
+small).
 """
 
 from __future__ import annotations
