@@ -226,7 +226,7 @@ def test_the_worst_parts_pass(row: Row) -> None:
 
 
 def test_products_by_what_is_not_known_do_not_pass() -> None:
-    """Ten times 3e38 is infinite, zero times infinite no number; what is written in the program can be looked at."""
+    """Ten times 3e38 is infinite, zero times infinite no number; a half of the least normal number is zero."""
 
     def ways(f: Any, *dtypes: Any) -> set[str]:
         (equation,) = trace(f, *(jnp.ones((4, 4), dtype) for dtype in dtypes)).block.equations
@@ -238,12 +238,11 @@ def test_products_by_what_is_not_known_do_not_pass() -> None:
             assert ways(f, dtype, dtype) == set()
         assert ways(jnp.add, dtype, dtype) == {"add"}
         assert ways(jnp.negative, dtype) == set()  # the sum of 1 and -1 is 0.0, and so is that of -1 and 1
-    for number in (0.0, -0.5, 10.0, np.inf, np.nan, 1e-30):
+    for number in (0.0, -0.5, 10.0, np.inf, np.nan, 1e-30, 0.5, 1 / 3):  # a half of what is small may be zero
         assert "add" not in ways(lambda x, c=number: x * c, jnp.float32)
-        assert number == 10.0 or "add" not in ways(lambda x, c=number: x / c, jnp.float32)
-    for number in (0.5, 1 / 3, 1.0):
-        assert "add" in ways(lambda x, c=number: x * c, jnp.float32)
-    assert "add" in ways(lambda x: x / 30.0, jnp.bfloat16)
+        assert "add" not in ways(lambda x, c=number: x / c, jnp.float32)
+    assert "add" in ways(lambda x: x * 1.0, jnp.float32)
+    assert "add" in ways(lambda x: x / 1.0, jnp.bfloat16)
     assert ways(jnp.multiply, jnp.int32, jnp.int32) == {"add", "mul"}
     assert ways(jnp.matmul, jnp.int32, jnp.int32) == {"add"}
 

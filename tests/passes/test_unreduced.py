@@ -30,7 +30,7 @@ def sum_of_products(x: Any, v: Any, w: Any) -> Any:
 
 def difference_of_choices(x: Any, v: Any, w: Any) -> Any:
     a, b = (x @ split(m, 0, 8) for m in (v, w))
-    return replicate(a.T.reshape(4, -1) - jnp.where(v[:1, :1] > 0, b, a).T.reshape(4, -1) * 0.5)
+    return replicate(a.T.reshape(4, -1) - jnp.where(v[:1, :1] > 0, b, a).T.reshape(4, -1))
 
 
 def with_bias(x: Any, v: Any, bias: Any) -> Any:
@@ -73,6 +73,19 @@ def stacked(w: Any, xs: Any) -> Any:
         return so_far + jnp.where(x[0, 0] > 0, jax.grad(loss)(w, x), 0.0), None
 
     return lax.scan(step, jnp.zeros_like(w), xs)[0]
+
+
+def averaged(w: Any, xs: Any, targets: Any) -> Any:
+    """Means of micro-batches, each divided by how many there are before it is added up."""
+
+    def loss(w: Any, x: Any, y: Any) -> Any:
+        return jnp.mean((jnp.tanh(split(x, 0, 8) @ w["in"]) @ w["out"] - y) ** 2)
+
+    def step(i: Any, so_far: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(w, xs[i], targets[i])
+        return so_far[0] + value / 5, jax.tree.map(lambda a, g: a + 0.2 * g, so_far[1], gradient)
+
+    return lax.fori_loop(0, 5, step, (0.0, jax.tree.map(jnp.zeros_like, w)))
 
 
 def largest(xs: Any, v: Any, w: Any) -> Any:
@@ -124,6 +137,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[tuple[str, int,
             ("all_reduce", 1, 2 * 4 * 7 // 8),
         ],
     ),
+    "once after a loop that averages": (
+        averaged, (WEIGHTS, *BATCHES),
+        [
+            ("all_reduce", 1, 2 * 8 * 16 * 4 * 7 // 8), ("all_reduce", 1, 2 * 16 * 4 * 4 * 7 // 8),
+            ("all_reduce", 1, 2 * 4 * 7 // 8),
+        ],
+    ),
     "once after a loop around a loop": (
         stacked, (normal(3, 8, 8), normal(5, 512, 8)),
         # The second is the element that decides whether a micro-batch counts.
@@ -147,6 +167,48 @@ def test_parts_are_combined_where_it_costs_least(name: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-3), got, want)
     found = gshard.explain(partitioned, *arguments)
     assert sorted((row.kind, row.times, row.bytes) for row in found.collectives) == sorted(expected)
+
+
+TINY = np.float32(2e-38)  # normal, and half of it is not
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, y: split(x, 0, 8).mean() + split(y, 0, 8).mean(),
+        lambda x, y: 0.25 * split(x, 0, 8).sum() + split(y, 0, 8).sum() / 8,
+        lambda x, y: jax.vmap(lambda a, b: split(a, 0, 8).mean() - split(-b, 0, 8).mean())(
+            jnp.stack([x, y, x]), jnp.stack([y, x, x])
+        ),
+        lambda x, y: lax.cond(
+            x[0] > 0, lambda: split(x, 0, 8).mean() + split(y, 0, 8).mean(), lambda: split(x, 0, 8).mean()
+        ),
+        lambda x, y: lax.scan(lambda s, v: (s, split(v, 0, 8).mean() + split(x, 0, 8).mean()), 0, jnp.stack([x, y]))[1],
+        lambda x, y: jax.jit(lambda a: jax.checkpoint(lambda b: split(b, 0, 8).mean() * 0.5 + y[0])(a))(x),
+        lambda x, y: (split(x, 0, 8).reshape(8, 1) * jnp.ones((1, 3))).mean(0).mean(),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_a_mean_of_small_numbers_is_not_zero(f: Any, dtype: Any) -> None:
+    """Each device's part of it would be."""
+    x, y = np.full(8, TINY).astype(dtype), np.full(8, 3 * TINY).astype(dtype)
+    want, step = np.asarray(jax.jit(f)(x, y), np.float32), gshard.jit(f, mesh=8)
+    assert (want != 0).all()
+    for given in (x, jnp.asarray(x), jax.device_put(x, jax.devices()[1])):
+        np.testing.assert_allclose(np.asarray(step(given, y), np.float32), want, rtol=1e-2)
+
+
+def test_a_sum_that_is_infinite_stays_so_in_a_wider_type() -> None:
+    with jax.enable_x64(True):
+        x = np.full(8, 1e38, np.float32)
+
+        def f(x: Any, y: Any) -> Any:
+            return replicate(split(x, 0, 8).sum().astype(np.float64) + split(y, 0, 8).astype(np.float64).sum())
+
+        step = gshard.jit(f, mesh=8)
+        for given in (x, jnp.asarray(x), jax.device_put(x, jax.devices()[1])):
+            assert np.isinf(jax.jit(f)(given, x))
+            assert np.isinf(step(given, x))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])

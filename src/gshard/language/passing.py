@@ -1,14 +1,17 @@
 """Passing: which equations parts of a sum may pass before they are added up (``Rule.linear``).
 
-A part may be far larger than the sum: 3e38 on one device, -3e38 on another. What is done to parts must therefore never
-overflow, nor make NaN of infinities, where it would not do so to the sum:
+A part may be far larger than the sum: 3e38 on one device, -3e38 on another. It may be far smaller: eight parts of 2e-38,
+an eighth of which is zero on most devices. What is done to parts must therefore never overflow, nor make NaN of
+infinities, nor flush to zero, where it would not do so to the sum:
 
     moves               elements stay what they are: every monoid, every dtype
     additions           the terms of two sums in another order, as in any sum over devices; no half precision, where
                         sums come near the largest number of the dtype
-    multiplications     of integers (modulo 2^n all of it is exact); of floats only by a number of the program that
-                        makes nothing larger and nothing zero, such as the 1/n of a mean. Not by what is known only
-                        when the program runs: 10 makes infinities of 3e38 and -3e38, and 0 makes NaN of infinities
+    multiplications     of integers (modulo 2^n all of it is exact), not of floats: 10 makes infinities of 3e38 and
+                        -3e38, 1/8 makes zero of 2e-38, and 0 makes NaN of infinities. In loops that add up what they
+                        have scaled there is an exception (``tracing.added_in_rounds``)
+    wider types         that end where the narrower one does: bfloat16 to float32. A sum of float32 that is infinite
+                        would be finite in float64
     what was looked up  is picked, not added: one device holds it, the others zero bits. It passes what leaves zero as
                         it is, and by a sum becomes a part of it
 

@@ -38,6 +38,7 @@ from gshard.core.rule import Rule
 from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
+from gshard.tracing.added_in_rounds import added_in_rounds
 from gshard.tracing.by_jax import closed_of, name_of
 from gshard.tracing.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
 from gshard.tracing.files import with_names_of_files
@@ -291,7 +292,8 @@ class _Builder:
         if region is not None:
             same = itertools.chain(region.same(params), itertools.repeat(range(0)))
             bodies = zip(region.bodies(params), same, strict=False)
-            blocks = tuple(self.block(*closed(body), same=[inputs[i] for i in at]) for body, at in bodies)
+            blocks = [self.block(*closed(body), same=[inputs[i] for i in at]) for body, at in bodies]
+            blocks = added_in_rounds(primitive.name, blocks)
             edges = tuple(region.edges(params, inputs, outputs, blocks))
             count = region.trip_count(params)
             return Equation(primitive, params, inputs, outputs, None, source, blocks, edges, None, count)

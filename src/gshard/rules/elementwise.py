@@ -112,7 +112,10 @@ def _bounded(call: Call) -> Ways:
 
 
 def _scaling(call: Call) -> Ways:
-    """A product of integers, or of floats by a number of the program that makes them smaller, but not zero."""
+    """A product of integers; of floats what was looked up, by a number of the program that makes no zero a NaN.
+
+    Parts of a sum of floats do not pass: 1/8 of 2e-38 is zero on most devices, eight eighths of it are not.
+    """
     dtype, multiplies = call.in_dtypes[0], call.name == "mul"
     if is_exact(dtype):
         return [("add", (0,)), ("add", (1,)), ("mul", (0, 1))] if multiplies else []
@@ -121,24 +124,21 @@ def _scaling(call: Call) -> Ways:
     numbers = [call.literal(1), call.literal(0) if multiplies else None]
     scales = [c if multiplies or not c else 1 / c for c in numbers]
     picked = [("pick", (i,)) for i, c in enumerate(scales) if c is not None and 0 < c < math.inf]
-    return [*(("add", (i,)) for i, c in enumerate(scales) if c is not None and _LEAST <= c <= 1), *picked]
-
-
-# Times less, too much that is not zero would become zero.
-_LEAST = 2.0**-32
+    return [*(("add", (i,)) for i, c in enumerate(scales) if c == 1), *picked]
 
 
 def _conversion(before: Any, after: Any) -> Ways:
     """Rounding keeps the order of numbers, so extremes pass; sums pass where nothing is rounded away.
 
-    Floats without infinities make NaN of those that parts of extremes hold.
+    A sum that is infinite must not be finite because its parts were added in a wider type: bfloat16 may become float32,
+    which ends where it does, but not float64. Floats without infinities make NaN of those that parts of extremes hold.
     """
     if before == after:
         return moves(0)
     picked: Ways = [("pick", (0,))]
     if not all(jax.dtypes.issubdtype(dtype, np.floating) for dtype in (before, after)):
         return picked
-    wider = jnp.dtype(after).itemsize > jnp.dtype(before).itemsize
+    wider = jnp.finfo(after).bits > jnp.finfo(before).bits and jnp.finfo(after).maxexp == jnp.finfo(before).maxexp
     extremes: Ways = [("max", (0,)), ("min", (0,))] if has_infinities(after) else []
     return [*picked, *extremes, *(added(before, 0) if wider else [])]
 

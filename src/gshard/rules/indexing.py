@@ -11,9 +11,11 @@ What splits:
                                     device writes what falls into its part
 
 Indices out of range keep JAX's meaning for the whole array (clip, drop or fill): that is decided before the part's
-offset is subtracted. A window that reaches over an end of a part finds, or writes to, some elements more there; a
-single element to be written elsewhere is out of the part's range and dropped, since what it would be combined with is
-not to be touched (-0.0 + 0.0 is 0.0, and sums lose what is very small).
+offset is subtracted. Where JAX was promised that there are none, as for indices that NumPy made, XLA decides: a gather
+clips, a scatter drops, so the gradient of what was clipped is dropped. A window that reaches over an end of a part
+finds, or writes to, some elements more there; a single element to be written elsewhere is out of the part's range and
+dropped, since what it would be combined with is not to be touched (-0.0 + 0.0 is 0.0, and sums lose what is very
+small).
 """
 
 from __future__ import annotations
@@ -211,6 +213,11 @@ def combination(name: str, params: Mapping[str, Any]) -> Callable[[Any, Any], An
     return None if name == "scatter" and params.get("update_jaxpr") is not None else _COMBINATIONS.get(name)
 
 
+def drops(params: Mapping[str, Any]) -> bool:
+    """Whether a scatter leaves out windows that are not inside of the array, instead of moving them there."""
+    return params["mode"] in (_FILL, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
+
 @rule(*_MONOIDS)
 def scatter(call: Call) -> Rule:
     """The transpose of ``gather``; updates that are split are scattered apart and combined.
@@ -287,7 +294,7 @@ def scatter(call: Call) -> Rule:
                     written &= along(at == 0, p.dim, x.ndim)
                 continue
             start = jnp.clip(indices[..., p.column], 0, p.n - p.size)
-            if call.params["mode"] == _FILL:
+            if drops(call.params):
                 mine &= start == indices[..., p.column]
             start = start - offset
             mine &= (start > -p.size) & (start < length)
@@ -304,7 +311,7 @@ def scatter(call: Call) -> Rule:
                 return [_one_window(x, indices.reshape(-1), changes, mine.reshape(()), ours, combine)]
             x = opaque_for_one(x, 1)
         if single:
-            if call.params["mode"] != _FILL:
+            if not drops(call.params):
                 indices = _clipped(indices, x.shape, {p.column for p in split})
             return shards.bind(x, indices, changes, mode=_FILL, **changed)
         (result,) = shards.bind(x, indices, changes, **changed)
@@ -324,7 +331,7 @@ def scatter(call: Call) -> Rule:
             sizes.append(n if size == operand_shape[d] else size)
         for column, d in enumerate(numbers.scatter_dims_to_operand_dims):
             start[d] = jnp.clip(index[column], 0, x.shape[d] - sizes[d])
-            if call.params["mode"] == _FILL and column not in ours:
+            if drops(call.params) and column not in ours:
                 mine &= start[d] == index[column]
         new = jnp.asarray(changes, x.dtype).reshape(sizes)
         return update_window(x, start, sizes, lambda there: combine(there, new), mine)

@@ -28,7 +28,7 @@ from gshard.core.jax_adapter import bind
 from gshard.core.program import Equation
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE
 from gshard.rules.concatenate_slices import with_zero
-from gshard.rules.indexing import over_windows, signed, with_column
+from gshard.rules.indexing import drops, over_windows, signed, with_column
 from gshard.rules.reductions import COMBINE
 from gshard.tracing.pieces import Layout, Piece, Source, starts_of
 from gshard.tracing.subexpression import is_repeatable
@@ -101,7 +101,7 @@ def may_be_in_pieces(t: Touch, layout: Layout) -> bool:
         return _is_looked_up(t) or t.kind == PARALLEL
     if e.name.startswith("scatter"):
         if _is_written_to(t):
-            return e.params["mode"] == _FILL or e.inputs[1].shape[-1] == 1
+            return drops(e.params) or e.inputs[1].shape[-1] == 1
         if t.kind == REDUCE:
             return t.operands[0] is None and all(p.is_whole for p in layout)
         # Where of windows a part is written, the updates have another factor.
@@ -240,7 +240,8 @@ def _is_written_to(t: Touch) -> bool:
 def _places(e: Equation, column: int, indices: Any, layout: Layout) -> list[tuple[Any, Any]]:
     """For each piece which of the places are there, and the indices of its frame: behind it if they are not."""
     at = signed(indices)[..., column]
-    if e.params["mode"] != _FILL:
+    clips = e.params["mode"] != _FILL if e.name == "gather" else not drops(e.params)
+    if clips:
         at = jnp.clip(at, 0, sum(p.length for p in layout) - 1)
     found = []
     for piece, start in zip(layout, starts_of(layout), strict=True):

@@ -1,0 +1,154 @@
+"""An index out of range means on shards what it means to JAX, also where JAX was promised that there is none.
+
+Indices that NumPy made are such a promise. XLA keeps a look-up inside then and drops an update, so that the gradient of
+what was looked up out of range is dropped.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import gshard
+
+PROMISE = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+MODES = {"promise": PROMISE, "clip": "clip", "drop": "drop"}
+ROWS, COLUMNS = np.array([0, 4, -1, 7, 2]), np.array([2, 11, 5, -30, 40])
+
+
+def windows(mode: Any) -> Any:
+    """Windows of three columns, some of which reach over an end."""
+    numbers = lax.GatherDimensionNumbers((1, 2), (), (1,))
+    at = np.array([[3], [9], [-2], [8], [50]], np.int32)
+    mode = "fill" if mode == "drop" else mode
+
+    def f(x: Any) -> Any:
+        return lax.gather(x, at, numbers, (4, 3), mode=mode)
+
+    return f
+
+
+def added_windows(mode: Any) -> Any:
+    numbers = lax.ScatterDimensionNumbers((1, 2), (), (1,))
+    at, new = np.array([[3], [9], [-2], [8], [50]], np.int32), np.arange(-30, 30).reshape(5, 4, 3)
+
+    def f(x: Any) -> Any:
+        return lax.scatter_add(x, at, jnp.asarray(new, x.dtype), numbers, mode=mode)
+
+    return f
+
+
+LOOKED_UP: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+    "columns": lambda mode: lambda x: x.at[:, COLUMNS].get(mode=mode),
+    "one column": lambda mode: lambda x: x.at[:, np.array([11])].get(mode=mode),
+    "rows": lambda mode: lambda x: x.at[ROWS].get(mode=mode),
+    "both": lambda mode: lambda x: x.at[ROWS, COLUMNS].get(mode=mode),
+    "vmap": lambda mode: (
+        lambda x: jax.vmap(lambda row, at: row.at[at].get(mode=mode))(
+            x, np.stack([COLUMNS, COLUMNS + 1, COLUMNS - 3, -COLUMNS])
+        )
+    ),
+    "scan": lambda mode: lambda x: lax.scan(lambda s, row: (s + row.at[COLUMNS].get(mode=mode), s), jnp.ones(5), x),
+    "cond": lambda mode: (
+        lambda x: lax.cond(
+            x[0, 0] < 0, lambda y: y.at[:, COLUMNS].get(mode=mode), lambda y: y.at[:, COLUMNS - 1].get(mode=mode), x
+        )
+    ),
+    "unsigned": lambda mode: lambda x: x.at[:, np.array([2, 250], np.uint8)].get(mode=mode),
+    "windows": windows,
+}
+WRITTEN: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+    "set": lambda mode: lambda x: x.at[:, COLUMNS].set(np.arange(5.0), mode=mode),
+    "set one": lambda mode: lambda x: x.at[:, np.array([11])].set(9.0, mode=mode),
+    "set one element": lambda mode: lambda x: x.at[np.array(3), np.array(11)].set(9.0, mode=mode),
+    "add both": lambda mode: lambda x: x.at[ROWS, COLUMNS].add(np.arange(5.0) - 2, mode=mode),
+    "mul rows": lambda mode: lambda x: x.at[ROWS].mul(3.0, mode=mode),
+    "max": lambda mode: lambda x: x.at[ROWS, COLUMNS].max(1.5, mode=mode),
+    "vmap": lambda mode: (
+        lambda x: jax.vmap(lambda row, at: row.at[at].add(2.0, mode=mode))(
+            x, np.stack([COLUMNS, COLUMNS + 1, COLUMNS - 3, -COLUMNS])
+        )
+    ),
+    "windows": added_windows,
+}
+
+
+def marked(dim: int, f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: f(gshard.split(x, dim, 8 if dim else 4))
+
+
+def same_in_three_calls(f: Callable[[Any], Any], want: Any, x: Any) -> None:
+    step = gshard.jit(f, mesh={"a": 4, "b": 2})
+    for given in (x, jnp.asarray(x), jax.device_put(x, jax.devices()[3])):
+        jax.tree.map(np.testing.assert_array_equal, step(given), want)
+
+
+@pytest.fixture
+def x() -> np.ndarray:
+    return np.arange(-20, 24, dtype=np.float32).reshape(4, 11)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_look_ups_and_their_gradients(name: str, mode: str, dim: int, x: np.ndarray) -> None:
+    f = LOOKED_UP[name](MODES[mode])
+
+    def loss(x: Any, f: Callable[[Any], Any] = f) -> Any:
+        leaves = jax.tree.leaves(f(x))
+        return sum(
+            jnp.sum(jnp.where(jnp.isfinite(y), y, 0) * (jnp.arange(y.size) % 7 - 2.0).reshape(y.shape)) for y in leaves
+        )
+
+    with jax.disable_jit(name not in ("scan", "cond")):
+        want, slopes = f(jnp.asarray(x)), jax.grad(loss)(jnp.asarray(x))
+    same_in_three_calls(marked(dim, f), want, x)
+    same_in_three_calls(jax.grad(marked(dim, loss)), slopes, x)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_updates(name: str, mode: str, dim: int, x: np.ndarray) -> None:
+    f = WRITTEN[name](MODES[mode])
+    with jax.disable_jit():
+        want = f(jnp.asarray(x))
+    same_in_three_calls(marked(dim, f), want, x)
+
+
+def test_the_program_of_the_report(x: np.ndarray) -> None:
+    def loss(x: Any, mark: bool = True) -> Any:
+        x = gshard.split(x, 1, 8) if mark else x
+        y = jnp.broadcast_to(x[:, :, None], (4, 11, 3)).at[np.array([0, 1, 3]), np.array([2, 5, 11])].get()
+        return jnp.sum(y * 2)
+
+    want = jax.jit(jax.grad(lambda x: loss(x, False)))(x)
+    assert want[3, 10] == 0
+    same_in_three_calls(jax.grad(loss), want, x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_of_joined_arrays(mode: str, x: np.ndarray) -> None:
+    """Arrays that are joined along the split dimension are looked up in, and written to, in pieces."""
+    more = np.arange(3.0, dtype=np.float32) - 1
+
+    def looked_up(x: Any) -> Any:
+        joined = jnp.concatenate([more, gshard.split(x.reshape(-1), 0, 8)])
+        return joined.at[np.array([0, 2, 46, 47, 99, -60])].get(mode=MODES[mode])
+
+    def written(x: Any) -> Any:
+        joined = jnp.concatenate([jnp.asarray(more), gshard.split(x.reshape(-1), 0, 8)])
+        return joined.at[np.array([0, 2, 46, 47, 99, -60])].add(5.0, mode=MODES[mode]).sum()
+
+    def loss(x: Any) -> Any:
+        y = looked_up(x)
+        return jnp.sum(jnp.where(jnp.isfinite(y), y, 0) ** 2)
+
+    with jax.disable_jit():
+        want = looked_up(x), written(jnp.asarray(x)), jax.grad(loss)(jnp.asarray(x))
+    for f, right in zip((looked_up, written, jax.grad(loss)), want, strict=True):
+        same_in_three_calls(f, right, x)
