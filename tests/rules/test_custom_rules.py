@@ -184,7 +184,7 @@ def test_callbacks_have_rules_by_function() -> None:
 
 
 def test_a_rule_that_stands_for_another_is_taken_by_every_later_call() -> None:
-    """Also by functions that were called before, by programs of ``jax.jit`` around them, and after garbage collection."""
+    """Also by functions that were called before, by ``jax.jit`` around them, and after garbage collection."""
     x = np.arange(16.0, dtype=np.float32).reshape(16, 1) - 3
     center = primitive_of("center_of_tests", lambda x: x - jnp.mean(x, 0, keepdims=True))
     want = x - x.mean(0)
