@@ -85,11 +85,18 @@ def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
         copied = i in donated and callee.mesh.size > 1
         # C++ makes no copy of a donated array that lies on one of the devices already.
         by_dispatch = by_dispatch and not copied and not _is_taken_as_it_is(arrays[i], targets[i], layouts.get(i))
-        arrays[i] = jnp.array(arrays[i], copy=True) if copied else arrays[i]
+        arrays[i] = _in_memory_of(targets[i], jnp.array(arrays[i], copy=True) if copied else arrays[i])
     for i, x in zip(moved, jax.device_put([arrays[i] for i in moved], [targets[i] for i in moved]), strict=True):
         layout = layouts.get(i)
         arrays[i] = x if layout is None or layout_of(x) == layout else jax.device_put(x, Format(layout, targets[i]))
     return Placed(arrays, by_dispatch)
+
+
+def _in_memory_of(target: Any, x: Any) -> Any:
+    """An array in the kind of memory of a sharding: JAX changes the memory, or the order of devices, one at a time."""
+    if not isinstance(x, jax.Array) or x.sharding.memory_kind == target.memory_kind:
+        return x
+    return jax.device_put(x, x.sharding.with_memory_kind(target.memory_kind))
 
 
 def _tell(callee: Callee, moved: Sequence[int], arrays: Sequence[Any]) -> None:
