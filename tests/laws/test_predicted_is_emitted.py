@@ -15,6 +15,7 @@ import gshard
 from emitted import emitted, reported
 from gshard import shard, split
 from gshard.analysis import hlo_collectives
+from placed import in_every_way
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -83,7 +84,8 @@ PROGRAMS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize(("name", "function", "arguments"), PROGRAMS, ids=[p[0] for p in PROGRAMS])
 def test_bytes_by_kind(name: str, function: Any, arguments: Any, mesh_2x4: jax.sharding.Mesh) -> None:
-    lowered = gshard.jit(function, mesh=mesh_2x4).lower(*arguments)
+    jitted = gshard.jit(function, mesh=mesh_2x4)
+    lowered = jitted.lower(*arguments)
     said = reported(lowered.spmd.collectives)
     assert said, "a program that sends nothing shows nothing"
     assert emitted(lowered.spmd.jaxpr, lowered.mesh.atom_sizes) == said
@@ -97,3 +99,7 @@ def test_bytes_by_kind(name: str, function: Any, arguments: Any, mesh_2x4: jax.s
     assert compiled.keys() == said.keys()
     for kind, sent in said.items():
         assert abs(compiled[kind] - sent) <= len(lowered.spmd.collectives) * 8, kind
+    wanted = jax.tree.leaves(jax.jit(function)(*arguments))
+    for results in in_every_way(jitted, arguments, mesh_2x4):
+        for got, want in zip(jax.tree.leaves(results), wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)

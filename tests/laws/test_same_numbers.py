@@ -7,7 +7,7 @@ lose NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jax import lax
 
 import gshard
 from gshard import split
+from placed import in_every_way, mesh_of
 
 SPECIAL = np.array([-0.0, 0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-39, -2.5], np.float32)
 ZEROS = np.full(8, -0.0, np.float32)
@@ -62,7 +63,12 @@ NUMBERS = {
 
 def assert_same(f: Callable[..., Any], *arguments: Any) -> None:
     wanted = jax.tree.leaves(jax.jit(f)(*arguments))
-    for got, want in zip(jax.tree.leaves(gshard.jit(f, mesh=8)(*arguments)), wanted, strict=True):
+    for results in in_every_way(gshard.jit(f, mesh=8), arguments, mesh_of(devices=8)):
+        assert_equal(jax.tree.leaves(results), wanted)
+
+
+def assert_equal(results: Sequence[Any], wanted: Sequence[Any]) -> None:
+    for got, want in zip(results, wanted, strict=True):
         assert got.dtype == want.dtype
         assert got.shape == want.shape
         a, b = np.asarray(got), np.asarray(want)
@@ -157,19 +163,21 @@ def test_keys_pass_every_operator(what: str, impl: str) -> None:
     """Five keys over eight devices."""
     keys = jax.random.split(jax.random.key(7, impl=impl), 5)
 
-    def as_words(f: Callable[..., Any]) -> list[np.ndarray]:
-        leaves = jax.tree.leaves(f(keys))
+    def as_words(results: Any) -> list[np.ndarray]:
+        leaves = jax.tree.leaves(results)
         is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
         return [np.asarray(jax.random.key_data(x) if k else x) for x, k in zip(leaves, is_key, strict=True)]
 
     def f(k: Any) -> Any:
         return KEYS[what](split(k, 0, 8))
 
-    for got, want in zip(as_words(gshard.jit(f, mesh=8)), as_words(jax.jit(f)), strict=True):
-        if what == "gamma":  # XLA rounds otherwise in arrays of other shapes
-            np.testing.assert_allclose(got, want, rtol=1e-6)
-        else:
-            np.testing.assert_array_equal(got, want)
+    wanted, jitted = as_words(jax.jit(f)(keys)), gshard.jit(f, mesh=8)
+    for place in (keys, jax.device_put(keys, jax.devices()[5]), keys):
+        for got, want in zip(as_words(jitted(place)), wanted, strict=True):
+            if what == "gamma":  # XLA rounds otherwise in arrays of other shapes
+                np.testing.assert_allclose(got, want, rtol=1e-6)
+            else:
+                np.testing.assert_array_equal(got, want)
 
 
 def weak_and_strong() -> tuple[Any, Any]:
@@ -214,7 +222,9 @@ def test_weak_types_are_those_of_jax(what: str) -> None:
         if not jnp.ndim(x) and what not in ("itself", "numbers"):
             continue
         f = WEAK[what] if jnp.ndim(x) else lambda s: (s, s * 2, jnp.full(8, s), jnp.asarray(s))
-        got, want = (jax.tree.leaves(jit(f)(x)) for jit in (lambda f: gshard.jit(f, mesh=8), jax.jit))
-        assert [(y.dtype, y.weak_type) for y in got] == [(y.dtype, y.weak_type) for y in want]
-        for y, z in zip(got, want, strict=True):
-            assert (y + jnp.bfloat16(1)).dtype == (z + jnp.bfloat16(1)).dtype
+        want, jitted = jax.tree.leaves(jax.jit(f)(x)), gshard.jit(f, mesh=8)
+        for place in (x, jax.device_put(x, jax.devices()[5]) if jnp.ndim(x) else x, x):
+            got = jax.tree.leaves(jitted(place))
+            assert [(y.dtype, y.weak_type) for y in got] == [(y.dtype, y.weak_type) for y in want]
+            for y, z in zip(got, want, strict=True):
+                assert (y + jnp.bfloat16(1)).dtype == (z + jnp.bfloat16(1)).dtype
