@@ -1,13 +1,15 @@
-"""Which rows of a table the fast tests take: the first of every kind, and a sample of the others.
+"""Which cases the fast tests take: a sample that leaves out no kind of case; `make test-full` takes all of them.
 
-Rows of one kind go through the same code of the library with other parameters. The sample is the same at every run and
-another one in every test, so that the tests together take nearly every row. The long sweeps take all of them.
+Of the rows of a table, the first of every kind and some others: rows of one kind go through the same code with other
+parameters. Of a grid of parameters, some cases in which every value of every parameter occurs. The sample is
+the same at every run; tests of one table have different ones, so that together they take most of its rows.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -29,12 +31,12 @@ def sampled(names: Iterable[str], kind: Callable[[str], Hashable], one_in: Calla
 
 
 def sampled_rows(rows: Iterable[Row], seed: str) -> list[Row]:
-    """A row of every primitive and half of the others; of elementwise operators, which share one rule, a quarter."""
+    """A row of every primitive and a third of the others; of elementwise operators, which share one rule, an eighth."""
     by_name = {row.name: row for row in rows}
     drawn = sampled(
         by_name,
         lambda name: "elementwise" if name in _ELEMENTWISE else by_name[name].primitive,
-        lambda name: 4 if name in _ELEMENTWISE else 2,
+        lambda name: 8 if name in _ELEMENTWISE else 3,
         seed,
     )
     return [row for name, row in by_name.items() if name in drawn]
@@ -45,3 +47,36 @@ def others_slow(rows: Iterable[Row], seed: str) -> list[Any]:
     all_rows = list(rows)
     drawn = {row.name for row in sampled_rows(all_rows, seed)}
     return [pytest.param(row, id=row.name, marks=() if row.name in drawn else pytest.mark.slow) for row in all_rows]
+
+
+def crossed(*values: Sequence[Any], one_in: int) -> list[Any]:
+    """All combinations of these values of several parameters; most are marked slow.
+
+    In those that are not, every value occurs, and they are at least one in ``one_in`` of all.
+    """
+    cases = list(itertools.product(*values))
+    names = ["-".join(map(_name, case)) for case in cases]
+    fast: list[int] = []
+    seen: set[tuple[int, str]] = set()
+    order = sorted(range(len(cases)), key=lambda i: zlib.crc32(names[i].encode()))
+    for i in order:  # first those that bring only new values, then those that bring any, then as many as are missing
+        if not seen & _values(cases[i]):
+            fast.append(i)
+            seen |= _values(cases[i])
+    for i in order:
+        if not _values(cases[i]) <= seen:
+            fast.append(i)
+            seen |= _values(cases[i])
+    fast += [i for i in order if i not in fast][: max(0, -(-len(cases) // one_in) - len(fast))]
+    return [
+        pytest.param(*case, id=name, marks=() if i in fast else pytest.mark.slow)
+        for i, (case, name) in enumerate(zip(cases, names, strict=True))
+    ]
+
+
+def _values(case: Sequence[Any]) -> set[tuple[int, str]]:
+    return {(k, _name(value)) for k, value in enumerate(case)}
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "__name__", value))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness import elementwise, rows
-from sampled import others_slow, sampled, sampled_rows
+from sampled import crossed, others_slow, sampled, sampled_rows
 
 SEEDS = ("rules_sound", "rules_complete", "in_pieces")
 ELEMENTWISE = {row.name for row in elementwise()}
@@ -16,14 +16,14 @@ def test_every_kind_of_row_is_drawn(seed: str) -> None:
     drawn = sampled_rows(rows(), seed)
     others = {row.primitive for row in rows() if row.name not in ELEMENTWISE}
     assert others <= {row.primitive for row in drawn}
-    assert len([row for row in drawn if row.name in ELEMENTWISE]) > 10
+    assert len([row for row in drawn if row.name in ELEMENTWISE]) > 5
     assert [row.name for row in drawn] == [row.name for row in sampled_rows(rows(), seed)]
 
 
 def test_together_they_leave_little_out() -> None:
     names = {row.name for row in rows()} - ELEMENTWISE
     drawn = {row.name for seed in SEEDS for row in sampled_rows(rows(), seed)}
-    assert len(names & drawn) > 0.85 * len(names)
+    assert len(names & drawn) > 0.7 * len(names)
 
 
 def test_what_is_not_drawn_is_slow() -> None:
@@ -38,3 +38,12 @@ def test_the_first_of_each_kind_is_drawn_and_few_others() -> None:
     assert {"a0", "b0", "c0"} <= drawn
     assert 30 < len(drawn) < 100
     assert drawn != sampled(names, lambda name: name[0], lambda name: 10, "another")
+
+
+def test_in_a_grid_every_value_occurs() -> None:
+    a, b, c = list("abcdefg"), list(range(5)), [None, float]
+    every = crossed(a, b, c, one_in=5)
+    fast = [parameter.values for parameter in every if not parameter.marks]
+    assert len(every) == len({parameter.id for parameter in every}) == 70
+    assert 14 <= len(fast) < 20
+    assert [set(values) for values in zip(*fast)] == [set(a), set(b), set(c)]

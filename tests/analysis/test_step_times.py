@@ -15,6 +15,7 @@ from gshard.comm.reshard import plan_reshard
 from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, Step, is_exchange
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
+from sampled import crossed
 
 MACHINES = ["v5e:2x4", "v3:4x2", "h100:2x8", "cpu:8"]
 
@@ -39,8 +40,7 @@ def some(mesh: Mesh, rank: int, rng: random.Random) -> Sharding:
     return Sharding(tuple(map(tuple, dims))).with_unreduced(unreduced)
 
 
-@pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("named", MACHINES)
+@pytest.mark.parametrize(("named", "joined"), crossed(MACHINES, [False, True], one_in=2))
 def test_ways_are_no_dearer_for_what_is_known_to_remain(named: str, joined: bool) -> None:
     rng = random.Random(len(named))
     machine = Machine.of(named)

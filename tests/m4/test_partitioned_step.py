@@ -82,7 +82,7 @@ def test_twenty_steps_give_the_same_losses(dispatch: str) -> None:
     assert experts.addressable_shards[0].data.shape[1] == 1, "each device keeps one of the 8 experts"
 
 
-@pytest.mark.parametrize("dispatch", ["einsum", "gather"])
+@pytest.mark.parametrize("dispatch", ["einsum", pytest.param("gather", marks=pytest.mark.slow)])
 def test_experts_are_reached_by_all_to_alls(dispatch: str) -> None:
     """Forward, a layer sends its tokens to the experts and back: two all-to-alls, and nothing else that is large."""
     step, (params, _), batches = training(dispatch, partitions=8)

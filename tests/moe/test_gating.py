@@ -7,6 +7,7 @@ import pytest
 
 from gshard.moe import top2_gating
 from moe.oracle import algorithm_1
+from sampled import crossed
 
 # Small programs: compiling them costs more than running them.
 FAST = {"xla_backend_optimization_level": 0}
@@ -24,9 +25,9 @@ def random_case(seed, size, skew):
     return logits.astype(np.float32), ~padding
 
 
-@pytest.mark.parametrize("routing", ["paper", "lingvo"])
-@pytest.mark.parametrize("second_expert", ["random", "all"])
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "routing, second_expert, size", crossed(["paper", "lingvo"], ["random", "all"], SIZES, one_in=2)
+)
 def test_equals_algorithm_1(routing, second_expert, size):
     G, S, E, capacity = size
     for seed in range(8):

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.rules.banded import Band, banded_p
 from gshard.tracing.bands import band_of
+from sampled import crossed
 
 METHODS = "linear", "cubic", "lanczos3"
 # Larger and smaller, evenly and not; in one pattern, in another on each device, and of one element each.
@@ -68,9 +69,9 @@ def check(f: Function, x: Any, dim: int = 0, rounding: float = 4.0) -> None:
     np.testing.assert_allclose(a, b, rtol=0, atol=rounding * tolerance * finite, equal_nan=True)
 
 
-@pytest.mark.parametrize("method", METHODS[:2])
-@pytest.mark.parametrize(("n", "m"), SIZES)
-def test_images_in_another_size(n: int, m: int, method: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("sizes", "method"), crossed(SIZES, METHODS[:2], one_in=2))
+def test_images_in_another_size(sizes: tuple[int, int], method: str, rng: np.random.Generator) -> None:
+    n, m = sizes
     check(resized(m, method), columns(rng, n))
 
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.core.program import Program
 from gshard.tracing.closed_regions import may_begin
+from sampled import crossed
 
 MESH = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 Function = Callable[..., Any]
@@ -152,8 +153,14 @@ def test_what_is_no_number_and_infinite(how: str, what: str, rng: np.random.Gene
     is_near(found, jax.jit(f)(x, y))
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.uint32, jnp.bfloat16, jnp.bool_])
-@pytest.mark.parametrize("how", ["in front", "at both ends", "less in front", "less at the end", "a number in front"])
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    crossed(
+        [jnp.int32, jnp.int8, jnp.uint32, jnp.bfloat16, jnp.bool_],
+        ["in front", "at both ends", "less in front", "less at the end", "a number in front"],
+        one_in=3,
+    ),
+)
 def test_other_types(dtype: Any, how: str) -> None:
     x, y = (np.abs(data(3, n)).astype(dtype) for n in (40, 2))
     whole = not jnp.issubdtype(dtype, jnp.inexact)
@@ -167,9 +174,15 @@ def test_other_types(dtype: Any, how: str) -> None:
     is_near(found, jax.jit(f)(x, y), 2e-2)
 
 
-@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
-@pytest.mark.parametrize("how", ["in front", "less in front", "less at the end", "at both ends"])
-@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "how", "differentiated"),
+    crossed(
+        ["fill", "clip", "promise_in_bounds"],
+        ["in front", "less in front", "less at the end", "at both ends"],
+        [False, True],
+        one_in=3,
+    ),
+)
 def test_labels_out_of_range(mode: str, how: str, differentiated: bool) -> None:
     x, y = data(6, 41), data(6, 2)
     size = JOINED[how](x, y).shape[1]

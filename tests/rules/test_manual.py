@@ -16,6 +16,7 @@ import gshard
 from emitted import emitted, reported
 from gshard.core.errors import ShardingError
 from gshard.core.mesh import Mesh
+from sampled import crossed
 
 
 def close(got: Any, want: Any) -> None:
@@ -47,8 +48,7 @@ def scalar(f: Callable[..., tuple[Any, Any]], parts: int) -> Callable[..., Any]:
     return loss
 
 
-@pytest.mark.parametrize("parts", [2, 4, 8])
-@pytest.mark.parametrize("n", [16, 10, 3])
+@pytest.mark.parametrize(("parts", "n"), crossed([2, 4, 8], [16, 10, 3], one_in=2))
 def test_parts_and_back(parts: int, n: int, rng: np.random.Generator) -> None:
     x, w = rng.standard_normal((n, 5), np.float32), rng.standard_normal((5, 7), np.float32)
     close(gshard.jit(lambda x, w: in_parts(x, w, parts), mesh=8)(x, w), as_one(x, w, parts))
@@ -171,9 +171,9 @@ def user_mesh() -> jax.sharding.Mesh:
     return jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-@pytest.mark.parametrize("mesh", ["the same", 8])
-@pytest.mark.parametrize("some_axes", [False, True])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("mesh", "some_axes", "check_vma"), crossed(["the same", 8], [False, True], [True, False], one_in=2)
+)
 def test_a_shard_map_inside(mesh: Any, some_axes: bool, check_vma: bool, rng: np.random.Generator) -> None:
     x, w = rng.standard_normal((4, 8), np.float32), rng.standard_normal((8, 16), np.float32)
     rows = None if some_axes else "a"

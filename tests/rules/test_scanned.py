@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.passes.trace import trace
 from gshard.rules import prefixes
+from sampled import crossed
 
 RNG = np.random.default_rng(0)
 GRID = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -72,8 +73,7 @@ def test_a_scan_is_one_equation(name: str) -> None:
     assert not {"slice", "pad", "concatenate", "concatenate_slices"} & set(names)
 
 
-@pytest.mark.parametrize("name", SCANS)
-@pytest.mark.parametrize("spec", [P(("x", "y")), P("y", "x")], ids=str)
+@pytest.mark.parametrize(("name", "spec"), crossed(list(SCANS), [P(("x", "y")), P("y", "x")], one_in=2))
 def test_the_same_on_two_axes_and_in_unequal_parts(name: str, spec: P) -> None:
     function, arguments = SCANS[name]
     jitted = gshard.jit(lambda *xs: function(*(gshard.shard(x, spec) for x in xs)), mesh=GRID)
