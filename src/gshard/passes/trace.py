@@ -290,8 +290,8 @@ class _Builder:
         if region is not None:
             same = itertools.chain(region.same(params), itertools.repeat(range(0)))
             bodies = zip(region.bodies(params), same, strict=False)
-            blocks = [self.block(*closed(body), same=[inputs[i] for i in at]) for body, at in bodies]
-            blocks = added_in_rounds(primitive.name, blocks)
+            made = [self.block(*closed(body), same=[inputs[i] for i in at]) for body, at in bodies]
+            blocks = added_in_rounds(primitive.name, made)
             edges = tuple(region.edges(params, inputs, outputs, blocks))
             count = region.trip_count(params)
             return Equation(primitive, params, inputs, outputs, None, source, blocks, edges, None, count)
