@@ -37,6 +37,7 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.core.xla_workarounds import runnable
 from gshard.language.mark_primitive import bind_mark
 from gshard.passes.compile import named_sharding
 from gshard.passes.partition import partition
@@ -97,7 +98,7 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
     spmd = partitioned(jaxpr, target)
 
     def inline(*arrays: Any) -> list[Any]:
-        return list(jaxpr_as_fun(spmd.jaxpr)(*spmd.program.captured, *arrays))
+        return list(runnable(spmd.jaxpr)(*spmd.program.captured, *arrays))
 
     with no_mesh_set(), jax.sharding.use_abstract_mesh(target.mesh.abstract_jax_mesh):
         plain = ctx.replace(avals_in=_untyped(ctx.avals_in), avals_out=_untyped(ctx.avals_out))
