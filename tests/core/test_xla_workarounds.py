@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from jax import lax
 
+from gshard.core.mesh import Mesh
 from gshard.core.xla_workarounds import (
     AS_WRITTEN,
+    all_to_all,
     opaque_for_slice,
     opaque_identity,
     row_major,
+    runnable,
     taken,
     update_window,
     with_initial,
@@ -108,3 +111,66 @@ def test_a_transform_before_a_gather_is_given_an_order_that_it_refuses() -> None
     with pytest.raises(Exception, match="IsMonotonicWithDim0Major"):
         compiled(jnp.fft.fft)(x).block_until_ready()
     compiled(lambda x: row_major(jnp.fft.fft, x))(x).block_until_ready()
+
+
+def sent_on(exchange: Any, mesh: Mesh) -> Any:
+    """Two all-to-alls, of which the second sends on what the first has received, padded in another place."""
+    spec = jax.sharding.PartitionSpec
+
+    def local(x: Any) -> Any:
+        parts = jnp.moveaxis(jnp.pad(x, ((0, 0), (0, 5), (0, 0))).reshape(3, 6, 1, 7), 1, 0)
+        whole = exchange(parts).reshape(18, 1, 7)[:17]
+        again = exchange(jnp.pad(whole, ((0, 1), (0, 0), (0, 0))).reshape(6, 3, 1, 7))
+        return jnp.moveaxis(again, 0, 1).reshape(3, 6, 7)
+
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=spec(mesh.atoms), out_specs=spec(mesh.atoms), check_vma=False)
+    )
+
+
+def test_an_all_to_all_of_what_another_has_sent_does_not_compile() -> None:
+    mesh = Mesh.of({"x": 3, "y": 2})
+    x = jnp.arange(18 * 7).reshape(18, 1, 7)
+
+    def plain(parts: Any) -> Any:
+        return lax.all_to_all(parts, mesh.atoms, split_axis=0, concat_axis=0, tiled=True)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="operands with different shapes"):
+        sent_on(plain, mesh)(x)
+    found = sent_on(lambda parts: all_to_all(parts, mesh.atoms, 0, 0, mesh), mesh)(x)
+    want = np.pad(np.asarray(x), ((0, 0), (0, 5), (0, 0)))
+    want[17] = 0
+    np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize(("split", "joined"), [(0, 0), (0, 1), (1, 0), (2, 1), (1, 1)])
+def test_all_to_all_with_a_dimension_in_front_is_the_same(split: int, joined: int) -> None:
+    mesh, spec = Mesh.of({"x": 3, "y": 2}), jax.sharding.PartitionSpec
+    x = jnp.arange(36 * 6 * 12).reshape(36, 6, 12) - 500
+
+    def mapped(f: Any) -> Any:
+        axes = spec(mesh.atoms)
+        return jax.jit(jax.shard_map(f, mesh=mesh.jax_mesh, in_specs=axes, out_specs=axes, check_vma=False))(x)
+
+    found = mapped(lambda part: all_to_all(part, mesh.atoms, split, joined, mesh))
+    np.testing.assert_array_equal(
+        found, mapped(lambda part: lax.all_to_all(part, mesh.atoms, split_axis=split, concat_axis=joined, tiled=True))
+    )
+
+
+def test_a_program_that_reads_empty_arrays_only_does_not_compile() -> None:
+    mesh, whole = Mesh.of(3).jax_mesh, jax.sharding.PartitionSpec()
+    empty = jnp.zeros((0, 8, 2), jnp.float16), jnp.zeros((0, 12, 5)), jnp.ones(3)
+    mapped = jax.shard_map(
+        lambda a, b, unread: (a + 1, b.sum() + 2, jnp.arange(4)),
+        mesh=mesh,
+        in_specs=(whole,) * 3,
+        out_specs=(whole,) * 3,
+        check_vma=False,
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="GlobalToLocalShape"):
+        jax.jit(mapped)(*empty)
+    found = jax.jit(lambda *xs: tuple(runnable(jax.make_jaxpr(mapped)(*empty))(*xs)))(*empty)
+    assert found[0].shape == (0, 8, 2)
+    assert found[1] == 2
+    assert found[2].tolist() == [0, 1, 2, 3]

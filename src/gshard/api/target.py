@@ -52,6 +52,7 @@ class Target:
         budget: what a per-device program may cost; asked once each is made.
         reorders: whether devices may be put in the order that marks ask for. Under a transformation they may not:
             what JAX compiles around the program has one order of devices, the mesh's.
+        leaves_by_axes: whether results leave cut over whole axes of the mesh only, as JAX has it of Explicit axes.
         windowed: which contractions are collective matmuls.
         faster: whether there are such only where a call becomes faster, by the cost model.
         keep_uneven: whether results leave in padded parts where parts are unequal.
@@ -69,6 +70,7 @@ class Target:
     strict: bool
     budget: Limit | None = None
     reorders: bool = True
+    leaves_by_axes: bool = False
     windowed: Policy | None = None
     faster: bool = False
     keep_uneven: bool = False

@@ -28,7 +28,7 @@ from gshard.api.boundary import mark_of_sharding
 from gshard.api.lowered import Lowered
 from gshard.api.signature import Leaf
 from gshard.api.target import Target
-from gshard.core.jax_adapter import no_mesh_set
+from gshard.core.jax_adapter import mesh_of_context, no_mesh_set
 from gshard.core.jax_adapter_dispatch import checked_by, is_staging, mapped, mapped_by, weakly_cached
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
@@ -37,7 +37,9 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.core.xla_workarounds import runnable
 from gshard.language.mark_primitive import bind_mark
+from gshard.passes.at_border import by_axes
 from gshard.passes.compile import named_sharding
 from gshard.passes.partition import partition
 from gshard.passes.trace import program_of
@@ -49,19 +51,24 @@ call_p.multiple_results = True
 @with_tables
 def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     """Calls a function (a closed jaxpr), partitioned, with flat arguments of which some belong to a transformation."""
-    target = dataclasses.replace(target, reorders=False, keep_uneven=False)
+    here = mesh_of_context()
+    named = here is not None and bool(here.explicit_axes)  # JAX names axes of this mesh for results, or refuses them
+    target = dataclasses.replace(target, reorders=False, keep_uneven=False, leaves_by_axes=named)
     results: list[Any] = call_p.bind(*arguments, jaxpr=jaxpr, target=target)
-    if target.mesh.devices is None or not is_staging() or target.mesh.user_jax_mesh.explicit_axes:
+    if target.mesh.devices is None or not is_staging():
         return results
     shardings = [named_sharding(target.mesh, s) for s in partitioned(jaxpr, target).out_shardings]
     own = target.mesh.user_jax_mesh
-    mesh = own if all(s.mesh == own for s in shardings) else target.mesh.jax_mesh
-    return [_on(x, mesh) for x in results]
+    # Over a mesh of Explicit axes JAX takes no open sharding: over the atoms, the same devices, it does.
+    ours = not own.explicit_axes and all(s.mesh == own for s in shardings)
+    if own.explicit_axes and here is not None:
+        return results
+    return [_on(x, own if ours else target.mesh.jax_mesh) for x in results]
 
 
 def _on(x: Any, mesh: Any) -> Any:
-    """Tells ``jax.jit`` on which devices a result is; its sharding is left open."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+    """Tells ``jax.jit`` on which devices a result is; its sharding is left open, where its type does not have one."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or not jax.typeof(x).sharding.mesh.empty:
         return x
     anything = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * np.ndim(x))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, anything))
@@ -83,6 +90,8 @@ def _program(jaxpr: Any, target: Target, marks: Sequence[Mark | None] | None = N
 def partitioned(jaxpr: Any, target: Target) -> SpmdProgram:
     """The per-device program of a closed jaxpr."""
     plan = _planned(jaxpr, target)
+    if target.leaves_by_axes:
+        plan = dataclasses.replace(plan, leave=tuple(by_axes(s, plan.mesh) for s in plan.leave))
     made = partition(plan)
     target.check(plan, made)
     return made
@@ -97,7 +106,7 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
     spmd = partitioned(jaxpr, target)
 
     def inline(*arrays: Any) -> list[Any]:
-        return list(jaxpr_as_fun(spmd.jaxpr)(*spmd.program.captured, *arrays))
+        return list(runnable(spmd.jaxpr)(*spmd.program.captured, *arrays))
 
     with no_mesh_set(), jax.sharding.use_abstract_mesh(target.mesh.abstract_jax_mesh):
         plain = ctx.replace(avals_in=_untyped(ctx.avals_in), avals_out=_untyped(ctx.avals_out))

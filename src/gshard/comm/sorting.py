@@ -45,6 +45,7 @@ from gshard.comm.halo import Window
 from gshard.comm.shards import Shards, identity
 from gshard.comm.steps import ALL_TO_ALL
 from gshard.core.mesh import Atoms
+from gshard.core.xla_workarounds import all_to_all
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -284,4 +285,4 @@ def _all_to_all(shards: Shards, x: Any, atoms: Atoms, split: int, concat: int) -
     parts = shards.mesh.count(atoms)
     if shards.note is not None:
         shards.note(ALL_TO_ALL, atoms, x.size * x.dtype.itemsize * (parts - 1) // parts, x)
-    return lax.all_to_all(x, atoms, split_axis=split, concat_axis=concat, tiled=True)
+    return all_to_all(x, atoms, split, concat, shards.mesh)

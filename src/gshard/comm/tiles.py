@@ -16,6 +16,7 @@ from jax import lax
 
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.sharding import Sharding
+from gshard.core.xla_workarounds import all_to_all
 
 
 def moved(before: Sequence[Atoms], after: Sequence[Atoms]) -> Atoms:
@@ -48,7 +49,7 @@ def exchanged(x: Any, before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mes
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(a), 1, place[a])
     kept = [shape[d] for d in own]
     to_whom = lax.transpose(x, [*(place[a] for a in (*going, *free)), *own])
-    x = lax.all_to_all(to_whom.reshape(mesh.count(going), *kept), going, split_axis=0, concat_axis=0, tiled=True)
+    x = all_to_all(to_whom.reshape(mesh.count(going), *kept), going, 0, 0, mesh)
     from_whom = x.reshape(*(sizes[a] for a in going), *kept)
     whole = [n * mesh.count(have[len(wanted) :]) for n, have, wanted in zip(kept, before, after, strict=True)]
     return lax.transpose(from_whom, _order(before, after, going)).reshape(whole)

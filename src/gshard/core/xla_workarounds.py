@@ -9,6 +9,8 @@
     update_window     one index out of range writes what lies beside a slice              openxla/xla#49121
     AS_WRITTEN        the same; and CPU reads what it has overwritten in place            openxla/xla#49176
     row_major         CPU: a transform beside a gather is given an order that it refuses  no issue
+    all_to_all        CPU: one that sends on what another has sent may not compile        no issue
+    runnable          a shard_map that reads empty arrays only may not compile            no issue
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from gshard.core.mesh import Mesh
 
 # Whether XLA for CPU leaves barriers in their place, as it does for other devices.
 _LEAVES_BARRIERS = jax.__version_info__[:2] >= (0, 12)
@@ -102,6 +107,52 @@ def row_major(transform: Callable[[Any], Any], x: Any) -> Any:
     """
     y = transform(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
     return with_layout_constraint(y, Layout(tuple(range(y.ndim))))
+
+
+def all_to_all(x: Any, atoms: Sequence[str], split: int, joined: int, mesh: Mesh) -> Any:
+    """``lax.all_to_all`` in tiles: parts of one dimension go to the devices, theirs are joined along another.
+
+    XLA on CPU takes an all-to-all apart, one operand for each device, in the order in memory that the array has. Then
+    it finds that such an operand is what another all-to-all has received, takes that instead, in whatever order it is,
+    and refuses operands of two orders: "HLO all-to-all has operands with different shapes". Only a transpose makes an
+    order of its own there. A dimension of one in front is a reshape between, and every array lies row by row.
+    """
+    if mesh.devices is None or mesh.devices[0].platform != "cpu":
+        return lax.all_to_all(x, tuple(atoms), split_axis=split, concat_axis=joined, tiled=True)
+    longer = lax.reshape(x, (1, *x.shape))
+    found = lax.all_to_all(longer, tuple(atoms), split_axis=split + 1, concat_axis=joined + 1, tiled=True)
+    return lax.reshape(found, found.shape[1:])
+
+
+def runnable(program: Any) -> Callable[..., Sequence[Any]]:
+    """A closed jaxpr that holds one ``shard_map``, as a function to be compiled: no empty array enters ``shard_map``.
+
+    Where all that it reads is empty, XLA drops the operands and misses them later: "'func.call' op expected at least
+    one operand of @xla.sdy.manual_computation_body to be produced by a xla.sdy.GlobalToLocalShape".
+    """
+    outer = program.jaxpr
+    (mapping,) = outer.eqns
+    params, body, keys = mapping.params, mapping.params["jaxpr"], jax.dtypes.extended
+    kept = [bool(v.aval.size) or jnp.issubdtype(v.aval.dtype, keys) for v in mapping.invars]
+    if all(kept):
+        return jaxpr_as_fun(program)  # type: ignore[no-any-return]
+
+    def local(*parts: Any) -> Sequence[Any]:
+        given = iter(parts)
+        every = [next(given) if k else jnp.zeros(v.aval.shape, v.aval.dtype) for k, v in zip(kept, body.invars)]
+        return jaxpr_as_fun(ClosedJaxpr(body, ()))(*every)  # type: ignore[no-any-return]
+
+    in_specs = tuple(spec for k, spec in zip(kept, params["in_specs"], strict=True) if k)
+    out_specs = list(params["out_specs"])
+    mapped = jax.shard_map(local, mesh=params["mesh"], in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def run(*arrays: Any) -> list[Any]:
+        env = dict(zip((*outer.constvars, *outer.invars), (*program.consts, *arrays), strict=True))
+        operands = [env[v] for k, v in zip(kept, mapping.invars, strict=True) if k]
+        env.update(zip(mapping.outvars, mapped(*operands), strict=True))
+        return [env[v] for v in outer.outvars]
+
+    return run
 
 
 def _changed(x: Any, zero: Any) -> Any:

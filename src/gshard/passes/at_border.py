@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from gshard.core.border import AS_MARKED, Border
+from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Constant, Value
 from gshard.core.sharding import Sharding
@@ -29,6 +30,20 @@ def at_border(plan: Plan, border: Border = AS_MARKED) -> Plan:
     if not border.keep_uneven:
         leave |= {v: s for v, s in _as_they_came(border.donated, entry, plan).items() if v in plan.leaves}
     return dataclasses.replace(plan, entry=entry, leave=tuple(leave[v] for v in block.outputs))
+
+
+def by_axes(sharding: Sharding, mesh: Mesh) -> Sharding:
+    """The sharding as far as it cuts over whole axes of the mesh.
+
+    >>> by_axes(Sharding((("x", "y.0"), ("z",))), Mesh.abstract(x=2, y=4, z=2)).dims
+    (('x',), ('z',))
+    """
+    dims = []
+    for atoms in sharding.dims:
+        while mesh.spec_of((atoms,)) is None:
+            atoms = atoms[:-1]
+        dims.append(atoms)
+    return Sharding(tuple(dims))
 
 
 def _whole_if_uneven(sharding: Sharding, value: Value, plan: Plan) -> Sharding:

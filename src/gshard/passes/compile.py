@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from gshard.core.errors import MeshError
@@ -19,6 +18,7 @@ from gshard.core.planning_tables import tabulated, with_tables
 from gshard.core.processes import Group
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.core.xla_workarounds import runnable
 from gshard.passes.partition import spec
 
 
@@ -143,10 +143,10 @@ def compile_spmd(
             hint="Give gshard.jit a jax.sharding.Mesh or a number of devices.",
         )
     captured = len(spmd.program.captured)
-    run = jaxpr_as_fun(spmd.jaxpr)
+    run = runnable(spmd.jaxpr)
 
     def program(*arrays: Any) -> list[Any]:
-        return run(*arrays)  # type: ignore[no-any-return]
+        return list(run(*arrays))
 
     # XLA calls the program, and profilers what it runs, by the name of the user's function.
     program.__name__ = program.__qualname__ = spmd.program.name

@@ -65,8 +65,8 @@ def _scaled(e: Equation) -> int | None:
     if e.name not in ("mul", "div") or not sums_in_range(e.outputs[0].dtype):
         return None
     for at, by in ((0, 1), (1, 0)) if e.name == "mul" else ((0, 1),):
-        scale = e.inputs[by]
+        x, scale = e.inputs[at], e.inputs[by]
         c = scale.number if isinstance(scale, Constant) else None
-        if c and isinstance(e.inputs[at], Value) and _LEAST <= (c if e.name == "mul" else 1 / c) < 1:
+        if c and isinstance(x, Value) and _LEAST <= (c if e.name == "mul" else 1 / c) < 1:
             return at
     return None
