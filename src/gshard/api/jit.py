@@ -35,6 +35,7 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import (
     FastFunction,
     SharedCaches,
+    emptied_by_jax,
     forget_traces,
     is_staging,
     may_crash_donated,
@@ -48,7 +49,7 @@ from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.paths import parameters_of
 from gshard.core.plan import Plan
-from gshard.core.planning_tables import with_tables
+from gshard.core.planning_tables import Tables, with_tables
 from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
 from gshard.language.registry import cleared_with_rules
@@ -57,6 +58,7 @@ from gshard.passes.trace import program_of
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.tracing.by_jax import closed_of, name_of
 
+_PLANS = 4  # new kinds of calls for which a function keeps what planning computed on its way
 _CACHES = SharedCaches(256)  # programs of each function, as many as combinations that JAX's dispatch keeps of it
 
 
@@ -67,6 +69,8 @@ class Jitted:
         functools.update_wrapper(self, f)
         self._f, self._parameters, self._options = f, parameters, options
         self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
+        self._tables = Tables(_PLANS)
+        emptied_by_jax(self._tables)
         numbers, names = parameters.static_numbers, parameters.static_names
         # Weakly, so that a function is freed as soon as nothing needs it, and not when garbage is next collected.
         seen_first = weakref.WeakMethod(self._seen_first)
@@ -143,7 +147,7 @@ class Jitted:
 
     def clear_cache(self) -> None:
         """Forgets all programs."""
-        for cache in (self._made, self._traced):
+        for cache in (self._made, self._traced, self._tables):
             cache.cache_clear()
         self._fast.clear()
         forget_traces(self._f)
@@ -155,9 +159,12 @@ class Jitted:
         return self
 
     @without_our_frames
-    @with_tables
     def _seen_first(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         """A call that JAX's dispatch cannot answer: the results, and how it can from now on."""
+        with self._tables.for_one_plan():
+            return self._called(args, kwargs)
+
+    def _called(self, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
         signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
         if is_staging() or any(isinstance(x, jax.core.Tracer) for x in leaves):
             return self._as_equation(signature, leaves), None, False
@@ -172,18 +179,14 @@ class Jitted:
         except Exception as error:
             if not nan_found(error):
                 raise
-            return self._operation_by_operation(args, kwargs), None, False
+            with jax.disable_jit():  # finds the operation that made it
+                return self._parameters.plain(*args, **kwargs), None, False
         flat = lowered.flat_results(results)
         path = by_dispatch(lowered, placed, leaves, flat)
         results = jax.tree.unflatten(lowered.out_tree, flat)
         if has_fixed(lowered.out_tree) and not self._fixes:
             return freed(results), None, False
         return results, path, False
-
-    def _operation_by_operation(self, args: Any, kwargs: Any) -> Any:
-        """Runs the function as it is, to find the operation that made a NaN (``jax.debug_nans``)."""
-        with jax.disable_jit():
-            return self._parameters.plain(*args, **kwargs)
 
     def _on_this_mesh(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What is in padded parts on other devices is made whole; static leaves become parts of the structure."""
@@ -259,7 +262,9 @@ class Jitted:
         avals = tuple(x.aval for x in signature.leaves)
         made = Lowered(program, target.in_best_order(program), signature.tree, avals, donated, padded)
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
-        return next((known for known in self._made.values() if known.is_as(made)), made)
+        if (known := next((known for known in self._made.values() if known.is_as(made)), None)) is not None:
+            self._tables.cache_clear()
+        return known or made
 
     def _program(self, signature: Signature) -> Program:
         jaxpr, out_tree = self._closed(signature)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format
 
 from gshard.core.errors import ShardingError
-from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import address_of, fast_path, input_layouts, layout_of
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
@@ -78,7 +78,7 @@ def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
     layouts = input_layouts(callee.executable.compiled, len(callee.program.captured))
     if donated:
         _check(callee, leaves)
-    arrays = [x.padded if isinstance(x, UnevenArray) and i not in unread else x for i, x in enumerate(leaves)]
+    arrays = [x.padded if isinstance(x, UnevenArray) else x for x in leaves]
     moved = [i for i, x in enumerate(arrays) if i not in unread and not _lies_so(x, targets[i], layouts.get(i))]
     if not moved:
         return Placed(arrays, True)
@@ -89,9 +89,10 @@ def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
         # C++ makes no copy of a donated array that lies on one of the devices already.
         dispatched = dispatched and not copied and not _is_taken_as_it_is(arrays[i], targets[i], layouts.get(i))
         arrays[i] = _in_memory_of(targets[i], jnp.array(arrays[i], copy=True) if copied else arrays[i])
-    for i, x in zip(moved, jax.device_put([arrays[i] for i in moved], [targets[i] for i in moved]), strict=True):
-        layout = layouts.get(i)
-        arrays[i] = x if layout is None or layout_of(x) == layout else jax.device_put(x, Format(layout, targets[i]))
+    with no_mesh_set():  # with one set JAX moves nothing between two orders of its devices
+        for i, x in zip(moved, jax.device_put([arrays[i] for i in moved], [targets[i] for i in moved]), strict=True):
+            layout = layouts.get(i)
+            arrays[i] = x if layout is None or layout_of(x) == layout else jax.device_put(x, Format(layout, targets[i]))
     return Placed(arrays, dispatched)
 
 

@@ -156,12 +156,17 @@ def checked_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
     _checkify.error_checks[primitive] = check
 
 
+def emptied_by_jax(cache: Any) -> None:
+    """``jax.clear_caches`` calls ``cache.cache_clear()``, while it lives."""
+    _util.register_cache(cache, "gshard")
+
+
 class Cache:
     """What was made for a key, at most so much of it; ``jax.clear_caches`` empties it."""
 
     def __init__(self, size: int):
         self._size, self._lock, self._made = size, threading.RLock(), OrderedDict[Hashable, Any]()
-        _util.register_cache(self, "gshard")
+        emptied_by_jax(self)
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What is known for the key, or is made now; two threads make it once."""

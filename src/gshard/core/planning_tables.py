@@ -5,6 +5,9 @@ exchange sends. ``tabulated`` keeps their results in the tables of whoever plans
 a function that is ``with_tables`` and are freed with it. So a plan does not depend on what was planned before it in the
 process, or is planned beside it in another thread, and no memory is kept.
 
+What is jitted plans the same program twice: the state of a training step comes back with shardings of its own. Its
+``Tables`` are kept for a few plans, and die with it.
+
     >>> @tabulated(8)
     ... def square(x):
     ...     print("computed")
@@ -23,14 +26,49 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar, cast
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_Tables = dict[Callable[..., Any], Callable[..., Any]]
-_current: contextvars.ContextVar[_Tables | None] = contextvars.ContextVar("gshard_tables", default=None)
+_Kept = dict[Callable[..., Any], Callable[..., Any]]
+_current: contextvars.ContextVar[_Kept | None] = contextvars.ContextVar("gshard_tables", default=None)
+
+
+class Tables:
+    """Tables that are kept for several plans, one after the other.
+
+    Args:
+        plans: for how many, before they begin anew.
+    """
+
+    def __init__(self, plans: int):
+        self._plans, self._left, self._kept, self._lock = plans, 0, _Kept(), threading.Lock()
+
+    @contextlib.contextmanager
+    def for_one_plan(self) -> Iterator[None]:
+        """Takes these tables until its end; others, if another thread has them or there are some already."""
+        if _current.get() is not None or not self._lock.acquire(blocking=False):
+            with tables():
+                yield
+            return
+        try:
+            if self._left == 0:
+                self._kept, self._left = {}, self._plans
+            self._left -= 1
+            token = _current.set(self._kept)
+            try:
+                yield
+            finally:
+                _current.reset(token)
+        finally:
+            self._lock.release()
+
+    def cache_clear(self) -> None:
+        """Frees what is kept. A plan that is being made keeps its own."""
+        self._left, self._kept = 0, {}
 
 
 @contextlib.contextmanager
