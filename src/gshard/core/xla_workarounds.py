@@ -25,6 +25,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
+from gshard.core.jax_adapter import all_to_all_p
+
 # Whether XLA for CPU leaves barriers in their place, as it does for other devices.
 _LEAVES_BARRIERS = jax.__version_info__[:2] >= (0, 12)
 
@@ -122,13 +124,13 @@ def all_to_all(x: Any, atoms: Sequence[str], split: int, joined: int) -> Any:
 
 
 _all_to_all_p = Primitive("all_to_all")
-_all_to_all_p.def_effectful_abstract_eval(lax.all_to_all_p.abstract_eval)
-mlir.register_lowering(_all_to_all_p, mlir.lower_fun(lax.all_to_all_p.bind, multiple_results=False))
+_all_to_all_p.def_effectful_abstract_eval(all_to_all_p.abstract_eval)
+mlir.register_lowering(_all_to_all_p, mlir.lower_fun(all_to_all_p.bind, multiple_results=False))
 
 
 def _with_one_in_front(x: Any, *, split_axis: int, concat_axis: int, **params: Any) -> Any:
     longer = lax.reshape(x, (1, *x.shape))
-    found = lax.all_to_all_p.bind(longer, split_axis=split_axis + 1, concat_axis=concat_axis + 1, **params)
+    found = all_to_all_p.bind(longer, split_axis=split_axis + 1, concat_axis=concat_axis + 1, **params)
     return lax.reshape(found, found.shape[1:])
 
 
