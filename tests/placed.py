@@ -109,6 +109,9 @@ PLACES: dict[str, Place] = {
     "explicit, rows": lambda x, mesh: cut(x, mesh_of(explicit=True, p=8), 0),
     "explicit, whole": lambda x, mesh: cut(x, mesh_of(explicit=True, p=2, q=4)),
     "explicit, same axes": lambda x, mesh: cut(x, mesh_of(explicit=True, **mesh.shape), 0),
+    "reversed, over the first axis": lambda x, mesh: cut(
+        x, jax.sharding.Mesh(mesh.devices.reshape(-1)[::-1].reshape(mesh.devices.shape), mesh.axis_names), 0
+    ),
 }  # fmt: skip
 
 # Three that plan alike: no way says how the array is cut over the mesh, so that one compiled program will do.

@@ -26,6 +26,9 @@ from checked_calls import allowed_to_refuse, called, leaves_of, said_by, unparti
 from placed import PLACES, mesh_of
 from small_programs import PROGRAMS, RULES, numbers, register
 
+# JAX says so of a donated argument that is cut otherwise than every result of its type.
+pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+
 SHAPES = (8, 8), (13, 11), (16, 8)
 MESHES: dict[str, dict[str, Any]] = {
     "2x4": {"a": 2, "b": 4},

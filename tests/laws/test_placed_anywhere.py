@@ -19,6 +19,9 @@ from checked_calls import allowed_to_refuse, called, said_by, unpartitioned
 from placed import PLACES, every_way, mesh_of
 from small_programs import PROGRAMS, numbers, register
 
+# JAX says so of a donated argument that is cut otherwise than every result of its type.
+pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+
 GRID = {"a": 2, "b": 4}
 FAST = ("unmarked", "crossed", "ring product", "reductions")
 FEW = (
@@ -100,7 +103,8 @@ def test_uneven_sizes(option: str) -> None:
         "half, whole",
     )
     check("crossed", ways, (13, 11), **OPTIONS[option])
-    check("loop", ways, (13, 11), {"a": 8}, **OPTIONS[option])
+    for name in ("loop", "unread"):
+        check(name, ways, (13, 11), {"a": 8}, **OPTIONS[option])
 
 
 @pytest.mark.parametrize("option", ["plain", "kept"])

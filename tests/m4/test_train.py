@@ -111,7 +111,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[train.Result, list[
     return run_of(path, OPTIONS), losses(path)
 
 
-@pytest.mark.parametrize("damage", [False, True])
+@pytest.mark.parametrize("damage", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_resumed_run_computes_the_same_numbers(
     damage: bool, whole: tuple[train.Result, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,14 @@ DENSE = TransformerConfig(20, 18, model_dim=16, hidden_dim=24, heads=2, head_dim
 # Training capacities of this model drop tokens; decoding must not.
 MOE = dataclasses.replace(DENSE, experts=4, group_size=4, capacity_factor=1.0)
 MARKED = dataclasses.replace(MOE, partitions=2)
-MODELS = pytest.mark.parametrize("config", [DENSE, MOE, MARKED], ids=["dense", "moe", "marked"])
+MODELS = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(DENSE, id="dense", marks=pytest.mark.slow),
+        pytest.param(MOE, id="moe"),
+        pytest.param(MARKED, id="marked"),
+    ],
+)
 
 # Small programs: compiling them costs more than running them.
 FAST = {"xla_backend_optimization_level": 0}

@@ -67,7 +67,7 @@ def test_dispatches_agree(routing, group_size, capacity_factor):
         assert_trees_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("group_size", [24, 6, 1])
+@pytest.mark.parametrize("group_size", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (24, 1))])
 def test_blocks_drop_nothing_in_groups_of_any_size(group_size):
     config = dataclasses.replace(BASE, dispatch="einsum", capacity_factor=math.inf, group_size=group_size)
     params, x_BLM, valid_BL = case(config)

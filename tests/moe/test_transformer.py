@@ -228,7 +228,10 @@ def test_an_id_outside_the_vocabulary_shows():
     assert bool(jnp.isfinite(logits_BLV[1:]).all())
 
 
-@pytest.mark.parametrize("experts, expected", [(4, 3.4903502), (0, 3.551667)], ids=["moe", "dense"])
+@pytest.mark.parametrize(
+    "experts, expected",
+    [pytest.param(4, 3.4903502, id="moe"), pytest.param(0, 3.551667, id="dense", marks=pytest.mark.slow)],
+)
 def test_the_papers_model_has_the_loss_it_always_had(experts, expected):
     """With dropout, coins and drops: written down before there were other models."""
     config = dataclasses.replace(DENSE, decoder_layers=4, dropout=0.1, attention_dropout=0.1, experts=experts,

@@ -74,22 +74,25 @@ def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
             ``RuntimeError`` too, as of ``jax.jit``.
     """
     callee.executable.agree()  # to move an array may take collectives as well
-    by_dispatch, donated, unread, targets = True, callee.donated, callee.unread, callee.argument_shardings
+    donated, unread, targets = callee.donated, callee.unread, callee.argument_shardings
     layouts = input_layouts(callee.executable.compiled, len(callee.program.captured))
     if donated:
         _check(callee, leaves)
     arrays = [x.padded if isinstance(x, UnevenArray) and i not in unread else x for i, x in enumerate(leaves)]
     moved = [i for i, x in enumerate(arrays) if i not in unread and not _lies_so(x, targets[i], layouts.get(i))]
-    _tell(callee, [i for i in moved if isinstance(arrays[i], jax.Array) and arrays[i].committed], arrays)
+    if not moved:
+        return Placed(arrays, True)
+    _tell(callee, moved, arrays)
+    dispatched = True
     for i in moved:
         copied = i in donated and callee.mesh.size > 1
         # C++ makes no copy of a donated array that lies on one of the devices already.
-        by_dispatch = by_dispatch and not copied and not _is_taken_as_it_is(arrays[i], targets[i], layouts.get(i))
+        dispatched = dispatched and not copied and not _is_taken_as_it_is(arrays[i], targets[i], layouts.get(i))
         arrays[i] = _in_memory_of(targets[i], jnp.array(arrays[i], copy=True) if copied else arrays[i])
     for i, x in zip(moved, jax.device_put([arrays[i] for i in moved], [targets[i] for i in moved]), strict=True):
         layout = layouts.get(i)
         arrays[i] = x if layout is None or layout_of(x) == layout else jax.device_put(x, Format(layout, targets[i]))
-    return Placed(arrays, by_dispatch)
+    return Placed(arrays, dispatched)
 
 
 def _in_memory_of(target: Any, x: Any) -> Any:
@@ -100,21 +103,15 @@ def _in_memory_of(target: Any, x: Any) -> Any:
 
 
 def _tell(callee: Callee, moved: Sequence[int], arrays: Sequence[Any]) -> None:
-    """Logs once for each argument that every call has to move, though it lies on the devices of the mesh."""
-    if not (
-        new := [i for i in moved if i not in callee.told and callee.mesh.size == len(arrays[i].sharding.device_set)]
-    ):
-        return
-    callee.told.update(new)
+    """Logs, once for each argument, that every call has to move what lies on all devices of the mesh."""
     names, targets = callee.program.names[len(callee.program.captured) :], callee.argument_shardings
-    for i in new:
-        _log.info(
-            "gshard: each call of %s moves %s from %s to %s",
-            callee.program.name,
-            names[i],
-            arrays[i].sharding,
-            targets[i],
-        )
+    for i in moved:
+        x = arrays[i]
+        lies_there = isinstance(x, jax.Array) and x.committed and len(x.sharding.device_set) == callee.mesh.size
+        if lies_there and i not in callee.told:
+            callee.told.add(i)
+            text = "gshard: each call of %s moves %s from %s to %s"
+            _log.info(text, callee.program.name, names[i], x.sharding, targets[i])
 
 
 def by_dispatch(callee: Callee, placed: Placed, leaves: Sequence[Any], results: Sequence[Any]) -> Any:
