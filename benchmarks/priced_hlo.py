@@ -107,13 +107,20 @@ def _does_only(module: Module, made: Instruction, opcode: str) -> bool:
     if found.opcode != opcode or more:
         return False
     whole = found.type if opcode == "concatenate" else next(i.type for i in inside if i.name == found.operands[0])
-    sizes = [int(n) for n in re.findall(r"\d+", re.search(r"\[([\d,]*)\]", whole)[1])]
+    sizes = _sizes(whole)
+    entered = [i.type for i in inside if i.opcode == "parameter"]
+    if opcode == "slice" and [n for n in sizes if n > 1] == [n for n in _sizes(entered[0]) if n > 1]:
+        return True  # on CPU a dimension of one is put in front
     if opcode == "concatenate":
         first = int(re.search(r"\bdimensions=\{(\d+)\}", found.attributes)[1])
     else:
         cut = re.findall(r"\[(\d+):(\d+)\]", re.search(r"\bslice=\{([^}]*)\}", found.attributes)[1])
         first = max((d for d, (a, b) in enumerate(cut) if int(b) - int(a) < sizes[d]), default=0)
     return math.prod(sizes[:first]) == 1
+
+
+def _sizes(type_: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", re.search(r"\[([\d,]*)\]", type_)[1])]
 
 
 def is_cut_for(computation: Computation, made: Instruction) -> str:

@@ -115,8 +115,7 @@ def test_what_is_nothing_but_parts_is_exchanged_as_a_dimension_of_its_own(rng, s
 
     x = rng.standard_normal(shape).astype(np.float32)
     made = gshard.jit(f, mesh=jax.make_mesh((4, 2), ("a", "b")))
-    anywhere = gshard.jit(f, mesh=gshard.Mesh.abstract(a=4, b=2))  # on CPU there is one more in front of it
-    (exchange,) = re.findall(r"all_to_all\[[^\]]*\]", str(anywhere.lower(x).spmd.jaxpr))
+    (exchange,) = re.findall(r"all_to_all\[[^\]]*\]", str(made.lower(x).spmd.jaxpr))
     assert "split_axis=0" in exchange
     assert "concat_axis=0" in exchange
     np.testing.assert_allclose(made(x), np.sin(x), rtol=1e-6)

@@ -137,7 +137,7 @@ def test_an_all_to_all_of_what_another_has_sent_does_not_compile() -> None:
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="operands with different shapes"):
         sent_on(plain, mesh)(x)
-    found = sent_on(lambda parts: all_to_all(parts, mesh.atoms, 0, 0, mesh), mesh)(x)
+    found = sent_on(lambda parts: all_to_all(parts, mesh.atoms, 0, 0), mesh)(x)
     want = np.pad(np.asarray(x), ((0, 0), (0, 5), (0, 0)))
     want[17] = 0
     np.testing.assert_array_equal(found, want)
@@ -152,7 +152,7 @@ def test_all_to_all_with_a_dimension_in_front_is_the_same(split: int, joined: in
         axes = spec(mesh.atoms)
         return jax.jit(jax.shard_map(f, mesh=mesh.jax_mesh, in_specs=axes, out_specs=axes, check_vma=False))(x)
 
-    found = mapped(lambda part: all_to_all(part, mesh.atoms, split, joined, mesh))
+    found = mapped(lambda part: all_to_all(part, mesh.atoms, split, joined))
     np.testing.assert_array_equal(
         found, mapped(lambda part: lax.all_to_all(part, mesh.atoms, split_axis=split, concat_axis=joined, tiled=True))
     )

@@ -285,4 +285,4 @@ def _all_to_all(shards: Shards, x: Any, atoms: Atoms, split: int, concat: int) -
     parts = shards.mesh.count(atoms)
     if shards.note is not None:
         shards.note(ALL_TO_ALL, atoms, x.size * x.dtype.itemsize * (parts - 1) // parts, x)
-    return all_to_all(x, atoms, split, concat, shards.mesh)
+    return all_to_all(x, atoms, split, concat)

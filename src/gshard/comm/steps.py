@@ -166,7 +166,7 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
             return exchanged(x, step.before.dims, step.after.dims, mesh)
         case "all_to_all":
             padded = _pad(x, step.to, g * local[step.to])
-            return _trim(_dealt(padded, step.to, step.dim, step.atoms, mesh), step.dim, local[step.dim])
+            return _trim(_dealt(padded, step.to, step.dim, g, step.atoms), step.dim, local[step.dim])
         case "collective_permute" if is_exchange(step, mesh):
             return changed(x, step.before.dims, step.after.dims, mesh)
         case "collective_permute":
@@ -190,19 +190,18 @@ def _as_first(x: Any, dim: int, run: Callable[[Any, int], Any]) -> Any:
     return found.reshape(*x.shape[:dim], *found.shape)
 
 
-def _dealt(x: Any, split: int, joined: int, atoms: Atoms, mesh: Mesh) -> Any:
-    """Parts of one dimension to the devices along some atoms, theirs joined along another.
+def _dealt(x: Any, split: int, joined: int, g: int, atoms: Atoms) -> Any:
+    """Parts of one dimension to ``g`` devices, theirs joined along another.
 
     Where one of the two is nothing but parts (one expert on each device), nothing is interleaved: the parts are
     exchanged as a dimension of their own in front, which is what compilers do, and transposed. Left to them, the TPU
     compiler pads a dimension of one and adds it up again: a fifth of an expert's product.
     """
-    g = mesh.count(atoms)
     if x.shape[joined] != 1 and x.shape[split] != g:
-        return all_to_all(x, atoms, split, joined, mesh)
+        return all_to_all(x, atoms, split, joined)
     shape = list(x.shape)
     parts = jnp.moveaxis(x.reshape(*shape[:split], g, shape[split] // g, *shape[split + 1 :]), split, 0)
-    found = all_to_all(parts, atoms, 0, 0, mesh)
+    found = all_to_all(parts, atoms, 0, 0)
     shape[split], shape[joined] = shape[split] // g, shape[joined] * g
     return jnp.moveaxis(found, 0, joined).reshape(shape)
 

@@ -49,7 +49,7 @@ def exchanged(x: Any, before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mes
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(a), 1, place[a])
     kept = [shape[d] for d in own]
     to_whom = lax.transpose(x, [*(place[a] for a in (*going, *free)), *own])
-    x = all_to_all(to_whom.reshape(mesh.count(going), *kept), going, 0, 0, mesh)
+    x = all_to_all(to_whom.reshape(mesh.count(going), *kept), going, 0, 0)
     from_whom = x.reshape(*(sizes[a] for a in going), *kept)
     whole = [n * mesh.count(have[len(wanted) :]) for n, have, wanted in zip(kept, before, after, strict=True)]
     return lax.transpose(from_whom, _order(before, after, going)).reshape(whole)

@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 
-from gshard.core.mesh import Mesh
+from gshard.core.jax_adapter import all_to_all_p
 
 # Whether XLA for CPU leaves barriers in their place, as it does for other devices.
 _LEAVES_BARRIERS = jax.__version_info__[:2] >= (0, 12)
@@ -109,19 +110,31 @@ def row_major(transform: Callable[[Any], Any], x: Any) -> Any:
     return with_layout_constraint(y, Layout(tuple(range(y.ndim))))
 
 
-def all_to_all(x: Any, atoms: Sequence[str], split: int, joined: int, mesh: Mesh) -> Any:
+def all_to_all(x: Any, atoms: Sequence[str], split: int, joined: int) -> Any:
     """``lax.all_to_all`` in tiles: parts of one dimension go to the devices, theirs are joined along another.
 
     XLA on CPU takes an all-to-all apart, one operand for each device, in the order in memory that the array has. Then
     it finds that such an operand is what another all-to-all has received, takes that instead, in whatever order it is,
     and refuses operands of two orders: "HLO all-to-all has operands with different shapes". Only a transpose makes an
-    order of its own there. A dimension of one in front is a reshape between, and every array lies row by row.
+    order of its own there. On CPU a dimension of one in front is a reshape between, and every array lies row by row. It
+    is put there when the program is lowered, so that programs are the same for all devices until then.
     """
-    if mesh.devices is None or mesh.devices[0].platform != "cpu":
-        return lax.all_to_all(x, tuple(atoms), split_axis=split, concat_axis=joined, tiled=True)
+    params = {"axis_name": tuple(atoms), "split_axis": split, "concat_axis": joined}
+    return _all_to_all_p.bind(x, **params, axis_index_groups=None, tiled=True)
+
+
+_all_to_all_p = Primitive("all_to_all")
+_all_to_all_p.def_effectful_abstract_eval(all_to_all_p.abstract_eval)
+mlir.register_lowering(_all_to_all_p, mlir.lower_fun(all_to_all_p.bind, multiple_results=False))
+
+
+def _with_one_in_front(x: Any, *, split_axis: int, concat_axis: int, **params: Any) -> Any:
     longer = lax.reshape(x, (1, *x.shape))
-    found = lax.all_to_all(longer, tuple(atoms), split_axis=split + 1, concat_axis=joined + 1, tiled=True)
+    found = all_to_all_p.bind(longer, split_axis=split_axis + 1, concat_axis=concat_axis + 1, **params)
     return lax.reshape(found, found.shape[1:])
+
+
+mlir.register_lowering(_all_to_all_p, mlir.lower_fun(_with_one_in_front, multiple_results=False), platform="cpu")
 
 
 def runnable(program: Any) -> Callable[..., Sequence[Any]]:
