@@ -78,8 +78,8 @@ class Jitted:
         cleared_with_rules(self._fast)
         self._call = self._fast.call
         # On one device XLA itself refuses to overwrite an array twice.
-        several = options.mesh is None or options.mesh.size > 1
-        self._may_crash = several and bool(parameters.donated_numbers or parameters.donated_names)
+        donates = bool(parameters.donated_numbers or parameters.donated_names)
+        self._may_crash = donates and (options.mesh is None or options.mesh.size > 1)
         self._fixes = parameters.static_leaves
         if options.mesh is not None:
             options.target()  # what is wrong with the mesh or the machine is told at once
@@ -122,7 +122,6 @@ class Jitted:
         return Jitted(self._f, self._parameters, dataclasses.replace(self._options, layout=layout, names=None))
 
     @without_our_frames
-    @with_tables
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
         signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
@@ -168,14 +167,12 @@ class Jitted:
         signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
         if is_staging() or any(isinstance(x, jax.core.Tracer) for x in leaves):
             return self._as_equation(signature, leaves), None, False
-        jaxpr, _ = self._closed(signature)
-        if any(isinstance(x, jax.core.Tracer) for x in without_constants(jaxpr)[1]):
+        if any(isinstance(x, jax.core.Tracer) for x in without_constants(self._closed(signature)[0])[1]):
             return self._as_equation(signature, leaves), None, False
         lowered = self._lowered(signature, self._options.target())
-        executable = lowered.executable
         placed = placed_arguments(lowered, leaves)
         try:
-            results = executable(*placed.arrays)
+            results = lowered.executable(*placed.arrays)
         except Exception as error:
             if not nan_found(error):
                 raise
@@ -262,9 +259,10 @@ class Jitted:
         avals = tuple(x.aval for x in signature.leaves)
         made = Lowered(program, target.in_best_order(program), signature.tree, avals, donated, padded)
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
-        if (known := next((known for known in self._made.values() if known.is_as(made)), None)) is not None:
+        known = next((known for known in self._made.values() if known.is_as(made)), made)
+        if known is not made:
             self._tables.cache_clear()
-        return known or made
+        return known
 
     def _program(self, signature: Signature) -> Program:
         jaxpr, out_tree = self._closed(signature)
