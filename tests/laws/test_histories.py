@@ -328,7 +328,7 @@ def run(histories: int, steps: int) -> None:
 
 
 def test_every_call_of_a_history_is_right() -> None:
-    run(20, 30)
+    run(10, 30)
 
 
 @pytest.mark.slow

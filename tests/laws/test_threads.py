@@ -67,7 +67,13 @@ def traced_program(m: int) -> gshard.Program:
     return gshard.trace(f, *arguments)
 
 
-@pytest.mark.parametrize("axes", [{"a": 2, "b": 2, "c": 2}, {"a": 2, "b": 2, "c": 2, "d": 2}], ids=["three", "four"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param({"a": 2, "b": 2, "c": 2}, id="three"),
+        pytest.param({"a": 2, "b": 2, "c": 2, "d": 2}, id="four", marks=pytest.mark.slow),
+    ],
+)
 def test_plans_made_at_once_are_those_made_alone(axes: dict[str, int]) -> None:
     mesh = gshard.Mesh.abstract(**axes)
     for first in (16, 64, 112):

@@ -201,6 +201,7 @@ def test_branches_are_recomputed_but_not_what_experts_are_sent():
     assert sent["branches"] == 4 * config.moe_layers <= sent[True] - 2 * config.moe_layers
 
 
+@pytest.mark.slow
 def test_learns_to_copy():
     config = dataclasses.replace(MOE, target_vocabulary=20, model_dim=32, hidden_dim=64, group_size=16)
 
