@@ -358,6 +358,7 @@ def test_a_limit_needs_nothing_from_the_user():
     assert "recomputed to fit in 12,288.0 MiB" in str(limited)
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_command_line(capsys):
     assert main(["plan", "MoE(128E, 12L)", "--topology", "v3:8x8", "--memory-limit", "2GiB"]) == 1
     error = capsys.readouterr().err

@@ -44,7 +44,9 @@ SHAPES = (
 MESH = Mesh.abstract(a=4, b=2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if i % 3 == 0 else pytest.mark.slow) for i, kind in enumerate(KINDS)]
+)
 def test_renaming_a_machine_changes_its_name_only(kind: str, tmp_path: Path) -> None:
     machine = Machine.of(kind, MESH.size)
     renamed = dataclasses.replace(machine, name=LABEL)

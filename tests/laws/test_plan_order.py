@@ -38,9 +38,13 @@ def assert_equal(ours: dict[str, str], theirs: dict[str, str]) -> None:
     assert not different, f"{different}:\n{ours[different[0]]}\n\n{theirs[different[0]]}"
 
 
-def test_a_plan_does_not_depend_on_what_was_planned_before(forwards: dict[str, str]) -> None:
-    assert_equal(forwards, planned("backwards", "0"))
-
-
-def test_a_plan_does_not_depend_on_the_hash_seed(forwards: dict[str, str]) -> None:
-    assert_equal(forwards, planned("forwards", "1"))
+@pytest.mark.parametrize(
+    "order, hash_seed",
+    [
+        ("backwards", "1"),
+        pytest.param("backwards", "0", marks=pytest.mark.slow),  # each by itself, to tell them apart
+        pytest.param("forwards", "1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_depends_on_nothing_else(order: str, hash_seed: str, forwards: dict[str, str]) -> None:
+    assert_equal(forwards, planned(order, hash_seed))

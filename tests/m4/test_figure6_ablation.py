@@ -40,6 +40,7 @@ def pairs_of(rng: np.random.Generator, count: int, english: int = 40, longest: i
     return Encoded(LANGUAGES, language, np.concatenate(source), np.concatenate(target), *at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_sentences_cost_together_what_the_evaluation_says(
     experts: int, tmp_path: Path, rng: np.random.Generator

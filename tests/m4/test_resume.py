@@ -98,6 +98,7 @@ def test_killed_at_random_moments(kills: int, devices: int, whole: Path, rng: np
     assert parameters(folder) == parameters(whole)
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_the_step_and_saves(whole: Path) -> None:
     folder = whole.with_name("terminated")
     process = start(folder)

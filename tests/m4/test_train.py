@@ -139,6 +139,7 @@ def test_another_model_is_refused_by_the_name_of_the_setting(tmp_path: Path) -> 
         run_of(tmp_path, OPTIONS, dataclasses.replace(MODEL, experts=8), resume=True)
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path: Path) -> None:
     """They change nothing but the count; one too many ends the run, with its batch on the disk."""
     options = TrainConfig(steps=200, save_every=2, learning_rate=1e30, peak_step=1, warmup_steps=0, skip_limit=2)

@@ -92,6 +92,7 @@ def experts(weights: Any, x: Any) -> Any:
     return jax.grad(loss)(weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.slow), ("pods", "hosts")])
 def test_a_layer_over_four_axes(more: tuple[str, ...], rng: np.random.Generator) -> None:
     """With axes besides that no mark names, which are one."""

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import split
+from sampled import crossed
 
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 
@@ -51,9 +52,7 @@ REDUCED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@KINDS
-@pytest.mark.parametrize("n", [8, 13])
-@pytest.mark.parametrize("name", REDUCED)
+@pytest.mark.parametrize("name, n, kind", crossed(list(REDUCED), [8, 13], [AxisType.Auto, AxisType.Explicit], one_in=2))
 def test_reductions_by_a_computation_of_ones_own(name: str, n: int, kind: AxisType) -> None:
     f, x = REDUCED[name], np.arange(-3, n - 3, dtype=np.int32)
     want = jax.tree.map(np.asarray, jax.jit(f)(x))
@@ -103,9 +102,10 @@ KEYS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@KINDS
-@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "threefry2x32"])
-@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize(
+    "name, impl, kind",
+    crossed(list(KEYS), ["rbg", "unsafe_rbg", "threefry2x32"], [AxisType.Auto, AxisType.Explicit], one_in=3),
+)
 def test_random_keys(name: str, impl: str, kind: AxisType) -> None:
     def f(x: Any) -> Any:
         return KEYS[name](random.key(7, impl=impl), x)
