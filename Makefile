@@ -7,6 +7,9 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 # The environment of `make test-newest`: another Python, which the lock gives a newer JAX.
 VENV_NEWEST := .venv-newest
+# All laws but the sweeps over single operators, which the simulator runs: `make test-newest LAWS=tests/laws` runs those too.
+SWEEPS := linear rules_complete rules_sound
+LAWS ?= tests/laws $(SWEEPS:%=--ignore=tests/laws/test_%.py)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -44,7 +47,7 @@ test-full: setup lint types docs  ## the same with the long sweeps
 test-newest: setup  ## run the laws on the newest JAX, if .venv has another one and a Python for it is found
 	@python=$$($(BIN)/python scripts/newest_python.py) && if test -n "$$python"; then \
 		$(MAKE) --no-print-directory setup VENV=$(VENV_NEWEST) PYTHON="$$python" && \
-		$(VENV_NEWEST)/bin/python -m pytest $(PYTEST_OPTIONS) tests/laws; fi
+		$(VENV_NEWEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(LAWS); fi
 
 lint: $(STAMP)  ## check style
 	$(BIN)/ruff check

@@ -64,6 +64,7 @@ def bytes_of(state: dict) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path: Path) -> None:
     options = TrainConfig(steps=200, peak_step=400, warmup_steps=10)
     result = run_of(tmp_path, options, held_out=[batch(1000), batch(1001)])

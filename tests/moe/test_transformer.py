@@ -84,6 +84,7 @@ def packed(data, rows, source_length, target_length):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [pytest.param(DENSE, marks=pytest.mark.slow, id="dense"), pytest.param(DROPLESS, id="dropless")],
