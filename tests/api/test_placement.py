@@ -170,3 +170,12 @@ def test_what_was_compiled_for_padded_parts_takes_these() -> None:
     for given in (x, columns):
         with pytest.raises(gshard.ArgumentError, match="compiled in padded parts"):
             parts(given)
+
+
+def test_a_searched_plan_gives_whole_results_in_the_order_that_was_asked_for() -> None:
+    asked = NamedSharding(REVERSED, P())
+    function = gshard.jit(lambda x: x * 2, mesh=MESH, search=True, machine="h100:1x8", out_shardings=asked)
+    for place in ("numpy", "rows", "reversed"):
+        result = function(PLACES[place]())
+        np.testing.assert_array_equal(np.asarray(result), X * 2)
+        assert result.sharding.is_equivalent_to(asked, 2)

@@ -17,8 +17,9 @@ from gshard.analysis.machine import Dimension, Machine, MachineError
 from gshard.analysis.machine_kinds import COMPILERS, DEVICE_KINDS, SUFFIXES, SWITCH, Compiler
 from gshard.core.mesh import Mesh
 
-# What one byte of memory traffic weighs as much as: about the middle of the accelerators in ``machine_kinds``, of which
-# most do 150 to 320 operations of a bfloat16 product, and read 4 to 12 bytes in the time of one that they send.
+# One byte of memory traffic weighs as much as this many operations. These are about the middle of ``machine_kinds``: in
+# the time of a byte read, most accelerators there do 150 to 320 operations of a bfloat16 product; in the time of a byte
+# sent, they read 4 to 12 bytes.
 OPERATIONS_A_BYTE = 256
 OTHER_OPERATIONS_A_BYTE = 16
 BYTES_FOR_ONE_SENT = 8
@@ -93,7 +94,7 @@ def machine_to_order(mesh: Mesh) -> Machine:
     compiler = compiler_of(mesh.devices[0])
     operations = OPERATIONS_A_BYTE * _A_SECOND
     return Machine(
-        f"{called}, of which there is no model",
+        f"{called} (no model)",
         {"f32": operations},
         OTHER_OPERATIONS_A_BYTE * _A_SECOND,
         _A_SECOND,

@@ -78,7 +78,7 @@ class Machine:
         measured: whether ``calibrate`` made it.
         hides: the kinds of collectives that the compiler begins before products which do not need them, and ends after;
             None if that is not known.
-        combines: the kinds of collectives of which the compiler puts several into one message (``combined``).
+        combines: the compiler puts several collectives of these kinds into one message (``combined``).
         copies_for_collectives: whether what is gathered or scattered has that dimension first, so that arrays are
             copied (``copied``): XLA on CPU and GPU. libtpu gathers along any dimension where it lies.
         keeps_low_precision_copies: whether the compiler keeps bfloat16 copies of the float32 stacks that products in

@@ -9,11 +9,13 @@ What depends on a clock, as a search with a time limit does, is made by one proc
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import difflib
 import hashlib
 import logging
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ _POLL = 0.2  # seconds between two looks at what others have said
 _DIFFERENT = 5.0  # seconds that another process waits with another program, until that is taken for an error
 _LOG_AFTER = 60.0  # seconds of waiting, until the log tells of it
 _SHOWN = 12  # lines of a difference
+_SENT = 1 << 20  # characters of a program that others are shown: the store takes messages of some MiB
 
 _log = logging.getLogger("gshard")
 
@@ -72,9 +75,10 @@ class Group:
         if self._missing(ready) == []:
             return
         mine = f"{self._prefix}/waits/{self.me}/{digest}"
-        self.store.key_value_set(mine, f"{name}\n{text}", allow_overwrite=True)
+        shown = text[:_SENT]  # the digest is of all of it
+        self.store.key_value_set(mine, f"{name}\n{shown}", allow_overwrite=True)
         try:
-            self._wait(name, text, digest, ready)
+            self._wait(name, shown, digest, ready)
         finally:
             self.store.key_value_delete(mine)
 
@@ -122,10 +126,11 @@ class Group:
         waiting = _Waiting(name)
         while not (found := self._read(folder)):
             if self.me == self.all[0]:
-                self.store.key_value_set(f"{folder}text", make(), allow_overwrite=True)
+                packed = base64.b85encode(zlib.compress(make().encode())).decode()
+                self.store.key_value_set(f"{folder}text", packed, allow_overwrite=True)
             else:
                 waiting.once_more(self.all[:1])
-        return found["text"]
+        return zlib.decompress(base64.b85decode(found["text"])).decode()
 
 
 class _Waiting:

@@ -192,7 +192,7 @@ def plan_of(
         reasons.update({(v, d): because for d, atoms in enumerate(sharding.dims) if atoms})
     for v, demand, reason in demands(program, mesh):
         reasons.update({(v, d): reason for d, atoms in enumerate(demand.dims) if atoms})
-        if demand.order != mesh.order and any(demand.dims):
+        if demand.order != mesh.order:
             orders[v] = demand.order
     plan = Plan(program, mesh, shardings, splits, reasons, orders, readings=readings, leaves=leaves)
     return at_border(plan, border)
