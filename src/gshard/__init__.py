@@ -5,6 +5,7 @@ Mark a few tensors of a program written for one device, and run it on all of the
     split, replicate, shard     marks: how a tensor is sharded
     name, Layout                names of dimensions, and a table of what they mean: marks for all of a program
     jit                         partition and run on all devices; used like jax.jit
+    instead_of_jit              a block in which what jax.jit, nnx.jit, eqx.filter_jit ... would compile is partitioned
     explain                     what each tensor got and why, and what the devices communicate
     dimensions                  which dimensions of a program are the same one, and what they are called
     search                      the best plan for a machine, with no marks or some, and how near the best it is
@@ -32,6 +33,7 @@ from gshard.analysis.machine import MachineError as MachineError
 from gshard.analysis.overlap import Windowed as Windowed
 from gshard.api.dimensions import dimensions as dimensions
 from gshard.api.explained import explain as explain
+from gshard.api.instead import instead_of_jit as instead_of_jit
 from gshard.api.jit import jit as jit
 from gshard.api.lowered import Compiled as Compiled
 from gshard.api.lowered import Lowered as Lowered

@@ -48,10 +48,7 @@ class Leaf:
             TypeError: it is no array, nor anything that JAX takes for one.
         """
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-            aval = jax.typeof(x)
-            # Where its mesh has no explicit axes an array's type is the same wherever the array is.
-            aval = aval if _explicit_sharding(aval) is not None else aval.update(sharding=None)
-            return Leaf(aval, x.sharding if x.committed else None)
+            return Leaf.of_type(jax.typeof(x), x.sharding if x.committed else None)
         if isinstance(x, UnevenArray):
             return Leaf(jax.core.ShapedArray(x.shape, x.dtype), x.sharding, x.partitioning)
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -60,6 +57,12 @@ class Leaf:
         if not hasattr(aval, "shape"):
             raise TypeError(f"{aval} has no shape")
         return Leaf(aval)
+
+    @staticmethod
+    def of_type(aval: Any, sharding: Any) -> Leaf:
+        """An array of a type, and the sharding that it is committed to, or None."""
+        # Where its mesh has no explicit axes an array's type is the same wherever the array is.
+        return Leaf(aval if _explicit_sharding(aval) is not None else aval.update(sharding=None), sharding)
 
     @property
     def array_type(self) -> tuple[Any, Any]:

@@ -1,0 +1,225 @@
+"""instead_of_jit: in a block, what anybody jits is partitioned by gshard.
+
+``with gshard.instead_of_jit(mesh=8):`` is the way in where ``jax.jit`` is called by a framework, not by you: ``nnx.jit``,
+``eqx.filter_jit`` and Haliax' ``named_jit`` all end in JAX's one function that compiles a jaxpr, and in the block this
+one partitions (``core.jax_adapter_jit``). A function may have been jitted long before; what counts is where it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from gshard.analysis.budget import Budget
+from gshard.analysis.machine import Machine
+from gshard.analysis.overlap import Windowed
+from gshard.api.jit import Jitted
+from gshard.api.lowered import Lowered
+from gshard.api.placement import by_dispatch, placed_arguments
+from gshard.api.signature import Leaf, Parameters, Signature
+from gshard.api.target import Options
+from gshard.core import jax_adapter_jit as by_jax
+from gshard.core.errors import ShardingError
+from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_dispatch import Cache, trace_settings, weakly_cached
+from gshard.core.layout import Layout
+from gshard.core.mesh import Mesh
+from gshard.core.program import Program
+from gshard.language.registry import rules_version
+from gshard.remat.rematerialise import bytes_of
+
+_log = logging.getLogger("gshard")
+_KNOWN = Cache(64)  # equal options are one partitioner, so that a second block finds the programs of the first
+
+
+class OfJaxpr(Jitted):
+    """A partitioned function that JAX has traced already, of its flat arguments.
+
+    Args:
+        jaxpr: JAX's; held weakly, because JAX's caches own it and what is made of it.
+        jitted: what it was jitted with.
+        options: what is asked for besides.
+    """
+
+    def __init__(self, jaxpr: Any, jitted: by_jax.Jitted, options: Options):
+        known = weakref.ref(jaxpr)
+
+        def f(*arguments: Any) -> Any:
+            return jaxpr_as_fun(known())(*arguments)
+
+        f.__name__ = f.__qualname__ = jitted.name
+        options = dataclasses.replace(
+            options,
+            in_shardings=_or_none(jitted.in_shardings),
+            out_shardings=_or_none(list(jitted.out_shardings)),
+            keep_unused=options.keep_unused or jitted.keep_unused,
+            compiler_options=(*options.compiler_options, *jitted.compiler_options),
+        )
+        super().__init__(f, Parameters(f, (), (), jitted.donated, ()), options)
+        self._names = jitted.argument_names
+
+    def _program(self, signature: Signature) -> Program:
+        program = super()._program(signature)
+        return dataclasses.replace(program, names=(*program.names[: len(program.captured)], *self._names))
+
+    def run(self, arguments: Sequence[Any]) -> by_jax.Ran:
+        """Calls it."""
+        signature, leaves = self._parameters.signature(tuple(arguments), {})
+        with self._tables.for_one_plan():
+            lowered = self._lowered(signature, self._options.target())
+        placed = placed_arguments(lowered, leaves)
+        executable = lowered.executable
+        results = lowered.flat_results(executable(*placed.arrays))
+        # What overwrites memory twice makes XLA:CPU crash, so there each call that donates is checked first.
+        checked = self._may_crash and lowered.mesh.devices[0].platform == "cpu"
+        fast = not checked and by_dispatch(lowered, placed, leaves, results) is not None
+        return by_jax.Ran(results, executable.compiled if fast else None, executable.captured)
+
+    def lowered(self, types: Sequence[tuple[Any, Any]], trees: tuple[Any, Any]) -> Lowered:
+        """The chain for arguments of these types and shardings; arguments and results have these structures."""
+        leaves = tuple(Leaf.of_type(aval, sharding) for aval, sharding in types)
+        flat = jax.tree.structure((tuple(0 for _ in leaves), {}))
+        signature = Signature(flat, leaves, (len(leaves),), (trace_settings(), rules_version()))
+        found = self._lowered(signature, self._options.target())
+        in_tree, out_tree = trees
+        return dataclasses.replace(
+            found, in_tree=in_tree, program=dataclasses.replace(found.program, out_tree=out_tree)
+        )
+
+
+def _or_none(shardings: Any) -> Any:
+    return shardings if any(s is not None for s in shardings) else None
+
+
+@weakly_cached
+def _of_jaxpr(jaxpr: Any, jitted: by_jax.Jitted, partitioner: Partitioner) -> OfJaxpr:
+    return OfJaxpr(jaxpr, jitted, partitioner.options)
+
+
+class Partitioner:
+    """Takes the place of XLA's partitioner; see ``core.jax_adapter_jit.Substitute``.
+
+    Attributes:
+        options: what ``instead_of_jit`` was asked for.
+    """
+
+    def __init__(self, options: Options):
+        self.options = options
+
+    def run(self, jaxpr: Any, jitted: by_jax.Jitted, arguments: Sequence[Any]) -> by_jax.Ran | None:
+        """Calls a jitted function, partitioned."""
+        shardings = [x.sharding for x in arguments if isinstance(x, jax.Array) and x.committed]
+        found = self._partitioned(jaxpr, jitted, shardings)
+        return None if found is None else found.run(arguments)
+
+    def lower(
+        self, jaxpr: Any, jitted: by_jax.Jitted, types: Sequence[tuple[Any, Any]], trees: tuple[Any, Any]
+    ) -> Lowered | None:
+        """Lowers one."""
+        found = self._partitioned(jaxpr, jitted, [s for _, s in types if s is not None])
+        return None if found is None else found.lowered(types, trees)
+
+    def lower_by_jax(self, jaxpr: Any, jitted: by_jax.Jitted) -> Callable[..., Any] | None:
+        """The partitioned function, for JAX to make a part of a program for other platforms."""
+        return self._partitioned(jaxpr, jitted, [])
+
+    def _partitioned(self, jaxpr: Any, jitted: by_jax.Jitted, committed: Sequence[Any]) -> OfJaxpr | None:
+        """The partitioned function; None for one that says that it runs on other devices."""
+        devices = set(Mesh.of(self.options.mesh).devices or ())
+        said = [s.device_set for s in (*jitted.in_shardings, *jitted.out_shardings) if s is not None]
+        if any(s != devices for s in said) or any(not s.device_set <= devices for s in committed):
+            _log.info("gshard: %s runs on devices that are not those of the mesh, and is left to JAX", jitted.name)
+            return None
+        if jitted.has_layouts:
+            raise ShardingError(
+                f"{jitted.name} was jitted with a layout in memory (jax.experimental.layout.Format).",
+                user_line(),
+                hint="Give a sharding alone, or call it outside of gshard.instead_of_jit.",
+            )
+        return _of_jaxpr(jaxpr, jitted, self)
+
+
+class InsteadOfJit(contextlib.ContextDecorator):
+    """What ``instead_of_jit`` returns: a context manager that may be entered any number of times, and a decorator."""
+
+    def __init__(self, options: Options):
+        self._partitioner: Partitioner = _KNOWN.get(options.key, lambda: Partitioner(options))
+        self._entered = threading.local()
+
+    def __enter__(self) -> None:
+        block = by_jax.substituted(self._partitioner)
+        block.__enter__()
+        self._entered.__dict__.setdefault("blocks", []).append(block)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.blocks.pop().__exit__(*error)  # type: ignore[no-any-return]
+
+
+def instead_of_jit(
+    mesh: Any = None,
+    *,
+    machine: str | Machine | None = None,
+    strict: bool | float = False,
+    windowed: bool | int | Windowed | None = None,
+    memory_limit: int | str | None = None,
+    search: bool | float = False,
+    layout: Layout | None = None,
+    keep_unused: bool = False,
+    compiler_options: Any = None,
+) -> InsteadOfJit:
+    """In a block, gshard partitions every jitted function that is called, whoever jitted it.
+
+    ``jax.jit``, ``flax.nnx.jit``, ``equinox.filter_jit``, ``haliax.named_jit`` and other libraries that call ``jax.jit``
+    are covered, also functions that were jitted before the block; what counts is where they are called, or ``.lower`` of
+    them is. Their own arguments (``in_shardings``, ``out_shardings``, ``donate_argnums``, ``static_argnums``,
+    ``keep_unused``, ``compiler_options``) are kept, with shardings as marks. The block is that of one thread, and blocks
+    may be nested; after it, all functions run as before it.
+
+    Left to JAX are functions that JAX itself defines (``jnp.ones``, ``jax.random.normal``, also under a ``jax.jit`` of
+    yours: jit a function of your own), operations outside of any jitted function, and functions of which shardings or
+    committed arguments name devices that are not in the mesh.
+
+    Args:
+        mesh: as for ``jit``; None takes the mesh that ``jax.set_mesh`` has set when a function is called.
+        machine, strict, windowed, memory_limit, search, layout, keep_unused, compiler_options: as for ``jit``.
+
+    Returns:
+        a context manager, which is also a decorator of functions.
+
+    Raises:
+        MeshError: the mesh names devices that do not exist. MachineError: there is no such machine. In the block: the
+            errors of functions from ``jit``, and ShardingError for a function that was jitted with layouts in memory.
+
+    >>> import jax.numpy as jnp
+    >>> double = jax.jit(lambda x: 2 * x)
+    >>> with instead_of_jit(mesh=1):
+    ...     double(jnp.arange(3)).tolist()
+    [0, 2, 4]
+    """
+    options = Options(
+        None if mesh is None else Mesh.of(mesh),
+        None,
+        None,
+        strict is not False,
+        Budget.of(strict),
+        windowed,
+        False,
+        None if memory_limit is None else bytes_of(memory_limit),
+        machine,
+        keep_unused,
+        tuple((compiler_options or {}).items()),
+        None,
+        search,
+        Layout.checked(layout),
+    )
+    if options.mesh is not None:
+        options.target()  # what is wrong with the mesh or the machine is told at once
+    return InsteadOfJit(options)

@@ -1,0 +1,195 @@
+"""The part of the JAX adapter that lets another compiler take the place of XLA's partitioner behind ``jax.jit``.
+
+Whatever is jitted (``jax.jit``, ``flax.nnx.jit``, ``equinox.filter_jit``, ``haliax.named_jit``), and whenever it was
+decorated, JAX traces it to a jaxpr and hands this to one function, which compiles and runs it. While a substitute is in
+force in this thread, that function gives the jaxpr to the substitute. The substitute is a *user context* of JAX's: it is
+a part of the keys of all of JAX's caches, those in C++ too, so that no program made with it is found without it, nor the
+other way round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax._src import pjit as _pjit
+from jax._src import sharding_impls as _sharding_impls
+from jax._src import stages as _stages
+
+_OPEN = (type(None), _sharding_impls.UnspecifiedValue)  # where nothing is said of a sharding
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Jitted:
+    """What a function was jitted with, over its flat arguments and results.
+
+    Attributes:
+        name: of the function.
+        source: the file that defines it, or None if Python does not know.
+        argument_names: the flat arguments in the user's words.
+        in_shardings, out_shardings: of each argument and each result; None where nothing is said.
+        has_layouts: whether layouts in memory are asked for.
+        donated: the arguments whose memory results may take.
+        keep_unused: whether XLA is given arguments that nothing reads.
+        compiler_options: XLA's, as pairs.
+    """
+
+    name: str
+    source: str | None
+    argument_names: tuple[str, ...]
+    in_shardings: tuple[Any, ...]
+    out_shardings: tuple[Any, ...]
+    has_layouts: bool
+    donated: tuple[int, ...]
+    keep_unused: bool
+    compiler_options: tuple[tuple[str, Any], ...]
+
+    @staticmethod
+    def of(parameters: dict[str, Any]) -> Jitted:
+        """Reads the parameters of JAX's equation of a jitted function."""
+        jaxpr = parameters["jaxpr"]
+        info = jaxpr.jaxpr.debug_info if hasattr(jaxpr, "jaxpr") else jaxpr.debug_info
+        count = len(jaxpr.in_avals)
+        names = info.arg_names if info.arg_names is not None and len(info.arg_names) == count else ("",) * count
+        return Jitted(
+            parameters["name"],
+            info.func_filename,
+            tuple(name or f"args[{i}]" for i, name in enumerate(names)),
+            tuple(None if isinstance(s, _OPEN) else s for s in parameters["in_shardings"]),
+            tuple(None if isinstance(s, _OPEN) else s for s in parameters["out_shardings"]),
+            any(layout is not None for layout in (*parameters["in_layouts"], *parameters["out_layouts"])),
+            tuple(i for i, donated in enumerate(parameters["donated_invars"]) if donated),
+            parameters["keep_unused"],
+            tuple(parameters["compiler_options_kvs"]),
+        )
+
+    @property
+    def is_of_jax(self) -> bool:
+        """Whether JAX, or gshard itself, defines the function: most of ``jax.numpy`` is jitted."""
+        if self.source is None:
+            return False
+        return self.source.startswith(_JAX) or (self.source.startswith(_GSHARD) and not self.source.startswith(_MOE))
+
+
+_JAX = os.path.dirname(jax.__file__) + os.sep
+_GSHARD = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_MOE = os.path.join(_GSHARD, "moe") + os.sep  # a library of models
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ran:
+    """One call.
+
+    Attributes:
+        results: the flat results.
+        compiled: the ``jax.stages.Compiled`` that JAX's dispatch in C++ runs from now on; None if each call needs Python.
+        captured: arrays that come before its arguments.
+    """
+
+    results: Sequence[Any]
+    compiled: Any
+    captured: Sequence[Any]
+
+
+class Substitute(Protocol):
+    """What compiles jitted functions while it is in force. Each method returns None where JAX is to do it."""
+
+    def run(self, jaxpr: Any, jitted: Jitted, arguments: Sequence[Any]) -> Ran | None:
+        """Calls a jitted function."""
+
+    def lower(self, jaxpr: Any, jitted: Jitted, types: Sequence[tuple[Any, Any]], trees: tuple[Any, Any]) -> Any:
+        """Lowers one for arguments of these types and (committed) shardings, in these structures."""
+
+    def lower_by_jax(self, jaxpr: Any, jitted: Jitted) -> Callable[..., Any] | None:
+        """A flat function that JAX lowers in the place of a jitted one, for other platforms (``jax.export``)."""
+
+
+_substitute = jax.make_user_context(None)
+
+
+def _run(original: Callable[..., Any], *arguments: Any, **parameters: Any) -> Any:
+    substitute = _substitute.value
+    jitted = None if substitute is None else Jitted.of(parameters)
+    if jitted is None or jitted.is_of_jax:
+        return original(*arguments, **parameters)
+    with no_substitute():
+        ran = substitute.run(parameters["jaxpr"], jitted, arguments)
+    if ran is None:
+        return original(*arguments, **parameters)
+    return ran.results, None if ran.compiled is None else ran.compiled._executable, None, list(ran.captured)
+
+
+def _lower(original: Callable[..., Any], traced: Any, **options: Any) -> Any:
+    substitute = _substitute.value
+    lojax = traced.lojax
+    jitted = None if substitute is None else Jitted.of(lojax._params)
+    if jitted is None or jitted.is_of_jax:
+        return original(traced, **options)
+    types, trees = lojax._meta_tys_flat, (lojax._in_tree, lojax.out_tree)
+    with no_substitute():
+        if all(x is None for x in options.values()):
+            read = [(t.aval, t.sharding if t.committed else None) for t in types]
+            lowered = substitute.lower(lojax.jaxpr, jitted, read, trees)
+            return original(traced, **options) if lowered is None else lowered
+        f = substitute.lower_by_jax(lojax.jaxpr, jitted)
+        if f is None:
+            return original(traced, **options)
+        shapes = [jax.ShapeDtypeStruct(t.aval.shape, t.aval.dtype, weak_type=t.aval.weak_type) for t in types]
+        flat = jax.jit(f, donate_argnums=jitted.donated, keep_unused=jitted.keep_unused).trace(*shapes)
+        lowering = original(flat, **options)._lowering
+        return _stages.Lowered(
+            lowering, lojax.args_info, lojax.out_tree, in_types=lojax._in_types, out_types=lojax._out_types
+        )
+
+
+class _Hooks:
+    """Two of JAX's functions, replaced while there is a substitute in any thread."""
+
+    def __init__(self) -> None:
+        self._lock, self._entered = threading.Lock(), 0
+        self._originals: tuple[Any, Any] | None = None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        with self._lock:
+            self._entered += 1
+            if self._entered > 1:
+                return
+            run, lower = self._originals = _pjit._pjit_call_impl_python, _stages.Traced.lower
+            _pjit._pjit_call_impl_python = lambda *args, **parameters: _run(run, *args, **parameters)
+            _stages.Traced.lower = lambda traced, **options: _lower(lower, traced, **options)  # type: ignore[method-assign]
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._entered -= 1
+            if not self._entered:
+                assert self._originals is not None
+                _pjit._pjit_call_impl_python, _stages.Traced.lower = self._originals  # type: ignore[method-assign]
+                self._originals = None
+
+
+_HOOKS = _Hooks()
+
+
+@contextlib.contextmanager
+def substituted(substitute: Substitute) -> Iterator[None]:
+    """In this block, and in this thread, jitted functions are compiled by a substitute, which must have a hash."""
+    with _HOOKS.held(), _substitute(substitute):
+        yield
+
+
+def no_substitute() -> Any:
+    """In this block JAX compiles what is jitted."""
+    return _substitute(None)
