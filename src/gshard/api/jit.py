@@ -22,13 +22,15 @@ from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine
 from gshard.analysis.overlap import Windowed
 from gshard.api.boundary import marks_of_arguments, marks_of_specs, with_marked_arguments, with_marked_results
-from gshard.api.lowered import Lowered, Traced
+from gshard.api.lowered import Lowered
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
+from gshard.api.one_object import OneObject
 from gshard.api.placement import by_dispatch, placed_arguments
 from gshard.api.signature import Parameters, Signature
 from gshard.api.specs import told
 from gshard.api.static_leaves import freed, has_fixed
 from gshard.api.target import Options, Target
+from gshard.api.traced import Traced
 from gshard.api.transformations import call
 from gshard.core.errors import ArgumentError, ShardingError, TraceError
 from gshard.core.jax_adapter import user_line
@@ -62,7 +64,7 @@ _PLANS = 4  # new kinds of calls for which a function keeps what planning comput
 _CACHES = SharedCaches(256)  # programs of each function, as many as combinations that JAX's dispatch keeps of it
 
 
-class Jitted:
+class Jitted(OneObject):
     """What ``gshard.jit`` returns: call it like the function itself. Its attributes are those of ``jax.jit``'s."""
 
     def __init__(self, f: Callable[..., Any], parameters: Parameters, options: Options):
@@ -134,7 +136,8 @@ class Jitted:
         jaxpr, out_tree = self._closed(signature)
         lowered = functools.partial(self.lower, *args, **kwargs)
         by_jax = functools.partial(jax.jit(self).trace, *args, **kwargs)
-        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), lowered, by_jax)
+        donated = self._donated(signature)
+        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), donated, lowered, by_jax)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the results, as ``jax.eval_shape``; nothing is planned."""
@@ -150,12 +153,6 @@ class Jitted:
             cache.cache_clear()
         self._fast.clear()
         forget_traces(self._f)
-
-    def __copy__(self) -> Jitted:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Jitted:
-        return self
 
     @without_our_frames
     def _seen_first(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
@@ -255,7 +252,7 @@ class Jitted:
             program = with_names_of_arguments(program, said, given)
         first = len(program.captured)
         padded = {first + i: x.partitioning for i, x in enumerate(signature.leaves) if x.partitioning is not None}
-        donated = signature.leaves_of(self._parameters.donated_numbers, self._parameters.donated_names)
+        donated = self._donated(signature)
         avals = tuple(x.aval for x in signature.leaves)
         made = Lowered(program, target.in_best_order(program), signature.tree, avals, donated, padded)
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
@@ -268,6 +265,9 @@ class Jitted:
         jaxpr, out_tree = self._closed(signature)
         f = self._parameters.with_statics(signature.statics)
         return program_of(jaxpr, out_tree, name_of(self._f), signature.names(f), layout=self._options.layout)
+
+    def _donated(self, signature: Signature) -> frozenset[int]:
+        return signature.leaves_of(self._parameters.donated_numbers, self._parameters.donated_names)
 
     def _in_shardings(self, signature: Signature) -> list[Any]:
         if self._options.in_shardings is None:

@@ -1,4 +1,4 @@
-"""Traced, Lowered and Compiled: one function on its way to the devices, for one kind of arguments.
+"""Lowered and Compiled: one function on its way to the devices, for one kind of arguments.
 
 They have the attributes of JAX's (``jax.stages``), and besides the program, the plan and the per-device program.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format
 
 from gshard.api.placement import placed_arguments
 from gshard.api.signature import Leaf
+from gshard.api.standalone import standalone
 from gshard.api.static_leaves import fixed, freed, has_fixed
 from gshard.api.target import Target
 from gshard.core.border import Border
@@ -140,16 +142,26 @@ class Lowered:
 
     # As jax.stages.Lowered.
 
-    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
+    def compile(
+        self, compiler_options: Mapping[str, Any] | None = None, *, device_assignment: Sequence[Any] | None = None
+    ) -> Compiled:
         """Compiles the program for the devices of the mesh.
 
         Args:
             compiler_options: XLA's, besides those that ``jit`` was given.
+            device_assignment: not taken: the mesh names the devices.
 
         Raises:
-            MeshError: the mesh is abstract.
+            ArgumentError: ``device_assignment`` is given. MeshError: the mesh is abstract.
             MemoryLimitError: it does not fit in ``memory_limit``.
         """
+        if device_assignment is not None:
+            raise ArgumentError(
+                "gshard's Lowered.compile takes no device_assignment: the mesh names the devices.",
+                user_line(),
+                f"device_assignment={device_assignment!r}"[:200],
+                "Lower the function for a mesh of these devices: gshard.jit(f, mesh=devices).",
+            )
         if compiler_options:
             options = (*self.target.compiler_options, *compiler_options.items())
             target = dataclasses.replace(self.target, compiler_options=options)
@@ -157,9 +169,9 @@ class Lowered:
         self.executable.compiled  # noqa: B018  what fails fails here
         return Compiled(self)
 
-    def as_text(self, dialect: str | None = None) -> str:
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """StableHLO for all devices, as ``jax.stages.Lowered.as_text``; ``str`` has the plan too."""
-        return str(self.executable.lowered.as_text(dialect))
+        return str(self.executable.lowered.as_text(dialect, debug_info=debug_info))
 
     def compiler_ir(self, dialect: str | None = None) -> Any:
         """The same as an object of the compiler."""
@@ -340,36 +352,41 @@ class Compiled:
         """The shardings of the results, in their structure."""
         return jax.tree.map(lambda x: x.sharding, self.out_info)
 
-    def __repr__(self) -> str:
-        return f"<compiled {self._name} for {self.lowered.mesh}>"
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Traced:
-    """A traced function, as ``jax.stages.Traced``.
-
-    Attributes:
-        jaxpr: the closed jaxpr over flat arguments.
-        in_tree: the structure of ``(positional, named)`` arguments.
-        out_tree: the structure of the results.
-        fun_name: the function's name.
-        lowered: goes on to the per-device program.
-        traced_by_jax: the same function traced as a part of a program of JAX's.
-    """
-
-    jaxpr: Any
-    in_tree: Any
-    out_tree: Any
-    fun_name: str
-    lowered: Callable[[], Lowered]
-    traced_by_jax: Callable[[], Any]
-
-    def lower(self, **options: Any) -> Any:
-        """Goes on to the per-device program; with JAX's own options, as ``jax.export`` has, to JAX's ``Lowered``."""
-        return self.traced_by_jax().lower(**options) if options else self.lowered()
+    @property
+    def input_formats(self) -> Any:
+        """The shardings of ``(positional, named)`` arguments with their layouts in memory, in their structure."""
+        layouts = [x.layout for x in jax.tree.leaves(self._jax.input_formats)][len(self.lowered.program.captured) :]
+        found = zip(layouts, self.lowered.argument_shardings, strict=True)
+        unread = self.lowered.unread
+        formats = [Format() if i in unread else Format(layout, s) for i, (layout, s) in enumerate(found)]
+        return jax.tree.unflatten(self.in_tree, formats)
 
     @property
-    def out_info(self) -> Any:
-        """Shapes and dtypes of the results, in their structure."""
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.jaxpr.out_avals]
-        return freed(jax.tree.unflatten(self.out_tree, shapes))
+    def output_formats(self) -> Any:
+        """The shardings of the results with their layouts in memory, in their structure."""
+        shardings, tree = jax.tree.flatten(self.output_shardings)
+        layouts = [x.layout for x in jax.tree.leaves(self._jax.output_formats)]
+        return jax.tree.unflatten(tree, [Format(x, s) for x, s in zip(layouts, shardings, strict=True)])
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as calling it."""
+        return self(*args, **kwargs)
+
+    # What ``jax.experimental.serialize_executable`` reads of a ``jax.stages.Compiled``.
+
+    _no_kwargs = False
+
+    @functools.cached_property
+    def _standalone(self) -> Any:
+        return standalone(self.lowered)
+
+    @property
+    def _executable(self) -> Any:
+        return self._standalone._executable
+
+    @property
+    def _params(self) -> Any:
+        return self._standalone._params
+
+    def __repr__(self) -> str:
+        return f"<compiled {self._name} for {self.lowered.mesh}>"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from gshard.core.errors import MeshError
@@ -81,10 +82,7 @@ class Executable:
     @functools.cached_property
     def lowered(self) -> Any:
         """JAX's lowered object, StableHLO for all devices."""
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.spmd.jaxpr.in_avals]
-        # The atoms replace whatever mesh the caller has set: they are the same devices under other names.
-        with no_mesh_set(), jax.sharding.use_abstract_mesh(self.spmd.mesh.abstract_jax_mesh):
-            return self.function.lower(*shapes)  # type: ignore[attr-defined]
+        return _lowered(self.spmd, self.function)
 
     @functools.cached_property
     def compiled(self) -> Any:
@@ -142,21 +140,54 @@ def compile_spmd(
             got=f"mesh: {spmd.mesh}",
             hint="Give gshard.jit a jax.sharding.Mesh or a number of devices.",
         )
-    captured = len(spmd.program.captured)
+    return Executable(spmd, _jitted(spmd, (), donated, keep_unused, compiler_options))
+
+
+def _jitted(
+    spmd: SpmdProgram,
+    constants: Sequence[Any],
+    donated: frozenset[int],
+    keep_unused: bool,
+    compiler_options: Mapping[str, Any] | None,
+) -> Callable[..., Any]:
+    """The program as a function that JAX has jitted; the first inputs may be constants of it."""
+    captured = len(spmd.program.captured) - len(constants)
     run = runnable(spmd.jaxpr)
 
     def program(*arrays: Any) -> list[Any]:
-        return list(run(*arrays))
+        return list(run(*constants, *arrays))
 
     # XLA calls the program, and profilers what it runs, by the name of the user's function.
     program.__name__ = program.__qualname__ = spmd.program.name
     said = _over_atoms if names_devices(spmd.jaxpr) else named_sharding
-    function = jax.jit(
+    return jax.jit(
         program,
-        in_shardings=[said(spmd.mesh, s) for s in spmd.in_shardings],
+        in_shardings=[said(spmd.mesh, s) for s in spmd.in_shardings[len(constants) :]],
         out_shardings=[said(spmd.mesh, s) for s in spmd.out_shardings],
         donate_argnums=tuple(sorted(captured + i for i in donated)),
         keep_unused=keep_unused,
         compiler_options=None if compiler_options is None else dict(compiler_options),
     )
-    return Executable(spmd, function)
+
+
+def compiled_with_constants(
+    executable: Executable,
+    donated: frozenset[int],
+    *,
+    keep_unused: bool,
+    compiler_options: Mapping[str, Any] | None,
+) -> Any:
+    """JAX's compiled object of the arguments alone: the arrays that the function closed over are constants of it."""
+    spmd = executable.spmd
+    # As numbers of the host: a constant of a program is whole on each device. Random keys are no such numbers.
+    extended = jax.dtypes.extended
+    constants = [x if jax.dtypes.issubdtype(x.dtype, extended) else np.asarray(x) for x in spmd.program.captured]
+    function = _jitted(spmd, constants, donated, keep_unused, compiler_options)
+    return _lowered(spmd, function, len(constants)).compile()
+
+
+def _lowered(spmd: SpmdProgram, function: Any, first: int = 0) -> Any:
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in spmd.jaxpr.in_avals[first:]]
+    # The atoms replace whatever mesh the caller has set: they are the same devices under other names.
+    with no_mesh_set(), jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh):
+        return function.lower(*shapes)

@@ -1,0 +1,81 @@
+"""Traced: a function before anything is planned, as ``jax.stages.Traced``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from gshard.api.lowered import Lowered
+from gshard.api.static_leaves import freed
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Traced:
+    """A traced function, as ``jax.stages.Traced``; what is not defined here is as of ``traced_by_jax()``.
+
+    Attributes:
+        jaxpr: the closed jaxpr over flat arguments.
+        in_tree: the structure of ``(positional, named)`` arguments.
+        out_tree: the structure of the results.
+        fun_name: the function's name.
+        donated: the flat arguments whose memory the results may take.
+        lowered: goes on to the per-device program.
+        traced_by_jax: the same function traced as a part of a program of JAX's, in which it is one equation.
+    """
+
+    jaxpr: Any
+    in_tree: Any
+    out_tree: Any
+    fun_name: str
+    donated: frozenset[int]
+    lowered: Callable[[], Lowered]
+    traced_by_jax: Callable[[], Any]
+
+    def lower(self, **options: Any) -> Any:
+        """Goes on to the per-device program; with JAX's own options, as ``jax.export`` has, to JAX's ``Lowered``."""
+        given = any(x is not None for x in options.values())
+        return self.traced_by_jax().lower(**options) if given else self.lowered()
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes and dtypes of the results, in their structure."""
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.jaxpr.out_avals]
+        return freed(jax.tree.unflatten(self.out_tree, shapes))
+
+    @property
+    def in_avals(self) -> Any:
+        """JAX's types of the arguments, in their structure."""
+        return jax.tree.unflatten(self.in_tree, self.jaxpr.in_avals)
+
+    @property
+    def out_avals(self) -> Any:
+        """JAX's types of the results, in their structure."""
+        return jax.tree.unflatten(self.out_tree, self.jaxpr.out_avals)
+
+    @property
+    def args_info(self) -> Any:
+        """Shape, dtype and whether it is donated for each argument, in their structure."""
+        infos = [jax.stages.ArgInfo(a, i in self.donated) for i, a in enumerate(self.jaxpr.in_avals)]
+        return jax.tree.unflatten(self.in_tree, infos)
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The flat arguments that are donated."""
+        return tuple(sorted(self.donated))
+
+    @property
+    def effects(self) -> Any:
+        """The side effects of the function."""
+        return self.jaxpr.effects
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of the traced function, partitioned, for arguments without the static ones."""
+        return self.traced_by_jax()(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(jax.stages.Traced, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.traced_by_jax(), name)
