@@ -135,7 +135,7 @@ class Jitted(OneObject):
         signature, leaves = self._parameters.signature(args, kwargs)
         jaxpr, out_tree = self._closed(signature)
         lowered = functools.partial(self.lower, *args, **kwargs)
-        by_jax = functools.partial(jax.jit(self).trace, *args, **kwargs)
+        by_jax = functools.partial(self._parameters.jitted_by_jax(self, self._options.keep_unused).trace, *args, **kwargs)
         donated = self._donated(signature)
         return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), donated, lowered, by_jax)
 
@@ -219,7 +219,7 @@ class Jitted(OneObject):
         """The function's jaxpr for a kind of arguments; ``marked`` with its ``in_shardings`` on the arguments."""
 
         def trace(tokens: bool) -> tuple[Any, Any]:
-            f = self._parameters.with_statics(signature.statics, tokens=tokens)
+            f = self._parameters.to_trace(signature, tokens=tokens)
             if marked and self._options.in_shardings is not None:
                 f = with_marked_arguments(f, self._options.in_shardings)
             if marked and self._options.names is not None:

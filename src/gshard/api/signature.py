@@ -24,6 +24,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.uneven import UnevenArray
 from gshard.language.registry import rules_version
 from gshard.tracing.by_jax import name_of
+from gshard.tracing.changed_objects import has_objects, with_kept_objects
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +76,10 @@ class Leaf:
         explicit = _explicit_sharding(self.aval)
         weak = bool(getattr(self.aval, "weak_type", False))
         return jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype, sharding=explicit, weak_type=weak)
+
+
+def _is_symbolic(x: Leaf) -> bool:
+    return not all(isinstance(size, int) for size in x.aval.shape)
 
 
 def _plain(x: jax.ShapeDtypeStruct) -> Any:
@@ -204,6 +209,17 @@ class Parameters:
         named = {k: v for k, v in kwargs.items() if k not in self.static_names}
         return (positional, named), (count, *statics)
 
+    def jitted_by_jax(self, f: Callable[..., Any], keep_unused: bool) -> Any:
+        """A function with these arguments as ``jax.jit`` makes it."""
+        return jax.jit(
+            f,
+            static_argnums=self.static_numbers,
+            static_argnames=self.static_names,
+            donate_argnums=self.donated_numbers,
+            donate_argnames=self.donated_names,
+            keep_unused=keep_unused,
+        )
+
     def with_statics(self, statics: tuple[Any, ...], *, tokens: bool = False) -> Callable[..., Any]:
         """The function of the arrays alone; the function itself, where it can be: JAX knows its trace by it.
 
@@ -232,6 +248,11 @@ class Parameters:
         f.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
         return f
 
+    def to_trace(self, signature: Signature, *, tokens: bool = False) -> Callable[..., Any]:
+        """The function of the arrays alone, refused where it would lose what it changes in an object."""
+        f = self.with_statics(signature.statics, tokens=tokens)
+        return with_kept_objects(f, name_of(self.f)) if has_objects(signature.tree) else f
+
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, list[Any]]:
         """The signature of a call, and its flat arguments.
 
@@ -246,6 +267,14 @@ class Parameters:
             read = tuple(map(Leaf.of, leaves))
         except TypeError as error:
             raise self._no_array(arrays, leaves) from error
+        for name, x in zip(leaf_names(self.f, arrays), read, strict=True) if any(map(_is_symbolic, read)) else ():
+            if _is_symbolic(x):
+                raise ArgumentError(
+                    f"{name_of(self.f)} is partitioned for sizes that are known, and {name} has a symbolic dimension.",
+                    user_line(),
+                    x.aval.str_short(),
+                    "Give numbers, one program for each size; or leave the function to jax.jit.",
+                )
         return Signature(tree, read, statics, (trace_settings(), rules_version())), leaves
 
     def _no_array(self, arrays: Any, leaves: Sequence[Any]) -> ArgumentError:
