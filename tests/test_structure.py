@@ -228,6 +228,7 @@ def test_behaviour_comes_from_arguments() -> None:
 STATE = {
     "gshard/language/registry.py": {"_RULES", "_CUSTOM", "_VERSION"},
     "gshard/api/jit.py": {"_CACHES"},
+    "gshard/core/jax_adapter_jit.py": {"_HOOKS"},  # how many blocks are entered
     "gshard/simulator/simulated_runs.py": {"_COMPILED"},
     "gshard/analysis/hardware.py": {"_WARNED"},  # told once
     "gshard/core/garbage.py": {"_lock", "_inside", "_usual"},  # a setting of the process

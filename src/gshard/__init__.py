@@ -33,7 +33,7 @@ from gshard.analysis.machine import MachineError as MachineError
 from gshard.analysis.overlap import Windowed as Windowed
 from gshard.api.dimensions import dimensions as dimensions
 from gshard.api.explained import explain as explain
-from gshard.api.instead import instead_of_jit as instead_of_jit
+from gshard.api.instead_of_jit import instead_of_jit as instead_of_jit
 from gshard.api.jit import jit as jit
 from gshard.api.lowered import Compiled as Compiled
 from gshard.api.lowered import Lowered as Lowered

@@ -23,6 +23,6 @@ class OneObject:
             TypeError(),
             f"{self!r} cannot be pickled: it holds devices and compiled programs of this process.",
             user_line(),
-            hint="Pickle the function itself and call gshard.jit where it is loaded; save a compiled program by "
-            "jax.experimental.serialize_executable.serialize(f.lower(...).compile()), and one of any process by jax.export.",
+            hint="Pickle the function itself, and call gshard.jit where it is loaded. To save a compiled program, use "
+            "jax.experimental.serialize_executable; to save a program that other processes compile, use jax.export.",
         )

@@ -1,8 +1,8 @@
 """Standalone: a compiled program that needs nothing of gshard to be called, so that it can be saved and loaded.
 
-``jax.experimental.serialize_executable`` saves what XLA compiled, and loads it as a ``jax.stages.Compiled``, which gives
-its arguments to XLA as they are. What ``api.lowered.Compiled`` does around that has to be a part of the program: arrays
-that the function closed over are constants of it, and devices stay in one order.
+``jax.experimental.serialize_executable`` saves what XLA compiled. It is loaded as a ``jax.stages.Compiled``, which
+gives its arguments to XLA as they are. So what ``api.lowered.Compiled`` does before and after a call must be a part of
+the program: arrays that the function closed over become constants, and all values have one order of devices.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from gshard.api.static_leaves import has_fixed
+from gshard.api.target import Target
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import names_devices
-from gshard.api.target import Target
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
@@ -50,8 +50,8 @@ def standalone(lowered: Any) -> Any:
     """The ``jax.stages.Compiled`` of a program's flat arguments and flat results.
 
     Raises:
-        ArgumentError: arguments or results are no arrays of JAX: in padded parts (``uneven="keep"``), or static. Or it calls back to
-            Python.
+        ArgumentError: arguments or results are in padded parts (``uneven="keep"``) or no arrays, or the program calls
+            back to Python.
     """
     outputs = zip(lowered.spmd.out_shardings, lowered.program.block.outputs, strict=True)
     if lowered.padded or not all(s.is_even(lowered.mesh, v.shape) for s, v in outputs):

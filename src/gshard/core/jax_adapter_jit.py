@@ -1,10 +1,9 @@
 """The part of the JAX adapter that lets another compiler take the place of XLA's partitioner behind ``jax.jit``.
 
-Whatever is jitted (``jax.jit``, ``flax.nnx.jit``, ``equinox.filter_jit``, ``haliax.named_jit``), and whenever it was
-decorated, JAX traces it to a jaxpr and hands this to one function, which compiles and runs it. While a substitute is in
-force in this thread, that function gives the jaxpr to the substitute. The substitute is a *user context* of JAX's: it is
-a part of the keys of all of JAX's caches, those in C++ too, so that no program made with it is found without it, nor the
-other way round.
+JAX traces a jitted function to a jaxpr and gives this to one function, which compiles and runs it. All libraries that
+call ``jax.jit`` come to it, whenever they jitted the function. While a substitute is set in this thread, it compiles
+and runs the jaxpr instead. It is set as a *user context* of JAX's, which is a part of the keys of all caches of JAX, those
+in C++ too. So a program made with a substitute is not found without it, and the other way round.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class Ran:
 
     Attributes:
         results: the flat results.
-        compiled: the ``jax.stages.Compiled`` that JAX's dispatch in C++ runs from now on; None if each call needs Python.
+        compiled: the ``jax.stages.Compiled`` that JAX's dispatch in C++ runs next time; None if each call needs Python.
         captured: arrays that come before its arguments.
     """
 

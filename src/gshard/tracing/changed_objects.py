@@ -1,15 +1,17 @@
-"""Changed objects: what a function changes in its arguments is not lost without a word.
+"""Changed objects: a function that changes an array in an argument, and does not return it, is refused.
 
 A pytree may be an object that can be changed, as a module of Flax NNX is. A jitted function is given a copy of it. What
-the function changes in the copy, and does not return, is lost: weights that an optimizer updates, statistics of a batch
-normalisation, the counter of dropout's keys. ``nnx.jit`` carries such changes out of the function; ``gshard.jit`` refuses
-a function that would lose them. Lists and dictionaries are often filled and emptied inside of a function, and objects get
-new entries: nobody outside had those, so they are let be.
+the function changes in the copy and does not return is lost: weights that an optimizer updates, statistics of a batch
+normalisation, the counter of dropout's keys. ``nnx.jit`` returns such changes by itself; ``jax.jit`` loses them.
+Lists and dictionaries are not checked, because functions often change them for their own use; nor are arrays that an
+object gets inside of the function.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +52,7 @@ def with_kept_objects(f: Callable[..., Any], name: str) -> Callable[..., Any]:
             lost = _really_changed(f, args, kwargs, places)
             if lost:
                 names = leaf_names(f, arguments) if len(before) == len(jax.tree.leaves(arguments)) else ()
-                raise _lost(name, [names[i] if names else f"leaf {i}" for i in lost])
+                raise _lost(f, name, [names[i] if names else f"leaf {i}" for i in lost])
         return results
 
     return checked
@@ -103,11 +105,13 @@ def _source(body: Any, out: Any) -> Any:
     return out
 
 
-def _lost(name: str, names: Sequence[str]) -> ArgumentError:
+def _lost(f: Callable[..., Any], name: str, names: Sequence[str]) -> ArgumentError:
+    code = getattr(inspect.unwrap(f), "__code__", None)  # JAX keeps no line outside of what is being traced
+    line = user_line() if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} ({name})"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ArgumentError(
         f"{name} changes arrays inside of its arguments, and does not return them: the changes would be lost.",
-        user_line(),
+        line,
         f"changed: {', '.join(names[:3])}{more}",
         "Jit it with flax.nnx.jit and call it inside of gshard.instead_of_jit(mesh=...), or return what it changes "
         "(nnx.state(model)) and update the object outside.",

@@ -1,8 +1,8 @@
-"""instead_of_jit: in a block, what anybody jits is partitioned by gshard.
+"""instead_of_jit: in a block, gshard partitions what ``jax.jit`` would compile, whoever calls ``jax.jit``.
 
-``with gshard.instead_of_jit(mesh=8):`` is the way in where ``jax.jit`` is called by a framework, not by you: ``nnx.jit``,
-``eqx.filter_jit`` and Haliax' ``named_jit`` all end in JAX's one function that compiles a jaxpr, and in the block this
-one partitions (``core.jax_adapter_jit``). A function may have been jitted long before; what counts is where it is called.
+``with gshard.instead_of_jit(mesh=8):`` is for functions that a framework jits: ``nnx.jit``, ``eqx.filter_jit`` and
+Haliax' ``named_jit`` all end in one function of JAX's that compiles a jaxpr. In the block gshard takes its place
+(``core.jax_adapter_jit``). A function may have been jitted before; what counts is where it is called.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from gshard.api.target import Options
 from gshard.core import jax_adapter_jit as by_jax
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
-from gshard.core.jax_adapter_dispatch import Cache, trace_settings, weakly_cached
+from gshard.core.jax_adapter_dispatch import trace_settings, weakly_cached
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
@@ -37,7 +37,6 @@ from gshard.language.registry import rules_version
 from gshard.remat.rematerialise import bytes_of
 
 _log = logging.getLogger("gshard")
-_KNOWN = Cache(64)  # equal options are one partitioner, so that a second block finds the programs of the first
 
 
 class OfJaxpr(Jitted):
@@ -79,7 +78,7 @@ class OfJaxpr(Jitted):
         executable = lowered.executable
         results = lowered.flat_results(executable(*placed.arrays))
         # What overwrites memory twice makes XLA:CPU crash, so there each call that donates is checked first.
-        checked = self._may_crash and lowered.mesh.devices[0].platform == "cpu"
+        checked = self._may_crash and any(d.platform == "cpu" for d in lowered.mesh.devices or ())
         fast = not checked and by_dispatch(lowered, placed, leaves, results) is not None
         return by_jax.Ran(results, executable.compiled if fast else None, executable.captured)
 
@@ -107,12 +106,26 @@ def _of_jaxpr(jaxpr: Any, jitted: by_jax.Jitted, partitioner: Partitioner) -> Of
 class Partitioner:
     """Takes the place of XLA's partitioner; see ``core.jax_adapter_jit.Substitute``.
 
+    With equal options one is equal to another, so that a second block finds the programs of the first.
+
     Attributes:
         options: what ``instead_of_jit`` was asked for.
     """
 
     def __init__(self, options: Options):
         self.options = options
+        self._key: Hashable = options.key
+        try:
+            self._hash = hash(self._key)
+        except TypeError:
+            self._key = object()
+            self._hash = hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Partitioner) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def run(self, jaxpr: Any, jitted: by_jax.Jitted, arguments: Sequence[Any]) -> by_jax.Ran | None:
         """Calls a jitted function, partitioned."""
@@ -151,7 +164,7 @@ class InsteadOfJit(contextlib.ContextDecorator):
     """What ``instead_of_jit`` returns: a context manager that may be entered any number of times, and a decorator."""
 
     def __init__(self, options: Options):
-        self._partitioner: Partitioner = _KNOWN.get(options.key, lambda: Partitioner(options))
+        self._partitioner = Partitioner(options)
         self._entered = threading.local()
 
     def __enter__(self) -> None:
@@ -177,15 +190,16 @@ def instead_of_jit(
 ) -> InsteadOfJit:
     """In a block, gshard partitions every jitted function that is called, whoever jitted it.
 
-    ``jax.jit``, ``flax.nnx.jit``, ``equinox.filter_jit``, ``haliax.named_jit`` and other libraries that call ``jax.jit``
-    are covered, also functions that were jitted before the block; what counts is where they are called, or ``.lower`` of
-    them is. Their own arguments (``in_shardings``, ``out_shardings``, ``donate_argnums``, ``static_argnums``,
-    ``keep_unused``, ``compiler_options``) are kept, with shardings as marks. The block is that of one thread, and blocks
-    may be nested; after it, all functions run as before it.
+    This covers ``jax.jit``, ``flax.nnx.jit``, ``equinox.filter_jit``, ``haliax.named_jit`` and other libraries that
+    call ``jax.jit``. A function may have been jitted before the block; what counts is where it (or its ``.lower``) is
+    called.
+    What it was jitted with (``in_shardings``, ``out_shardings``, ``donate_argnums``, ``static_argnums``,
+    ``keep_unused``, ``compiler_options``) is kept; shardings count as marks. A block holds in the thread that enters
+    it. Blocks may be nested. After the block all functions run as they did before it.
 
-    Left to JAX are functions that JAX itself defines (``jnp.ones``, ``jax.random.normal``, also under a ``jax.jit`` of
-    yours: jit a function of your own), operations outside of any jitted function, and functions of which shardings or
-    committed arguments name devices that are not in the mesh.
+    JAX compiles as before: functions that JAX itself defines (``jnp.ones``, ``jax.random.normal``, also where you jit
+    one of them as it is), operations outside of any jitted function, and functions whose shardings or committed
+    arguments name devices that are not in the mesh.
 
     Args:
         mesh: as for ``jit``; None takes the mesh that ``jax.set_mesh`` has set when a function is called.

@@ -1,0 +1,294 @@
+"""instead_of_jit: in the block jitted functions are partitioned, with the same results; outside of it nothing changes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import gshard
+
+X = np.linspace(-1, 1, 12 * 8, dtype=np.float32).reshape(12, 8)
+W = np.linspace(-2, 2, 8 * 8, dtype=np.float32).reshape(8, 8)
+MESHES = {"8": ((8,), ("a",)), "2x4": ((2, 4), ("a", "b")), "2x2x2": ((2, 2, 2), ("a", "b", "c")), "3": ((3,), ("a",))}
+
+
+def mesh_of(name: str, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    shape, names = MESHES[name]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=jax.devices()[: int(np.prod(shape))])
+
+
+def is_partitioned(f: Any, *args: Any, **kwargs: Any) -> bool:
+    return isinstance(f.lower(*args, **kwargs), gshard.Lowered)
+
+
+def layer(x: Any, w: Any) -> Any:
+    return jnp.tanh(gshard.split(x, 0, "a") @ w)
+
+
+@jax.custom_vjp
+def scaled(x: Any) -> Any:
+    return 2 * x
+
+
+scaled.defvjp(lambda x: (2 * x, None), lambda _, g: (3 * g,))
+
+CASES: dict[str, Callable[..., Any]] = {
+    "plain": jax.jit(layer),
+    "nested": jax.jit(lambda x, w: jax.jit(layer)(x, w) + 1),
+    "inlined": jax.jit(lambda x, w: jax.jit(layer, inline=True)(x, w)),
+    "pytree": jax.jit(lambda x, w: {"y": (layer(x, w), x.sum()), "none": None}),
+    "captured": jax.jit(lambda x, w: layer(x, jnp.asarray(W)) + jnp.arange(8.0)),
+    "unread": jax.jit(lambda x, w: layer(x, jnp.ones((8, 8)))),
+    "keep_unused": jax.jit(lambda x, w: layer(x, jnp.ones((8, 8))), keep_unused=True),
+    "scan": jax.jit(lambda x, w: jax.lax.scan(lambda c, _: (layer(c, w), c.sum()), x, None, length=3)),
+    "while": jax.jit(lambda x, w: jax.lax.fori_loop(0, 3, lambda _, c: layer(c, w), x)),
+    "cond": jax.jit(lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: layer(x, w), lambda: x)),
+    "remat": jax.jit(jax.grad(lambda x, w: jax.checkpoint(layer)(x, w).sum())),
+    "custom_vjp": jax.jit(jax.grad(lambda x, w: scaled(layer(x, w)).sum(), argnums=(0, 1))),
+    "grad outside": lambda x, w: jax.value_and_grad(lambda x, w: jax.jit(layer)(x, w).sum(), argnums=(0, 1))(x, w),
+    "vmap outside": lambda x, w: jax.vmap(jax.jit(layer), (None, 1))(x, jnp.stack([w, w + 1], 1)),
+    "hessian": lambda x, w: jax.hessian(jax.jit(lambda w: (layer(x, w) ** 2).sum()))(w),
+    "random": jax.jit(lambda x, w: jax.random.bits(jax.random.key(3), x.shape) + gshard.split(x, 0, "a").astype(int)),
+    "integers": jax.jit(lambda x, w: gshard.split((x * 100).astype(int), 0, "a").cumsum(0)),
+    "callback": jax.jit(lambda x, w: jax.pure_callback(np.sin, x, layer(x, w))),
+    "shard_map": jax.jit(lambda x, w: gshard.split(jax.nn.softmax(x), 0, "a")),
+    "named": jax.jit(lambda x, *, w: layer(x, w)),
+    "static": jax.jit(lambda x, w, n: layer(x, w) * n, static_argnums=2),
+}
+
+
+def called(name: str, x: Any, w: Any) -> Any:
+    f = CASES[name]
+    return f(x, w=w) if name == "named" else f(x, w, 3) if name == "static" else f(x, w)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        exact = jnp.issubdtype(a.dtype, jnp.integer)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_before_in_and_after(name: str) -> None:
+    """Arguments come from the host, from one device, and placed; a block is entered twice; each result is the same."""
+    mesh = mesh_of("2x4")
+    placed = tuple(jax.device_put(x, NamedSharding(mesh, P("b"))) for x in (X, W))
+    calls = [(X, W), (jnp.asarray(X), jnp.asarray(W)), placed]
+    plain = [called(name, *arguments) for arguments in calls]
+    for _ in range(2):
+        with gshard.instead_of_jit(mesh=mesh):
+            inside = [called(name, *arguments) for arguments in (*calls, calls[0])]
+        for found, expected in zip(inside, [*plain, plain[0]], strict=True):
+            assert_same(found, expected)
+            assert all(len(x.sharding.device_set) == 8 for x in jax.tree.leaves(found))
+        after = called(name, *calls[1])
+        assert_same(after, plain[1])
+        assert all(len(x.sharding.device_set) == 1 for x in jax.tree.leaves(after))
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("size", [12, 7])
+def test_meshes(name: str, kind: AxisType, size: int) -> None:
+    """On all meshes, with the mesh that is set or that is given, and sizes that do not divide."""
+    mesh, f = mesh_of(name, kind), jax.jit(lambda x, w: jnp.tanh(x @ w))
+    x, expected = X[:size], np.tanh(X[:size] @ W)
+    if size % mesh.shape["a"] == 0:
+        x = jax.device_put(x, NamedSharding(mesh, P("a")))
+    for given in (mesh, None):
+        with jax.set_mesh(mesh) if given is None else contextlib.nullcontext():
+            with gshard.instead_of_jit(given):
+                for _ in range(3):
+                    assert_same(f(x, W), expected)
+                assert is_partitioned(f, x, W)
+
+
+def test_calls_in_the_block_are_dispatched_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, f = mesh_of("8"), jax.jit(lambda x: 2 * x)
+    x = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("a")))
+    with gshard.instead_of_jit(mesh=mesh):
+        f(x)
+        monkeypatch.setattr("gshard.api.instead_of_jit.Partitioner.run", None)
+        assert_same(f(x), 2 * np.arange(8.0))
+
+
+def test_what_a_function_was_jitted_with_is_kept() -> None:
+    mesh = mesh_of("2x4")
+
+    def of(*spec: Any) -> NamedSharding:
+        return NamedSharding(mesh, P(*spec))
+
+    @functools.partial(jax.jit, donate_argnums=0, in_shardings=(of("b"), of()), out_shardings=(of(None, "a"), None))
+    def f(x: Any, w: Any) -> Any:
+        return x @ w, x.sum()
+
+    with gshard.instead_of_jit(mesh=mesh):
+        for _ in range(3):
+            x = jax.device_put(X, of("b"))
+            y, total = f(x, W)
+            assert x.is_deleted() and y.sharding.spec == P(None, "a")
+            assert_same((y, total), (X @ W, X.sum()))
+        with pytest.raises(RuntimeError, match="has overwritten|has been deleted"):
+            f(x, W)
+        x = jax.device_put(X, of("b"))
+        lowered = f.lower(x, W)
+        assert lowered.plan.program.names == ("x", "w")
+        assert lowered.donate_argnums == (0,)
+        assert_same(lowered.compile()(x, W)[0], X @ W)
+        same = jax.jit(lambda a, b: a + b, donate_argnums=(0, 1))
+        x = jax.device_put(X, of())
+        with pytest.raises(RuntimeError, match="twice"):
+            same(x, x)
+
+
+def test_left_to_jax() -> None:
+    """JAX's own functions, and what says that it runs elsewhere."""
+    mesh = mesh_of("3")  # devices 0, 1, 2
+    elsewhere = jax.devices()[5]
+    f = jax.jit(lambda x: x + 1)
+    there = jax.jit(lambda x: x + 1, out_shardings=SingleDeviceSharding(elsewhere))
+    with gshard.instead_of_jit(mesh=mesh):
+        assert not is_partitioned(jnp.cumsum, X) and not is_partitioned(jax.jit(jnp.sin), X)
+        assert (jnp.ones(3) + 1).sharding.device_set == {jax.devices()[0]}
+        assert f(jax.device_put(X, elsewhere)).sharding.device_set == {elsewhere}
+        assert there(X).sharding.device_set == {elsewhere}
+        assert len(f(X).sharding.device_set) == 3
+
+
+def test_layouts_are_refused() -> None:
+    layout = jax.experimental.layout.Layout((1, 0))
+    with_layout = jax.experimental.layout.Format(layout, NamedSharding(mesh_of("8"), P()))
+    f = jax.jit(lambda x: x + 1, out_shardings=with_layout)
+    with gshard.instead_of_jit(mesh=mesh_of("8")), pytest.raises(gshard.ShardingError, match="layout in memory"):
+        f(X)
+    assert_same(f(X), X + 1)
+
+
+def test_no_mesh() -> None:
+    with gshard.instead_of_jit(), pytest.raises(gshard.MeshError):
+        jax.jit(lambda x: x + 1)(X)
+    with pytest.raises(gshard.MeshError):
+        gshard.instead_of_jit(mesh=1000)
+
+
+def test_blocks_nest_and_end_with_errors() -> None:
+    f, original = jax.jit(lambda x: x + 1), (jax._src.pjit._pjit_call_impl_python, jax.stages.Traced.lower)
+    block = gshard.instead_of_jit(mesh=8)
+
+    def devices() -> int:
+        return len(f(X).sharding.device_set)
+
+    @block
+    def decorated() -> int:
+        return devices()
+
+    with pytest.raises(ZeroDivisionError), block:
+        assert devices() == 8
+        with gshard.instead_of_jit(mesh=4):
+            assert devices() == 4
+            with block:
+                assert devices() == decorated() == 8
+            assert devices() == 4
+        assert devices() == 8
+        _ = 1 / 0
+    assert devices() == 1
+    assert (jax._src.pjit._pjit_call_impl_python, jax.stages.Traced.lower) == original
+    assert decorated() == 8 and devices() == 1
+
+
+def test_a_block_holds_in_its_thread() -> None:
+    f, found = jax.jit(lambda x: x * 3), {}
+    inside, outside = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with gshard.instead_of_jit(mesh=4):
+            inside.set()
+            assert outside.wait(60)
+            found["in"] = len(f(X).sharding.device_set)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(60)
+    with gshard.instead_of_jit(mesh=8):
+        found["here"] = len(f(X).sharding.device_set)
+    found["out"] = len(f(X).sharding.device_set)
+    outside.set()
+    thread.join()
+    assert found == {"in": 4, "here": 8, "out": 1}
+
+
+def test_one_program_for_blocks_of_equal_options() -> None:
+    traced = []
+
+    @jax.jit
+    def f(x: Any) -> Any:
+        traced.append(1)
+        return gshard.split(x, 0, 8) * 2
+
+    x = np.arange(8.0)
+    for _ in range(3):
+        with gshard.instead_of_jit(mesh=8):
+            x = f(x)
+    assert len(traced) == 1
+    with gshard.instead_of_jit(mesh=8, strict=True):
+        f(x)
+    jax.clear_caches()
+    with gshard.instead_of_jit(mesh=8):
+        assert_same(f(x), 16 * np.arange(8.0))
+
+
+def test_a_partitioned_function_in_the_block() -> None:
+    """A function from gshard.jit keeps its own mesh, and its program, in a block."""
+    traced = []
+
+    def f(x: Any) -> Any:
+        traced.append(1)
+        return gshard.split(x, 0, 4) + 1
+
+    ours = gshard.jit(f, mesh=4)
+    ours(X)
+    with gshard.instead_of_jit(mesh=8):
+        assert len(ours(X).sharding.device_set) == 4
+        assert_same(jax.jit(lambda x: ours(x) * 2)(X), (X + 1) * 2)
+        with jax.disable_jit():
+            assert_same(jax.jit(lambda x: x + 1)(X), X + 1)
+
+
+def test_settings_of_jax() -> None:
+    with gshard.instead_of_jit(mesh=8):
+        with jax.debug_nans(True), pytest.raises(FloatingPointError):
+            jax.jit(lambda x: jnp.log(gshard.split(x, 0, 8)))(-np.ones(8, np.float32))
+        with jax.enable_x64(True):
+            assert jax.jit(lambda x: gshard.split(x, 0, 8) * 2)(np.arange(8.0)).dtype == np.float64
+
+
+def test_effects(capfd: pytest.CaptureFixture[str]) -> None:
+    f = jax.jit(lambda x: [jax.debug.print("sum {}", gshard.split(x, 0, 8).sum(), ordered=True), x][1])
+    with gshard.instead_of_jit(mesh=8):
+        for _ in range(3):
+            f(np.ones(8, np.float32))
+        jax.effects_barrier()
+    assert capfd.readouterr().out.count("sum 8.0") == 3
+
+
+def test_export() -> None:
+    f = jax.jit(layer)
+    with gshard.instead_of_jit(mesh=mesh_of("8")):
+        here, there = export.export(f)(X, W), export.export(f, platforms=["tpu"])(X, W)
+    for exported in (here, there):
+        assert exported.nr_devices == 8 and "manual_computation" in exported.mlir_module()
+    assert export.export(f)(X, W).nr_devices == 1
+    x, w = (jax.device_put(x, NamedSharding(mesh_of("8"), P())) for x in (X, W))
+    assert_same(here.call(x, w), np.tanh(X @ W))
