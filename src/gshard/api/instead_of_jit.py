@@ -142,7 +142,8 @@ class Partitioner:
 
     def lower_by_jax(self, jaxpr: Any, jitted: by_jax.Jitted) -> Callable[..., Any] | None:
         """The partitioned function, for JAX to make a part of a program for other platforms."""
-        return self._partitioned(jaxpr, jitted, [])
+        found = self._partitioned(jaxpr, jitted, [])
+        return None if found is None else found._with(leaves_by_axes=True)
 
     def _partitioned(self, jaxpr: Any, jitted: by_jax.Jitted, committed: Sequence[Any]) -> OfJaxpr | None:
         """The partitioned function; None for one that says that it runs on other devices."""

@@ -116,12 +116,14 @@ class Jitted(OneObject):
 
     def on(self, mesh: Any) -> Jitted:
         """The same function for another mesh."""
-        options = dataclasses.replace(self._options, mesh=Mesh.of(mesh))
-        return Jitted(self._f, self._parameters, options)
+        return self._with(mesh=Mesh.of(mesh))
 
     def under(self, layout: Layout | None) -> Jitted:
         """The same function under another layout, its arguments without names."""
-        return Jitted(self._f, self._parameters, dataclasses.replace(self._options, layout=layout, names=None))
+        return self._with(layout=layout, names=None)
+
+    def _with(self, **options: Any) -> Jitted:
+        return Jitted(self._f, self._parameters, dataclasses.replace(self._options, **options))
 
     @without_our_frames
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
@@ -135,9 +137,11 @@ class Jitted(OneObject):
         signature, leaves = self._parameters.signature(args, kwargs)
         jaxpr, out_tree = self._closed(signature)
         lowered = functools.partial(self.lower, *args, **kwargs)
-        jitted = self._parameters.jitted_by_jax(self, self._options.keep_unused)
+        jitted = self._parameters.jitted_by_jax(self._with(leaves_by_axes=True), self._options.keep_unused)
         by_jax = functools.partial(jitted.trace, *args, **kwargs)
-        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), self._donated(signature), lowered, by_jax)
+        return Traced(
+            jaxpr, signature.tree, out_tree, name_of(self._f), self._parameters.donated(signature), lowered, by_jax
+        )
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the results, as ``jax.eval_shape``; nothing is planned."""
@@ -252,7 +256,7 @@ class Jitted(OneObject):
             program = with_names_of_arguments(program, said, given)
         first = len(program.captured)
         padded = {first + i: x.partitioning for i, x in enumerate(signature.leaves) if x.partitioning is not None}
-        donated = self._donated(signature)
+        donated = self._parameters.donated(signature)
         avals = tuple(x.aval for x in signature.leaves)
         made = Lowered(program, target.in_best_order(program), signature.tree, avals, donated, padded)
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
@@ -265,9 +269,6 @@ class Jitted(OneObject):
         jaxpr, out_tree = self._closed(signature)
         f = self._parameters.with_statics(signature.statics)
         return program_of(jaxpr, out_tree, name_of(self._f), signature.names(f), layout=self._options.layout)
-
-    def _donated(self, signature: Signature) -> frozenset[int]:
-        return signature.leaves_of(self._parameters.donated_numbers, self._parameters.donated_names)
 
     def _in_shardings(self, signature: Signature) -> list[Any]:
         if self._options.in_shardings is None:

@@ -209,6 +209,10 @@ class Parameters:
         named = {k: v for k, v in kwargs.items() if k not in self.static_names}
         return (positional, named), (count, *statics)
 
+    def donated(self, signature: Signature) -> frozenset[int]:
+        """The flat arguments whose memory results may take."""
+        return signature.leaves_of(self.donated_numbers, self.donated_names)
+
     def jitted_by_jax(self, f: Callable[..., Any], keep_unused: bool) -> Any:
         """A function with these arguments as ``jax.jit`` makes it."""
         return jax.jit(

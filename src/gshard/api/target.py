@@ -206,6 +206,7 @@ class Options:
         recorded: a plan that was found or saved before.
         search: whether a plan is searched, or for how many seconds.
         layout, names: what names of dimensions mean, and those of arguments.
+        leaves_by_axes: whether results inside of a program of JAX's are cut over whole axes of the mesh only.
     """
 
     mesh: Mesh | None
@@ -223,6 +224,7 @@ class Options:
     search: bool | float = False
     layout: Layout | None = None
     names: Any = None
+    leaves_by_axes: bool = False
 
     @property
     def key(self) -> Hashable:
@@ -260,6 +262,7 @@ class Options:
             recorded=self.recorded,
             search=self.search,
             layout=self.layout,
+            leaves_by_axes=self.leaves_by_axes,
         )
 
 

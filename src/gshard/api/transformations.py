@@ -53,7 +53,9 @@ def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     """Calls a function (a closed jaxpr), partitioned, with flat arguments of which some belong to a transformation."""
     here = mesh_of_context()
     named = here is not None and bool(here.explicit_axes)  # JAX names axes of this mesh for results, or refuses them
-    target = dataclasses.replace(target, reorders=False, keep_uneven=False, leaves_by_axes=named)
+    target = dataclasses.replace(
+        target, reorders=False, keep_uneven=False, leaves_by_axes=named or target.leaves_by_axes
+    )
     results: list[Any] = call_p.bind(*arguments, jaxpr=jaxpr, target=target)
     if target.mesh.devices is None or not is_staging():
         return results
