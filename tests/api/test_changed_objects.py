@@ -1,0 +1,132 @@
+"""What a function changes in an object that is its argument: returned, or refused with the names of what would be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gshard
+
+X = np.linspace(-1, 1, 16 * 4, dtype=np.float32).reshape(16, 4)
+
+
+class Model(nnx.Module):
+    """A layer; dropout and a batch normalisation have state of their own."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.layer, self.norm, self.dropout = (
+            nnx.Linear(4, 4, rngs=rngs),
+            nnx.BatchNorm(4, rngs=rngs),
+            nnx.Dropout(0.5, rngs=rngs),
+        )
+
+    def __call__(self, x: Any) -> Any:
+        return self.dropout(self.norm(self.layer(x)))
+
+
+def train(model: Any, optimizer: Any, x: Any) -> Any:
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model.layer(x) - x) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def made() -> tuple[Any, Any]:
+    model = Model()
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "jit of a step": lambda: gshard.jit(train, mesh=8)(*made(), X),
+    "nnx.jit around it": lambda: nnx.jit(gshard.jit(train, mesh=8))(*made(), X),
+    "around nnx.jit": lambda: gshard.jit(nnx.jit(train), mesh=8)(*made(), X),
+    "lower": lambda: gshard.jit(train, mesh=8).lower(*made(), X),
+    "explain": lambda: gshard.explain(train, *made(), X, mesh=8),
+    "jax.jit around it": lambda: jax.jit(gshard.jit(train, mesh=8))(*made(), X),
+    "in scan": lambda: jax.lax.scan(lambda c, x: (c, gshard.jit(train, mesh=8)(*made(), x)), 0, X[None]),
+    "only some are returned": lambda: gshard.jit(lambda m, o, x: (train(m, o, x), nnx.state(m)), mesh=8)(*made(), X),
+    "statistics": lambda: gshard.jit(lambda m, x: m.norm(x), mesh=8)(Model(), X),
+    "counter of a key": lambda: gshard.jit(lambda tree: tree["m"].dropout(tree["x"]), mesh=8)({"m": Model(), "x": X}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_changes_that_would_be_lost_are_refused(name: str) -> None:
+    with pytest.raises(gshard.ArgumentError, match=r"(?s)changes arrays inside.*test_changed_objects.py.*changed: ") as e:
+        REFUSED[name]()
+    expected = {"statistics": "m.norm.mean", "counter of a key": "tree['m'].dropout.rngs.count"}
+    assert expected.get(name, "o.opt_state" if "some" in name else "model.layer.bias") in str(e.value)
+
+
+def evaluated(model: Model) -> Model:
+    model.eval()
+    return model
+
+
+def stepped(model: Any, optimizer: Any, x: Any) -> Any:
+    return train(model, optimizer, x), (model, optimizer)
+
+
+def shown(model: Any, x: Any) -> Any:
+    model.shown = nnx.Intermediate(x)
+    return model.layer(x)
+
+
+def emptied(batch: Any) -> Any:
+    batch["y"] = 2 * batch.pop("x")
+    return batch["y"]
+
+
+TAKEN: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+    "inference": (lambda m, x: m(x), lambda: (evaluated(Model()), X)),
+    "a gradient": (lambda m, x: nnx.grad(lambda m: m.layer(x).sum())(m), lambda: (Model(), X)),
+    "nnx.jit inside": (lambda m, x: nnx.jit(lambda m, x: m.layer(x))(m, x), lambda: (Model(), X)),
+    "nnx.jit of a gradient": (nnx.jit(nnx.grad(lambda m, x: m.layer(x).sum())), lambda: (Model(), X)),
+    "objects returned": (stepped, lambda: (*made(), X)),
+    "their state returned": (
+        lambda m, o, x: (train(m, o, x), nnx.state((m, o))),
+        lambda: (*made(), X),
+    ),
+    "a new entry": (shown, lambda: (Model(), X)),
+    "a dictionary": (emptied, lambda: ({"x": X},)),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_is_not_lost(name: str) -> None:
+    f, arguments = TAKEN[name]
+    found, expected = gshard.jit(f, mesh=8)(*arguments()), jax.jit(f)(*arguments())
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_nnx_jit_around_inference() -> None:
+    f = nnx.jit(gshard.jit(lambda m, x: m(x), mesh=8))
+    np.testing.assert_allclose(f(evaluated(Model()), X), evaluated(Model())(X), rtol=1e-5, atol=1e-6)
+
+
+def test_objects_that_make_their_arrays_anew() -> None:
+    """Nothing can be said of an object that computes its arrays whenever it is flattened."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Scaled:
+        def __init__(self, x: Any) -> None:
+            self.x = x
+
+        def tree_flatten(self) -> Any:
+            return (self.x if isinstance(self.x, jax.ShapeDtypeStruct) else self.x * 1,), None
+
+        @classmethod
+        def tree_unflatten(cls, _: Any, children: Any) -> Any:
+            return cls(*children)
+
+    np.testing.assert_array_equal(gshard.jit(lambda s: s.x + 1, mesh=8)(Scaled(jnp.asarray(X))), X + 1)
