@@ -1,4 +1,4 @@
-"""instead_of_jit: in the block jitted functions are partitioned, with the same results; outside of it nothing changes."""
+"""instead_of_jit: in the block jitted functions are partitioned, with the same results; outside nothing changes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def assert_same(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5)
 
 
-FAST = {"plain", "pytree", "captured", "unread", "scan", "grad outside", "callback", "static", "named"}
+FAST = {"plain", "pytree", "captured", "callback", "static"}
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
@@ -101,9 +101,9 @@ def test_before_in_and_after(name: str) -> None:
         assert all(len(x.sharding.device_set) == 1 for x in jax.tree.leaves(after))
 
 
-@pytest.mark.parametrize("name", [pytest.param("8", marks=pytest.mark.slow), "2x4", "2x2x2", "3"])
+@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("8", "2x2x2")), "2x4", "3"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("size", [12, 7])
+@pytest.mark.parametrize("size", [pytest.param(12, marks=pytest.mark.slow), 7])
 def test_meshes(name: str, kind: AxisType, size: int) -> None:
     """On all meshes, with the mesh that is set or that is given, and sizes that do not divide."""
     mesh, f = mesh_of(name, kind), jax.jit(lambda x, w: jnp.tanh(x @ w))
@@ -111,11 +111,10 @@ def test_meshes(name: str, kind: AxisType, size: int) -> None:
     if size % mesh.shape["a"] == 0:
         x = jax.device_put(x, NamedSharding(mesh, P("a")))
     for given in (mesh, None):
-        with jax.set_mesh(mesh) if given is None else contextlib.nullcontext():
-            with gshard.instead_of_jit(given):
-                for _ in range(3):
-                    assert_same(f(x, W), expected)
-                assert is_partitioned(f, x, W)
+        with jax.set_mesh(mesh) if given is None else contextlib.nullcontext(), gshard.instead_of_jit(given):
+            for _ in range(3):
+                assert_same(f(x, W), expected)
+            assert is_partitioned(f, x, W)
 
 
 def test_calls_in_the_block_are_dispatched_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +140,10 @@ def test_what_a_function_was_jitted_with_is_kept() -> None:
         for _ in range(3):
             x = jax.device_put(X, of("b"))
             y, total = f(x, W)
-            assert x.is_deleted() and y.sharding.spec == P("b")
+            assert x.is_deleted()
+            assert y.sharding.spec == P("b")
             assert_same((y, total), (X @ W, X.sum()))
-        with pytest.raises(RuntimeError, match="has overwritten|has been deleted"):
+        with pytest.raises(RuntimeError, match=r"has overwritten|has been deleted"):
             f(x, W)
         x = jax.device_put(X, of("b"))
         lowered = f.lower(x, W)
@@ -163,7 +163,8 @@ def test_left_to_jax() -> None:
     f = jax.jit(lambda x: x + 1)
     there = jax.jit(lambda x: x + 1, out_shardings=SingleDeviceSharding(elsewhere))
     with gshard.instead_of_jit(mesh=mesh):
-        assert not is_partitioned(jnp.cumsum, X) and not is_partitioned(jax.jit(jnp.sin), X)
+        assert not is_partitioned(jnp.cumsum, X)
+        assert not is_partitioned(jax.jit(jnp.sin), X)
         assert (jnp.ones(3) + 1).sharding.device_set == {jax.devices()[0]}
         assert f(jax.device_put(X, elsewhere)).sharding.device_set == {elsewhere}
         assert there(X).sharding.device_set == {elsewhere}
@@ -197,18 +198,20 @@ def test_blocks_nest_and_end_with_errors() -> None:
     def decorated() -> int:
         return devices()
 
-    with pytest.raises(ZeroDivisionError), block:
+    with block:
         assert devices() == 8
         with gshard.instead_of_jit(mesh=4):
             assert devices() == 4
             with block:
                 assert devices() == decorated() == 8
             assert devices() == 4
+        with pytest.raises(gshard.MeshError), gshard.instead_of_jit():
+            devices()
         assert devices() == 8
-        _ = 1 / 0
     assert devices() == 1
     assert (jax._src.pjit._pjit_call_impl_python, jax.stages.Traced.lower) == original
-    assert decorated() == 8 and devices() == 1
+    assert decorated() == 8
+    assert devices() == 1
 
 
 def test_a_block_holds_in_its_thread() -> None:
@@ -293,7 +296,8 @@ def test_export() -> None:
     with gshard.instead_of_jit(mesh=mesh_of("8")):
         here, there = export.export(f)(X, W), export.export(f, platforms=["tpu"])(X, W)
     for exported in (here, there):
-        assert exported.nr_devices == 8 and "manual_computation" in exported.mlir_module()
+        assert exported.nr_devices == 8
+        assert "manual_computation" in exported.mlir_module()
     assert export.export(f)(X, W).nr_devices == 1
     x, w = (jax.device_put(x, NamedSharding(mesh_of("8"), P())) for x in (X, W))
     assert_same(here.call(x, w), np.tanh(X @ W))

@@ -2,8 +2,8 @@
 
 JAX traces a jitted function to a jaxpr and gives this to one function, which compiles and runs it. All libraries that
 call ``jax.jit`` come to it, whenever they jitted the function. While a substitute is set in this thread, it compiles
-and runs the jaxpr instead. It is set as a *user context* of JAX's, which is a part of the keys of all caches of JAX, those
-in C++ too. So a program made with a substitute is not found without it, and the other way round.
+and runs the jaxpr instead. It is set as a *user context* of JAX's, which is a part of the keys of all caches of JAX,
+those in C++ too. So a program made with a substitute is not found without it, and the other way round.
 """
 
 from __future__ import annotations
