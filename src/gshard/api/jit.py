@@ -137,11 +137,10 @@ class Jitted(OneObject):
         signature, leaves = self._parameters.signature(args, kwargs)
         jaxpr, out_tree = self._closed(signature)
         lowered = functools.partial(self.lower, *args, **kwargs)
-        jitted = self._parameters.jitted_by_jax(self._with(leaves_by_axes=True), self._options.keep_unused)
-        by_jax = functools.partial(jitted.trace, *args, **kwargs)
-        return Traced(
-            jaxpr, signature.tree, out_tree, name_of(self._f), self._parameters.donated(signature), lowered, by_jax
-        )
+        by_axes = functools.partial(self._with, leaves_by_axes=True)
+        by_jax = functools.partial(self._parameters.traced_by_jax, by_axes, self._options.keep_unused, args, kwargs)
+        donated = self._parameters.donated(signature)
+        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), donated, lowered, by_jax)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the results, as ``jax.eval_shape``; nothing is planned."""

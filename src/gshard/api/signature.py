@@ -213,16 +213,17 @@ class Parameters:
         """The flat arguments whose memory results may take."""
         return signature.leaves_of(self.donated_numbers, self.donated_names)
 
-    def jitted_by_jax(self, f: Callable[..., Any], keep_unused: bool) -> Any:
-        """A function with these arguments as ``jax.jit`` makes it."""
-        return jax.jit(
-            f,
+    def traced_by_jax(self, make: Callable[[], Any], keep_unused: bool, args: Any, kwargs: Any) -> Any:
+        """What ``jax.jit`` traces of the function that ``make`` returns, with these static and donated arguments."""
+        jitted = jax.jit(
+            make(),
             static_argnums=self.static_numbers,
             static_argnames=self.static_names,
             donate_argnums=self.donated_numbers,
             donate_argnames=self.donated_names,
             keep_unused=keep_unused,
         )
+        return jitted.trace(*args, **kwargs)
 
     def with_statics(self, statics: tuple[Any, ...], *, tokens: bool = False) -> Callable[..., Any]:
         """The function of the arrays alone; the function itself, where it can be: JAX knows its trace by it.
