@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -164,11 +165,43 @@ def test_left_to_jax() -> None:
     there = jax.jit(lambda x: x + 1, out_shardings=SingleDeviceSharding(elsewhere))
     with gshard.instead_of_jit(mesh=mesh):
         assert not is_partitioned(jnp.cumsum, X)
+        assert not is_partitioned(jax.jit(jax.nn.softmax), X)
         assert not is_partitioned(jax.jit(jnp.sin), X)
         assert (jnp.ones(3) + 1).sharding.device_set == {jax.devices()[0]}
         assert f(jax.device_put(X, elsewhere)).sharding.device_set == {elsewhere}
         assert there(X).sharding.device_set == {elsewhere}
         assert len(f(X).sharding.device_set) == 3
+
+
+def test_functions_that_jax_made_of_yours() -> None:
+    """They are defined in a file of JAX's, and are partitioned."""
+
+    def f(x: Any) -> Any:
+        checkify.check((x > -9).all(), "too small")
+        return jnp.tanh(x)
+
+    checked = jax.jit(checkify.checkify(f))
+    ours = jax.jit(jax.vjp(lambda x: x * jnp.tanh(x), X)[1])
+    with gshard.instead_of_jit(mesh=8):
+        error, found = checked(X)
+        error.throw()
+        assert_same(found, np.tanh(X))
+        assert len(found.sharding.device_set) == 8
+        assert len(ours(X)[0].sharding.device_set) == 8
+    assert_same(ours(X)[0], X * (np.tanh(X) + X / np.cosh(X) ** 2))
+
+
+def test_eager_operations_are_left_to_jax() -> None:
+    x = jnp.asarray(X)
+    with gshard.instead_of_jit(mesh=8):
+        for found in (
+            x @ x.T, x[1:3], x.at[0].set(1), jnp.where(x > 0, x, 0), jax.nn.softmax(x), jnp.einsum("ij,kj", x, x),
+            jnp.linalg.norm(x), jax.random.normal(jax.random.key(0), (3,)), jax.vmap(jnp.sum)(x), jnp.sort(x),
+            jax.lax.scan(lambda c, y: (c + y, y), 0.0, x[:, 0])[1], jax.nn.one_hot(jnp.arange(3), 3), x.mean(),
+            jax.grad(lambda x: jnp.sum(jnp.where(x > 0, jnp.sin(x), jax.nn.relu(x))))(x), jnp.linspace(0, 1, 5),
+            jax.lax.map(lambda x: x + 1, x),
+        ):  # fmt: skip
+            assert len(found.sharding.device_set) == 1
 
 
 def test_layouts_are_refused() -> None:

@@ -18,7 +18,10 @@ from typing import Any, Protocol
 import jax
 from jax._src import pjit as _pjit
 from jax._src import sharding_impls as _sharding_impls
+from jax._src import source_info_util as _source_info_util
 from jax._src import stages as _stages
+
+from gshard.core.jax_adapter import closed
 
 _OPEN = (type(None), _sharding_impls.UnspecifiedValue)  # where nothing is said of a sharding
 
@@ -29,7 +32,8 @@ class Jitted:
 
     Attributes:
         name: of the function.
-        source: the file that defines it, or None if Python does not know.
+        is_left_to_jax: whether JAX or gshard defines it, and no line of anybody else is in it. Most of ``jax.numpy`` is
+            jitted. A function that JAX has made of a user's (by ``checkify``, ``vjp``) has the user's lines in it.
         argument_names: the flat arguments in the user's words.
         in_shardings, out_shardings: of each argument and each result; None where nothing is said.
         has_layouts: whether layouts in memory are asked for.
@@ -39,7 +43,7 @@ class Jitted:
     """
 
     name: str
-    source: str | None
+    is_left_to_jax: bool
     argument_names: tuple[str, ...]
     in_shardings: tuple[Any, ...]
     out_shardings: tuple[Any, ...]
@@ -57,7 +61,7 @@ class Jitted:
         names = info.arg_names if info.arg_names is not None and len(info.arg_names) == count else ("",) * count
         return Jitted(
             parameters["name"],
-            info.func_filename,
+            _is_left_to_jax(info.func_filename, jaxpr),
             tuple(name or f"args[{i}]" for i, name in enumerate(names)),
             tuple(None if isinstance(s, _OPEN) else s for s in parameters["in_shardings"]),
             tuple(None if isinstance(s, _OPEN) else s for s in parameters["out_shardings"]),
@@ -67,17 +71,34 @@ class Jitted:
             tuple(parameters["compiler_options_kvs"]),
         )
 
-    @property
-    def is_of_jax(self) -> bool:
-        """Whether JAX, or gshard itself, defines the function: most of ``jax.numpy`` is jitted."""
-        if self.source is None:
-            return False
-        return self.source.startswith(_JAX) or (self.source.startswith(_GSHARD) and not self.source.startswith(_MOE))
-
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _GSHARD = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MOE = os.path.join(_GSHARD, "moe") + os.sep  # a library of models
+
+
+def _is_left_to_jax(source: str | None, jaxpr: Any) -> bool:
+    if source is None:
+        return False
+    if source.startswith(_GSHARD):
+        return not source.startswith(_MOE)
+    return source.startswith(_JAX) and not _has_lines_of_users(jaxpr)
+
+
+def _has_lines_of_users(jaxpr: Any) -> bool:
+    """Whether an equation comes from another file than JAX's.
+
+    Bodies of loops do not count, because an eager loop has one. Nor does a single operation: JAX jits each operation
+    that runs by itself, and one of an eager derivative has the line of what is differentiated.
+    """
+    body, _ = closed(jaxpr)
+    if len(body.eqns) == 1 and body.eqns[0].primitive is not _pjit.jit_p:
+        return False
+    return any(
+        next(iter(_source_info_util.user_frames(e.source_info.traceback)), None) is not None
+        or (e.primitive is _pjit.jit_p and _has_lines_of_users(e.params["jaxpr"]))
+        for e in body.eqns
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,8 +134,10 @@ _substitute = jax.make_user_context(None)
 
 def _run(original: Callable[..., Any], *arguments: Any, **parameters: Any) -> Any:
     substitute = _substitute.value
-    jitted = None if substitute is None else Jitted.of(parameters)
-    if jitted is None or jitted.is_of_jax:
+    if substitute is None:
+        return original(*arguments, **parameters)
+    jitted = Jitted.of(parameters)
+    if jitted.is_left_to_jax:
         return original(*arguments, **parameters)
     with no_substitute():
         ran = substitute.run(parameters["jaxpr"], jitted, arguments)
@@ -125,9 +148,11 @@ def _run(original: Callable[..., Any], *arguments: Any, **parameters: Any) -> An
 
 def _lower(original: Callable[..., Any], traced: Any, **options: Any) -> Any:
     substitute = _substitute.value
+    if substitute is None:
+        return original(traced, **options)
     lojax = traced.lojax
-    jitted = None if substitute is None else Jitted.of(lojax._params)
-    if jitted is None or jitted.is_of_jax:
+    jitted = Jitted.of(lojax._params)
+    if jitted.is_left_to_jax:
         return original(traced, **options)
     types, trees = lojax._meta_tys_flat, (lojax._in_tree, lojax.out_tree)
     with no_substitute():
