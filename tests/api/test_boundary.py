@@ -262,3 +262,20 @@ def test_an_array_in_place_of_the_function_is_told_in_short():
         gshard.explain(x, mesh=8)
     with pytest.raises(gshard.ArgumentError, match=r"got an array f32\[16,32\]"):
         gshard.jit(x, mesh=8)
+
+
+@pytest.mark.parametrize("how", ["called", "lowered", "in jax.jit", "explained"])
+def test_arguments_by_name_are_refused_where_in_shardings_are_given(how: str) -> None:
+    """``in_shardings`` say nothing of them, and JAX refuses them too; static ones may have names."""
+    x = jnp.ones((8, 8))
+    jitted = gshard.jit(lambda a, b, n=1: a * b * n, mesh=8, in_shardings=P("devices"), static_argnames="n")
+    assert jitted(x, x, n=2).sharding.spec == P("devices")
+    calls = {
+        "called": lambda: jitted(x, b=x),
+        "lowered": lambda: jitted.lower(x, b=x).plan,
+        "in jax.jit": lambda: jax.jit(lambda x: jitted(a=x, b=x))(x),
+        "explained": lambda: gshard.explain(jitted, x, b=x),
+    }
+    with pytest.raises(gshard.ArgumentError, match=r"(?s)positional arguments.*given by name: (a, )?b") as refused:
+        calls[how]()
+    assert isinstance(refused.value, ValueError)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from gshard.api.specs import as_array, is_spec, spread
 from gshard.api.specs import mark_of_spec as mark_of_spec
-from gshard.core.errors import ShardingError
+from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
@@ -102,6 +102,28 @@ def marks_of_specs(what: str, prefix: Any, tree: Any, names: Collection[str] = (
     return [mark for _, mark in _said(what, prefix, tree, names)]
 
 
+def marks_of_in_shardings(in_shardings: Any, arguments: tuple[Any, Any], names: Collection[str]) -> list[Mark | None]:
+    """What ``in_shardings`` says of ``(positional, named)`` arguments, called ``names``, as marks.
+
+    Raises:
+        ArgumentError: there are named ones. ShardingError: as ``spread_specs``.
+    """
+    positional, named = arguments
+    _refuse_named(named)
+    return marks_of_specs("in_shardings", in_shardings, positional, names)
+
+
+def _refuse_named(named: Collection[str]) -> None:
+    if named:
+        raise ArgumentError.like(
+            ValueError(),
+            "in_shardings are for positional arguments, and some are given by name.",
+            user_line(),
+            f"given by name: {', '.join(named)}",
+            "Give all arguments by position, or mark those inside of the function with gshard.shard.",
+        )
+
+
 def _said(what: str, prefix: Any, tree: Any, names: Collection[str] = ()) -> list[tuple[Any, Mark | None]]:
     if isinstance(prefix, list) and isinstance(tree, tuple):
         prefix = tuple(prefix)  # arguments are a tuple, so a list can only mean one
@@ -126,6 +148,7 @@ def with_marked_arguments(f: Callable[..., Any], in_shardings: Any) -> Callable[
 
     @functools.wraps(f)
     def marked(*args: Any, **kwargs: Any) -> Any:
+        _refuse_named(kwargs)
         return f(*_marked("in_shardings", in_shardings, args), **kwargs)
 
     return marked

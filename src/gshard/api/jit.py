@@ -21,7 +21,7 @@ import jax
 from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine
 from gshard.analysis.overlap import Windowed
-from gshard.api.boundary import marks_of_arguments, marks_of_specs, with_marked_arguments, with_marked_results
+from gshard.api.boundary import marks_of_arguments, marks_of_in_shardings, with_marked_arguments, with_marked_results
 from gshard.api.lowered import Lowered
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
 from gshard.api.one_object import OneObject
@@ -273,7 +273,7 @@ class Jitted(OneObject):
         if self._options.in_shardings is None:
             return []
         names = parameters_of(self._parameters.with_statics(signature.statics))
-        return marks_of_specs("in_shardings", self._options.in_shardings, signature.arguments()[0], names)
+        return marks_of_in_shardings(self._options.in_shardings, signature.arguments(), names)
 
 
 def jit(
@@ -313,7 +313,7 @@ def jit(
         static_leaves: whether what is no array inside of arguments (activation functions, numbers of Python) is static
             too, a new program for each value; results may hold such leaves as well. As ``eqx.filter_jit`` does.
         in_shardings: for the positional arguments (that are not static) a pytree prefix of ``PartitionSpec``,
-            ``NamedSharding`` or None (not said); counts as marks on them.
+            ``NamedSharding`` or None (not said); counts as marks on them. Others may not be given by name then.
         out_shardings: the same for the results.
         keep_unused: whether arguments that nothing reads are moved to the devices all the same.
         inline: taken for ``jax.jit``'s sake; inside another program a partitioned function is one equation in any case.
