@@ -198,9 +198,9 @@ def instead_of_jit(
     ``keep_unused``, ``compiler_options``) is kept; shardings count as marks. A block holds in the thread that enters
     it. Blocks may be nested. After the block all functions run as they did before it.
 
-    JAX compiles as before: functions that JAX itself defines and in which no line is anybody else's (``jnp.ones``,
-    ``jax.random.normal``, also where you jit one of them as it is), operations and loops outside of any jitted
-    function, and functions whose shardings or committed arguments name devices that are not in the mesh.
+    JAX compiles as before: functions that a file of JAX defines (``jnp.ones``, ``jax.random.normal``; also where you
+    jit one of them as it is, or what ``checkify`` returns), operations and loops outside of any jitted function, and
+    functions whose shardings or committed arguments name devices that are not in the mesh.
 
     Args:
         mesh: as for ``jit``; None takes the mesh that ``jax.set_mesh`` has set when a function is called.

@@ -18,10 +18,7 @@ from typing import Any, Protocol
 import jax
 from jax._src import pjit as _pjit
 from jax._src import sharding_impls as _sharding_impls
-from jax._src import source_info_util as _source_info_util
 from jax._src import stages as _stages
-
-from gshard.core.jax_adapter import closed
 
 _OPEN = (type(None), _sharding_impls.UnspecifiedValue)  # where nothing is said of a sharding
 
@@ -32,8 +29,8 @@ class Jitted:
 
     Attributes:
         name: of the function.
-        is_left_to_jax: whether JAX or gshard defines it, and no line of anybody else is in it. Most of ``jax.numpy`` is
-            jitted. A function that JAX has made of a user's (by ``checkify``, ``vjp``) has the user's lines in it.
+        is_left_to_jax: whether a file of JAX or gshard defines it. Most of ``jax.numpy`` is jitted, and JAX jits
+            functions of its own to move arrays, which expect their results on one device.
         argument_names: the flat arguments in the user's words.
         in_shardings, out_shardings: of each argument and each result; None where nothing is said.
         has_layouts: whether layouts in memory are asked for.
@@ -61,7 +58,7 @@ class Jitted:
         names = info.arg_names if info.arg_names is not None and len(info.arg_names) == count else ("",) * count
         return Jitted(
             parameters["name"],
-            _is_left_to_jax(info.func_filename, jaxpr),
+            _is_left_to_jax(info.func_filename),
             tuple(name or f"args[{i}]" for i, name in enumerate(names)),
             tuple(None if isinstance(s, _OPEN) else s for s in parameters["in_shardings"]),
             tuple(None if isinstance(s, _OPEN) else s for s in parameters["out_shardings"]),
@@ -77,28 +74,12 @@ _GSHARD = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MOE = os.path.join(_GSHARD, "moe") + os.sep  # a library of models
 
 
-def _is_left_to_jax(source: str | None, jaxpr: Any) -> bool:
+def _is_left_to_jax(source: str | None) -> bool:
     if source is None:
         return False
     if source.startswith(_GSHARD):
         return not source.startswith(_MOE)
-    return source.startswith(_JAX) and not _has_lines_of_users(jaxpr)
-
-
-def _has_lines_of_users(jaxpr: Any) -> bool:
-    """Whether an equation comes from another file than JAX's.
-
-    Bodies of loops do not count, because an eager loop has one. Nor does a single operation: JAX jits each operation
-    that runs by itself, and one of an eager derivative has the line of what is differentiated.
-    """
-    body, _ = closed(jaxpr)
-    if len(body.eqns) == 1 and body.eqns[0].primitive is not _pjit.jit_p:
-        return False
-    return any(
-        next(iter(_source_info_util.user_frames(e.source_info.traceback)), None) is not None
-        or (e.primitive is _pjit.jit_p and _has_lines_of_users(e.params["jaxpr"]))
-        for e in body.eqns
-    )
+    return source.startswith(_JAX)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
