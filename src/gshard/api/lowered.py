@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from gshard.api.call_back import call_back
 from gshard.api.placement import placed_arguments
 from gshard.api.signature import Leaf
 from gshard.api.static_leaves import fixed, freed, has_fixed
@@ -101,7 +102,10 @@ class Lowered:
 
         Where the compiler needs more memory than was modelled, it recomputes more than ``spmd`` to keep to the limit.
         """
-        return self.target.compiled(self.spmd, self._all_kept, self.donated)
+        made = self.target.compiled(self.spmd, self._all_kept, self.donated)
+        if self.program.looks:
+            made.when_compiled(lambda: call_back(self.plan, self.target))
+        return made
 
     def is_as(self, other: Lowered) -> bool:
         """Whether another one is planned in the same way for the same program, so that this one will do for both.

@@ -25,6 +25,7 @@ from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.api.boundary import mark_of_sharding
+from gshard.api.call_back import call_back
 from gshard.api.lowered import Lowered
 from gshard.api.signature import Leaf
 from gshard.api.target import Target
@@ -104,6 +105,7 @@ def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
     """The per-device program in the place of the equation. Its mesh is that of the atoms, whatever mesh is set."""
     spmd = partitioned(jaxpr, target)
+    call_back(_planned(jaxpr, target), target)
 
     def inline(*arrays: Any) -> list[Any]:
         return list(runnable(spmd.jaxpr)(*spmd.program.captured, *arrays))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.layout import Layout, Named
+from gshard.core.look import Look
 from gshard.core.mark import Mark
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import Dims, Factor, Rule
@@ -191,6 +192,10 @@ class Program:
         weak: for each result whether its type is weak; none are if it is empty.
         named: the values that have names of dimensions, in order.
         layout: what these mean; None if nothing.
+        looks: where the function asks how an array is sharded (``jax.debug.inspect_array_sharding``). They are no
+            equations: the program is the one without them.
+        watched: makes the program in which each look is an equation that reads its operand, to plan what the program
+            does not hold; None without looks.
         decomposed: blocks that take the place of ``block``, by how many parts its values are in
             (``passes.decompose``); programs with other marks share them.
     """
@@ -204,6 +209,8 @@ class Program:
     weak: tuple[bool, ...] = ()
     named: tuple[Named, ...] = ()
     layout: Layout | None = None
+    looks: tuple[Look, ...] = ()
+    watched: Callable[[], Program] | None = None
     decomposed: Cache = dataclasses.field(default_factory=lambda: Cache(_DECOMPOSED))
 
     def state(self, inputs: Iterable[int]) -> list[tuple[int, Value]]:

@@ -33,6 +33,7 @@ class Executable:
 
     spmd: SpmdProgram
     function: Callable[..., Any]
+    _waiting: list[Callable[[], None]] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs on flat arguments that have the shardings of the program; results are flat global arrays."""
@@ -89,7 +90,17 @@ class Executable:
     @functools.cached_property
     def compiled(self) -> Any:
         """JAX's compiled object: ``as_text()``, ``memory_analysis()``, ``cost_analysis()``."""
-        return self.lowered.compile()
+        made = self.lowered.compile()
+        while self._waiting:
+            self._waiting.pop(0)()
+        return made
+
+    def when_compiled(self, act: Callable[[], None]) -> None:
+        """Calls a function once the program is compiled; now, if it is."""
+        if "compiled" in self.__dict__:
+            act()
+        else:
+            self._waiting.append(act)
 
     def __str__(self) -> str:
         return f"executable {self.spmd.program.name} on {self.spmd.mesh}\n{self.compiled.as_text()}"

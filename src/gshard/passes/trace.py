@@ -8,6 +8,7 @@ own, and each equation gets its rule or its region.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,6 +47,7 @@ from gshard.tracing.framed import in_frames
 from gshard.tracing.in_a_row import one_equation_each
 from gshard.tracing.known import Facts, makes_indices
 from gshard.tracing.look_up import simpler
+from gshard.tracing.looks import Looks
 from gshard.tracing.manual_regions import check_manual_regions
 from gshard.tracing.moved_first import moved_first
 from gshard.tracing.opened import opened
@@ -119,17 +121,25 @@ def program_of(
     Raises:
         ShardingError: parts (``auto_to_manual``) and whole arrays are mixed.
     """
-    jaxpr, consts = closed(whole)
-    builder = _Builder(layout=layout)
-    block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
-    block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
-    check_manual_regions(block)
-    with_names_of_files(block)
-    captured = tuple(consts)
+    looks = Looks(whole)
     marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(names)
-    every = (*(f"captured[{i}]" for i in range(len(captured))), *names)
-    weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars)
-    return Program(block, captured, marks, every, out_tree, name, weak, tuple(builder.named), layout)
+
+    def made(whole: Any, looks: Looks | None) -> Program:
+        jaxpr, consts = closed(whole)
+        builder = _Builder(layout=layout, looks=looks)
+        block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
+        block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
+        check_manual_regions(block)
+        with_names_of_files(block)
+        every = (*(f"captured[{i}]" for i in range(len(consts))), *names)
+        weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars)
+        return Program(block, tuple(consts), marks, every, out_tree, name, weak, tuple(builder.named), layout)
+
+    program = made(looks.plain, looks)
+    if not looks:
+        return program
+    watched = with_tables(no_mesh_set()(functools.partial(made, looks.watched, None)))
+    return dataclasses.replace(program, looks=looks.found(), watched=watched)
 
 
 @no_mesh_set()
@@ -183,6 +193,7 @@ class _Builder:
     layout: Layout | None = None
     named: list[Named] = dataclasses.field(default_factory=list)
     facts: Facts = dataclasses.field(default_factory=Facts)
+    looks: Looks | None = None
 
     def block(
         self,
@@ -286,6 +297,8 @@ class _Builder:
                 out.known[key] = out.equations[-1]
             if len(outputs) == 1:
                 self.facts.note(name, params, inputs, outputs[0])
+        if self.looks:
+            self.looks.note(env)
 
     def _equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
         region = REGIONS.get(primitive.name)
