@@ -29,8 +29,10 @@ from gshard.api.call_back import call_back
 from gshard.api.lowered import Lowered
 from gshard.api.signature import Leaf
 from gshard.api.target import Target
-from gshard.core.jax_adapter import mesh_of_context, no_mesh_set
+from gshard.core.errors import TraceError
+from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import checked_by, is_staging, mapped, mapped_by, weakly_cached
+from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
@@ -65,6 +67,35 @@ def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     if own.explicit_axes and here is not None:
         return results
     return [_on(x, own if ours else target.mesh.jax_mesh) for x in results]
+
+
+def refuse_inside_shard_map(name: str) -> None:
+    """Refuses a call where arrays are one device's parts.
+
+    Raises:
+        TraceError: it is inside of ``jax.shard_map``.
+    """
+    if manual := jax.sharding.get_abstract_mesh().manual_axes:
+        raise TraceError(
+            f"{name} is called inside jax.shard_map, where arrays are one device's parts.",
+            user_line(),
+            f"manual axes: {', '.join(map(str, manual))}",
+            "Partition outside: gshard.jit of the function that holds the jax.shard_map keeps it as it is written.",
+        )
+
+
+def refuse_references_in_transformations(arguments: Sequence[Any], name: str) -> None:
+    """Refuses a call with references that is differentiated or mapped: a derivative would write to them twice.
+
+    Raises:
+        TraceError: an argument, or something closed over, is a reference, and ``jax.jit`` is not what traces the call.
+    """
+    if any(map(is_reference, arguments)) and not is_staging():
+        raise TraceError(
+            f"{name} writes to a reference (jax.Ref), and a transformation around it would differentiate or map it.",
+            user_line(),
+            hint="Transform inside: gshard.jit(jax.grad(f), mesh=...), or give and return arrays.",
+        )
 
 
 def _on(x: Any, mesh: Any) -> Any:
@@ -141,7 +172,13 @@ def _lowered(jaxpr: Any, target: Target, shardings: tuple[Any, ...]) -> Lowered:
 
 @call_p.def_effectful_abstract_eval
 def _abstract(*arguments: Any, jaxpr: Any, target: Target) -> tuple[Any, Any]:
-    return list(jaxpr.out_avals), jaxpr.effects
+    return list(jaxpr.out_avals), effects_of_call(jaxpr)
+
+
+@functools.partial(discharged_by, call_p)
+def _discharged(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
+    """A call of the function that takes arrays for references, and also returns their final values."""
+    return call(jaxpr, parameters["target"], operands)
 
 
 # -- vmap ------------------------------------------------------------------------------------------------------------

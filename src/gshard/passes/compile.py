@@ -166,8 +166,16 @@ def compile_spmd(
         program,
         in_shardings=[said(spmd.mesh, s) for s in spmd.in_shardings],
         out_shardings=[said(spmd.mesh, s) for s in spmd.out_shardings],
-        donate_argnums=tuple(sorted(captured + i for i in donated)),
+        donate_argnums=tuple(sorted({captured + i for i in donated} - _moved_references(spmd))),
         keep_unused=keep_unused,
         compiler_options=None if compiler_options is None else dict(compiler_options),
     )
     return Executable(spmd, function)
+
+
+def _moved_references(spmd: SpmdProgram) -> set[int]:
+    """The references whose final values leave otherwise than they came: these cannot take their memory."""
+    count, outs = len(spmd.program.references), range(len(spmd.out_shardings))
+    pairs = zip(spmd.program.references, outs[len(outs) - count :], strict=True)
+    come, leave = spmd.in_shardings, spmd.out_shardings
+    return {i for i, j in pairs if (come[i], spmd.in_orders.get(i)) != (leave[j], spmd.out_orders.get(j))}

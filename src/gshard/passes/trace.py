@@ -52,6 +52,7 @@ from gshard.tracing.manual_regions import check_manual_regions
 from gshard.tracing.moved_first import moved_first
 from gshard.tracing.opened import opened
 from gshard.tracing.padded import padded_by_windows
+from gshard.tracing.references import without_references
 from gshard.tracing.scanned import scanned
 from gshard.tracing.subexpression import common_key
 from gshard.tracing.sums_of_updates import sums_of_updates
@@ -121,8 +122,14 @@ def program_of(
     Raises:
         ShardingError: parts (``auto_to_manual``) and whole arrays are mixed.
     """
+    whole, references = without_references(whole, name)
+    closed_over = len(whole.in_avals) - len(names)
+    names = (*names, *(f"closed-over reference {i}" for i in range(closed_over)))
+    given = argument_marks if argument_marks is not None else (None,) * (len(names) - closed_over)
+    marks = (*given, *(None,) * closed_over)
+    if references:
+        out_tree = jax.tree_util.treedef_tuple((out_tree, jax.tree.structure([0] * len(references))))
     looks = Looks(whole)
-    marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(names)
 
     def made(whole: Any, looks: Looks | None) -> Program:
         jaxpr, consts = closed(whole)
@@ -133,7 +140,9 @@ def program_of(
         with_names_of_files(block)
         every = (*(f"captured[{i}]" for i in range(len(consts))), *names)
         weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars)
-        return Program(block, tuple(consts), marks, every, out_tree, name, weak, tuple(builder.named), layout)
+        mutable = tuple(len(consts) + i for i in references)
+        named = tuple(builder.named)
+        return Program(block, tuple(consts), marks, every, out_tree, name, weak, named, layout, references=mutable)
 
     program = made(looks.plain, looks)
     if not looks:
