@@ -12,7 +12,6 @@ As under ``jax.jit`` a callback is called once for each compiled program, with a
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Mapping
 
@@ -35,11 +34,7 @@ def call_back(plan: Plan, target: Target) -> None:
         plan: of the program.
         target: what it was planned for, to plan what only looks read.
     """
-
-    @functools.cache
-    def watched() -> Mapping[int, Sharding]:
-        return _shardings_if_computed(plan, target)
-
+    watched: Mapping[int, Sharding] | None = None
     held = {*plan.program.block.values()}
     for i, look in enumerate(plan.program.looks):
         if look.manual:
@@ -50,12 +45,13 @@ def call_back(plan: Plan, target: Target) -> None:
             _call(look, plan, plan.sharding(v))
         if values:
             continue
-        sharding = watched().get(i)
+        watched = _shardings_if_computed(plan, target) if watched is None else watched
+        sharding = watched.get(i)
         if sharding is None:
             _log.warning("gshard: %s, at which %s looks, is not in the program.", _text(look), look.line)
             continue
         text = "gshard: %s, at which %s looks, is not computed as such; if it were, it would be sharded %s."
-        _log.info(text, _text(look), look.line, named_sharding(plan.mesh, sharding).spec)
+        _log.warning(text, _text(look), look.line, named_sharding(plan.mesh, sharding).spec)
         _call(look, plan, sharding)
 
 

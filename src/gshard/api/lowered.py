@@ -14,7 +14,7 @@ import jax
 
 from gshard.api.call_back import call_back
 from gshard.api.placement import placed_arguments
-from gshard.api.references import write_back
+from gshard.api.reference_arguments import write_back
 from gshard.api.signature import Leaf
 from gshard.api.static_leaves import fixed, freed, has_fixed
 from gshard.api.target import Target

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format
 
-from gshard.api.references import arrays_of
+from gshard.api.reference_arguments import arrays_of
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import address_of, fast_path, input_layouts, layout_of
@@ -132,12 +132,8 @@ def by_dispatch(callee: Callee, placed: Placed, leaves: Sequence[Any], results: 
     """
     executable = callee.executable
     reordered = executable.spmd.in_orders or executable.spmd.out_orders
-    if (
-        callee.program.references
-        or not placed.by_dispatch
-        or reordered
-        or any(isinstance(x, UnevenArray) for x in (*results, *leaves))
-    ):
+    ours = callee.program.references or any(isinstance(x, UnevenArray) for x in (*results, *leaves))
+    if ours or reordered or not placed.by_dispatch:
         return None
     return fast_path(executable.compiled, callee.out_tree, results, executable.captured, len(leaves))
 

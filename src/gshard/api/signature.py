@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from gshard.api.references import refuse_twice
+from gshard.api.reference_arguments import refuse_twice
 from gshard.api.static_leaves import fixed, refuse_without_hash, with_fixed_results, with_freed_arguments
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
