@@ -41,7 +41,7 @@ from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
 from gshard.tracing.added_in_rounds import added_in_rounds
 from gshard.tracing.by_jax import closed_of, name_of
-from gshard.tracing.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
+from gshard.tracing.expand import expansion, mark_of_equation, mark_of_type, needs_barrier, without_shardings
 from gshard.tracing.files import with_names_of_files
 from gshard.tracing.framed import in_frames
 from gshard.tracing.in_a_row import one_equation_each
@@ -321,8 +321,7 @@ class _Builder:
             return Equation(primitive, params, inputs, outputs, None, source, blocks, edges, None, count)
         mark = mark_of_equation(primitive.name, params, len(inputs[0].shape) if inputs else 0)
         if mark is None:
-            # Where JAX saw arguments that are on a mesh it wrote that down; inside shard_map it means nothing.
-            params = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
+            params = without_shardings(primitive.name, params)
         shapes = tuple(x.shape for x in inputs), tuple(x.shape for x in outputs)
         numbers = tuple(x.number if isinstance(x, Constant) else None for x in inputs)
         call = Call(primitive.name, params, *shapes, tuple(x.dtype for x in inputs), primitive, numbers)
