@@ -30,7 +30,6 @@ from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.language.registry import Call, rule
 
-
 # Callbacks of which the user may say which device calls: ``sharding=jax.sharding.SingleDeviceSharding(device)``.
 WITH_A_DEVICE = ("pure_callback", "io_callback")
 
