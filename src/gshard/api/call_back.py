@@ -76,7 +76,7 @@ def _shardings_if_computed(plan: Plan, target: Target) -> dict[int, Sharding]:
     program = plan.program
     assert program.watched is not None
     watched = dataclasses.replace(program.watched(), argument_marks=program.argument_marks)
-    other = target.by_marks.planned(watched, AS_MARKED).plan
+    other = dataclasses.replace(target.by_marks, strict=False).planned(watched, AS_MARKED).plan
     found: dict[int, Sharding] = {}
     for e in other.program.block.walk():
         number = number_of(e.name, e.params)

@@ -22,6 +22,7 @@ from gshard.core.border import Border
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import kept_arguments
+from gshard.core.jax_adapter_references import is_reference_type
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
@@ -267,7 +268,8 @@ class Compiled:
         wrong = [
             f"Argument '{name}' compiled with {ours.str_short()} and called with {theirs.aval.str_short()}"
             for name, ours, theirs in zip(names, self.lowered.avals, found, strict=True)
-            if (ours.shape, ours.dtype) != (theirs.aval.shape, theirs.aval.dtype)
+            if (ours.shape, ours.dtype, is_reference_type(ours))
+            != (theirs.aval.shape, theirs.aval.dtype, is_reference_type(theirs.aval))
         ]
         if wrong:
             raise ArgumentError(

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format
 
-from gshard.api.reference_arguments import arrays_of
+from gshard.api.reference_arguments import arrays_of, refuse_twice
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import address_of, fast_path, input_layouts, layout_of
@@ -77,8 +77,9 @@ def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
             ``RuntimeError`` too, as of ``jax.jit``.
     """
     if callee.program.references:
-        names = callee.program.names[len(callee.program.captured) :]
-        leaves = arrays_of([*leaves, *callee.closed_over], names, callee.program.name)
+        leaves = [*leaves, *callee.closed_over]
+        refuse_twice(leaves, lambda: callee.program.names[len(callee.program.captured) :], callee.program.name)
+        leaves = arrays_of(leaves)
     callee.executable.agree()  # to move an array may take collectives as well
     donated, unread, targets = callee.donated, callee.unread, callee.argument_shardings
     layouts = input_layouts(callee.executable.compiled, len(callee.program.captured))

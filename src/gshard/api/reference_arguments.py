@@ -6,7 +6,7 @@ A reference keeps its sharding: the result leaves as the array came, and where t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,24 +16,27 @@ from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_references import array_of, is_reference, write
 
 
-def arrays_of(references: Sequence[Any], names: Sequence[str], function: str) -> list[Any]:
-    """The arguments of a call with the arrays that references hold in their place.
-
-    Raises:
-        ArgumentError: a reference is given twice.
-    """
-    refuse_twice(references, names, function)
-    return [array_of(x) if is_reference(x) else x for x in references]
+def arrays_of(arguments: Sequence[Any]) -> list[Any]:
+    """The arguments of a call with the arrays that references hold in their place."""
+    return [array_of(x) if is_reference(x) else x for x in arguments]
 
 
-def refuse_twice(arguments: Sequence[Any], names: Sequence[str], function: str) -> None:
+def refuse_twice(arguments: Sequence[Any], names: Callable[[], Sequence[str]], function: str) -> None:
     """Refuses a reference that is given twice: what one name writes the other one would not see.
+
+    Args:
+        arguments: of a call, flat, with the references that the function closes over.
+        names: gives theirs.
+        function: its name.
 
     Raises:
         ArgumentError: it is a ``ValueError`` too, as of ``jax.jit``.
     """
+    references = [id(x) for x in arguments if is_reference(x)]
+    if len({*references}) == len(references):
+        return
     first: dict[int, str] = {}
-    for x, name in zip(arguments, names, strict=True):
+    for x, name in zip(arguments, names(), strict=True):
         if is_reference(x) and first.setdefault(id(x), name) != name:
             raise ArgumentError.like(
                 ValueError(),

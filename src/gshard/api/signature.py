@@ -22,7 +22,6 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import is_token, named_arguments, trace_settings
 from gshard.core.jax_adapter_references import (
     array_type_of,
-    is_reference,
     is_reference_type,
     shape_of_reference,
     type_of_reference,
@@ -73,8 +72,8 @@ class Leaf:
 
     @property
     def array_type(self) -> tuple[Any, Any]:
-        """Its type and its sharding."""
-        return self.aval, self.sharding
+        """The type of the array that it is, or that the reference holds, and its sharding."""
+        return array_type_of(self.aval), self.sharding
 
     @property
     def shape(self) -> jax.ShapeDtypeStruct:
@@ -263,8 +262,7 @@ class Parameters:
         leaves, tree = jax.tree.flatten(arrays)
         if any(map(is_token, leaves)):
             leaves, tree = jax.tree.flatten(fixed(arrays, "", every=False))
-        if any(map(is_reference, leaves)):
-            refuse_twice(leaves, leaf_names(self.f, arrays), name_of(self.f))
+        refuse_twice(leaves, lambda: leaf_names(self.f, arrays), name_of(self.f))
         try:
             read = tuple(map(Leaf.of, leaves))
         except TypeError as error:
