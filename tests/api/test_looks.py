@@ -87,6 +87,13 @@ def reference(look: F, x: Any) -> Any:
     return r[...]
 
 
+def rewritten(look: F, x: Any) -> Any:
+    """The padding and the slice are nothing together, and both slices become one move."""
+    y = jnp.pad(x, ((1, 1), (0, 0)))[1:-1]
+    look(y)
+    return jnp.concatenate([y[1:], y[:1]])
+
+
 CASES: list[tuple[F, list[P]]] = [
     (doubled, [P("d")]),
     (product, [P(None, ("d.0", "d.1"))]),
@@ -100,6 +107,7 @@ CASES: list[tuple[F, list[P]]] = [
     (unread, [P(None, "d")]),
     (region, [P()]),
     (reference, [P("d")]),
+    (rewritten, [P("d")]),
 ]
 
 
@@ -220,3 +228,21 @@ def test_an_error_of_the_callback_is_the_users() -> None:
     f = gshard.jit(lambda x: doubled(lambda y: jax.debug.inspect_array_sharding(y, callback=refuse), x), mesh=8)
     with pytest.raises(ValueError, match="mine"):
         f(X)
+
+
+def test_a_scan_that_is_one_operator_is_one_with_a_look_inside() -> None:
+    seen: list[Any] = []
+
+    def f(look: F, x: Any) -> Any:
+        def add(a: Any, b: Any) -> Any:
+            look(a + b)
+            return a + b
+
+        return lax.associative_scan(add, x)
+
+    looking = gshard.jit(lambda x: f(lambda y: jax.debug.inspect_array_sharding(y, callback=seen.append), x), mesh=8)
+    plain = gshard.jit(lambda x: f(lambda y: None, x), mesh=8)
+    names = [[e.name for e in g.lower(X).program.block.walk()] for g in (looking, plain)]
+    assert names[0] == names[1]
+    np.testing.assert_allclose(looking(X), np.cumsum(X, 0), rtol=1e-5, atol=1e-5)
+    assert len(seen) == 8  # one for each level up and down, as under jax.jit
