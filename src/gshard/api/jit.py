@@ -29,7 +29,7 @@ from gshard.api.signature import Parameters, Signature
 from gshard.api.specs import told
 from gshard.api.static_leaves import freed, has_fixed
 from gshard.api.target import Options, Target
-from gshard.api.transformations import call, refuse_inside_shard_map, refuse_references_in_transformations
+from gshard.api.transformations import call, refuse_inside_shard_map, refuse_references
 from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import (
@@ -211,7 +211,8 @@ class Jitted:
         whole, out_tree = self._closed(signature, marked=True)
         jaxpr, constants = without_constants(whole)
         leaves = [*constants, *(x.whole() if isinstance(x, UnevenArray) else x for x in leaves)]
-        refuse_references_in_transformations(leaves, name_of(self._f))
+        if not is_staging():
+            refuse_references(leaves, name_of(self._f))
         return jax.tree.unflatten(out_tree, call(jaxpr, self._options.target(), leaves))
 
     def _closed(self, signature: Signature, marked: bool = False) -> tuple[Any, Any]:

@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.api.boundary import mark_of_sharding
 from gshard.api.call_back import call_back
 from gshard.api.lowered import Lowered
+from gshard.api.reference_arguments import arrays_of
 from gshard.api.signature import Leaf
 from gshard.api.target import Target
 from gshard.core.errors import TraceError
@@ -84,13 +85,13 @@ def refuse_inside_shard_map(name: str) -> None:
         )
 
 
-def refuse_references_in_transformations(arguments: Sequence[Any], name: str) -> None:
+def refuse_references(arguments: Sequence[Any], name: str = "a partitioned function") -> None:
     """Refuses a call with references that is differentiated or mapped: a derivative would write to them twice.
 
     Raises:
-        TraceError: an argument, or something closed over, is a reference, and ``jax.jit`` is not what traces the call.
+        TraceError: an argument, or something closed over, is a reference.
     """
-    if any(map(is_reference, arguments)) and not is_staging():
+    if any(map(is_reference, arguments)):
         raise TraceError(
             f"{name} writes to a reference (jax.Ref), and a transformation around it would differentiate or map it.",
             user_line(),
@@ -158,8 +159,9 @@ mlir.register_lowering(call_p, _lower)
 def _run(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
     """A call whose arguments are all there: what a derivative taken outside of ``jax.jit`` comes to."""
     lowered = _lowered(jaxpr, target, tuple(getattr(x, "sharding", None) for x in arguments))
-    placed = [jax.device_put(x, s) for x, s in zip(arguments, lowered.argument_shardings, strict=True)]
-    return lowered.flat_results(lowered.executable(*placed))
+    targets = lowered.argument_shardings
+    placed = [jax.device_put(x, s) for x, s in zip(arrays_of(arguments), targets, strict=True)]
+    return lowered.flat_results(lowered.executable(*placed), arguments)
 
 
 @weakly_cached
@@ -188,6 +190,7 @@ def _batch(
     axis: Any, arguments: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, target: Target
 ) -> tuple[list[Any], tuple[Any, ...]]:
     """A call of the mapped function."""
+    refuse_references(arguments)
     inner, out_dims = mapped(jaxpr, axis, dims)
     return call(inner, target, arguments), out_dims
 
@@ -261,6 +264,7 @@ def _differentiable(avals: Sequence[Any]) -> list[bool]:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, target: Target) -> tuple[list[Any], list[Any]]:
+    refuse_references(primals)
     nonzero_tangents = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     first, second = _linearize_split(jaxpr, target, nonzero_tangents)
     everything = call(first, target, primals)
