@@ -336,12 +336,11 @@ def test_a_derivative_of_a_call_with_references_is_refused() -> None:
     def call(y: Any) -> Any:
         return f(r, y)
 
-    for around in (jax.grad(call), jax.vmap(call), jax.grad(jax.jit(call)), jax.vmap(jax.jit(call))):
-        with pytest.raises(
-            gshard.GShardError, match="a transformation around it would differentiate or map it"
-        ) as told:
-            around(X[None])
-        assert "test_references.py" in str(told.value)
+    for around in (jax.grad, lambda call: lambda x: jax.vmap(call)(x[None])):
+        for inner in (call, jax.jit(call)):
+            with pytest.raises(gshard.GShardError, match="a transformation around it would differentiate or") as told:
+                around(inner)(X)
+            assert "test_references.py" in str(told.value)
     np.testing.assert_array_equal(r[...], X)
     jax.checkpoint(call)(X)  # no derivative is taken
     np.testing.assert_allclose(r[...], X * 3, rtol=1e-5)
