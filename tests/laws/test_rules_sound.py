@@ -96,6 +96,7 @@ def test_every_rule_has_a_row() -> None:
         "copy_p", "name", "random_gamma_grad", "igamma_grad_a", "polygamma", "regularized_incomplete_beta",
         "auto_to_manual", "manual_to_auto", "part_index", "shard_map",  # one split only; see tests/rules/test_manual.py
         "pure_callback", "io_callback", "debug_callback", "debug_print",  # tests/rules/test_callback.py
+        "inspect_sharding",  # no program runs it; tests/api/test_looks.py
         "platform_index",  # no arrays; see "calls" in tests/passes/test_programs.py
         "sharding_constraint", "device_put",  # need a mesh; see tests/passes/test_programs.py
         "reshard", "layout_constraint",  # the same; see tests/api/test_user_mesh.py, tests/rules/test_expand.py

@@ -183,3 +183,49 @@ def test_parts_that_differ_are_not_told_of_once() -> None:
         run(f, np.concatenate([X, X[:1]]))
     run(lambda x: f(x, partitioned=True), np.concatenate([X, X[:1]]))
     assert sorted(call[0, 0] for call in host.calls) == sorted([*X[:, 0], X[0, 0]])
+
+
+@pytest.mark.parametrize("callback", [io_callback, jax.pure_callback])
+def test_the_device_that_calls_can_be_named(callback: Callable[..., Any]) -> None:
+    host, named = Host(), jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    f = gshard.jit(lambda x: callback(host, like(x), gshard.split(x, 0, 8), sharding=named) + 1, mesh=8)
+    np.testing.assert_array_equal(f(X), X * 2 + 1)
+    assert len(host.calls) == 1
+    with pytest.raises(gshard.GShardError, match="does not name one device of the mesh") as told:
+        gshard.jit(lambda x: callback(host, like(x), x, sharding=named), mesh=2)(X)
+    assert "test_callback.py" in str(told.value)
+
+
+def test_which_device_calls() -> None:
+    """Devices differ by what they hold: only the named one gets to the host."""
+
+    def f(x: Any, device: Any) -> str:
+        named = jax.sharding.SingleDeviceSharding(device)
+        return gshard.jit(lambda x: io_callback(lambda x: x, like(x), x, sharding=named), mesh=8).lower(x).as_text()
+
+    texts = {f(X, jax.devices()[i]) for i in (0, 3, 7)}
+    assert len(texts) == 3
+
+
+def test_rounds_with_a_callback_of_one_device_are_not_spread() -> None:
+    named = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    host = Host()
+
+    def one(x: Any) -> Any:
+        return jax.pure_callback(host, like(x), x, sharding=named, vmap_method="sequential")
+
+    x = np.resize(X, (8, 4))
+    np.testing.assert_array_equal(run(lambda x: jax.vmap(one)(gshard.split(x, 0, 8)), x), x * 2)
+    assert len(host.calls) == len(x)
+
+
+def test_a_callback_in_a_shard_map_cannot_name_its_device() -> None:
+    named = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def body(x: Any) -> Any:
+        return io_callback(lambda x: x, like(x), x, sharding=named)
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+    with pytest.raises(gshard.GShardError, match="inside a shard_map cannot name the device that calls"):
+        gshard.jit(f, mesh=mesh)(np.ones((16,), np.float32))

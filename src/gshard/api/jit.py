@@ -31,8 +31,8 @@ from gshard.api.specs import told
 from gshard.api.static_leaves import freed, has_fixed
 from gshard.api.target import Options, Target
 from gshard.api.traced import Traced
-from gshard.api.transformations import call
-from gshard.core.errors import ArgumentError, ShardingError, TraceError
+from gshard.api.transformations import call, refuse_inside_shard_map, refuse_references
+from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import (
     FastFunction,
@@ -47,6 +47,7 @@ from gshard.core.jax_adapter_dispatch import (
     without_constants,
     without_our_frames,
 )
+from gshard.core.jax_adapter_references import references_in
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.paths import parameters_of
@@ -174,11 +175,11 @@ class Jitted(OneObject):
         try:
             results = lowered.executable(*placed.arrays)
         except Exception as error:
-            if not nan_found(error):
+            if not nan_found(error) or lowered.program.references:
                 raise
             with jax.disable_jit():  # finds the operation that made it
                 return self._parameters.plain(*args, **kwargs), None, False
-        flat = lowered.flat_results(results)
+        flat = lowered.flat_results(results, leaves)
         path = by_dispatch(lowered, placed, leaves, flat)
         results = jax.tree.unflatten(lowered.out_tree, flat)
         if has_fixed(lowered.out_tree) and not self._fixes:
@@ -206,17 +207,13 @@ class Jitted(OneObject):
                 user_line(),
                 hint="Take the gradient inside: gshard.jit(jax.grad(f), mesh=..., memory_limit=...).",
             )
-        if manual := jax.sharding.get_abstract_mesh().manual_axes:
-            raise TraceError(
-                f"{name_of(self._f)} is called inside jax.shard_map, where arrays are one device's parts.",
-                user_line(),
-                f"manual axes: {', '.join(map(str, manual))}",
-                "Partition outside: gshard.jit of the function that holds the jax.shard_map keeps it as it is written.",
-            )
+        refuse_inside_shard_map(name_of(self._f))
         whole, out_tree = self._closed(signature, marked=True)
         jaxpr, constants = without_constants(whole)
-        leaves = [x.whole() if isinstance(x, UnevenArray) else x for x in leaves]
-        return jax.tree.unflatten(out_tree, call(jaxpr, self._options.target(), [*constants, *leaves]))
+        leaves = [*constants, *(x.whole() if isinstance(x, UnevenArray) else x for x in leaves)]
+        if not is_staging():
+            refuse_references(leaves, name_of(self._f))
+        return jax.tree.unflatten(out_tree, call(jaxpr, self._options.target(), leaves))
 
     def _closed(self, signature: Signature, marked: bool = False) -> tuple[Any, Any]:
         """The function's jaxpr for a kind of arguments; ``marked`` with its ``in_shardings`` on the arguments."""
@@ -241,13 +238,14 @@ class Jitted(OneObject):
 
     @with_tables
     def _lowered(self, signature: Signature, target: Target) -> Lowered:
+        signature = signature.closing_over(references_in(self._closed(signature)[0]))
         return self._made.get((signature, target), lambda: self._lower(signature, target))  # type: ignore[no-any-return]
 
     def _lower(self, signature: Signature, target: Target) -> Lowered:
         program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
         given = self._in_shardings(signature)
         kept = target.takes_arguments_as_marks
-        marks = marks_of_arguments(program, [x.array_type for x in signature.leaves], target.mesh, given, kept)
+        marks = marks_of_arguments(program, [x.array_type for x in signature.every], target.mesh, given, kept)
         program = dataclasses.replace(program, argument_marks=marks)
         if self._options.names is not None:
             f = self._parameters.with_statics(signature.statics)
@@ -257,7 +255,9 @@ class Jitted(OneObject):
         padded = {first + i: x.partitioning for i, x in enumerate(signature.leaves) if x.partitioning is not None}
         donated = self._parameters.donated(signature)
         avals = tuple(x.aval for x in signature.leaves)
-        made = Lowered(program, target.in_best_order(program), signature.tree, avals, donated, padded)
+        closed_over = tuple(references_in(self._closed(signature)[0]))
+        target = target.in_best_order(program)
+        made = Lowered(program, target, signature.tree, avals, donated, padded, closed_over)
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
         known = next((known for known in self._made.values() if known.is_as(made)), made)
         if known is not made:

@@ -13,7 +13,9 @@ from typing import Any
 import jax
 from jax.experimental.layout import Format
 
+from gshard.api.call_back import call_back
 from gshard.api.placement import placed_arguments
+from gshard.api.reference_arguments import write_back
 from gshard.api.signature import Leaf
 from gshard.api.standalone import standalone
 from gshard.api.static_leaves import fixed, freed, has_fixed
@@ -22,6 +24,7 @@ from gshard.core.border import Border
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import kept_arguments
+from gshard.core.jax_adapter_references import is_reference_type
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
@@ -47,6 +50,7 @@ class Lowered:
         avals: JAX's types of the flat arguments.
         donated: arguments whose memory the results may take.
         padded: inputs that come in padded parts, and how they are cut.
+        closed_over: the references that the function closes over; the program takes them after the arguments.
     """
 
     program: Program
@@ -55,6 +59,7 @@ class Lowered:
     avals: tuple[Any, ...]
     donated: frozenset[int]
     padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
+    closed_over: tuple[Any, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -103,7 +108,10 @@ class Lowered:
 
         Where the compiler needs more memory than was modelled, it recomputes more than ``spmd`` to keep to the limit.
         """
-        return self.target.compiled(self.spmd, self._all_kept, self.donated)
+        made = self.target.compiled(self.spmd, self._all_kept, self.donated)
+        if self.program.looks:
+            made.when_compiled(lambda: call_back(self.plan, self.target))
+        return made
 
     def is_as(self, other: Lowered) -> bool:
         """Whether another one is planned in the same way for the same program, so that this one will do for both.
@@ -131,13 +139,21 @@ class Lowered:
         count = len(self.program.block.inputs) - first
         return frozenset(range(count)) - {i - first for i in kept_arguments(self.executable.compiled)}
 
-    def results(self, arrays: Sequence[Any]) -> Any:
+    def results(self, arrays: Sequence[Any], leaves: Sequence[Any]) -> Any:
         """The executable's flat results as the user gets them: a pytree, what left in padded parts as what it is."""
-        return freed(jax.tree.unflatten(self.out_tree, self.flat_results(arrays)))
+        return freed(jax.tree.unflatten(self.out_tree, self.flat_results(arrays, leaves)))
 
-    def flat_results(self, arrays: Sequence[Any]) -> list[Any]:
-        """The executable's results, those in padded parts as ``UnevenArray``."""
-        found = zip(self.program.block.outputs, self._out_meshes, self.spmd.out_shardings, arrays, strict=True)
+    def flat_results(self, arrays: Sequence[Any], leaves: Sequence[Any] = ()) -> list[Any]:
+        """The executable's results, those in padded parts as ``UnevenArray``.
+
+        The final values of references are written into these; ``leaves`` are the arguments of the call.
+        """
+        if self.program.references:
+            first, count = len(self.program.captured), len(self.program.references)
+            every = (*leaves, *self.closed_over)
+            write_back([every[i - first] for i in self.program.references], arrays[len(arrays) - count :])
+            arrays = arrays[: len(arrays) - count]
+        found = zip(self.program.block.outputs, self._out_meshes, self.spmd.out_shardings, arrays, strict=False)
         return [x if s.is_even(mesh, v.shape) else UnevenArray(x, v.shape, s, mesh) for v, mesh, s, x in found]
 
     # As jax.stages.Lowered.
@@ -184,7 +200,7 @@ class Lowered:
     @property
     def out_tree(self) -> Any:
         """The structure of the results."""
-        return self.program.out_tree
+        return self.program.out_tree.children()[0] if self.program.references else self.program.out_tree
 
     @property
     def in_avals(self) -> Any:
@@ -202,6 +218,7 @@ class Lowered:
         """Shapes, dtypes and shardings of the results, in their structure."""
         found = zip(self.program.block.outputs, self._out_meshes, self.spmd.out_shardings, strict=True)
         infos = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=named_sharding(mesh, s)) for v, mesh, s in found]
+        del infos[len(infos) - len(self.program.references) :]
         return freed(jax.tree.unflatten(self.out_tree, infos))
 
     @property
@@ -258,12 +275,13 @@ class Compiled:
                 "Lower it for such arguments too, or call what gshard.jit returned.",
             )
         leaves = [self._as_compiled_for(i, x) for i, x in enumerate(leaves)]
-        names = self.lowered.program.names[len(self.lowered.program.captured) :]
+        names = self.lowered.program.names[len(self.lowered.program.captured) :][: len(leaves)]
         found = [Leaf.of(x) for x in leaves]
         wrong = [
             f"Argument '{name}' compiled with {ours.str_short()} and called with {theirs.aval.str_short()}"
             for name, ours, theirs in zip(names, self.lowered.avals, found, strict=True)
-            if (ours.shape, ours.dtype) != (theirs.aval.shape, theirs.aval.dtype)
+            if (ours.shape, ours.dtype, is_reference_type(ours))
+            != (theirs.aval.shape, theirs.aval.dtype, is_reference_type(theirs.aval))
         ]
         if wrong:
             raise ArgumentError(
@@ -272,7 +290,7 @@ class Compiled:
                 user_line(),
                 hint="Lower it for such arguments too, or call what gshard.jit returned.",
             )
-        return self.lowered.results(self.lowered.executable(*placed_arguments(self.lowered, leaves).arrays))
+        return self.lowered.results(self.lowered.executable(*placed_arguments(self.lowered, leaves).arrays), leaves)
 
     def _as_compiled_for(self, i: int, x: Any) -> Any:
         """An argument in padded parts if it was compiled for such parts, and only then."""
@@ -345,7 +363,7 @@ class Compiled:
     @property
     def input_shardings(self) -> Any:
         """The shardings of ``(positional, named)`` arguments, in their structure."""
-        return jax.tree.unflatten(self.in_tree, self.lowered.argument_shardings)
+        return jax.tree.unflatten(self.in_tree, self.lowered.argument_shardings[: len(self.lowered.avals)])
 
     @property
     def output_shardings(self) -> Any:

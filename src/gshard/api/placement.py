@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format
 
+from gshard.api.reference_arguments import arrays_of, refuse_twice
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import address_of, fast_path, input_layouts, layout_of
@@ -49,6 +50,8 @@ class Callee(Protocol):
     @property
     def out_tree(self) -> Any: ...
     @property
+    def closed_over(self) -> Sequence[Any]: ...
+    @property
     def told(self) -> set[int]: ...
 
 
@@ -73,6 +76,10 @@ def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
         ShardingError: memory that may be overwritten is given twice, or was overwritten by an earlier call; it is a
             ``RuntimeError`` too, as of ``jax.jit``.
     """
+    if callee.program.references:
+        leaves = [*leaves, *callee.closed_over]
+        refuse_twice(leaves, lambda: callee.program.names[len(callee.program.captured) :], callee.program.name)
+        leaves = arrays_of(leaves)
     callee.executable.agree()  # to move an array may take collectives as well
     donated, unread, targets = callee.donated, callee.unread, callee.argument_shardings
     layouts = input_layouts(callee.executable.compiled, len(callee.program.captured))
@@ -126,7 +133,8 @@ def by_dispatch(callee: Callee, placed: Placed, leaves: Sequence[Any], results: 
     """
     executable = callee.executable
     reordered = executable.spmd.in_orders or executable.spmd.out_orders
-    if not placed.by_dispatch or reordered or any(isinstance(x, UnevenArray) for x in (*results, *leaves)):
+    ours = callee.program.references or any(isinstance(x, UnevenArray) for x in (*results, *leaves))
+    if ours or reordered or not placed.by_dispatch:
         return None
     return fast_path(executable.compiled, callee.out_tree, results, executable.captured, len(leaves))
 

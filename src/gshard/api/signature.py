@@ -15,10 +15,17 @@ from typing import Any
 
 import jax
 
+from gshard.api.reference_arguments import refuse_twice
 from gshard.api.static_leaves import fixed, refuse_without_hash, with_fixed_results, with_freed_arguments
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import is_token, named_arguments, trace_settings
+from gshard.core.jax_adapter_references import (
+    array_type_of,
+    is_reference_type,
+    shape_of_reference,
+    type_of_reference,
+)
 from gshard.core.paths import leaf_names, parameters_of
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import UnevenArray
@@ -48,6 +55,8 @@ class Leaf:
         Raises:
             TypeError: it is no array, nor anything that JAX takes for one.
         """
+        if (aval := type_of_reference(x)) is not None:
+            return Leaf(aval, None if isinstance(x, jax.core.Tracer) else x.sharding)
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
             return Leaf.of_type(jax.typeof(x), x.sharding if x.committed else None)
         if isinstance(x, UnevenArray):
@@ -67,13 +76,15 @@ class Leaf:
 
     @property
     def array_type(self) -> tuple[Any, Any]:
-        """Its type and its sharding."""
-        return self.aval, self.sharding
+        """The type of the array that it is, or that the reference holds, and its sharding."""
+        return array_type_of(self.aval), self.sharding
 
     @property
     def shape(self) -> jax.ShapeDtypeStruct:
         """What the function is traced with."""
         explicit = _explicit_sharding(self.aval)
+        if is_reference_type(self.aval):
+            return shape_of_reference(self.aval, explicit)
         weak = bool(getattr(self.aval, "weak_type", False))
         return jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype, sharding=explicit, weak_type=weak)
 
@@ -88,7 +99,7 @@ def _plain(x: jax.ShapeDtypeStruct) -> Any:
 
 def _explicit_sharding(aval: Any) -> Any:
     """The sharding that is part of an array's type, where its mesh has axes of type Explicit."""
-    sharding: Any = getattr(aval, "sharding", None)
+    sharding: Any = getattr(array_type_of(aval), "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     return sharding if mesh is not None and not mesh.empty and mesh.explicit_axes else None
 
@@ -102,12 +113,23 @@ class Signature:
         leaves: the flat arguments.
         statics: the number of positional arguments, then (position or name, type, value) of each static one.
         settings: JAX's.
+        closed_over: the references that the function closes over: arguments that the user does not write.
     """
 
     tree: Any
     leaves: tuple[Leaf, ...]
     statics: tuple[Any, ...]
     settings: Hashable
+    closed_over: tuple[Leaf, ...] = ()
+
+    @property
+    def every(self) -> tuple[Leaf, ...]:
+        """The flat arguments, and the references that the function closes over."""
+        return (*self.leaves, *self.closed_over)
+
+    def closing_over(self, references: Sequence[Any]) -> Signature:
+        """The same of a function that closes over these references."""
+        return dataclasses.replace(self, closed_over=tuple(map(Leaf.of, references))) if references else self
 
     @property
     def traced(self) -> Hashable:
@@ -123,13 +145,14 @@ class Signature:
         return leaf_names(f, jax.tree.unflatten(self.tree, [0] * len(self.leaves)))
 
     def leaves_of(self, numbers: Sequence[int], names: Sequence[str]) -> frozenset[int]:
-        """The flat arguments that belong to some arguments, by their positions in the call, or by name."""
+        """The flat arguments that belong to some arguments, by their positions in the call, or by name; references."""
         positional, named = jax.tree.unflatten(self.tree, range(len(self.leaves)))
         fixed = {key for key, _, _ in self.statics[1:]}
         dynamic = [i for i in range(self.statics[0]) if i not in fixed]
         chosen = [x for i, x in zip(dynamic, positional, strict=True) if i in numbers]
         chosen += [x for name, x in named.items() if name in names]
-        return frozenset(jax.tree.leaves(chosen))
+        references = (i for i, x in enumerate(self.every) if is_reference_type(x.aval))
+        return frozenset((*jax.tree.leaves(chosen), *references))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -268,6 +291,7 @@ class Parameters:
         leaves, tree = jax.tree.flatten(arrays)
         if any(map(is_token, leaves)):
             leaves, tree = jax.tree.flatten(fixed(arrays, "", every=False))
+        refuse_twice(leaves, lambda: leaf_names(self.f, arrays), name_of(self.f))
         try:
             read = tuple(map(Leaf.of, leaves))
         except TypeError as error:

@@ -25,11 +25,15 @@ from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.api.boundary import mark_of_sharding
+from gshard.api.call_back import call_back
 from gshard.api.lowered import Lowered
+from gshard.api.reference_arguments import arrays_of
 from gshard.api.signature import Leaf
 from gshard.api.target import Target
-from gshard.core.jax_adapter import mesh_of_context, no_mesh_set
+from gshard.core.errors import TraceError
+from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import checked_by, is_staging, mapped, mapped_by, weakly_cached
+from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
@@ -66,6 +70,35 @@ def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     if own.explicit_axes and here is not None:
         return results
     return [_on(x, own if ours else target.mesh.jax_mesh) for x in results]
+
+
+def refuse_inside_shard_map(name: str) -> None:
+    """Refuses a call where arrays are one device's parts.
+
+    Raises:
+        TraceError: it is inside of ``jax.shard_map``.
+    """
+    if manual := jax.sharding.get_abstract_mesh().manual_axes:
+        raise TraceError(
+            f"{name} is called inside jax.shard_map, where arrays are one device's parts.",
+            user_line(),
+            f"manual axes: {', '.join(map(str, manual))}",
+            "Partition outside: gshard.jit of the function that holds the jax.shard_map keeps it as it is written.",
+        )
+
+
+def refuse_references(arguments: Sequence[Any], name: str = "a partitioned function") -> None:
+    """Refuses a call with references that is differentiated or mapped: a derivative would write to them twice.
+
+    Raises:
+        TraceError: an argument, or something closed over, is a reference.
+    """
+    if any(map(is_reference, arguments)):
+        raise TraceError(
+            f"{name} writes to a reference (jax.Ref), and a transformation around it would differentiate or map it.",
+            user_line(),
+            hint="Transform inside: gshard.jit(jax.grad(f), mesh=...), or give and return arrays.",
+        )
 
 
 def _on(x: Any, mesh: Any) -> Any:
@@ -106,6 +139,7 @@ def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
     """The per-device program in the place of the equation. Its mesh is that of the atoms, whatever mesh is set."""
     spmd = partitioned(jaxpr, target)
+    call_back(_planned(jaxpr, target), target)
 
     def inline(*arrays: Any) -> list[Any]:
         return list(runnable(spmd.jaxpr)(*spmd.program.captured, *arrays))
@@ -127,8 +161,9 @@ mlir.register_lowering(call_p, _lower)
 def _run(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
     """A call whose arguments are all there: what a derivative taken outside of ``jax.jit`` comes to."""
     lowered = _lowered(jaxpr, target, tuple(getattr(x, "sharding", None) for x in arguments))
-    placed = [jax.device_put(x, s) for x, s in zip(arguments, lowered.argument_shardings, strict=True)]
-    return lowered.flat_results(lowered.executable(*placed))
+    targets = lowered.argument_shardings
+    placed = [jax.device_put(x, s) for x, s in zip(arrays_of(arguments), targets, strict=True)]
+    return lowered.flat_results(lowered.executable(*placed), arguments)
 
 
 @weakly_cached
@@ -141,7 +176,13 @@ def _lowered(jaxpr: Any, target: Target, shardings: tuple[Any, ...]) -> Lowered:
 
 @call_p.def_effectful_abstract_eval
 def _abstract(*arguments: Any, jaxpr: Any, target: Target) -> tuple[Any, Any]:
-    return list(jaxpr.out_avals), jaxpr.effects
+    return list(jaxpr.out_avals), effects_of_call(jaxpr)
+
+
+@functools.partial(discharged_by, call_p)
+def _discharged(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
+    """A call of the function that takes arrays for references, and also returns their final values."""
+    return call(jaxpr, parameters["target"], operands)
 
 
 # -- vmap ------------------------------------------------------------------------------------------------------------
@@ -151,6 +192,7 @@ def _batch(
     axis: Any, arguments: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, target: Target
 ) -> tuple[list[Any], tuple[Any, ...]]:
     """A call of the mapped function."""
+    refuse_references(arguments)
     inner, out_dims = mapped(jaxpr, axis, dims)
     return call(inner, target, arguments), out_dims
 
@@ -224,6 +266,7 @@ def _differentiable(avals: Sequence[Any]) -> list[bool]:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, target: Target) -> tuple[list[Any], list[Any]]:
+    refuse_references(primals)
     nonzero_tangents = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     first, second = _linearize_split(jaxpr, target, nonzero_tangents)
     everything = call(first, target, primals)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.layout import Layout, Named
+from gshard.core.look import Look
 from gshard.core.mark import Mark
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import Dims, Factor, Rule
@@ -191,6 +192,12 @@ class Program:
         weak: for each result whether its type is weak; none are if it is empty.
         named: the values that have names of dimensions, in order.
         layout: what these mean; None if nothing.
+        references: the inputs that are references (``jax.Ref``); their final values are the last results, in this
+            order. Those that the function closes over are its last inputs.
+        looks: where the function asks how an array is sharded (``jax.debug.inspect_array_sharding``). They are no
+            equations: the program is the one without them.
+        watched: makes the program in which each look is an equation that reads its operand, to plan what the program
+            does not hold; None without looks.
         decomposed: blocks that take the place of ``block``, by how many parts its values are in
             (``passes.decompose``); programs with other marks share them.
     """
@@ -204,18 +211,31 @@ class Program:
     weak: tuple[bool, ...] = ()
     named: tuple[Named, ...] = ()
     layout: Layout | None = None
+    references: tuple[int, ...] = ()
+    looks: tuple[Look, ...] = ()
+    watched: Callable[[], Program] | None = None
     decomposed: Cache = dataclasses.field(default_factory=lambda: Cache(_DECOMPOSED))
+
+    def final_values(self) -> list[tuple[int, Value | Constant]]:
+        """The inputs that are references, and the results that are their final values."""
+        if not self.references:
+            return []
+        return list(zip(self.references, self.block.outputs[-len(self.references) :], strict=True))
 
     def state(self, inputs: Iterable[int]) -> list[tuple[int, Value]]:
         """Those of some inputs for which there is a result of the same shape and dtype, with that result.
 
-        In a training step these are the state that goes from call to call. Each result is taken once.
+        In a training step these are the state that goes from call to call. Each result is taken once. Of a reference it
+        is its final value.
         """
         free = [v for v in self.block.outputs if isinstance(v, Value) and v not in self.block.inputs]
-        found = []
+        final, found = dict(self.final_values()), []
         for i in inputs:
             own = self.block.inputs[i]
-            after = next((v for v in free if (v.shape, v.dtype) == (own.shape, own.dtype)), None)
+            if i in final:
+                after = next((v for v in free if v is final[i]), None)
+            else:
+                after = next((v for v in free if (v.shape, v.dtype) == (own.shape, own.dtype)), None)
             if after is not None:
                 free.remove(after)
                 found.append((i, after))

@@ -56,6 +56,13 @@ def _equation(eqn: Any, operands: list[Any], atoms_of: AtomsOf) -> Sequence[Any]
         return operands
     if name == "shard_map":
         return _inner(eqn, operands, atoms_of)
+    if name in ("io_callback", "pure_callback") and eqn.params.get("sharding") is not None:
+        raise RuleError(
+            f"'{name}' inside a shard_map cannot name the device that calls.",
+            user_line(eqn.source_info),
+            f"sharding={eqn.params['sharding']}",
+            "Leave sharding= out: every device calls, with its own part.",
+        )
     if name in ("custom_jvp_call", "custom_vjp_call"):
         return renamed(called_jaxpr(eqn), atoms_of)(*operands)
     # A sharding that JAX wrote down names the user's axes; on a device's part it means nothing.

@@ -3,7 +3,7 @@
 JAX has no arrays with unequal parts: arguments with dimensions that do not divide evenly come whole along these, and
 results leave cut as far as parts are equal; inside both are cut further. What comes or leaves in padded parts does so
 as it is. A donated argument comes as the result leaves that takes its memory, and if it came sharded that result leaves
-as it came, so that a training state goes from call to call.
+as it came, so that a training state goes from call to call. The final value of a reference always leaves as it came.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def at_border(plan: Plan, border: Border = AS_MARKED) -> Plan:
     entry = tuple(come.get(i) or _whole_if_uneven(plan.sharding(v), v, plan) for i, v in enumerate(block.inputs))
     if not border.keep_uneven:
         leave |= {v: s for v, s in _as_they_came(border.donated, entry, plan).items() if v in plan.leaves}
+    leave |= {v: entry[i] for i, v in plan.program.final_values() if entry[i].is_even(plan.mesh, v.shape)}
     return dataclasses.replace(plan, entry=entry, leave=tuple(leave[v] for v in block.outputs))
 
 

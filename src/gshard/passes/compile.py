@@ -34,6 +34,7 @@ class Executable:
 
     spmd: SpmdProgram
     function: Callable[..., Any]
+    _waiting: list[Callable[[], None]] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs on flat arguments that have the shardings of the program; results are flat global arrays."""
@@ -87,7 +88,17 @@ class Executable:
     @functools.cached_property
     def compiled(self) -> Any:
         """JAX's compiled object: ``as_text()``, ``memory_analysis()``, ``cost_analysis()``."""
-        return self.lowered.compile()
+        made = self.lowered.compile()
+        while self._waiting:
+            self._waiting.pop(0)()
+        return made
+
+    def when_compiled(self, act: Callable[[], None]) -> None:
+        """Calls a function once the program is compiled; now, if it is."""
+        if "compiled" in self.__dict__:
+            act()
+        else:
+            self._waiting.append(act)
 
     def __str__(self) -> str:
         return f"executable {self.spmd.program.name} on {self.spmd.mesh}\n{self.compiled.as_text()}"
@@ -164,7 +175,7 @@ def _jitted(
         program,
         in_shardings=[said(spmd.mesh, s) for s in spmd.in_shardings[len(constants) :]],
         out_shardings=[said(spmd.mesh, s) for s in spmd.out_shardings],
-        donate_argnums=tuple(sorted(captured + i for i in donated)),
+        donate_argnums=tuple(sorted({captured + i for i in donated} - _moved_references(spmd))),
         keep_unused=keep_unused,
         compiler_options=None if compiler_options is None else dict(compiler_options),
     )
@@ -191,3 +202,11 @@ def _lowered(spmd: SpmdProgram, function: Any, first: int = 0) -> Any:
     # The atoms replace whatever mesh the caller has set: they are the same devices under other names.
     with no_mesh_set(), jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh):
         return function.lower(*shapes)
+
+
+def _moved_references(spmd: SpmdProgram) -> set[int]:
+    """The references whose final values leave otherwise than they came: these cannot take their memory."""
+    count, outs = len(spmd.program.references), range(len(spmd.out_shardings))
+    pairs = zip(spmd.program.references, outs[len(outs) - count :], strict=True)
+    come, leave = spmd.in_shardings, spmd.out_shardings
+    return {i for i, j in pairs if (come[i], spmd.in_orders.get(i)) != (leave[j], spmd.out_orders.get(j))}

@@ -8,6 +8,7 @@ own, and each equation gets its rule or its region.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,16 +41,18 @@ from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
 from gshard.tracing.added_in_rounds import added_in_rounds
 from gshard.tracing.by_jax import closed_of, name_of
-from gshard.tracing.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
+from gshard.tracing.expand import expansion, mark_of_equation, mark_of_type, needs_barrier, without_shardings
 from gshard.tracing.files import with_names_of_files
 from gshard.tracing.framed import in_frames
 from gshard.tracing.in_a_row import one_equation_each
 from gshard.tracing.known import Facts, makes_indices
 from gshard.tracing.look_up import simpler
+from gshard.tracing.looks import Looks
 from gshard.tracing.manual_regions import check_manual_regions
 from gshard.tracing.moved_first import moved_first
 from gshard.tracing.opened import opened
 from gshard.tracing.padded import padded_by_windows
+from gshard.tracing.references import without_references
 from gshard.tracing.scanned import scanned
 from gshard.tracing.subexpression import common_key
 from gshard.tracing.sums_of_updates import sums_of_updates
@@ -119,17 +122,33 @@ def program_of(
     Raises:
         ShardingError: parts (``auto_to_manual``) and whole arrays are mixed.
     """
-    jaxpr, consts = closed(whole)
-    builder = _Builder(layout=layout)
-    block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
-    block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
-    check_manual_regions(block)
-    with_names_of_files(block)
-    captured = tuple(consts)
-    marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(names)
-    every = (*(f"captured[{i}]" for i in range(len(captured))), *names)
-    weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars)
-    return Program(block, captured, marks, every, out_tree, name, weak, tuple(builder.named), layout)
+    whole, references = without_references(whole, name)
+    closed_over = len(whole.in_avals) - len(names)
+    names = (*names, *(f"closed-over reference {i}" for i in range(closed_over)))
+    given = argument_marks if argument_marks is not None else (None,) * (len(names) - closed_over)
+    marks = (*given, *(None,) * closed_over)
+    if references:
+        out_tree = jax.tree_util.treedef_tuple((out_tree, jax.tree.structure([0] * len(references))))
+    looks = Looks(whole)
+
+    def made(whole: Any, looks: Looks | None) -> Program:
+        jaxpr, consts = closed(whole)
+        builder = _Builder(layout=layout, looks=looks)
+        block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
+        block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
+        check_manual_regions(block)
+        with_names_of_files(block)
+        every = (*(f"captured[{i}]" for i in range(len(consts))), *names)
+        weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars)
+        mutable = tuple(len(consts) + i for i in references)
+        named = tuple(builder.named)
+        return Program(block, tuple(consts), marks, every, out_tree, name, weak, named, layout, references=mutable)
+
+    program = made(looks.plain, looks)
+    if not looks:
+        return program
+    watched = with_tables(no_mesh_set()(functools.partial(made, looks.watched, None)))
+    return dataclasses.replace(program, looks=looks.found(), watched=watched)
 
 
 @no_mesh_set()
@@ -183,6 +202,7 @@ class _Builder:
     layout: Layout | None = None
     named: list[Named] = dataclasses.field(default_factory=list)
     facts: Facts = dataclasses.field(default_factory=Facts)
+    looks: Looks | None = None
 
     def block(
         self,
@@ -286,6 +306,8 @@ class _Builder:
                 out.known[key] = out.equations[-1]
             if len(outputs) == 1:
                 self.facts.note(name, params, inputs, outputs[0])
+        if self.looks:
+            self.looks.note(env)
 
     def _equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
         region = REGIONS.get(primitive.name)
@@ -299,8 +321,7 @@ class _Builder:
             return Equation(primitive, params, inputs, outputs, None, source, blocks, edges, None, count)
         mark = mark_of_equation(primitive.name, params, len(inputs[0].shape) if inputs else 0)
         if mark is None:
-            # Where JAX saw arguments that are on a mesh it wrote that down; inside shard_map it means nothing.
-            params = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
+            params = without_shardings(primitive.name, params)
         shapes = tuple(x.shape for x in inputs), tuple(x.shape for x in outputs)
         numbers = tuple(x.number if isinstance(x, Constant) else None for x in inputs)
         call = Call(primitive.name, params, *shapes, tuple(x.dtype for x in inputs), primitive, numbers)

@@ -6,8 +6,9 @@ They are written for the whole arrays, so their operands are gathered. How often
     io_callback                   exactly once a call: the first device calls, results are handed to the others
     debug_callback, debug_print   exactly once a call
     the last two, partitioned     once on every device, with its own part, padding filled with zeros
+    the first two, sharding=      exactly once a call, by the device that the sharding names
 
-While the first device calls, the others wait for what it returns; on CPU no longer than XLA lets a collective wait.
+While one device calls, the others wait for what it returns; on CPU no longer than XLA lets a collective wait.
 Order (``ordered=True``) is kept by ``io_callback``; JAX does not keep it for the other two on several devices, and that
 is an error here.
 """
@@ -29,14 +30,19 @@ from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.language.registry import Call, rule
 
+# Callbacks of which the user may say which device calls: ``sharding=jax.sharding.SingleDeviceSharding(device)``.
+WITH_A_DEVICE = ("pure_callback", "io_callback")
+
 
 @rule("pure_callback")
 def pure_callback(call: Call) -> Rule:
-    """Every device calls, with whole arrays.
+    """Every device calls, with whole arrays; or the one that the user names.
 
     >>> print(pure_callback(Call("pure_callback", {}, ((3, 4),), ((3,),), ("f4",))))
     a b -> c; replicate a b c
     """
+    if call.params.get("sharding") is not None:
+        return with_effects(call)
     make = RuleMaker()
     return make.rule(*_whole(make, call))
 
@@ -46,7 +52,8 @@ ONCE = ("io_callback", "debug_callback", "debug_print")
 
 @rule(*ONCE)
 def with_effects(call: Call) -> Rule:
-    """The first device calls, with whole arrays; or every device with its part, if the user says ``partitioned``.
+    """The first device calls, with whole arrays, or the one that the user names; or every device with its part, if the
+    user says ``partitioned``.
 
     >>> print(with_effects(Call("debug_print", {"partitioned": True}, ((3, 4),), (), ("f4",))))
     a b ->
@@ -58,22 +65,25 @@ def with_effects(call: Call) -> Rule:
     ordered = call.params.get("ordered") or type(call.params.get("effect")).__name__.startswith("Ordered")
     unkept = ordered and call.name != "io_callback"
 
+    anywhere = {"sharding": None} if "sharding" in call.params else {}
+
     def local(shards: Shards, *arrays: Any) -> list[Any]:
+        caller = _caller(call.params.get("sharding"), shards)
         if shards.mesh.size == 1:
-            return shards.bind(*arrays)
+            return shards.bind(*arrays, **anywhere)
         if unkept:
             raise PlanError(
                 f"'{call.name}' with ordered=True runs on one device only, and the mesh has {shards.mesh.size}.",
                 shards.equation.line,
                 hint="Leave the order out, or use jax.experimental.io_callback(..., ordered=True), which keeps it.",
             )
-        first = lax.axis_index(shards.mesh.atoms) == 0
+        first = lax.axis_index(shards.mesh.atoms) == caller
         outputs = shards.equation.outputs
 
         def nothing(*_: Any) -> list[Any]:
             return [jnp.zeros(v.shape, v.dtype) for v in outputs]
 
-        results = lax.cond(first, lambda *xs: shards.bind(*xs), nothing, *arrays)
+        results = lax.cond(first, lambda *xs: shards.bind(*xs, **anywhere), nothing, *arrays)
         return [_from_first(shards, x) for x in results]
 
     def sends(mesh: Mesh, split: Split) -> int:
@@ -81,6 +91,38 @@ def with_effects(call: Call) -> Rule:
         return sum(_sent(n, mesh) for n in sizes)
 
     return make.rule(*_whole(make, call), local=local, sends=sends)
+
+
+@rule("inspect_sharding")
+def inspect_sharding(call: Call) -> Rule:
+    """A look at how an array is sharded takes it as it is; it is planned, but no program runs it (``tracing.looks``).
+
+    >>> print(inspect_sharding(Call("inspect_sharding", {}, ((3, 4),), (), ("f4",))))
+    a b ->
+    """
+    make = RuleMaker()
+    return make.rule([make.parallel(shape) for shape in call.in_shapes], [], local=lambda shards, x: [], flops=0)
+
+
+def _caller(sharding: Any, shards: Shards) -> int:
+    """The number of the device that calls: of the one that a sharding names, else of the first.
+
+    Raises:
+        PlanError: it does not name one device of the mesh.
+    """
+    if sharding is None:
+        return 0
+    devices, own = tuple(sharding.device_set), shards.mesh.devices
+    if len(devices) == 1 and own is None:  # a mesh to plan for: what is sent is the same for all
+        return 0
+    if len(devices) != 1 or own is None or devices[0] not in own:
+        raise PlanError(
+            f"the sharding of '{shards.equation.name}' does not name one device of the mesh.",
+            shards.equation.line,
+            f"sharding={sharding}; mesh: {shards.mesh}",
+            "Name the device that calls: jax.sharding.SingleDeviceSharding(device), or leave sharding= out.",
+        )
+    return own.index(devices[0])
 
 
 def _by_parts(call: Call) -> Rule:

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.jax_adapter import body_of_call, closed, expand_high_primitive, expand_random_bits, shapes_of
 from gshard.core.mark import Mark, entries_of
+from gshard.rules.callback import WITH_A_DEVICE
 from gshard.rules.sorted_search import sorted_search
 from gshard.tracing.mapped_while import written_out
 
@@ -63,6 +64,16 @@ def _solve(params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any,
 def needs_barrier(name: str, params: dict[str, Any]) -> bool:
     """Whether a call's operands must be hidden from common-subexpression elimination: rematerialisation."""
     return name in ("remat2", "checkpoint") and bool(params.get("prevent_cse")) and bool(params.get("differentiated"))
+
+
+def without_shardings(name: str, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of an equation without what JAX wrote down where it saw arguments that are on a mesh.
+
+    On one device's parts that means nothing. The sharding of a callback is the user's: it names the device that calls.
+    """
+    if name in WITH_A_DEVICE:
+        return params
+    return {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
 
 
 def mark_of_equation(name: str, params: dict[str, Any], ndim: int) -> Mark | None:

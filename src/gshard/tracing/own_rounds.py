@@ -22,12 +22,14 @@ from gshard.language.interpret import Interpreter
 def rule_of_rounds(e: Equation) -> Rule | None:
     """The rule of a loop as one operator whose rounds are split; None if its rounds need one another.
 
-    Nor has it one where something inside is marked, is a manual region, or has an effect.
+    Nor has it one where something inside is marked, is a manual region, has an effect, or runs on a device by name.
     """
     if e.name != "scan" or e.trip_count < 2 or e.params["jaxpr"].effects:
         return None
     (body,) = e.blocks
     if any(q.mark is not None or (q.rule is not None and q.rule.fixed is not None) for q in body.walk()):
+        return None
+    if any(q.params.get("sharding") is not None for q in body.walk()):  # of a callback
         return None
     consts, carry = scan_counts(e.params)
     carried = zip(body.inputs[consts : consts + carry], body.outputs[:carry], strict=True)

@@ -20,6 +20,7 @@ _ONCE = (
     "io_callback",
     "debug_callback",
     "debug_print",
+    "inspect_sharding",
     "ffi_call",
     "infeed",
     "outfeed",

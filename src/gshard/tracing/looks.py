@@ -1,0 +1,137 @@
+"""Looks: ``jax.debug.inspect_array_sharding`` and ``visualize_array_sharding`` inside of a function.
+
+A look is taken out of the jaxpr before anything is planned, so the program is the one without it: what only a look
+reads is not computed. The builder of the program notes which values the looks are at. A value that the program does not
+hold is looked for in a second program, the *watched* one, in which each look is an equation that reads its operand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from gshard.core.jax_adapter import closed, user_line
+from gshard.core.look import Look
+from gshard.core.program import Constant, Value
+
+_LOOK = "inspect_sharding"
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbered:
+    """The callback of a look, and which of the function's looks it is."""
+
+    number: int
+    callback: Callable[[Any], Any]
+
+
+class Looks:
+    """The looks of a jaxpr, and the jaxpr without them.
+
+    Attributes:
+        plain: the jaxpr without looks.
+        watched: the jaxpr with them, each callback a ``Numbered``; without those inside of ``shard_map``.
+    """
+
+    def __init__(self, whole: Any):
+        self._looks: list[Look] = []
+        self._at: dict[Any, list[int]] = {}  # the numbers of the looks at a variable
+        self._values: dict[int, list[Value | Constant]] = {}
+        self._bodies: dict[tuple[Any, bool], tuple[Any, Any]] = {}
+        self.plain, self.watched = self._parted(whole, False)
+
+    def __bool__(self) -> bool:
+        return bool(self._looks)
+
+    def note(self, env: Mapping[Any, Value | Constant]) -> None:
+        """Notes the values that variables stand for, as far as looks are at them."""
+        for variable in self._at.keys() & env.keys():
+            for number in self._at[variable]:
+                self._values.setdefault(number, []).append(env[variable])
+
+    def found(self) -> tuple[Look, ...]:
+        """The looks in order, with the values that were noted."""
+        return tuple(
+            dataclasses.replace(look, values=(*look.values, *self._values.get(i, ())))
+            for i, look in enumerate(self._looks)
+        )
+
+    def _parted(self, jaxpr: Any, manual: bool) -> tuple[Any, Any]:
+        """A (closed) jaxpr without looks, and with numbered ones; itself where it has none."""
+        body, _ = closed(jaxpr)
+        if (body, manual) not in self._bodies:
+            self._bodies[body, manual] = self._parted_body(body, manual)
+        plain, watched = self._bodies[body, manual]
+        if plain is body:
+            return jaxpr, jaxpr
+        if body is jaxpr:
+            return plain, watched
+        return jaxpr.replace(jaxpr=plain), jaxpr.replace(jaxpr=watched)
+
+    def _parted_body(self, body: Any, manual: bool) -> tuple[Any, Any]:
+        plain, watched = [], []
+        for e in body.eqns:
+            if e.primitive.name == _LOOK:
+                made = self._look(e, manual)
+                watched += [] if manual else [made]
+                continue
+            # Inside of a shard_map, and of whatever else holds a mesh, an array is one device's part.
+            parts = {k: self._parameter(v, manual or "mesh" in e.params) for k, v in e.params.items()}
+            if all(a is e.params[k] for k, (a, _) in parts.items()):
+                plain.append(e)
+                watched.append(e)
+                continue
+            params = {k: a for k, (a, _) in parts.items()}
+            plain.append(e.replace(params=params, effects=_effects_of(e.effects, _bodies_in(params))))
+            watched.append(e.replace(params={k: b for k, (_, b) in parts.items()}))
+        if all(a is b for a, b in zip(plain, body.eqns, strict=False)) and len(plain) == len(body.eqns):
+            return body, body
+        return (
+            body.replace(eqns=plain, effects=_effects_of(body.effects, plain)),
+            body.replace(eqns=watched),
+        )
+
+    def _look(self, e: Any, manual: bool) -> Any:
+        (operand,) = e.invars
+        number, callback = len(self._looks), e.params["callback"]
+        constant = (Constant(operand.val),) if isinstance(operand, Literal) else ()
+        if not constant:
+            self._at.setdefault(operand, []).append(number)
+        look = Look(callback, tuple(operand.aval.shape), user_line(e.source_info), manual, constant)
+        self._looks.append(look)
+        return e.replace(params={**e.params, "callback": Numbered(number, callback)})
+
+    def _parameter(self, value: Any, manual: bool) -> tuple[Any, Any]:
+        if isinstance(value, (Jaxpr, ClosedJaxpr)):
+            return self._parted(value, manual)
+        if not isinstance(value, (tuple, list)):
+            return value, value
+        made = [self._parameter(v, manual) for v in value]
+        if all(a is v for (a, _), v in zip(made, value, strict=True)):
+            return value, value
+        plain, watched = zip(*made, strict=True)
+        if hasattr(value, "_fields"):
+            return type(value)(*plain), type(value)(*watched)
+        return type(value)(plain), type(value)(watched)
+
+
+def _bodies_in(params: Mapping[str, Any]) -> list[Any]:
+    values = [x for v in params.values() for x in (v if isinstance(v, (tuple, list)) else (v,))]
+    return [closed(v)[0] for v in values if isinstance(v, (Jaxpr, ClosedJaxpr))]
+
+
+def _effects_of(effects: Any, inside: list[Any]) -> Any:
+    """The effects of what held a look: without the look's own, unless something else inside has it."""
+    return type(effects)(x for x in effects if not _is_debugging(x) or any(x in made.effects for made in inside))
+
+
+def _is_debugging(effect: Any) -> bool:
+    return type(effect).__name__ == "DebugEffect"
+
+
+def number_of(name: str, params: Mapping[str, Any]) -> int | None:
+    """Which of the function's looks an equation is; None for one that is no look."""
+    return params["callback"].number if name == _LOOK else None

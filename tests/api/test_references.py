@@ -1,0 +1,360 @@
+"""References (jax.new_ref) inside of partitioned functions, as arguments, and closed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gshard
+
+X = np.random.default_rng(3).standard_normal((16, 8)).astype(np.float32)
+F = Callable[..., Any]
+
+
+def mesh(kind: AxisType = AxisType.Auto, **axes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+LINE, GRID, EXPLICIT = mesh(d=8), mesh(d=2, e=4), mesh(AxisType.Explicit, d=8)
+
+
+def put(x: Any, where: jax.sharding.Mesh, *spec: Any) -> Any:
+    return jax.device_put(x, NamedSharding(where, P(*spec)))
+
+
+# -- inside ----------------------------------------------------------------------------------------------------------
+
+
+def whole(x: Any) -> Any:
+    r = jax.new_ref(x)
+    r[...] += 1
+    return jax.freeze(r) * 2
+
+
+def places(x: Any) -> Any:
+    r = jax.new_ref(x)
+    r[3] = x[0]
+    r[:, 2:4] += 1.0
+    r[jnp.array([1, 5])] = jnp.zeros((2, 8))
+    i = jnp.int32(2)
+    r[i] = r[i + 1] * 2
+    jax.ref.addupdate(r, (slice(0, 3),), jnp.full((3, 8), 2.0))
+    old = jax.ref.swap(r, (4,), x[7])
+    return r[...], old
+
+
+def in_scan(x: Any) -> Any:
+    rows, total = jax.new_ref(x), jax.new_ref(jnp.zeros(8))
+
+    def body(i: Any, row: Any) -> Any:
+        total[...] += row
+        rows[i] = rows[i] * 2
+        return i + 1, total[0]
+
+    n, firsts = lax.scan(body, 0, x)
+    return rows[...], total[...], firsts, n
+
+
+def in_loops(x: Any) -> Any:
+    r = jax.new_ref(x)
+
+    def body(i: Any) -> Any:
+        r[i] = r[i] + i
+        return i + 1
+
+    lax.while_loop(lambda i: i < 5, body, 0)
+    lax.cond(x.sum() > 0, lambda: r.__setitem__(0, r[1]), lambda: r.__setitem__(2, r[3]))
+    return r[...]
+
+
+def in_calls(x: Any) -> Any:
+    r = jax.new_ref(x)
+
+    @jax.jit
+    def inner(r: Any, y: Any) -> Any:
+        r[...] = r[...] * y
+        return r[0]
+
+    @jax.jit
+    def closing_over(y: Any) -> Any:
+        r[1] = y[0]
+        return r[...].sum()
+
+    return inner(r, x) + inner(r, x), closing_over(x), r[...]
+
+
+def gradient(x: Any) -> Any:
+    def loss(x: Any) -> Any:
+        r = jax.new_ref(jnp.zeros(8))
+
+        def body(c: Any, row: Any) -> Any:
+            r[...] = jnp.sin(r[...] + row)
+            return c, None
+
+        lax.scan(body, 0.0, x)
+        return (r[...] ** 2).sum()
+
+    return jax.value_and_grad(loss)(x)
+
+
+def mapped(x: Any) -> Any:
+    def f(row: Any) -> Any:
+        r = jax.new_ref(row)
+        r[0] = row.sum()
+        r[1:3] *= 2
+        return r[...]
+
+    return jax.vmap(f)(x)
+
+
+@jax.custom_vjp
+def tripled(x: Any) -> Any:
+    r = jax.new_ref(x)
+    r[...] *= 3
+    return r[...]
+
+
+tripled.defvjp(lambda x: (tripled(x), x), lambda x, ct: (ct * x,))
+
+
+def custom(x: Any) -> Any:
+    return tripled(x).sum(), jax.grad(lambda x: tripled(x).sum())(x)
+
+
+def collected(x: Any) -> Any:
+    """The gradient is added up in a reference."""
+    total = jax.new_ref(jnp.ones_like(x))
+    _, pullback = jax.vjp(lambda x: jnp.sin(x).sum(), x)
+    pullback.with_refs(total)(1.0)
+    return total[...]
+
+
+def others(x: Any) -> Any:
+    """Keys, integers and booleans, and an array without values."""
+    n, key, odd = jax.new_ref(jnp.arange(16)), jax.new_ref(jax.random.key(3)), jax.new_ref(x > 0)
+    n[3:6] += 7
+    drawn = jax.random.normal(key[...], (16,))
+    key[...] = jax.random.split(key[...])[1]
+    odd[0] = odd[1]
+    return n[...], drawn, jax.random.key_data(key[...]), odd[...]
+
+
+def in_region(x: Any) -> Any:
+    r = jax.new_ref(x)
+
+    def body(r: Any) -> None:
+        own = jax.new_ref(r[...])
+        own[...] *= 2
+        r[...] = own[...]
+
+    jax.shard_map(body, mesh=LINE, in_specs=P("d"), out_specs=None)(r)
+    return r[...]
+
+
+def beside_a_kernel(x: Any) -> Any:
+    """The references of a kernel are its own."""
+    r = jax.new_ref(x)
+    r[...] += 1
+
+    def kernel(a: Any, b: Any) -> None:
+        b[...] = a[...] * 2
+
+    row = pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((8,), x.dtype), interpret=True)(r[0])
+    return r[...] + row
+
+
+INSIDE = (whole, places, in_scan, in_loops, in_calls, gradient, mapped, custom)
+
+
+def same(a: Any, b: Any) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=1e-5, atol=1e-5), a, b)
+
+
+SLOW = [pytest.param(f, marks=pytest.mark.slow) for f in (others, beside_a_kernel, in_region, collected)]
+
+
+@pytest.mark.parametrize("f", (*INSIDE, *SLOW), ids=lambda f: f.__name__)
+def test_references_inside_are_values(f: F) -> None:
+    wanted = jax.jit(f)(X)
+    g = gshard.jit(f, mesh=LINE)
+    for x in (put(X, LINE, "d"), X):
+        same(g(x), wanted)
+    if f is not beside_a_kernel:
+        assert gshard.explain(g, put(X, LINE, "d")).gathered == ()
+
+
+def test_what_is_computed_along_a_split_dimension_sends_nothing() -> None:
+    for f in (whole, mapped):
+        assert gshard.explain(gshard.jit(f, mesh=LINE), put(X, LINE, "d")).bytes_by_kind == {}
+
+
+@pytest.mark.parametrize("f", (whole, mapped), ids=lambda f: f.__name__)
+def test_sizes_that_do_not_divide(f: F) -> None:
+    x = np.resize(X, (11, 8))
+    same(gshard.jit(lambda x: f(gshard.split(x, 0, 8)), mesh=8)(x), jax.jit(f)(x))
+
+
+def test_transformations_around_a_function_that_uses_references_inside() -> None:
+    f = gshard.jit(lambda x: (whole(x) ** 2).sum(), mesh=LINE)
+    wanted = jax.grad(lambda x: ((x + 1) ** 2).sum() * 4)(X)
+    same(jax.grad(f)(X), wanted)
+    same(jax.jit(jax.grad(f))(X), wanted)
+    same(jax.vmap(gshard.jit(whole, mesh=LINE))(X), (X + 1) * 2)
+    same(jax.jit(gshard.jit(whole, mesh=LINE))(X), (X + 1) * 2)
+
+
+# -- from outside ----------------------------------------------------------------------------------------------------
+
+
+def step(r: Any, y: Any) -> Any:
+    r[...] = r[...] * 2 + y
+    return r[0:2].sum()
+
+
+@pytest.mark.parametrize("where", (LINE, GRID, EXPLICIT), ids=("line", "grid", "explicit"))
+def test_a_reference_is_written_and_keeps_its_sharding(where: jax.sharding.Mesh) -> None:
+    f = gshard.jit(step, mesh=where)
+    specs = [("d",), ()] + ([("e", "d")] if where is GRID else [])
+    if where is EXPLICIT:
+        specs = [(None, "d"), ()]  # JAX slices no dimension that is split
+    for spec in (*specs, *specs[:1]):
+        r = jax.new_ref(put(X, where, *spec))
+        came, y = r.sharding, put(np.ones_like(X), where, *spec)
+        for _ in range(3):
+            first = f(r, y)
+            assert r.sharding == came
+        np.testing.assert_allclose(r[...], X * 8 + 7, rtol=1e-5)
+        np.testing.assert_allclose(first, (X * 8 + 7)[:2].sum(), rtol=1e-5)
+        jax.jit(lambda r: r.__setitem__(..., r[...] * 0))(r)  # somebody else writes to it
+        f(r, y)
+        np.testing.assert_array_equal(r[...], np.ones_like(X))
+
+
+def test_a_reference_that_is_elsewhere_stays_there() -> None:
+    f = gshard.jit(lambda r: r.__setitem__(..., gshard.split(r[...] * 2, 0, 8)), mesh=LINE)
+    reversed_mesh = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("d",))
+    for x in (np.resize(X, (11, 8)), put(X, reversed_mesh, "d"), jax.device_put(X, jax.devices()[3])):
+        r = jax.new_ref(x)
+        came = r.sharding
+        for _ in range(3):
+            f(r)
+        assert r.sharding == came
+        np.testing.assert_array_equal(r[...], np.asarray(x) * 8)
+
+
+def test_the_memory_of_a_reference_is_used_again() -> None:
+    r, y = jax.new_ref(put(X, LINE, "d")), put(X, LINE, "d")
+    compiled = gshard.jit(step, mesh=LINE).lower(r, y).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == X.nbytes // 8
+    by_type = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=r.sharding, is_ref=True)
+    assert compiled.input_shardings == gshard.jit(step, mesh=LINE).lower(by_type, y).compile().input_shardings
+    for _ in range(3):
+        compiled(r, y)
+    np.testing.assert_allclose(r[...], X * 15, rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", (LINE, EXPLICIT), ids=("line", "explicit"))
+def test_a_reference_that_is_closed_over_is_written(where: jax.sharding.Mesh) -> None:
+    r, count = jax.new_ref(put(X, where, "d")), jax.new_ref(put(np.int32(0), where))
+
+    def f(x: Any, k: float = 1.0) -> Any:
+        r[...] += x * k
+        count[...] += 1
+        return x.sum()
+
+    with jax.set_mesh(where):
+        g = gshard.jit(f)
+        y = put(np.ones_like(X), where, "d")
+        for k in (1.0, 2.0, 1.0):
+            assert float(g(y, k=k)) == 128
+        r[...] = r[...] * 0
+        g(y)
+    np.testing.assert_array_equal(r[...], np.ones_like(X))
+    assert int(count[...]) == 4
+    assert r.sharding.is_equivalent_to(NamedSharding(where, P("d")), 2)
+
+
+@pytest.mark.slow
+def test_a_training_state_of_references() -> None:
+    def state() -> Any:
+        return {"w": jax.new_ref(put(X, GRID, "d", "e")), "n": jax.new_ref(jnp.int32(0)), "k": jax.new_ref(KEY)}
+
+    def train(s: Any, lr: Any) -> Any:
+        s["k"][...], used = jax.random.split(s["k"][...])
+        s["n"][...] += 1
+        s["w"][...] -= lr * (s["w"][...] + jax.random.normal(used, X.shape))
+        return (s["w"][...] ** 2).sum()
+
+    ours, theirs = state(), {k: jax.new_ref(v) for k, v in {"w": X, "n": jnp.int32(0), "k": KEY}.items()}
+    f, g = gshard.jit(train, mesh=GRID), jax.jit(train)
+    for _ in range(3):
+        np.testing.assert_allclose(f(ours, 0.1), g(theirs, 0.1), rtol=1e-5)
+    np.testing.assert_array_equal(jax.random.key_data(ours["k"][...]), jax.random.key_data(theirs["k"][...]))
+    np.testing.assert_allclose(ours["w"][...], theirs["w"][...], rtol=1e-5)
+    assert ours["w"].sharding.spec == P("d", "e")
+    assert int(ours["n"][...]) == 3
+
+
+KEY = jax.random.key(7)
+
+
+def test_calls_inside_of_other_programs() -> None:
+    f = gshard.jit(step, mesh=LINE)
+    for outer in (jax.jit, lambda g: gshard.jit(g, mesh=LINE)):
+        r, y = jax.new_ref(put(X, LINE, "d")), put(X, LINE, "d")
+        outer(lambda r, y: f(r, y) + f(r, y))(r, y)
+        np.testing.assert_allclose(r[...], X * 7, rtol=1e-5)
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_reference_is_given_once() -> None:
+    r = jax.new_ref(put(X, LINE, "d"))
+    with pytest.raises(gshard.GShardError, match="one reference twice, as a and b") as told:
+        gshard.jit(lambda a, b: a.__setitem__(0, b[1]), mesh=LINE)(r, r)
+    assert isinstance(told.value, ValueError)  # as of jax.jit
+    assert "test_references.py" in str(told.value)
+    with pytest.raises(gshard.GShardError, match="as a and closed-over reference 0"):
+        gshard.jit(lambda a: r.__setitem__(0, a[1]), mesh=LINE)(r)
+
+
+def test_a_derivative_of_a_call_with_references_is_refused() -> None:
+    r = jax.new_ref(put(X, LINE, "d"))
+    f = gshard.jit(step, mesh=LINE)
+
+    def call(y: Any) -> Any:
+        return f(r, y)
+
+    for around in (jax.grad, lambda call: lambda x: jax.vmap(call)(x[None])):
+        for inner in (call, jax.jit(call)):
+            with pytest.raises(gshard.GShardError, match="a transformation around it would differentiate or") as told:
+                around(inner)(X)
+            assert "test_references.py" in str(told.value)
+    np.testing.assert_array_equal(r[...], X)
+    jax.checkpoint(call)(X)  # no derivative is taken
+    np.testing.assert_allclose(r[...], X * 3, rtol=1e-5)
+
+
+def test_what_jax_cannot_replace_is_named() -> None:
+    @jax.custom_jvp
+    def inner(x: Any) -> Any:
+        return whole(x)
+
+    inner.defjvp(lambda p, t: (inner(*p), t[0]))
+    with pytest.raises(gshard.GShardError, match="where JAX cannot replace it by arrays") as told:
+        gshard.jit(lambda x: inner(x), mesh=LINE)(X)
+    assert isinstance(told.value, NotImplementedError)
+    assert "test_references.py" in str(told.value)
+    with pytest.raises(gshard.GShardError, match="freezes a reference that it was given"):
+        gshard.jit(jax.freeze, mesh=LINE)(jax.new_ref(X))
