@@ -83,6 +83,7 @@ class Rule:
         allowed: ``allowed(mesh, split)``: whether the equation can run in this split of its factors, where they alone
             do not tell; None if they do.
         on_mesh: ``on_mesh(mesh)``: the rule that takes this one's place on a mesh, where it depends on that.
+        why: why nothing can be split, where ``known`` is False for another reason than that there is no rule.
     """
 
     factors: tuple[Factor, ...]
@@ -102,6 +103,7 @@ class Rule:
     slow: frozenset[int] = frozenset()
     allowed: Callable[..., bool] | None = None
     on_mesh: Callable[..., Rule] | None = None
+    why: str = ""
 
     def after(self, monoid: str) -> str:
         """The monoid of the results where parts of this one pass."""
@@ -184,6 +186,7 @@ class RuleMaker:
         slow: Iterable[int] = (),
         allowed: Callable[..., bool] | None = None,
         on_mesh: Callable[..., Rule] | None = None,
+        why: str = "",
     ) -> Rule:
         """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
         if flops is None:
@@ -207,6 +210,7 @@ class RuleMaker:
             frozenset(slow),
             allowed,
             on_mesh,
+            why,
         )
 
 

@@ -112,13 +112,14 @@ class _Proposal:
 class OnMesh:
     """The functions of one equation on a mesh. What they return for some shardings is kept.
 
-    Args:
+    Attributes:
         said: the functions.
         mesh: the devices.
+        refusal: why they took no shardings when they were last called in vain; empty if that was never so.
     """
 
     def __init__(self, said: Partitioned, mesh: Mesh):
-        self.said, self.mesh = said, mesh
+        self.said, self.mesh, self.refusal = said, mesh, ""
         self._programs: dict[Arrays, DeviceProgram | None] = {}
 
     def factors(self) -> Factors:
@@ -191,12 +192,17 @@ class OnMesh:
         try:
             made = jax.make_jaxpr(found.lower, axis_env=list(found.axes))(*self.said.in_tree.unflatten(takes))
             jaxpr, _ = closed(made)
-            if [(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars] != [(m.shape, m.dtype) for m in makes]:
+            made_parts = [(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars]
+            if made_parts != [(m.shape, m.dtype) for m in makes]:
+                wanted = ", ".join(f"{m.dtype}{list(m.shape)}" for m in makes)
+                got = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in made_parts)
+                self.refusal = f"the program of one device makes {got} where its shardings say {wanted}"
                 return None
             run = renamed(made, found.atoms_of)
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_jax_mesh):
                 again = jax.make_jaxpr(run, axis_env=list(self.mesh.atom_sizes.items()))(*takes)
-        except Exception:  # what it does not run on, it is not split so
+        except Exception as error:  # it is not split so that its program cannot run
+            self.refusal = f"the program of one device raises {type(error).__name__}: {error}"
             return None
         sent = list(collectives_of(again, self.mesh.atom_sizes))
         over = frozenset(a for _, atoms, _, _ in sent for a in atoms)
@@ -217,7 +223,8 @@ class OnMesh:
         takes, makes = self._trees(given)
         try:
             returned = self.said.partition(*self.said.static, mesh, takes, makes)
-        except Exception:  # it refuses these shardings
+        except Exception as error:  # it refuses these shardings
+            self.refusal = f"partition raises {type(error).__name__}: {error}"
             return None
         try:
             theirs, lower, results, operands = returned
@@ -305,7 +312,13 @@ class OnMesh:
         if axes == tuple((name, self.mesh.count(own)) for name, own in atoms_of.items()):
             names = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
             dims = [tuple(a for name in own for a in atoms_of[name]) for own in names]
-            return (*dims, *((),) * (ndim - len(dims)))
+            if any(dims[ndim:]):
+                raise RuleError(
+                    "a function of a custom_partitioning returned a sharding of more dimensions than its array has.",
+                    got=f"{spec} for an array of {ndim} dimensions",
+                    hint="Return a spec with at most one entry for each dimension.",
+                )
+            return (*dims[:ndim], *((),) * (ndim - len(dims)))
         demand = resolve(Mark("spec", spec=tuple(entries), axes=axes), self.mesh, (self.mesh.size,) * ndim, "")
         return demand.dims
 

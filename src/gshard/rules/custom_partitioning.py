@@ -30,6 +30,7 @@ from gshard.language.sharding_rule import Factors
 from gshard.language.user_partition import Arrays, DeviceProgram, OnMesh, Partitioned
 
 _MOST_TRIALS = 64  # of factors that may have to be split together with one
+_UNEVEN = "no axis of the mesh divides a dimension of it, and padded parts are not for kernels"
 
 
 @rule("custom_partitioning")
@@ -117,8 +118,9 @@ class _OfUser:
             program = self.user.program(arrays_of(shards.split)) if any(shards.split.values()) else None
             return _whole(shards, *arrays) if program is None else _run(program, shards, arrays)
 
-        known = bool(self.kinds) or all(n <= 1 for n in self.factors.sizes)
-        return make.rule(operands, results, local=local, sends=sends, allowed=allowed, known=known)
+        known = bool(self.kinds) or all(factor.kind == REPLICATE for factor in self.table)
+        why = "" if known else " ".join((self.user.refusal or _UNEVEN).split())[:200]
+        return make.rule(operands, results, local=local, sends=sends, allowed=allowed, known=known, why=why)
 
     def _try(self, f: int) -> None:
         """Finds a split of a factor that ``partition`` takes, and what is split with it."""
@@ -141,37 +143,39 @@ class _OfUser:
                 yield own
 
     def _together(self, f: int, atoms: Atoms) -> Iterator[tuple[int, ...]]:
-        """The factors that may have to be split together with one: none first, then most others first.
+        """The factors that may have to be split together with one: none first.
 
         A sharding rule need not say it: that of JAX's own attention gives keys and values factors of their own, and its
-        ``partition`` refuses them where they are not split as the queries are. Others are dimensions of the same size,
-        of each array one, those in the same place first; then such in the same place of any size.
+        ``partition`` refuses them where they are not split as the queries are. What has the same size is most likely
+        the same: of each other array a dimension in the same place or else another one, all of them first. A dimension
+        of another size, as keys of fewer heads have, is in the same place of an array of the same rank; as few as are
+        demanded.
         """
         yield ()
-        members = set(self._members(f))
-        places = {d for dims in self.factors.dims for d, dim in enumerate(dims) if members & set(dim)}
-        parts, tried = self.mesh.count(atoms), {frozenset[int]()}
-        others = [dims for dims in self.factors.dims if not members & {g for dim in dims for g in dim}]
-        trials = itertools.count()
-        for any_size in (False, True):
-            choices = []
-            for dims in others:
-                found = [(d not in places, d, dim[0]) for d, dim in enumerate(dims) if len(dim) == 1]
-                found = [
-                    (elsewhere, d, g)
-                    for elsewhere, d, g in found
-                    if self.table[g].kind != REPLICATE
-                    and (not elsewhere if any_size else self.factors.sizes[g] == self.factors.sizes[f])
-                    and self.factors.sizes[g] % parts == 0
-                ]
-                choices.append([*(g for _, _, g in sorted(found)), None])
-            for chosen in itertools.product(*choices):
-                also = frozenset(g for g in chosen if g is not None)
-                if also not in tried:
-                    tried.add(also)
-                    if next(trials) >= _MOST_TRIALS:
-                        return
-                    yield tuple(sorted({h for g in also for h in self._members(g)}))
+        members, parts = set(self._members(f)), self.mesh.count(atoms)
+        every = self.factors.dims
+        places = {(d, len(dims)) for dims in every for d, dim in enumerate(dims) if members & set(dim)}
+        same, other = [], []
+        for dims in every:
+            if members & {g for dim in dims for g in dim}:
+                continue
+            fitting = [(d, dim[0]) for d, dim in enumerate(dims) if len(dim) == 1 and self._may_join(dim[0], parts)]
+            equal = [(d, g) for d, g in fitting if self.factors.sizes[g] == self.factors.sizes[f]]
+            equal.sort(key=lambda found: found[0] not in {d for d, _ in places})
+            same += [g for _, g in equal[:1]]
+            other += [g for d, g in fitting if not equal and (d, len(dims)) in places]
+        same, other = list(dict.fromkeys(same)), list(dict.fromkeys(other))
+        # Nothing of another size first, and everything of the same size.
+        more = (some for count in range(len(other) + 1) for some in itertools.combinations(other, count))
+        left = (some for count in range(len(same), -1, -1) for some in itertools.combinations(same, count))
+        for also in itertools.islice(_by_turns(list(itertools.islice(left, _MOST_TRIALS)), more), _MOST_TRIALS):
+            if also:
+                yield tuple(sorted({h for g in also for h in self._members(g)}))
+
+    def _may_join(self, g: int, parts: int) -> bool:
+        """Whether nothing is found of a factor yet, and it can be split in so many parts."""
+        open_ = self.table[g].kind != REPLICATE and self.group[g] not in self.kinds
+        return open_ and self.factors.sizes[g] % parts == 0
 
     def _settled(self, split: Mapping[int, Atoms]) -> Arrays | None:
         arrays = tuple(place(dims, split) for dims in self.factors.dims)
@@ -227,6 +231,20 @@ class _OfUser:
 
     def _members(self, f: int) -> tuple[int, ...]:
         return tuple(g for g in range(len(self.table)) if self.group[g] == self.group[f])
+
+
+def _by_turns(left: Sequence[tuple[int, ...]], more: Iterator[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """All pairs of both, those that come early in both first."""
+    seen: list[tuple[int, ...]] = []
+    for n, others in enumerate(more):
+        seen.append(others)
+        for k in range(n + 1):
+            if n - k < len(left):
+                yield (*left[n - k], *seen[k])
+    for n in range(len(seen), len(seen) + len(left) - 1):
+        for k in range(len(seen)):
+            if 0 <= n - k < len(left):
+                yield (*left[n - k], *seen[k])
 
 
 def _run(program: DeviceProgram, shards: Shards, arrays: Sequence[Any]) -> list[Any]:
