@@ -1,16 +1,22 @@
-"""The part of the JAX adapter that ``jax.experimental.custom_partitioning`` needs: types and shardings of XLA's."""
+"""The part of the JAX adapter for kernels: what ``custom_partitioning`` gives its functions, and Pallas kernels' types."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax._src import core as _core
 from jax._src import custom_partitioning_sharding_rule as _sharding_rules
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lib.mlir import ir as _ir
+from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
+
+from gshard.core.jax_adapter import AsTracedHere, closed, of_no_mesh
 
 
 def ir_types(avals: Sequence[Any]) -> list[Any]:
@@ -32,3 +38,67 @@ def spec_on(mesh: Any, sharding: jax.sharding.Sharding, ndim: int) -> PartitionS
 def read_sharding_rule(text: str, **details: Any) -> Any:
     """A sharding rule of ``custom_partitioning`` as text, as an ``SdyShardingRule``."""
     return _sharding_rules.str_to_sdy_sharding_rule(text, **details)
+
+
+def kernel_as_traced_here(value: Any) -> Any:
+    """A parameter of a kernel, such as its jaxpr or its grid, with all types under the mesh of now.
+
+    In interpret mode JAX runs a kernel's equations inside ``shard_map``, and gives the results of branches and loops the
+    types that their bodies have.
+    """
+    return _KernelAsTracedHere(jax.sharding.get_abstract_mesh()).parameter(value)
+
+
+class _KernelAsTracedHere(AsTracedHere):
+    """Also gives variables, and types among parameters, their types under the mesh."""
+
+    def __init__(self, mesh: Any):
+        super().__init__(mesh)
+        self._variables: dict[Any, Any] = {}
+
+    def jaxpr(self, jaxpr: Any) -> Any:
+        body, consts = closed(jaxpr)
+        if body not in self._bodies:
+            named = {k: list(map(self._read, getattr(body, k))) for k in ("constvars", "invars", "outvars")}
+            self._bodies[body] = body.replace(**named, eqns=list(map(self._equation, body.eqns)))
+        made = self._bodies[body]
+        if body is jaxpr:
+            return made
+        return jaxpr.replace(jaxpr=made, consts=[of_no_mesh(x) if isinstance(x, jax.Array) else x for x in consts])
+
+    def _equation(self, e: Any) -> Any:
+        # A sharding that JAX wrote down names the user's axes; in a kernel it means nothing.
+        params = {k: None if k in ("sharding", "out_sharding") else v for k, v in e.params.items()}
+        return super()._equation(e.replace(params=params, outvars=list(map(self._read, e.outvars))))
+
+    def parameter(self, value: Any) -> Any:
+        if isinstance(value, _core.AbstractValue):
+            return self._type(value)
+        if isinstance(value, jax.sharding.AbstractMesh):
+            return value if value.empty else self._mesh
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return super().parameter(value)
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        made = {name: self.parameter(x) for name, x in fields.items()}
+        changed = {name: x for name, x in made.items() if x is not fields[name]}
+        return dataclasses.replace(value, **changed) if changed else value
+
+    def _read(self, v: Any) -> Any:
+        if isinstance(v, Literal):
+            return super()._read(v)
+        if v not in self._variables:
+            self._variables[v] = v
+            aval = self._type(v.aval)
+            if aval is not v.aval:
+                self._variables[v] = copy.copy(v)
+                self._variables[v].aval = aval
+        return self._variables[v]
+
+    def _type(self, aval: Any) -> Any:
+        if hasattr(aval, "inner_aval"):
+            inner = self._type(aval.inner_aval)
+            return aval if inner is aval.inner_aval else aval.update(inner_aval=inner)
+        if not isinstance(aval, _core.ShapedArray) or aval.sharding.mesh == self._mesh or aval.sharding.mesh.empty:
+            return aval
+        whole = None if self._mesh.empty else NamedSharding(self._mesh, PartitionSpec(*(None,) * len(aval.shape)))
+        return _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=whole)

@@ -6,6 +6,7 @@ devices in the same order. Everything else of the body stays as it is.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from gshard.comm.collectives import KINDS
 from gshard.comm.local import slice_part
 from gshard.core.errors import RuleError
-from gshard.core.jax_adapter import as_traced_here, bind, called_jaxpr, closed, user_line
+from gshard.core.jax_adapter import bind, called_jaxpr, closed, user_line
+from gshard.core.jax_adapter_kernels import kernel_as_traced_here
 from gshard.core.mesh import Atoms
 
 AtomsOf = Mapping[str, Atoms]
@@ -92,11 +94,13 @@ def _renamed_body(value: Any, atoms_of: AtomsOf) -> Any:
         return type(value)(_renamed_body(v, atoms_of) for v in value)
     if isinstance(value, jax.core.ShapedArray):
         return jax.core.ShapedArray(value.shape, value.dtype, weak_type=value.weak_type)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return kernel_as_traced_here(value)  # the grid of a kernel
     if not isinstance(value, (Jaxpr, ClosedJaxpr)):
         return value
     inner, _ = closed(value)
     if any(hasattr(v.aval, "inner_aval") for v in inner.invars):
-        return as_traced_here(value)  # a kernel, which works on references
+        return kernel_as_traced_here(value)  # it works on references
     again = jax.make_jaxpr(renamed(value, atoms_of))(
         *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars)
     )
