@@ -76,6 +76,9 @@ class _KernelAsTracedHere(AsTracedHere):
             return self._type(value)
         if isinstance(value, jax.sharding.AbstractMesh):
             return value if value.empty else self._mesh
+        if isinstance(value, NamedSharding):
+            same = value.mesh.empty or value.mesh == self._mesh
+            return value if same else NamedSharding(self._mesh, PartitionSpec(*(None,) * len(value.spec)))
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             return super().parameter(value)
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}

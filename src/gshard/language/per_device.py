@@ -29,7 +29,7 @@ _WITH_MESH = (Jaxpr, ClosedJaxpr, jax.core.ShapedArray)
 
 # What JAX writes where it keeps track of which values vary over which axes; we do not.
 _INVARIANT = {"psum_invariant": "psum", "all_gather_invariant": "all_gather", "all_gather_reduced": "all_gather"}
-_NOTHING = ("pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast")
+_NOTHING = ("pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast", "reshard", "mesh_cast")
 
 
 def renamed(jaxpr: Any, atoms_of: AtomsOf) -> Callable[..., list[Any]]:
@@ -60,6 +60,8 @@ def _equation(eqn: Any, operands: list[Any], atoms_of: AtomsOf) -> Sequence[Any]
         return _inner(eqn, operands, atoms_of)
     if name in ("custom_jvp_call", "custom_vjp_call"):
         return renamed(called_jaxpr(eqn), atoms_of)(*operands)
+    if name == "custom_partitioning":  # on a device's part JAX, too, runs the function itself
+        return renamed(eqn.params["call"], atoms_of)(*operands)
     # A sharding that JAX wrote down names the user's axes; on a device's part it means nothing.
     params = {
         key: None if key in ("sharding", "out_sharding") else _renamed_body(value, atoms_of)
