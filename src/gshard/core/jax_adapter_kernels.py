@@ -1,4 +1,4 @@
-"""The part of the JAX adapter for kernels: what ``custom_partitioning`` gives its functions, and Pallas kernels' types."""
+"""The part of the JAX adapter for kernels: what ``custom_partitioning`` gives its functions, types in kernels."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def read_sharding_rule(text: str, **details: Any) -> Any:
 def kernel_as_traced_here(value: Any) -> Any:
     """A parameter of a kernel, such as its jaxpr or its grid, with all types under the mesh of now.
 
-    In interpret mode JAX runs a kernel's equations inside ``shard_map``, and gives the results of branches and loops the
-    types that their bodies have.
+    In interpret mode JAX runs a kernel's equations inside ``shard_map``, and gives the results of branches and loops
+    the types that their bodies have.
     """
     return _KernelAsTracedHere(jax.sharding.get_abstract_mesh()).parameter(value)
 

@@ -22,6 +22,7 @@ from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gshard.comm.collectives import collectives_of
+from gshard.comm.steps import PERMUTE
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.jax_adapter import closed
 from gshard.core.jax_adapter_kernels import as_gspmd, ir_types, read_sharding_rule, spec_on
@@ -205,8 +206,15 @@ class OnMesh:
             self.refusal = f"the program of one device raises {type(error).__name__}: {error}"
             return None
         sent = list(collectives_of(again, self.mesh.atom_sizes))
+        if any(kind == PERMUTE and not self._in_order(atoms) for kind, atoms, _, _ in sent):
+            # JAX 0.10 counts the positions of a ppermute in the mesh's order, whatever the order of its axes.
+            self.refusal = "the program of one device permutes over axes in another order than the mesh's"
+            return None
         over = frozenset(a for _, atoms, _, _ in sent for a in atoms)
         return DeviceProgram(run, sum(each for _, _, each, _ in sent), over)
+
+    def _in_order(self, atoms: Atoms) -> bool:
+        return [a for a in self.mesh.atoms if a in atoms] == list(atoms)
 
     def _local(self, arrays: Arrays) -> list[tuple[tuple[int, ...], Any]]:
         count = self.mesh.count

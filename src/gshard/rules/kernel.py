@@ -18,7 +18,7 @@ from gshard.language.registry import Call, rule
 
 @rule("pallas_call")
 def pallas_call(call: Call) -> Rule:
-    """Mapped dimensions are parallel, all others whole; so are sizes of the grid and prefetched scalars, which come first.
+    """Mapped dimensions are parallel, all others whole, as are sizes of the grid and scalars, which come first.
 
     >>> import jax
     >>> from jax.experimental import pallas
