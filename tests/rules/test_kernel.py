@@ -169,6 +169,25 @@ def test_in_shard_map_axes_have_several_atoms(shape: tuple[int, ...], kind: str,
         assert not partitioned.lower(order, x).spmd.collectives
 
 
+@pytest.mark.parametrize("shape", [(8, 1), (2, 4)])
+def test_a_kernel_names_axes_of_the_mesh(shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    mesh = jax.make_mesh(shape, ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def body(x: Any, y: Any) -> None:
+        y[...] = x[...] * 2
+
+        @pallas.when(jax.lax.axis_index("a") > 0)
+        def later() -> None:
+            y[...] += jax.lax.axis_index(("a", "b")) * 10 + jax.lax.axis_index("b")
+
+    def part(x: Any) -> Any:
+        return pallas.pallas_call(body, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    f = jax.shard_map(part, mesh=mesh, in_specs=P(("a", "b")), out_specs=P(("a", "b")), check_vma=False)
+    x = rng.standard_normal((16, 6), np.float32)
+    same(gshard.jit(f, mesh=mesh)(x), jax.jit(f)(x))
+
+
 @pytest.mark.slow
 def test_splash_attention_and_grouped_products(rng: np.random.Generator) -> None:
     """JAX's own kernels for TPU, in interpret mode: mapped, and in ``shard_map``, with gradients."""

@@ -97,12 +97,12 @@ def _renamed_body(value: Any, atoms_of: AtomsOf) -> Any:
     if isinstance(value, jax.core.ShapedArray):
         return jax.core.ShapedArray(value.shape, value.dtype, weak_type=value.weak_type)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return kernel_as_traced_here(value)  # the grid of a kernel
+        return kernel_as_traced_here(value, atoms_of)  # the grid of a kernel
     if not isinstance(value, (Jaxpr, ClosedJaxpr)):
         return value
     inner, _ = closed(value)
     if any(hasattr(v.aval, "inner_aval") for v in inner.invars):
-        return kernel_as_traced_here(value)  # it works on references
+        return kernel_as_traced_here(value, atoms_of)  # it works on references
     again = jax.make_jaxpr(renamed(value, atoms_of))(
         *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars)
     )
