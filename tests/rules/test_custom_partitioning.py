@@ -335,6 +335,7 @@ def test_part_of_an_axis_and_donated_arguments() -> None:
     for spec in ((), ("a",), (None, "a")):
         same(half(put(x, mesh, *spec)), np.sin(x))
     assert not half.lower(x).spmd.collectives
+    same(gshard.jit(lambda x: op(x) + 0, mesh=1)(x), np.sin(x))
 
 
 def test_a_program_that_names_the_axis_takes_no_part_of_it() -> None:

@@ -13,13 +13,13 @@ from gshard.passes.decompose import with_others
 
 
 def on_mesh(program: Program, mesh: Mesh) -> Program:
-    """The program with the rules of a mesh; for equal meshes it is the very same program.
+    """The program with the rules of a mesh, if that has several devices; for equal meshes the very same program.
 
     Raises:
         RuleError: what a user said of an operator contradicts it.
     """
     found = [e for e in program.block.walk() if e.rule is not None and e.rule.on_mesh is not None]
-    if not found:
+    if not found or mesh.size == 1:
         return program
 
     def made() -> Block:

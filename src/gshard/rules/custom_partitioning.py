@@ -30,7 +30,7 @@ from gshard.language.sharding_rule import Factors
 from gshard.language.user_partition import Arrays, DeviceProgram, OnMesh, Partitioned
 
 _MOST_TRIALS = 64  # of factors that may have to be split together with one
-_UNEVEN = "no axis of the mesh divides a dimension of it, and padded parts are not for kernels"
+_UNEVEN = "no axis of the mesh divides a dimension of it, and gshard gives a kernel no padded parts"
 
 
 @rule("custom_partitioning")
@@ -115,8 +115,12 @@ class _OfUser:
             return 0 if program is None else program.sent
 
         def local(shards: Shards, *arrays: Any) -> list[Any]:
-            program = self.user.program(arrays_of(shards.split)) if any(shards.split.values()) else None
-            return _whole(shards, *arrays) if program is None else _run(program, shards, arrays)
+            if not any(shards.split.values()):
+                return _whole(shards, *arrays)
+            program = self.user.program(arrays_of(shards.split))
+            if program is None:
+                raise RuleError("partition does not take this split", hint=self.user.refusal or None)
+            return _run(program, shards, arrays)
 
         known = bool(self.kinds) or all(factor.kind == REPLICATE for factor in self.table)
         why = "" if known else " ".join((self.user.refusal or _UNEVEN).split())[:200]
