@@ -34,6 +34,7 @@ from gshard.core.split import Split, is_valid, operand_sharding, passing
 from gshard.core.spmd import SpmdProgram
 from gshard.language.interpret import value_of
 from gshard.passes.at_border import at_border
+from gshard.passes.on_mesh import on_mesh
 from gshard.passes.partition import partition
 from gshard.passes.trace import trace
 from gshard.simulator.simulate import simulate
@@ -73,7 +74,7 @@ def check_rule(
     """
     name = getattr(primitive, "name", primitive)
     devices = SMALL if mesh is None else Mesh.of(mesh)
-    program = trace(f, *args)
+    program = on_mesh(trace(f, *args), devices)
     found = [e for e in program.block.equations if e.rule is not None and e.mark is None and name in (None, e.name)]
     if not found:
         inside = any(name in (None, e.name) for e in program.block.walk())

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas
+from jax.experimental.pallas import tpu
+from jax.experimental.pallas.ops.tpu import megablox
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import PartitionSpec as P
 
 import gshard
@@ -61,3 +64,155 @@ def test_alone_it_gets_all_and_strict_says_so(rng: np.random.Generator) -> None:
     same(gshard.jit(f, mesh=8)(x), one(x))
     with pytest.raises(gshard.PlanError, match="'pallas_call' has no rule"):
         gshard.jit(f, mesh=8, strict=True)(x)
+
+
+def prefetched(order: Any, x: Any) -> Any:
+    """Blocks of two rows taken in an order that is prefetched, as in block-sparse attention."""
+
+    def body(order: Any, x: Any, y: Any) -> None:
+        y[...] = x[...] * 2 + order[pallas.program_id(0)]
+
+    blocks = pallas.BlockSpec((2, x.shape[1]), lambda i, order: (order[i], 0))
+    grid = tpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(x.shape[0] // 2,),
+        in_specs=[blocks],
+        out_specs=pallas.BlockSpec((2, x.shape[1]), lambda i, order: (i, 0)),
+    )
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pallas.pallas_call(body, grid_spec=grid, out_shape=out, interpret=True)(order, x)
+
+
+def counted(count: Any, x: Any) -> Any:
+    """As many blocks as an argument says."""
+    rows = pallas.BlockSpec((2, x.shape[1]), lambda i: (i, 0))
+
+    def body(x: Any, y: Any) -> None:
+        y[...] = x[...] * 2
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pallas.pallas_call(body, out, grid=(count,), in_specs=[rows], out_specs=rows, interpret=True)(x)
+
+
+FIRST = {"prefetched": (prefetched, np.array([3, 1, 0, 2, 7, 6, 5, 4], np.int32)), "counted": (counted, np.int32(8))}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_operands_without_blocks_come_first(name: str, rng: np.random.Generator) -> None:
+    call, first = FIRST[name]
+    x = rng.standard_normal((16, 6), np.float32)
+
+    def alone(first: Any, x: Any) -> Any:
+        return call(first, gshard.split(x, 0, 8)) + 1
+
+    same(gshard.jit(alone, mesh=8)(first, x), jax.jit(call)(first, x) + 1)
+    assert "pallas_call at test_kernel.py" in gshard.explain(gshard.jit(alone, mesh=8), first, x).gathered[0]
+    with pytest.raises(gshard.PlanError, match="'pallas_call' has no rule"):
+        gshard.jit(alone, mesh=8, strict=True)(first, x)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_mapped_they_send_nothing(name: str, rng: np.random.Generator) -> None:
+    call, first = FIRST[name]
+    x = rng.standard_normal((8, 16, 6), np.float32)
+
+    def mapped(first: Any, x: Any) -> Any:
+        again = jax.vmap(call, (None, 0))
+        return jax.lax.fori_loop(0, 2, lambda i, y: again(first, y), gshard.split(x, 0, 8))
+
+    partitioned = gshard.jit(mapped, mesh=8, strict=True)
+    same(partitioned(first, x), jax.jit(mapped)(first, x))
+    assert not partitioned.lower(first, x).spmd.collectives
+
+
+def test_scalars_of_each_example(rng: np.random.Generator) -> None:
+    """JAX makes a loop of it, over examples that are split: right, and told."""
+    orders = np.stack([np.roll(np.arange(8, dtype=np.int32), i) for i in range(8)])
+    x = rng.standard_normal((8, 16, 6), np.float32)
+    both = gshard.jit(lambda o, x: jax.vmap(prefetched)(o, gshard.split(x, 0, 8)), mesh=8)
+    same(both(orders, x), jax.jit(jax.vmap(prefetched))(orders, x))
+    assert gshard.explain(both, orders, x).gathered
+
+
+def in_branch(x: Any) -> Any:
+    """The first step of the grid clears what all of them add to: a branch whose result has a type of its own."""
+
+    def body(x: Any, y: Any) -> None:
+        @pallas.when(pallas.program_id(0) == 0)
+        def clear() -> None:
+            y[...] = jnp.zeros_like(y)
+
+        y[...] += jax.lax.fori_loop(0, 3, lambda i, z: z + jnp.where(z > 0, jnp.ones((1, 8)), 0.5), x[...])
+
+    rows = pallas.BlockSpec((1, 8), lambda i: (0, 0))
+    out = jax.ShapeDtypeStruct((1, 8), x.dtype)
+    return pallas.pallas_call(body, out, grid=(2,), in_specs=[rows], out_specs=rows, interpret=True)(x)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (3,)])
+def test_in_shard_map_axes_have_several_atoms(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> None:
+    names, count = ("a", "b")[: len(shape)], int(np.prod(shape))
+    devices = np.array(jax.devices()[:count]).reshape(shape)
+    mesh = jax.sharding.Mesh(devices, names, axis_types=(getattr(jax.sharding.AxisType, kind),) * len(shape))
+    x = jax.device_put(rng.standard_normal((count, 8), np.float32), jax.sharding.NamedSharding(mesh, P(names)))
+    order = np.zeros(1, np.int32)
+
+    def part(order: Any, x: Any) -> Any:
+        return in_branch(x) + prefetched(order, jnp.concatenate([x, x]))[:1]
+
+    f = jax.shard_map(part, mesh=mesh, in_specs=(P(), P(names)), out_specs=P(names), check_vma=False)
+    with jax.set_mesh(mesh):
+        partitioned = gshard.jit(f, mesh=mesh)
+        for _ in range(2):
+            same(partitioned(order, x), jax.jit(f)(order, x))
+        assert not partitioned.lower(order, x).spmd.collectives
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (2, 4)])
+def test_a_kernel_names_axes_of_the_mesh(shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    mesh = jax.make_mesh(shape, ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def body(x: Any, y: Any) -> None:
+        y[...] = x[...] * 2
+
+        @pallas.when(jax.lax.axis_index("a") > 0)
+        def later() -> None:
+            y[...] += jax.lax.axis_index(("a", "b")) * 10 + jax.lax.axis_index("b")
+
+    def part(x: Any) -> Any:
+        return pallas.pallas_call(body, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    f = jax.shard_map(part, mesh=mesh, in_specs=P(("a", "b")), out_specs=P(("a", "b")), check_vma=False)
+    x = rng.standard_normal((16, 6), np.float32)
+    same(gshard.jit(f, mesh=mesh)(x), jax.jit(f)(x))
+
+
+@pytest.mark.slow
+def test_splash_attention_and_grouped_products(rng: np.random.Generator) -> None:
+    """JAX's own kernels for TPU, in interpret mode: mapped, and in ``shard_map``, with gradients."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    size = {f"block_{x}": 128 for x in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")}
+    causal = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((256, 256))] * 2)
+    attend = jax.vmap(
+        splash_attention_kernel.make_splash_mha_single_device(
+            mask=causal, interpret=True, block_sizes=splash_attention_kernel.BlockSizes(**size)
+        )
+    )
+    by_hand = jax.shard_map(attend, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
+    q = jax.device_put(rng.standard_normal((8, 2, 256, 128), np.float32), jax.sharding.NamedSharding(mesh, P("a")))
+    for f in (attend, by_hand):
+        for g in (f, jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2))):
+            partitioned = gshard.jit(g, mesh=mesh)
+            got, want = partitioned(q, q, q), jax.jit(g)(q, q, q)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+            assert not partitioned.lower(q, q, q).spmd.collectives
+    x, w = rng.standard_normal((512, 128), np.float32), rng.standard_normal((4, 128, 1024), np.float32)
+    sizes = np.array([128, 128, 0, 256], np.int32)
+    product = lambda x, w, sizes: megablox.gmm(x, w, sizes, interpret=True)  # noqa: E731
+    columns = jax.shard_map(
+        product, mesh=mesh, in_specs=(P(), P(None, None, "a"), P()), out_specs=P(None, "a"), check_vma=False
+    )
+    for f in (columns, lambda x, w, sizes: product(gshard.split(x, 0, 8), w, sizes)):
+        got, want = gshard.jit(f, mesh=mesh)(x, w, sizes), jax.jit(product)(x, w, sizes)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

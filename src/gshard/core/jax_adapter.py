@@ -154,10 +154,10 @@ def as_traced_here(jaxpr: Any) -> Any:
 
     A jaxpr, and each jaxpr in it, that is so already is returned as it is.
     """
-    return _AsTracedHere(jax.sharding.get_abstract_mesh()).jaxpr(jaxpr)
+    return AsTracedHere(jax.sharding.get_abstract_mesh()).jaxpr(jaxpr)
 
 
-class _AsTracedHere:
+class AsTracedHere:
     """Puts jaxprs under a mesh; what they share stays shared."""
 
     def __init__(self, mesh: Any):
@@ -174,7 +174,7 @@ class _AsTracedHere:
 
     def _equation(self, e: Any) -> Any:
         inputs, context = list(map(self._read, e.invars)), self._context(e.ctx)
-        params = {k: self._parameter(v) for k, v in e.params.items()}
+        params = {k: self.parameter(v) for k, v in e.params.items()}
         same = context is e.ctx and all(map(operator.is_, inputs, e.invars))
         same = same and all(params[k] is v for k, v in e.params.items())
         return e if same else e.replace(invars=inputs, ctx=context, params=params)
@@ -188,12 +188,13 @@ class _AsTracedHere:
                 self._contexts[context] = type(context)()
         return self._contexts[context]
 
-    def _parameter(self, value: Any) -> Any:
+    def parameter(self, value: Any) -> Any:
+        """A parameter, or a part of one, with the jaxprs in it under the mesh."""
         if isinstance(value, (_extend_core.Jaxpr, _extend_core.ClosedJaxpr)):
             return self.jaxpr(value)
         if not isinstance(value, (tuple, list)):
             return value
-        made = list(map(self._parameter, value))
+        made = list(map(self.parameter, value))
         if all(map(operator.is_, made, value)):
             return value
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)

@@ -153,7 +153,8 @@ class Plan:
         for e in self.gathered:
             operands = [v for v in e.inputs if isinstance(v, Value)]
             text = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in operands)
-            found.append(f"{e.name} at {e.line}: {text} ({self._gathered_bytes(e)} B on every device)")
+            why = f"; {e.rule.why}" if e.rule is not None and e.rule.why else ""
+            found.append(f"{e.name} at {e.line}: {text} ({self._gathered_bytes(e)} B on every device){why}")
         return found
 
     def _gathered_bytes(self, e: Equation) -> int:

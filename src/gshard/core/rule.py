@@ -80,6 +80,10 @@ class Rule:
         sums: True if what was picked, when it passes, is a part of a sum afterwards.
         slow: operands of which something is computed that takes long: where one is repeated along a dimension,
             compilers compute it once for all repetitions.
+        allowed: ``allowed(mesh, split)``: whether the equation can run in this split of its factors, where they alone
+            do not tell; None if they do.
+        on_mesh: ``on_mesh(mesh)``: the rule that takes this one's place on a mesh, where it depends on that.
+        why: why nothing can be split, where ``known`` is False for another reason than that there is no rule.
     """
 
     factors: tuple[Factor, ...]
@@ -97,6 +101,9 @@ class Rule:
     passes: bool = False
     sums: bool = False
     slow: frozenset[int] = frozenset()
+    allowed: Callable[..., bool] | None = None
+    on_mesh: Callable[..., Rule] | None = None
+    why: str = ""
 
     def after(self, monoid: str) -> str:
         """The monoid of the results where parts of this one pass."""
@@ -177,6 +184,9 @@ class RuleMaker:
         passes: bool = False,
         sums: bool = False,
         slow: Iterable[int] = (),
+        allowed: Callable[..., bool] | None = None,
+        on_mesh: Callable[..., Rule] | None = None,
+        why: str = "",
     ) -> Rule:
         """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
         if flops is None:
@@ -198,6 +208,9 @@ class RuleMaker:
             passes,
             sums,
             frozenset(slow),
+            allowed,
+            on_mesh,
+            why,
         )
 
 

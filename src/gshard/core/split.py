@@ -101,14 +101,19 @@ def fits(dims: Dims, split: Mapping[int, Atoms], factors: Sequence[Factor], mesh
 
 
 def is_valid(rule: Rule, split: Mapping[int, Atoms], mesh: Mesh) -> bool:
-    """Whether an equation may be split this way: atoms used once, replicated factors unsplit, every array fits."""
+    """Whether an equation may be split this way: atoms used once, replicated factors unsplit, every array fits.
+
+    A rule may have conditions of its own (``Rule.allowed``).
+    """
     atoms = [(rule.component[f], a) for f, own in split.items() if f >= 0 for a in own]
     combined = [a for f, own in split.items() if f < 0 for a in own]
     if len(set(atoms)) != len(atoms) or any(split[f] and rule.factors[f].kind == REPLICATE for f in split if f >= 0):
         return False
     if len(set(combined)) != len(combined) or set(combined) & {a for _, a in atoms}:
         return False
-    return all(fits(dims, split, rule.factors, mesh) for dims in (*rule.operands, *rule.results))
+    if not all(fits(dims, split, rule.factors, mesh) for dims in (*rule.operands, *rule.results)):
+        return False
+    return rule.allowed is None or rule.allowed(mesh, split)
 
 
 def local_size(factor: Factor, atoms: Atoms, mesh: Mesh) -> int:

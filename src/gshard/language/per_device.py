@@ -6,6 +6,7 @@ devices in the same order. Everything else of the body stays as it is.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from gshard.comm.collectives import KINDS
 from gshard.comm.local import slice_part
 from gshard.core.errors import RuleError
-from gshard.core.jax_adapter import as_traced_here, bind, called_jaxpr, closed, user_line
+from gshard.core.jax_adapter import bind, called_jaxpr, closed, user_line
+from gshard.core.jax_adapter_kernels import kernel_as_traced_here
 from gshard.core.mesh import Atoms
 
 AtomsOf = Mapping[str, Atoms]
@@ -27,7 +29,7 @@ _WITH_MESH = (Jaxpr, ClosedJaxpr, jax.core.ShapedArray)
 
 # What JAX writes where it keeps track of which values vary over which axes; we do not.
 _INVARIANT = {"psum_invariant": "psum", "all_gather_invariant": "all_gather", "all_gather_reduced": "all_gather"}
-_NOTHING = ("pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast")
+_NOTHING = ("pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast", "reshard", "mesh_cast")
 
 
 def renamed(jaxpr: Any, atoms_of: AtomsOf) -> Callable[..., list[Any]]:
@@ -65,6 +67,8 @@ def _equation(eqn: Any, operands: list[Any], atoms_of: AtomsOf) -> Sequence[Any]
         )
     if name in ("custom_jvp_call", "custom_vjp_call"):
         return renamed(called_jaxpr(eqn), atoms_of)(*operands)
+    if name == "custom_partitioning":  # on a device's part JAX, too, runs the function itself
+        return renamed(eqn.params["call"], atoms_of)(*operands)
     # A sharding that JAX wrote down names the user's axes; on a device's part it means nothing.
     params = {
         key: None if key in ("sharding", "out_sharding") else _renamed_body(value, atoms_of)
@@ -99,11 +103,13 @@ def _renamed_body(value: Any, atoms_of: AtomsOf) -> Any:
         return type(value)(_renamed_body(v, atoms_of) for v in value)
     if isinstance(value, jax.core.ShapedArray):
         return jax.core.ShapedArray(value.shape, value.dtype, weak_type=value.weak_type)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return kernel_as_traced_here(value, atoms_of)  # the grid of a kernel
     if not isinstance(value, (Jaxpr, ClosedJaxpr)):
         return value
     inner, _ = closed(value)
     if any(hasattr(v.aval, "inner_aval") for v in inner.invars):
-        return as_traced_here(value)  # a kernel, which works on references
+        return kernel_as_traced_here(value, atoms_of)  # it works on references
     again = jax.make_jaxpr(renamed(value, atoms_of))(
         *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars)
     )

@@ -37,6 +37,7 @@ from gshard.core.split import Split, is_valid, place, project
 from gshard.passes.candidates import arrays_of, candidates, spread
 from gshard.passes.decompose import Decompositions
 from gshard.passes.nodes import Change, Node, nodes_of
+from gshard.passes.on_mesh import on_mesh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,6 +97,7 @@ def facts_of(program: Program, mesh: Mesh) -> Facts:
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
     """
+    program = on_mesh(program, mesh)
     state = _State(program, mesh)
     state.seed()
     state.run()

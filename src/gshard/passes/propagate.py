@@ -80,8 +80,9 @@ def propagate(
     plan = at_border(dataclasses.replace(decided(graph, chosen, facts), gap=gap), border)
     if strict and plan.gathered:
         e = plan.gathered[0]
+        because = "cannot be split" if e.rule is not None and e.rule.why else "has no rule"
         raise PlanError(
-            f"primitive '{e.name}' has no rule, so its operands would be gathered on every device.",
+            f"primitive '{e.name}' {because}, so its operands would be gathered on every device.",
             e.line,
             plan.gathered_text()[0],
             "Replace the operation, or allow it with strict=False.",

@@ -6,6 +6,7 @@ from gshard.rules import concatenate_slices as concatenate_slices
 from gshard.rules import contract as contract
 from gshard.rules import convolution as convolution
 from gshard.rules import create as create
+from gshard.rules import custom_partitioning as custom_partitioning
 from gshard.rules import dynamic as dynamic
 from gshard.rules import elementwise as elementwise
 from gshard.rules import indexing as indexing

@@ -18,7 +18,7 @@ from gshard.language.registry import Call, rule
 
 @rule("pallas_call")
 def pallas_call(call: Call) -> Rule:
-    """Mapped dimensions are parallel, all others whole; so is everything where sizes are known at run time only.
+    """Mapped dimensions are parallel, all others whole, as are sizes of the grid and scalars, which come first.
 
     >>> import jax
     >>> from jax.experimental import pallas
@@ -29,8 +29,8 @@ def pallas_call(call: Call) -> Rule:
     a b -> a c; replicate b c
     """
     grid = call.params["grid_mapping"]
-    mapped = () if grid.num_index_operands or grid.num_dynamic_grid_bounds else grid.vmapped_dims
-    places = {g: _places(grid.block_mappings, g) for g in mapped}
+    first = grid.num_dynamic_grid_bounds + grid.num_index_operands  # operands without blocks
+    places = {g: _places(grid.block_mappings, g, first) for g in grid.vmapped_dims if isinstance(grid.grid[g], int)}
     make = RuleMaker()
     factors = {g: make.factor(grid.grid[g]) for g, found in places.items() if found is not None}
     of_dim = {place: factors[g] for g in factors for place in places[g] or ()}
@@ -46,7 +46,7 @@ def pallas_call(call: Call) -> Rule:
         steps = [shards.size(factors[g][0]) if g in factors else n for g, n in enumerate(grid.grid)]
         blocks = tuple(
             block.replace(array_aval=block.array_aval.update(shape=shape))
-            for block, shape in zip(grid.block_mappings, shapes, strict=True)
+            for block, shape in zip(grid.block_mappings, shapes[first:], strict=True)
         )
         made = tuple(x.update(shape=shape) for x, shape in zip(call.params["out_avals"], shapes[count:], strict=True))
         changed = grid.replace(grid=tuple(steps), block_mappings=blocks)
@@ -55,15 +55,18 @@ def pallas_call(call: Call) -> Rule:
     return make.rule(arrays[: len(call.in_shapes)], arrays[len(call.in_shapes) :], local=local, known=bool(factors))
 
 
-def _places(blocks: Any, g: int) -> set[tuple[int, int]] | None:
-    """The dimensions (array, dimension) whose step is that of the grid along ``g``; None if it counts elsewhere too."""
+def _places(blocks: Any, g: int, first: int) -> set[tuple[int, int]] | None:
+    """The dimensions (array, dimension) whose step is that of the grid along ``g``; None if it counts elsewhere too.
+
+    Blocks are of all arrays but the ``first`` ones.
+    """
     found = set()
-    for i, block in enumerate(blocks):
+    for i, block in enumerate(blocks, first):
         index, _ = closed(block.index_map_jaxpr)
         step = index.invars[g]
         if any(step is v for e in index.eqns for v in e.invars):
             return None
-        at = [d for d, v in enumerate(index.outvars) if v is step]
+        at = [d for d, v in enumerate(index.outvars[: len(block.block_shape)]) if v is step]
         if any(type(block.block_shape[d]).__name__ != "Squeezed" for d in at):
             return None
         found |= {(i, d) for d in at}

@@ -1,0 +1,500 @@
+"""Operators that the user partitioned: what their sharding rule says, what ``partition`` takes, what devices run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.custom_partitioning import (
+    BATCHING,
+    ArrayMapping,
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard.core.errors import PlanError, RuleError
+from gshard.language.sharding_rule import factors_of
+from gshard.testing import check_rule
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def mesh_of(shape: tuple[int, ...], kind: AxisType = AxisType.Auto) -> Mesh:
+    names = "abc"[: len(shape)]
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, tuple(names), axis_types=(kind,) * len(shape))
+
+
+def put(x: Any, mesh: Mesh, *spec: Any) -> jax.Array:
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def as_it_comes(function: Callable[..., Any], **details: Any) -> Any:
+    """An operator whose partition takes all arrays as they come, all of them alike."""
+
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        own = operands[0].sharding
+        return mesh, function, own, tuple(x.sharding for x in operands)
+
+    op = custom_partitioning(lambda *xs: function(*xs))
+    op.def_partition(partition=partition, **details)
+    return op
+
+
+def rows_softmax() -> Any:
+    """JAX's softmax with a derivative, both partitioned as attention kernels are: rows may be split, columns not."""
+
+    def of_rows(function: Any, count: int, rule: str) -> Any:
+        def partition(mesh: Any, operands: Any, result: Any) -> Any:
+            spec = operands[0].sharding.spec
+            own = NamedSharding(mesh, P(*spec[:-1], None))
+            return mesh, function, own, (own,) * count
+
+        op = custom_partitioning(lambda *xs: function(*xs))
+        op.def_partition(partition=partition, sharding_rule=rule)
+        return op
+
+    forward = of_rows(lambda x: jax.nn.softmax(x, -1), 1, "... j -> ... j")
+    backward = of_rows(lambda y, g: y * (g - (y * g).sum(-1, keepdims=True)), 2, "... j, ... j -> ... j")
+
+    @jax.custom_vjp
+    def softmax(x: Any) -> Any:
+        return forward(x)
+
+    softmax.defvjp(lambda x: (forward(x),) * 2, lambda y, g: (backward(y, g),))
+    return softmax
+
+
+softmax = rows_softmax()
+
+
+def matmul(**details: Any) -> Any:
+    """A product whose program of one device adds the parts up by itself."""
+
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        (i, k), (_, j) = operands[0].sharding.spec, operands[1].sharding.spec
+
+        def lower(x: Any, y: Any) -> Any:
+            return lax.psum(x @ y, k) if k else x @ y
+
+        shardings = NamedSharding(mesh, P(i, k)), NamedSharding(mesh, P(k, j))
+        return mesh, lower, NamedSharding(mesh, P(i, j)), shardings
+
+    op = custom_partitioning(lambda x, y: x @ y)
+    op.def_partition(partition=partition, **details)
+    return op
+
+
+def rotated() -> Any:
+    """Rows shifted by one, around: a program of one device that permutes, and one that has no way to for columns."""
+
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        rows = operands[0].sharding.spec[0]
+        own = NamedSharding(mesh, P(rows))
+
+        def lower(x: Any) -> Any:
+            if not rows:
+                return jnp.roll(x, 1, 0)
+            n = lax.axis_size(rows)
+            last = lax.ppermute(x[-1:], rows, [(i, (i + 1) % n) for i in range(n)])
+            return jnp.concatenate([last, x[:-1]], 0)
+
+        return mesh, lower, own, (own,)
+
+    op = custom_partitioning(lambda x: jnp.roll(x, 1, 0))
+    op.def_partition(partition=partition, sharding_rule="i j -> i j", permutation_factors=("i",))
+    return op
+
+
+@partial(custom_partitioning, static_argnums=(1,))
+def scaled_and_summed(tree: dict[str, Any], scale: float) -> Any:
+    return {"scaled": tree["x"] * scale, "sums": tree["x"].sum(1) + tree["y"]}
+
+
+def _partition_scaled(scale: float, mesh: Any, operands: Any, result: Any) -> Any:
+    own = operands[0]["x"].sharding
+    rows, columns = own.spec
+    of_rows = NamedSharding(mesh, P(rows))
+
+    def lower(tree: Any) -> Any:
+        sums = tree["x"].sum(1)
+        return {"scaled": tree["x"] * scale, "sums": (lax.psum(sums, columns) if columns else sums) + tree["y"]}
+
+    return mesh, lower, {"scaled": own, "sums": of_rows}, ({"x": own, "y": of_rows},)
+
+
+def _rule_of_scaled(scale: float, mesh: Any, operands: Any, results: Any) -> Any:
+    assert operands[0].shape == [4, 8]
+    assert len(results) == 2
+    return "i j, i -> i j, i"
+
+
+scaled_and_summed.def_partition(partition=_partition_scaled, sharding_rule=_rule_of_scaled)
+
+
+def attention() -> Any:
+    """Keys, values and biases have factors of their own, as in JAX's rule for cuDNN; ``partition`` wants them alike."""
+
+    def whole(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k) + bias, -1), v)
+
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        q, k, v, bias = (x.sharding.spec for x in operands)
+        if not q == k == v:
+            raise ValueError("queries, keys and values are to be sharded alike")
+        if q[1] or q[3] or bias[2] or bias[3]:
+            raise ValueError("sequences are to be whole")
+        if (bias[0] and bias[0] != q[0]) or (bias[1] and bias[1] != q[2]):
+            raise ValueError("the bias is to be sharded as the queries are")
+        return mesh, whole, operands[0].sharding, tuple(x.sharding for x in operands)
+
+    op = custom_partitioning(whole)
+    own = tuple(ArrayMapping(f"{BATCHING}{i}") for i in (1, 2, 3))
+    rule = SdyShardingRule((ArrayMapping("b", "t", "n", "h"), *own), (ArrayMapping("b", "t", "n", "h"),))
+    op.def_partition(partition=partition, sharding_rule=rule)
+    return op
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def same(got: Any, want: Any, tolerance: float = 1e-5) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want)
+
+
+SIN = {
+    "text": {"sharding_rule": "i j -> i j"},
+    "dots": {"sharding_rule": "... j -> ... j"},
+    "object": {"sharding_rule": SdyShardingRule((ArrayMapping(BATCHING, "j"),), (ArrayMapping(BATCHING, "j"),))},
+    "function": {"sharding_rule": lambda mesh, operands, results: "i j -> i j"},
+    "function with details": {
+        "sharding_rule": lambda mesh, operands, results: ("(a b) j -> (a b) j", {"a": 4, "b": 1})
+    },
+    "product": {"sharding_rule": "(a b) j -> (a b) j", "a": 2, "b": 2},
+    "no rule": {},
+}
+ROWS_AND_COLUMNS = {"a@a", "a@b", "a@a,b", "b@a", "b@b", "b@a,b", "a@a b@b", "a@b b@a"}
+
+
+@pytest.mark.parametrize("name", SIN)
+def test_every_split_is_what_the_operator_is(name: str) -> None:
+    found = check_rule(as_it_comes(jnp.sin, **SIN[name]), normal(4, 8), mesh={"a": 2, "b": 2})
+    if name in ("product", "function with details"):  # a is the major factor of the rows, c the columns
+        assert {"a@", "c@"} <= {x[:2] for x in found}
+    else:
+        assert {x.replace("b,a", "a,b") for x in found} == ROWS_AND_COLUMNS
+
+
+def test_factors_that_are_needed_whole_are_whole() -> None:
+    op = as_it_comes(jnp.sin, sharding_rule="i j -> i j", need_replication_factors=("i",))
+    assert {x[0] for x in check_rule(op, normal(4, 8), mesh={"a": 2, "b": 2})} == {"b"}
+
+
+@pytest.mark.parametrize("details", [{"reduction_factors": ("k",)}, {}], ids=["declared", "found"])
+def test_a_program_of_one_device_adds_its_parts(details: dict[str, Any]) -> None:
+    op = matmul(sharding_rule="i k, k j -> i j", **details)
+    found = check_rule(op, normal(4, 8), normal(8, 4), mesh={"a": 2, "b": 2}, tolerance=1e-5)
+    assert any("b@a" in x for x in found)
+    assert any(x.startswith("a@") for x in found)
+    mesh = mesh_of((2, 4))
+    partitioned = gshard.jit(op, mesh=mesh)
+    x, y = put(normal(16, 24), mesh, None, "b"), normal(24, 8)
+    same(partitioned(x, y), np.asarray(x) @ y)
+    assert {c.kind for c in partitioned.lower(x, y).spmd.collectives} == {"all_reduce"}
+
+
+def test_what_is_declared_as_reduced_and_is_not_added_stays_whole() -> None:
+    """A program of one device that adds nothing gives wrong sums under ``jax.jit``; here the factor is not split."""
+
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        i = operands[0].sharding.spec[0]
+        return mesh, lambda x: x.sum(1), NamedSharding(mesh, P(i)), (operands[0].sharding,)
+
+    op = custom_partitioning(lambda x: x.sum(1))
+    op.def_partition(partition=partition, sharding_rule="i k -> i", reduction_factors=("k",))
+    mesh = mesh_of((8,))
+    x = put(normal(6, 16), mesh, None, "a")
+    same(gshard.jit(op, mesh=mesh)(x), np.asarray(x).sum(1))
+
+
+def test_programs_that_permute_and_trees_and_static_arguments() -> None:
+    found = check_rule(rotated(), normal(4, 8), mesh={"a": 2, "b": 2})
+    assert {x.replace("b,a", "a,b") for x in found} == {"a@a", "a@b", "a@a,b"}
+    tree = {"x": normal(4, 8), "y": normal(4)}
+    found = check_rule(lambda t: scaled_and_summed(t, 3.0), tree, mesh={"a": 2}, tolerance=1e-5)
+    assert set(found) == {"a@a", "b@a"}
+
+
+@pytest.mark.parametrize(
+    "bias", [(1, 2, 3, 3), *(pytest.param(x, marks=pytest.mark.slow) for x in ((4, 2, 3, 3), (1, 1, 3, 3)))]
+)
+def test_what_partition_wants_together_is_split_together(bias: tuple[int, ...]) -> None:
+    arrays = [normal(4, 3, 2, 5, seed=i) for i in range(3)]
+    assert set(check_rule(attention(), *arrays, normal(*bias), mesh={"a": 2}, tolerance=1e-5)) == {"a@a", "c@a"}
+    mesh = mesh_of((2, 2))
+    partitioned = gshard.jit(attention(), mesh=mesh)
+    given = [put(arrays[0], mesh, "a", None, "b"), *arrays[1:], normal(*bias)]
+    same(partitioned(*given), attention()(*arrays, normal(*bias)))
+    assert not partitioned.lower(*given).spmd.collectives
+
+
+def test_partition_may_demand_shardings() -> None:
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        own, turned = NamedSharding(mesh, P("a", "b")), NamedSharding(mesh, P("b", "a"))
+        return mesh, lambda x, y: x + y.T, own, (own, turned)
+
+    op = custom_partitioning(lambda x, y: x + y.T)
+    op.def_partition(partition=partition, sharding_rule="i j, k l -> i j")
+    assert check_rule(op, normal(4, 8), normal(8, 4), mesh={"a": 2, "b": 2}) == ("a@a b@b",)
+    mesh = mesh_of((2, 4))
+    x, y = put(normal(16, 8), mesh, "b"), normal(8, 16)
+    np.testing.assert_array_equal(gshard.jit(op, mesh=mesh)(x, y), np.asarray(x) + y.T)
+
+
+@pytest.mark.parametrize("decoded", [True, False])
+def test_without_shardy_the_callbacks_tell(decoded: bool) -> None:
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        op = as_it_comes(
+            jnp.sin,
+            infer_sharding_from_operands=lambda mesh, operands, result: operands[0].sharding,
+            propagate_user_sharding=lambda mesh, result: result.sharding,
+            decode_shardings=decoded,
+        )
+        mesh = mesh_of((2, 4))
+        x = put(normal(16, 8), mesh, "a", "b")
+        partitioned = gshard.jit(op, mesh=mesh)
+        same(partitioned(x), np.sin(np.asarray(x)))
+        assert partitioned(x).sharding.spec == P("a", "b")
+        assert not partitioned.lower(x).spmd.collectives
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+
+
+INSIDE: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda x: softmax(x) * 2,
+    "gradient": jax.grad(lambda x: (softmax(x) ** 2).sum()),
+    "scan": lambda x: lax.scan(lambda c, _: (softmax(c) + c, None), x, None, 3)[0],
+    "gradient of a scan": jax.grad(lambda x: (lax.scan(lambda c, _: (softmax(c) + c, None), x, None, 2)[0] ** 2).sum()),
+    "cond": lambda x: lax.cond(x[0, 0] > 0, softmax, lambda x: x * 2, x),
+    "while": lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, softmax(c[1])), (0, x))[1],
+    "remat": jax.grad(lambda x: (jax.checkpoint(lambda x: jnp.sin(softmax(jnp.cos(x))))(x) ** 2).sum()),
+    "nested jit": lambda x: jax.jit(lambda x: jax.jit(softmax)(x) + 1)(x),
+    "map": lambda x: lax.map(lambda row: softmax(row[None])[0], x),
+}
+
+
+FAST = ("gradient", "scan", "cond")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in INSIDE])
+def test_inside_of_loops_and_derivatives(name: str) -> None:
+    x, f = normal(16, 8), INSIDE[name]
+    want = jax.jit(f)(x)
+    mesh = mesh_of((2, 4))
+    partitioned = gshard.jit(f, mesh=mesh)
+    for spec in ((("a", "b"),), ("b", "a"), ()):  # a history: arguments come otherwise at each call
+        same(partitioned(put(x, mesh, *spec)), want)
+    split = put(x, mesh, "a")
+    sent = [c for c in partitioned.lower(split).spmd.collectives if c.kind != "all_reduce"]  # a predicate is summed
+    assert not sent, "rows are split for nothing"
+    assert not gshard.explain(partitioned, split).gathered
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(8,), (2, 4), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+def test_axes_of_every_mesh(shape: tuple[int, ...], kind: str) -> None:
+    mesh = mesh_of(shape, KINDS[kind])
+    x, op = normal(16, 8), as_it_comes(jnp.sin, sharding_rule="i j -> i j")
+    given = put(x, mesh, *mesh.axis_names[:2])
+    with jax.set_mesh(mesh):
+        partitioned = gshard.jit(lambda x: op(x) * 2, mesh=mesh, strict=True)
+        same(partitioned(given), np.sin(x) * 2)
+        assert partitioned(given).sharding.spec == given.sharding.spec
+        assert not partitioned.lower(given).spmd.collectives
+
+
+def test_part_of_an_axis_and_donated_arguments() -> None:
+    x, op = normal(16, 8), as_it_comes(jnp.sin, sharding_rule="i j -> i j")
+    partitioned = gshard.jit(lambda x: op(gshard.split(gshard.split(x, 0, 2), 1, 4)), mesh=8)
+    same(partitioned(x), np.sin(x))
+    mesh = mesh_of((8,))
+    half = gshard.jit(lambda x: op(gshard.split(x, 0, 4)), mesh=mesh, donate_argnums=0)
+    for spec in ((), ("a",), (None, "a")):
+        same(half(put(x, mesh, *spec)), np.sin(x))
+    assert not half.lower(x).spmd.collectives
+    same(gshard.jit(lambda x: op(x) + 0, mesh=1)(x), np.sin(x))
+
+
+def test_a_program_that_names_the_axis_takes_no_part_of_it() -> None:
+    x, y = normal(16, 8), normal(8, 4)
+
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        spec = operands[0].sharding.spec
+        own = NamedSharding(mesh, P(spec[0]))
+        return mesh, lambda x: x + lax.psum(jnp.zeros(()), "a"), own, (own,)
+
+    op = custom_partitioning(lambda x: x + 0.0)
+    op.def_partition(partition=partition, sharding_rule="i j -> i j")
+    same(gshard.jit(lambda x: op(gshard.split(x, 0, 4)), mesh=mesh_of((8,)))(x), x)
+    same(gshard.jit(lambda x: op(x @ y), mesh=mesh_of((8,)))(put(x, mesh_of((8,)), "a")), x @ y)
+
+
+def test_uneven_arrays_are_whole_and_told() -> None:
+    op = as_it_comes(jnp.sin, sharding_rule="i j -> i j")
+    x = normal(9, 5)
+    partitioned = gshard.jit(lambda x: op(gshard.split(x, 0, 8)), mesh=mesh_of((8,)))
+    same(partitioned(x), np.sin(x))
+    (told,) = gshard.explain(partitioned, x).gathered
+    assert "no axis of the mesh divides a dimension of it" in told
+    some = gshard.jit(lambda x: op(gshard.split(x, 0, 8)), mesh=mesh_of((8,)))
+    same(some(normal(12, 5)), np.sin(normal(12, 5)))  # four of eight devices could
+    even = gshard.jit(lambda x: op(x), mesh=mesh_of((3,)))
+    split = put(x, mesh_of((3,)), "a")
+    same(even(split), np.sin(x))
+    assert not even.lower(split).spmd.collectives
+
+
+def test_a_refusal_is_told_with_its_reason() -> None:
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        raise NotImplementedError("on one device only")
+
+    op = custom_partitioning(jnp.sin)
+    op.def_partition(partition=partition, sharding_rule="i j -> i j")
+    mesh = mesh_of((8,))
+    x = put(normal(16, 8), mesh, "a")
+
+    def f(x: Any) -> Any:
+        return op(x) * 2
+
+    same(gshard.jit(f, mesh=mesh)(x), np.sin(np.asarray(x)) * 2)
+    (told,) = gshard.explain(gshard.jit(f, mesh=mesh), x).gathered
+    assert "partition raises NotImplementedError: on one device only" in told
+    assert "test_custom_partitioning.py" in told
+    with pytest.raises(PlanError, match="'custom_partitioning' cannot be split"):
+        gshard.jit(f, mesh=mesh, strict=True)(x)
+
+
+@pytest.mark.parametrize(
+    ("details", "message"),
+    [
+        ({"sharding_rule": "i j k -> i j k"}, "gives operand 0 3 dimensions, and it has 2"),
+        ({"sharding_rule": "i j, k -> i j"}, "is for 2 operands, and there are 1"),
+        ({"sharding_rule": "(i k) j -> (i k) j", "i": 3, "k": 2}, r"dimension 0 of operand 0 be i=?3?"),
+        ({"sharding_rule": lambda mesh, operands, results: 3}, "neither text nor an SdyShardingRule"),
+        ({"sharding_rule": lambda mesh, operands, results: 1 / 0}, "failed: ZeroDivisionError"),
+        ({"returns": lambda mesh, own: (mesh, jnp.sin, own)}, "returned what is not asked of it"),
+        ({"returns": lambda mesh, own: (mesh, jnp.sin, own, (own, own))}, "returned what is not asked of it"),
+        ({"returns": lambda mesh, own: (mesh, jnp.sin, own, (None,))}, "return shardings"),
+        (
+            {"returns": lambda mesh, own: (mesh, jnp.sin, NamedSharding(mesh, P(None, None, "a")), (own,))},
+            "more dimensions than its array has",
+        ),
+    ],
+)
+def test_mistakes_have_the_line_of_the_call(details: dict[str, Any], message: str) -> None:
+    returns = details.get("returns", lambda mesh, own: (mesh, jnp.sin, own, (own,)))
+    op = custom_partitioning(jnp.sin)
+    rule = details.get("sharding_rule", "i j -> i j")
+    sizes = {k: v for k, v in details.items() if k not in ("returns", "sharding_rule")}
+    op.def_partition(partition=lambda mesh, x, y: returns(mesh, x[0].sharding), sharding_rule=rule, **sizes)
+    mesh = mesh_of((8,))
+    with pytest.raises(RuleError, match=message) as caught:
+        gshard.jit(lambda x: op(x) + 1, mesh=mesh)(put(normal(16, 8), mesh, "a"))
+    assert caught.value.where
+    assert "test_custom_partitioning.py" in caught.value.where
+
+
+def test_in_a_shard_map_it_is_its_function() -> None:
+    mesh = mesh_of((2, 4))
+    mapped = jax.shard_map(softmax, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
+    x = put(normal(16, 8), mesh, "a")
+    partitioned = gshard.jit(lambda x: mapped(x) + 1, mesh=mesh)
+    same(partitioned(x), jax.nn.softmax(np.asarray(x), -1) + 1)
+    assert not partitioned.lower(x).spmd.collectives
+
+
+def test_equal_layers_call_partition_for_one_of_them() -> None:
+    called: list[Any] = []
+
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        called.append(operands[0].sharding.spec)
+        return mesh, jnp.sin, operands[0].sharding, (operands[0].sharding,)
+
+    op = custom_partitioning(jnp.sin)
+    op.def_partition(partition=partition, sharding_rule="i j -> i j")
+
+    def layers(count: int) -> int:
+        called.clear()
+        mesh = mesh_of((8,))
+        partitioned = gshard.jit(lambda x: [x := op(x) + x for _ in range(count)][-1], mesh=mesh)
+        partitioned.lower(put(normal(16, 8), mesh, "a")).plan  # noqa: B018
+        return len(called)
+
+    assert layers(2) == layers(12)
+
+
+def test_planned_without_devices() -> None:
+    program = gshard.jit(lambda x: softmax(gshard.shard(x, P("a"))), mesh=gshard.Mesh.abstract(a=64))
+    assert not program.lower(jax.ShapeDtypeStruct((128, 8), jnp.float32)).spmd.collectives
+
+
+def _cases_of_attention() -> Any:
+    for bias, heads in itertools.product((None, (1, 8, 128, 128), (8, 1, 128, 128)), (8, 4)):
+        for backward in (False, True):
+            is_fast = backward and (bias, heads) in ((None, 4), ((1, 8, 128, 128), 8))
+            yield pytest.param(bias, heads, backward, marks=() if is_fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("bias", "heads", "backward"), list(_cases_of_attention()))
+def test_attention_of_cudnn(monkeypatch: Any, bias: Any, heads: int, backward: bool) -> None:
+    """Batch and heads are split and nothing is sent but the sums of the bias's gradient."""
+    cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91300)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
+    mesh = mesh_of((2, 4))
+
+    def given(shape: tuple[int, ...], *spec: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+    def f(q: Any, k: Any, v: Any, *bias: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, *bias, implementation="cudnn", is_causal=not bias)
+
+    query, key = (given((8, 128, n, 64), "a", None, "b") for n in (8, heads))
+    arrays = [query, key, key] + ([given(bias, *(a if n > 1 else None for a, n in zip("ab", bias)))] if bias else [])
+    whole = lambda *xs: f(*xs).astype(jnp.float32).sum()  # noqa: E731
+    function = jax.grad(whole, tuple(range(len(arrays)))) if backward else f
+    found = gshard.explain(gshard.jit(function, mesh=mesh, strict=True), *arrays)
+    assert set(found.bytes_by_kind) <= ({"all_reduce"} if bias and backward else set())
+
+
+def test_factors_of_a_rule() -> None:
+    rule = SdyShardingRule(
+        (ArrayMapping(f"{BATCHING}0", CompoundFactor("i", "k")), ArrayMapping(f"{BATCHING}1", "i")),
+        (ArrayMapping(f"{BATCHING}0", "k", "i"),),
+        need_replication_factors=("k",),
+    )
+    found = factors_of(rule, ((5, 6), (1, 2, 3)), ((5, 2, 3),))
+    assert found.dims == (((0,), (1, 2)), ((3,), (4,), (1,)), ((0,), (2,), (1,)))
+    assert found.sizes == (5, 3, 2, 1, 2)
+    assert found.whole == {2}
+    one, dots = ArrayMapping("i"), ArrayMapping(BATCHING)
+    broadcast = factors_of(SdyShardingRule((one, one), (one,)), ((4,), (1,)), ((4,),))
+    assert broadcast.dims == (((0,),), ((1,),), ((0,),))
+    with pytest.raises(RuleError, match=r"'...' stand for 1 dimensions and for 2"):
+        factors_of(SdyShardingRule((dots, dots), (ArrayMapping(),)), ((4,), (1, 2)), ((),))
+    with pytest.raises(RuleError, match="names a factor twice in operand 0"):
+        factors_of(SdyShardingRule((ArrayMapping("i", "i"),), (ArrayMapping("i"),)), ((4, 4),), ((4,),))
