@@ -19,6 +19,7 @@ from gshard.api.static_leaves import fixed, refuse_without_hash, with_fixed_resu
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import is_token, named_arguments, trace_settings
+from gshard.core.memory_kinds import is_in_host_space, is_on_host, shape_of_type, space
 from gshard.core.paths import leaf_names, parameters_of
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import UnevenArray
@@ -67,15 +68,19 @@ class Leaf:
         return self.aval, self.sharding
 
     @property
-    def shape(self) -> jax.ShapeDtypeStruct:
+    def shape(self) -> Any:
         """What the function is traced with."""
         explicit = _explicit_sharding(self.aval)
+        if is_on_host(self.aval):
+            return self.aval if explicit is not None else shape_of_type(self.aval)
         weak = bool(getattr(self.aval, "weak_type", False))
         return jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype, sharding=explicit, weak_type=weak)
 
 
 def _plain(x: jax.ShapeDtypeStruct) -> Any:
-    return jax.core.ShapedArray(x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False)))
+    on_host = is_in_host_space(getattr(x.sharding, "memory_kind", None))
+    weak = bool(getattr(x, "weak_type", False))
+    return jax.core.ShapedArray(x.shape, x.dtype, weak_type=weak, memory_space=space(on_host))
 
 
 def _explicit_sharding(aval: Any) -> Any:

@@ -19,6 +19,7 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
+from gshard.core.memory_kinds import kind_in_space
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import Dims, Factor, Rule
 
@@ -32,6 +33,7 @@ class Value:
     Attributes:
         weak: whether its dtype gives way to that of others, as that of a Python number does.
         made: whether it stands for arrays of the user's without being one: no mark can be written on it.
+        on_host: whether its type is one of the host's memory.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +41,7 @@ class Value:
     index: int
     weak: bool = False
     made: bool = False
+    on_host: bool = False
 
     @property
     def bytes(self) -> int:
@@ -51,7 +54,8 @@ class Value:
         return short_dtype(self.dtype)
 
     def __repr__(self) -> str:
-        return f"%{self.index}:{self.dtype_name}[{','.join(map(str, self.shape))}]"
+        memory = "<host>" if self.on_host else ""
+        return f"%{self.index}:{self.dtype_name}{memory}[{','.join(map(str, self.shape))}]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -193,6 +197,8 @@ class Program:
         layout: what these mean; None if nothing.
         decomposed: blocks that take the place of ``block``, by how many parts its values are in
             (``passes.decompose``); programs with other marks share them.
+        input_memories: for each input the memory kind in which it comes; those of its type if it is empty.
+        output_memories: the same for each result.
     """
 
     block: Block
@@ -205,6 +211,18 @@ class Program:
     named: tuple[Named, ...] = ()
     layout: Layout | None = None
     decomposed: Cache = dataclasses.field(default_factory=lambda: Cache(_DECOMPOSED))
+    input_memories: tuple[str, ...] = ()
+    output_memories: tuple[str, ...] = ()
+
+    def input_memory(self, i: int) -> str:
+        """The memory kind in which an input comes."""
+        return self.input_memories[i] if self.input_memories else kind_in_space(self.block.inputs[i].on_host)
+
+    def output_memory(self, i: int) -> str:
+        """The memory kind in which a result leaves."""
+        made = self.block.outputs[i]
+        typed = kind_in_space(isinstance(made, Value) and made.on_host)
+        return self.output_memories[i] if self.output_memories else typed
 
     def state(self, inputs: Iterable[int]) -> list[tuple[int, Value]]:
         """Those of some inputs for which there is a result of the same shape and dtype, with that result.
@@ -215,7 +233,8 @@ class Program:
         found = []
         for i in inputs:
             own = self.block.inputs[i]
-            after = next((v for v in free if (v.shape, v.dtype) == (own.shape, own.dtype)), None)
+            kind = own.shape, own.dtype, own.on_host
+            after = next((v for v in free if (v.shape, v.dtype, v.on_host) == kind), None)
             if after is not None:
                 free.remove(after)
                 found.append((i, after))

@@ -153,10 +153,10 @@ def mark(call: Call) -> Rule:
 
 @rule("device_put")
 def device_put(call: Call) -> Rule:
-    """Where arrays live is the plan's business: operands pass through."""
+    """A transfer to another memory (``language.transfer``): each device moves its own part."""
     make = RuleMaker()
     tensors = [make.parallel(shape) for shape in call.in_shapes]
-    return make.rule(tensors, tensors, local=lambda shards, *xs: list(xs), flops=0, passes=True)
+    return make.rule(tensors, tensors, flops=0)
 
 
 @rule("optimization_barrier")
