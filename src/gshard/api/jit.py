@@ -21,6 +21,7 @@ import jax
 from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine
 from gshard.analysis.overlap import Windowed
+from gshard.api.border_memories import memories
 from gshard.api.boundary import marks_of_arguments, marks_of_specs, with_marked_arguments, with_marked_results
 from gshard.api.lowered import Lowered, Traced
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
@@ -248,7 +249,7 @@ class Jitted:
         given = self._in_shardings(signature)
         kept = target.takes_arguments_as_marks
         marks = marks_of_arguments(program, [x.array_type for x in signature.leaves], target.mesh, given, kept)
-        program = dataclasses.replace(program, argument_marks=marks)
+        program = dataclasses.replace(program, argument_marks=marks, **memories(program, signature, self._options))
         if self._options.names is not None:
             f = self._parameters.with_statics(signature.statics)
             said = names_of_arguments(f, self._options.names, *signature.arguments())
@@ -256,8 +257,7 @@ class Jitted:
         first = len(program.captured)
         padded = {first + i: x.partitioning for i, x in enumerate(signature.leaves) if x.partitioning is not None}
         donated = signature.leaves_of(self._parameters.donated_numbers, self._parameters.donated_names)
-        avals = tuple(x.aval for x in signature.leaves)
-        made = Lowered(program, target.in_best_order(program), signature.tree, avals, donated, padded)
+        made = Lowered(program, target.in_best_order(program), signature.tree, signature.avals, donated, padded)
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
         known = next((known for known in self._made.values() if known.is_as(made)), made)
         if known is not made:

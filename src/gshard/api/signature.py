@@ -54,7 +54,9 @@ class Leaf:
             aval = aval if _explicit_sharding(aval) is not None else aval.update(sharding=None)
             return Leaf(aval, x.sharding if x.committed else None)
         if isinstance(x, UnevenArray):
-            return Leaf(jax.core.ShapedArray(x.shape, x.dtype), x.sharding, x.partitioning)
+            held = space(is_in_host_space(x.sharding.memory_kind))
+            aval = jax.core.ShapedArray(x.shape, x.dtype, memory_space=held)
+            return Leaf(aval, x.sharding, x.partitioning)
         if isinstance(x, jax.ShapeDtypeStruct):
             return Leaf(_plain(x), x.sharding)
         aval = jax.typeof(x)
@@ -110,6 +112,11 @@ class Signature:
     def traced(self) -> Hashable:
         """What the traced function depends on: everything but how arrays are sharded."""
         return self.tree, tuple((x.aval, x.partitioning is None) for x in self.leaves), self.statics, self.settings
+
+    @property
+    def avals(self) -> tuple[Any, ...]:
+        """JAX's types of the flat arguments."""
+        return tuple(x.aval for x in self.leaves)
 
     def arguments(self) -> tuple[Any, Any]:
         """Positional and named arguments to trace the function with."""

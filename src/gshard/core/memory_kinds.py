@@ -1,9 +1,9 @@
 """Memory kinds: in which memory of its devices an array is.
 
-JAX has two words for it. A *memory kind* belongs to a sharding (``device``, ``pinned_host``, ``unpinned_host``) and says
-where the arguments and results of a program are. A *memory space* belongs to a type (``jax.memory.Space.Device`` or
-``Host``) and says where a value inside a program is. An array of kind ``pinned_host`` has a type of space ``Host``; one
-of kind ``unpinned_host`` has a type of space ``Device``, as in JAX.
+JAX has two terms for it. A *memory kind* (``device``, ``pinned_host``, ``unpinned_host``) belongs to a sharding and says
+where an argument or a result of a program is. A *memory space* (``jax.memory.Space.Device`` or ``Host``) belongs to a
+type and says where a value inside a program is. An array of kind ``pinned_host`` has a type of space ``Host``; one of
+kind ``unpinned_host`` has a type of space ``Device``, as in JAX.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 DEVICE, PINNED_HOST = "device", "pinned_host"
 _HOST_KINDS = (PINNED_HOST, "unpinned_host")
@@ -23,7 +22,7 @@ def memory_of(sharding: Any) -> str | None:
 
     A ``PartitionSpec`` is a sharding in the default memory of the devices.
 
-    >>> memory_of(PartitionSpec("data")), memory_of(None)
+    >>> memory_of(jax.sharding.PartitionSpec("data")), memory_of(None)
     ('device', None)
     """
     if sharding is None:

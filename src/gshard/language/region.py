@@ -17,7 +17,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import jax
 from jax import lax
 
 from gshard.core.jax_adapter import scan_counts

@@ -296,7 +296,7 @@ class _Emitter:
     def _fetch(
         self, env: dict[Value, _Made], value: Value | Constant, target: Sharding, user: Equation | None, why: str
     ) -> Any:
-        """The same in the memory of the device: what is in that of the host is moved there first, then to ``target``."""
+        """The same in the memory of the device: what is in that of the host is fetched first, then resharded."""
         if not isinstance(value, Value) or not value.on_host:
             return self._read(env, value, target, user, why)
         made, planned = env[value], self.sharding(value)

@@ -1,9 +1,9 @@
 """Put: ``jax.device_put`` inside a program, taken apart.
 
-    jax.device_put(x, NamedSharding(mesh, P("data")))                                  a mark
-    jax.device_put(x, jax.memory.Space.Host)                                           a transfer (``language.transfer``)
-    jax.device_put(x, NamedSharding(mesh, P("data"), memory_kind="pinned_host"))       a mark, and a transfer
-    jax.device_put(x)                                                                  nothing
+    jax.device_put(x, NamedSharding(mesh, P("data")))                                 a mark
+    jax.device_put(x, jax.memory.Space.Host)                                          a transfer (language.transfer)
+    jax.device_put(x, NamedSharding(mesh, P("data"), memory_kind="pinned_host"))      both
+    jax.device_put(x)                                                                 nothing
 
 What is moved between devices is moved while it is in their memory: a mark stands before a transfer to the host and
 after one from it.
