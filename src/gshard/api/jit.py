@@ -68,7 +68,7 @@ class Jitted:
 
     def __init__(self, f: Callable[..., Any], parameters: Parameters, options: Options):
         functools.update_wrapper(self, f)
-        self._f, self._parameters, self._options = f, parameters, options
+        self._f, self._parameters, self._options = f, parameters.placed_by(options.in_shardings), options
         self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
         self._tables = Tables(_PLANS)
         emptied_by_jax(self._tables)

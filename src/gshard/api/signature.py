@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from gshard.api.specs import memories_of
 from gshard.api.static_leaves import fixed, refuse_without_hash, with_fixed_results, with_freed_arguments
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
@@ -113,6 +114,15 @@ class Signature:
         """What the traced function depends on: everything but how arrays are sharded."""
         return self.tree, tuple((x.aval, x.partitioning is None) for x in self.leaves), self.statics, self.settings
 
+    def brought(self, kinds: Sequence[str | None]) -> Signature:
+        """The same for arguments that are put in these memory kinds: those of the devices have types of the devices."""
+        device = [kind is not None and not is_in_host_space(kind) for kind in kinds]
+        leaves = [
+            dataclasses.replace(x, aval=x.aval.update(memory_space=space(False))) if there else x
+            for x, there in zip(self.leaves, device, strict=True)
+        ]
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
     @property
     def avals(self) -> tuple[Any, ...]:
         """JAX's types of the flat arguments."""
@@ -145,6 +155,7 @@ class Parameters:
         static_numbers, static_names: arguments that are no arrays.
         donated_numbers, donated_names: arguments whose memory results may take.
         static_leaves: whether what is no array inside of the others is static as well.
+        in_shardings: where arguments are put before a call, in which memory among others.
     """
 
     f: Callable[..., Any]
@@ -153,6 +164,11 @@ class Parameters:
     donated_numbers: tuple[int, ...]
     donated_names: tuple[str, ...]
     static_leaves: bool = False
+    in_shardings: Any = None
+
+    def placed_by(self, in_shardings: Any) -> Parameters:
+        """The same for a function whose arguments are put somewhere before a call."""
+        return dataclasses.replace(self, in_shardings=in_shardings)
 
     @property
     def told(self) -> Hashable:
@@ -255,7 +271,10 @@ class Parameters:
             read = tuple(map(Leaf.of, leaves))
         except TypeError as error:
             raise self._no_array(arrays, leaves) from error
-        return Signature(tree, read, statics, (trace_settings(), rules_version())), leaves
+        signature = Signature(tree, read, statics, (trace_settings(), rules_version()))
+        if self.in_shardings is not None and any(is_on_host(x.aval) for x in read):
+            signature = signature.brought(memories_of(self.in_shardings, arrays))
+        return signature, leaves
 
     def _no_array(self, arrays: Any, leaves: Sequence[Any]) -> ArgumentError:
         for name, x in zip(leaf_names(self.f, arrays), leaves, strict=True):

@@ -1,9 +1,9 @@
 """Memory kinds: in which memory of its devices an array is.
 
-JAX has two terms for it. A *memory kind* (``device``, ``pinned_host``, ``unpinned_host``) belongs to a sharding and says
-where an argument or a result of a program is. A *memory space* (``jax.memory.Space.Device`` or ``Host``) belongs to a
-type and says where a value inside a program is. An array of kind ``pinned_host`` has a type of space ``Host``; one of
-kind ``unpinned_host`` has a type of space ``Device``, as in JAX.
+JAX has two terms for it. A *memory kind* (``device``, ``pinned_host``, ``unpinned_host``) belongs to a sharding and
+says where an argument or a result of a program is. A *memory space* (``jax.memory.Space.Device`` or ``Host``) belongs
+to a type and says where a value inside a program is. An array of kind ``pinned_host`` has a type of space ``Host``; one
+of kind ``unpinned_host`` has a type of space ``Device``, as in JAX.
 """
 
 from __future__ import annotations
