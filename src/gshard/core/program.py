@@ -53,9 +53,13 @@ class Value:
         """JAX's short name: f32, bf16, s32, key<fry>..."""
         return short_dtype(self.dtype)
 
+    @property
+    def type_name(self) -> str:
+        """The same, with its memory if that is the host's, as JAX prints it: f32<host>."""
+        return f"{self.dtype_name}<host>" if self.on_host else self.dtype_name
+
     def __repr__(self) -> str:
-        memory = "<host>" if self.on_host else ""
-        return f"%{self.index}:{self.dtype_name}{memory}[{','.join(map(str, self.shape))}]"
+        return f"%{self.index}:{self.type_name}[{','.join(map(str, self.shape))}]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -87,6 +87,12 @@ def is_transfer(params: dict[str, Any], in_avals: Any) -> bool:
     return isinstance(target, jax.memory.Space) and target != getattr(in_avals[0], "memory_space", target)
 
 
+def changes_memory(e: Equation) -> bool:
+    """Whether an equation of a program is a transfer."""
+    (x, *_), (made, *_) = (*e.inputs, None), (*e.outputs, None)
+    return e.name == "device_put" and isinstance(x, Value) and made is not None and x.on_host != made.on_host
+
+
 def is_handed_on(e: Equation, split: Split) -> bool:
     """Whether an equation, split so, only hands on elements and runs in whatever memory they are."""
     if e.mark is not None or e.name == "shard_map":
