@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gshard.core.memory_kinds import is_host_kind
 from gshard.core.mesh import Mesh
-from gshard.core.program import Constant, Value, format_bytes, itemsize
+from gshard.core.program import Block, Constant, Value, format_bytes, itemsize
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.language.transfer import Transfer, transfers_of
@@ -29,11 +29,13 @@ class HostMemory:
         arguments: bytes of the arguments there, whole and for each device.
         results: the same of the results.
         transfers: what moves between the memory of a device and that of the host.
+        without_effect: constraints that name the memory of the host; JAX and gshard read their shardings alone.
     """
 
     arguments: tuple[int, int]
     results: tuple[int, int]
     transfers: tuple[Transfer, ...]
+    without_effect: tuple[str, ...] = ()
 
     @property
     def to_host(self) -> int:
@@ -48,7 +50,7 @@ class HostMemory:
     @functools.cached_property
     def lines(self) -> list[str]:
         """The report as text; no line where nothing is on the host."""
-        if not (self.transfers or self.arguments[0] or self.results[0]):
+        if not (self.transfers or self.arguments[0] or self.results[0] or self.without_effect):
             return []
         (whole, local), (left, left_local) = self.arguments, self.results
         lines = ["", "host memory"]
@@ -66,7 +68,7 @@ class HostMemory:
             lines.append(f"  {way:<18} x{times:<4} {format_bytes(sent):>10}  {shape:<24} {line}")
         if rest := ordered[_SHOWN:]:
             lines.append(f"  ... and {len(rest)} more rows with {format_bytes(sum(sent for _, (_, sent) in rest))}")
-        return lines
+        return lines + [f"  {text}" for text in self.without_effect]
 
 
 def host_memory(spmd: SpmdProgram) -> HostMemory:
@@ -77,7 +79,19 @@ def host_memory(spmd: SpmdProgram) -> HostMemory:
     leave = [i for i in range(len(results)) if is_host_kind(program.output_memory(i))]
     arguments = [(inputs[i], spmd.in_shardings[i]) for i in come]
     left = [(results[i], spmd.out_shardings[i]) for i in leave]
-    return HostMemory(_bytes(arguments, mesh), _bytes(left, mesh), tuple(transfers_of(spmd.jaxpr)))
+    moved = tuple(transfers_of(spmd.jaxpr))
+    return HostMemory(_bytes(arguments, mesh), _bytes(left, mesh), moved, tuple(_without_effect(program.block)))
+
+
+def _without_effect(block: Block) -> Iterator[str]:
+    """The constraints of JAX's that name a memory in which their value is not."""
+    for e in block.walk():
+        kind = getattr(e.params.get("sharding"), "memory_kind", None)
+        if e.mark is not None and is_host_kind(kind) and not e.outputs[0].on_host:
+            yield (
+                f"{e.name} at {e.line} names memory {kind!r}, which has no effect, as in JAX: move the value with "
+                "jax.device_put"
+            )
 
 
 def _bytes(arrays: Sequence[tuple[Value | Constant, Sharding]], mesh: Mesh) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from gshard.comm.collectives import KINDS
 from gshard.comm.local import slice_part
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import as_traced_here, bind, called_jaxpr, closed, user_line
+from gshard.core.memory_kinds import is_on_host, shape_in_memory
 from gshard.core.mesh import Atoms
 
 AtomsOf = Mapping[str, Atoms]
@@ -91,14 +92,15 @@ def _renamed_body(value: Any, atoms_of: AtomsOf) -> Any:
     if isinstance(value, (tuple, list)) and any(isinstance(v, _WITH_MESH) for v in value):
         return type(value)(_renamed_body(v, atoms_of) for v in value)
     if isinstance(value, jax.core.ShapedArray):
-        return jax.core.ShapedArray(value.shape, value.dtype, weak_type=value.weak_type)
+        weak, memory = value.weak_type, value.memory_space
+        return jax.core.ShapedArray(value.shape, value.dtype, weak_type=weak, memory_space=memory)
     if not isinstance(value, (Jaxpr, ClosedJaxpr)):
         return value
     inner, _ = closed(value)
     if any(hasattr(v.aval, "inner_aval") for v in inner.invars):
         return as_traced_here(value)  # a kernel, which works on references
     again = jax.make_jaxpr(renamed(value, atoms_of))(
-        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars)
+        *(shape_in_memory(v.aval.shape, v.aval.dtype, on_host=is_on_host(v.aval)) for v in inner.invars)
     )
     return again if isinstance(value, ClosedJaxpr) else closed(again)[0]
 
