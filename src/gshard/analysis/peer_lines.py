@@ -23,6 +23,7 @@ from gshard.analysis.machine import Machine
 from gshard.analysis.network import members, permutation_seconds, seconds
 from gshard.analysis.peer import xla_function
 from gshard.core.errors import MeshError
+from gshard.core.memory_kinds import shape_in_memory
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.spmd import SpmdProgram
