@@ -22,6 +22,7 @@ CUBE = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AUTO, AUTO, AUTO))
 TYPED = jax.make_mesh((8,), ("d",), axis_types=(EXPLICIT,))
 RNG = np.random.default_rng(7)
 X = RNG.normal(size=(16, 8)).astype(np.float32)
+N = np.arange(128, dtype=np.int32).reshape(16, 8) - 60
 STACK = RNG.normal(size=(4, 16, 16)).astype(np.float32) / 4
 SPECS = {ROWS: P("d"), GRID: P("a", "b"), CUBE: P("a", ("b", "c")), TYPED: P("d")}
 
@@ -85,7 +86,7 @@ FORMS: dict[str, tuple[Callable[[jax.sharding.Mesh], Callable[..., Any]], list[t
     ),
     "a step": (lambda m: step, [(False, 1), (True, 1)]),
     "computed": (lambda m: lambda h, x: jnp.sin(h) * 2, [(False, 1), (True, 1), (False, 1), (True, 1)]),
-    "handed on": (lambda m: lambda h, x: h.reshape(16, 2, 4)[:, :, 1:3], []),
+    "handed on": (lambda m: lambda h, x: jnp.squeeze(h.reshape(16, 1, 8), 1), []),
     "summed": (lambda m: lambda h, x: h.sum(0), [(False, 1), (True, 1)]),
     "unpinned": (lambda m: lambda h, x: jax.device_put(x * 2, on(m, "unpinned_host")), []),
     "constraint": (lambda m: lambda h, x: lax.with_sharding_constraint(x * 2, on(m, "pinned_host")), []),
@@ -160,15 +161,15 @@ def test_results_leave_in_the_memory_that_out_shardings_names() -> None:
 
 
 PLACES: dict[str, Callable[[], Any]] = {
-    "numpy": lambda: X,
-    "not committed": lambda: jnp.asarray(X),
-    "one device": lambda: jax.device_put(X, jax.devices()[3]),
-    "one host": lambda: jax.device_put(X, HOST),
-    "as it is": lambda: jax.device_put(X, on(GRID)),
-    "whole": lambda: jax.device_put(X, on(GRID, spec=P())),
-    "host": lambda: on_host(GRID),
-    "host, other cut": lambda: on_host(GRID, spec=P("b")),
-    "unpinned": lambda: jax.device_put(X, on(GRID, "unpinned_host")),
+    "numpy": lambda: N,
+    "not committed": lambda: jnp.asarray(N),
+    "one device": lambda: jax.device_put(N, jax.devices()[3]),
+    "one host": lambda: jax.device_put(N, HOST),
+    "as it is": lambda: jax.device_put(N, on(GRID)),
+    "whole": lambda: jax.device_put(N, on(GRID, spec=P())),
+    "host": lambda: on_host(GRID, N),
+    "host, other cut": lambda: on_host(GRID, N, spec=P("b")),
+    "unpinned": lambda: jax.device_put(N, on(GRID, "unpinned_host")),
 }
 
 
@@ -180,7 +181,7 @@ def test_every_call_is_right_wherever_its_argument_is(asked: Any) -> None:
         x = PLACES[place]()
         for _ in range(3):
             result = function(x)
-            np.testing.assert_array_equal(np.asarray(result), X * 3 - 1, place)
+            np.testing.assert_array_equal(np.asarray(result), N * 3 - 1, place)
             assert kinds(result) == ["device"]
         (expected,) = function.lower(x).compile().input_shardings[0]
         own = x.sharding.memory_kind if isinstance(x, jax.Array) and x.committed else "device"
@@ -340,11 +341,14 @@ def test_the_compiler_of_a_tpu_is_told_of_every_transfer(form: str) -> None:
     with no_mesh_set(), jax.sharding.use_abstract_mesh(lowered.mesh.abstract_jax_mesh):
         shapes = shapes_of(lowered.spmd.jaxpr.in_avals)
         text = program.function.trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()  # type: ignore[attr-defined]
-    head = next(line for line in text.splitlines() if "@main" in line)
-    assert head.count('mhlo.memory_kind = "pinned_host"') == 1 + kinds(jax.jit(f)(h, x)).count("pinned_host")
-    at_results = kinds(jax.jit(f)(h, x)).count("pinned_host")
-    told = sum('_xla_buffer_placement = "' in line for line in text.splitlines())
-    assert told == len(gshard.explain(f, h, x, mesh=ROWS).host.transfers) + at_results
+    head, *body = text[text.index("@main") :].splitlines()
+    results = kinds(jax.jit(f)(h, x))
+    used = form not in ("space", "sharding")  # else the argument on the host is left out
+    assert head.count('mhlo.memory_kind = "pinned_host"') == used + results.count("pinned_host")
+    transfers = gshard.explain(f, h, x, mesh=ROWS).host.transfers
+    for kind, to_host in (("pinned_host", True), ("device", False)):
+        told = sum(f'_xla_buffer_placement = "{kind}"' in line for line in body)
+        assert told == sum(t.to_host is to_host for t in transfers) + results.count(kind)
 
 
 def test_searches_presets_and_recorded_plans_keep_memories() -> None:

@@ -84,7 +84,7 @@ def is_transfer(params: dict[str, Any], in_avals: Any) -> bool:
     if len(in_avals) != 1:
         return False
     (target,) = params["devices"]
-    return isinstance(target, jax.memory.Space) and target != getattr(in_avals[0], "memory_space", target)
+    return target in (space(True), space(False)) and target is not space(is_on_host(in_avals[0]))
 
 
 def changes_memory(e: Equation) -> bool:
