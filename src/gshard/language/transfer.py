@@ -26,7 +26,7 @@ from gshard.core.split import Split
 # Operators that hand on elements as they are. XLA runs them on memory of the host: what is fetched of a stack of
 # layers is then the slice that is needed, and not the stack.
 _HANDED_ON = frozenset(
-    "copy copy_p dynamic_slice name optimization_barrier reshape shard_map slice squeeze stop_gradient".split()
+    "copy copy_p dynamic_slice name optimization_barrier reshape slice squeeze stop_gradient".split()
 )
 
 
@@ -94,8 +94,11 @@ def changes_memory(e: Equation) -> bool:
 
 
 def is_handed_on(e: Equation, split: Split) -> bool:
-    """Whether an equation, split so, only hands on elements and runs in whatever memory they are."""
-    if e.mark is not None or e.name == "shard_map":
+    """Whether an equation, split so, runs on values in whatever memory they are.
+
+    It is one that only hands on elements, or one with a body whose own equations fetch what they need.
+    """
+    if e.mark is not None or e.name in ("shard_map", "scan"):
         return True
     assert e.rule is not None
     parts = (e.rule.factors[f] for f, atoms in split.items() if atoms and f >= 0)
