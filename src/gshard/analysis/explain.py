@@ -21,6 +21,7 @@ from typing import Any
 from gshard.analysis.cost import Cost, cost
 from gshard.analysis.difference import Difference, difference
 from gshard.analysis.hardware import machine_of, unknown_devices
+from gshard.analysis.host_memory import HostMemory, host_memory
 from gshard.analysis.instead import Instead, instead
 from gshard.analysis.machine import Machine
 from gshard.analysis.named import unused_of_layout, uses_of_layout
@@ -30,16 +31,16 @@ from gshard.analysis.proposal import Proposal, proposals
 from gshard.analysis.replicated import notes_of_whole_values, replicated_work
 from gshard.analysis.report.data import report_data
 from gshard.analysis.report.page import page
-from gshard.analysis.rows import CollectiveRow, TensorRow, rows_of_collectives
+from gshard.analysis.rows import CollectiveRow, TensorRow, notes_of_parts, rows_of_collectives
 from gshard.analysis.timeline import timeline
 from gshard.analysis.verdict import Verdict, verdict
 from gshard.core.errors import ArgumentError, known_names
+from gshard.core.memory_kinds import is_host_kind
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Block, Program, Value, format_bytes
+from gshard.core.program import Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
-from gshard.tracing.manual_regions import parts_of
 
 _SHOWN = 24  # names of arguments in a message
 _FRAME = "width: 100%; height: 800px; border: 1px solid #8884; border-radius: 8px"
@@ -56,7 +57,7 @@ class Explanation:
         tensors: all arrays, largest first.
         collectives: all collectives, most bytes first.
         gathered: operations without a rule: line, operation, operands, bytes gathered on every device.
-        argument_bytes: bytes of all arguments, whole and on one device.
+        argument_bytes: bytes of all arguments in the memory of the devices, whole and on one device.
         plan: what it was read from;
         spmd: and the per-device program.
         marked: what all devices would run if the program had other marks.
@@ -200,6 +201,11 @@ class Explanation:
         shown = html.escape(page(self.data()), quote=True)
         return f'<iframe srcdoc="{shown}" title="{html.escape(self.name)}" style="{_FRAME}"></iframe>'
 
+    @functools.cached_property
+    def host(self) -> HostMemory:
+        """What is in the memory of the host, and what moves between host and device in one call."""
+        return host_memory(self.spmd)
+
     @property
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes that each device sends in one call, by kind of collective."""
@@ -242,6 +248,7 @@ class Explanation:
             f"{kind} {format_bytes(n)}" for kind, n in sorted(self.bytes_by_kind.items(), key=lambda kv: -kv[1])
         )
         lines.append(f"  each device sends {format_bytes(self.total_bytes)} in one call{': ' + kinds if kinds else ''}")
+        lines += self.host.lines
         if self.plan.spared is not None:
             without, taken, machine = self.plan.spared
             what = f"{len(self.plan.rings)} product{'s' if len(self.plan.rings) > 1 else ''}"
@@ -353,8 +360,9 @@ def explain_program(
                 names.setdefault(v, f"%{v.index} in {e.name}")
 
     arguments = frozenset(program.block.inputs)
+    held = [v for i, v in enumerate(program.block.inputs) if not is_host_kind(program.input_memory(i))]
     replicated = replicated_work(plan)
-    notes = {**notes_of_whole_values(plan, replicated), **_notes(program.block)}
+    notes = {**notes_of_whole_values(plan, replicated), **notes_of_parts(program.block)}
 
     def on_a_device(v: Value) -> int:
         return local_bytes(v, plan.shardings[v], mesh)
@@ -372,7 +380,7 @@ def explain_program(
         tuple(map(row, tensors)),
         rows_of_collectives(spmd.collectives, mesh),
         tuple(plan.gathered_text()),
-        (sum(v.bytes for v in arguments), sum(map(on_a_device, arguments))),
+        (sum(v.bytes for v in held), sum(map(on_a_device, held))),
         plan,
         spmd,
         marked,
@@ -382,18 +390,6 @@ def explain_program(
         unused_of_layout(program, mesh),
         by_bytes,
     )
-
-
-def _notes(block: Block) -> dict[Value, str]:
-    """What to know of values that are one device's part, or that an equation without a choice reads or makes."""
-    notes = {}
-    for e in block.walk():
-        if e.rule is not None and e.rule.fixed is not None:
-            note = f"{e.name}{f' at {e.line}' if e.line else ''} says how it is sharded there"
-            notes.update({v: note for v in (*e.inputs, *e.outputs) if isinstance(v, Value)})
-    for v, parts in parts_of(block).items():
-        notes[v] = f"one of {parts} parts: each device holds its own until manual_to_auto"
-    return notes
 
 
 def _reason(plan: Plan, value: Value, dim: int) -> str:

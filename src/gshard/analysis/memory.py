@@ -36,6 +36,11 @@ from gshard.passes.device_program import (
 )
 
 
+def _on_device(value: Value) -> int:
+    """Bytes of the device's memory that a value takes: none if it is in that of the host."""
+    return 0 if value.on_host else size(value)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moment:
     """A kernel and the bytes of temporaries while it runs; in loops those around the loop included."""
@@ -83,20 +88,20 @@ def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precis
     """
     block = program.block
     results = [v for v in dict.fromkeys(block.outputs) if isinstance(v, Value)]
-    free = [size(block.inputs[i]) for i in donated]
+    free = [_on_device(block.inputs[i]) for i in donated]
     shared, lent = 0, set()
     for v in results:
-        if v not in block.inputs and size(v) in free:
-            free.remove(size(v))
-            shared += size(v)
+        if v not in block.inputs and _on_device(v) in free:
+            free.remove(_on_device(v))
+            shared += _on_device(v)
             lent.add(v)
     places = [program.home.get(v, v) for v in results if v not in block.inputs and v not in lent]
     elsewhere = frozenset(program.home.get(v, v) for v in results) | _in_places(program, places)
     moments: list[Moment] = []
     peak, alive, path = _follow(program, elsewhere, 0, 0, moments, keeps_low_precision_copies)
     return Memory(
-        sum(map(size, block.inputs)), sum(map(size, results)), shared, peak, tuple(moments),
-        tuple(sorted(alive, key=lambda pair: -size(pair[0]))), path,
+        sum(map(_on_device, block.inputs)), sum(map(_on_device, results)), shared, peak, tuple(moments),
+        tuple(sorted(alive, key=lambda pair: -_on_device(pair[0]))), path,
     )  # fmt: skip
 
 
@@ -105,14 +110,14 @@ def _in_places(program: Kernels, results: Sequence[Value]) -> frozenset[Value]:
     made = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.writes}
     last = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.reads}
     last.update({program.home.get(v, v): len(made) for v in program.block.outputs if isinstance(v, Value)})
-    places = sorted((v for v in results if v in made), key=size)
-    sizes = list(map(size, places))
+    places = sorted((v for v in results if v in made), key=_on_device)
+    sizes = list(map(_on_device, places))
     taken: dict[Value, list[tuple[int, int]]] = {v: [] for v in places}
     found = set()
     spans = {v: (i, last.get(v, i)) for v, i in made.items()}
-    for v in sorted(made, key=lambda v: (-size(v), spans[v][0] - spans[v][1])):
+    for v in sorted(made, key=lambda v: (-_on_device(v), spans[v][0] - spans[v][1])):
         first, end = spans[v]
-        for place in places[bisect.bisect_left(sizes, size(v)) :] if size(v) else ():
+        for place in places[bisect.bisect_left(sizes, _on_device(v)) :] if _on_device(v) else ():
             if end < made[place] and all(end < a or first > b for a, b in taken[place]):
                 taken[place].append((first, end))
                 found.add(v)
@@ -158,14 +163,14 @@ def _follow(
     narrowed: dict[int, list[Value]] = {}  # when no more than what is kept of it is left
     for v, kept in narrow.items():
         narrowed.setdefault(kept.whole_until, []).append(v)
-    places = {v: size(v) for v in carried}
+    places = {v: _on_device(v) for v in carried}
     made: dict[Value, Equation] = dict(carried)
     now = peak = sum(places.values())
     alive: list[tuple[Value, Equation]] = list(made.items())
     path: tuple[tuple[Kernels, int], ...] = ()
     for i, kernel in enumerate(kernels):
         new = [v for v in kernel.writes if v not in elsewhere]
-        places.update({v: narrow[v].bytes if v in narrow and narrow[v].whole_until < i else size(v) for v in new})
+        places.update({v: narrow[v].bytes if v in narrow and narrow[v].whole_until < i else _on_device(v) for v in new})
         dying = [v for v in kernel.reads if last[v] == i and v in made]
         grown = sum(places[v] for v in new)
         if _may_overwrite(kernel):
@@ -190,8 +195,8 @@ def _follow(
             del made[v]
             now -= places[v]
         for v in narrowed.get(i, ()):
-            if v in made and places[v] == size(v):
-                now -= size(v) - narrow[v].bytes
+            if v in made and places[v] == _on_device(v):
+                now -= _on_device(v) - narrow[v].bytes
                 places[v] = narrow[v].bytes
     return peak, alive, path
 
@@ -206,7 +211,7 @@ def _overwritten(kernels: Sequence[Kernel], last: Mapping[Value, int], elsewhere
                 isinstance(first, Value)
                 and first in kernel.reads
                 and last[first] == i
-                and size(first) == size(kernel.writes[0])
+                and _on_device(first) == _on_device(kernel.writes[0])
             ):
                 found.add(first)
         found.update(before for before, after in _carried(kernel) if after in found and last[before] == i)
@@ -261,7 +266,7 @@ def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment], keeps
     e = kernel.equation
     for body in kernel.bodies:
         held = dict.fromkeys(_held(e, body.block), e)
-        place = sum(map(size, held))
+        place = sum(map(_on_device, held))
         inner, alive, path = _follow(
             body, frozenset(), below - place, depth + 1, moments, keeps_low_precision_copies, held
         )
@@ -287,4 +292,4 @@ def _low_precision_copies(program: Kernels) -> list[tuple[int, int, int]]:
                 home = program.home.get(x, x)
                 if home not in stacked:
                     spans[home] = (spans.get(home, (i, i))[0], i)
-    return [(first, end, size(v) // 2) for v, (first, end) in spans.items()]
+    return [(first, end, _on_device(v) // 2) for v, (first, end) in spans.items()]

@@ -23,6 +23,7 @@ from gshard.analysis.machine import Machine
 from gshard.analysis.network import members, permutation_seconds, seconds
 from gshard.analysis.peer import xla_function
 from gshard.core.errors import MeshError
+from gshard.core.memory_kinds import shape_in_memory
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.spmd import SpmdProgram
@@ -52,17 +53,16 @@ def against_xla(
             hint="Explain for devices that exist: mesh=8, with "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8 on one CPU.",
         )
-    shardings = [named_sharding(plan.mesh, s) for s in spmd.in_shardings]
+    program = plan.program
+    shardings = [named_sharding(plan.mesh, s, program.input_memory(i)) for i, s in enumerate(spmd.in_shardings)]
     theirs = jax.jit(xla_function(plan.program, plan.mesh), in_shardings=shardings)
-    takes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in plan.program.block.inputs]
+    takes = [shape_in_memory(v.shape, v.dtype, on_host=v.on_host) for v in program.block.inputs]
     compiled = (theirs.lower(*takes).compile(), compile_spmd(spmd, donated).compiled)
     places = {place.rpartition("/")[2]: place for place in data["lines"]}
     sides = []
-    for by, program in zip(("XLA's partitioner", "gshard"), compiled, strict=True):
-        lines = _of_text(str(program.as_text()), plan.mesh, machine)
-        sides.append(
-            _side(f"{plan.program.name} by {by}", {places.get(at, at): row for at, row in lines.items()}, data)
-        )
+    for by, made in zip(("XLA's partitioner", "gshard"), compiled, strict=True):
+        lines = _of_text(str(made.as_text()), plan.mesh, machine)
+        sides.append(_side(f"{program.name} by {by}", {places.get(at, at): row for at, row in lines.items()}, data))
     return difference(*sides)
 
 

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from gshard.core.mesh import Mesh
-from gshard.core.program import Value
+from gshard.core.program import Block, Value
 from gshard.core.spmd import Collective
+from gshard.tracing.manual_regions import parts_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,3 +78,15 @@ def rows_of_collectives(collectives: Sequence[Collective], mesh: Mesh) -> tuple[
         times, sent = c.times + (old.times if old else 0), c.total_bytes + (old.bytes if old else 0)
         rows[key] = CollectiveRow(c.kind, axes, times, sent, c.shape, c.line, c.why)
     return tuple(sorted(rows.values(), key=lambda r: -r.bytes))
+
+
+def notes_of_parts(block: Block) -> dict[Value, str]:
+    """What to know of values that are one device's part, or that an equation without a choice reads or makes."""
+    notes = {}
+    for e in block.walk():
+        if e.rule is not None and e.rule.fixed is not None:
+            note = f"{e.name}{f' at {e.line}' if e.line else ''} says how it is sharded there"
+            notes.update({v: note for v in (*e.inputs, *e.outputs) if isinstance(v, Value)})
+    for v, parts in parts_of(block).items():
+        notes[v] = f"one of {parts} parts: each device holds its own until manual_to_auto"
+    return notes

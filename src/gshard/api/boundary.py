@@ -21,9 +21,11 @@ from gshard.api.specs import mark_of_spec as mark_of_spec
 from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark
+from gshard.core.memory_kinds import is_in_host_space, memory_of
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
 from gshard.language.mark_primitive import bind_mark
+from gshard.language.transfer import transferred
 from gshard.tracing.expand import mark_of_named_sharding
 
 
@@ -159,7 +161,8 @@ def with_marked_results(f: Callable[..., Any], out_shardings: Any, *, even: bool
 
     @functools.wraps(f)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        return _marked("out_shardings", out_shardings, f(*args, **kwargs), even=even)
+        results = _marked("out_shardings", out_shardings, f(*args, **kwargs), even=even)
+        return _in_memories(out_shardings, results)
 
     return marked
 
@@ -173,3 +176,14 @@ def _marked(what: str, specs: Any, tree: Any, *, even: bool = False) -> Any:
         for (path, x), mark in zip(leaves, marks_of_specs(what, specs, tree), strict=True)
     ]
     return jax.tree.unflatten(structure, marked)
+
+
+def _in_memories(out_shardings: Any, tree: Any) -> Any:
+    """The results in the memory that ``out_shardings`` names; where it says nothing in that of their types."""
+    said = [memory_of(spec) for spec in spread_specs("out_shardings", out_shardings, tree)]
+    leaves, structure = jax.tree.flatten(tree)
+    moved = [
+        x if kind is None or not hasattr(x, "aval") else transferred(x, is_in_host_space(kind))
+        for kind, x in zip(said, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, moved)

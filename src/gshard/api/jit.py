@@ -21,6 +21,7 @@ import jax
 from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine
 from gshard.analysis.overlap import Windowed
+from gshard.api.border_memories import memories
 from gshard.api.boundary import marks_of_arguments, marks_of_in_shardings, with_marked_arguments, with_marked_results
 from gshard.api.lowered import Lowered
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
@@ -70,7 +71,7 @@ class Jitted(OneObject):
 
     def __init__(self, f: Callable[..., Any], parameters: Parameters, options: Options):
         functools.update_wrapper(self, f)
-        self._f, self._parameters, self._options = f, parameters, options
+        self._f, self._parameters, self._options = f, parameters.placed_by(options.in_shardings), options
         self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
         self._tables = Tables(_PLANS)
         emptied_by_jax(self._tables)
@@ -246,18 +247,16 @@ class Jitted(OneObject):
         given = self._in_shardings(signature)
         kept = target.takes_arguments_as_marks
         marks = marks_of_arguments(program, [x.array_type for x in signature.every], target.mesh, given, kept)
-        program = dataclasses.replace(program, argument_marks=marks)
+        program = dataclasses.replace(program, argument_marks=marks, **memories(program, signature, self._options))
         if self._options.names is not None:
             f = self._parameters.with_statics(signature.statics)
             said = names_of_arguments(f, self._options.names, *signature.arguments())
             program = with_names_of_arguments(program, said, given)
         first = len(program.captured)
         padded = {first + i: x.partitioning for i, x in enumerate(signature.leaves) if x.partitioning is not None}
-        donated = self._parameters.donated(signature)
-        avals = tuple(x.aval for x in signature.leaves)
-        closed_over = tuple(references_in(self._closed(signature)[0]))
+        donated, closed_over = self._parameters.donated(signature), tuple(references_in(self._closed(signature)[0]))
         target = target.in_best_order(program)
-        made = Lowered(program, target, signature.tree, avals, donated, padded, closed_over)
+        made = Lowered(program, target, signature.tree, signature.avals, donated, padded, closed_over)
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
         known = next((known for known in self._made.values() if known.is_as(made)), made)
         if known is not made:

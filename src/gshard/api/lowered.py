@@ -97,7 +97,7 @@ class Lowered:
         """Where each flat argument is expected, as JAX's ``NamedSharding``: what is there is not moved by a call."""
         first, spmd = len(self.program.captured), self.spmd
         return tuple(
-            named_sharding(self.mesh.reordered(spmd.in_orders.get(i, self.mesh.order)), s)
+            named_sharding(self.mesh.reordered(spmd.in_orders.get(i, self.mesh.order)), s, self.program.input_memory(i))
             for i, s in enumerate(spmd.in_shardings)
             if i >= first
         )
@@ -121,6 +121,8 @@ class Lowered:
         """
         alike = self.program.block is other.program.block and self.in_tree == other.in_tree
         same = self.target == other.target and self.donated == other.donated and self.padded == other.padded
+        ours, theirs = self.program, other.program
+        same = same and ours.input_memories == theirs.input_memories and ours.output_memories == theirs.output_memories
         if not (alike and same):
             return False
         if self.program.argument_marks == other.program.argument_marks:
@@ -217,7 +219,10 @@ class Lowered:
     def out_info(self) -> Any:
         """Shapes, dtypes and shardings of the results, in their structure."""
         found = zip(self.program.block.outputs, self._out_meshes, self.spmd.out_shardings, strict=True)
-        infos = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=named_sharding(mesh, s)) for v, mesh, s in found]
+        infos = [
+            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=named_sharding(mesh, s, self.program.output_memory(i)))
+            for i, (v, mesh, s) in enumerate(found)
+        ]
         del infos[len(infos) - len(self.program.references) :]
         return freed(jax.tree.unflatten(self.out_tree, infos))
 

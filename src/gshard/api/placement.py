@@ -24,6 +24,7 @@ from gshard.api.reference_arguments import arrays_of, refuse_twice
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import address_of, fast_path, input_layouts, layout_of
+from gshard.core.memory_kinds import is_host_kind
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
@@ -148,7 +149,12 @@ def _lies_so(x: Any, target: Any, layout: Any) -> bool:
 
 
 def _is_taken_as_it_is(x: Any, target: Any, layout: Any) -> bool:
-    """Whether JAX's dispatch in C++ runs on the buffers of an array that lies otherwise than expected."""
+    """Whether JAX's dispatch in C++ runs on the buffers of an array that lies otherwise than expected.
+
+    What must be in the memory of the host is not left to it: where the devices have no other memory nobody would see.
+    """
+    if is_host_kind(target.memory_kind):
+        return True
     if not isinstance(x, jax.Array):
         return False
     if layout is not None and layout_of(x) != layout:

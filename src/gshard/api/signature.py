@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from gshard.api.reference_arguments import refuse_twice
+from gshard.api.specs import memories_of
 from gshard.api.static_leaves import fixed, refuse_without_hash, with_fixed_results, with_freed_arguments
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
@@ -26,6 +27,7 @@ from gshard.core.jax_adapter_references import (
     shape_of_reference,
     type_of_reference,
 )
+from gshard.core.memory_kinds import is_in_host_space, is_on_host, shape_of_type, space
 from gshard.core.paths import leaf_names, parameters_of
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import UnevenArray
@@ -60,7 +62,9 @@ class Leaf:
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
             return Leaf.of_type(jax.typeof(x), x.sharding if x.committed else None)
         if isinstance(x, UnevenArray):
-            return Leaf(jax.core.ShapedArray(x.shape, x.dtype), x.sharding, x.partitioning)
+            held = space(is_in_host_space(x.sharding.memory_kind))
+            aval = jax.core.ShapedArray(x.shape, x.dtype, memory_space=held)
+            return Leaf(aval, x.sharding, x.partitioning)
         if isinstance(x, jax.ShapeDtypeStruct):
             return Leaf(_plain(x), x.sharding)
         aval = jax.typeof(x)
@@ -80,11 +84,13 @@ class Leaf:
         return array_type_of(self.aval), self.sharding
 
     @property
-    def shape(self) -> jax.ShapeDtypeStruct:
+    def shape(self) -> Any:
         """What the function is traced with."""
         explicit = _explicit_sharding(self.aval)
         if is_reference_type(self.aval):
             return shape_of_reference(self.aval, explicit)
+        if is_on_host(self.aval):
+            return self.aval if explicit is not None else shape_of_type(self.aval)
         weak = bool(getattr(self.aval, "weak_type", False))
         return jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype, sharding=explicit, weak_type=weak)
 
@@ -94,7 +100,9 @@ def _is_symbolic(x: Leaf) -> bool:
 
 
 def _plain(x: jax.ShapeDtypeStruct) -> Any:
-    return jax.core.ShapedArray(x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False)))
+    on_host = is_in_host_space(getattr(x.sharding, "memory_kind", None))
+    weak = bool(getattr(x, "weak_type", False))
+    return jax.core.ShapedArray(x.shape, x.dtype, weak_type=weak, memory_space=space(on_host))
 
 
 def _explicit_sharding(aval: Any) -> Any:
@@ -136,6 +144,20 @@ class Signature:
         """What the traced function depends on: everything but how arrays are sharded."""
         return self.tree, tuple((x.aval, x.partitioning is None) for x in self.leaves), self.statics, self.settings
 
+    def brought(self, kinds: Sequence[str | None]) -> Signature:
+        """The same for arguments that are put in these memory kinds: those of the devices have types of the devices."""
+        device = [kind is not None and not is_in_host_space(kind) for kind in kinds]
+        leaves = [
+            dataclasses.replace(x, aval=x.aval.update(memory_space=space(False))) if there else x
+            for x, there in zip(self.leaves, device, strict=True)
+        ]
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
+    @property
+    def avals(self) -> tuple[Any, ...]:
+        """JAX's types of the flat arguments."""
+        return tuple(x.aval for x in self.leaves)
+
     def arguments(self) -> tuple[Any, Any]:
         """Positional and named arguments to trace the function with."""
         return jax.tree.unflatten(self.tree, [x.shape for x in self.leaves])  # type: ignore[no-any-return]
@@ -164,6 +186,7 @@ class Parameters:
         static_numbers, static_names: arguments that are no arrays.
         donated_numbers, donated_names: arguments whose memory results may take.
         static_leaves: whether what is no array inside of the others is static as well.
+        in_shardings: where arguments are put before a call, in which memory among others.
     """
 
     f: Callable[..., Any]
@@ -172,6 +195,11 @@ class Parameters:
     donated_numbers: tuple[int, ...]
     donated_names: tuple[str, ...]
     static_leaves: bool = False
+    in_shardings: Any = None
+
+    def placed_by(self, in_shardings: Any) -> Parameters:
+        """The same for a function whose arguments are put somewhere before a call."""
+        return dataclasses.replace(self, in_shardings=in_shardings)
 
     @property
     def told(self) -> Hashable:
@@ -304,7 +332,10 @@ class Parameters:
                     x.aval.str_short(),
                     "Give numbers, one program for each size; or leave the function to jax.jit.",
                 )
-        return Signature(tree, read, statics, (trace_settings(), rules_version())), leaves
+        signature = Signature(tree, read, statics, (trace_settings(), rules_version()))
+        if self.in_shardings is not None and any(is_on_host(x.aval) for x in read):
+            signature = signature.brought(memories_of(self.in_shardings, arrays))
+        return signature, leaves
 
     def _no_array(self, arrays: Any, leaves: Sequence[Any]) -> ArgumentError:
         for name, x in zip(leaf_names(self.f, arrays), leaves, strict=True):

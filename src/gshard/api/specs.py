@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import is_mapped, user_line
 from gshard.core.mark import Mark, entries_of, text_of_spec
+from gshard.core.memory_kinds import memory_of
 from gshard.tracing.expand import mark_of_named_sharding
 
 
@@ -96,6 +97,18 @@ def spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = i
     return [(jax.tree_util.keystr(path), s, x) for (path, x), s in zip(leaves, said, strict=True)]
 
 
+def memories_of(in_shardings: Any, arguments: tuple[Any, Any]) -> list[str | None]:
+    """The memory kind in which ``in_shardings`` puts each leaf of ``(positional, named)`` arguments; None for any.
+
+    Raises:
+        ShardingError: it is not a prefix of the positional arguments.
+    """
+    positional, named = arguments
+    prefix = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
+    kinds = [memory_of(spec) for _, spec, _ in spread("in_shardings", prefix, positional)]
+    return [*kinds, *(None for _ in jax.tree.leaves(named))]
+
+
 def _spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
     said: list[Any] = []
     jax.tree.map(lambda s, part: said.extend([s] * len(jax.tree.leaves(part))), prefix, tree, is_leaf=is_leaf)
@@ -152,7 +165,7 @@ def as_array(x: Any, leaf: str, what: str) -> Any:
 
 def describe(x: Any) -> str:
     """The type of an array as text, such as ``f32[8,4]``."""
-    is_shape = isinstance(x, jax.ShapeDtypeStruct)
+    is_shape = isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
     aval = jax.core.ShapedArray(x.shape, x.dtype) if is_shape else jax.typeof(x)
     return aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else str(aval)
 

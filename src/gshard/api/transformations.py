@@ -35,6 +35,7 @@ from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import checked_by, is_staging, mapped, mapped_by, weakly_cached
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
 from gshard.core.mark import Mark
+from gshard.core.memory_kinds import is_on_host, space
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
@@ -151,7 +152,8 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
 
 def _untyped(avals: Sequence[Any]) -> list[Any]:
     """The same without shardings of explicit axes."""
-    return [jax.core.ShapedArray(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+    typed = ((a, bool(getattr(a, "weak_type", False)), space(is_on_host(a))) for a in avals)
+    return [jax.core.ShapedArray(a.shape, a.dtype, weak_type=weak, memory_space=where) for a, weak, where in typed]
 
 
 mlir.register_lowering(call_p, _lower)

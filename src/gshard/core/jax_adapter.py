@@ -34,6 +34,7 @@ from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
 
+from gshard.core.memory_kinds import shape_of_type
 from gshard.core.planning_tables import tabulated
 
 # Frames of the partitioner are not the user's; the model library's are, since it is written as users write.
@@ -146,7 +147,7 @@ def closed(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def shapes_of(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """What to trace a function on that is to see such arrays, on no devices in particular."""
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+    return list(map(shape_of_type, avals))
 
 
 def as_traced_here(jaxpr: Any) -> Any:

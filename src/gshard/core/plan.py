@@ -94,7 +94,7 @@ class Plan:
 
     def format(self, value: Value) -> str:
         """A value with its sharding, as text."""
-        return self.shardings[value].format(self.mesh, value.shape, value.dtype_name)
+        return self.shardings[value].format(self.mesh, value.shape, value.type_name)
 
     @property
     def gathered(self) -> tuple[Equation, ...]:

@@ -20,6 +20,7 @@ from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.layout import Layout, Named
 from gshard.core.look import Look
 from gshard.core.mark import Mark
+from gshard.core.memory_kinds import kind_in_space
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import Dims, Factor, Rule
 
@@ -33,6 +34,7 @@ class Value:
     Attributes:
         weak: whether its dtype gives way to that of others, as that of a Python number does.
         made: whether it stands for arrays of the user's without being one: no mark can be written on it.
+        on_host: whether its type is one of the host's memory.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +42,7 @@ class Value:
     index: int
     weak: bool = False
     made: bool = False
+    on_host: bool = False
 
     @property
     def bytes(self) -> int:
@@ -51,8 +54,13 @@ class Value:
         """JAX's short name: f32, bf16, s32, key<fry>..."""
         return short_dtype(self.dtype)
 
+    @property
+    def type_name(self) -> str:
+        """The same, with its memory if that is the host's, as JAX prints it: f32<host>."""
+        return f"{self.dtype_name}<host>" if self.on_host else self.dtype_name
+
     def __repr__(self) -> str:
-        return f"%{self.index}:{self.dtype_name}[{','.join(map(str, self.shape))}]"
+        return f"%{self.index}:{self.type_name}[{','.join(map(str, self.shape))}]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -200,6 +208,8 @@ class Program:
             does not hold; None without looks.
         decomposed: blocks that take the place of ``block``, by how many parts its values are in
             (``passes.decompose``); programs with other marks share them.
+        input_memories: for each input the memory kind in which it comes; those of its type if it is empty.
+        output_memories: the same for each result.
     """
 
     block: Block
@@ -215,6 +225,18 @@ class Program:
     looks: tuple[Look, ...] = ()
     watched: Callable[[], Program] | None = None
     decomposed: Cache = dataclasses.field(default_factory=lambda: Cache(_DECOMPOSED))
+    input_memories: tuple[str, ...] = ()
+    output_memories: tuple[str, ...] = ()
+
+    def input_memory(self, i: int) -> str:
+        """The memory kind in which an input comes."""
+        return self.input_memories[i] if self.input_memories else kind_in_space(self.block.inputs[i].on_host)
+
+    def output_memory(self, i: int) -> str:
+        """The memory kind in which a result leaves."""
+        made = self.block.outputs[i]
+        typed = kind_in_space(isinstance(made, Value) and made.on_host)
+        return self.output_memories[i] if self.output_memories else typed
 
     def final_values(self) -> list[tuple[int, Value | Constant]]:
         """The inputs that are references, and the results that are their final values."""
@@ -235,7 +257,8 @@ class Program:
             if i in final:
                 after = next((v for v in free if v is final[i]), None)
             else:
-                after = next((v for v in free if (v.shape, v.dtype) == (own.shape, own.dtype)), None)
+                kind = own.shape, own.dtype, own.on_host
+                after = next((v for v in free if (v.shape, v.dtype, v.on_host) == kind), None)
             if after is not None:
                 free.remove(after)
                 found.append((i, after))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gshard.core.device_order import Order
+from gshard.core.memory_kinds import DEVICE
 from gshard.core.mesh import Mesh
 from gshard.core.program import Equation, Program, Value, format_block, short_dtype
 from gshard.core.sharding import Sharding
@@ -174,6 +175,8 @@ class SpmdProgram:
         values, shardings = (*block.inputs, *block.outputs), (*self.in_shardings, *self.out_shardings)
         lines = [f"mesh {mesh}"]
         lines += [s.format(mesh, v.shape, short_dtype(v.dtype)) for v, s in zip(values, shardings, strict=True)]
+        memories = (("input", self.program.input_memories), ("result", self.program.output_memories))
+        lines += [f"{what} {i} in {kind}" for what, every in memories for i, kind in enumerate(every) if kind != DEVICE]
         for what, orders in (("input", self.in_orders), ("result", self.out_orders)):
             lines += [f"{what} {i} in the order of devices {order}" for i, order in orders.items()]
         for c in self.collectives:

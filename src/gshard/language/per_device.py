@@ -21,6 +21,7 @@ from gshard.comm.local import slice_part
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import bind, called_jaxpr, closed, user_line
 from gshard.core.jax_adapter_kernels import kernel_as_traced_here
+from gshard.core.memory_kinds import is_on_host, shape_in_memory
 from gshard.core.mesh import Atoms
 
 AtomsOf = Mapping[str, Atoms]
@@ -102,7 +103,8 @@ def _renamed_body(value: Any, atoms_of: AtomsOf) -> Any:
     if isinstance(value, (tuple, list)) and any(isinstance(v, _WITH_MESH) for v in value):
         return type(value)(_renamed_body(v, atoms_of) for v in value)
     if isinstance(value, jax.core.ShapedArray):
-        return jax.core.ShapedArray(value.shape, value.dtype, weak_type=value.weak_type)
+        weak, memory = value.weak_type, value.memory_space
+        return jax.core.ShapedArray(value.shape, value.dtype, weak_type=weak, memory_space=memory)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return kernel_as_traced_here(value, atoms_of)  # the grid of a kernel
     if not isinstance(value, (Jaxpr, ClosedJaxpr)):
@@ -111,7 +113,7 @@ def _renamed_body(value: Any, atoms_of: AtomsOf) -> Any:
     if any(hasattr(v.aval, "inner_aval") for v in inner.invars):
         return kernel_as_traced_here(value, atoms_of)  # it works on references
     again = jax.make_jaxpr(renamed(value, atoms_of))(
-        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars)
+        *(shape_in_memory(v.aval.shape, v.aval.dtype, on_host=is_on_host(v.aval)) for v in inner.invars)
     )
     return again if isinstance(value, ClosedJaxpr) else closed(again)[0]
 

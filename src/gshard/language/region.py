@@ -17,10 +17,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import jax
 from jax import lax
 
 from gshard.core.jax_adapter import scan_counts
+from gshard.core.memory_kinds import is_on_host, shape_in_memory
 from gshard.core.mesh import Atoms
 from gshard.core.program import Block, Constant, Edge, Equation, Value
 from gshard.core.sharding import Sharding
@@ -160,7 +160,7 @@ def _emit_scan(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> S
         return back, out[carry:]
 
     start, stacks = list(arrays[consts : consts + carry]), list(arrays[consts + carry :])
-    slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacks]
+    slices = [shape_in_memory(x.shape[1:], x.dtype, on_host=is_on_host(x)) for x in stacks]
     end, stacked = lax.scan(
         beforehand(step, start, slices),
         start,

@@ -12,8 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from gshard.core.errors import MeshError
-from gshard.core.jax_adapter import no_mesh_set
+from gshard.core.jax_adapter import no_mesh_set, shapes_of
 from gshard.core.jax_adapter_dispatch import executed, names_devices
+from gshard.core.memory_kinds import DEVICE, in_memory
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tabulated, with_tables
 from gshard.core.processes import Group
@@ -41,12 +42,15 @@ class Executable:
         self.agree()
         spmd, every = self.spmd, [*self.captured, *arguments]
         for i in spmd.in_orders:
-            every[i] = relabelled(every[i], named_sharding(spmd.mesh, spmd.in_shardings[i]))
+            come = named_sharding(spmd.mesh, spmd.in_shardings[i], spmd.program.input_memory(i))
+            every[i] = relabelled(every[i], come)
         results = executed(self.compiled, every)
         if self._calls_back:
             results = [relabelled(x, s) for x, s in zip(results, self._out_shardings, strict=True)]
         for i, order in spmd.out_orders.items():
-            results[i] = relabelled(results[i], named_sharding(spmd.mesh.reordered(order), spmd.out_shardings[i]))
+            memory = spmd.program.output_memory(i)
+            left = named_sharding(spmd.mesh.reordered(order), spmd.out_shardings[i], memory)
+            results[i] = relabelled(results[i], left)
         return results
 
     def agree(self) -> None:
@@ -69,15 +73,16 @@ class Executable:
 
     @functools.cached_property
     def _out_shardings(self) -> list[NamedSharding]:
-        return [named_sharding(self.spmd.mesh, s) for s in self.spmd.out_shardings]
+        mesh, memory = self.spmd.mesh, self.spmd.program.output_memory
+        return [named_sharding(mesh, s, memory(i)) for i, s in enumerate(self.spmd.out_shardings)]
 
     @functools.cached_property
     def captured(self) -> tuple[Any, ...]:
         """The arrays that the function closed over, placed on the mesh once."""
         mesh, shardings = self.spmd.mesh, self.spmd.in_shardings
         return tuple(
-            jax.device_put(x, named_sharding(mesh, s))
-            for x, s in zip(self.spmd.program.captured, shardings, strict=False)
+            jax.device_put(x, named_sharding(mesh, s, self.spmd.program.input_memory(i)))
+            for i, (x, s) in enumerate(zip(self.spmd.program.captured, shardings, strict=False))
         )
 
     @functools.cached_property
@@ -110,9 +115,15 @@ def relabelled(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
-def named_sharding(mesh: Mesh, sharding: Sharding) -> NamedSharding:
-    """A sharding as JAX's, over the user's own mesh; over its atoms where a part of an axis splits a dimension."""
-    return _named_sharding(mesh, sharding, mesh.given)
+def named_sharding(mesh: Mesh, sharding: Sharding, memory: str = DEVICE) -> NamedSharding:
+    """A sharding as JAX's, over the user's own mesh; over its atoms where a part of an axis splits a dimension.
+
+    Args:
+        mesh: the devices.
+        sharding: how it is cut.
+        memory: the memory kind in which it is.
+    """
+    return in_memory(_named_sharding(mesh, sharding, mesh.given), memory)
 
 
 @tabulated(4096)
@@ -170,11 +181,13 @@ def _jitted(
 
     # XLA calls the program, and profilers what it runs, by the name of the user's function.
     program.__name__ = program.__qualname__ = spmd.program.name
-    said = _over_atoms if names_devices(spmd.jaxpr) else named_sharding
+    said, made = _over_atoms if names_devices(spmd.jaxpr) else named_sharding, spmd.program
+    come = [in_memory(said(spmd.mesh, s), made.input_memory(i)) for i, s in enumerate(spmd.in_shardings)]
+    leave = [in_memory(said(spmd.mesh, s), made.output_memory(i)) for i, s in enumerate(spmd.out_shardings)]
     return jax.jit(
         program,
-        in_shardings=[said(spmd.mesh, s) for s in spmd.in_shardings[len(constants) :]],
-        out_shardings=[said(spmd.mesh, s) for s in spmd.out_shardings],
+        in_shardings=come[len(constants) :],
+        out_shardings=leave,
         donate_argnums=tuple(sorted({captured + i for i in donated} - _moved_references(spmd))),
         keep_unused=keep_unused,
         compiler_options=None if compiler_options is None else dict(compiler_options),
@@ -198,7 +211,7 @@ def compiled_with_constants(
 
 
 def _lowered(spmd: SpmdProgram, function: Any, first: int = 0) -> Any:
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in spmd.jaxpr.in_avals[first:]]
+    shapes = shapes_of(spmd.jaxpr.in_avals[first:])
     # The atoms replace whatever mesh the caller has set: they are the same devices under other names.
     with no_mesh_set(), jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh):
         return function.lower(*shapes)

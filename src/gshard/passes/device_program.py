@@ -20,6 +20,7 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize
 from gshard.core.rule import COMMUNICATE, MONOIDS, PARALLEL, REDUCE, Rule, moves
 from gshard.core.spmd import SpmdProgram
+from gshard.language.transfer import changes_memory
 from gshard.passes.trace import block_of
 
 COLLECTIVE, REGION, FUSED, REDUCTION, PRODUCT, OPERATOR, PASSING = (
@@ -148,6 +149,8 @@ def kind_of(e: Equation) -> str:
         return COLLECTIVE
     if e.rule is None:
         return REGION
+    if changes_memory(e):
+        return OPERATOR
     kind = _kind_of_rule(e.rule)
     return PRODUCT if kind == OPERATOR and _multiplies(e, e.rule) else kind
 

@@ -26,6 +26,7 @@ from gshard.core.device_order import Order, permutation
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import as_if_at, as_weak, no_mesh_set, of_no_mesh
+from gshard.core.memory_kinds import is_host_kind, is_on_host, shape_in_memory
 from gshard.core.mesh import Atoms
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
@@ -36,6 +37,7 @@ from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import padded_shape
 from gshard.language.region import REGIONS
+from gshard.language.transfer import in_memory_of, is_handed_on, transferred
 
 
 @no_mesh_set()
@@ -61,6 +63,7 @@ def partition(plan: Plan) -> SpmdProgram:
         inside, out = [], []
         for i, (x, v, source) in enumerate(zip(arrays, block.inputs, entry, strict=True)):
             with emitter.in_place_of(users.get(v)):
+                x = in_memory_of(v, x)
                 if i in in_orders:
                     x = emitter.reorder(x, v, source, in_orders[i], leaving=False)
                 inside.append(emitter.step_to(x, v, source, plan.sharding(v), "uneven argument", users.get(v)))
@@ -68,7 +71,8 @@ def partition(plan: Plan) -> SpmdProgram:
             producer = producers.get(made) if isinstance(made, Value) else None
             with emitter.in_place_of(producer):
                 x = emitter.step_to(x, made, plan.sharding(made), target, "result at the border", producer)
-                out.append(emitter.reorder(x, made, target, out_orders[i], leaving=True) if i in out_orders else x)
+                x = emitter.reorder(x, made, target, out_orders[i], leaving=True) if i in out_orders else x
+                out.append(transferred(x, is_host_kind(plan.program.output_memory(i))))
         return [as_weak(x, weak) for x, weak in zip(out, plan.program.weak or [False] * len(out), strict=True)]
 
     mapped = jax.shard_map(
@@ -80,7 +84,10 @@ def partition(plan: Plan) -> SpmdProgram:
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
         shapes = (padded_shape(s, mesh, v.shape) for v, s in zip(block.inputs, entry, strict=True))
-        takes = (jax.ShapeDtypeStruct(s, v.dtype, weak_type=v.weak) for v, s in zip(block.inputs, shapes, strict=True))
+        takes = (
+            shape_in_memory(s, v.dtype, on_host=is_host_kind(plan.program.input_memory(i)), weak_type=v.weak)
+            for i, (v, s) in enumerate(zip(block.inputs, shapes, strict=True))
+        )
         jaxpr = jax.make_jaxpr(mapped)(*takes)
     return SpmdProgram(jaxpr, mesh, entry, leave, tuple(emitter.collectives), plan.program, in_orders, out_orders)
 
@@ -155,7 +162,7 @@ class _Emitter:
             results = []
             for v in block.outputs:
                 with self.in_place_of(env[v].cause if isinstance(v, Value) else None):
-                    results.append(self._read(env, v, self.sharding(v), None, "result"))
+                    results.append(in_memory_of(v, self._read(env, v, self.sharding(v), None, "result")))
             return results
 
     @contextmanager
@@ -171,7 +178,7 @@ class _Emitter:
             region = REGIONS[e.name]
             entry = region.entry(e, self.sharding)
             arrays = [
-                self._read(env, v, s, e, f"operand {i} of {e.name}")
+                in_memory_of(v, self._read(env, v, s, e, f"operand {i} of {e.name}"))
                 for i, (v, s) in enumerate(zip(e.inputs, entry, strict=True))
             ]
             results = region.emit(e, self, arrays)
@@ -179,8 +186,9 @@ class _Emitter:
         else:
             split, ring = self.plan.splits[e], self.plan.rings.get(e)
             shards = Shards(e, split, self.plan.mesh, self._noting(e), unread, fetched)
+            read = self._read if is_handed_on(e, split) else self._fetch
             arrays = [
-                self._read(env, v, entering(e.rule, split, ring, i), e, f"operand {i} of {e.name}")
+                read(env, v, entering(e.rule, split, ring, i), e, f"operand {i} of {e.name}")
                 for i, v in enumerate(e.inputs)
             ]
             if ring is not None:
@@ -191,7 +199,10 @@ class _Emitter:
                 results = self._local(e, shards, arrays)
             leave = [leaving(e.rule, split, ring, i) for i in range(len(e.outputs))]
         for i, (value, x, source) in enumerate(zip(e.outputs, results, leave, strict=True)):
-            env[value] = _Made(source, {source: x}, f"result {i} of {e.name}", e, e.mark is not None)
+            why, planned = f"result {i} of {e.name}", self.sharding(value)
+            if value.on_host:  # what moves between devices does so before it is put there
+                x, source = in_memory_of(value, self.step_to(x, value, source, planned, why, e)), planned
+            env[value] = _Made(source, {source: x}, why, e, e.mark is not None)
 
     def _local(self, e: Equation, shards: Shards, arrays: list[Any]) -> list[Any]:
         assert e.rule is not None
@@ -282,6 +293,16 @@ class _Emitter:
                 made.arrays[target] = self.step_to(made.arrays[read], value, read, target, why, user)
         return made.arrays[target]
 
+    def _fetch(
+        self, env: dict[Value, _Made], value: Value | Constant, target: Sharding, user: Equation | None, why: str
+    ) -> Any:
+        """The same in the memory of the device: what is in that of the host is fetched first, then resharded."""
+        if not isinstance(value, Value) or not value.on_host:
+            return self._read(env, value, target, user, why)
+        made, planned = env[value], self.sharding(value)
+        before = next((s for s in (target, planned) if s in made.arrays), made.source)
+        return self.step_to(transferred(made.arrays[before], False), value, before, target, why, user)
+
     def move(
         self, value: Value | Constant, array: Any, target: Sharding, equation: Equation, trip_count: int = 1
     ) -> Any:
@@ -320,6 +341,8 @@ class _Emitter:
         """Moves a local array from one sharding to another, step by step, and notes what is sent."""
         if source == target:
             return x
+        if is_on_host(x):  # no collective reads the memory of the host
+            return transferred(self.step_to(transferred(x, False), value, source, target, why, cause), True)
         mesh, shape, size = self.plan.mesh, value.shape, itemsize(value.dtype)
         for step in plan_reshard(source, target, shape, size, mesh):
             if step.kind not in LOCAL and x.size:

@@ -32,6 +32,7 @@ from gshard.core.jax_adapter import (
 )
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
+from gshard.core.memory_kinds import is_on_host, kind_in_space
 from gshard.core.paths import leaf_names
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Constant, Equation, Program, Value
@@ -141,8 +142,12 @@ def program_of(
         every = (*(f"captured[{i}]" for i in range(len(consts))), *names)
         weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars)
         mutable = tuple(len(consts) + i for i in references)
-        named = tuple(builder.named)
-        return Program(block, tuple(consts), marks, every, out_tree, name, weak, named, layout, references=mutable)
+        come = tuple(kind_in_space(is_on_host(x)) for x in (*consts, *(v.aval for v in jaxpr.invars)))
+        leave = tuple(kind_in_space(is_on_host(v.aval)) for v in jaxpr.outvars)
+        return Program(
+            block, tuple(consts), marks, every, out_tree, name, weak, tuple(builder.named), layout,
+            references=mutable, input_memories=come, output_memories=leave,
+        )  # fmt: skip
 
     program = made(looks.plain, looks)
     if not looks:
@@ -376,7 +381,7 @@ class _Builder:
     def _barrier(self, inputs: tuple[Any, ...], out: _Body, source: Any) -> tuple[Any, ...]:
         at = [i for i, x in enumerate(inputs) if isinstance(x, Value)]
         given = tuple(inputs[i] for i in at)
-        fresh = tuple(Value(x.shape, x.dtype, next(self.counter)) for x in given)
+        fresh = tuple(Value(x.shape, x.dtype, next(self.counter), on_host=x.on_host) for x in given)
         out.equations.append(self._equation(optimization_barrier_p, {}, given, fresh, source))
         hidden = dict(zip(at, fresh, strict=True))
         return tuple(hidden.get(i, x) for i, x in enumerate(inputs))
@@ -386,7 +391,8 @@ class _Builder:
 
     def _new(self, env: dict[Any, Any], var: Any) -> Value:
         aval = var.aval
-        env[var] = value = Value(tuple(map(int, aval.shape)), aval.dtype, next(self.counter), aval.weak_type)
+        index, host = next(self.counter), is_on_host(aval)
+        env[var] = value = Value(tuple(map(int, aval.shape)), aval.dtype, index, aval.weak_type, on_host=host)
         return value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from gshard.comm.collectives import KINDS, sent_bytes
-from gshard.core.jax_adapter import no_mesh_set, optimization_barrier_p
+from gshard.core.jax_adapter import no_mesh_set, optimization_barrier_p, shapes_of
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import RECOMPUTED, Collective, SpmdProgram
@@ -53,8 +53,7 @@ def run_by(interpreter: Interpreter, block: Block, spmd: SpmdProgram) -> Any:
         return [env[v] for v in outer.outvars]
 
     with jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh):
-        takes = (jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in spmd.jaxpr.in_avals)
-        return jax.make_jaxpr(program)(*takes)
+        return jax.make_jaxpr(program)(*shapes_of(spmd.jaxpr.in_avals))
 
 
 @dataclasses.dataclass(frozen=True)

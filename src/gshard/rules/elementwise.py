@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.comm.steps import has_infinities
+from gshard.core.memory_kinds import space
 from gshard.core.rule import Rule, RuleMaker, moves
 from gshard.language.passing import Ways, added, combined, is_exact, sums_in_range
 from gshard.language.registry import Call, rule
+from gshard.language.transfer import transferred
 
 UNARY = """
 abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj convert_element_type copy copy_p cos cosh
@@ -153,10 +155,11 @@ def mark(call: Call) -> Rule:
 
 @rule("device_put")
 def device_put(call: Call) -> Rule:
-    """Where arrays live is the plan's business: operands pass through."""
+    """A transfer to another memory (``language.transfer``): each device moves its own part."""
     make = RuleMaker()
-    tensors = [make.parallel(shape) for shape in call.in_shapes]
-    return make.rule(tensors, tensors, local=lambda shards, *xs: list(xs), flops=0, passes=True)
+    dims = make.parallel(call.in_shapes[0])
+    to_host = call.params["devices"] == (space(True),)
+    return make.rule([dims], [dims], local=lambda shards, x: [transferred(x, to_host)], flops=0)
 
 
 @rule("optimization_barrier")

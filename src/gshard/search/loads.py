@@ -29,7 +29,7 @@ def _loads(graph: Graph) -> list[_Load]:
 
     def load(v: Value, start: int, stop: int) -> _Load:
         k = graph.bundles.of[v]
-        return k, start, stop, [local_bytes(v, s, graph.mesh) for s in graph.states[k]]
+        return k, start, stop, [0 if v.on_host else local_bytes(v, s, graph.mesh) for s in graph.states[k]]
 
     results = {v for v in graph.program.block.outputs if isinstance(v, Value)}
     found = [load(v, 0, end + 1) for v in graph.program.block.inputs]

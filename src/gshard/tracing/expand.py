@@ -21,6 +21,7 @@ from gshard.core.mark import Mark, entries_of
 from gshard.rules.callback import WITH_A_DEVICE
 from gshard.rules.sorted_search import sorted_search
 from gshard.tracing.mapped_while import written_out
+from gshard.tracing.put import put_apart
 
 
 def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]] | None:
@@ -29,6 +30,9 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
         return closed(expand_random_bits(in_avals[0], params["bit_width"], params["shape"]))
     if name == "call_hi_primitive":
         return closed(expand_high_primitive(params, in_avals))
+    if name == "device_put":
+        apart = put_apart(params, in_avals, mark_of_named_sharding)
+        return None if apart is None else closed(apart)
     if name == "while":
         loop = written_out(params, in_avals)
         return None if loop is None else closed(loop)

@@ -17,6 +17,7 @@ from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Constant, Equation, Value
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.language.interpret import Interpreter
+from gshard.language.transfer import changes_memory, in_memory_of, is_handed_on, transferred
 
 
 def rule_of_rounds(e: Equation) -> Rule | None:
@@ -33,7 +34,7 @@ def rule_of_rounds(e: Equation) -> Rule | None:
         return None
     consts, carry = scan_counts(e.params)
     carried = zip(body.inputs[consts : consts + carry], body.outputs[:carry], strict=True)
-    if not all(_is_only_added_to(body, start, end) for start, end in carried):
+    if not all(_is_only_added_to(body, start, end) and not start.on_host for start, end in carried):
         return None
     make = RuleMaker()
     rounds = make.factor(e.trip_count, REDUCE, "add") if carry else make.factor(e.trip_count)
@@ -53,14 +54,14 @@ def rule_of_rounds(e: Equation) -> Rule | None:
             first = shards.is_first(atoms)
             carried = [jnp.where(first, x, jnp.asarray(identity("add", x.dtype), x.dtype)) for x in carried]
         at = shards.offset(rounds) + jnp.arange(count, dtype=jnp.int32)
-        replay = Interpreter()
+        replay = _OnDevice()
 
         def run(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             out = replay.run(body, [*given, *carried, *slices])
             return out[:carry], out[carry:]
 
         def skip(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            return list(carried), [jnp.zeros(v.shape, v.dtype) for v in body.outputs[carry:]]
+            return list(carried), [in_memory_of(v, jnp.zeros(v.shape, v.dtype)) for v in body.outputs[carry:]]
 
         def step(carried: Sequence[Any], round_: tuple[Any, Sequence[Any]]) -> tuple[list[Any], list[Any]]:
             number, slices = round_
@@ -74,6 +75,17 @@ def rule_of_rounds(e: Equation) -> Rule | None:
         return [*end, *made]
 
     return make.rule(operands, results, local=local, flops=e.trip_count * _flops(body), masks_itself=True)
+
+
+class _OnDevice(Interpreter):
+    """Computes in the memory of the device: what is in that of the host is fetched by the equation that needs it."""
+
+    def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Runs one equation without a body."""
+        if changes_memory(e):
+            return [in_memory_of(e.outputs[0], inputs[0])]
+        there = inputs if is_handed_on(e, {}) else [transferred(x, False) for x in inputs]
+        return [in_memory_of(v, x) for v, x in zip(e.outputs, super().equation(e, there), strict=True)]
 
 
 def _flops(block: Block) -> int:

@@ -10,8 +10,9 @@ import numpy as np
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Constant, Equation, Value
 
-# Each use of them may be sharded as it likes: made once for all they would tie together what is far apart.
-_MADE_ANEW = ("broadcast_in_dim", "optimization_barrier", "rng_uniform")
+# Each use of them may be sharded as it likes: made once for all they would tie together what is far apart. What is
+# fetched from the host twice need not stay on the device in between.
+_MADE_ANEW = ("broadcast_in_dim", "optimization_barrier", "rng_uniform", "device_put")
 
 # Each run of them is another: it draws other numbers, or somebody outside notices it.
 _ONCE = (

@@ -1,0 +1,100 @@
+"""Host memory: what a program keeps in the memory of the host, and what moves between host and device in a call.
+
+Arrays of memory kind ``pinned_host`` or ``unpinned_host`` take no memory of a device. What is computed with them is
+fetched, one device's part by each device, over the link between host and device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+from gshard.core.memory_kinds import is_host_kind
+from gshard.core.mesh import Mesh
+from gshard.core.program import Block, Constant, Value, format_bytes, itemsize
+from gshard.core.sharding import Sharding
+from gshard.core.spmd import SpmdProgram
+from gshard.language.transfer import Transfer, transfers_of
+
+_SHOWN = 12  # rows of what moves
+
+
+@dataclasses.dataclass(frozen=True)
+class HostMemory:
+    """What of a program is in the memory of the host.
+
+    Attributes:
+        arguments: bytes of the arguments there, whole and for each device.
+        results: the same of the results.
+        transfers: what moves between the memory of a device and that of the host.
+        without_effect: constraints that name the memory of the host; JAX and gshard read their shardings alone.
+    """
+
+    arguments: tuple[int, int]
+    results: tuple[int, int]
+    transfers: tuple[Transfer, ...]
+    without_effect: tuple[str, ...] = ()
+
+    @property
+    def to_host(self) -> int:
+        """Bytes that each device sends to the host in one call."""
+        return sum(t.total_bytes for t in self.transfers if t.to_host)
+
+    @property
+    def from_host(self) -> int:
+        """Bytes that each device fetches from the host in one call."""
+        return sum(t.total_bytes for t in self.transfers if not t.to_host)
+
+    @functools.cached_property
+    def lines(self) -> list[str]:
+        """The report as text; no line where nothing is on the host."""
+        if not (self.transfers or self.arguments[0] or self.results[0] or self.without_effect):
+            return []
+        (whole, local), (left, left_local) = self.arguments, self.results
+        lines = ["", "host memory"]
+        for what, every, own in (("arguments", whole, local), ("results", left, left_local)):
+            lines.append(f"  {what}: {format_bytes(every)} in all, {format_bytes(own)} for each device")
+        moved = f"fetches {format_bytes(self.from_host)} from the host and sends {format_bytes(self.to_host)} to it"
+        lines.append(f"  each device {moved} in one call")
+        rows: dict[tuple[str, str, str], tuple[int, int]] = {}
+        for t in self.transfers:
+            key = ("to host" if t.to_host else "from host", t.shape, t.line)
+            times, sent = rows.get(key, (0, 0))
+            rows[key] = times + t.times, sent + t.total_bytes
+        ordered = sorted(rows.items(), key=lambda row: -row[1][1])
+        for (way, shape, line), (times, sent) in ordered[:_SHOWN]:
+            lines.append(f"  {way:<18} x{times:<4} {format_bytes(sent):>10}  {shape:<24} {line}")
+        if rest := ordered[_SHOWN:]:
+            lines.append(f"  ... and {len(rest)} more rows with {format_bytes(sum(sent for _, (_, sent) in rest))}")
+        return lines + [f"  {text}" for text in self.without_effect]
+
+
+def host_memory(spmd: SpmdProgram) -> HostMemory:
+    """Reads off a per-device program what it keeps on the host."""
+    program, mesh = spmd.program, spmd.mesh
+    inputs, results = program.block.inputs, program.block.outputs
+    come = [i for i in range(len(inputs)) if is_host_kind(program.input_memory(i))]
+    leave = [i for i in range(len(results)) if is_host_kind(program.output_memory(i))]
+    arguments = [(inputs[i], spmd.in_shardings[i]) for i in come]
+    left = [(results[i], spmd.out_shardings[i]) for i in leave]
+    moved = tuple(transfers_of(spmd.jaxpr))
+    return HostMemory(_bytes(arguments, mesh), _bytes(left, mesh), moved, tuple(_without_effect(program.block)))
+
+
+def _without_effect(block: Block) -> Iterator[str]:
+    """The constraints of JAX's that name a memory in which their value is not."""
+    for e in block.walk():
+        kind = getattr(e.params.get("sharding"), "memory_kind", None)
+        if e.mark is not None and is_host_kind(kind) and not e.outputs[0].on_host:
+            yield (
+                f"{e.name} at {e.line} names memory {kind!r}, which has no effect, as in JAX: move the value with "
+                "jax.device_put"
+            )
+
+
+def _bytes(arrays: Sequence[tuple[Value | Constant, Sharding]], mesh: Mesh) -> tuple[int, int]:
+    """Bytes of some arrays, whole and of one device's parts."""
+    whole = sum(math.prod(v.shape) * itemsize(v.dtype) for v, _ in arrays)
+    return whole, sum(math.prod(s.local_shape(mesh, v.shape)) * itemsize(v.dtype) for v, s in arrays)

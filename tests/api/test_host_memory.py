@@ -1,0 +1,460 @@
+"""Host memory: values and results are in the memory in which ``jax.jit`` has them, and move where the program says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import NamedSharding, P, lax
+from jax.ad_checkpoint import checkpoint_name
+
+import gshard
+from gshard.core.jax_adapter import no_mesh_set, shapes_of
+from gshard.core.memory_kinds import memory_of
+
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+ROWS = jax.make_mesh((8,), ("d",), axis_types=(AUTO,))
+GRID = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AUTO, AUTO))
+CUBE = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AUTO, AUTO, AUTO))
+TYPED = jax.make_mesh((8,), ("d",), axis_types=(EXPLICIT,))
+RNG = np.random.default_rng(7)
+X = RNG.normal(size=(16, 8)).astype(np.float32)
+N = np.arange(128, dtype=np.int32).reshape(16, 8) - 60
+STACK = RNG.normal(size=(4, 16, 16)).astype(np.float32) / 4
+SPECS = {ROWS: P("d"), GRID: P("a", "b"), CUBE: P("a", ("b", "c")), TYPED: P("d")}
+
+
+def on(mesh: jax.sharding.Mesh, kind: str = "device", spec: jax.sharding.PartitionSpec | None = None) -> NamedSharding:
+    return NamedSharding(mesh, SPECS[mesh] if spec is None else spec, memory_kind=kind)
+
+
+def on_host(mesh: jax.sharding.Mesh, x: Any = X, spec: jax.sharding.PartitionSpec | None = None) -> jax.Array:
+    return jax.device_put(x, on(mesh, "pinned_host", spec))
+
+
+def kinds(tree: Any) -> list[str]:
+    return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
+
+
+def check(ours: Any, theirs: Any, name: str = "") -> None:
+    assert kinds(ours) == kinds(theirs), name
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def moved(function: Any, *args: Any) -> list[tuple[bool, int]]:
+    """To the host or from it, and how often, for each transfer of the per-device program."""
+    host = gshard.explain(function, *args).host
+    return [(t.to_host, t.times) for t in host.transfers]
+
+
+def step(state: Any, g: Any) -> Any:
+    new = jax.device_put(state, DEVICE) * 0.9 + g
+    return jax.device_put(new, HOST), new.sum()
+
+
+def fetched_in_rounds(ws: Any, x: Any) -> Any:
+    return lax.scan(lambda c, w: (jnp.tanh(c @ jax.device_put(w, DEVICE)), None), x, ws)[0]
+
+
+def unrolled(ws: Any, x: Any) -> Any:
+    for i in range(4):
+        x = jnp.tanh(x @ jax.device_put(ws[i], DEVICE))
+    return x
+
+
+# Functions of a mesh; functions of one array on the host and one on the devices, and what moves.
+FORMS: dict[str, tuple[Callable[[jax.sharding.Mesh], Callable[..., Any]], list[tuple[bool, int]]]] = {
+    "an argument returned": (lambda m: lambda h, x: h, []),
+    "space": (lambda m: lambda h, x: jax.device_put(x * 2, HOST), [(True, 1)]),
+    "sharding": (lambda m: lambda h, x: jax.device_put(x * 2, on(m, "pinned_host")), [(True, 1)]),
+    "fetched by space": (lambda m: lambda h, x: jax.device_put(h, DEVICE) + x, [(False, 1)]),
+    "fetched by sharding": (lambda m: lambda h, x: jax.device_put(h, on(m)) + x, [(False, 1)]),
+    "fetched whole": (lambda m: lambda h, x: jax.device_put(h, on(m, spec=P())) + x, [(False, 1)]),
+    "neither": (lambda m: lambda h, x: (jax.device_put(h, HOST), jax.device_put(h), jax.device_put(x, DEVICE)), []),
+    "several": (
+        lambda m: lambda h, x: jax.device_put((x + 1, h, x), (on(m, "pinned_host"), on(m), DEVICE)),
+        [(True, 1), (False, 1)],
+    ),
+    "twice": (
+        lambda m: lambda h, x: (jax.device_put(h, DEVICE) + jax.device_put(h, DEVICE), jax.device_put(x, HOST)),
+        [(False, 1), (False, 1), (True, 1)],
+    ),
+    "a step": (lambda m: step, [(False, 1), (True, 1)]),
+    "computed": (lambda m: lambda h, x: jnp.sin(h) * 2, [(False, 1), (True, 1), (False, 1), (True, 1)]),
+    "handed on": (lambda m: lambda h, x: jnp.squeeze(h.reshape(16, 1, 8), 1), []),
+    "summed": (lambda m: lambda h, x: h.sum(0), [(False, 1), (True, 1)]),
+    "unpinned": (lambda m: lambda h, x: jax.device_put(x * 2, on(m, "unpinned_host")), []),
+    "constraint": (lambda m: lambda h, x: lax.with_sharding_constraint(x * 2, on(m, "pinned_host")), []),
+    "cond": (
+        lambda m: lambda h, x: lax.cond(x.sum() > 0, lambda: jax.device_put(x, HOST), lambda: h),
+        [(True, 1)],
+    ),
+    "while": (
+        lambda m: lambda h, x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[1], x)[0]), (0, h)),
+        [(False, 1), (True, 1)],
+    ),
+    "scan": (
+        lambda m: lambda h, x: lax.scan(lambda c, _: step(c, x), h, None, length=3),
+        [(False, 3), (True, 3)],
+    ),
+    "stacked": (
+        lambda m: lambda h, x: lax.scan(lambda c, _: (c + 1, jax.device_put(c, HOST)), x, None, length=3),
+        [(True, 3)],
+    ),
+    "remat": (
+        lambda m: (
+            lambda h, x: jax.grad(
+                lambda x: jax.checkpoint(lambda h, x: (jnp.sin(x) * jnp.sin(jax.device_put(h, DEVICE))).sum())(h, x)
+            )(x)
+        ),
+        [(False, 1)],
+    ),
+    "grad": (
+        lambda m: lambda h, x: jax.grad(lambda h: (jax.device_put(h, DEVICE) ** 2).sum())(h),
+        [(False, 1), (True, 1)],
+    ),
+    "vmap": (lambda m: lambda h, x: jax.vmap(lambda h, x: step(h, x)[0])(h, x), [(False, 1), (True, 1)]),
+    "nested jit": (lambda m: lambda h, x: jax.jit(lambda y: jax.device_put(y * 2, HOST))(x), [(True, 1)]),
+    "shard_map": (
+        lambda m: jax.shard_map(lambda h, x: step(h, x)[0], mesh=m, in_specs=(SPECS[m],) * 2, out_specs=SPECS[m]),
+        [(False, 1), (True, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("mesh", [GRID, *(pytest.param(m, marks=pytest.mark.slow) for m in (ROWS, CUBE))], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_results_are_where_jax_has_them(form: str, mesh: jax.sharding.Mesh) -> None:
+    make, expected = FORMS[form]
+    f, h, x = make(mesh), on_host(mesh), jax.device_put(X, on(mesh))
+    ours, theirs = gshard.jit(f, mesh=mesh), jax.jit(f)(h, x)
+    for call in range(3):
+        check(ours(h, x), theirs, f"{form}, call {call}")
+    assert moved(ours, h, x) == expected
+
+
+@pytest.mark.parametrize("form", ["sharding", "fetched by sharding", "a step", "grad", "an argument returned", "scan"])
+def test_axes_of_type_explicit(form: str) -> None:
+    with jax.set_mesh(TYPED):
+        f, h, x = FORMS[form][0](TYPED), on_host(TYPED), jax.device_put(X, on(TYPED))
+        check(gshard.jit(f)(h, x), jax.jit(f)(h, x))
+
+
+def test_operands_in_two_memories_are_refused_as_by_jax() -> None:
+    for f in (lambda h, x: h + x, lambda h, x: jnp.where(x > 0, h, x)):
+        with pytest.raises(ValueError, match="memory_space of all inputs"):
+            gshard.jit(f, mesh=ROWS)(on_host(ROWS), X)
+
+
+def test_results_leave_in_the_memory_that_out_shardings_names() -> None:
+    h, x = on_host(GRID), jax.device_put(X, on(GRID))
+    for kind in ("device", "pinned_host", "unpinned_host"):
+        f = lambda h, x: {"h": h, "x": (x * 2, h)}  # noqa: E731
+        for out in (on(GRID, kind), {"h": None, "x": (on(GRID, kind), on(GRID, kind, P()))}):
+            check(gshard.jit(f, mesh=GRID, out_shardings=out)(h, x), jax.jit(f, out_shardings=out)(h, x), kind)
+    assert kinds(gshard.jit(lambda h: h, mesh=GRID, out_shardings=P("b"))(h)) == ["device"]  # as under jax.set_mesh
+
+
+PLACES: dict[str, Callable[[], Any]] = {
+    "numpy": lambda: N,
+    "not committed": lambda: jnp.asarray(N),
+    "one device": lambda: jax.device_put(N, jax.devices()[3]),
+    "one host": lambda: jax.device_put(N, HOST),
+    "as it is": lambda: jax.device_put(N, on(GRID)),
+    "whole": lambda: jax.device_put(N, on(GRID, spec=P())),
+    "host": lambda: on_host(GRID, N),
+    "host, other cut": lambda: on_host(GRID, N, spec=P("b")),
+    "unpinned": lambda: jax.device_put(N, on(GRID, "unpinned_host")),
+}
+
+
+@pytest.mark.parametrize("asked", [None, P("a"), on(GRID), on(GRID, "pinned_host"), on(GRID, "unpinned_host")], ids=str)
+def test_every_call_is_right_wherever_its_argument_is(asked: Any) -> None:
+    """What ``in_shardings`` names is where an argument is moved; ``jax.jit`` refuses one that is elsewhere."""
+    function = gshard.jit(lambda x: jax.device_put(x, DEVICE) * 3 - 1, mesh=GRID, in_shardings=asked)
+    for place in (*PLACES, *reversed(PLACES)):
+        x = PLACES[place]()
+        for _ in range(3):
+            result = function(x)
+            np.testing.assert_array_equal(np.asarray(result), N * 3 - 1, place)
+            assert kinds(result) == ["device"]
+        (expected,) = function.lower(x).compile().input_shardings[0]
+        own = x.sharding.memory_kind if isinstance(x, jax.Array) and x.committed else "device"
+        assert expected.memory_kind == (own if asked is None else memory_of(asked)), place
+
+
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_an_optimizer_state_on_the_host_stays_there(donate: tuple[int, ...]) -> None:
+    """Written as MaxText writes it: shardings of the state with ``pinned_host``, fetched in the step, donated."""
+    rows = on(ROWS)
+    host = on(ROWS, "pinned_host")
+    state_shardings = {"params": {"w": rows, "b": rows}, "m": {"w": host, "b": host}, "step": on(ROWS, spec=P())}
+
+    def train(state: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            return jnp.mean(jnp.tanh(x @ p["w"] + p["b"]) ** 2)
+
+        value, g = jax.value_and_grad(loss)(state["params"])
+        m = jax.device_put(state["m"], jax.tree.map(lambda s: s.with_memory_kind("device"), state_shardings["m"]))
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, m, g)
+        params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], m)
+        return {"params": params, "m": m, "step": state["step"] + 1}, value
+
+    def start() -> Any:
+        p = {"w": np.ones((8, 16), np.float32) / 8, "b": np.zeros(16, np.float32)}
+        return jax.device_put({"params": p, "m": jax.tree.map(np.zeros_like, p), "step": np.int32(0)}, state_shardings)
+
+    placing = {
+        "in_shardings": (state_shardings, None),
+        "out_shardings": (state_shardings, None),
+        "donate_argnums": donate,
+    }
+    ours, theirs = gshard.jit(train, mesh=ROWS, **placing), jax.jit(train, **placing)
+    a, b = start(), start()
+    for _ in range(4):
+        before = a
+        (a, value), (b, wanted) = ours(a, X), theirs(b, X)
+        check((a, value), (b, wanted))
+        assert kinds(a["m"]) == ["pinned_host"] * 2
+        assert before["m"]["w"].is_deleted() == bool(donate)
+    assert ours._cache_size() <= 2
+    explained = gshard.explain(ours, a, X)
+    assert explained.host.arguments == (4 * (8 * 16 + 16), 4 * (8 * 16 + 16) // 8)
+    assert explained.host.from_host == explained.host.to_host == explained.host.arguments[1]
+    assert explained.argument_bytes[0] == 4 * (8 * 16 + 16) + 4 + X.nbytes
+
+
+def offloading(policy: str) -> Any:
+    if policy == "names":
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["kept"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+
+@pytest.mark.parametrize(
+    ("policy", "rolled"),
+    [
+        ("names", True),
+        *(pytest.param(*p, marks=pytest.mark.slow) for p in (("names", False), ("dots", False))),
+        ("dots", True),
+    ],
+)
+def test_activations_are_offloaded_as_the_policy_says(policy: str, rolled: bool) -> None:
+    def layer(c: Any, w: Any) -> Any:
+        return jnp.tanh(jnp.sin(checkpoint_name(c, "kept") @ w)), None
+
+    def loss(ws: Any, x: Any) -> Any:
+        kept = jax.checkpoint(layer, policy=offloading(policy))
+        if rolled:
+            return (lax.scan(kept, x, ws)[0] ** 2).sum()
+        for w in ws:
+            x, _ = kept(x, w)
+        return (x**2).sum()
+
+    x = jax.device_put(RNG.normal(size=(32, 16)).astype(np.float32), on(ROWS))
+    gradient = jax.grad(loss, (0, 1))
+    ours = gshard.jit(gradient, mesh=ROWS)
+    check(ours(STACK, x), jax.jit(gradient)(STACK, x))
+    found = moved(ours, STACK, x)
+    assert [sum(times for to_host, times in found if to_host is way) for way in (True, False)] == [4, 4]
+    if rolled:
+        assert found == [(True, 4), (False, 4)]  # in the loops, and not of whole stacks around them
+
+
+@pytest.mark.parametrize("f", [fetched_in_rounds, unrolled])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P(None, "a"),
+        P("b", "a"),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (P(), P(None, None, "b"), P("a", None, "b"))),
+    ],
+    ids=str,
+)
+def test_weights_are_fetched_layer_by_layer(f: Any, spec: jax.sharding.PartitionSpec) -> None:
+    ws, x = on_host(GRID, STACK, spec), jax.device_put(STACK[0], on(GRID))
+    function = gshard.jit(f, mesh=GRID)
+    check(function(ws, x), jax.jit(f)(ws, x))
+    if spec[:1] in (P(), P(None)):  # the layers of a stack that is split by layers are moved on the devices
+        assert sum(times for _, times in moved(function, ws, x)) == 4
+        whole, local = gshard.explain(function, ws, x).host.arguments
+        assert gshard.explain(function, ws, x).host.from_host == local
+
+
+@pytest.mark.parametrize("size", [16, 13])
+def test_rounds_that_need_nothing_of_each_other_fetch_their_own_slices(size: int) -> None:
+    """In each round one; of uneven parts, too."""
+
+    def f(ws: Any) -> Any:
+        ws = ws if size == 16 else gshard.split(ws, 0, 8)
+        return lax.map(lambda w: (jax.device_put(jnp.sin(jax.device_put(w, DEVICE)), HOST), w * 2, w[:1]), ws)
+
+    ws = on_host(ROWS, RNG.normal(size=(size, 4, 4)).astype(np.float32), P("d") if size == 16 else P())
+    function = gshard.jit(f, mesh=ROWS)
+    check(function(ws), jax.jit(f)(ws))
+    if size == 16:
+        assert moved(function, ws) == [(False, 2), (True, 2)] * 2
+
+
+def test_a_value_on_the_host_is_resharded_on_the_devices() -> None:
+    def f(x: Any) -> Any:
+        rows = jax.device_put(gshard.split(x, 0, 8), HOST)
+        columns = gshard.split(rows, 1, 8)
+        return columns, jax.device_put(columns, DEVICE) + 1
+
+    function = gshard.jit(f, mesh=ROWS)
+    check(function(X), (jax.device_put(X, HOST), jnp.asarray(X + 1)))
+    assert [c.kind for c in function.lower(X).spmd.collectives] == ["all_to_all"]
+    assert moved(function, X) == [(True, 1), (False, 1), (True, 1), (False, 1)]
+
+
+@pytest.mark.parametrize("devices", [3, 8])
+def test_sizes_that_do_not_divide(devices: int) -> None:
+    mesh, x = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",)), RNG.normal(size=(13, 5)).astype(np.float32)
+
+    def f(x: Any) -> Any:
+        h = jax.device_put(gshard.split(x, 0, devices), HOST)
+        d = jax.device_put(h, DEVICE)
+        return h, h[2:9], h.sum(0), jnp.concatenate([h, h]), d[::-1], d.max(0)
+
+    check(gshard.jit(f, mesh=mesh)(x), jax.jit(f)(x))
+    kept = gshard.jit(
+        lambda x: jax.device_put(gshard.split(jax.device_put(x, DEVICE), 0, devices) * 2, HOST), mesh=mesh
+    )
+    keep = gshard.jit(kept.__wrapped__, mesh=mesh, uneven="keep")
+    for function in (kept, keep):
+        y = x
+        for n in range(1, 4):
+            y = function(y)
+            assert kinds([y]) == ["pinned_host"]
+            np.testing.assert_array_equal(np.asarray(y), x * 2**n)
+
+
+def test_captured_arrays_stay_on_the_host() -> None:
+    table = on_host(GRID)
+    function = gshard.jit(lambda x: (jax.device_put(table, DEVICE) + x, table), mesh=GRID)
+    for _ in range(3):
+        total, same = function(X)
+        assert kinds((total, same)) == ["device", "pinned_host"]
+        np.testing.assert_array_equal(np.asarray(total), X + X)
+    assert function.lower(X).executable.captured[0].sharding.memory_kind == "pinned_host"
+
+
+def test_transformations_of_a_partitioned_function() -> None:
+    h, x = on_host(GRID), jax.device_put(X, on(GRID))
+    to_host = lambda x: jax.device_put(jnp.sin(x), HOST)  # noqa: E731
+    squares = lambda h: (jax.device_put(h, DEVICE) ** 2).sum()  # noqa: E731
+    ours = gshard.jit(to_host, mesh=GRID), gshard.jit(squares, mesh=GRID)
+    check(jax.grad(ours[1])(h), jax.grad(jax.jit(squares))(h))
+    check(jax.vmap(ours[0])(x), jax.vmap(jax.jit(to_host))(x))
+    check(jax.jit(lambda x: ours[0](x))(x), jax.jit(to_host)(x))
+    check(gshard.jit(lambda x: ours[0](x), mesh=GRID)(x), jax.jit(to_host)(x))
+    check(jax.jit(lambda h: ours[1](h))(h), jax.jit(squares)(h))
+
+
+@pytest.mark.parametrize("form", ["space", "sharding", "fetched by space", "a step", "scan", "computed", "remat"])
+def test_the_compiler_of_a_tpu_is_told_of_every_transfer(form: str) -> None:
+    """XLA's annotations, as many as explained; on CPU, whose devices have no memory of their own, there are none."""
+    f, h, x = FORMS[form][0](ROWS), on_host(ROWS), jax.device_put(X, on(ROWS))
+    lowered = gshard.jit(f, mesh=ROWS).lower(h, x)
+    program = lowered.executable
+    with no_mesh_set(), jax.sharding.use_abstract_mesh(lowered.mesh.abstract_jax_mesh):
+        shapes = shapes_of(lowered.spmd.jaxpr.in_avals)
+        text = program.function.trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()  # type: ignore[attr-defined]
+    head, *body = text[text.index("@main") :].splitlines()
+    results = kinds(jax.jit(f)(h, x))
+    used = form not in ("space", "sharding")  # else the argument on the host is left out
+    assert head.count('mhlo.memory_kind = "pinned_host"') == used + results.count("pinned_host")
+    transfers = gshard.explain(f, h, x, mesh=ROWS).host.transfers
+    for kind, to_host in (("pinned_host", True), ("device", False)):
+        told = sum(f'_xla_buffer_placement = "{kind}"' in line for line in body)
+        assert told == sum(t.to_host is to_host for t in transfers) + results.count(kind)
+
+
+def test_searches_presets_and_recorded_plans_keep_memories() -> None:
+    def f(p: Any, m: Any, x: Any) -> Any:
+        g = jax.grad(lambda p: (jnp.tanh(x @ p) ** 2).mean())(p)
+        m = jax.device_put(m, DEVICE) * 0.9 + g
+        return p - 0.1 * m, jax.device_put(m, HOST)
+
+    p, m, x = STACK[0], on_host(ROWS, STACK[1], P()), STACK[2]
+    want = jax.jit(f)(p, jax.device_put(STACK[1], HOST), x)
+    plan = gshard.jit(f, mesh=ROWS).lower(p, m, x).plan
+    found = gshard.search(f, p, m, x, mesh=ROWS, machine="h100:1x8")
+    ways: list[dict[str, Any]] = [{"search": True, "machine": "h100:1x8"}, {"machine": "h100:1x8"}]
+    for options in (*ways, {"plan": plan}, {"plan": found.plan}, {"memory_limit": "1GiB"}):
+        function = gshard.jit(f, mesh=ROWS, **options)
+        for _ in range(3):
+            check(function(p, m, x), want, str(options))
+
+
+def test_memory_on_the_host_is_none_of_a_device() -> None:
+    ws, x = on_host(ROWS, np.zeros((8, 64, 64), np.float32), P(None, "d")), jax.device_put(np.zeros((64, 64)), on(ROWS))
+    found = gshard.explain(fetched_in_rounds, ws, x.astype(jnp.float32), mesh=ROWS)
+    whole, each = 8 * 64 * 64 * 4, 64 * 64 * 4 // 8
+    assert found.host.arguments == (whole, whole // 8)
+    assert found.host.from_host == whole // 8
+    assert found.argument_bytes == (8 * each, each)
+    assert found.cost("h100:1x8").memory.arguments == each
+    assert "each device fetches 16.0 KiB from the host and sends 0 B to it in one call" in str(found)
+    assert "ws  f32<host>[8,64@d,64]" in str(found)
+
+
+def test_recomputation_fetches_once_more() -> None:
+    """A limit of memory recomputes what was computed of a fetched value from the host's copy."""
+
+    def loss(ws: Any, x: Any) -> Any:
+        def layer(c: Any, w: Any) -> Any:
+            w = jax.device_put(w, DEVICE)
+            return jnp.tanh(jnp.sin(c @ w) @ w.T), None
+
+        return (lax.scan(layer, x, ws)[0] ** 2).mean()
+
+    ws = on_host(ROWS, RNG.normal(size=(6, 64, 64)).astype(np.float32) / 8, P(None, "d"))
+    x = jax.device_put(RNG.normal(size=(1024, 64)).astype(np.float32), on(ROWS))
+    function = gshard.jit(jax.grad(loss), mesh=ROWS, memory_limit="1MiB")
+    check(function(ws, x), jax.jit(jax.grad(loss))(ws, x))
+    assert function.lower(ws, x).spmd.recomputed is not None
+    assert sorted(moved(function, ws, x)) == [(False, 6), (False, 6), (True, 6)]
+
+
+def test_shardings_that_are_not_read_are_refused_with_the_line() -> None:
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    columns_first = jax.experimental.layout.Format(jax.experimental.layout.Layout((1, 0)), on(ROWS))
+    for target, what in (
+        (jax.memory.Space.Any, "memory space Any is none"),
+        (columns_first, "does not read a Format"),
+        (one, "a sharding over 1 devices cannot be one over 8"),
+    ):
+        with pytest.raises(gshard.ShardingError, match=what) as raised:
+            gshard.jit(lambda x, target=target: jax.device_put(x, target), mesh=ROWS)(X)
+        assert raised.value.where is not None
+        assert raised.value.where.startswith("test_host_memory.py:")
+
+
+def test_a_constraint_that_names_the_host_is_told_of() -> None:
+    found = gshard.explain(lambda x: lax.with_sharding_constraint(x, on(ROWS, "pinned_host")), X, mesh=ROWS)
+    (told,) = found.host.without_effect
+    assert "sharding_constraint at test_host_memory.py" in told
+    assert "names memory 'pinned_host', which has no effect" in told
+    assert told in str(found)
+
+
+def test_integers_and_keys_keep_their_bits() -> None:
+    numbers = np.array([0, -1, 2**31 - 1, -(2**31)] * 4, np.int32)
+    floats = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3e38, -1.0] * 2, np.float32)
+    for x in (numbers, floats, floats.astype(jnp.bfloat16), numbers > 0):
+        f = gshard.jit(lambda x: jax.device_put(jax.device_put(gshard.split(x, 0, 8), HOST), DEVICE), mesh=ROWS)
+        assert np.asarray(f(x)).tobytes() == np.asarray(x).tobytes()
+    keys = jax.random.split(jax.random.key(3), 8)
+    bits = gshard.jit(lambda k: jax.vmap(jax.random.bits)(jax.device_put(jax.device_put(k, HOST), DEVICE)), mesh=ROWS)
+    np.testing.assert_array_equal(bits(keys), jax.vmap(jax.random.bits)(keys))
