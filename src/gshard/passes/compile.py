@@ -10,8 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from gshard.core.context import NO_CONTEXT
 from gshard.core.errors import MeshError
 from gshard.core.jax_adapter import no_mesh_set
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.jax_adapter_dispatch import executed, names_devices
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tabulated, with_tables
@@ -83,7 +85,7 @@ class Executable:
         """JAX's lowered object, StableHLO for all devices."""
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.spmd.jaxpr.in_avals]
         # The atoms replace whatever mesh the caller has set: they are the same devices under other names.
-        with no_mesh_set(), jax.sharding.use_abstract_mesh(self.spmd.mesh.abstract_jax_mesh):
+        with no_mesh_set(), in_context(NO_CONTEXT), jax.sharding.use_abstract_mesh(self.spmd.mesh.abstract_jax_mesh):
             return self.function.lower(*shapes)  # type: ignore[attr-defined]
 
     @functools.cached_property

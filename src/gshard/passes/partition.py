@@ -22,10 +22,12 @@ from gshard.comm.collective_matmul import Note, collective_matmul
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.shards import Fetched, Shards
 from gshard.comm.steps import LOCAL, PERMUTE, run, step_collectives
+from gshard.core.context import NO_CONTEXT
 from gshard.core.device_order import Order, permutation
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import as_if_at, as_weak, no_mesh_set, of_no_mesh
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
@@ -39,6 +41,7 @@ from gshard.language.region import REGIONS
 
 
 @no_mesh_set()
+@in_context(NO_CONTEXT)
 @collected_seldom()
 @with_tables
 def partition(plan: Plan) -> SpmdProgram:
@@ -144,7 +147,7 @@ class _Emitter:
 
     def run(self, block: Block, arrays: Sequence[Any], trip_count: int = 1) -> list[Any]:
         """Runs a block on local arrays that are sharded as its inputs are."""
-        with self._repeated(trip_count):
+        with self._repeated(trip_count), in_context(NO_CONTEXT):
             env = {v: _Made(self.sharding(v), {self.sharding(v): x}) for v, x in zip(block.inputs, arrays, strict=True)}
             fetched: Fetched = {}
             read = {v for e in block.equations for v in e.inputs} | set(block.outputs)
@@ -174,7 +177,8 @@ class _Emitter:
                 self._read(env, v, s, e, f"operand {i} of {e.name}")
                 for i, (v, s) in enumerate(zip(e.inputs, entry, strict=True))
             ]
-            results = region.emit(e, self, arrays)
+            with in_context(e.context):
+                results = region.emit(e, self, arrays)
             leave = region.leave(e, self.sharding)
         else:
             split, ring = self.plan.splits[e], self.plan.rings.get(e)
@@ -184,7 +188,8 @@ class _Emitter:
                 for i, v in enumerate(e.inputs)
             ]
             if ring is not None:
-                results = [collective_matmul(ring, shards, arrays, self._noting_ring(e, ring))]
+                with in_context(e.context):
+                    results = [collective_matmul(ring, shards, arrays, self._noting_ring(e, ring))]
             else:
                 if not e.rule.masks_itself:
                     arrays = [shards.masked(x, i) for i, x in enumerate(arrays)]
@@ -196,7 +201,8 @@ class _Emitter:
     def _local(self, e: Equation, shards: Shards, arrays: list[Any]) -> list[Any]:
         assert e.rule is not None
         try:
-            results = shards.bind(*arrays) if e.rule.local is None else list(e.rule.local(shards, *arrays))
+            with in_context(e.context):
+                results = shards.bind(*arrays) if e.rule.local is None else list(e.rule.local(shards, *arrays))
         except GShardError:
             raise
         except Exception as error:
@@ -296,6 +302,7 @@ class _Emitter:
         why = f"whether {equation.name} goes on"
         return self.step_to(flag, Constant(np.False_), each, Sharding(()), why, equation)
 
+    @in_context(NO_CONTEXT)
     def reorder(self, x: Any, value: Value | Constant, sharding: Sharding, order: Order, *, leaving: bool) -> Any:
         """Moves the parts of an array from another order of devices to the mesh's; leaving, from that to the other."""
         mesh = self.plan.mesh

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from gshard import rules as _rules
+from gshard.core.context import NO_CONTEXT, Context
 from gshard.core.errors import TraceError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import (
@@ -29,6 +30,7 @@ from gshard.core.jax_adapter import (
     optimization_barrier_p,
     user_line,
 )
+from gshard.core.jax_adapter_context import context_of, with_settings_of
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
 from gshard.core.paths import leaf_names
@@ -51,6 +53,7 @@ from gshard.tracing.moved_first import moved_first
 from gshard.tracing.opened import opened
 from gshard.tracing.padded import padded_by_windows
 from gshard.tracing.scanned import scanned
+from gshard.tracing.segments import in_segments
 from gshard.tracing.subexpression import common_key
 from gshard.tracing.sums_of_updates import sums_of_updates
 from gshard.tracing.swapped import products_as_wanted
@@ -142,7 +145,7 @@ def block_of(jaxpr: Any, program: Program | None) -> Block:
 @no_mesh_set()
 def equations_of(whole: Any, e: Equation, numbers: Iterator[int]) -> tuple[Equation, ...]:
     """The equations of a closed jaxpr that stands for an equation; new values are numbered so."""
-    builder = _Builder(numbers)
+    builder = _Builder(numbers, context=e.context)
     made, results = builder.made_of(*closed(whole), e.inputs, e.source_info)
     own = {v for q in made for v in q.outputs}
     result: dict[Any, Value] = {}
@@ -181,6 +184,7 @@ class _Builder:
     rules: dict[Any, Rule] = dataclasses.field(default_factory=dict)
     bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     layout: Layout | None = None
+    context: Context = NO_CONTEXT
     named: list[Named] = dataclasses.field(default_factory=list)
     facts: Facts = dataclasses.field(default_factory=Facts)
 
@@ -213,13 +217,21 @@ class _Builder:
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
         equations = without_unread(body.equations, outputs, makes_indices)
+        around = self.context
+        equations = in_segments(equations, outputs, self._rewritten)
+        self.context = around
+        return Block(tuple(inputs), tuple(equations), outputs)
+
+    def _rewritten(self, context: Context, equations: Sequence[Equation], outputs: Sequence[Any]) -> Sequence[Equation]:
+        """The equations of a segment as those that they become."""
+        self.context = context
         equations = scanned(equations, outputs, self._fresh, self._equation, self.made_of)
         equations = made_of_positions(equations, outputs, self._equation)
         for in_place in (sums_of_updates, unmerged, moved_first, in_frames, one_equation_each):
             equations = in_place(equations, outputs, self._fresh, self._equation)
         for fewer in (padded_by_windows, products_as_wanted, searched_as_they_lie):
             equations = fewer(equations, outputs, self._equation)
-        return Block(tuple(inputs), tuple(equations), outputs)
+        return equations
 
     def made_of(self, jaxpr: Any, consts: Any, arrays: Any, line: Any = None) -> tuple[list[Equation], list[Any]]:
         """The equations of a jaxpr on some arrays, and its results."""
@@ -243,7 +255,9 @@ class _Builder:
         return Block(block.inputs, (*block.equations, *added), tuple(outputs))
 
     def _equations(self, jaxpr: Any, env: dict[Any, Any], out: _Body, line: Any) -> None:
+        outer = self.context
         for eqn in jaxpr.eqns:
+            self.context = context_of(eqn).inside(outer)
             name, params = eqn.primitive.name, eqn.params
             # An equation that JAX's own library made inside a call is blamed on the line that called it.
             source = eqn.source_info if user_line(eqn.source_info) or line is None else line
@@ -252,7 +266,7 @@ class _Builder:
             if eqn.primitive is name_p:
                 self._named(eqn, inputs[0], env, out, source)
                 continue
-            with as_if_at(source):  # what stands for an equation has its line
+            with as_if_at(source), with_settings_of(eqn):  # what stands for an equation has its line
                 body = expansion(name, params, [v.aval for v in eqn.invars])
                 look_up = simpler(self.facts, eqn.primitive, params, inputs) if body is None else None
                 if look_up is not None and look_up[0].out_avals[0].weak_type == eqn.outvars[0].aval.weak_type:
@@ -270,7 +284,7 @@ class _Builder:
                 self.layout = around
                 env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
                 continue
-            key = None if eqn.effects else common_key(eqn.primitive, params, inputs)
+            key = None if eqn.effects else common_key(eqn.primitive, params, inputs, self.context)
             if key is not None and key in out.known:
                 env.update(zip(eqn.outvars, out.known[key].outputs, strict=True))
                 continue
@@ -286,6 +300,7 @@ class _Builder:
                 out.known[key] = out.equations[-1]
             if len(outputs) == 1:
                 self.facts.note(name, params, inputs, outputs[0])
+        self.context = outer
 
     def _equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
         region = REGIONS.get(primitive.name)
@@ -296,7 +311,9 @@ class _Builder:
             blocks = added_in_rounds(primitive.name, made)
             edges = tuple(region.edges(params, inputs, outputs, blocks))
             count = region.trip_count(params)
-            return Equation(primitive, params, inputs, outputs, None, source, blocks, edges, None, count)
+            return Equation(
+                primitive, params, inputs, outputs, None, source, blocks, edges, None, count, context=self.context
+            )
         mark = mark_of_equation(primitive.name, params, len(inputs[0].shape) if inputs else 0)
         if mark is None:
             # Where JAX saw arguments that are on a mesh it wrote that down; inside shard_map it means nothing.
@@ -304,7 +321,8 @@ class _Builder:
         shapes = tuple(x.shape for x in inputs), tuple(x.shape for x in outputs)
         numbers = tuple(x.number if isinstance(x, Constant) else None for x in inputs)
         call = Call(primitive.name, params, *shapes, tuple(x.dtype for x in inputs), primitive, numbers)
-        return Equation(primitive, params, inputs, outputs, self._rule(call, source), source, mark=mark)
+        rule = self._rule(call, source)
+        return Equation(primitive, params, inputs, outputs, rule, source, mark=mark, context=self.context)
 
     def _named(self, eqn: Any, x: Value | Constant, env: dict[Any, Any], out: _Body, source: Any) -> None:
         """A name is a mark where the layout has a row for it, and nothing otherwise."""
@@ -313,7 +331,7 @@ class _Builder:
         mark = None if self.layout is None else self.layout.mark(names, line)
         if mark is not None:
             params = {"mark": mark}
-            key = common_key(mark_p, params, (x,))
+            key = common_key(mark_p, params, (x,), self.context)
             made = None if key is None else out.known.get(key)
             if made is None:
                 made = self._equation(mark_p, params, (x,), (self._new({}, variable),), source)

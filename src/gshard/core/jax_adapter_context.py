@@ -1,0 +1,50 @@
+"""The part of the JAX adapter that reads and sets the contexts of equations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from jax._src import config as _config
+from jax._src import xla_metadata_lib as _xla_metadata_lib
+
+from gshard.core.context import NO_CONTEXT, Context
+
+
+def context_of(eqn: Any) -> Context:
+    """The context of an equation of a jaxpr."""
+    compute_type, metadata = eqn.ctx.compute_type, eqn.ctx.xla_metadata
+    if compute_type is None and not metadata:
+        return NO_CONTEXT
+    return Context(compute_type, tuple(sorted((metadata or {}).items())))
+
+
+@contextlib.contextmanager
+def in_context(context: Context) -> Iterator[None]:
+    """What is traced inside has this context, and nothing of one that is set already. Also a decorator."""
+    settings = _config.xla_metadata_context_manager, _config.compute_on_context_manager
+    if not context and all(setting.value is None for setting in settings):
+        yield  # so it is nearly everywhere, and what JAX has traced before is found again
+        return
+    metadata = _xla_metadata_lib.XlaMetadata(dict(context.metadata)) if context.metadata else None
+    before = [s.swap_local(new) for s, new in zip(settings, (metadata, context.compute_type), strict=True)]
+    try:
+        yield
+    finally:
+        for setting, value in zip(settings, before, strict=True):
+            setting.set_local(value)
+
+
+@contextlib.contextmanager
+def with_settings_of(eqn: Any) -> Iterator[None]:
+    """What is traced inside has the settings that an equation was traced with, and no context.
+
+    Random bits of the same key are others where ``jax.threefry_partitionable`` is set otherwise.
+    """
+    partitionable = _config.threefry_partitionable.swap_local(eqn.ctx.threefry_partitionable)
+    try:
+        with in_context(NO_CONTEXT):
+            yield
+    finally:
+        _config.threefry_partitionable.set_local(partitionable)
