@@ -5,8 +5,8 @@
     with compute_on("device_host"):
         z = jnp.sin(y)                               # runs on the host
 
-Each equation of a program keeps its own. It is bound under it on every device; what gshard adds, such as collectives, is
-not: it is no part of what the user annotated.
+Each equation of a program keeps its own, and is bound under it on every device. What gshard adds, such as collectives,
+is not: it is no part of what the user annotated.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax._src import config as _config
 from jax._src import xla_metadata_lib as _xla_metadata_lib
+from jax._src.compute_on import compute_on_p as compute_on_p
 
 from gshard.core.context import NO_CONTEXT, Context
 
@@ -18,6 +19,18 @@ def context_of(eqn: Any) -> Context:
     if compute_type is None and not metadata:
         return NO_CONTEXT
     return Context(compute_type, tuple(sorted((metadata or {}).items())))
+
+
+def context_of_body(eqn: Any) -> Context:
+    """The context that a call gives its body; that of the call itself if its primitive is about something else."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "compute_on":
+        return Context(params["compute_type"]).inside(context_of(eqn))
+    if name == "xla_metadata_call":
+        own = {k: v for k, v in params.items() if k not in ("jaxpr", "xla_metadata", "ad_metadata")}
+        metadata = params.get("xla_metadata", tuple(sorted(own.items())))
+        return Context(metadata=tuple(metadata)).inside(context_of(eqn))
+    return context_of(eqn)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from gshard.core.jax_adapter import (
     optimization_barrier_p,
     user_line,
 )
-from gshard.core.jax_adapter_context import context_of, with_settings_of
+from gshard.core.jax_adapter_context import context_of, context_of_body, with_settings_of
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
 from gshard.core.paths import leaf_names
@@ -280,6 +280,7 @@ class _Builder:
                 env_inner.update(zip(inner.invars, inputs, strict=True))
                 around = self.layout  # a partitioned function that has a layout of its own keeps it
                 self.layout = getattr(params.get("target"), "layout", None) or around
+                self.context = context_of_body(eqn).inside(outer)
                 self._equations(inner, env_inner, out, source)
                 self.layout = around
                 env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
