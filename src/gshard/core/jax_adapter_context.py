@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_metadata_lib as _xla_metadata_lib
 from jax._src.compute_on import compute_on_p as compute_on_p
 
 from gshard.core.context import NO_CONTEXT, Context
+from gshard.core.jax_adapter import no_mesh_set
+from gshard.core.planning_tables import tabulated
 
 
 def context_of(eqn: Any) -> Context:
@@ -61,3 +66,42 @@ def with_settings_of(eqn: Any) -> Iterator[None]:
             yield
     finally:
         _config.threefry_partitionable.set_local(partitionable)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """A part of an equation's context.
+
+    Attributes:
+        name: JAX's.
+        value: its value there.
+        default: its value where nothing is set.
+    """
+
+    name: str
+    value: Any
+    default: Any
+
+
+@tabulated(256)
+def settings_of(context: Any) -> tuple[Setting, ...]:
+    """The parts of an equation's context (``eqn.ctx``) that are not what they are where nothing is set."""
+    parts = (Setting(name, getattr(context, name, None), default) for name, default in _defaults())
+    return tuple(part for part in parts if part.value is not part.default and part.value != part.default)
+
+
+@tabulated(1)
+def _defaults() -> tuple[tuple[str, Any], ...]:
+    with no_mesh_set(), in_context(NO_CONTEXT):
+        empty = _core.JaxprEqnContext()
+    return tuple((name, getattr(empty, name, None)) for name in names_of_settings())
+
+
+def names_of_settings() -> tuple[str, ...]:
+    """The parts that a context of an equation has in this version of JAX."""
+    return tuple(name for name in _core.JaxprEqnContext.__slots__ if not name.startswith("_"))
+
+
+def is_unspecified(value: Any) -> bool:
+    """Whether it stands for a sharding that the user has not given."""
+    return isinstance(value, _sharding_impls.UnspecifiedValue)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from gshard.core.context import NO_CONTEXT, Context
+from gshard.core.dropped import Dropped
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.layout import Layout, Named
@@ -196,6 +197,7 @@ class Program:
         layout: what these mean; None if nothing.
         decomposed: blocks that take the place of ``block``, by how many parts its values are in
             (``passes.decompose``); programs with other marks share them.
+        dropped: what the function says and the program does not keep.
     """
 
     block: Block
@@ -208,6 +210,7 @@ class Program:
     named: tuple[Named, ...] = ()
     layout: Layout | None = None
     decomposed: Cache = dataclasses.field(default_factory=lambda: Cache(_DECOMPOSED))
+    dropped: tuple[Dropped, ...] = ()
 
     def state(self, inputs: Iterable[int]) -> list[tuple[int, Value]]:
         """Those of some inputs for which there is a result of the same shape and dtype, with that result.

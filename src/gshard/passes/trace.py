@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 
 from gshard import rules as _rules
 from gshard.core.context import NO_CONTEXT, Context
+from gshard.core.dropped import Dropped
 from gshard.core.errors import TraceError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import (
@@ -37,29 +38,22 @@ from gshard.core.paths import leaf_names
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
+from gshard.language.ledger import dropped
 from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
 from gshard.tracing.added_in_rounds import added_in_rounds
 from gshard.tracing.by_jax import closed_of, name_of
+from gshard.tracing.demanded import demanded
 from gshard.tracing.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
 from gshard.tracing.files import with_names_of_files
-from gshard.tracing.framed import in_frames
-from gshard.tracing.in_a_row import one_equation_each
 from gshard.tracing.known import Facts, makes_indices
 from gshard.tracing.look_up import simpler
 from gshard.tracing.manual_regions import check_manual_regions
-from gshard.tracing.moved_first import moved_first
 from gshard.tracing.opened import opened
-from gshard.tracing.padded import padded_by_windows
-from gshard.tracing.scanned import scanned
+from gshard.tracing.rewritten import rewritten
 from gshard.tracing.segments import in_segments
 from gshard.tracing.subexpression import common_key
-from gshard.tracing.sums_of_updates import sums_of_updates
-from gshard.tracing.swapped import products_as_wanted
-from gshard.tracing.tables import made_of_positions
-from gshard.tracing.turned import searched_as_they_lie
-from gshard.tracing.unmerged import unmerged
 from gshard.tracing.unread import without_unread
 
 assert _rules  # imported for the rules it registers
@@ -132,7 +126,8 @@ def program_of(
     marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(names)
     every = (*(f"captured[{i}]" for i in range(len(captured))), *names)
     weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars)
-    return Program(block, captured, marks, every, out_tree, name, weak, tuple(builder.named), layout)
+    lost = tuple(dict.fromkeys(builder.dropped))
+    return Program(block, captured, marks, every, out_tree, name, weak, tuple(builder.named), layout, dropped=lost)
 
 
 @no_mesh_set()
@@ -185,6 +180,7 @@ class _Builder:
     bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     layout: Layout | None = None
     context: Context = NO_CONTEXT
+    dropped: list[Dropped] = dataclasses.field(default_factory=list)
     named: list[Named] = dataclasses.field(default_factory=list)
     facts: Facts = dataclasses.field(default_factory=Facts)
 
@@ -225,13 +221,7 @@ class _Builder:
     def _rewritten(self, context: Context, equations: Sequence[Equation], outputs: Sequence[Any]) -> Sequence[Equation]:
         """The equations of a segment as those that they become."""
         self.context = context
-        equations = scanned(equations, outputs, self._fresh, self._equation, self.made_of)
-        equations = made_of_positions(equations, outputs, self._equation)
-        for in_place in (sums_of_updates, unmerged, moved_first, in_frames, one_equation_each):
-            equations = in_place(equations, outputs, self._fresh, self._equation)
-        for fewer in (padded_by_windows, products_as_wanted, searched_as_they_lie):
-            equations = fewer(equations, outputs, self._equation)
-        return equations
+        return rewritten(equations, outputs, self._fresh, self._equation, self.made_of)
 
     def made_of(self, jaxpr: Any, consts: Any, arrays: Any, line: Any = None) -> tuple[list[Equation], list[Any]]:
         """The equations of a jaxpr on some arrays, and its results."""
@@ -262,12 +252,14 @@ class _Builder:
             # An equation that JAX's own library made inside a call is blamed on the line that called it.
             source = eqn.source_info if user_line(eqn.source_info) or line is None else line
             source = source if line is None else in_scopes_of(source, line)
+            self.dropped += dropped(eqn, source)
             inputs = tuple(_read(env, v) for v in eqn.invars)
             if eqn.primitive is name_p:
                 self._named(eqn, inputs[0], env, out, source)
                 continue
             with as_if_at(source), with_settings_of(eqn):  # what stands for an equation has its line
-                body = expansion(name, params, [v.aval for v in eqn.invars])
+                told = demanded(eqn)
+                body = closed(told) if told is not None else expansion(name, params, [v.aval for v in eqn.invars])
                 look_up = simpler(self.facts, eqn.primitive, params, inputs) if body is None else None
                 if look_up is not None and look_up[0].out_avals[0].weak_type == eqn.outvars[0].aval.weak_type:
                     body, inputs = closed(look_up[0]), tuple(look_up[1])
