@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import sharding_impls as _sharding_impls
@@ -29,7 +30,7 @@ def context_of(eqn: Any) -> Context:
 def context_of_body(eqn: Any) -> Context:
     """The context that a call gives its body; that of the call itself if its primitive is about something else."""
     name, params = eqn.primitive.name, eqn.params
-    if name == "compute_on":
+    if name == "compute_on" and all(space == jax.memory.Space.Device for space in params["out_memory_spaces"]):
         return Context(params["compute_type"]).inside(context_of(eqn))
     if name == "xla_metadata_call":
         own = {k: v for k, v in params.items() if k not in ("jaxpr", "xla_metadata", "ad_metadata")}
