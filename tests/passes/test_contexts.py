@@ -321,7 +321,10 @@ def test_contexts_stay_where_a_program_is_written_anew() -> None:
     assert {context_of(e).metadata for e in equations(fits.jaxpr)} == {(), (("tag", 1),)}
 
 
-@pytest.mark.parametrize("where", ["straight", "scan", "jit", "vmap"])
+@pytest.mark.parametrize(
+    "where",
+    ["straight", pytest.param("scan", marks=pytest.mark.slow), "jit", pytest.param("vmap", marks=pytest.mark.slow)],
+)
 def test_random_bits_are_those_of_the_setting_that_they_are_drawn_in(where: str) -> None:
     def drawn(x: Any) -> Any:
         key = jax.random.key(1)
@@ -339,6 +342,21 @@ def test_random_bits_are_those_of_the_setting_that_they_are_drawn_in(where: str)
     x = placed(mesh)
     expected = jax.jit(f)(np.asarray(x))
     np.testing.assert_allclose(gshard.jit(f, mesh=mesh)(x), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["straight", "scan"])
+def test_a_part_of_a_function_in_64_bits(where: str) -> None:
+    def straight(x: Any) -> Any:
+        with jax.enable_x64(True):
+            y = jnp.cumsum(x.astype(jnp.float64) + 1e-9, 0)
+            y = y - jnp.flip(y, 0)[:, :1] + y.sum(0)
+            return ((y - 2.0) * 1e3).astype(jnp.float32)
+
+    f = straight if where == "straight" else lambda x: lax.scan(lambda c, _: (straight(c), None), x, None, length=2)[0]
+    mesh = mesh_of(2, 4)
+    x, partitioned = placed(mesh), gshard.jit(f, mesh=mesh)
+    for y in (x, jax.device_put(x, NamedSharding(mesh, P())), np.asarray(x)):
+        np.testing.assert_allclose(partitioned(y), jax.jit(f)(np.asarray(x)), rtol=1e-6)
 
 
 def test_precision_and_named_scopes_inside_of_bodies() -> None:

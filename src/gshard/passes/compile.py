@@ -20,6 +20,7 @@ from gshard.core.planning_tables import tabulated, with_tables
 from gshard.core.processes import Group
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.core.wide import dtypes_in, wide_enough_for
 from gshard.core.xla_workarounds import runnable
 from gshard.passes.partition import spec
 
@@ -85,7 +86,8 @@ class Executable:
         """JAX's lowered object, StableHLO for all devices."""
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.spmd.jaxpr.in_avals]
         # The atoms replace whatever mesh the caller has set: they are the same devices under other names.
-        with no_mesh_set(), in_context(NO_CONTEXT), jax.sharding.use_abstract_mesh(self.spmd.mesh.abstract_jax_mesh):
+        own = jax.sharding.use_abstract_mesh(self.spmd.mesh.abstract_jax_mesh)
+        with no_mesh_set(), in_context(NO_CONTEXT), own, wide_enough_for(dtypes_in(self.spmd.jaxpr)):
             return self.function.lower(*shapes)  # type: ignore[attr-defined]
 
     @functools.cached_property

@@ -37,6 +37,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import padded_shape
+from gshard.core.wide import wide_enough_for
 from gshard.language.region import REGIONS
 
 
@@ -81,7 +82,8 @@ def partition(plan: Plan) -> SpmdProgram:
         out_specs=[spec(s) for s in leave],
         check_vma=False,
     )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
+    wide = wide_enough_for(v.dtype for v in block.values())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh), wide:
         shapes = (padded_shape(s, mesh, v.shape) for v, s in zip(block.inputs, entry, strict=True))
         takes = (jax.ShapeDtypeStruct(s, v.dtype, weak_type=v.weak) for v, s in zip(block.inputs, shapes, strict=True))
         jaxpr = jax.make_jaxpr(mapped)(*takes)

@@ -38,6 +38,7 @@ from gshard.core.paths import leaf_names
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
+from gshard.core.wide import dtypes_in, wide_enough_for
 from gshard.language.ledger import dropped
 from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS
@@ -118,8 +119,9 @@ def program_of(
     """
     jaxpr, consts = closed(whole)
     builder = _Builder(layout=layout)
-    block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
-    block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
+    with wide_enough_for(dtypes_in(jaxpr)):
+        block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
+        block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
     check_manual_regions(block)
     with_names_of_files(block)
     captured = tuple(consts)
