@@ -151,7 +151,7 @@ def attributes(jitted: Any, *arguments: Any) -> Counter[tuple[str, str]]:
     found: Counter[tuple[str, str]] = Counter()
     for line in text.splitlines():
         said = re.search(r"mhlo.frontend_attributes = \{(.*?)\}", line)
-        if said and " call @" not in line and "annotate_device_placement" not in line:
+        if said and "call @" not in line and "annotate_device_placement" not in line:
             operation = re.search(r"stablehlo\.(\w+)", line)
             found[operation[1] if operation else "with a body", said[1]] += 1
     return found
@@ -322,8 +322,7 @@ def test_contexts_stay_where_a_program_is_written_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    "where",
-    ["straight", pytest.param("scan", marks=pytest.mark.slow), "jit", pytest.param("vmap", marks=pytest.mark.slow)],
+    "where", ["straight", "jit", *(pytest.param(w, marks=pytest.mark.slow) for w in ("scan", "vmap"))]
 )
 def test_random_bits_are_those_of_the_setting_that_they_are_drawn_in(where: str) -> None:
     def drawn(x: Any) -> Any:
