@@ -321,9 +321,10 @@ def test_contexts_stay_where_a_program_is_written_anew() -> None:
     assert {context_of(e).metadata for e in equations(fits.jaxpr)} == {(), (("tag", 1),)}
 
 
-@pytest.mark.parametrize(
-    "where", ["straight", "jit", *(pytest.param(w, marks=pytest.mark.slow) for w in ("scan", "vmap"))]
-)
+SLOW = [pytest.param(where, marks=pytest.mark.slow) for where in ("scan", "vmap")]
+
+
+@pytest.mark.parametrize("where", ["straight", "jit", *SLOW])
 def test_random_bits_are_those_of_the_setting_that_they_are_drawn_in(where: str) -> None:
     def drawn(x: Any) -> Any:
         key = jax.random.key(1)

@@ -13,6 +13,7 @@ from jax._src import core as _core
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_metadata_lib as _xla_metadata_lib
 from jax._src.compute_on import compute_on_p as compute_on_p
+from jax._src.core import AbstractToken as AbstractToken
 
 from gshard.core.context import NO_CONTEXT, Context
 from gshard.core.jax_adapter import no_mesh_set

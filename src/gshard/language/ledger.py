@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from gshard.core.dropped import Dropped
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import user_line
-from gshard.core.jax_adapter_context import is_unspecified, settings_of
+from gshard.core.jax_adapter_context import AbstractToken, is_unspecified, settings_of
 from gshard.core.planning_tables import tabulated
 from gshard.language.ledger_rows import BOUND, EFFECTS, KEPT, LOST, REFUSED, REPORTED, SETTINGS
 
@@ -122,6 +122,21 @@ def dropped(eqn: Any, source: Any) -> Iterator[Dropped]:
     for effect in eqn.effects:
         if type(effect).__name__ not in EFFECTS and name in LEDGER:
             yield Dropped(f"an effect of {name}", _text(effect), user_line(source), _UNREAD)
+
+
+def check_arrays(eqn: Any, source: Any) -> None:
+    """Checks that an equation makes arrays.
+
+    Raises:
+        TraceError: it makes a token, or a value of a type of the user's own (``jax.experimental.hijax``).
+    """
+    other = next((v.aval for v in eqn.outvars if not hasattr(v.aval, "shape")), None)
+    if isinstance(other, AbstractToken):
+        hint = "Leave tokens out: jax.debug.callback(..., ordered=True) keeps callbacks in their order."
+        raise TraceError(f"{eqn.primitive.name} makes a token, which is no array.", user_line(source), hint=hint)
+    if other is not None:
+        what = f"{eqn.primitive.name} makes a value of the type {other}, which is no array."
+        raise TraceError(what, user_line(source), hint="Pass the arrays that it is made of.")
 
 
 @tabulated(4096)

@@ -19,7 +19,6 @@ from jax.extend.core import Literal
 from gshard import rules as _rules
 from gshard.core.context import NO_CONTEXT, Context
 from gshard.core.dropped import Dropped
-from gshard.core.errors import TraceError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import (
     as_if_at,
@@ -39,7 +38,7 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
 from gshard.core.wide import dtypes_in, wide_enough_for
-from gshard.language.ledger import dropped
+from gshard.language.ledger import check_arrays, dropped
 from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
@@ -283,12 +282,7 @@ class _Builder:
             if key is not None and key in out.known:
                 env.update(zip(eqn.outvars, out.known[key].outputs, strict=True))
                 continue
-            if not all(hasattr(v.aval, "shape") for v in eqn.outvars):
-                raise TraceError(
-                    f"{name} makes a token, which is no array.",
-                    user_line(source),
-                    hint="Leave tokens out: jax.debug.callback(..., ordered=True) keeps callbacks in their order.",
-                )
+            check_arrays(eqn, source)
             outputs = tuple(self._new(env, v) for v in eqn.outvars)
             out.equations.append(self._equation(eqn.primitive, params, inputs, outputs, source))
             if key is not None:
