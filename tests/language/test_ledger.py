@@ -1,6 +1,7 @@
 """All that the installed JAX can write on an equation has a row in the ledger; what is dropped is listed or refused."""
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import gshard
 from gshard.core.errors import PlanError, TraceError
 from gshard.core.jax_adapter_context import names_of_settings
 from gshard.language import ledger
-from gshard.language.ledger import EFFECTS, LEDGER, SETTINGS, dropped, unclassified
+from gshard.language.ledger import EFFECTS, LEDGER, SETTINGS, check_arrays, dropped, unclassified
 from jax_primitives import keywords_of, parameters
 
 X = jnp.arange(32.0).reshape(8, 4)
@@ -201,3 +202,11 @@ def test_out_sharding_of_an_operation_is_a_mark(shape: str, container: str) -> N
     assert marks
     assert all("'d'" in mark for mark in marks)
     assert found.dropped == ()
+
+
+def test_values_of_a_type_of_the_users_own_are_refused_with_their_line() -> None:
+    (eqn,) = jax.make_jaxpr(jnp.sin)(X).eqns
+    made = eqn.replace(outvars=[SimpleNamespace(aval="QArray")])
+    check_arrays(eqn, None)
+    with pytest.raises(TraceError, match="sin makes a value of the type QArray, which is no array"):
+        check_arrays(made, eqn.source_info)
