@@ -210,3 +210,27 @@ def test_values_of_a_type_of_the_users_own_are_refused_with_their_line() -> None
     check_arrays(eqn, None)
     with pytest.raises(TraceError, match="sin makes a value of the type QArray, which is no array"):
         check_arrays(made, eqn.source_info)
+
+
+def test_a_sum_that_is_asked_for_in_parts_is_finished_as_planned_and_that_is_listed() -> None:
+    mesh = jax.make_mesh((2, 4), ("a", "d"), (jax.sharding.AxisType.Explicit,) * 2)
+
+    def f(x: Any, w: Any) -> Any:
+        y = jnp.einsum("ab,bc->ac", x, w, out_sharding=P(None, None, unreduced={"d"}))
+        return jax.sharding.reshard(y, P())
+
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(X, P(None, "d")), jax.device_put(X.T, P("d"))
+        np.testing.assert_array_equal(gshard.jit(f)(x, w), X @ X.T)
+        (text,) = gshard.explain(gshard.jit(f), x, w).dropped
+    assert "out_sharding of dot_general is NamedSharding(" in text
+    assert "test_ledger.py" in text
+
+
+def test_where_a_callback_is_to_run_is_listed() -> None:
+    def f(x: Any) -> Any:
+        return jax.pure_callback(np.sin, x, x, sharding=SingleDeviceSharding(jax.devices()[3]))
+
+    (text,) = gshard.explain(f, X, mesh=_mesh()).dropped
+    assert "sharding of pure_callback is SingleDeviceSharding(" in text
+    assert "It runs on the first device, or on every one if it is pure." in text

@@ -26,8 +26,34 @@ from gshard.core.jax_adapter_context import AbstractToken, is_unspecified, setti
 from gshard.core.planning_tables import tabulated
 from gshard.language.ledger_rows import BOUND, EFFECTS, KEPT, LOST, REFUSED, REPORTED, SETTINGS
 
+# Where an operation says how its result is sharded: a mark (``tracing.demanded``).
+RESULT_SHARDINGS = frozenset(("sharding", "out_sharding"))
+
 _UNREAD = "This version of gshard does not read it."
 _SHOWN = 80  # characters of a value
+
+
+def asks_for_unreduced(sharding: Any) -> bool:
+    """Whether a sharding asks for the parts of a sum: no mark says that.
+
+    >>> asks_for_unreduced(None)
+    False
+    """
+    spec = getattr(sharding, "spec", None)
+    return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
+
+
+def says_something(value: Any) -> bool:
+    """Whether a parameter's value is other than what it is where the user has written nothing.
+
+    >>> says_something((None, False)), says_something(0), says_something("fast")
+    (False, True, True)
+    """
+    if isinstance(value, (tuple, list)):
+        return any(map(says_something, value))
+    if isinstance(value, Mapping):
+        return bool(value)
+    return value is not None and value is not False and not is_unspecified(value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +70,7 @@ class Row:
     way: str
     why: str = ""
     hint: str = ""
-    loses: Callable[[Any], bool] = lambda value: says_something(value)
+    loses: Callable[[Any], bool] = says_something
 
 
 def rows_of_text(text: str, row: Row) -> Iterator[tuple[str, dict[str, Row]]]:
@@ -63,6 +89,10 @@ def _ledger() -> dict[str, dict[str, Row]]:
         for name in names.split():
             row = Row(way, why, "".join(hint))
             made.setdefault(name, {}).update(dict.fromkeys(parameters.split(), row))
+    for rows in made.values():
+        for parameter in RESULT_SHARDINGS & rows.keys():
+            if rows[parameter].way == KEPT:
+                rows[parameter] = Row(REPORTED, "Sums are finished where the plan says.", loses=asks_for_unreduced)
     not_named = "a constraint is kept where its sharding is a NamedSharding."
     made["sharding_constraint"]["sharding"] = Row(
         REFUSED,
@@ -146,19 +176,6 @@ def _may_be_lost(name: str, parameters: tuple[str, ...]) -> tuple[tuple[str, Row
         return ()
     rows = ((p, row_of(name, p) or Row(REPORTED, _UNREAD)) for p in parameters)
     return tuple((p, row) for p, row in rows if row.way in (REPORTED, REFUSED))
-
-
-def says_something(value: Any) -> bool:
-    """Whether a parameter's value is other than what it is where the user has written nothing.
-
-    >>> says_something((None, False)), says_something(0), says_something("fast")
-    (False, True, True)
-    """
-    if isinstance(value, (tuple, list)):
-        return any(map(says_something, value))
-    if isinstance(value, Mapping):
-        return bool(value)
-    return value is not None and value is not False and not is_unspecified(value)
 
 
 def _text(value: Any) -> str:

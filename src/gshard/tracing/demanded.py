@@ -12,20 +12,21 @@ from typing import Any
 import jax
 
 from gshard.core.jax_adapter import bind, shapes_of
+from gshard.language.ledger import RESULT_SHARDINGS, asks_for_unreduced
 from gshard.language.mark_primitive import mark_p
 from gshard.tracing.expand import mark_of_equation, mark_of_type
-
-_SHARDINGS = ("sharding", "out_sharding")
 
 
 def demanded(eqn: Any) -> Any | None:
     """The closed jaxpr of an equation that says how its (last) result is sharded, else None."""
-    said = next((eqn.params[k] for k in _SHARDINGS if eqn.params.get(k) is not None), None)
-    ndim = len(getattr(eqn.outvars[-1].aval, "shape", ())) if eqn.outvars else 0
-    mark = None if said is None or eqn.effects else mark_of_type(said, ndim)
+    said = next((eqn.params[k] for k in RESULT_SHARDINGS if eqn.params.get(k) is not None), None)
+    if said is None or eqn.effects or asks_for_unreduced(said):
+        return None
+    ndim = len(eqn.outvars[-1].aval.shape)
+    mark = mark_of_type(said, ndim)
     if mark is None or mark_of_equation(eqn.primitive.name, eqn.params, ndim) is not None:
         return None
-    params = {k: None if k in _SHARDINGS else v for k, v in eqn.params.items()}
+    params = {k: None if k in RESULT_SHARDINGS else v for k, v in eqn.params.items()}
 
     def marked(*arrays: Any) -> list[Any]:
         *others, last = bind(eqn.primitive, params, arrays)
