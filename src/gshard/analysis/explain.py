@@ -6,6 +6,7 @@ tensors     the largest ones: sharding, bytes of one device's part, the reasons 
 collectives kind, how often, bytes that each device sends, axes, the user's line, what needed it
 layout      what names of dimensions came to, if there is one
 gathered    operations without a rule, if there are any
+dropped     what the program says and gshard does not keep, if there is any
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Explanation:
             decided;
         unused: and what of it applies to nothing.
         by_bytes: whether the plan is the one that sends least, and not one that was made for a machine.
+        dropped: what the program says and gshard does not keep: line, parameter, value, what is done instead.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Explanation:
     layout: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     by_bytes: bool = False
+    dropped: tuple[str, ...] = ()
 
     def cost(self, machine: Machine | str | None = None) -> Cost:
         """Time, FLOPs, bytes and memory of one call.
@@ -261,18 +264,14 @@ class Explanation:
             lines += ["", str(self.spmd.recomputed)]
         if self.spmd.prefetched is not None:
             lines += ["", str(self.spmd.prefetched)]
-        if self.replicated:
-            lines += ["", "work that is not split although an operand is"]
-            lines += [f"  {text}" for text in self.replicated]
-        if self.layout:
-            lines += ["", "layout"]
-            lines += [f"  {text}" for text in self.layout]
-        if self.unused:
-            lines += ["", "not used of the layout, most likely by mistake (strict=True refuses it)"]
-            lines += [f"  {text}" for text in self.unused]
-        if self.gathered:
-            lines += ["", "no rule, so operands are gathered and every device computes the same"]
-            lines += [f"  {text}" for text in self.gathered]
+        for title, texts in (
+            ("work that is not split although an operand is", self.replicated),
+            ("layout", self.layout),
+            ("not used of the layout, most likely by mistake (strict=True refuses it)", self.unused),
+            ("no rule, so operands are gathered and every device computes the same", self.gathered),
+            ("said by the program and not kept (strict=True refuses it)", self.dropped),
+        ):
+            lines += ["", title, *(f"  {text}" for text in texts)] if texts else []
         return "\n".join(lines)
 
     def why(self, name: str) -> str:
@@ -389,6 +388,7 @@ def explain_program(
         uses_of_layout(program),
         unused_of_layout(program, mesh),
         by_bytes,
+        tuple(map(str, program.dropped)),
     )
 
 

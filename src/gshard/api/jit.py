@@ -321,9 +321,9 @@ def jit(
         machine: what the devices are, such as ``"h100:1x8"``. Without it the plan is the one that sends least, and no
             product is computed twice to send less. With it one that does is taken where a call takes 2 % less time, and
             loops gather a round before they need it where the compiler of such machines hides that (TPU v5e).
-        strict: True refuses operations without a rule instead of gathering their operands. A number of bytes also
-            refuses a program in which each device sends more than that in one call, and names the lines that do. Both
-            refuse a layout with rows for nothing.
+        strict: True refuses operations without a rule instead of gathering their operands, a layout with rows for
+            nothing, and what the function says and gshard does not keep (``explain(...).dropped``). A number of bytes
+            also refuses a program in which each device sends more than that in one call, and names the lines that do.
         uneven: what becomes of results that are split in a dimension which does not divide: ``"gather"`` makes it
             whole, since JAX has no such arrays, or cuts a result that nobody marked along another one if that sends
             less; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it is.

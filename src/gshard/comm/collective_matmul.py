@@ -27,6 +27,8 @@ from jax import lax
 
 from gshard.comm.route import pairs
 from gshard.comm.shards import Shards
+from gshard.core.context import NO_CONTEXT
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms
 from gshard.core.ring import Ring
 from gshard.core.xla_workarounds import opaque_for_slice
@@ -162,6 +164,7 @@ class _Steps:
         ahead = lane.sign if self.ring.result else 0
         return self._skewed(x, i, lambda a, b: a + b + ahead)
 
+    @in_context(NO_CONTEXT)
     def _skewed(self, x: Any, i: int | None, source: Callable[[int, int], int]) -> Any:
         """An operand, or the sums, from ``source(a, b)`` to ``a``; ``b`` counts along what else rotates, if it does."""
         atoms = self.ring.result if i is None else self.ring.atoms_of(i)
@@ -177,6 +180,7 @@ class _Steps:
         """The next part of every rotating operand."""
         return [self._permuted(x, atoms, lane) for x, (_, atoms) in zip(moving, self.ring.operands, strict=True)]
 
+    @in_context(NO_CONTEXT)
     def _permuted(self, x: Any, atoms: Atoms, lane: _Lane) -> Any:
         n, mesh = self.parts, self.shards.mesh
         order = self.ring.order or range(n)

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from gshard.comm.route import Chunk, colored, pairs
 from gshard.comm.tiles import moved
+from gshard.core.context import NO_CONTEXT
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
@@ -132,6 +134,7 @@ def _ordinal(atoms: Atoms, at: dict[str, Any], mesh: Mesh, devices: int) -> Any:
     return found
 
 
+@in_context(NO_CONTEXT)
 def changed(x: Any, before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) -> Any:
     """One device's part of an array, moved so (inside ``shard_map``)."""
     found = exchange(before, after, mesh)

@@ -31,6 +31,8 @@ import numpy as np
 from jax import lax
 
 from gshard.comm.route import Chunk, Route, carry, chunks_of, pairs, routed
+from gshard.core.context import NO_CONTEXT
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.xla_workarounds import opaque_for_slice
@@ -197,6 +199,7 @@ def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> 
     return laid_out(x, received(x, dim, atoms, mesh, window), dim, atoms, window)
 
 
+@in_context(NO_CONTEXT)
 def received(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> tuple[Any, ...]:
     """What other parts send for this device's window: a chunk for each shift, or all of it if it comes by a route."""
     size = x.shape[dim]

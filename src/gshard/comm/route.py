@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gshard.core.context import NO_CONTEXT
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.xla_workarounds import opaque_for_slice
@@ -104,6 +106,7 @@ def colored(chunks: Sequence[Chunk]) -> tuple[tuple[Chunk, ...], ...]:
     return tuple(tuple(rounds[color]) for color in sorted(rounds))
 
 
+@in_context(NO_CONTEXT)
 def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -> Any:
     """What this device is to have: ``room`` elements along ``dim``, of chunks of every device's ``x``.
 

@@ -19,7 +19,9 @@ from gshard.comm.halo import Window, add_windows, is_number, laid_out, received
 from gshard.comm.route import Route, carry
 from gshard.comm.steps import PERMUTE
 from gshard.comm.steps import identity as identity
+from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter import traced_together
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Equation, itemsize
 from gshard.core.rule import REDUCE, Rule
@@ -157,6 +159,7 @@ class Shards:
             inside &= at % window.dilation == 0
         return jnp.where(along(inside, dim, x.ndim), got, jnp.asarray(fill, x.dtype))
 
+    @in_context(NO_CONTEXT)
     def all_gather(self, x: Any, dim: int, atoms: Atoms) -> Any:
         """Every part of ``x`` along ``dim``, laid side by side."""
         if self.note is not None and x.size:

@@ -44,6 +44,8 @@ from jax import lax
 from gshard.comm.halo import Window
 from gshard.comm.shards import Shards, identity
 from gshard.comm.steps import ALL_TO_ALL
+from gshard.core.context import NO_CONTEXT
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms
 from gshard.core.xla_workarounds import all_to_all
 
@@ -281,6 +283,7 @@ def _longer(x: Any, size: int, fill: Any = 0) -> Any:
     return x if x.shape[1] == size else jnp.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=fill)
 
 
+@in_context(NO_CONTEXT)
 def _all_to_all(shards: Shards, x: Any, atoms: Atoms, split: int, concat: int) -> Any:
     parts = shards.mesh.count(atoms)
     if shards.note is not None:

@@ -38,6 +38,8 @@ from gshard.comm.exchange import changed, rounds_of
 from gshard.comm.local import slice_part
 from gshard.comm.route import Chunk, Route, carry, chunks_of, routed
 from gshard.comm.tiles import exchanged
+from gshard.core.context import NO_CONTEXT
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
@@ -146,6 +148,7 @@ def step_collectives(
         yield step.kind, sent // messages
 
 
+@in_context(NO_CONTEXT)
 def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
     """Does the step to one device's part ``x`` of an array of global ``shape`` (inside ``shard_map``)."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and step.kind != ALL_SLICE:

@@ -332,7 +332,8 @@ def sub_jaxprs(params: dict[str, Any]) -> tuple[Any, ...]:
 # Primitives that do nothing but run a body once on their operands. Which parameter holds it differs between versions.
 _CALLS = frozenset(
     """jit pjit call core_call closed_call remat remat2 checkpoint composite eval_jaxpr custom_jvp_call custom_vjp_call
-    custom_vmap_call linear_call gshard_call""".split()
+    custom_vmap_call linear_call gshard_call compute_on
+    xla_metadata_call""".split()
 )
 
 

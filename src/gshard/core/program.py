@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from gshard.core.context import NO_CONTEXT, Context
+from gshard.core.dropped import Dropped
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.layout import Layout, Named
@@ -156,6 +158,7 @@ class Equation:
         mark: what the user demands of the result, if this is a mark.
         trip_count: how often the bodies run, as far as known (a scan's length; 1 otherwise).
         file: what the user's file is called in ``line``, where another has the same name.
+        context: what context managers of JAX add to it, such as ``compute_on``.
     """
 
     primitive: Any
@@ -169,6 +172,7 @@ class Equation:
     mark: Mark | None = None
     trip_count: int = 1
     file: str = ""
+    context: Context = NO_CONTEXT
 
     @property
     def name(self) -> str:
@@ -210,6 +214,7 @@ class Program:
             (``passes.decompose``); programs with other marks share them.
         input_memories: for each input the memory kind in which it comes; those of its type if it is empty.
         output_memories: the same for each result.
+        dropped: what the function says and the program does not keep.
     """
 
     block: Block
@@ -227,6 +232,7 @@ class Program:
     decomposed: Cache = dataclasses.field(default_factory=lambda: Cache(_DECOMPOSED))
     input_memories: tuple[str, ...] = ()
     output_memories: tuple[str, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
 
     def input_memory(self, i: int) -> str:
         """The memory kind in which an input comes."""
@@ -273,6 +279,7 @@ def format_block(block: Block, indent: str = "  ") -> str:
     lines = [f"{indent}({', '.join(map(repr, block.inputs))}) ->"]
     for e in block.equations:
         what = f"{e.name}[{e.mark}]" if e.mark else e.name
+        what = f"{what}{e.context}" if e.context else what
         rule = f"   # {e.rule}" if e.rule is not None and not e.mark else ""
         lines.append(f"{indent}{', '.join(map(repr, e.outputs))} = {what} {', '.join(map(_short, e.inputs))}{rule}")
         lines.extend(format_block(b, indent + "    ") for b in e.blocks)

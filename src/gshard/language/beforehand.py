@@ -18,6 +18,7 @@ import jax
 from jax.extend.core import Literal
 
 from gshard.core.jax_adapter import as_if_at, bind, body_of_call, closed, named_axes, sub_jaxprs
+from gshard.core.jax_adapter_context import context_of, in_context
 
 # Made of nothing, or of one number, wherever they are read.
 _FREE = frozenset(("iota", "broadcast_in_dim", "reshape", "squeeze", "convert_element_type"))
@@ -98,7 +99,7 @@ def _needed(equations: Sequence[Any], wanted: set[Any], known: set[Any]) -> list
 
 def _run(equations: Sequence[Any], env: dict[Any, Any]) -> None:
     for e in equations:
-        with as_if_at(e.source_info):
+        with as_if_at(e.source_info), in_context(context_of(e)):
             results = bind(e.primitive, e.params, [_value(env, v) for v in e.invars])
         env.update(zip(e.outvars, results, strict=True))
 

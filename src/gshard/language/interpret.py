@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.core.jax_adapter import as_if_at, bind
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms
 from gshard.core.program import Block, Constant, Equation, Value
 from gshard.core.sharding import Sharding
@@ -54,7 +55,7 @@ class Interpreter:
             env: the array of each value that they read; theirs are added.
         """
         for e in equations:
-            with as_if_at(e.source_info), jax.named_scope(e.name):
+            with as_if_at(e.source_info), jax.named_scope(e.name), in_context(e.context):
                 inputs = [value_of(v, env) for v in e.inputs]
                 if e.rule is not None:
                     results = self.equation(e, inputs)

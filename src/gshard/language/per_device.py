@@ -20,6 +20,7 @@ from gshard.comm.collectives import KINDS
 from gshard.comm.local import slice_part
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import bind, called_jaxpr, closed, user_line
+from gshard.core.jax_adapter_context import context_of, in_context
 from gshard.core.jax_adapter_kernels import kernel_as_traced_here
 from gshard.core.memory_kinds import is_on_host, shape_in_memory
 from gshard.core.mesh import Atoms
@@ -46,7 +47,8 @@ def renamed(jaxpr: Any, atoms_of: AtomsOf) -> Callable[..., list[Any]]:
             return np.asarray(v.val, jax.typeof(v.val).dtype) if isinstance(v, Literal) else env[v]
 
         for eqn in body.eqns:
-            results = _equation(eqn, [read(v) for v in eqn.invars], atoms_of)
+            with in_context(context_of(eqn)):
+                results = _equation(eqn, [read(v) for v in eqn.invars], atoms_of)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in body.outvars]
 

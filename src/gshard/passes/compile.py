@@ -11,8 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from gshard.core.context import NO_CONTEXT
 from gshard.core.errors import MeshError
 from gshard.core.jax_adapter import no_mesh_set, shapes_of
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.jax_adapter_dispatch import executed, names_devices
 from gshard.core.memory_kinds import DEVICE, in_memory
 from gshard.core.mesh import Mesh
@@ -20,6 +22,7 @@ from gshard.core.planning_tables import tabulated, with_tables
 from gshard.core.processes import Group
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.core.wide import dtypes_in, wide_enough_for
 from gshard.core.xla_workarounds import runnable
 from gshard.passes.partition import spec
 
@@ -213,7 +216,8 @@ def compiled_with_constants(
 def _lowered(spmd: SpmdProgram, function: Any, first: int = 0) -> Any:
     shapes = shapes_of(spmd.jaxpr.in_avals[first:])
     # The atoms replace whatever mesh the caller has set: they are the same devices under other names.
-    with no_mesh_set(), jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh):
+    own = jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh)
+    with no_mesh_set(), in_context(NO_CONTEXT), own, wide_enough_for(dtypes_in(spmd.jaxpr)):
         return function.lower(*shapes)
 
 

@@ -22,10 +22,12 @@ from gshard.comm.collective_matmul import Note, collective_matmul
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.shards import Fetched, Shards
 from gshard.comm.steps import LOCAL, PERMUTE, run, step_collectives
+from gshard.core.context import NO_CONTEXT
 from gshard.core.device_order import Order, permutation
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import as_if_at, as_weak, no_mesh_set, of_no_mesh
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.memory_kinds import is_host_kind, is_on_host, shape_in_memory
 from gshard.core.mesh import Atoms
 from gshard.core.plan import Plan
@@ -36,11 +38,13 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import padded_shape
+from gshard.core.wide import wide_enough_for
 from gshard.language.region import REGIONS
 from gshard.language.transfer import in_memory_of, is_handed_on, transferred
 
 
 @no_mesh_set()
+@in_context(NO_CONTEXT)
 @collected_seldom()
 @with_tables
 def partition(plan: Plan) -> SpmdProgram:
@@ -82,7 +86,8 @@ def partition(plan: Plan) -> SpmdProgram:
         out_specs=[spec(s) for s in leave],
         check_vma=False,
     )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
+    wide = wide_enough_for(v.dtype for v in block.values())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh), wide:
         shapes = (padded_shape(s, mesh, v.shape) for v, s in zip(block.inputs, entry, strict=True))
         takes = (
             shape_in_memory(s, v.dtype, on_host=is_host_kind(plan.program.input_memory(i)), weak_type=v.weak)
@@ -151,7 +156,7 @@ class _Emitter:
 
     def run(self, block: Block, arrays: Sequence[Any], trip_count: int = 1) -> list[Any]:
         """Runs a block on local arrays that are sharded as its inputs are."""
-        with self._repeated(trip_count):
+        with self._repeated(trip_count), in_context(NO_CONTEXT):
             env = {v: _Made(self.sharding(v), {self.sharding(v): x}) for v, x in zip(block.inputs, arrays, strict=True)}
             fetched: Fetched = {}
             read = {v for e in block.equations for v in e.inputs} | set(block.outputs)
@@ -181,7 +186,8 @@ class _Emitter:
                 in_memory_of(v, self._read(env, v, s, e, f"operand {i} of {e.name}"))
                 for i, (v, s) in enumerate(zip(e.inputs, entry, strict=True))
             ]
-            results = region.emit(e, self, arrays)
+            with in_context(e.context):
+                results = region.emit(e, self, arrays)
             leave = region.leave(e, self.sharding)
         else:
             split, ring = self.plan.splits[e], self.plan.rings.get(e)
@@ -192,7 +198,8 @@ class _Emitter:
                 for i, v in enumerate(e.inputs)
             ]
             if ring is not None:
-                results = [collective_matmul(ring, shards, arrays, self._noting_ring(e, ring))]
+                with in_context(e.context):
+                    results = [collective_matmul(ring, shards, arrays, self._noting_ring(e, ring))]
             else:
                 if not e.rule.masks_itself:
                     arrays = [shards.masked(x, i) for i, x in enumerate(arrays)]
@@ -207,7 +214,8 @@ class _Emitter:
     def _local(self, e: Equation, shards: Shards, arrays: list[Any]) -> list[Any]:
         assert e.rule is not None
         try:
-            results = shards.bind(*arrays) if e.rule.local is None else list(e.rule.local(shards, *arrays))
+            with in_context(e.context):
+                results = shards.bind(*arrays) if e.rule.local is None else list(e.rule.local(shards, *arrays))
         except GShardError:
             raise
         except Exception as error:
@@ -317,6 +325,7 @@ class _Emitter:
         why = f"whether {equation.name} goes on"
         return self.step_to(flag, Constant(np.False_), each, Sharding(()), why, equation)
 
+    @in_context(NO_CONTEXT)
     def reorder(self, x: Any, value: Value | Constant, sharding: Sharding, order: Order, *, leaving: bool) -> Any:
         """Moves the parts of an array from another order of devices to the mesh's; leaving, from that to the other."""
         mesh = self.plan.mesh

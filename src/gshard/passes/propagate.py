@@ -56,7 +56,7 @@ def propagate(
     Args:
         program: the traced function.
         mesh: the devices.
-        strict: refuse primitives that have no rule instead of gathering their operands.
+        strict: refuse primitives that have no rule instead of gathering their operands, and what is dropped.
         border: what is asked of arguments and results.
         objective: what choices cost, on the mesh, of which some axes move as wholes.
         facts: what follows from the marks, if that is known.
@@ -66,8 +66,12 @@ def propagate(
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
-        PlanError: ``strict`` and a primitive without rule.
+        PlanError: ``strict``, and a primitive without rule, or something that the program says and gshard drops.
     """
+    if strict and program.dropped:
+        lost = program.dropped[0]
+        hint = f"{lost.why} Leave it out, or allow it with strict=False."
+        raise PlanError(f"{lost.what} is not kept.", lost.line, f"it is {lost.value}", hint)
     facts = facts or facts_of(program, mesh)
     if not any(sharding.atoms for sharding in facts.shardings.values()):
         return at_border(_whole(facts), border)

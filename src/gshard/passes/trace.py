@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from gshard import rules as _rules
-from gshard.core.errors import TraceError
+from gshard.core.context import NO_CONTEXT, Context
+from gshard.core.dropped import Dropped
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import (
     as_if_at,
@@ -30,6 +31,7 @@ from gshard.core.jax_adapter import (
     optimization_barrier_p,
     user_line,
 )
+from gshard.core.jax_adapter_context import context_of, context_of_body, with_settings_of
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import is_on_host, kind_in_space
@@ -37,30 +39,25 @@ from gshard.core.paths import leaf_names
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import Rule
+from gshard.core.wide import dtypes_in, wide_enough_for
+from gshard.language.ledger import check_arrays, dropped
 from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
 from gshard.tracing.added_in_rounds import added_in_rounds
 from gshard.tracing.by_jax import closed_of, name_of
+from gshard.tracing.demanded import demanded
 from gshard.tracing.expand import expansion, mark_of_equation, mark_of_type, needs_barrier, without_shardings
 from gshard.tracing.files import with_names_of_files
-from gshard.tracing.framed import in_frames
-from gshard.tracing.in_a_row import one_equation_each
 from gshard.tracing.known import Facts, makes_indices
 from gshard.tracing.look_up import simpler
 from gshard.tracing.looks import Looks
 from gshard.tracing.manual_regions import check_manual_regions
-from gshard.tracing.moved_first import moved_first
 from gshard.tracing.opened import opened
-from gshard.tracing.padded import padded_by_windows
 from gshard.tracing.references import without_references
-from gshard.tracing.scanned import scanned
+from gshard.tracing.rewritten import rewritten
+from gshard.tracing.segments import in_segments
 from gshard.tracing.subexpression import common_key
-from gshard.tracing.sums_of_updates import sums_of_updates
-from gshard.tracing.swapped import products_as_wanted
-from gshard.tracing.tables import made_of_positions
-from gshard.tracing.turned import searched_as_they_lie
-from gshard.tracing.unmerged import unmerged
 from gshard.tracing.unread import without_unread
 
 assert _rules  # imported for the rules it registers
@@ -135,8 +132,9 @@ def program_of(
     def made(whole: Any, looks: Looks | None) -> Program:
         jaxpr, consts = closed(whole)
         builder = _Builder(layout=layout, looks=looks)
-        block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
-        block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
+        with wide_enough_for(dtypes_in(jaxpr)):
+            block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
+            block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
         check_manual_regions(block)
         with_names_of_files(block)
         every = (*(f"captured[{i}]" for i in range(len(consts))), *names)
@@ -145,8 +143,8 @@ def program_of(
         come = tuple(kind_in_space(is_on_host(x)) for x in (*consts, *(v.aval for v in jaxpr.invars)))
         leave = tuple(kind_in_space(is_on_host(v.aval)) for v in jaxpr.outvars)
         return Program(
-            block, tuple(consts), marks, every, out_tree, name, weak, tuple(builder.named), layout,
-            references=mutable, input_memories=come, output_memories=leave,
+            block, tuple(consts), marks, every, out_tree, name, weak, tuple(builder.named), layout, mutable,
+            input_memories=come, output_memories=leave, dropped=tuple(dict.fromkeys(builder.dropped)),
         )  # fmt: skip
 
     program = made(looks.plain, looks)
@@ -166,7 +164,7 @@ def block_of(jaxpr: Any, program: Program | None) -> Block:
 @no_mesh_set()
 def equations_of(whole: Any, e: Equation, numbers: Iterator[int]) -> tuple[Equation, ...]:
     """The equations of a closed jaxpr that stands for an equation; new values are numbered so."""
-    builder = _Builder(numbers)
+    builder = _Builder(numbers, context=e.context)
     made, results = builder.made_of(*closed(whole), e.inputs, e.source_info)
     own = {v for q in made for v in q.outputs}
     result: dict[Any, Value] = {}
@@ -205,6 +203,8 @@ class _Builder:
     rules: dict[Any, Rule] = dataclasses.field(default_factory=dict)
     bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     layout: Layout | None = None
+    context: Context = NO_CONTEXT
+    dropped: list[Dropped] = dataclasses.field(default_factory=list)
     named: list[Named] = dataclasses.field(default_factory=list)
     facts: Facts = dataclasses.field(default_factory=Facts)
     looks: Looks | None = None
@@ -238,13 +238,15 @@ class _Builder:
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
         equations = without_unread(body.equations, outputs, makes_indices)
-        equations = scanned(equations, outputs, self._fresh, self._equation, self.made_of)
-        equations = made_of_positions(equations, outputs, self._equation)
-        for in_place in (sums_of_updates, unmerged, moved_first, in_frames, one_equation_each):
-            equations = in_place(equations, outputs, self._fresh, self._equation)
-        for fewer in (padded_by_windows, products_as_wanted, searched_as_they_lie):
-            equations = fewer(equations, outputs, self._equation)
+        around = self.context
+        equations = in_segments(equations, outputs, self._rewritten)
+        self.context = around
         return Block(tuple(inputs), tuple(equations), outputs)
+
+    def _rewritten(self, context: Context, equations: Sequence[Equation], outputs: Sequence[Any]) -> Sequence[Equation]:
+        """The equations of a segment as those that they become."""
+        self.context = context
+        return rewritten(equations, outputs, self._fresh, self._equation, self.made_of)
 
     def made_of(self, jaxpr: Any, consts: Any, arrays: Any, line: Any = None) -> tuple[list[Equation], list[Any]]:
         """The equations of a jaxpr on some arrays, and its results."""
@@ -268,17 +270,21 @@ class _Builder:
         return Block(block.inputs, (*block.equations, *added), tuple(outputs))
 
     def _equations(self, jaxpr: Any, env: dict[Any, Any], out: _Body, line: Any) -> None:
+        outer = self.context
         for eqn in jaxpr.eqns:
+            self.context = context_of(eqn).inside(outer)
             name, params = eqn.primitive.name, eqn.params
             # An equation that JAX's own library made inside a call is blamed on the line that called it.
             source = eqn.source_info if user_line(eqn.source_info) or line is None else line
             source = source if line is None else in_scopes_of(source, line)
+            self.dropped += dropped(eqn, source)
             inputs = tuple(_read(env, v) for v in eqn.invars)
             if eqn.primitive is name_p:
                 self._named(eqn, inputs[0], env, out, source)
                 continue
-            with as_if_at(source):  # what stands for an equation has its line
-                body = expansion(name, params, [v.aval for v in eqn.invars])
+            with as_if_at(source), with_settings_of(eqn):  # what stands for an equation has its line
+                told = demanded(eqn)
+                body = closed(told) if told is not None else expansion(name, params, [v.aval for v in eqn.invars])
                 look_up = simpler(self.facts, eqn.primitive, params, inputs) if body is None else None
                 if look_up is not None and look_up[0].out_avals[0].weak_type == eqn.outvars[0].aval.weak_type:
                     body, inputs = closed(look_up[0]), tuple(look_up[1])
@@ -291,20 +297,16 @@ class _Builder:
                 env_inner.update(zip(inner.invars, inputs, strict=True))
                 around = self.layout  # a partitioned function that has a layout of its own keeps it
                 self.layout = getattr(params.get("target"), "layout", None) or around
+                self.context = context_of_body(eqn).inside(outer)
                 self._equations(inner, env_inner, out, source)
                 self.layout = around
                 env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
                 continue
-            key = None if eqn.effects else common_key(eqn.primitive, params, inputs)
+            key = None if eqn.effects else common_key(eqn.primitive, params, inputs, self.context)
             if key is not None and key in out.known:
                 env.update(zip(eqn.outvars, out.known[key].outputs, strict=True))
                 continue
-            if not all(hasattr(v.aval, "shape") for v in eqn.outvars):
-                raise TraceError(
-                    f"{name} makes a token, which is no array.",
-                    user_line(source),
-                    hint="Leave tokens out: jax.debug.callback(..., ordered=True) keeps callbacks in their order.",
-                )
+            check_arrays(eqn, source)
             outputs = tuple(self._new(env, v) for v in eqn.outvars)
             out.equations.append(self._equation(eqn.primitive, params, inputs, outputs, source))
             if key is not None:
@@ -313,6 +315,7 @@ class _Builder:
                 self.facts.note(name, params, inputs, outputs[0])
         if self.looks:
             self.looks.note(env)
+        self.context = outer
 
     def _equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
         region = REGIONS.get(primitive.name)
@@ -323,14 +326,17 @@ class _Builder:
             blocks = added_in_rounds(primitive.name, made)
             edges = tuple(region.edges(params, inputs, outputs, blocks))
             count = region.trip_count(params)
-            return Equation(primitive, params, inputs, outputs, None, source, blocks, edges, None, count)
+            return Equation(
+                primitive, params, inputs, outputs, None, source, blocks, edges, None, count, context=self.context
+            )
         mark = mark_of_equation(primitive.name, params, len(inputs[0].shape) if inputs else 0)
         if mark is None:
             params = without_shardings(primitive.name, params)
         shapes = tuple(x.shape for x in inputs), tuple(x.shape for x in outputs)
         numbers = tuple(x.number if isinstance(x, Constant) else None for x in inputs)
         call = Call(primitive.name, params, *shapes, tuple(x.dtype for x in inputs), primitive, numbers)
-        return Equation(primitive, params, inputs, outputs, self._rule(call, source), source, mark=mark)
+        rule = self._rule(call, source)
+        return Equation(primitive, params, inputs, outputs, rule, source, mark=mark, context=self.context)
 
     def _named(self, eqn: Any, x: Value | Constant, env: dict[Any, Any], out: _Body, source: Any) -> None:
         """A name is a mark where the layout has a row for it, and nothing otherwise."""
@@ -339,7 +345,7 @@ class _Builder:
         mark = None if self.layout is None else self.layout.mark(names, line)
         if mark is not None:
             params = {"mark": mark}
-            key = common_key(mark_p, params, (x,))
+            key = common_key(mark_p, params, (x,), self.context)
             made = None if key is None else out.known.get(key)
             if made is None:
                 made = self._equation(mark_p, params, (x,), (self._new({}, variable),), source)

@@ -129,8 +129,10 @@ def _users(e: Equation, i: int, plan: Plan, needs: Needs) -> list[tuple[Equation
 
 
 def _offers(e: Equation, plan: Plan, needs: Needs, banned: set[tuple[Equation, int]]) -> Iterator[Offer]:
-    """Rings in which one array rotates."""
-    if e.rule is None or e.rule.part is None or not all(math.prod(v.shape) for v in (*e.inputs, *e.outputs)):
+    """Rings in which one array rotates; none for what ``compute_on`` computes elsewhere: a ring communicates inside."""
+    if e.rule is None or e.rule.part is None or e.context.compute_type is not None:
+        return
+    if not all(math.prod(v.shape) for v in (*e.inputs, *e.outputs)):
         return
     for i, v in enumerate(e.inputs):
         if isinstance(v, Value) and (e, i) not in banned:

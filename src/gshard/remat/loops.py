@@ -90,7 +90,7 @@ def _read(loop: Equation) -> Iterator[tuple[tuple[bool, Value | Constant], Value
 
 
 def _key(e: Equation, inputs: Sequence[Value | Constant]) -> Any:
-    return common_key(e.primitive, e.params, inputs) if is_repeatable(e) else None
+    return common_key(e.primitive, e.params, inputs, e.context) if is_repeatable(e) else None
 
 
 def _pairs(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> Iterator[_Pair]:

@@ -14,6 +14,7 @@ from gshard.core.jax_adapter import no_mesh_set, optimization_barrier_p, shapes_
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import RECOMPUTED, Collective, SpmdProgram
+from gshard.core.wide import wide_enough_for
 from gshard.core.xla_workarounds import opaque_identity
 from gshard.language.interpret import Interpreter
 from gshard.passes.device_program import COLLECTIVE, Kernels, kernels_of, size
@@ -52,7 +53,8 @@ def run_by(interpreter: Interpreter, block: Block, spmd: SpmdProgram) -> Any:
         env.update(zip(mapping.outvars, mapped(*(env[v] for v in mapping.invars)), strict=True))
         return [env[v] for v in outer.outvars]
 
-    with jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh):
+    wide = wide_enough_for(v.dtype for v in block.values())
+    with jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh), wide:
         return jax.make_jaxpr(program)(*shapes_of(spmd.jaxpr.in_avals))
 
 

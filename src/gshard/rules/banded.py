@@ -32,6 +32,8 @@ from gshard.comm.collectives import sent_bytes
 from gshard.comm.halo import Window
 from gshard.comm.shards import Shards, along, mask, rest_bytes
 from gshard.comm.steps import ALL_REDUCE
+from gshard.core.context import NO_CONTEXT
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Mesh
 from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split
@@ -202,7 +204,8 @@ def banded(call: Call) -> Rule:
             count = _counted(own, dim, band.width, parts)
             if shards.note is not None:
                 shards.note(ALL_REDUCE, atoms, sent_bytes(ALL_REDUCE, count.size * count.dtype.itemsize, parts), count)
-            count = lax.psum(count, atoms)
+            with in_context(NO_CONTEXT):
+                count = lax.psum(count, atoms)
         x = shards.window(x, dim, atoms, band.window(parts), 0)
         at, weights = band.within(parts)
         me = lax.axis_index(atoms)

@@ -23,7 +23,9 @@ from jax import lax
 
 from gshard.comm.shards import Shards, mask
 from gshard.comm.steps import ALL_REDUCE
+from gshard.core.context import NO_CONTEXT
 from gshard.core.errors import PlanError
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Mesh
 from gshard.core.program import itemsize
 from gshard.core.rule import Rule, RuleMaker
@@ -146,6 +148,7 @@ def _whole(make: RuleMaker, call: Call) -> tuple[list[Any], list[Any]]:
     return operands, [[make.replicate(n) for n in shape] for shape in call.out_shapes]
 
 
+@in_context(NO_CONTEXT)
 def _from_first(shards: Shards, x: Any) -> Any:
     """The first device's array on every device, bit for bit: the others add zeros to it."""
     if not x.size:

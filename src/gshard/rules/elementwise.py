@@ -153,6 +153,14 @@ def mark(call: Call) -> Rule:
     return make.rule([dims], [dims], local=lambda shards, x: [x], flops=0)
 
 
+@rule("xla_metadata_value")
+def annotated(call: Call) -> Rule:
+    """The annotation goes to the operation that made the array on each device."""
+    make = RuleMaker()
+    dims = make.parallel(call.in_shapes[0])
+    return make.rule([dims], [dims], linear=moves(0), flops=0)
+
+
 @rule("device_put")
 def device_put(call: Call) -> Rule:
     """A transfer to another memory (``language.transfer``): each device moves its own part."""

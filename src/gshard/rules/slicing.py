@@ -21,6 +21,8 @@ from gshard.comm.halo import Window
 from gshard.comm.route import Chunk, Route, routed
 from gshard.comm.shards import Shards, rest_bytes
 from gshard.comm.steps import PERMUTE
+from gshard.core.context import NO_CONTEXT
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
 from gshard.core.split import Split
@@ -170,6 +172,7 @@ def rev(call: Call) -> Rule:
     return make.rule([dims], [dims], local=local, sends=sends, linear=moves(0))
 
 
+@in_context(NO_CONTEXT)
 def _mirrored(shards: Shards, x: Any, atoms: Atoms) -> Any:
     """The part that is as far from the end as this device's from the beginning."""
     if shards.note is not None:

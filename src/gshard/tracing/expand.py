@@ -17,11 +17,14 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.jax_adapter import body_of_call, closed, expand_high_primitive, expand_random_bits, shapes_of
+from gshard.core.jax_adapter_context import compute_on_p
 from gshard.core.mark import Mark, entries_of
 from gshard.rules.callback import WITH_A_DEVICE
 from gshard.rules.sorted_search import sorted_search
 from gshard.tracing.mapped_while import written_out
 from gshard.tracing.put import put_apart
+
+_DEVICE = jax.memory.Space.Device
 
 
 def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]] | None:
@@ -38,6 +41,8 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
         return None if loop is None else closed(loop)
     if name == "custom_linear_solve":
         return _solve(params, in_avals)
+    if name == "compute_on" and any(space != _DEVICE for space in params["out_memory_spaces"]):
+        return _computed_on(params, in_avals)
     if name in _REDUCERS and not any(isinstance(axis, str) for axis in params["axes"]):
         return _reduced(_REDUCERS[name], params["axes"], in_avals)
     if (search := sorted_search(params, in_avals)) is not None:
@@ -63,6 +68,18 @@ def _solve(params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any,
         return jaxpr_as_fun(params["jaxprs"].solve)(*arrays[first : first + counts.solve], *arrays[last:])
 
     return closed(jax.make_jaxpr(solver)(*shapes_of(in_avals)))
+
+
+def _computed_on(params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """What ``compute_on`` computes, put into the memories that it names for its results."""
+    spaces = params["out_memory_spaces"]
+    computed = {**params, "out_memory_spaces": (_DEVICE,) * len(spaces)}
+
+    def placed(*arrays: Any) -> list[Any]:
+        made = compute_on_p.bind(*arrays, **computed)
+        return [x if space == _DEVICE else jax.device_put(x, space) for x, space in zip(made, spaces, strict=True)]
+
+    return closed(jax.make_jaxpr(placed)(*shapes_of(in_avals)))
 
 
 def needs_barrier(name: str, params: dict[str, Any]) -> bool:

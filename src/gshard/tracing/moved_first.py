@@ -129,7 +129,7 @@ def _after(
         value = moved
         for q in chain:
             inputs = [value if x.shape else x for x in q.inputs]
-            key = common_key(q.primitive, q.params, inputs) or id(q)
+            key = common_key(q.primitive, q.params, inputs, q.context) or id(q)
             if key not in computed:
                 computed[key] = add(q.primitive, q.params, inputs, result.dtype, q)
             value = computed[key]

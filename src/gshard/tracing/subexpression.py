@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gshard.comm.collectives import KINDS
+from gshard.core.context import Context
 from gshard.core.program import Constant, Equation, Value
 
 # Each use of them may be sharded as it likes: made once for all they would tie together what is far apart. What is
@@ -38,12 +39,12 @@ def is_repeatable(e: Equation) -> bool:
     return all(is_repeatable(inner) for block in e.blocks for inner in block.equations)
 
 
-def common_key(primitive: Any, params: dict[str, Any], inputs: Sequence[Value | Constant]) -> Any:
+def common_key(primitive: Any, params: dict[str, Any], inputs: Sequence[Value | Constant], context: Context) -> Any:
     """What two equations have in common that compute the same; None for those that are left apart."""
     if primitive.name in _MADE_ANEW or not any(isinstance(x, Value) for x in inputs):
         return None
     operands = tuple(x if isinstance(x, Value) else _literal(x) for x in inputs)
-    key = primitive, tuple(params.items()), operands
+    key = primitive, tuple(params.items()), operands, context
     try:
         hash(key)
     except TypeError:  # a parameter that cannot be compared

@@ -44,6 +44,8 @@ class Explained(Protocol):
     @property
     def gathered(self) -> tuple[str, ...]: ...
     @property
+    def dropped(self) -> tuple[str, ...]: ...
+    @property
     def argument_bytes(self) -> tuple[int, int]: ...
     @property
     def plan(self) -> Plan: ...
@@ -120,6 +122,7 @@ def report_data(
         "memory": _memory(found, places),
         "time": _time(found),
         "gathered": list(explanation.gathered),
+        "dropped": list(explanation.dropped),
         "replicated": list(explanation.replicated),
         "layout": list(explanation.layout),
         "unused": list(explanation.unused),

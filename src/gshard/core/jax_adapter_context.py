@@ -1,0 +1,109 @@
+"""The part of the JAX adapter that reads and sets the contexts of equations."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import sharding_impls as _sharding_impls
+from jax._src import xla_metadata_lib as _xla_metadata_lib
+from jax._src.compute_on import compute_on_p as compute_on_p
+from jax._src.core import AbstractToken as AbstractToken
+
+from gshard.core.context import NO_CONTEXT, Context
+from gshard.core.jax_adapter import no_mesh_set
+from gshard.core.planning_tables import tabulated
+
+
+def context_of(eqn: Any) -> Context:
+    """The context of an equation of a jaxpr."""
+    compute_type, metadata = eqn.ctx.compute_type, eqn.ctx.xla_metadata
+    if compute_type is None and not metadata:
+        return NO_CONTEXT
+    return Context(compute_type, tuple(sorted((metadata or {}).items())))
+
+
+def context_of_body(eqn: Any) -> Context:
+    """The context that a call gives its body; that of the call itself if its primitive is about something else."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "compute_on" and all(space == jax.memory.Space.Device for space in params["out_memory_spaces"]):
+        return Context(params["compute_type"]).inside(context_of(eqn))
+    if name == "xla_metadata_call":
+        own = {k: v for k, v in params.items() if k not in ("jaxpr", "xla_metadata", "ad_metadata")}
+        metadata = params.get("xla_metadata", tuple(sorted(own.items())))
+        return Context(metadata=tuple(metadata)).inside(context_of(eqn))
+    return context_of(eqn)
+
+
+@contextlib.contextmanager
+def in_context(context: Context) -> Iterator[None]:
+    """What is traced inside has this context, and nothing of one that is set already. Also a decorator."""
+    settings = _config.xla_metadata_context_manager, _config.compute_on_context_manager
+    if not context and all(setting.value is None for setting in settings):
+        yield  # so it is nearly everywhere, and what JAX has traced before is found again
+        return
+    metadata = _xla_metadata_lib.XlaMetadata(dict(context.metadata)) if context.metadata else None
+    before = [s.swap_local(new) for s, new in zip(settings, (metadata, context.compute_type), strict=True)]
+    try:
+        yield
+    finally:
+        for setting, value in zip(settings, before, strict=True):
+            setting.set_local(value)
+
+
+@contextlib.contextmanager
+def with_settings_of(eqn: Any) -> Iterator[None]:
+    """What is traced inside has the settings that an equation was traced with, and no context.
+
+    Random bits of the same key are others where ``jax.threefry_partitionable`` is set otherwise.
+    """
+    partitionable = _config.threefry_partitionable.swap_local(eqn.ctx.threefry_partitionable)
+    try:
+        with in_context(NO_CONTEXT):
+            yield
+    finally:
+        _config.threefry_partitionable.set_local(partitionable)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """A part of an equation's context.
+
+    Attributes:
+        name: JAX's.
+        value: its value there.
+        default: its value where nothing is set.
+    """
+
+    name: str
+    value: Any
+    default: Any
+
+
+@tabulated(256)
+def settings_of(context: Any) -> tuple[Setting, ...]:
+    """The parts of an equation's context (``eqn.ctx``) that are not what they are where nothing is set."""
+    parts = (Setting(name, getattr(context, name, None), default) for name, default in _defaults())
+    return tuple(part for part in parts if part.value is not part.default and part.value != part.default)
+
+
+@tabulated(1)
+def _defaults() -> tuple[tuple[str, Any], ...]:
+    with no_mesh_set(), in_context(NO_CONTEXT):
+        empty = _core.JaxprEqnContext()
+    return tuple((name, getattr(empty, name, None)) for name in names_of_settings())
+
+
+def names_of_settings() -> tuple[str, ...]:
+    """The parts that a context of an equation has in this version of JAX."""
+    return tuple(name for name in _core.JaxprEqnContext.__slots__ if not name.startswith("_"))
+
+
+def is_unspecified(value: Any) -> bool:
+    """Whether it stands for a sharding that the user has not given."""
+    return isinstance(value, _sharding_impls.UnspecifiedValue)

@@ -1,0 +1,236 @@
+"""All that the installed JAX can write on an equation has a row in the ledger; what is dropped is listed or refused."""
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P, lax
+from jax._src.effects import Effect
+from jax.extend.core import Primitive
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+import gshard
+from gshard.core.errors import PlanError, TraceError
+from gshard.core.jax_adapter_context import names_of_settings
+from gshard.language import ledger
+from gshard.language.ledger import EFFECTS, LEDGER, SETTINGS, check_arrays, dropped, unclassified
+from jax_primitives import keywords_of, parameters
+
+X = jnp.arange(32.0).reshape(8, 4)
+
+
+def missing(found: dict[str, set[str]]) -> dict[str, Any]:
+    """Primitives and parameters of which nobody has read what they mean."""
+    known = {name: unclassified(name, sorted(keys)) for name, keys in found.items() if name in ledger.LEDGER}
+    return {name: known.get(name, "no row") for name in found if known.get(name, "no row")}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, set[str]]:
+    return parameters()
+
+
+def test_every_parameter_of_jax_is_classified(found: dict[str, set[str]]) -> None:
+    assert len(found) > 300
+    assert {"jit", "scan", "dot_general", "shard_map"} <= found.keys()
+    assert {"jaxpr", "out_layouts", "compiler_options_kvs"} <= found["jit"]
+    assert "out_sharding" in found["dot_general"]
+    assert "unroll" in found["scan"]
+    assert not missing(found)
+
+
+def test_a_parameter_that_is_new_is_found(monkeypatch: pytest.MonkeyPatch, found: dict[str, set[str]]) -> None:
+    rows = {k: v for k, v in LEDGER["scan"].items() if k != "unroll"}
+    others = {k: v for k, v in LEDGER.items() if k not in ("scan", "cumsum")}
+    monkeypatch.setattr(ledger, "LEDGER", {**others, "scan": rows})
+    assert missing(found) == {"scan": ("unroll",), "cumsum": "no row"}
+    assert missing({"add": {"accuracy", "speed"}}) == {"add": ("speed",)}
+
+
+def test_keywords_of_a_primitive_are_read_off_its_rules() -> None:
+    made_up = Primitive("made_up")
+
+    @made_up.def_abstract_eval
+    def _(x: Any, *, speed: int, where: str) -> Any:
+        return x
+
+    assert keywords_of(made_up) == {"speed", "where"}
+
+
+def test_contexts_and_effects_are_classified() -> None:
+    assert {"compute_type", "xla_metadata", "threefry_partitionable"} <= set(names_of_settings()) <= SETTINGS.keys()
+    kinds = {o for o in gc.get_objects() if isinstance(o, type) and issubclass(o, Effect)}
+    bases = {"Effect", "JaxprInputEffect"}
+    boxes = {"BoxEffect"}  # mutable objects of arrays that may change their types: no equation of arrays
+    assert len(kinds) > 10
+    assert {k.__name__ for k in kinds if k.__module__.startswith("jax.")} <= EFFECTS | bases | boxes
+
+
+def _layout(x: Any) -> Any:
+    from jax.experimental.layout import Format, Layout
+
+    put = Format(Layout((1, 0)), NamedSharding(_mesh(), P()))
+    return jax.jit(lambda x: x * 2, out_shardings=put)(x)
+
+
+def _mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def _composite(x: Any) -> Any:
+    return lax.composite(lambda x: jnp.sin(x), "my.sin")(x)
+
+
+CONTAINERS = {
+    "straight": lambda f: f,
+    "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
+    "while": lambda f: lambda x: lax.while_loop(lambda c: c.sum() < 3, f, x),
+    "cond": lambda f: lambda x: lax.cond(x.sum() > 0, f, jnp.cos, x),
+    "remat": lambda f: jax.checkpoint(f),
+    "jit": lambda f: jax.jit(f),
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_what_is_dropped_is_listed_and_refused(container: str) -> None:
+    f = CONTAINERS[container](_composite)
+    found = gshard.explain(f, X, mesh=gshard.Mesh.abstract(d=4))
+    assert [text.partition(". ")[0] for text in found.dropped][:1] == [
+        f"test_ledger.py:{_composite.__code__.co_firstlineno + 1} (_composite): name of composite is 'my.sin'"
+    ]
+    assert found.dropped[0] in str(found)
+    assert len(set(found.dropped)) == len(found.dropped)
+    with pytest.raises(PlanError, match=r"(?s)name of composite is not kept.*test_ledger.py.*'my.sin'.*strict=False"):
+        gshard.jit(f, mesh=gshard.Mesh.abstract(d=4), strict=True).lower(X).plan  # noqa: B018
+
+
+def test_layouts_inside_are_listed_and_on_the_page() -> None:
+    found = gshard.explain(_layout, X, mesh=_mesh())
+    (text,) = found.dropped
+    assert "out_layouts of jit is (Layout(major_to_minor=(1, 0)" in text
+    assert "test_ledger.py" in text
+    assert found.data("h100:8")["dropped"] == [text]
+    np.testing.assert_array_equal(gshard.jit(_layout, mesh=_mesh())(X), X * 2)
+
+
+def test_ordinary_programs_drop_nothing() -> None:
+    @jax.custom_vjp
+    def own(x: Any) -> Any:
+        return jnp.sin(x)
+
+    own.defvjp(lambda x: (own(x), x), lambda x, g: (g * jnp.cos(x),))
+
+    @jax.jit
+    def loss(x: Any) -> Any:
+        y = lax.with_sharding_constraint(x, NamedSharding(_mesh(), P("d")))
+        policy = jax.checkpoint_policies.dots_saveable
+        y = jax.checkpoint(lambda y: jnp.tanh(y @ y.T) @ y, policy=policy)(own(y))
+        y = lax.scan(lambda c, _: (jax.nn.softmax(c), c.sum()), y, None, length=2, unroll=2)[0]
+        y = y + jax.random.normal(jax.random.key(0), y.shape) + jnp.linalg.norm(jnp.sort(y), axis=0)
+        return lax.cond(y.sum() > 0, jnp.sin, jnp.cos, y).at[0].add(1.0).sum()
+
+    step = jax.jit(jax.value_and_grad(loss), donate_argnums=0, inline=True, keep_unused=True)
+    assert gshard.explain(step, X, mesh=_mesh()).dropped == ()
+    gshard.jit(step, mesh=_mesh(), strict=True).lower(X).plan  # noqa: B018
+
+
+def test_a_parameter_without_a_row_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {k: v for k, v in LEDGER["scan"].items() if k != "unroll"}
+    monkeypatch.setattr(ledger, "LEDGER", {**LEDGER, "scan": rows})
+    f = CONTAINERS["scan"](jnp.sin)
+    (text,) = gshard.explain(f, X, mesh=gshard.Mesh.abstract(d=4)).dropped
+    assert "unroll of scan is 1. This version of gshard does not read it." in text
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_constraint_to_one_device_is_refused(container: str) -> None:
+    def one(x: Any) -> Any:
+        return lax.with_sharding_constraint(x, SingleDeviceSharding(jax.devices()[1]))
+
+    with pytest.raises(TraceError, match=r"(?s)sharding of 'sharding_constraint'.*test_ledger.py.*SingleDevice.*Named"):
+        gshard.jit(CONTAINERS[container](one), mesh=_mesh())(X)
+
+
+def test_options_of_an_inner_jit_are_refused() -> None:
+    (eqn,) = jax.make_jaxpr(jax.jit(jnp.sin))(X).eqns
+    assert list(dropped(eqn, None)) == []
+    told = eqn.replace(params={**eqn.params, "compiler_options_kvs": (("xla_cpu_enable_fast_math", True),)})
+    with pytest.raises(TraceError, match=r"(?s)compiler_options_kvs of 'jit'.*fast_math.*Give compiler_options"):
+        list(dropped(told, None))
+
+
+MESHES = {"8": ((8,), ("d",)), "2x4": ((2, 4), ("a", "d")), "2x2x2": ((2, 2, 2), ("a", "b", "d")), "3": ((3,), ("d",))}
+
+
+@pytest.mark.parametrize(
+    ("shape", "container"),
+    [("3", "straight"), ("2x2x2", "straight"), ("2x4", "scan"), ("2x4", "grad"), ("8", "jit")],
+)
+def test_out_sharding_of_an_operation_is_a_mark(shape: str, container: str) -> None:
+    sizes, names = MESHES[shape]
+    explicit = (jax.sharding.AxisType.Explicit,) * len(sizes)
+    mesh = jax.make_mesh(sizes, names, explicit, devices=jax.devices()[: np.prod(sizes)])
+    w = jnp.arange(24.0 * 24).reshape(24, 24) % 7
+
+    def product(x: Any) -> Any:
+        return jnp.einsum("ab,bc->ac", x, w, out_sharding=P(None, "d"))
+
+    def straight(x: Any) -> Any:
+        y = jax.sharding.reshard(x, P("d"))
+        y = product(y) + jnp.zeros((24, 24), out_sharding=P(None, "d"))
+        return jax.sharding.reshard(y, P())
+
+    f = {
+        "straight": straight,
+        "scan": CONTAINERS["scan"](straight),
+        "grad": jax.grad(lambda x: (straight(x) ** 2).sum()),
+        "jit": jax.jit(straight),
+    }[container]
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(24.0 * 24).reshape(24, 24) % 5, P())
+        partitioned = gshard.jit(f, mesh=mesh)
+        for _ in range(3):
+            np.testing.assert_array_equal(partitioned(x), jax.jit(f)(x))
+        found = gshard.explain(partitioned, x)
+        products = [e for e in found.plan.program.block.walk() if e.name == "dot_general"]
+        marks = [str(e.mark) for e in found.plan.program.block.walk() if e.mark and "product" in e.line]
+    assert products
+    assert marks
+    assert all("'d'" in mark for mark in marks)
+    assert found.dropped == ()
+
+
+def test_values_of_a_type_of_the_users_own_are_refused_with_their_line() -> None:
+    (eqn,) = jax.make_jaxpr(jnp.sin)(X).eqns
+    made = eqn.replace(outvars=[SimpleNamespace(aval="QArray")])
+    check_arrays(eqn, None)
+    with pytest.raises(TraceError, match="sin makes a value of the type QArray, which is no array"):
+        check_arrays(made, eqn.source_info)
+
+
+def test_a_sum_that_is_asked_for_in_parts_is_finished_as_planned_and_that_is_listed() -> None:
+    mesh = jax.make_mesh((2, 4), ("a", "d"), (jax.sharding.AxisType.Explicit,) * 2)
+
+    def f(x: Any, w: Any) -> Any:
+        y = jnp.einsum("ab,bc->ac", x, w, out_sharding=P(None, None, unreduced={"d"}))
+        return jax.sharding.reshard(y, P())
+
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(X, P(None, "d")), jax.device_put(X.T, P("d"))
+        np.testing.assert_array_equal(gshard.jit(f)(x, w), X @ X.T)
+        (text,) = gshard.explain(gshard.jit(f), x, w).dropped
+    assert "out_sharding of dot_general is NamedSharding(" in text
+    assert "test_ledger.py" in text
+
+
+def test_where_a_callback_is_to_run_is_listed() -> None:
+    def f(x: Any) -> Any:
+        return jax.pure_callback(np.sin, x, x, sharding=SingleDeviceSharding(jax.devices()[3]))
+
+    (text,) = gshard.explain(f, X, mesh=_mesh()).dropped
+    assert "sharding of pure_callback is SingleDeviceSharding(" in text
+    assert "It runs on the first device, or on every one if it is pure." in text
