@@ -48,6 +48,7 @@ from gshard.tracing.known import Facts, makes_indices
 from gshard.tracing.look_up import simpler
 from gshard.tracing.manual_regions import check_manual_regions
 from gshard.tracing.moved_first import moved_first
+from gshard.tracing.nested_shardings import with_shardings_as_marks
 from gshard.tracing.opened import opened
 from gshard.tracing.padded import padded_by_windows
 from gshard.tracing.scanned import scanned
@@ -253,7 +254,9 @@ class _Builder:
                 self._named(eqn, inputs[0], env, out, source)
                 continue
             with as_if_at(source):  # what stands for an equation has its line
-                body = expansion(name, params, [v.aval for v in eqn.invars])
+                avals = [v.aval for v in eqn.invars]
+                nested = with_shardings_as_marks(eqn.primitive, params, avals)
+                body = expansion(name, params, avals) if nested is None else closed(nested)
                 look_up = simpler(self.facts, eqn.primitive, params, inputs) if body is None else None
                 if look_up is not None and look_up[0].out_avals[0].weak_type == eqn.outvars[0].aval.weak_type:
                     body, inputs = closed(look_up[0]), tuple(look_up[1])
@@ -297,7 +300,7 @@ class _Builder:
             edges = tuple(region.edges(params, inputs, outputs, blocks))
             count = region.trip_count(params)
             return Equation(primitive, params, inputs, outputs, None, source, blocks, edges, None, count)
-        mark = mark_of_equation(primitive.name, params, len(inputs[0].shape) if inputs else 0)
+        mark = mark_of_equation(primitive.name, params, inputs[0].shape if inputs else ())
         if mark is None:
             # Where JAX saw arguments that are on a mesh it wrote that down; inside shard_map it means nothing.
             params = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
