@@ -1,4 +1,4 @@
-"""The part of the JAX adapter about ``jax.jit`` itself: what a function that it returned was given, and its equations."""
+"""The part of the JAX adapter about ``jax.jit`` itself: what it was given with a function, and its equations."""
 
 from __future__ import annotations
 
