@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,14 @@ from jax.sharding import NamedSharding
 
 from gshard.api.specs import as_array, is_spec, spread
 from gshard.api.specs import mark_of_spec as mark_of_spec
-from gshard.core.errors import ShardingError
+from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
+from gshard.core.paths import parameters_of
 from gshard.core.program import Program
 from gshard.language.mark_primitive import bind_mark
+from gshard.tracing.by_jax import name_of
 from gshard.tracing.expand import mark_of_named_sharding
 
 
@@ -121,12 +123,43 @@ def _counted(n: int, one: str, several: str) -> str:
     return f"{n} {one if n == 1 else several}"
 
 
+def marks_of_in_shardings(
+    in_shardings: Any, f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Mark | None]:
+    """What ``in_shardings`` of a function say of each leaf of its positional arguments; nothing if they are None.
+
+    Raises:
+        ShardingError: as ``spread_specs``. ArgumentError: there are arguments by name.
+    """
+    if in_shardings is None:
+        return []
+    _refuse_named(kwargs, f)
+    return marks_of_specs("in_shardings", in_shardings, args, parameters_of(f))
+
+
+def _refuse_named(kwargs: Mapping[str, Any], f: Callable[..., Any]) -> None:
+    """Refuses arguments given by name to a function with ``in_shardings``, which are of positional ones.
+
+    Raises:
+        ArgumentError: there are some; a ValueError too, as of ``jax.jit``.
+    """
+    if kwargs:
+        raise ArgumentError.like(
+            ValueError(),
+            f"{name_of(f)} has in_shardings, which are for positional arguments, and is called with arguments by name.",
+            user_line(),
+            ", ".join(f"{name}=..." for name in kwargs),
+            "Give them by position; or leave in_shardings out and place the arguments, or mark them inside.",
+        )
+
+
 def with_marked_arguments(f: Callable[..., Any], in_shardings: Any) -> Callable[..., Any]:
     """The function with its positional arguments marked as ``in_shardings`` says."""
 
     @functools.wraps(f)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        return f(*_marked("in_shardings", in_shardings, args), **kwargs)
+        _refuse_named(kwargs, f)
+        return f(*_marked("in_shardings", in_shardings, args))
 
     return marked
 

@@ -21,7 +21,12 @@ import jax
 from gshard.analysis.budget import Budget
 from gshard.analysis.machine import Machine
 from gshard.analysis.overlap import Windowed
-from gshard.api.boundary import marks_of_arguments, marks_of_specs, with_marked_arguments, with_marked_results
+from gshard.api.boundary import (
+    marks_of_arguments,
+    marks_of_in_shardings,
+    with_marked_arguments,
+    with_marked_results,
+)
 from gshard.api.lowered import Lowered, Traced
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
 from gshard.api.placement import by_dispatch, placed_arguments
@@ -48,7 +53,6 @@ from gshard.core.jax_adapter_dispatch import (
 )
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
-from gshard.core.paths import parameters_of
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import Tables, with_tables
 from gshard.core.program import Program
@@ -246,12 +250,12 @@ class Jitted:
 
     def _lower(self, signature: Signature, target: Target) -> Lowered:
         program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
-        given = self._in_shardings(signature)
+        f = self._parameters.with_statics(signature.statics)
+        given = marks_of_in_shardings(self._options.in_shardings, f, *signature.arguments())
         kept = target.takes_arguments_as_marks
         marks = marks_of_arguments(program, [x.array_type for x in signature.leaves], target.mesh, given, kept)
         program = dataclasses.replace(program, argument_marks=marks)
         if self._options.names is not None:
-            f = self._parameters.with_statics(signature.statics)
             said = names_of_arguments(f, self._options.names, *signature.arguments())
             program = with_names_of_arguments(program, said, given)
         first = len(program.captured)
@@ -269,12 +273,6 @@ class Jitted:
         jaxpr, out_tree = self._closed(signature)
         f = self._parameters.with_statics(signature.statics)
         return program_of(jaxpr, out_tree, name_of(self._f), signature.names(f), layout=self._options.layout)
-
-    def _in_shardings(self, signature: Signature) -> list[Any]:
-        if self._options.in_shardings is None:
-            return []
-        names = parameters_of(self._parameters.with_statics(signature.statics))
-        return marks_of_specs("in_shardings", self._options.in_shardings, signature.arguments()[0], names)
 
 
 def jit(

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from gshard.api.signature import Parameters
 from gshard.core.errors import ArgumentError
-from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter import mesh_of_context, user_line
 from gshard.core.jax_adapter_jit import GivenToJit, given_to_jit
 
 
@@ -97,6 +97,13 @@ def mesh_of_shardings(shardings: Iterable[Any]) -> jax.sharding.Mesh | None:
     """The mesh of the first ``NamedSharding`` over devices that exist; None if there is none."""
     meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
+
+
+def mesh_of_arguments(args: Any, kwargs: Any) -> jax.sharding.Mesh | None:
+    """The mesh on which an argument is placed, where no mesh is set."""
+    if mesh_of_context() is not None:
+        return None
+    return mesh_of_shardings(getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs)))
 
 
 def refuse_device(by: str, device: Any) -> None:

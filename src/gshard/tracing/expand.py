@@ -100,13 +100,14 @@ def mark_of_any_sharding(sharding: Any, shape: tuple[int, ...], leaf: str = "") 
     """
     if isinstance(sharding, NamedSharding):
         return mark_of_named_sharding(sharding, len(shape), leaf)
-    held = {d: tuple(i.start or 0 for i in index) for d, index in sharding.devices_indices_map(shape).items()}
+    divides = (sharding.num_devices,) * len(shape)  # which device holds which part does not depend on their sizes
+    held = {d: tuple(i.start or 0 for i in index) for d, index in sharding.devices_indices_map(divides).items()}
     parts = tuple(len(set(starts)) for starts in zip(*held.values(), strict=True))
     names = [f"dimension {d}" for d in range(len(shape))]
     axes = (*zip(names, parts, strict=True), ("copies", len(held) // math.prod(parts)))
     spec = tuple(name if n > 1 else None for name, n in zip(names, parts, strict=True))
     devices = tuple(sorted(held, key=held.__getitem__))  # part by part, the last dimension fastest
-    return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf)
+    return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf, said=str(sharding))
 
 
 def mark_of_named_sharding(sharding: NamedSharding, ndim: int, leaf: str = "") -> Mark:
