@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.api.boundary import mark_of_sharding
 from gshard.api.lowered import Lowered
+from gshard.api.operands import marks_of_operands
 from gshard.api.signature import Leaf
 from gshard.api.target import Target
 from gshard.core.jax_adapter import mesh_of_context, no_mesh_set
@@ -75,8 +76,8 @@ def _on(x: Any, mesh: Any) -> Any:
 
 
 @weakly_cached
-def _planned(jaxpr: Any, target: Target) -> Plan:
-    return target.planned(_program(jaxpr, target)).plan
+def _planned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | None = None) -> Plan:
+    return target.planned(_program(jaxpr, target, marks)).plan
 
 
 def _program(jaxpr: Any, target: Target, marks: Sequence[Mark | None] | None = None) -> Program:
@@ -87,9 +88,9 @@ def _program(jaxpr: Any, target: Target, marks: Sequence[Mark | None] | None = N
 
 @weakly_cached
 @with_tables
-def partitioned(jaxpr: Any, target: Target) -> SpmdProgram:
-    """The per-device program of a closed jaxpr."""
-    plan = _planned(jaxpr, target)
+def partitioned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | None = None) -> SpmdProgram:
+    """The per-device program of a closed jaxpr, whose arguments come marked."""
+    plan = _planned(jaxpr, target, marks)
     if target.leaves_by_axes:
         plan = dataclasses.replace(plan, leave=tuple(by_axes(s, plan.mesh) for s in plan.leave))
     made = partition(plan)
@@ -103,7 +104,7 @@ def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 
 def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
     """The per-device program in the place of the equation. Its mesh is that of the atoms, whatever mesh is set."""
-    spmd = partitioned(jaxpr, target)
+    spmd = partitioned(jaxpr, target, marks_of_operands(ctx, arguments, target))
 
     def inline(*arrays: Any) -> list[Any]:
         return list(runnable(spmd.jaxpr)(*spmd.program.captured, *arrays))
