@@ -119,7 +119,8 @@ def _untyped(avals: Sequence[Any]) -> list[Any]:
     return [jax.core.ShapedArray(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
 
 
-mlir.register_lowering(call_p, _lower)
+# Equal calls in a program are lowered each by itself: their operands may be split in different ways.
+mlir.register_lowering(call_p, _lower, cacheable=False)
 
 
 @call_p.def_impl

@@ -157,7 +157,7 @@ class _Reader:
         return LoweredSharding(tuple(tuple(a.name for a in r) for r in references), axes, tuple(mesh.device_ids))
 
     def _mesh(self, reference: Any) -> Any:
-        if ir.FlatSymbolRefAttr.isinstance(reference):
+        if isinstance(reference, ir.FlatSymbolRefAttr):
             name = ir.FlatSymbolRefAttr(reference).value
             found = next(op for op in self.module.body.operations if _symbol(op) == name)
             reference = found.attributes["mesh"]
