@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from gshard.api.target import Target
-from gshard.core.jax_adapter_lowering import LoweredSharding, Unknown, sharding_of_lowered
+from gshard.core.jax_adapter_lowering import LoweredSharding, sharding_of_lowered
 from gshard.core.mark import Mark
 from gshard.tracing.expand import mark_of_type
 
 
 def marks_of_operands(ctx: Any, operands: Sequence[Any], target: Target) -> tuple[Mark | None, ...] | None:
     """The marks that the operands of a call come with, while it is lowered; None if they do not count.
+
+    Raises:
+        Unknown: how one of them is split is not to be seen before XLA partitions the program.
 
     Args:
         ctx: the context of the rule that lowers it.
@@ -32,10 +35,7 @@ def _mark(ctx: Any, aval: Any, operand: Any, target: Target) -> Mark | None:
     typed = mark_of_type(getattr(aval, "sharding", None), len(aval.shape))
     if typed is not None:
         return typed
-    try:
-        found = sharding_of_lowered(ctx, operand)
-    except Unknown:
-        return None
+    found = sharding_of_lowered(ctx, operand)
     return None if found is None else _mark_of(found, len(aval.shape), target)
 
 

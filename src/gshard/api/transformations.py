@@ -24,6 +24,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gshard.api.at_partitioning import lowered_at_partitioning, may_wait
 from gshard.api.boundary import mark_of_sharding
 from gshard.api.lowered import Lowered
 from gshard.api.operands import marks_of_operands
@@ -31,6 +32,7 @@ from gshard.api.signature import Leaf
 from gshard.api.target import Target
 from gshard.core.jax_adapter import mesh_of_context, no_mesh_set
 from gshard.core.jax_adapter_dispatch import checked_by, is_staging, mapped, mapped_by, weakly_cached
+from gshard.core.jax_adapter_lowering import Unknown
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
@@ -104,7 +106,14 @@ def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 
 def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
     """The per-device program in the place of the equation. Its mesh is that of the atoms, whatever mesh is set."""
-    spmd = partitioned(jaxpr, target, marks_of_operands(ctx, arguments, target))
+    try:
+        marks = marks_of_operands(ctx, arguments, target)
+    except Unknown:
+        if may_wait(ctx, jaxpr, target):
+            made = lowered_at_partitioning(ctx, arguments, jaxpr, target, lambda m: partitioned(jaxpr, target, m))
+            return made
+        marks = None
+    spmd = partitioned(jaxpr, target, marks)
 
     def inline(*arrays: Any) -> list[Any]:
         return list(runnable(spmd.jaxpr)(*spmd.program.captured, *arrays))

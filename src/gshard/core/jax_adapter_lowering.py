@@ -14,6 +14,7 @@ from typing import Any
 
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import sdy
+from jax._src.sharding_impls import ShardingContext
 
 _ELEMENTWISE = frozenset(
     """abs add and atan2 cbrt ceil clamp compare complex convert cosine count_leading_zeros divide exponential
@@ -42,6 +43,18 @@ class LoweredSharding:
     def picked(self, dims: Sequence[int | None]) -> LoweredSharding:
         """The same for a value whose dimensions are those of this one, in another order; None for one that is whole."""
         return dataclasses.replace(self, dims=tuple(() if d is None else self.dims[d] for d in dims))
+
+
+def with_devices(ctx: Any, devices: Sequence[Any]) -> Any:
+    """The same context of a rule of lowering, in which the devices of the program are known.
+
+    JAX fills them in for programs with certain operators only.
+    """
+    around = ctx.module_context.axis_context
+    if not isinstance(around, ShardingContext) or around.device_assignment is not None:
+        return ctx
+    known = dataclasses.replace(around, device_assignment=tuple(devices))
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=known))
 
 
 class Unknown(Exception):

@@ -110,10 +110,11 @@ def named_sharding(mesh: Mesh, sharding: Sharding) -> NamedSharding:
 def _named_sharding(mesh: Mesh, sharding: Sharding, _: Any) -> NamedSharding:
     # Meshes are equal whatever mesh of JAX's they were read from, so that one is a part of the key.
     own = mesh.spec_of(sharding.dims)
-    return _over_atoms(mesh, sharding) if own is None else NamedSharding(mesh.user_jax_mesh, own)
+    return over_atoms(mesh, sharding) if own is None else NamedSharding(mesh.user_jax_mesh, own)
 
 
-def _over_atoms(mesh: Mesh, sharding: Sharding) -> NamedSharding:
+def over_atoms(mesh: Mesh, sharding: Sharding) -> NamedSharding:
+    """A sharding as JAX's, over the atoms of the mesh."""
     return NamedSharding(mesh.jax_mesh, spec(sharding))
 
 
@@ -150,7 +151,7 @@ def compile_spmd(
 
     # XLA calls the program, and profilers what it runs, by the name of the user's function.
     program.__name__ = program.__qualname__ = spmd.program.name
-    said = _over_atoms if names_devices(spmd.jaxpr) else named_sharding
+    said = over_atoms if names_devices(spmd.jaxpr) else named_sharding
     function = jax.jit(
         program,
         in_shardings=[said(spmd.mesh, s) for s in spmd.in_shardings],

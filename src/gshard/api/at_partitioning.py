@@ -1,0 +1,92 @@
+"""At partitioning: a call of a partitioned function that is planned once XLA has found how its operands are split.
+
+    jax.jit(lambda xs, w: jax.lax.scan(lambda w, x: (w - 0.1 * jax.grad(loss)(w, x), None), w, xs))
+
+JAX lowers the body of a loop, or a nested ``jax.jit``, before the call of it, so that nothing says there how operands
+are split. XLA's partitioner finds out. The call is left to it as an operator of its own
+(``jax.experimental.custom_partitioning``): it asks for the per-device program, which is planned then, for operands as
+they come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import mlir
+
+from gshard.api.target import Target
+from gshard.core.jax_adapter import closed, no_mesh_set
+from gshard.core.jax_adapter_lowering import with_devices
+from gshard.core.mark import Mark
+from gshard.core.spmd import SpmdProgram
+from gshard.passes.compile import over_atoms
+from gshard.tracing.expand import mark_of_any_sharding
+
+Planned = Callable[[tuple[Mark | None, ...]], SpmdProgram]
+
+
+def may_wait(ctx: Any, jaxpr: Any, target: Target) -> bool:
+    """Whether a call can be left to XLA's partitioner: it has no effects, and the program is not exported."""
+    plain = all(
+        not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) and a.size for a in (*jaxpr.in_avals, *jaxpr.out_avals)
+    )
+    exported = bool(ctx.module_context.lowering_parameters.for_export)
+    return plain and not exported and not jaxpr.effects and target.mesh.size > 1 and target.mesh.devices is not None
+
+
+def lowered_at_partitioning(ctx: Any, operands: Sequence[Any], jaxpr: Any, target: Target, planned: Planned) -> Any:
+    """Lowers a call to an operator that XLA asks for its per-device program.
+
+    Args:
+        ctx: the context of the rule that lowers it.
+        operands: values of the program that is made.
+        jaxpr: the function.
+        target: what it is partitioned for.
+        planned: makes the per-device program for operands that come with such marks.
+    """
+    body, constants = closed(jaxpr)
+    first = len(constants)
+
+    @custom_partitioning
+    def call(*arrays: Any) -> list[Any]:
+        return list(jaxpr_as_fun(ClosedJaxpr(body, arrays[:first]))(*arrays[first:]))
+
+    def partition(_: Any, arrays: Sequence[Any], results: Sequence[Any]) -> Any:
+        marks = tuple(mark_of_any_sharding(a.sharding, a.shape) for a in arrays[first:])
+        with no_mesh_set():
+            spmd = planned(marks)
+        said = [[over_atoms(spmd.mesh, s) for s in side] for side in (spmd.in_shardings, spmd.out_shardings)]
+        return spmd.mesh.jax_mesh, _on_one_device(spmd), type(results)(said[1]), tuple(said[0])
+
+    factors = iter(f"d{i}" for i in range(10**6))
+    sides = ((*(jax.typeof(c) for c in constants), *jaxpr.in_avals), jaxpr.out_avals)
+    rule = " -> ".join(", ".join(" ".join(next(factors) for _ in a.shape) for a in side) for side in sides)
+    call.def_partition(partition=partition, decode_shardings=False, sharding_rule=rule)
+    # What XLA keeps on disk it finds by the text of a program, in which an operator is an address in this process.
+    digest = hashlib.sha256(f"{jaxpr}\n{target}".encode()).hexdigest()
+
+    def inline(*arrays: Any) -> list[Any]:
+        with set_xla_metadata(gshard=digest):
+            return list(call(*constants, *arrays))
+
+    return mlir.lower_fun(inline, multiple_results=True)(with_devices(ctx, target.mesh.devices), *operands)
+
+
+def _on_one_device(spmd: SpmdProgram) -> Callable[..., list[Any]]:
+    """What one device does, as a function of its parts."""
+    outer, _ = closed(spmd.jaxpr)
+    (mapping,) = outer.eqns
+    inner = jaxpr_as_fun(ClosedJaxpr(mapping.params["jaxpr"], ()))
+
+    def run(*parts: Any) -> list[Any]:
+        env = dict(zip((*outer.constvars, *outer.invars), parts, strict=True))
+        env.update(zip(mapping.outvars, inner(*(env[v] for v in mapping.invars)), strict=True))
+        return [env[v] for v in outer.outvars]
+
+    return run
