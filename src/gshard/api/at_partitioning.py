@@ -11,6 +11,7 @@ they come.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +21,12 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import mlir
 
+from gshard.analysis.dimension_classes import dimensions_of
 from gshard.api.target import Target
 from gshard.core.jax_adapter import closed, no_mesh_set
 from gshard.core.jax_adapter_lowering import with_devices
 from gshard.core.mark import Mark
+from gshard.core.program import Constant, Program, Value
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.compile import over_atoms
 from gshard.tracing.expand import mark_of_any_sharding
@@ -40,7 +43,9 @@ def may_wait(ctx: Any, jaxpr: Any, target: Target) -> bool:
     return plain and not exported and not jaxpr.effects and target.mesh.size > 1 and target.mesh.devices is not None
 
 
-def lowered_at_partitioning(ctx: Any, operands: Sequence[Any], jaxpr: Any, target: Target, planned: Planned) -> Any:
+def lowered_at_partitioning(
+    ctx: Any, operands: Sequence[Any], jaxpr: Any, target: Target, program: Program, planned: Planned
+) -> Any:
     """Lowers a call to an operator that XLA asks for its per-device program.
 
     Args:
@@ -48,6 +53,7 @@ def lowered_at_partitioning(ctx: Any, operands: Sequence[Any], jaxpr: Any, targe
         operands: values of the program that is made.
         jaxpr: the function.
         target: what it is partitioned for.
+        program: the function, traced.
         planned: makes the per-device program for operands that come with such marks.
     """
     body, constants = closed(jaxpr)
@@ -64,10 +70,7 @@ def lowered_at_partitioning(ctx: Any, operands: Sequence[Any], jaxpr: Any, targe
         said = [[over_atoms(spmd.mesh, s) for s in side] for side in (spmd.in_shardings, spmd.out_shardings)]
         return spmd.mesh.jax_mesh, _on_one_device(spmd), type(results)(said[1]), tuple(said[0])
 
-    factors = iter(f"d{i}" for i in range(10**6))
-    sides = ((*(jax.typeof(c) for c in constants), *jaxpr.in_avals), jaxpr.out_avals)
-    rule = " -> ".join(", ".join(" ".join(next(factors) for _ in a.shape) for a in side) for side in sides)
-    call.def_partition(partition=partition, decode_shardings=False, sharding_rule=rule)
+    call.def_partition(partition=partition, decode_shardings=False, sharding_rule=sharding_rule(program))
     # What XLA keeps on disk it finds by the text of a program, in which an operator is an address in this process.
     digest = hashlib.sha256(f"{jaxpr}\n{target}".encode()).hexdigest()
 
@@ -76,6 +79,36 @@ def lowered_at_partitioning(ctx: Any, operands: Sequence[Any], jaxpr: Any, targe
             return list(call(*constants, *arrays))
 
     return mlir.lower_fun(inline, multiple_results=True)(with_devices(ctx, target.mesh.devices), *operands)
+
+
+def sharding_rule(program: Program) -> str:
+    """Which dimensions of results are those of arguments, in Shardy's words: ``a b, c d -> a, e``.
+
+    Before XLA asks for the per-device program it spreads shardings over all of the program around: by this from operands
+    to results and back. Of arguments alone nothing is said, so that none is split for the sake of another.
+
+    >>> import jax.numpy as jnp
+    >>> from gshard.passes.trace import trace
+    >>> sharding_rule(trace(lambda x, w: x @ w, jnp.zeros((8, 4)), jnp.zeros((4, 2))))
+    'a0 a1, a2 a3 -> a0 a3'
+    """
+    labels = dimensions_of(program).labels
+    numbers = itertools.count()
+
+    def factors(v: Value | Constant) -> list[Any]:
+        """The dimension of the program that each one is, or a number of its own."""
+        named = labels.get(v, ()) if isinstance(v, Value) else ()
+        said = [(name, n) for name, n in zip(named, v.shape, strict=True)] if named else [None] * len(v.shape)
+        return [x if n != 1 and said.count(x) == 1 else None for x, n in zip(said, v.shape, strict=True)]
+
+    sides = [[factors(v) for v in side] for side in (program.block.inputs, program.block.outputs)]
+    shared = set.intersection(*({x for dims in side for x in dims if x is not None} for side in sides))
+    known: dict[Any, str] = {}
+
+    def letter(x: Any) -> str:
+        return known.setdefault(x, f"a{next(numbers)}") if x in shared else f"a{next(numbers)}"
+
+    return " -> ".join(", ".join(" ".join(map(letter, dims)) for dims in side) for side in sides)
 
 
 def _on_one_device(spmd: SpmdProgram) -> Callable[..., list[Any]]:

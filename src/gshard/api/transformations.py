@@ -110,8 +110,9 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
         marks = marks_of_operands(ctx, arguments, target)
     except Unknown:
         if may_wait(ctx, jaxpr, target):
-            made = lowered_at_partitioning(ctx, arguments, jaxpr, target, lambda m: partitioned(jaxpr, target, m))
-            return made
+            program = _planned(jaxpr, target).program
+            planned = functools.partial(partitioned, jaxpr, target)
+            return lowered_at_partitioning(ctx, arguments, jaxpr, target, program, planned)
         marks = None
     spmd = partitioned(jaxpr, target, marks)
 
