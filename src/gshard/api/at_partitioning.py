@@ -10,6 +10,7 @@ they come.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -23,15 +24,17 @@ from jax.interpreters import mlir
 
 from gshard.analysis.dimension_classes import dimensions_of
 from gshard.api.target import Target
-from gshard.core.jax_adapter import closed, no_mesh_set
-from gshard.core.jax_adapter_lowering import with_devices
+from gshard.core.jax_adapter import closed, no_mesh_set, shapes_of
+from gshard.core.jax_adapter_dispatch import weakly_cached
+from gshard.core.jax_adapter_lowering import has_devices, with_devices
 from gshard.core.mark import Mark
 from gshard.core.program import Constant, Program, Value
 from gshard.core.spmd import SpmdProgram
+from gshard.language.mark_primitive import bind_mark
 from gshard.passes.compile import over_atoms
 from gshard.tracing.expand import mark_of_any_sharding
 
-Planned = Callable[[tuple[Mark | None, ...]], SpmdProgram]
+Planned = Callable[[Any, Target, tuple[Mark | None, ...]], SpmdProgram]
 
 
 def may_wait(ctx: Any, jaxpr: Any, target: Target) -> bool:
@@ -39,8 +42,9 @@ def may_wait(ctx: Any, jaxpr: Any, target: Target) -> bool:
     plain = all(
         not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) and a.size for a in (*jaxpr.in_avals, *jaxpr.out_avals)
     )
-    exported = bool(ctx.module_context.lowering_parameters.for_export)
-    return plain and not exported and not jaxpr.effects and target.mesh.size > 1 and target.mesh.devices is not None
+    if not plain or jaxpr.effects or target.mesh.devices is None or target.mesh.size == 1:
+        return False
+    return has_devices(ctx, target.mesh.size)
 
 
 def lowered_at_partitioning(
@@ -54,7 +58,7 @@ def lowered_at_partitioning(
         jaxpr: the function.
         target: what it is partitioned for.
         program: the function, traced.
-        planned: makes the per-device program for operands that come with such marks.
+        planned: makes the per-device program of a function for operands that come with such marks.
     """
     body, constants = closed(jaxpr)
     first = len(constants)
@@ -64,9 +68,8 @@ def lowered_at_partitioning(
         return list(jaxpr_as_fun(ClosedJaxpr(body, arrays[:first]))(*arrays[first:]))
 
     def partition(_: Any, arrays: Sequence[Any], results: Sequence[Any]) -> Any:
-        marks = tuple(mark_of_any_sharding(a.sharding, a.shape) for a in arrays[first:])
         with no_mesh_set():
-            spmd = planned(marks)
+            spmd = planned(_with_marked_results(jaxpr, _marks(results)), target, _marks(arrays[first:]))
         said = [[over_atoms(spmd.mesh, s) for s in side] for side in (spmd.in_shardings, spmd.out_shardings)]
         return spmd.mesh.jax_mesh, _on_one_device(spmd), type(results)(said[1]), tuple(said[0])
 
@@ -78,14 +81,34 @@ def lowered_at_partitioning(
         with set_xla_metadata(gshard=digest):
             return list(call(*constants, *arrays))
 
-    return mlir.lower_fun(inline, multiple_results=True)(with_devices(ctx, target.mesh.devices), *operands)
+    inside = with_devices(ctx, target.mesh.devices or ())
+    return mlir.lower_fun(inline, multiple_results=True)(inside, *operands)
+
+
+def _marks(arrays: Sequence[Any]) -> tuple[Mark | None, ...]:
+    """The marks that XLA's shardings of some arrays are; none for parts that are not equal."""
+    return tuple(
+        None if x.sharding is None else dataclasses.replace(mark_of_any_sharding(x.sharding, x.shape), said="")
+        for x in arrays
+    )
+
+
+@weakly_cached
+def _with_marked_results(jaxpr: Any, marks: tuple[Mark | None, ...]) -> Any:
+    """A closed jaxpr whose results are marked: as what reads them has them."""
+
+    def marked(*arrays: Any) -> list[Any]:
+        results = jaxpr_as_fun(jaxpr)(*arrays)
+        return [x if m is None else bind_mark(x, m) for x, m in zip(results, marks, strict=True)]
+
+    return jax.make_jaxpr(marked)(*shapes_of(jaxpr.in_avals))
 
 
 def sharding_rule(program: Program) -> str:
     """Which dimensions of results are those of arguments, in Shardy's words: ``a b, c d -> a, e``.
 
-    Before XLA asks for the per-device program it spreads shardings over all of the program around: by this from operands
-    to results and back. Of arguments alone nothing is said, so that none is split for the sake of another.
+    Before XLA asks for the per-device program it spreads shardings over all of the program around: by this from
+    operands to results and back. Of dimensions of arguments alone nothing is said: none is split for another's sake.
 
     >>> import jax.numpy as jnp
     >>> from gshard.passes.trace import trace
@@ -98,8 +121,8 @@ def sharding_rule(program: Program) -> str:
     def factors(v: Value | Constant) -> list[Any]:
         """The dimension of the program that each one is, or a number of its own."""
         named = labels.get(v, ()) if isinstance(v, Value) else ()
-        said = [(name, n) for name, n in zip(named, v.shape, strict=True)] if named else [None] * len(v.shape)
-        return [x if n != 1 and said.count(x) == 1 else None for x, n in zip(said, v.shape, strict=True)]
+        said = list(zip(named, v.shape, strict=True)) if named else []
+        return [x if x[1] != 1 and said.count(x) == 1 else None for x in said] or [None] * len(v.shape)
 
     sides = [[factors(v) for v in side] for side in (program.block.inputs, program.block.outputs)]
     shared = set.intersection(*({x for dims in side for x in dims if x is not None} for side in sides))

@@ -6,13 +6,21 @@ Explicit. While it is lowered they have; so a call of a partitioned function is 
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from gshard.api.target import Target
+from gshard.core.errors import ShardingError
+from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_lowering import LoweredSharding, sharding_of_lowered
 from gshard.core.mark import Mark
+from gshard.core.spmd import SpmdProgram
 from gshard.tracing.expand import mark_of_type
+
+_log = logging.getLogger("gshard")
+_SHOWN = 8  # types of operands in a message
 
 
 def marks_of_operands(ctx: Any, operands: Sequence[Any], target: Target) -> tuple[Mark | None, ...] | None:
@@ -40,7 +48,35 @@ def _mark(ctx: Any, aval: Any, operand: Any, target: Target) -> Mark | None:
 
 
 def _mark_of(found: LoweredSharding, ndim: int, target: Target) -> Mark | None:
-    assert target.mesh.devices is not None
+    """The mark for a sharding over the devices of the target; None for one over others."""
+    if target.mesh.devices is None or math.prod(size for _, size in found.axes) != target.mesh.size:
+        return None
     spec = tuple(axes or None for axes in found.dims[:ndim])  # a random key is numbers along more dimensions
     devices = tuple(target.mesh.devices[i] for i in found.device_ids)
     return Mark("spec", spec=spec, axes=found.axes, devices=devices)
+
+
+def tell_unknown(jaxpr: Any, target: Target, spmd: SpmdProgram) -> None:
+    """Logs that a call was planned without a way to see how its operands are split, or refuses it.
+
+    That is so in a program that is exported, and of random keys and functions with effects in a loop or a nested
+    ``jax.jit``: what is split may be gathered.
+
+    Args:
+        jaxpr: the function.
+        target: what it is partitioned for.
+        spmd: what it came to.
+
+    Raises:
+        ShardingError: the target is strict.
+    """
+    entry = spmd.in_shardings[len(spmd.program.captured) :]
+    whole = [a.str_short(short_dtypes=True) for a, s in zip(jaxpr.in_avals, entry, strict=True) if not any(s.dims)]
+    if not whole or not target.takes_arguments_as_marks:
+        return
+    what = "a partitioned function is called where nothing says how its operands are split."
+    got = f"taken as whole: {', '.join(whole[:_SHOWN])}{', ...' if len(whole) > _SHOWN else ''}"
+    hint = "Give gshard.jit in_shardings, mark them inside of the function, or use gshard.jit outside."
+    if target.strict:
+        raise ShardingError(what, user_line(), got, hint)
+    _log.warning("gshard: %s", ShardingError(what, user_line(), got, hint))

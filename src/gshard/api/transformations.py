@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.api.at_partitioning import lowered_at_partitioning, may_wait
 from gshard.api.boundary import mark_of_sharding
 from gshard.api.lowered import Lowered
-from gshard.api.operands import marks_of_operands
+from gshard.api.operands import marks_of_operands, tell_unknown
 from gshard.api.signature import Leaf
 from gshard.api.target import Target
 from gshard.core.jax_adapter import mesh_of_context, no_mesh_set
@@ -60,7 +60,8 @@ def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     results: list[Any] = call_p.bind(*arguments, jaxpr=jaxpr, target=target)
     if target.mesh.devices is None or not is_staging():
         return results
-    shardings = [named_sharding(target.mesh, s) for s in partitioned(jaxpr, target).out_shardings]
+    # How results leave is planned again once it is known how operands come; on which devices they are is known now.
+    shardings = [named_sharding(target.mesh, s) for s in _planned(jaxpr, target).leave]
     own = target.mesh.user_jax_mesh
     # Over a mesh of Explicit axes JAX takes no open sharding: over the atoms, the same devices, it does.
     ours = not own.explicit_axes and all(s.mesh == own for s in shardings)
@@ -107,14 +108,13 @@ def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
     """The per-device program in the place of the equation. Its mesh is that of the atoms, whatever mesh is set."""
     try:
-        marks = marks_of_operands(ctx, arguments, target)
+        spmd = partitioned(jaxpr, target, marks_of_operands(ctx, arguments, target))
     except Unknown:
         if may_wait(ctx, jaxpr, target):
             program = _planned(jaxpr, target).program
-            planned = functools.partial(partitioned, jaxpr, target)
-            return lowered_at_partitioning(ctx, arguments, jaxpr, target, program, planned)
-        marks = None
-    spmd = partitioned(jaxpr, target, marks)
+            return lowered_at_partitioning(ctx, arguments, jaxpr, target, program, partitioned)
+        spmd = partitioned(jaxpr, target)
+        tell_unknown(jaxpr, target, spmd)
 
     def inline(*arrays: Any) -> list[Any]:
         return list(runnable(spmd.jaxpr)(*spmd.program.captured, *arrays))

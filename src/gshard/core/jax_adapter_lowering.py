@@ -45,6 +45,13 @@ class LoweredSharding:
         return dataclasses.replace(self, dims=tuple(() if d is None else self.dims[d] for d in dims))
 
 
+def has_devices(ctx: Any, count: int) -> bool:
+    """Whether a program is lowered for so many devices that XLA partitions it for, and not to be exported."""
+    around = ctx.module_context.axis_context
+    partitioned = isinstance(around, ShardingContext) and around.num_devices == count
+    return partitioned and not ctx.module_context.lowering_parameters.for_export
+
+
 def with_devices(ctx: Any, devices: Sequence[Any]) -> Any:
     """The same context of a rule of lowering, in which the devices of the program are known.
 
