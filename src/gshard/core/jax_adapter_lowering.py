@@ -8,10 +8,12 @@ before XLA has partitioned anything, so it is a hint: how the operand is really 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax._src import config as _config
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import sdy
 from jax._src.sharding_impls import ShardingContext
@@ -62,6 +64,31 @@ def with_devices(ctx: Any, devices: Sequence[Any]) -> Any:
         return ctx
     known = dataclasses.replace(around, device_assignment=tuple(devices))
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=known))
+
+
+def settings_of_thread() -> tuple[tuple[Any, Any], ...]:
+    """JAX's settings that this thread has of its own, such as ``with jax.enable_x64(True)``, and their values."""
+    states = [s for s in _config.config_states.values() if hasattr(s, "get_local")]
+    return tuple((s, s.get_local()) for s in states)
+
+
+@contextlib.contextmanager
+def as_in_thread(settings: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """What is done inside is done under the settings of another thread (``settings_of_thread``)."""
+
+    def told(state: Any, value: Any) -> None:
+        if state._update_thread_local_hook:
+            state._update_thread_local_hook(None if value is _config.config_ext.unset else value)
+
+    with contextlib.ExitStack() as before:
+        for state, value in settings:
+            previous = state.swap_local(value)
+            if previous is value:
+                continue
+            told(state, value)
+            before.callback(told, state, previous)
+            before.callback(state.set_local, previous)
+        yield
 
 
 class Unknown(Exception):
