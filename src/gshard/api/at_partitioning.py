@@ -26,7 +26,7 @@ from gshard.analysis.dimension_classes import dimensions_of
 from gshard.api.target import Target
 from gshard.core.jax_adapter import closed, no_mesh_set, shapes_of
 from gshard.core.jax_adapter_dispatch import weakly_cached
-from gshard.core.jax_adapter_lowering import as_in_thread, has_devices, settings_of_thread, with_devices
+from gshard.core.jax_adapter_lowering import ThreadSettings, has_devices, under_settings, with_devices
 from gshard.core.mark import Mark
 from gshard.core.program import Constant, Program, Value
 from gshard.core.spmd import SpmdProgram
@@ -67,10 +67,10 @@ def lowered_at_partitioning(
     def call(*arrays: Any) -> list[Any]:
         return list(jaxpr_as_fun(ClosedJaxpr(body, arrays[:first]))(*arrays[first:]))
 
-    settings = settings_of_thread()  # XLA may ask in a thread of its own
+    settings = ThreadSettings.here()  # XLA may ask in a thread of its own
 
     def partition(_: Any, arrays: Sequence[Any], results: list[Any]) -> Any:
-        with no_mesh_set(), as_in_thread(settings):
+        with no_mesh_set(), settings.set():
             spmd = planned(_with_marked_results(jaxpr, _marks(results)), target, _marks(arrays[first:]))
         said = [[over_atoms(spmd.mesh, s) for s in side] for side in (spmd.in_shardings, spmd.out_shardings)]
         return spmd.mesh.jax_mesh, _on_one_device(spmd, settings), said[1], tuple(said[0])
@@ -136,16 +136,16 @@ def sharding_rule(program: Program) -> str:
     return " -> ".join(", ".join(" ".join(map(letter, dims)) for dims in side) for side in sides)
 
 
-def _on_one_device(spmd: SpmdProgram, settings: Sequence[tuple[Any, Any]]) -> Callable[..., list[Any]]:
-    """What one device does, as a function of its parts, to be traced under some settings of JAX's."""
+def _on_one_device(spmd: SpmdProgram, settings: ThreadSettings) -> Callable[..., list[Any]]:
+    """What one device does, as a function of its parts, to be lowered under some settings of JAX's."""
     outer, _ = closed(spmd.jaxpr)
     (mapping,) = outer.eqns
-    inner = jaxpr_as_fun(ClosedJaxpr(mapping.params["jaxpr"], ()))
+    inner = ClosedJaxpr(mapping.params["jaxpr"], ())
 
     def run(*parts: Any) -> list[Any]:
         env = dict(zip((*outer.constvars, *outer.invars), parts, strict=True))
-        with as_in_thread(settings):
-            env.update(zip(mapping.outvars, inner(*(env[v] for v in mapping.invars)), strict=True))
+        results = under_settings(inner, settings, [env[v] for v in mapping.invars])
+        env.update(zip(mapping.outvars, results, strict=True))
         return [env[v] for v in outer.outvars]
 
     return run

@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax._src import config as _config
+from jax._src.interpreters import mlir as _mlir
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import sdy
 from jax._src.sharding_impls import ShardingContext
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
 
 _ELEMENTWISE = frozenset(
     """abs add and atan2 cbrt ceil clamp compare complex convert cosine count_leading_zeros divide exponential
@@ -66,29 +69,58 @@ def with_devices(ctx: Any, devices: Sequence[Any]) -> Any:
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=known))
 
 
-def settings_of_thread() -> tuple[tuple[Any, Any], ...]:
-    """JAX's settings that this thread has of its own, such as ``with jax.enable_x64(True)``, and their values."""
-    states = [s for s in _config.config_states.values() if hasattr(s, "get_local")]
-    return tuple((s, s.get_local()) for s in states)
+@dataclasses.dataclass(frozen=True, eq=False)
+class ThreadSettings:
+    """JAX's settings as a thread has them: what ``with jax.enable_x64(True)`` sets, another thread does not see."""
+
+    values: tuple[tuple[Any, Any], ...]
+
+    @staticmethod
+    def here() -> ThreadSettings:
+        """Those of the thread that calls."""
+        states = [s for s in _config.config_states.values() if hasattr(s, "get_local")]
+        return ThreadSettings(tuple((s, s.get_local()) for s in states))
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator[None]:
+        """What is done inside is done under these settings."""
+
+        def told(state: Any, value: Any) -> None:
+            if state._update_thread_local_hook:
+                state._update_thread_local_hook(None if value is _config.config_ext.unset else value)
+
+        with contextlib.ExitStack() as before:
+            for state, value in self.values:
+                previous = state.swap_local(value)
+                if previous is value:
+                    continue
+                told(state, value)
+                before.callback(told, state, previous)
+                before.callback(state.set_local, previous)
+            yield
 
 
-@contextlib.contextmanager
-def as_in_thread(settings: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """What is done inside is done under the settings of another thread (``settings_of_thread``)."""
+_under_settings_p = Primitive("under_settings")
+_under_settings_p.multiple_results = True
 
-    def told(state: Any, value: Any) -> None:
-        if state._update_thread_local_hook:
-            state._update_thread_local_hook(None if value is _config.config_ext.unset else value)
 
-    with contextlib.ExitStack() as before:
-        for state, value in settings:
-            previous = state.swap_local(value)
-            if previous is value:
-                continue
-            told(state, value)
-            before.callback(told, state, previous)
-            before.callback(state.set_local, previous)
-        yield
+@_under_settings_p.def_abstract_eval
+def _types_under_settings(*avals: Any, jaxpr: Any, settings: Any) -> list[Any]:
+    return [ShapedArray(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in jaxpr.out_avals]
+
+
+def _lower_under_settings(ctx: Any, *arrays: Any, jaxpr: Any, settings: Any) -> Any:
+    with settings.set():
+        return _mlir.core_call_lowering(ctx, *arrays, name="partitioned", call_jaxpr=jaxpr)
+
+
+_mlir.register_lowering(_under_settings_p, _lower_under_settings, cacheable=False)
+
+
+def under_settings(jaxpr: Any, settings: ThreadSettings, arrays: Sequence[Any]) -> list[Any]:
+    """Runs a closed jaxpr on arrays; it is lowered under settings of JAX's that another thread has."""
+    made: list[Any] = _under_settings_p.bind(*arrays, jaxpr=jaxpr, settings=settings)
+    return made
 
 
 class Unknown(Exception):
