@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -92,6 +93,14 @@ def test_equal_calls_are_planned_for_their_own_operands() -> None:
     compiled = jax.jit(lambda x, y: (double(x), double(y))).lower(x, y).compile()
     assert not collectives(compiled.as_text())
     assert [s.spec for s in compiled.output_shardings] == [P("d"), P(None, "d")]
+
+
+def test_a_program_planned_at_partitioning_can_be_serialized() -> None:
+    mesh = MESHES[AxisType.Auto]
+    x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
+    compiled = jax.jit(PLACES["nested jit"](gshard.jit(loss, mesh=mesh))).lower(x, w).compile()
+    loaded = deserialize_and_load(*serialize(compiled))
+    assert loaded(x, w) == compiled(x, w)
 
 
 def test_what_explain_tells_of_a_call_runs() -> None:

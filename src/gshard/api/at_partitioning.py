@@ -20,13 +20,12 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.interpreters import mlir
 
 from gshard.analysis.dimension_classes import dimensions_of
 from gshard.api.target import Target
 from gshard.core.jax_adapter import closed, no_mesh_set, shapes_of
 from gshard.core.jax_adapter_dispatch import weakly_cached
-from gshard.core.jax_adapter_lowering import ThreadSettings, has_devices, under_settings, with_devices
+from gshard.core.jax_adapter_lowering import ThreadSettings, has_devices, lowered_with_devices, under_settings
 from gshard.core.mark import Mark
 from gshard.core.program import Constant, Program, Value
 from gshard.core.spmd import SpmdProgram
@@ -83,8 +82,7 @@ def lowered_at_partitioning(
         with set_xla_metadata(gshard=digest):
             return list(call(*constants, *arrays))
 
-    inside = with_devices(ctx, target.mesh.devices or ())
-    return mlir.lower_fun(inline, multiple_results=True)(inside, *operands)
+    return lowered_with_devices(ctx, target.mesh.devices or (), inline, operands)
 
 
 def _marks(arrays: Sequence[Any]) -> tuple[Mark | None, ...]:

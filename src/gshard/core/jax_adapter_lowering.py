@@ -57,16 +57,32 @@ def has_devices(ctx: Any, count: int) -> bool:
     return partitioned and not ctx.module_context.lowering_parameters.for_export
 
 
-def with_devices(ctx: Any, devices: Sequence[Any]) -> Any:
-    """The same context of a rule of lowering, in which the devices of the program are known.
+def lowered_with_devices(ctx: Any, devices: Sequence[Any], f: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """Lowers a function of operands, with an operator that XLA asks for its program, in the place of an equation.
 
-    JAX fills them in for programs with certain operators only.
+    Args:
+        ctx: the context of the rule that lowers the equation.
+        devices: of the program. JAX fills them in for programs only in which it knows of such operators.
+        f: the function; it returns several arrays.
+        operands: values of the program that is made.
     """
-    around = ctx.module_context.axis_context
-    if not isinstance(around, ShardingContext) or around.device_assignment is not None:
-        return ctx
-    known = dataclasses.replace(around, device_assignment=tuple(devices))
-    return ctx.replace(module_context=ctx.module_context.replace(axis_context=known))
+    module, kept = ctx.module_context, _Kept()
+    around = module.axis_context
+    if around.device_assignment is None:
+        around = dataclasses.replace(around, device_assignment=tuple(devices))
+    inside = ctx.replace(module_context=module.replace(axis_context=around, keepalives=kept.objects))
+    module.add_keepalive(kept)
+    return _mlir.lower_fun(f, multiple_results=True)(inside, *operands)
+
+
+class _Kept:
+    """Holds what must live as long as a compiled program. One that is serialized does not need it: it is compiled."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
