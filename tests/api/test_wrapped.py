@@ -134,7 +134,11 @@ def test_a_mesh_that_is_set_is_meant_by_bare_specs() -> None:
         assert gshard.jit(jax.jit(step, out_shardings=P("d"))).lower(X).out_info.sharding == D
 
 
-def test_explain_takes_the_mesh_on_which_an_argument_is() -> None:
+def test_explain_takes_the_mesh_that_is_meant() -> None:
+    inside = gshard.explain(lambda x: jax.lax.scan(lambda c, _: (jax.jit(step, out_shardings=D)(c), c), x, None, 2), X)
+    assert (inside.mesh.size, inside.argument_bytes) == (8, (1024, 128))
+    with pytest.raises(gshard.MeshError, match="no mesh was given"):
+        gshard.explain(lambda x: jax.jit(step)(x), X)
     found = gshard.explain(jax.jit(lambda x: x.sum()), jax.device_put(X, D))
     assert (found.mesh.size, found.bytes_by_kind) == (8, {"all_reduce": 7})
     assert gshard.explain(jax.jit(gshard.jit(lambda x: x.sum(), mesh=8)), X).mesh.size == 8

@@ -10,7 +10,7 @@ What ``jax.jit`` was given counts as if ``gshard.jit`` had been given it. Where 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from gshard.api.signature import Parameters
 from gshard.core.errors import ArgumentError
-from gshard.core.jax_adapter import mesh_of_context, user_line
+from gshard.core.jax_adapter import closed, mesh_of_context, sub_jaxprs, user_line
 from gshard.core.jax_adapter_jit import GivenToJit, given_to_jit
 
 
@@ -99,11 +99,25 @@ def mesh_of_shardings(shardings: Iterable[Any]) -> jax.sharding.Mesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
 
 
-def mesh_of_arguments(args: Any, kwargs: Any) -> jax.sharding.Mesh | None:
-    """The mesh on which an argument is placed, where no mesh is set."""
+def mesh_that_is_meant(args: Any, kwargs: Any, traced: Callable[[], Any]) -> jax.sharding.Mesh | None:
+    """The mesh on which an argument is placed, or else that of a sharding inside a function; None if a mesh is set.
+
+    Args:
+        args, kwargs: the arguments.
+        traced: gives the closed jaxpr of the function.
+    """
     if mesh_of_context() is not None:
         return None
-    return mesh_of_shardings(getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs)))
+    placed = mesh_of_shardings(getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs)))
+    return placed or mesh_of_shardings(_shardings_inside(traced()))
+
+
+def _shardings_inside(jaxpr: Any) -> Iterator[Any]:
+    for e in closed(jaxpr)[0].eqns:
+        for value in e.params.values():
+            yield from value if isinstance(value, tuple | list) else (value,)
+        for body in sub_jaxprs(e.params):
+            yield from _shardings_inside(body)
 
 
 def refuse_device(by: str, device: Any) -> None:
