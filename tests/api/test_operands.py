@@ -95,6 +95,16 @@ def test_equal_calls_are_planned_for_their_own_operands() -> None:
     assert [s.spec for s in compiled.output_shardings] == [P("d"), P(None, "d")]
 
 
+@pytest.mark.parametrize("place", ["call", "nested jit"])
+def test_arguments_on_a_mesh_with_smaller_axes(place: str) -> None:
+    theirs = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    f = jax.jit(PLACES[place](gshard.jit(lambda x, w: jnp.cumsum(x, 0) @ w, mesh=MESHES[AxisType.Auto])))
+    expected = jax.jit(PLACES[place](lambda x, w: jnp.cumsum(x, 0) @ w))(X, W)
+    for spec in (P("a"), P(("b", "a"))):
+        found = f(jax.device_put(X, NamedSharding(theirs, spec)), W)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_program_planned_at_partitioning_can_be_serialized() -> None:
     mesh = MESHES[AxisType.Auto]
     x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))

@@ -6,15 +6,17 @@ Explicit. While it is lowered they have; so a call of a partitioned function is 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gshard.api.target import Target
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
-from gshard.core.jax_adapter_lowering import LoweredSharding, sharding_of_lowered
+from gshard.core.jax_adapter_lowering import LoweredSharding, meshes_of, sharding_of_lowered
 from gshard.core.mark import Mark
 from gshard.core.spmd import SpmdProgram
 from gshard.tracing.expand import mark_of_type
@@ -39,6 +41,20 @@ def marks_of_operands(ctx: Any, operands: Sequence[Any], target: Target) -> tupl
     return tuple(_mark(ctx, aval, x, target) for aval, x in zip(ctx.avals_in, operands, strict=True))
 
 
+def cut_alike(ctx: Any, target: Target) -> bool:
+    """Whether all meshes on which arguments of the program are cut its devices as the axes of the target do.
+
+    JAX names the axes of results by the mesh that it was told of, the target's, and fails where XLA has split a result
+    over a part of one, as it may where an argument lies on a mesh with smaller axes.
+    """
+    own, atoms = _bounds(n for _, n in target.mesh.axes), tuple(target.mesh.atom_sizes.items())
+    return all(axes == atoms or (not ids and _bounds(n for _, n in axes) <= own) for axes, ids in meshes_of(ctx))
+
+
+def _bounds(sizes: Iterable[int]) -> set[int]:
+    return {1, *itertools.accumulate(sizes, operator.mul)}
+
+
 def _mark(ctx: Any, aval: Any, operand: Any, target: Target) -> Mark | None:
     typed = mark_of_type(getattr(aval, "sharding", None), len(aval.shape))
     if typed is not None:
@@ -59,8 +75,8 @@ def _mark_of(found: LoweredSharding, ndim: int, target: Target) -> Mark | None:
 def tell_unknown(jaxpr: Any, target: Target, spmd: SpmdProgram) -> None:
     """Logs that a call was planned without a way to see how its operands are split, or refuses it.
 
-    That is so in a program that is exported, and of random keys and functions with effects in a loop or a nested
-    ``jax.jit``: what is split may be gathered.
+    That is so in a program that is exported; and in a loop or a nested ``jax.jit``, of random keys, of functions with
+    effects, and where arguments are on a mesh with smaller axes. What is split may be gathered.
 
     Args:
         jaxpr: the function.
@@ -76,7 +92,7 @@ def tell_unknown(jaxpr: Any, target: Target, spmd: SpmdProgram) -> None:
         return
     what = "a partitioned function is called where nothing says how its operands are split."
     got = f"taken as whole: {', '.join(whole[:_SHOWN])}{', ...' if len(whole) > _SHOWN else ''}"
-    hint = "Give gshard.jit in_shardings, mark them inside of the function, or use gshard.jit outside."
+    hint = "Give gshard.jit in_shardings and arguments on its own mesh, mark them inside, or use gshard.jit outside."
     if target.strict:
         raise ShardingError(what, user_line(), got, hint)
     _log.warning("gshard: %s", ShardingError(what, user_line(), got, hint))

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.api.at_partitioning import lowered_at_partitioning, may_wait
 from gshard.api.boundary import mark_of_sharding
 from gshard.api.lowered import Lowered
-from gshard.api.operands import marks_of_operands, tell_unknown
+from gshard.api.operands import cut_alike, marks_of_operands, tell_unknown
 from gshard.api.signature import Leaf
 from gshard.api.target import Target
 from gshard.core.jax_adapter import mesh_of_context, no_mesh_set
@@ -57,14 +57,15 @@ def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     here = mesh_of_context()
     named = here is not None and bool(here.explicit_axes)  # JAX names axes of this mesh for results, or refuses them
     target = dataclasses.replace(target, reorders=False, keep_uneven=False, leaves_by_axes=named)
-    results: list[Any] = call_p.bind(*arguments, jaxpr=jaxpr, target=target)
     if target.mesh.devices is None or not is_staging():
-        return results
-    # How results leave is planned again once it is known how operands come; on which devices they are is known now.
+        return call_p.bind(*arguments, jaxpr=jaxpr, target=target)  # type: ignore[no-any-return]
+    # How results leave is planned again once it is known how operands come; which mesh names their axes, never again.
     shardings = [named_sharding(target.mesh, s) for s in _planned(jaxpr, target).leave]
     own = target.mesh.user_jax_mesh
     # Over a mesh of Explicit axes JAX takes no open sharding: over the atoms, the same devices, it does.
     ours = not own.explicit_axes and all(s.mesh == own for s in shardings)
+    target = dataclasses.replace(target, leaves_by_axes=named or ours)
+    results: list[Any] = call_p.bind(*arguments, jaxpr=jaxpr, target=target)
     if own.explicit_axes and here is not None:
         return results
     return [_on(x, own if ours else target.mesh.jax_mesh) for x in results]
@@ -93,7 +94,7 @@ def _program(jaxpr: Any, target: Target, marks: Sequence[Mark | None] | None = N
 @with_tables
 def partitioned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | None = None) -> SpmdProgram:
     """The per-device program of a closed jaxpr, whose arguments come marked."""
-    plan = _planned(jaxpr, target, marks)
+    plan = _planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False), marks)
     if target.leaves_by_axes:
         plan = dataclasses.replace(plan, leave=tuple(by_axes(s, plan.mesh) for s in plan.leave))
     made = partition(plan)
@@ -110,8 +111,8 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
     try:
         spmd = partitioned(jaxpr, target, marks_of_operands(ctx, arguments, target))
     except Unknown:
-        if may_wait(ctx, jaxpr, target):
-            program = _planned(jaxpr, target).program
+        if may_wait(ctx, jaxpr, target) and cut_alike(ctx, target):
+            program = _planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False)).program
             return lowered_at_partitioning(ctx, arguments, jaxpr, target, program, partitioned)
         spmd = partitioned(jaxpr, target)
         tell_unknown(jaxpr, target, spmd)

@@ -157,6 +157,18 @@ def sharding_of_lowered(ctx: Any, value: Any) -> LoweredSharding | None:
     return _Reader(ctx.module_context.module).read(value, {})
 
 
+def meshes_of(ctx: Any) -> list[tuple[tuple[tuple[str, int], ...], tuple[int, ...]]]:
+    """The meshes on which arguments of a program are: axes, and positions of devices if they are in another order."""
+    module = ctx.module_context.module
+    main = next((op for op in module.body.operations if _symbol(op) == "main"), None)
+    if main is None or "arg_attrs" not in main.operation.attributes:
+        return []
+    given = [ir.DictAttr(a) for a in ir.ArrayAttr(main.operation.attributes["arg_attrs"])]
+    shardings = [sdy.TensorShardingAttr(a["sdy.sharding"]) for a in given if "sdy.sharding" in a]
+    meshes = [_Reader(module).mesh(s.mesh_or_ref) for s in shardings]
+    return [(tuple((a.name, int(a.size)) for a in map(sdy.MeshAxisAttr, m.axes)), tuple(m.device_ids)) for m in meshes]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Reader:
     module: Any
@@ -247,11 +259,12 @@ class _Reader:
             return None
         if any(a.sub_axis_info is not None for axes in references for a in axes):
             raise Unknown
-        mesh = self._mesh(sharding.mesh_or_ref)
+        mesh = self.mesh(sharding.mesh_or_ref)
         axes = tuple((a.name, int(a.size)) for a in map(sdy.MeshAxisAttr, mesh.axes))
         return LoweredSharding(tuple(tuple(a.name for a in r) for r in references), axes, tuple(mesh.device_ids))
 
-    def _mesh(self, reference: Any) -> Any:
+    def mesh(self, reference: Any) -> Any:
+        """A mesh, as it is or by its name."""
         if isinstance(reference, ir.FlatSymbolRefAttr):
             name = ir.FlatSymbolRefAttr(reference).value
             found = next(op for op in self.module.body.operations if _symbol(op) == name)
