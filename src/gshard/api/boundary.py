@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,11 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import is_in_host_space, memory_of
 from gshard.core.mesh import Mesh
+from gshard.core.paths import parameters_of
 from gshard.core.program import Program
 from gshard.language.mark_primitive import bind_mark
 from gshard.language.transfer import transferred
+from gshard.tracing.by_jax import name_of
 from gshard.tracing.expand import mark_of_named_sharding
 
 
@@ -104,28 +106,6 @@ def marks_of_specs(what: str, prefix: Any, tree: Any, names: Collection[str] = (
     return [mark for _, mark in _said(what, prefix, tree, names)]
 
 
-def marks_of_in_shardings(in_shardings: Any, arguments: tuple[Any, Any], names: Collection[str]) -> list[Mark | None]:
-    """What ``in_shardings`` says of ``(positional, named)`` arguments, called ``names``, as marks.
-
-    Raises:
-        ArgumentError: there are named ones. ShardingError: as ``spread_specs``.
-    """
-    positional, named = arguments
-    _refuse_named(named)
-    return marks_of_specs("in_shardings", in_shardings, positional, names)
-
-
-def _refuse_named(named: Collection[str]) -> None:
-    if named:
-        raise ArgumentError.like(
-            ValueError(),
-            "in_shardings are for positional arguments, and some are given by name.",
-            user_line(),
-            f"given by name: {', '.join(named)}",
-            "Give all arguments by position, or mark those inside of the function with gshard.shard.",
-        )
-
-
 def _said(what: str, prefix: Any, tree: Any, names: Collection[str] = ()) -> list[tuple[Any, Mark | None]]:
     if isinstance(prefix, list) and isinstance(tree, tuple):
         prefix = tuple(prefix)  # arguments are a tuple, so a list can only mean one
@@ -145,13 +125,43 @@ def _counted(n: int, one: str, several: str) -> str:
     return f"{n} {one if n == 1 else several}"
 
 
+def marks_of_in_shardings(
+    in_shardings: Any, f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Mark | None]:
+    """What ``in_shardings`` of a function say of each leaf of its positional arguments; nothing if they are None.
+
+    Raises:
+        ShardingError: as ``spread_specs``. ArgumentError: there are arguments by name.
+    """
+    if in_shardings is None:
+        return []
+    _refuse_named(kwargs, f)
+    return marks_of_specs("in_shardings", in_shardings, args, parameters_of(f))
+
+
+def _refuse_named(kwargs: Mapping[str, Any], f: Callable[..., Any]) -> None:
+    """Refuses arguments given by name to a function with ``in_shardings``, which are of positional ones.
+
+    Raises:
+        ArgumentError: there are some; a ValueError too, as of ``jax.jit``.
+    """
+    if kwargs:
+        raise ArgumentError.like(
+            ValueError(),
+            f"{name_of(f)} has in_shardings, which are for positional arguments, and is called with arguments by name.",
+            user_line(),
+            ", ".join(f"{name}=..." for name in kwargs),
+            "Give them by position; or leave in_shardings out and place the arguments, or mark them inside.",
+        )
+
+
 def with_marked_arguments(f: Callable[..., Any], in_shardings: Any) -> Callable[..., Any]:
     """The function with its positional arguments marked as ``in_shardings`` says."""
 
     @functools.wraps(f)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        _refuse_named(kwargs)
-        return f(*_marked("in_shardings", in_shardings, args), **kwargs)
+        _refuse_named(kwargs, f)
+        return f(*_marked("in_shardings", in_shardings, args))
 
     return marked
 

@@ -8,6 +8,7 @@ from typing import Any
 from gshard.analysis.explain import Explanation, explain_program
 from gshard.api.jit import Jitted, jit
 from gshard.api.specs import told
+from gshard.api.wrapped import mesh_that_is_meant
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.planning_tables import with_tables
@@ -18,10 +19,11 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
     """Tells how a function would be partitioned, without compiling or running it.
 
     Args:
-        f: a marked function, or one that ``gshard.jit`` returned.
+        f: a marked function, or one that ``gshard.jit`` or ``jax.jit`` returned.
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``.
-        mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``); not
-            needed for a function from ``gshard.jit``, nor where ``jax.set_mesh`` has set one.
+        mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``). None takes
+            the mesh that ``gshard.jit`` was given, that of the shardings that ``jax.jit`` was given, the one that
+            ``jax.set_mesh`` has set, the one on which an argument is placed, or that of a sharding inside the function.
 
     Returns:
         the explanation; print it, or write it as a page by ``.html(path)``.
@@ -46,6 +48,9 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
         jitted = f if mesh is None else f.on(mesh)
     else:
         jitted = jit(f, mesh=mesh)
+        if jitted.options.mesh is None:
+            meant = mesh_that_is_meant(args, kwargs, lambda: jitted.trace(*args, **kwargs).jaxpr)
+            jitted = jitted if meant is None else jitted.on(meant)
     lowered = jitted.lower(*args, **kwargs)
     by_bytes = lowered.target.machine is None and lowered.target.recorded is None
     return explain_program(lowered.plan, lowered.spmd, lowered.marked, lowered.donated, by_bytes=by_bytes)

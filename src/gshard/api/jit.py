@@ -33,6 +33,7 @@ from gshard.api.static_leaves import freed, has_fixed
 from gshard.api.target import Options, Target
 from gshard.api.traced import Traced
 from gshard.api.transformations import call, refuse_inside_shard_map, refuse_references
+from gshard.api.wrapped import Wrapped, refuse_device
 from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import (
@@ -51,7 +52,6 @@ from gshard.core.jax_adapter_dispatch import (
 from gshard.core.jax_adapter_references import references_in
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
-from gshard.core.paths import parameters_of
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import Tables, with_tables
 from gshard.core.program import Program
@@ -244,12 +244,12 @@ class Jitted(OneObject):
 
     def _lower(self, signature: Signature, target: Target) -> Lowered:
         program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
-        given = self._in_shardings(signature)
+        f = self._parameters.with_statics(signature.statics)
+        given = marks_of_in_shardings(self._options.in_shardings, f, *signature.arguments())
         kept = target.takes_arguments_as_marks
         marks = marks_of_arguments(program, [x.array_type for x in signature.every], target.mesh, given, kept)
         program = dataclasses.replace(program, argument_marks=marks, **memories(program, signature, self._options))
         if self._options.names is not None:
-            f = self._parameters.with_statics(signature.statics)
             said = names_of_arguments(f, self._options.names, *signature.arguments())
             program = with_names_of_arguments(program, said, given)
         first = len(program.captured)
@@ -267,12 +267,6 @@ class Jitted(OneObject):
         jaxpr, out_tree = self._closed(signature)
         f = self._parameters.with_statics(signature.statics)
         return program_of(jaxpr, out_tree, name_of(self._f), signature.names(f), layout=self._options.layout)
-
-    def _in_shardings(self, signature: Signature) -> list[Any]:
-        if self._options.in_shardings is None:
-            return []
-        names = parameters_of(self._parameters.with_statics(signature.statics))
-        return marks_of_in_shardings(self._options.in_shardings, signature.arguments(), names)
 
 
 def jit(
@@ -304,9 +298,10 @@ def jit(
     """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator, on functions and methods.
 
     Args:
-        f: a function of pytrees of arrays, written for one device, with marks.
+        f: a function of pytrees of arrays, written for one device, with marks. What ``jax.jit`` returned counts with
+            all that ``jax.jit`` was given.
         mesh: a ``jax.sharding.Mesh``, a number of devices, a list of devices, or ``{"data": 4, "model": 2}``; None
-            takes the mesh that ``jax.set_mesh`` has set when the function is called.
+            takes that of the shardings that ``jax.jit`` was given, or the one that is set when the function is called.
         static_argnums, static_argnames: arguments that are plain (hashable) values, not arrays.
         donate_argnums, donate_argnames: arguments whose memory the results may take.
         static_leaves: whether what is no array inside of arguments (activation functions, numbers of Python) is static
@@ -368,32 +363,29 @@ def jit(
         text = str(error) if callable(f) else f"Expected a callable value, got {told(f)}."
         hint = "Write gshard.jit(f, mesh=8), or @gshard.jit(mesh=8) above a function."
         raise ArgumentError(text, user_line(), hint=hint) from None
-    if device is not None or backend is not None:
-        raise ArgumentError(
-            "gshard.jit takes no device and no backend: the mesh names the devices.",
-            user_line(),
-            f"device={device!r}, backend={backend!r}",
-            "Write mesh=jax.devices('cpu')[:8], for example.",
-        )
+    refuse_device("gshard.jit", device if backend is None else backend)
     if uneven not in ("gather", "keep"):
         raise ShardingError(f"uneven={uneven!r} is not known.", hint='Write uneven="gather" or uneven="keep".')
+    wrapped = Wrapped.of(f, in_shardings, out_shardings, keep_unused, compiler_options)
     static, donated = (static_argnums, static_argnames), (donate_argnums, donate_argnames)
-    parameters = Parameters.of(f, static, donated, static_leaves)
+    parameters = wrapped.parameters(static, donated, static_leaves)
+    if mesh is None:
+        mesh = wrapped.f.options.mesh if isinstance(wrapped.f, Jitted) else wrapped.mesh
     options = Options(
         None if mesh is None else Mesh.of(mesh),
-        in_shardings,
-        out_shardings,
+        wrapped.in_shardings,
+        wrapped.out_shardings,
         strict is not False,
         Budget.of(strict),
         windowed,
         uneven == "keep",
         None if memory_limit is None else bytes_of(memory_limit),
         machine,
-        keep_unused,
-        tuple((compiler_options or {}).items()),
+        wrapped.keep_unused,
+        wrapped.compiler_options,
         Recorded.checked(plan),
         search,
         Layout.checked(layout),
         names,
     )
-    return Jitted(f, parameters, options)
+    return Jitted(wrapped.f, parameters, options)

@@ -68,7 +68,7 @@ def search(
 
     Args:
         f: a function, or one that ``gshard.jit`` returned: then its mesh, machine, limit, marks and donated arguments
-            count where others are not given.
+            count where others are not given. Of one that ``jax.jit`` returned all that it was given counts.
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``.
         mesh: as for ``jit``, or an abstract mesh of any size, or a list of ``Mesh`` of one size to choose from; a
             number of devices tries all shapes with up to two axes.
@@ -115,7 +115,8 @@ def search(
         machine = given.machine if machine is None else machine
         memory_limit = given.memory_limit if memory_limit is None else memory_limit
     else:
-        made = jit(f, mesh=1, **options)
+        made = jit(f, **options)
+        mesh = made.options.mesh if mesh is None else mesh
     if over not in _OVER:
         raise ArgumentError(
             f"gshard.search knows nothing to search over that is called {over!r}.",

@@ -22,16 +22,16 @@ from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import is_mapped, user_line
 from gshard.core.mark import Mark, entries_of, text_of_spec
 from gshard.core.memory_kinds import memory_of
-from gshard.tracing.expand import mark_of_named_sharding
+from gshard.tracing.expand import mark_of_any_sharding, mark_of_named_sharding
 
 
 def is_spec(x: Any) -> bool:
-    """Whether it says how one array is cut: a ``PartitionSpec``, a ``NamedSharding``, an axis name, or None."""
-    return x is None or isinstance(x, PartitionSpec | NamedSharding | str)
+    """Whether it says how one array is cut: a ``PartitionSpec``, a sharding of JAX's, an axis name, or None."""
+    return x is None or isinstance(x, PartitionSpec | jax.sharding.Sharding | str)
 
 
 def mark_of_spec(spec: Any, x: Any, leaf: str = "") -> Mark | None:
-    """A ``PartitionSpec``, ``NamedSharding`` or axis name as a mark on an array; None says nothing.
+    """A ``PartitionSpec``, a sharding of JAX's or an axis name as a mark on an array; None says nothing.
 
     Args:
         spec: what is said.
@@ -50,6 +50,8 @@ def mark_of_spec(spec: Any, x: Any, leaf: str = "") -> Mark | None:
             f"{leaf}: {spec!r}"[:200] if leaf else f"{spec!r}"[:200],
             "Give a PartitionSpec, a NamedSharding, the name of a mesh axis, or None.",
         )
+    if isinstance(spec, jax.sharding.Sharding) and not isinstance(spec, NamedSharding):
+        return mark_of_any_sharding(spec, np.shape(x), leaf)
     said = spec.spec if isinstance(spec, NamedSharding) else PartitionSpec(spec) if isinstance(spec, str) else spec
     entries, ndim = entries_of(said, user_line()), np.ndim(x)
     if len(entries) > ndim:

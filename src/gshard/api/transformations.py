@@ -24,15 +24,18 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gshard.api.at_partitioning import lowered_at_partitioning, may_wait
 from gshard.api.boundary import mark_of_sharding
 from gshard.api.call_back import call_back
 from gshard.api.lowered import Lowered
+from gshard.api.operands import cut_alike, marks_of_operands, tell_unknown
 from gshard.api.reference_arguments import arrays_of
 from gshard.api.signature import Leaf
 from gshard.api.target import Target
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import checked_by, is_staging, mapped, mapped_by, weakly_cached
+from gshard.core.jax_adapter_lowering import Unknown
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import is_on_host, space
@@ -58,16 +61,17 @@ def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     """Calls a function (a closed jaxpr), partitioned, with flat arguments of which some belong to a transformation."""
     here = mesh_of_context()
     named = here is not None and bool(here.explicit_axes)  # JAX names axes of this mesh for results, or refuses them
-    target = dataclasses.replace(
-        target, reorders=False, keep_uneven=False, leaves_by_axes=named or target.leaves_by_axes
-    )
-    results: list[Any] = call_p.bind(*arguments, jaxpr=jaxpr, target=target)
+    given = target.leaves_by_axes
+    target = dataclasses.replace(target, reorders=False, keep_uneven=False, leaves_by_axes=named or given)
     if target.mesh.devices is None or not is_staging():
-        return results
-    shardings = [named_sharding(target.mesh, s) for s in partitioned(jaxpr, target).out_shardings]
+        return call_p.bind(*arguments, jaxpr=jaxpr, target=target)  # type: ignore[no-any-return]
+    # How results leave is planned again once it is known how operands come; which mesh names their axes, never again.
+    shardings = [named_sharding(target.mesh, s) for s in _planned(jaxpr, target).leave]
     own = target.mesh.user_jax_mesh
     # Over a mesh of Explicit axes JAX takes no open sharding: over the atoms, the same devices, it does.
     ours = not own.explicit_axes and all(s.mesh == own for s in shardings)
+    target = dataclasses.replace(target, leaves_by_axes=named or given or ours)
+    results: list[Any] = call_p.bind(*arguments, jaxpr=jaxpr, target=target)
     if own.explicit_axes and here is not None:
         return results
     return [_on(x, own if ours else target.mesh.jax_mesh) for x in results]
@@ -111,8 +115,8 @@ def _on(x: Any, mesh: Any) -> Any:
 
 
 @weakly_cached
-def _planned(jaxpr: Any, target: Target) -> Plan:
-    return target.planned(_program(jaxpr, target)).plan
+def _planned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | None = None) -> Plan:
+    return target.planned(_program(jaxpr, target, marks)).plan
 
 
 def _program(jaxpr: Any, target: Target, marks: Sequence[Mark | None] | None = None) -> Program:
@@ -123,13 +127,20 @@ def _program(jaxpr: Any, target: Target, marks: Sequence[Mark | None] | None = N
 
 @weakly_cached
 @with_tables
-def partitioned(jaxpr: Any, target: Target) -> SpmdProgram:
-    """The per-device program of a closed jaxpr."""
-    plan = _planned(jaxpr, target)
+def partitioned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | None = None) -> SpmdProgram:
+    """The per-device program of a closed jaxpr, whose arguments come marked."""
+    plan = _planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False), marks)
     if target.leaves_by_axes:
         plan = dataclasses.replace(plan, leave=tuple(by_axes(s, plan.mesh) for s in plan.leave))
     made = partition(plan)
     target.check(plan, made)
+    return made
+
+
+def _partitioned_and_told(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | None) -> SpmdProgram:
+    """The per-device program that is compiled; the callbacks of looks are told of its plan."""
+    made = partitioned(jaxpr, target, marks)
+    call_back(_planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False), marks), target)
     return made
 
 
@@ -139,8 +150,15 @@ def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 
 def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
     """The per-device program in the place of the equation. Its mesh is that of the atoms, whatever mesh is set."""
-    spmd = partitioned(jaxpr, target)
-    call_back(_planned(jaxpr, target), target)
+    marks: tuple[Mark | None, ...] | None = None
+    try:
+        marks = marks_of_operands(ctx, arguments, target)
+    except Unknown:
+        if may_wait(ctx, jaxpr, target) and cut_alike(ctx, target):
+            program = _planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False)).program
+            return lowered_at_partitioning(ctx, arguments, jaxpr, target, program, _partitioned_and_told)
+        tell_unknown(jaxpr, target, partitioned(jaxpr, target))
+    spmd = _partitioned_and_told(jaxpr, target, marks)
 
     def inline(*arrays: Any) -> list[Any]:
         return list(runnable(spmd.jaxpr)(*spmd.program.captured, *arrays))
@@ -156,7 +174,8 @@ def _untyped(avals: Sequence[Any]) -> list[Any]:
     return [jax.core.ShapedArray(a.shape, a.dtype, weak_type=weak, memory_space=where) for a, weak, where in typed]
 
 
-mlir.register_lowering(call_p, _lower)
+# Equal calls in a program are lowered each by itself: their operands may be split in different ways.
+mlir.register_lowering(call_p, _lower, cacheable=False)
 
 
 @call_p.def_impl

@@ -148,7 +148,8 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
             _check_even(placed, shape, mesh)
     except ShardingError as reason:
         which = f"{mark.leaf}: " if mark.leaf else ""
-        said = f"NamedSharding of JAX's over {_axes(mark.axes)}: {text_of_spec(mark.spec)}" if mark.axes else str(mark)
+        named = f"NamedSharding of JAX's over {_axes(mark.axes)}: {text_of_spec(mark.spec)}"
+        said = named if mark.axes and not mark.said else str(mark)
         got = f"{which}{_text(shape)}, {said}; mesh: {mesh}{'; ' + reason.got if reason.got else ''}"
         raise ShardingError(reason.what, line, got, reason.hint) from None
     return Demand(tuple(d or () for d in placed), tuple(d is None for d in placed), order)

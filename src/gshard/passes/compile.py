@@ -133,10 +133,11 @@ def named_sharding(mesh: Mesh, sharding: Sharding, memory: str = DEVICE) -> Name
 def _named_sharding(mesh: Mesh, sharding: Sharding, _: Any) -> NamedSharding:
     # Meshes are equal whatever mesh of JAX's they were read from, so that one is a part of the key.
     own = mesh.spec_of(sharding.dims)
-    return _over_atoms(mesh, sharding) if own is None else NamedSharding(mesh.user_jax_mesh, own)
+    return over_atoms(mesh, sharding) if own is None else NamedSharding(mesh.user_jax_mesh, own)
 
 
-def _over_atoms(mesh: Mesh, sharding: Sharding) -> NamedSharding:
+def over_atoms(mesh: Mesh, sharding: Sharding) -> NamedSharding:
+    """A sharding as JAX's, over the atoms of the mesh."""
     return NamedSharding(mesh.jax_mesh, spec(sharding))
 
 
@@ -184,7 +185,7 @@ def _jitted(
 
     # XLA calls the program, and profilers what it runs, by the name of the user's function.
     program.__name__ = program.__qualname__ = spmd.program.name
-    said, made = _over_atoms if names_devices(spmd.jaxpr) else named_sharding, spmd.program
+    said, made = over_atoms if names_devices(spmd.jaxpr) else named_sharding, spmd.program
     come = [in_memory(said(spmd.mesh, s), made.input_memory(i)) for i, s in enumerate(spmd.in_shardings)]
     leave = [in_memory(said(spmd.mesh, s), made.output_memory(i)) for i, s in enumerate(spmd.out_shardings)]
     return jax.jit(

@@ -53,6 +53,7 @@ from gshard.tracing.known import Facts, makes_indices
 from gshard.tracing.look_up import simpler
 from gshard.tracing.looks import Looks
 from gshard.tracing.manual_regions import check_manual_regions
+from gshard.tracing.nested_shardings import with_shardings_as_marks
 from gshard.tracing.opened import opened
 from gshard.tracing.references import without_references
 from gshard.tracing.rewritten import rewritten
@@ -283,8 +284,10 @@ class _Builder:
                 self._named(eqn, inputs[0], env, out, source)
                 continue
             with as_if_at(source), with_settings_of(eqn):  # what stands for an equation has its line
+                avals = [v.aval for v in eqn.invars]
                 told = demanded(eqn)
-                body = closed(told) if told is not None else expansion(name, params, [v.aval for v in eqn.invars])
+                told = with_shardings_as_marks(eqn.primitive, params, avals) if told is None else told
+                body = expansion(name, params, avals) if told is None else closed(told)
                 look_up = simpler(self.facts, eqn.primitive, params, inputs) if body is None else None
                 if look_up is not None and look_up[0].out_avals[0].weak_type == eqn.outvars[0].aval.weak_type:
                     body, inputs = closed(look_up[0]), tuple(look_up[1])
@@ -329,7 +332,7 @@ class _Builder:
             return Equation(
                 primitive, params, inputs, outputs, None, source, blocks, edges, None, count, context=self.context
             )
-        mark = mark_of_equation(primitive.name, params, len(inputs[0].shape) if inputs else 0)
+        mark = mark_of_equation(primitive.name, params, inputs[0].shape if inputs else ())
         if mark is None:
             params = without_shardings(primitive.name, params)
         shapes = tuple(x.shape for x in inputs), tuple(x.shape for x in outputs)

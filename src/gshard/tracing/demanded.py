@@ -22,9 +22,9 @@ def demanded(eqn: Any) -> Any | None:
     said = next((eqn.params[k] for k in RESULT_SHARDINGS if eqn.params.get(k) is not None), None)
     if said is None or eqn.effects or asks_for_unreduced(said):
         return None
-    ndim = len(eqn.outvars[-1].aval.shape)
-    mark = mark_of_type(said, ndim)
-    if mark is None or mark_of_equation(eqn.primitive.name, eqn.params, ndim) is not None:
+    shape = eqn.outvars[-1].aval.shape
+    mark = mark_of_type(said, len(shape))
+    if mark is None or mark_of_equation(eqn.primitive.name, eqn.params, shape) is not None:
         return None
     params = {k: None if k in RESULT_SHARDINGS else v for k, v in eqn.params.items()}
 

@@ -8,6 +8,7 @@ its own is its solver, a sum over an axis that ``vmap`` named a sum over a dimen
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -97,14 +98,14 @@ def without_shardings(name: str, params: dict[str, Any]) -> dict[str, Any]:
     return {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
 
 
-def mark_of_equation(name: str, params: dict[str, Any], ndim: int) -> Mark | None:
+def mark_of_equation(name: str, params: dict[str, Any], shape: tuple[int, ...]) -> Mark | None:
     """The mark that an equation is: one of ours, or a sharding constraint of JAX's over a mesh."""
     if name == "gshard_mark":
         return params["mark"]  # type: ignore[no-any-return]
-    if name == "sharding_constraint" and isinstance(params["sharding"], NamedSharding):
-        return mark_of_named_sharding(params["sharding"], ndim)
+    if name == "sharding_constraint":
+        return mark_of_any_sharding(params["sharding"], shape)
     if name == "reshard":
-        return mark_of_type(params["dst_sharding"], ndim)
+        return mark_of_type(params["dst_sharding"], len(shape))
     return None
 
 
@@ -118,6 +119,27 @@ def mark_of_type(sharding: Any, ndim: int) -> Mark | None:
         return mark
     open_dim = PartitionSpec.UNCONSTRAINED  # what an axis of type Auto does is not in the type
     return dataclasses.replace(mark, spec=tuple(open_dim if entry is None else entry for entry in mark.spec))
+
+
+def mark_of_any_sharding(sharding: Any, shape: tuple[int, ...], leaf: str = "") -> Mark:
+    """Any sharding of JAX's, of an array of this shape, as a mark.
+
+    A ``NamedSharding`` is read by its axes, any other (``SingleDeviceSharding``, XLA's own) by the devices that hold
+    each part.
+
+    Raises:
+        ShardingError: it asks for unreduced values.
+    """
+    if isinstance(sharding, NamedSharding):
+        return mark_of_named_sharding(sharding, len(shape), leaf)
+    divides = (sharding.num_devices,) * len(shape)  # which device holds which part does not depend on their sizes
+    held = {d: tuple(i.start or 0 for i in index) for d, index in sharding.devices_indices_map(divides).items()}
+    parts = tuple(len(set(starts)) for starts in zip(*held.values(), strict=True))
+    names = [f"dimension {d}" for d in range(len(shape))]
+    axes = (*zip(names, parts, strict=True), ("copies", len(held) // math.prod(parts)))
+    spec = tuple(name if n > 1 else None for name, n in zip(names, parts, strict=True))
+    devices = tuple(sorted(held, key=held.__getitem__))  # part by part, the last dimension fastest
+    return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf, said=str(sharding))
 
 
 def mark_of_named_sharding(sharding: NamedSharding, ndim: int, leaf: str = "") -> Mark:

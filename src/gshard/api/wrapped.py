@@ -1,0 +1,131 @@
+"""Wrapped: a function that ``jax.jit`` returned, given to ``gshard.jit``, ``explain`` or ``search``.
+
+    step = jax.jit(f, in_shardings=(s, s), out_shardings=s, donate_argnums=0)
+    gshard.jit(step)  ==  gshard.jit(f, mesh=s.mesh, in_shardings=(s, s), out_shardings=s, donate_argnums=0)
+
+What ``jax.jit`` was given counts as if ``gshard.jit`` had been given it. Where both have shardings, those of
+``gshard.jit`` are of its arguments and results, and those of ``jax.jit`` are marks inside, as of any nested call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from gshard.api.signature import Parameters
+from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter import closed, mesh_of_context, sub_jaxprs, user_line
+from gshard.core.jax_adapter_given import GivenToJit, given_to_jit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A function, and what it is jitted with.
+
+    Attributes:
+        f: the function to trace.
+        in_shardings, out_shardings: of its arguments and results.
+        keep_unused: whether arguments that nothing reads are given to XLA.
+        compiler_options: XLA's, as pairs.
+        given: what ``jax.jit`` was given, if it returned the function.
+    """
+
+    f: Callable[..., Any]
+    in_shardings: Any
+    out_shardings: Any
+    keep_unused: bool
+    compiler_options: tuple[tuple[str, Any], ...]
+    given: GivenToJit | None = None
+
+    @staticmethod
+    def of(
+        f: Callable[..., Any],
+        in_shardings: Any,
+        out_shardings: Any,
+        keep_unused: bool,
+        compiler_options: Mapping[str, Any] | None,
+    ) -> Wrapped:
+        """Adds what ``jax.jit`` was given with a function to what ``gshard.jit`` is given.
+
+        Raises:
+            ArgumentError: ``jax.jit`` was given a device or a backend.
+        """
+        given = given_to_jit(f)
+        options = dict(compiler_options or {})
+        if given is None:
+            return Wrapped(f, in_shardings, out_shardings, keep_unused, tuple(options.items()))
+        refuse_device("jax.jit", given.device)
+        shardings = (given.in_shardings, given.out_shardings)
+        inside = shardings != (None, None) and (in_shardings is not None or out_shardings is not None)
+        if not inside and not given.layouts and not given.resolves:
+            f = given.f
+            if shardings != (None, None):
+                in_shardings, out_shardings = shardings
+            options = {**given.compiler_options, **options}
+        return Wrapped(f, in_shardings, out_shardings, keep_unused or given.keep_unused, tuple(options.items()), given)
+
+    def parameters(self, static: tuple[Any, Any], donated: tuple[Any, Any], static_leaves: bool) -> Parameters:
+        """Static and donated arguments: those of ``gshard.jit`` and those of ``jax.jit``.
+
+        Raises:
+            ArgumentError: the function has no such argument, or one is static and donated.
+        """
+        own = Parameters.of(self.f, static, donated, static_leaves)
+        if self.given is None:
+            return own
+        numbers = _both(own.static_numbers, self.given.static[0]), _both(own.donated_numbers, self.given.donated[0])
+        names = _both(own.static_names, self.given.static[1]), _both(own.donated_names, self.given.donated[1])
+        return Parameters.of(self.f, (numbers[0], names[0]), (numbers[1], names[1]), static_leaves)
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """The mesh of the first sharding that ``jax.jit`` was given and that names devices."""
+        if self.given is None:
+            return None
+        return mesh_of_shardings(jax.tree.leaves((self.given.in_shardings, self.given.out_shardings)))
+
+
+def _both(ours: Iterable[Any], theirs: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys((*ours, *theirs)))
+
+
+def mesh_of_shardings(shardings: Iterable[Any]) -> jax.sharding.Mesh | None:
+    """The mesh of the first ``NamedSharding`` over devices that exist; None if there is none."""
+    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
+
+
+def mesh_that_is_meant(args: Any, kwargs: Any, traced: Callable[[], Any]) -> jax.sharding.Mesh | None:
+    """The mesh on which an argument is placed, or else that of a sharding inside a function; None if a mesh is set.
+
+    Args:
+        args, kwargs: the arguments.
+        traced: gives the closed jaxpr of the function.
+    """
+    if mesh_of_context() is not None:
+        return None
+    placed = mesh_of_shardings(getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs)))
+    return placed or mesh_of_shardings(_shardings_inside(traced()))
+
+
+def _shardings_inside(jaxpr: Any) -> Iterator[Any]:
+    for e in closed(jaxpr)[0].eqns:
+        for value in e.params.values():
+            yield from value if isinstance(value, tuple | list) else (value,)
+        for body in sub_jaxprs(e.params):
+            yield from _shardings_inside(body)
+
+
+def refuse_device(by: str, device: Any) -> None:
+    """Raises ``ArgumentError`` where a jitted function was given a device or a backend."""
+    if device is not None:
+        raise ArgumentError(
+            f"{by} was given a device or a backend: the mesh of gshard.jit names the devices.",
+            user_line(),
+            f"{device!r}",
+            "Write mesh=jax.devices('cpu')[:8], for example.",
+        )

@@ -1,0 +1,104 @@
+"""The part of the JAX adapter about ``jax.jit`` itself: what it was given with a function, and its equations."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax._src import layout as _layout
+from jax._src import sharding_impls as _sharding_impls
+from jax._src.interpreters import pxla as _pxla
+from jax._src.lib import _jax
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GivenToJit:
+    """What ``jax.jit`` was given with a function.
+
+    Attributes:
+        f: the function itself.
+        static: numbers and names of static arguments.
+        donated: numbers and names of donated arguments.
+        in_shardings, out_shardings: pytree prefixes of shardings; None where none was given.
+        layouts: the layouts in memory among them (of a ``Format``), as they were given.
+        keep_unused: whether arguments that nothing reads are given to XLA.
+        compiler_options: XLA's.
+        device: the device or the backend; None where none was given.
+        resolves: whether ``None`` among the shardings has a meaning of its own (``pjit``).
+    """
+
+    f: Callable[..., Any]
+    static: tuple[tuple[int, ...], tuple[str, ...]]
+    donated: tuple[tuple[int, ...], tuple[str, ...]]
+    in_shardings: Any
+    out_shardings: Any
+    layouts: tuple[Any, ...]
+    keep_unused: bool
+    compiler_options: Mapping[str, Any]
+    device: Any
+    resolves: bool
+
+
+def given_to_jit(f: Any) -> GivenToJit | None:
+    """What ``jax.jit`` was given with a function that it returned; None for any other function.
+
+    A method of an object is one of the function that ``jax.jit`` returned: it counts without the first argument.
+    """
+    if isinstance(f, types.MethodType):
+        inside = given_to_jit(f.__func__)
+        return None if inside is None else _of_method(inside, f.__self__)
+    info = getattr(f, "_jit_info", None)
+    if not isinstance(f, _jax.PjitFunction) or info is None:
+        return None
+    layouts = (*info.in_layouts_leaves, *info.out_layouts_leaves)
+    return GivenToJit(
+        f._fun,
+        (tuple(info.static_argnums), tuple(info.static_argnames)),
+        (tuple(info.donate_argnums), tuple(info.donate_argnames)),
+        _given(info.in_shardings_treedef, info.in_shardings_leaves),
+        _given(info.out_shardings_treedef, info.out_shardings_leaves),
+        tuple(x for x in layouts if x is not None),
+        info.keep_unused,
+        dict(info.compiler_options_kvs),
+        info.device or info.backend,
+        info.use_resource_env,
+    )
+
+
+def _given(tree: Any, leaves: Sequence[Any]) -> Any:
+    if all(x is None or isinstance(x, _sharding_impls.UnspecifiedValue) for x in leaves):
+        return None
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _of_method(given: GivenToJit, owner: Any) -> GivenToJit:
+    f = types.MethodType(given.f, owner)
+    bound = next(iter(inspect.signature(given.f).parameters), None)
+
+    def without_first(told: tuple[tuple[int, ...], tuple[str, ...]]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        numbers, names = told
+        return tuple(i - 1 if i > 0 else i for i in numbers if i), tuple(n for n in names if n != bound)
+
+    in_shardings = given.in_shardings
+    if isinstance(in_shardings, tuple) and 0 not in given.static[0]:  # the owner is an argument like others
+        in_shardings = in_shardings[1:]
+    return dataclasses.replace(
+        given, f=f, static=without_first(given.static), donated=without_first(given.donated), in_shardings=in_shardings
+    )
+
+
+def has_default_layout(layout: Any, sharding: Any, aval: Any) -> bool:
+    """Whether a layout in memory is the one that arrays of this type have anyway."""
+    return isinstance(layout, _layout.Layout) and bool(_pxla.is_default_layout(layout, sharding, aval))
+
+
+def bound_without_shardings(primitive: Any, params: Mapping[str, Any], arrays: Sequence[Any]) -> list[Any]:
+    """The equation of a ``jit`` on these arrays, without shardings and layouts."""
+    unspecified = {k: (_sharding_impls.UNSPECIFIED,) * len(params[k]) for k in ("in_shardings", "out_shardings")}
+    no_layout = {k: (None,) * len(params[k]) for k in ("in_layouts", "out_layouts")}
+    made: list[Any] = primitive.bind(*arrays, **{**params, **unspecified, **no_layout})
+    return made

@@ -1,0 +1,190 @@
+"""What ``jax.jit`` was given counts: of a nested call as marks, of a wrapped function as if given to gshard.jit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import gshard
+
+MESHES = {
+    "d": jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)),
+    "ab": jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2),
+}
+SHARDINGS = {"d": NamedSharding(MESHES["d"], P("d")), "ab": NamedSharding(MESHES["ab"], P("b", "a"))}
+D = SHARDINGS["d"]
+X = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
+Step = Callable[[Any], Any]
+
+
+def with_rule(g: Step) -> Step:
+    f = jax.custom_vjp(g)
+    f.defvjp(lambda x: (g(x), x), lambda x, ct: (g(ct) * x,))
+    return jax.grad(lambda x: f(x).sum())
+
+
+CONTAINERS: dict[str, Callable[[Step], Step]] = {
+    "call": lambda g: lambda x: g(x),
+    "scan": lambda g: lambda x: jax.lax.scan(lambda c, _: (c * 1.5, g(c)), x, None, length=3)[1],
+    "while": lambda g: lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, g(c[1])), (0, x))[1],
+    "cond": lambda g: lambda x: jax.lax.cond(x[0, 0] > 0, g, lambda y: y, x),
+    "grad": lambda g: jax.grad(lambda x: g(x).sum()),
+    "vmap": lambda g: lambda x: jax.vmap(g)(jnp.stack([x, x + 1])),
+    "remat": lambda g: jax.grad(jax.checkpoint(lambda x: jnp.sin(g(x)).sum())),
+    "nested twice": lambda g: lambda x: jax.jit(lambda y: jax.jit(g)(y) * 2)(x),
+    "custom_vjp": with_rule,
+}
+
+
+def step(x: Any) -> Any:
+    return jnp.sin(x) * 2
+
+
+@pytest.mark.parametrize("side", ["in_shardings", "out_shardings"])
+@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_shardings_of_a_nested_jit_are_constraints(container: str, axes: str, side: str) -> None:
+    around, sharding = CONTAINERS[container], SHARDINGS[axes]
+    constrained = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+    nested = around(jax.jit(step, **{side: sharding}))
+    marked = around(lambda x: constrained(step(x)) if side == "out_shardings" else step(constrained(x)))
+    ours, theirs = (gshard.jit(f, mesh=MESHES[axes]).lower(X) for f in (nested, marked))
+    assert ours.out_info == theirs.out_info
+    assert any(ours.out_info.sharding.spec)
+    assert [(c.kind, c.total_bytes) for c in ours.spmd.collectives] == [
+        (c.kind, c.total_bytes) for c in theirs.spmd.collectives
+    ]
+
+
+@pytest.mark.parametrize("container", ["scan", "vmap", "remat"])
+def test_a_nested_jit_computes_what_it_does_alone(container: str) -> None:
+    around = CONTAINERS[container]
+    f = gshard.jit(around(jax.jit(step, in_shardings=D, out_shardings=D)), mesh=MESHES["d"])
+    expected = jax.jit(around(step))(X)
+    for x in (X, jax.device_put(X, D), jax.device_put(X, NamedSharding(MESHES["d"], P(None, "d")))):
+        np.testing.assert_allclose(f(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def update(w: Any, x: Any) -> Any:
+    return w - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+
+GIVEN: list[dict[str, Any]] = [
+    {"in_shardings": (D, D), "out_shardings": D, "donate_argnums": 0},
+    {"in_shardings": (D, None), "keep_unused": True},
+    {"out_shardings": D, "donate_argnames": "w", "compiler_options": {"xla_cpu_enable_fast_math": False}},
+]
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_what_jax_jit_was_given_counts_as_if_given_to_gshard(given: dict[str, Any]) -> None:
+    w, x = np.ones((64, 64), np.float32), np.ones((128, 64), np.float32)
+    wrapped, plain = gshard.jit(jax.jit(update, **given)), gshard.jit(update, mesh=D.mesh, **given)
+    ours, theirs = wrapped.lower(w, x), plain.lower(w, x)
+    assert (ours.argument_shardings, ours.out_info) == (theirs.argument_shardings, theirs.out_info)
+    assert (str(ours.spmd), ours.donated) == (str(theirs.spmd), theirs.donated)
+    assert wrapped.options == plain.options
+    found = gshard.explain(jax.jit(update, **given), w, x)
+    assert found.bytes_by_kind == gshard.explain(plain, w, x).bytes_by_kind
+    assert found.argument_bytes[1] < found.argument_bytes[0]
+
+
+def test_a_search_keeps_them() -> None:
+    w = jax.ShapeDtypeStruct((64, 64), "float32")
+    wanted = jax.jit(update, in_shardings=(D, D), out_shardings=D)
+    found = gshard.search(wanted, w, w, machine="h100:1x8", budget_seconds=0.1)
+    assert {found.plan.format(v) for v in found.plan.program.block.inputs} == {"f32[64@d,64]"}
+
+
+class Model:
+    @functools.partial(jax.jit, static_argnums=(0, 2), donate_argnums=1, out_shardings=D)
+    def update(self, x: Any, times: int) -> Any:
+        return x * times
+
+    @functools.partial(jax.jit, in_shardings=(None, D))
+    def call(self, x: Any) -> Any:
+        return x + 1
+
+
+def test_a_method_counts_without_the_object() -> None:
+    lowered = gshard.jit(Model().update).lower(X, 3)
+    assert (lowered.out_info.sharding, lowered.donated) == (D, {0})
+    assert gshard.jit(Model().call).lower(X).argument_shardings == (D,)
+
+
+def test_where_both_have_shardings_those_of_jax_are_inside() -> None:
+    across = NamedSharding(D.mesh, P(None, "d"))
+    lowered = gshard.jit(jax.jit(step, in_shardings=D), in_shardings=across).lower(X)
+    assert lowered.argument_shardings == (across,)
+    assert [c.kind for c in lowered.spmd.collectives] == ["all_to_all"]
+
+
+def test_a_mesh_that_is_set_is_meant_by_bare_specs() -> None:
+    with jax.set_mesh(D.mesh):
+        assert gshard.jit(lambda x: jax.jit(step, out_shardings=P("d"))(x)).lower(X).out_info.sharding == D
+        assert gshard.jit(jax.jit(step, out_shardings=P("d"))).lower(X).out_info.sharding == D
+
+
+def test_explain_takes_the_mesh_that_is_meant() -> None:
+    inside = gshard.explain(lambda x: jax.lax.scan(lambda c, _: (jax.jit(step, out_shardings=D)(c), c), x, None, 2), X)
+    assert (inside.mesh.size, inside.argument_bytes) == (8, (1024, 128))
+    with pytest.raises(gshard.MeshError, match="no mesh was given"):
+        gshard.explain(lambda x: jax.jit(step)(x), X)
+    found = gshard.explain(jax.jit(lambda x: x.sum()), jax.device_put(X, D))
+    assert (found.mesh.size, found.bytes_by_kind) == (8, {"all_reduce": 7})
+    assert gshard.explain(jax.jit(gshard.jit(lambda x: x.sum(), mesh=8)), X).mesh.size == 8
+
+
+@pytest.mark.parametrize("mesh", ["d", "ab"])
+def test_a_sharding_may_be_over_another_mesh_of_the_devices(mesh: str) -> None:
+    theirs = SHARDINGS[mesh]
+    other = MESHES["ab" if mesh == "d" else "d"]
+    found = gshard.jit(lambda x: jax.jit(step, out_shardings=theirs)(x), mesh=other)(X)
+    assert found.sharding.is_equivalent_to(theirs, 2)
+    one = SingleDeviceSharding(jax.devices()[0])
+    assert (gshard.jit(jax.jit(step, out_shardings=one), mesh=1)(X) == jax.jit(step)(X)).all()
+
+
+AWAY = NamedSharding(jax.make_mesh((4,), ("d",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,)), P("d"))
+REFUSED: dict[str, tuple[Any, str]] = {
+    "one device": (SingleDeviceSharding(jax.devices()[0]), "a sharding over 1 devices cannot be one over 8"),
+    "other devices": (AWAY, "a sharding over 4 devices cannot be one over 8"),
+    "layout": (Format(Layout((1, 0)), D), "has a layout in memory"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_be_kept_is_refused_with_its_line(why: str) -> None:
+    sharding, text = REFUSED[why]
+    with pytest.raises(gshard.ShardingError, match=rf"(?s){text}.*at test_wrapped.py:\d+"):
+        gshard.jit(lambda x: jax.jit(step, out_shardings=sharding)(x) + 1, mesh=8)(X)
+
+
+def test_a_layout_that_arrays_have_anyway_is_no_layout() -> None:
+    given = Format(Layout((0, 1)), D)
+    assert gshard.jit(jax.jit(step, out_shardings=given)).lower(X).out_info.sharding == D
+
+
+@pytest.mark.filterwarnings("ignore:backend and device argument:DeprecationWarning")
+def test_a_device_is_refused() -> None:
+    with pytest.raises(gshard.ArgumentError, match=r"(?s)jax.jit was given a device.*at test_wrapped.py"):
+        gshard.jit(jax.jit(step, backend="cpu"), mesh=8)
+
+
+@pytest.mark.parametrize("given", [(D, D), D])
+def test_arguments_by_name_are_refused_with_in_shardings(given: Any) -> None:
+    f = gshard.jit(update, mesh=8, in_shardings=given)
+    assert f(X, X).shape == X.shape
+    for call in (f, jax.jit(f)):
+        with pytest.raises(gshard.ArgumentError, match=r"(?s)called with arguments by name.*\n  x=\.\.\.") as caught:
+            call(X, x=X)
+        assert isinstance(caught.value, ValueError)
