@@ -14,7 +14,7 @@ from gshard.core.planning_tables import with_tables
 
 
 @with_tables
-def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Explanation:
+def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, finite: bool = False, **kwargs: Any) -> Explanation:
     """Tells how a function would be partitioned, without compiling or running it.
 
     Args:
@@ -22,12 +22,14 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``.
         mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``); not
             needed for a function from ``gshard.jit``, nor where ``jax.set_mesh`` has set one.
+        finite: as for ``jit``; a function from ``gshard.jit`` has its own.
 
     Returns:
         the explanation; print it, or write it as a page by ``.html(path)``.
 
     Raises:
-        MeshError: no mesh was given and none is set. ArgumentError: ``f`` is no function.
+        MeshError: no mesh was given and none is set. ArgumentError: ``f`` is no function, or has a ``finite`` of its
+            own.
 
     >>> import jax.numpy as jnp
     >>> from gshard.api.marks import split
@@ -43,9 +45,24 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
             hint="Give the function first: gshard.explain(f, x, mesh=8).",
         )
     if isinstance(f, Jitted):
+        refuse_finite("explain", f, finite)
         jitted = f if mesh is None else f.on(mesh)
     else:
-        jitted = jit(f, mesh=mesh)
+        jitted = jit(f, mesh=mesh, finite=finite)
     lowered = jitted.lower(*args, **kwargs)
     by_bytes = lowered.target.machine is None and lowered.target.recorded is None
     return explain_program(lowered.plan, lowered.spmd, lowered.marked, lowered.donated, by_bytes=by_bytes)
+
+
+def refuse_finite(asker: str, f: Jitted, finite: bool) -> None:
+    """Refuses ``finite`` for a function that ``gshard.jit`` returned.
+
+    Raises:
+        ArgumentError: it is given.
+    """
+    if finite and not f.options.finite:
+        raise ArgumentError(
+            f"gshard.{asker} takes finite for a plain function only.",
+            got=f"finite={finite!r}, for {f!r}",
+            hint="Give it to gshard.jit, which made this function.",
+        )

@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import is_mapped, user_line
-from gshard.core.mark import Mark, entries_of, text_of_spec
+from gshard.core.mark import Mark
+from gshard.core.partition_spec import text_of_spec, words_of
 from gshard.tracing.expand import mark_of_named_sharding
 
 
@@ -50,7 +51,7 @@ def mark_of_spec(spec: Any, x: Any, leaf: str = "") -> Mark | None:
             "Give a PartitionSpec, a NamedSharding, the name of a mesh axis, or None.",
         )
     said = spec.spec if isinstance(spec, NamedSharding) else PartitionSpec(spec) if isinstance(spec, str) else spec
-    entries, ndim = entries_of(said, user_line()), np.ndim(x)
+    (entries, more), ndim = words_of(said, user_line()), np.ndim(x)
     if len(entries) > ndim:
         raise ShardingError(
             f"{text_of_spec(entries)} names {len(entries)} dimensions of an array of {ndim}.",
@@ -61,7 +62,7 @@ def mark_of_spec(spec: Any, x: Any, leaf: str = "") -> Mark | None:
         )
     if isinstance(spec, NamedSharding):
         return mark_of_named_sharding(spec, ndim, leaf)
-    return Mark("spec", spec=entries, leaf=leaf)
+    return Mark("spec", spec=entries, leaf=leaf, **more)
 
 
 def hidden_by_vmap(arrays: Iterable[Any]) -> str:

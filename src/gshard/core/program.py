@@ -191,6 +191,7 @@ class Program:
         weak: for each result whether its type is weak; none are if it is empty.
         named: the values that have names of dimensions, in order.
         layout: what these mean; None if nothing.
+        finite: whether the user says that parts of sums of floats are finite: they may pass more equations then.
         decomposed: blocks that take the place of ``block``, by how many parts its values are in
             (``passes.decompose``); programs with other marks share them.
     """
@@ -204,6 +205,7 @@ class Program:
     weak: tuple[bool, ...] = ()
     named: tuple[Named, ...] = ()
     layout: Layout | None = None
+    finite: bool = False
     decomposed: Cache = dataclasses.field(default_factory=lambda: Cache(_DECOMPOSED))
 
     def state(self, inputs: Iterable[int]) -> list[tuple[int, Value]]:

@@ -40,7 +40,7 @@ from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
 from gshard.tracing.added_in_rounds import added_in_rounds
 from gshard.tracing.by_jax import closed_of, name_of
-from gshard.tracing.expand import expansion, mark_of_equation, mark_of_type, needs_barrier
+from gshard.tracing.expand import expansion, mark_of_equation, mark_of_result, marks_of_parts, needs_barrier
 from gshard.tracing.files import with_names_of_files
 from gshard.tracing.framed import in_frames
 from gshard.tracing.in_a_row import one_equation_each
@@ -50,6 +50,7 @@ from gshard.tracing.manual_regions import check_manual_regions
 from gshard.tracing.moved_first import moved_first
 from gshard.tracing.opened import opened
 from gshard.tracing.padded import padded_by_windows
+from gshard.tracing.permitted import permitted
 from gshard.tracing.scanned import scanned
 from gshard.tracing.subexpression import common_key
 from gshard.tracing.sums_of_updates import sums_of_updates
@@ -103,6 +104,7 @@ def program_of(
     *,
     as_typed: bool = False,
     layout: Layout | None = None,
+    finite: bool = False,
 ) -> Program:
     """The program of a closed jaxpr.
 
@@ -115,6 +117,7 @@ def program_of(
         as_typed: whether results must be sharded as their types say, also where these name no axis: what JAX's
             transformations do with them depends on it.
         layout: what names of dimensions mean; without one they mean nothing.
+        finite: whether parts of sums of floats are known to be finite.
 
     Raises:
         ShardingError: parts (``auto_to_manual``) and whole arrays are mixed.
@@ -124,12 +127,13 @@ def program_of(
     block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
     block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
     check_manual_regions(block)
+    block = permitted(block, finite=finite)
     with_names_of_files(block)
     captured = tuple(consts)
     marks = tuple(argument_marks) if argument_marks is not None else (None,) * len(names)
     every = (*(f"captured[{i}]" for i in range(len(captured))), *names)
     weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars)
-    return Program(block, captured, marks, every, out_tree, name, weak, tuple(builder.named), layout)
+    return Program(block, captured, marks, every, out_tree, name, weak, tuple(builder.named), layout, finite)
 
 
 @no_mesh_set()
@@ -234,7 +238,7 @@ class _Builder:
         """The block with marks on those results whose types (of explicit axes) say how they are sharded."""
         added, outputs = [], list(block.outputs)
         for i, (v, variable) in enumerate(zip(block.outputs, variables, strict=True)):
-            mark = mark_of_type(getattr(variable.aval, "sharding", None), len(v.shape))
+            mark = mark_of_result(variable.aval, i)
             if mark is not None and isinstance(v, Value) and (as_typed or any(mark.spec)):
                 outputs[i] = result = self._new({}, variable)
                 call = Call(mark_p.name, {"mark": mark}, (v.shape,), (v.shape,), (v.dtype,), mark_p)
@@ -266,13 +270,18 @@ class _Builder:
                 env_inner.update(zip(inner.invars, inputs, strict=True))
                 around = self.layout  # a partitioned function that has a layout of its own keeps it
                 self.layout = getattr(params.get("target"), "layout", None) or around
+                first = len(out.equations)
                 self._equations(inner, env_inner, out, source)
                 self.layout = around
+                if getattr(params.get("target"), "finite", False):  # of its own equations alone
+                    own = Block((), tuple(out.equations[first:]), ())
+                    out.equations[first:] = permitted(own, finite=True).equations
                 env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
                 continue
             key = None if eqn.effects else common_key(eqn.primitive, params, inputs)
             if key is not None and key in out.known:
                 env.update(zip(eqn.outvars, out.known[key].outputs, strict=True))
+                self._kept_in_parts(eqn, env, out, source)
                 continue
             if not all(hasattr(v.aval, "shape") for v in eqn.outvars):
                 raise TraceError(
@@ -286,6 +295,7 @@ class _Builder:
                 out.known[key] = out.equations[-1]
             if len(outputs) == 1:
                 self.facts.note(name, params, inputs, outputs[0])
+            self._kept_in_parts(eqn, env, out, source)
 
     def _equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
         region = REGIONS.get(primitive.name)
@@ -312,18 +322,26 @@ class _Builder:
         (variable,) = eqn.outvars
         mark = None if self.layout is None else self.layout.mark(names, line)
         if mark is not None:
-            params = {"mark": mark}
-            key = common_key(mark_p, params, (x,))
-            made = None if key is None else out.known.get(key)
-            if made is None:
-                made = self._equation(mark_p, params, (x,), (self._new({}, variable),), source)
-                out.equations.append(made)
-                if key is not None:
-                    out.known[key] = made
-            (x,) = made.outputs
+            x = self._marked(x, mark, variable, out, source)
         env[variable] = x
         if isinstance(x, Value):
             self.named.append(Named(x, names, line, self.layout))
+
+    def _kept_in_parts(self, eqn: Any, env: dict[Any, Any], out: _Body, source: Any) -> None:
+        """Results whose types say that they are unreduced, where no operand's type does, are marked so."""
+        for variable, mark in marks_of_parts(eqn, user_line(source)):
+            env[variable] = self._marked(env[variable], mark, variable, out, source)
+
+    def _marked(self, x: Value | Constant, mark: Mark, variable: Any, out: _Body, source: Any) -> Value:
+        params = {"mark": mark}
+        key = common_key(mark_p, params, (x,))
+        made = None if key is None else out.known.get(key)
+        if made is None:
+            made = self._equation(mark_p, params, (x,), (self._new({}, variable),), source)
+            out.equations.append(made)
+            if key is not None:
+                out.known[key] = made
+        return made.outputs[0]
 
     def _opened(self, eqn: Any) -> tuple[Any, tuple[Any, ...]] | None:
         """What a primitive without a rule is made of; equal equations (those of equal layers) share it."""
@@ -348,7 +366,7 @@ class _Builder:
             return rule_of(call, source)
         if known is None:
             made = rule_of(call, source)
-            known = self.rules.setdefault((key, made.linear), made)
+            known = self.rules.setdefault((key, made.linear, made.finite), made)
             self.rules[key, call.literals] = known
         return known
 
