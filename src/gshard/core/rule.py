@@ -209,6 +209,7 @@ class RuleMaker:
         if flops is None:
             sizes = [math.prod(self.factors[f].size for dim in t for f in dim) for t in (*operands, *results)]
             flops = max(sizes, default=0)
+        ways, others = (tuple((monoid, frozenset(own)) for monoid, own in some) for some in (linear, finite))
         return Rule(
             tuple(self.factors),
             tuple(tuple(map(tuple, t)) for t in operands),
@@ -220,8 +221,8 @@ class RuleMaker:
             sends,
             _components(self.factors, (*operands, *results)),
             fixed,
-            tuple((monoid, frozenset(positions)) for monoid, positions in linear),
-            tuple((monoid, frozenset(positions)) for monoid, positions in finite),
+            ways,
+            tuple(way for way in others if way not in ways),
             (),
             part,
             passes,

@@ -106,8 +106,8 @@ def _finite(call: Call) -> Ways:
     if name in ("neg", "conj"):
         return if_finite(dtype, (0,))
     if name == "mul":
-        finished = [c is None or math.isfinite(c) for c in (call.literal(1), call.literal(0))]
-        return if_finite(dtype, *((i,) for i, may in enumerate(finished) if may))
+        by = [(i, call.literal(1 - i)) for i in (0, 1) if call.literal(i) is None]
+        return if_finite(dtype, *((i,) for i, c in by if c is None or math.isfinite(c)))
     if name == "div":
         return [] if call.literal(1) == 0 else if_finite(dtype, (0,))
     if name == "convert_element_type":
