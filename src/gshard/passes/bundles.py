@@ -159,7 +159,7 @@ def _ties(rule: Rule) -> tuple[tuple[int, frozenset[str]], ...]:
     if not all(f.kind == PARALLEL for f in rule.factors):
         return ()
     same = [i for i, d in enumerate(rule.operands) if d == dims]
-    ways = [way for k, way in enumerate(rule.linear) if rule.limit(k) is None]
+    ways = [way for way in rule.linear if way not in rule.finite]  # of those that are permitted each is a choice
     return tuple((i, frozenset(monoid for monoid, operands in ways if i in operands)) for i in same)
 
 
