@@ -141,7 +141,5 @@ def test_what_is_not_linear_is_permitted_nothing() -> None:
     assert ways(lambda x: lax.convert_element_type(x, jnp.float32), X.astype(jnp.float16)) == {("add", frozenset({0}))}
     assert ways(lambda x: lax.convert_element_type(x, jnp.float32), X.astype(np.int8)) == set()  # it wraps
     assert ways(jnp.divide, X, Y) == {("add", frozenset({0}))}  # nothing by parts of a sum
-    assert (
-        ways(lambda x, y: lax.dot(x, y.T, preferred_element_type=jnp.int32), X.astype(np.int8), Y.astype(np.int8))
-        == set()
-    )
+    eighths = [X.astype(np.int8), Y.T.astype(np.int8)]
+    assert ways(lambda x, y: lax.dot(x, y, preferred_element_type=jnp.int32), *eighths) == set()

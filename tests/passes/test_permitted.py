@@ -288,6 +288,37 @@ def test_a_value_that_is_whole_is_kept_by_one_device() -> None:
     assert np.signbit(np.asarray(got)).sum() == np.signbit(x).sum()
 
 
+def test_axes_of_another_mesh_are_found_by_their_devices() -> None:
+    mesh = jax.make_mesh((2, 4), ("b", "a"), axis_types=(AxisType.Auto,) * 2)
+    other = jax.make_mesh((4, 2), ("q", "r"), axis_types=(AxisType.Explicit,) * 2)
+    third = jax.sharding.Mesh(np.array(jax.devices())[[0, 1, 2, 4, 3, 5, 6, 7]].reshape(2, 4), ("s", "t"))
+
+    def f(x: Any, v: Any, sharding: Any) -> Any:
+        return replicate(2.0 * shard(split(x, 1, "a") @ v, sharding))
+
+    sharding = jax.NamedSharding(other, P(None, None, unreduced={"q"}))
+    plan = gshard.jit(lambda x, v: f(x, v, sharding), mesh=mesh).lower(X, V).plan
+    assert [plan.format(e.outputs[0]) for e in plan.program.block.walk() if e.mark][1] == "f32[16,24]{U:a.0,b}"
+    close(gshard.jit(lambda x, v: f(x, v, sharding), mesh=mesh)(X, V), 2 * X @ V)
+    elsewhere = jax.NamedSharding(
+        jax.sharding.Mesh(third.devices, third.axis_names, axis_types=(AxisType.Explicit,) * 2),
+        P(None, None, unreduced={"t"}),
+    )
+    with pytest.raises(ShardingError, match="no axes of the mesh are the 4 devices along axis 't'"):
+        gshard.jit(lambda x, v: f(x, v, elsewhere), mesh=mesh)(X, V)
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "UnreducedKind"), reason="only newer JAX has kinds")
+def test_a_largest_in_parts() -> None:
+    spec = P(None, unreduced={"a"}, unreduced_kind=jax.sharding.UnreducedKind.max)
+
+    def f(x: Any) -> Any:
+        return replicate(jnp.maximum(shard(jnp.max(split(x, 1, "a"), 1), spec), 0.5))
+
+    np.testing.assert_array_equal(gshard.jit(f, mesh={"a": 8})(X), np.maximum(X.max(1), 0.5))
+    assert sent(f, X, mesh={"a": 8}) == [("all_reduce", 1, 2 * 16 * 4 * 7 // 8)]
+
+
 def test_the_cotangent_of_a_reduced_value_is_in_parts() -> None:
     def f(w: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:

@@ -269,21 +269,31 @@ def _unfinished(mark: Mark, dims: Sequence[Atoms | None], mesh: Mesh) -> tuple[t
     """
     of_one_device = {name for name, size in mark.axes if size == 1}
     names = [name for name in (*mark.unreduced, *mark.reduced) if name not in of_one_device]
-    for name, size in mark.axes if names else ():
-        if size > 1 and mesh.count(_axis_or_none(name, mesh)) != size:
-            raise ShardingError(
-                f"the mesh has no axis {name!r} of {size} devices.",
-                hint="Name unreduced and reduced axes of the mesh that the program is partitioned for.",
-            )
+    atoms_of = {name: _along(name, mark, mesh) for name in names}
     cutting = {a: d for d, atoms in enumerate(dims) for a in atoms or ()}
     for name in names:
-        for a in _axis(name, mesh):
+        for a in atoms_of[name]:
             if a in cutting:
                 word = "unreduced" if name in mark.unreduced else "reduced"
                 what = f"axis {name!r} splits dimension {cutting[a]}, and is {word}."
                 raise ShardingError(what, hint="Name each mesh axis once.")
     wanted = (name for name in names if name in mark.unreduced)
-    return tuple(sorted((a, mark.monoid) for name in wanted for a in _axis(name, mesh)))
+    return tuple(sorted((a, mark.monoid) for name in wanted for a in atoms_of[name]))
+
+
+def _along(name: str, mark: Mark, mesh: Mesh) -> Atoms:
+    """The atoms of one axis of a mark: by its name, or by the devices along it if its mesh is another one."""
+    size = dict(mark.axes).get(name)
+    if size is None or mesh.count(_axis_or_none(name, mesh)) == size:
+        return _axis(name, mesh)
+    if math.prod(n for _, n in mark.axes) == mesh.size:
+        cuts = cut(table_of_axes([(name,)], mark.axes, mesh.order_of(mark.devices) or range(mesh.size)), mesh)
+        if cuts is not None:
+            return cuts[0]
+    raise ShardingError(
+        f"no axes of the mesh are the {size} devices along axis {name!r}.",
+        hint="Name unreduced and reduced axes of the mesh that the program is partitioned for.",
+    )
 
 
 def _axis_or_none(name: str, mesh: Mesh) -> Atoms:

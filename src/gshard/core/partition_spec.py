@@ -69,4 +69,4 @@ def text_of_spec(
 ) -> str:
     """A ``PartitionSpec`` of these entries, and of unreduced or reduced axes, as it is written."""
     words = [*map(repr, entries), *(f"{word}={{{', '.join(map(repr, own))}}}" for word, own in axes if own)]
-    return f"P({', '.join([*words, *([f'unreduced_kind={unreduced_kind!r}'] if unreduced_kind else [])])})"
+    return f"P({', '.join([*words, *([f'unreduced_kind={unreduced_kind}'] if unreduced_kind else [])])})"
