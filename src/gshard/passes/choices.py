@@ -379,7 +379,7 @@ class _Builder:
     def _kept(self, v: Value, came: Mapping[Value, Value]) -> Sharding | None:
         """How a result leaves that has no choice: as the argument comes whose place it takes, or as the facts say."""
         if self.facts is None:
-            return None
+            return Sharding(self.said[v][0].dims) if v in self.said else None
         known = self.facts.shardings
         if came.get(v) in self.facts.undecided:
             return None

@@ -50,7 +50,7 @@ from gshard.tracing.manual_regions import check_manual_regions
 from gshard.tracing.moved_first import moved_first
 from gshard.tracing.opened import opened
 from gshard.tracing.padded import padded_by_windows
-from gshard.tracing.permitted import permitted
+from gshard.tracing.permitted import permit_from, permitted
 from gshard.tracing.scanned import scanned
 from gshard.tracing.subexpression import common_key
 from gshard.tracing.sums_of_updates import sums_of_updates
@@ -238,7 +238,7 @@ class _Builder:
         """The block with marks on those results whose types (of explicit axes) say how they are sharded."""
         added, outputs = [], list(block.outputs)
         for i, (v, variable) in enumerate(zip(block.outputs, variables, strict=True)):
-            mark = mark_of_result(variable.aval, i)
+            mark = mark_of_result(variable.aval, i, block)
             if mark is not None and isinstance(v, Value) and (as_typed or any(mark.spec)):
                 outputs[i] = result = self._new({}, variable)
                 call = Call(mark_p.name, {"mark": mark}, (v.shape,), (v.shape,), (v.dtype,), mark_p)
@@ -273,9 +273,7 @@ class _Builder:
                 first = len(out.equations)
                 self._equations(inner, env_inner, out, source)
                 self.layout = around
-                if getattr(params.get("target"), "finite", False):  # of its own equations alone
-                    own = Block((), tuple(out.equations[first:]), ())
-                    out.equations[first:] = permitted(own, finite=True).equations
+                permit_from(first, out.equations, params.get("target"))
                 env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
                 continue
             key = None if eqn.effects else common_key(eqn.primitive, params, inputs)
@@ -328,8 +326,7 @@ class _Builder:
             self.named.append(Named(x, names, line, self.layout))
 
     def _kept_in_parts(self, eqn: Any, env: dict[Any, Any], out: _Body, source: Any) -> None:
-        """Results whose types say that they are unreduced, where no operand's type does, are marked so."""
-        for variable, mark in marks_of_parts(eqn, user_line(source)):
+        for variable, mark in marks_of_parts(eqn, source):
             env[variable] = self._marked(env[variable], mark, variable, out, source)
 
     def _marked(self, x: Value | Constant, mark: Mark, variable: Any, out: _Body, source: Any) -> Value:

@@ -8,7 +8,7 @@ its own is its solver, a sum over an axis that ``vmap`` named a sum over a dimen
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -17,9 +17,17 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.errors import ShardingError
-from gshard.core.jax_adapter import body_of_call, closed, expand_high_primitive, expand_random_bits, shapes_of
+from gshard.core.jax_adapter import (
+    body_of_call,
+    closed,
+    expand_high_primitive,
+    expand_random_bits,
+    shapes_of,
+    user_line,
+)
 from gshard.core.mark import Mark
 from gshard.core.partition_spec import words_of
+from gshard.core.program import Block
 from gshard.rules.sorted_search import sorted_search
 from gshard.tracing.mapped_while import written_out
 
@@ -90,23 +98,24 @@ def mark_of_type(sharding: Any, ndim: int) -> Mark | None:
     return dataclasses.replace(mark, spec=tuple(open_dim if entry is None else entry for entry in mark.spec))
 
 
-def mark_of_result(aval: Any, i: int) -> Mark | None:
-    """What the type of a program's result says, as ``mark_of_type``.
+def mark_of_result(aval: Any, i: int, block: Block) -> Mark | None:
+    """What the type of result ``i`` of a program says, as ``mark_of_type``.
 
     Raises:
         ShardingError: it says that the result is unreduced or reduced: an array outside of a program is finished.
     """
-    mark = mark_of_type(getattr(aval, "sharding", None), len(getattr(aval, "shape", ())))
+    mark = mark_of_type(getattr(aval, "sharding", None), len(block.outputs[i].shape))
     if mark is not None and (mark.unreduced or mark.reduced):
         raise ShardingError(
             f"result {i} is {'unreduced' if mark.unreduced else 'reduced'}, and what leaves a program is finished.",
-            got=f"{aval.str_short(short_dtypes=True)}, {mark.spec_text}",
-            hint="Finish it before you return it: jax.sharding.reshard(y, P(...)).",
+            next((e.line for e in block.equations if block.outputs[i] in e.outputs), ""),
+            f"{aval.str_short(short_dtypes=True)}, {mark.spec_text}",
+            "Finish it before it is returned: jax.sharding.reshard(y, P(...)).",
         )
     return mark
 
 
-def marks_of_parts(eqn: Any, line: str = "") -> Iterator[tuple[Any, Mark]]:
+def marks_of_parts(eqn: Any, source: Any) -> Iterator[tuple[Any, Mark]]:
     """The results whose types say that they are unreduced over axes over which no operand is, each as a mark.
 
     An ``out_sharding`` of a product says so, or a look-up's derivative. What marks say is a mark in any case.
@@ -114,20 +123,26 @@ def marks_of_parts(eqn: Any, line: str = "") -> Iterator[tuple[Any, Mark]]:
     Raises:
         ShardingError: a ``shard_map`` takes or gives unreduced values.
     """
-    if eqn.primitive.name in _MARKS:
+    if "out_specs" in eqn.params:
+        _refuse_in_parts((*eqn.params["in_specs"], *eqn.params["out_specs"]), source)
+    found = [(v, axes) for v in eqn.outvars if (axes := _unreduced_axes(v.aval))]
+    if not found or eqn.primitive.name in _MARKS:
         return
-    for spec in (*eqn.params.get("in_specs", ()), *eqn.params.get("out_specs", ())):
+    have = frozenset[str]().union(*(_unreduced_axes(v.aval) for v in eqn.invars))
+    for v, axes in found:
+        if axes - have and (mark := mark_of_type(v.aval.sharding, len(v.aval.shape))) is not None:
+            yield v, mark
+
+
+def _refuse_in_parts(specs: Iterable[Any], source: Any) -> None:
+    for spec in specs:
         if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
             raise ShardingError(
                 "a shard_map inside of the program takes or gives values that are unreduced or reduced.",
-                line,
+                user_line(source),
                 str(spec),
                 "Give finished values, and add parts up inside of it, by jax.lax.psum.",
             )
-    have = frozenset[str]().union(*(_unreduced_axes(v.aval) for v in eqn.invars))
-    for v in eqn.outvars:
-        if _unreduced_axes(v.aval) - have and (mark := mark_of_type(v.aval.sharding, len(v.aval.shape))) is not None:
-            yield v, mark
 
 
 _MARKS = ("gshard_mark", "sharding_constraint", "reshard")

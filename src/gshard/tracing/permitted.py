@@ -65,6 +65,12 @@ def permitted(block: Block, *, finite: bool) -> Block:
     return changed_block(block)
 
 
+def permit_from(first: int, equations: list[Equation], target: Any) -> None:
+    """Permits it to the equations from a position on, if the partitioned function that they come from was finite."""
+    if getattr(target, "finite", False):
+        equations[first:] = permitted(Block((), tuple(equations[first:]), ()), finite=True).equations
+
+
 def _of_mark(e: Equation) -> _Ways:
     """What is unreduced already where a mark asks for it stays so."""
     if e.mark is None or not e.mark.unreduced:
