@@ -55,7 +55,7 @@ FEW = 64  # bytes sent that count as none
 PAGE = 4096  # less temporary memory counts as much as this
 
 GROUPS = (
-    sums.unfinished, sums.looked_up, sums.fans,
+    sums.unfinished, sums.permitted, sums.looked_up, sums.fans,
     loops.own_rounds, loops.in_turn,
     windows.in_a_row, windows.one_more, windows.pooled, windows.convolutions,
     transforms.transforms, transforms.reshards,
@@ -121,7 +121,8 @@ def sides(program: Program) -> tuple[Side, Side, Side]:
     )
     options: dict[str, Any] = {"in_shardings": lie[0], "out_shardings": lie[1]}
     specs: dict[str, Any] = {"in_specs": program.specs, "out_specs": program.out}
-    ours = gshard.jit(program.whole, mesh=program.mesh, in_shardings=program.specs, out_shardings=program.out)
+    lying: dict[str, Any] = {"in_shardings": program.specs, "out_shardings": program.out}
+    ours = gshard.jit(program.whole, mesh=program.mesh, finite=program.finite, **lying)
     hand = jax.shard_map(program.by_hand, mesh=program.mesh, **specs, check_vma=False)
     lowered = (
         ours.lower(*program.arguments),

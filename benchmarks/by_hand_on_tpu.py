@@ -107,8 +107,9 @@ def compiles(program: Program, machine: Machine, planned_for: str | None) -> Ite
     options: dict[str, Any] = {"in_shardings": lie[0], "out_shardings": lie[1]}
     given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.arguments]
     ours = gshard.jit(
-        program.whole, mesh=mesh, in_shardings=program.specs, out_shardings=program.out, machine=planned_for
-    ).lower(*given)
+        program.whole, mesh=mesh, in_shardings=program.specs, out_shardings=program.out, machine=planned_for,
+        finite=program.finite,
+    ).lower(*given)  # fmt: skip
     hand = jax.shard_map(program.by_hand, mesh=mesh, in_specs=program.specs, out_specs=program.out, check_vma=False)
 
     def opened() -> Any:

@@ -28,8 +28,8 @@ GROUPS = {
     ),
     "Frameworks": ("flax_nnx", "equinox_modules", "haiku_batch_norm", "orbax_restore"),
     "Ways to say it": (
-        "annotated_for_jax", "layout_transformer", "search_training", "local_gather", "device_order", "new_operator",
-        "explained_transformer",
+        "annotated_for_jax", "layout_transformer", "search_training", "local_gather", "device_order", "unreduced",
+        "new_operator", "explained_transformer",
     ),
 }  # fmt: skip
 

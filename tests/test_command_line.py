@@ -367,6 +367,21 @@ def test_a_limit_on_the_command_line(capsys):
     assert "is no number of bytes" in capsys.readouterr().err
 
 
+def test_finite_is_for_functions(capsys, tmp_path):
+    (tmp_path / "chain.py").write_text(
+        "import gshard\n\ndef f(u, v, w):\n    return gshard.replicate(gshard.split(u, 1, 8) @ v @ w)\n"
+    )
+    arguments = [word for size in ("64,512", "512,256", "256,2") for word in ("--arg", f"f32[{size}]")]
+    sent = []
+    for finite in ([], ["--finite"]):
+        assert main(["explain", f"{tmp_path / 'chain.py'}:f", *arguments, "--machine", "h100:1x8", *finite]) == 0
+        sent.append(capsys.readouterr().out)
+    assert "reduce_scatter" in sent[0]
+    assert "each device sends 896 B in one call: all_reduce 896 B" in sent[1]
+    assert main(["plan", "MoE(128E, 12L)", "--topology", "v3:8x8", "--finite"]) == 1
+    assert "--finite is for a function of yours" in capsys.readouterr().err
+
+
 def test_plan_refuses_what_is_not_there(capsys):
     assert main(["plan", "MoE(7E)", "--topology", "v3"]) == 1
     printed = capsys.readouterr().err

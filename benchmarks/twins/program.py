@@ -32,6 +32,7 @@ class Program:
         out: how the result is split; one for each of several results.
         tolerance: how far results may be off, relative to the largest number; 0 for the same bits.
         mesh: of eight devices.
+        finite: whether parts of its sums are said to be finite (``gshard.jit(finite=True)``).
     """
 
     name: str
@@ -42,6 +43,7 @@ class Program:
     out: Any
     tolerance: float = 0.0
     mesh: jax.sharding.Mesh = MESH
+    finite: bool = False
 
 
 def normal(*shape: int) -> np.ndarray:

@@ -55,6 +55,40 @@ def unfinished() -> Iterator[Program]:
     yield Program("gradient of tied embeddings", tied, added(tied), words, (P(), ROWS), P(), 1e-4)
 
 
+def permitted() -> Iterator[Program]:
+    """Parts that are said to be finite pass products; only what is wanted in the end is added up."""
+
+    def chain(u: Any, v: Any, w: Any) -> Any:
+        return u @ v @ w
+
+    matrices = normal(512, 2048), normal(2048, 512), normal(512, 8)
+    specs = COLUMNS, ROWS, P()
+    yield Program("U V W", chain, added(chain), matrices, specs, P(), 1e-5, finite=True)
+
+    def chain_by_hand(u: Any, v: Any, w: Any) -> Any:
+        return lax.psum_scatter(u @ v @ w, "x", tiled=True)
+
+    yield Program("U V W into rows", chain, chain_by_hand, matrices, specs, ROWS, 1e-5, finite=True)
+
+    def values(weights: Any, v: Any, out: Any) -> Any:
+        return jnp.einsum("bqhd,hdf->bqf", jnp.einsum("bhqk,bhkd->bqhd", weights, v), out)
+
+    attention = normal(2, 8, 64, 512), normal(2, 8, 512, 32), normal(8, 32, 16)
+    keys = P(None, None, None, "x"), P(None, None, "x"), P()
+    yield Program("attention over split keys", values, added(values), attention, keys, P(), 1e-5, finite=True)
+
+    def scaled(w: Any, x: Any, scale: Any) -> Any:
+        def one(total: Any, x: Any) -> tuple[Any, None]:
+            return total + jax.grad(lambda w: scale * jnp.sum(jnp.tanh(x @ w) ** 2))(w) / scale, None
+
+        return lax.scan(one, jnp.zeros_like(w), x)[0]
+
+    batches = normal(128, 128) / 12, normal(24, 64, 128), normal(1)[0]
+    yield Program(
+        "gradients of scaled losses", scaled, added(scaled), batches, (P(), P(None, "x"), P()), P(), 1e-4, finite=True
+    )
+
+
 def looked_up() -> Iterator[Program]:
     """Of sums that are unfinished some are picked, and those alone are added up."""
     wide, specs = (normal(512, 1024), normal(1024, 512)), (COLUMNS, ROWS, P())

@@ -66,7 +66,8 @@ def _explain(options: argparse.Namespace) -> None:
     # XLA compiles for devices that exist.
     f, arguments = _load(options, options.target, options.machine, force=with_xla)
     mesh = None if isinstance(f, Jitted) and not options.mesh else _mesh(options.mesh, options.machine)
-    found = explain(f, *arguments, mesh=dict(mesh.axes) if with_xla and mesh is not None else mesh)
+    on = dict(mesh.axes) if with_xla and mesh is not None else mesh
+    found = explain(f, *arguments, mesh=on, finite=options.finite)
     data = found.data(options.machine)
     print(found.format(tensors=0, collectives=8) if options.html else found)
     print(f"\n{found.verdict(options.machine)}\n\n{found.cost(options.machine)}")
@@ -100,6 +101,7 @@ def _search(options: argparse.Namespace) -> None:
         "memory_limit": options.memory_limit,
         "budget_seconds": options.seconds,
         "donate_argnums": options.donate or None,
+        "finite": options.finite,
         "on_better": lambda plan: print(f"{plan.name}: {plan.cost}", file=sys.stderr),
     }
     if options.over == "layout":
@@ -139,6 +141,10 @@ def _plan(options: argparse.Namespace) -> None:
     if ":" in options.config:
         _plan_function(options)
         return
+    if options.finite:
+        raise TargetError(
+            "--finite is for a function of yours.", got=options.config, hint="Leave it out for a named model."
+        )
     try:
         found = plan(
             options.config,
@@ -167,13 +173,15 @@ def _plan_function(options: argparse.Namespace) -> None:
             hint="For a function of yours: gshard search TARGET, or jax.checkpoint and --memory-limit.",
         )
     f, arguments = _load(options, options.config, options.topology)
-    if isinstance(f, Jitted) and options.memory_limit:
-        raise TargetError(f"{options.config!r} is jitted already.", hint="Give its own gshard.jit the memory_limit.")
+    asked = {"memory_limit": options.memory_limit, "finite": options.finite}
+    if isinstance(f, Jitted) and any(asked.values()):
+        own = " and ".join(name for name, value in asked.items() if value)
+        raise TargetError(f"{options.config!r} is jitted already.", hint=f"Give its own gshard.jit the {own}.")
     machine = Machine.of(
         options.topology, None if ":" in options.topology else (options.mesh and mesh_of(options.mesh).size)
     )
     mesh = mesh_of(options.mesh or str(machine.size))
-    jitted = f.on(mesh) if isinstance(f, Jitted) else jit(f, mesh=mesh, memory_limit=options.memory_limit)
+    jitted = f.on(mesh) if isinstance(f, Jitted) else jit(f, mesh=mesh, **asked)
     found: Explanation = explain(jitted, *arguments)
     cost = found.cost(machine)
     memory = cost.memory
@@ -303,6 +311,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--memory-limit", metavar="14GiB", help="choose what to recompute so that a device holds no more"
     )
+    command.add_argument("--finite", **_FINITE)
     command.add_argument(
         "--search", action="store_true", help="search for the plan, without the model's marks (gshard search)"
     )
@@ -322,9 +331,15 @@ _ARG: dict[str, Any] = {
 }  # fmt: skip
 
 
+_FINITE: dict[str, Any] = {
+    "action": "store_true", "help": "state that parts of sums of floats are finite: jit(finite=True)",
+}  # fmt: skip
+
+
 def _target(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", help="module:function or file.py:function")
     command.add_argument("--arg", **_ARG)
+    command.add_argument("--finite", **_FINITE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@
 An equation is taken out of a program with the values of its operands. It runs split, in every way that its rule allows,
 simulated for all devices of a small mesh; what comes out is compared with what the primitive computes whole. Parts of
 a dimension that does not divide are padded with values that spoil whatever they are mixed into. Where a rule lets parts
-of a sum pass uncombined (``linear``), operands come as such parts too, of both signs.
+of a sum pass uncombined (``linear``, ``finite``), operands come as such parts too, of both signs.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from gshard.passes.on_mesh import on_mesh
 from gshard.passes.partition import partition
 from gshard.passes.trace import trace
 from gshard.simulator.simulate import simulate
+from gshard.tracing.permitted import permitted
 
 SMALL = Mesh.abstract(a=2, b=3)
 
@@ -90,12 +91,14 @@ def check_rule(
             raise RuleError(
                 f"primitive '{equation.name}' has no rule.", equation.line, hint="Register one: gshard.rule(...)."
             )
-        alone = Alone.of(program, equation, jax.tree.leaves(args))
-        for split in (*splits_of(equation.rule, devices, most), *alone.passing(devices)):
-            spmd = emit(plan_of(alone.program, equation, split, devices))
+        alone = Alone.of(program, equation, jax.tree.leaves(args)).of_finite()
+        rule = alone.equation.rule
+        assert rule is not None
+        for split in (*splits_of(rule, devices, most), *alone.passing(devices)):
+            spmd = emit(plan_of(alone.program, alone.equation, split, devices))
             alone.compare_sent(spmd, split)
             alone.compare(run_on_all(spmd, alone.arguments), split, devices, tolerance)
-            checked.append(split_text(equation.rule, split, devices))
+            checked.append(split_text(rule, split, devices))
     return tuple(checked)
 
 
@@ -138,6 +141,13 @@ class Alone:
         tree = jax.tree.structure(made)
         own = Program(block, (), (None,) * len(inputs), names, tree, equation.name)
         return Alone(own, equation, tuple(values[v] for v in inputs), expected)
+
+    def of_finite(self) -> Alone:
+        """The same where all sums are said to be finite: with the ways of ``Rule.finite``, which are checked too."""
+        block = permitted(self.program.block, finite=True)
+        return dataclasses.replace(
+            self, program=dataclasses.replace(self.program, block=block), equation=block.equations[0]
+        )
 
     def passing(self, mesh: Mesh) -> list[Split]:
         """Every way in which the rule lets values pass that are still to be combined, over one atom."""

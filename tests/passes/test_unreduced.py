@@ -18,6 +18,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.core.split import is_valid, operand_sharding, result_sharding
 from gshard.passes.trace import trace
+from gshard.tracing.permitted import permitted
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -211,11 +212,12 @@ def test_a_sum_that_is_infinite_stays_so_in_a_wider_type() -> None:
             assert np.isinf(step(given, x))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int32])
-def test_the_signatures_of_a_matrix_product(dtype: Any) -> None:
-    """OneFlow's table for one axis: S(0) B, B S(1), S(1) S(0) -> P, B B; P B -> P and B P -> P for integers alone."""
+@pytest.mark.parametrize(("dtype", "finite"), [(np.float32, False), (np.float32, True), (np.int32, False)])
+def test_the_signatures_of_a_matrix_product(dtype: Any, finite: bool) -> None:
+    """OneFlow's table for one axis: S(0) B, B S(1), S(1) S(0) -> P, B B; P B -> P and B P -> P for integers, and floats
+    that the user says are finite."""
     program = trace(lambda x, w: x @ w, X.astype(dtype), V.astype(dtype))
-    rule = program.block.equations[0].rule
+    rule = permitted(program.block, finite=finite).equations[0].rule
     assert rule is not None
     mesh = Mesh.abstract(a=2)
 
@@ -230,7 +232,7 @@ def test_the_signatures_of_a_matrix_product(dtype: Any) -> None:
         for s in splits
         if is_valid(rule, s, mesh)
     }
-    unfinished = {("P", "B", "P"), ("B", "P", "P")} if dtype is np.int32 else set()
+    unfinished = {("P", "B", "P"), ("B", "P", "P")} if finite or dtype is np.int32 else set()
     others = {("S(0)", "B", "S(0)"), ("B", "S(1)", "S(1)"), ("S(1)", "S(0)", "P"), ("B", "B", "B")}
     assert found == others | unfinished
 

@@ -117,8 +117,16 @@ def _said(what: str, prefix: Any, tree: Any, names: Collection[str] = ()) -> lis
             user_line(),
             hint="Give one sharding for all arguments, or one for each; None leaves one open.",
         )
-    said = spread(what, prefix, tree)
-    return [(spec, mark_of_spec(spec, x, f"{what}{path}")) for path, spec, x in said]
+    found = [(spec, mark_of_spec(spec, x, f"{what}{path}"), path) for path, spec, x in spread(what, prefix, tree)]
+    for _, mark, path in found:
+        if mark is not None and (mark.unreduced or mark.reduced):
+            raise ShardingError(
+                f"{what} cannot ask for unreduced or reduced axes: what comes to a program or leaves it is finished.",
+                user_line(),
+                f"{what}{path}: {mark.spec_text}",
+                "Mark the value inside of the function: x = gshard.shard(x, P(..., unreduced={...})).",
+            )
+    return [(spec, mark) for spec, mark, _ in found]
 
 
 def _counted(n: int, one: str, several: str) -> str:

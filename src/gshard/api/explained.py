@@ -15,7 +15,7 @@ from gshard.core.planning_tables import with_tables
 
 
 @with_tables
-def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Explanation:
+def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, finite: bool = False, **kwargs: Any) -> Explanation:
     """Tells how a function would be partitioned, without compiling or running it.
 
     Args:
@@ -24,12 +24,14 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
         mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``). None takes
             the mesh that ``gshard.jit`` was given, that of the shardings that ``jax.jit`` was given, the one that
             ``jax.set_mesh`` has set, the one on which an argument is placed, or that of a sharding inside the function.
+        finite: as for ``jit``; a function from ``gshard.jit`` has its own.
 
     Returns:
         the explanation; print it, or write it as a page by ``.html(path)``.
 
     Raises:
-        MeshError: no mesh was given and none is set. ArgumentError: ``f`` is no function.
+        MeshError: no mesh was given and none is set. ArgumentError: ``f`` is no function, or has a ``finite`` of its
+            own.
 
     >>> import jax.numpy as jnp
     >>> from gshard.api.marks import split
@@ -45,12 +47,27 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) 
             hint="Give the function first: gshard.explain(f, x, mesh=8).",
         )
     if isinstance(f, Jitted):
+        refuse_finite("explain", f, finite)
         jitted = f if mesh is None else f.on(mesh)
     else:
-        jitted = jit(f, mesh=mesh)
+        jitted = jit(f, mesh=mesh, finite=finite)
         if jitted.options.mesh is None:
             meant = mesh_that_is_meant(args, kwargs, lambda: jitted.trace(*args, **kwargs).jaxpr)
             jitted = jitted if meant is None else jitted.on(meant)
     lowered = jitted.lower(*args, **kwargs)
     by_bytes = lowered.target.machine is None and lowered.target.recorded is None
     return explain_program(lowered.plan, lowered.spmd, lowered.marked, lowered.donated, by_bytes=by_bytes)
+
+
+def refuse_finite(asker: str, f: Jitted, finite: bool) -> None:
+    """Refuses ``finite`` for a function that ``gshard.jit`` returned.
+
+    Raises:
+        ArgumentError: it is given.
+    """
+    if finite and not f.options.finite:
+        raise ArgumentError(
+            f"gshard.{asker} takes finite for a plain function only.",
+            got=f"finite={finite!r}, for {f!r}",
+            hint="Give it to gshard.jit, which made this function.",
+        )

@@ -264,9 +264,9 @@ class Jitted(OneObject):
         return known
 
     def _program(self, signature: Signature) -> Program:
-        jaxpr, out_tree = self._closed(signature)
-        f = self._parameters.with_statics(signature.statics)
-        return program_of(jaxpr, out_tree, name_of(self._f), signature.names(f), layout=self._options.layout)
+        (jaxpr, out_tree), asked = self._closed(signature), self._options
+        names = signature.names(self._parameters.with_statics(signature.statics))
+        return program_of(jaxpr, out_tree, name_of(self._f), names, layout=asked.layout, finite=asked.finite)
 
 
 def jit(
@@ -294,6 +294,7 @@ def jit(
     search: bool | float = False,
     layout: Layout | None = None,
     names: Any = None,
+    finite: bool = False,
 ) -> Any:
     """Partitions a function over a mesh; used like ``jax.jit``, as a call or a decorator, on functions and methods.
 
@@ -337,6 +338,8 @@ def jit(
         layout: what names of dimensions (``gshard.name``, ``names``) mean; without one they mean nothing.
         names: what the dimensions of arguments are called: a dictionary from paths or patterns of them
             (``"params/**/w1": "embed hidden"``), or a pytree prefix of names for the positional arguments.
+        finite: True states that no part of a sum of floats overflows, underflows or is not finite, nor what such parts
+            are multiplied or divided by. Sums may then stay in parts through products too (``docs/numerics.md``).
 
     Returns:
         a function with the same results; ``.lower(*args)`` gives the chain behind it, ``.trace``, ``.eval_shape``,
@@ -372,20 +375,10 @@ def jit(
     if mesh is None:
         mesh = wrapped.f.options.mesh if isinstance(wrapped.f, Jitted) else wrapped.mesh
     options = Options(
-        None if mesh is None else Mesh.of(mesh),
-        wrapped.in_shardings,
-        wrapped.out_shardings,
-        strict is not False,
-        Budget.of(strict),
-        windowed,
-        uneven == "keep",
-        None if memory_limit is None else bytes_of(memory_limit),
-        machine,
-        wrapped.keep_unused,
-        wrapped.compiler_options,
-        Recorded.checked(plan),
-        search,
-        Layout.checked(layout),
-        names,
-    )
+        None if mesh is None else Mesh.of(mesh), wrapped.in_shardings, wrapped.out_shardings, strict is not False,
+        Budget.of(strict), windowed, uneven == "keep", None if memory_limit is None else bytes_of(memory_limit),
+        machine, wrapped.keep_unused, wrapped.compiler_options, Recorded.checked(plan), search,
+        Layout.checked(layout), names,
+        finite=bool(finite),
+    )  # fmt: skip
     return Jitted(wrapped.f, parameters, options)

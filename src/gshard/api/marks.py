@@ -29,6 +29,7 @@ from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.layout import Names
 from gshard.core.mark import Mark
+from gshard.core.partition_spec import entries_of
 from gshard.language.mark_primitive import bind_mark, bind_names
 
 
@@ -107,7 +108,9 @@ def shard(x: Any, device_assignment: Any) -> Any:
             ``jax.sharding.PartitionSpec`` over the axis names of the mesh, a ``NamedSharding``, or one axis name for
             dimension 0; or a pytree prefix of these, in which None leaves arrays open. Fewer ids than devices
             (``arange(n)``) means that each part is held by several consecutive devices. Any order of ids will do:
-            results and arguments are sharded as it says, and the program runs with the devices in that order.
+            results and arguments are sharded as it says, and the program runs with the devices in that order. A
+            ``PartitionSpec`` with ``unreduced={"model"}`` keeps the value in parts along these axes and states that
+            they are finite; they may pass products then (``docs/marks.md``).
 
     Returns:
         the same values.
@@ -193,6 +196,8 @@ def names_of(said: Any, x: Any, leaf: str, at: str = "") -> Names:
     if isinstance(said, str):
         words: list[str | None] = [None if word == "_" else word for word in said.split()]
     else:
+        if said.unreduced or said.reduced:
+            entries_of(said, user_line())  # which refuses it
         words = list(said)
         if len(words) < ndim:
             words += [None] * (ndim - len(words))

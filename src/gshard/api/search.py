@@ -10,6 +10,7 @@ import numpy as np
 
 from gshard.analysis.hardware import machine_of
 from gshard.analysis.machine import Machine
+from gshard.api.explained import refuse_finite
 from gshard.api.jit import Jitted, jit
 from gshard.api.lowered import Lowered
 from gshard.api.names import paths_of_arguments, with_names_of_arguments
@@ -45,6 +46,7 @@ def search(
     donate_argnums: int | Sequence[int] | None = None,
     on_better: Callable[[PricedPlan], None] | None = None,
     over: Literal["plan"] = "plan",
+    finite: bool = False,
     **kwargs: Any,
 ) -> Found: ...
 
@@ -59,6 +61,7 @@ def search(
     donate_argnums: int | Sequence[int] | None = None,
     on_better: Callable[[PricedPlan], None] | None = None,
     over: str = "plan",
+    finite: bool = False,
     **kwargs: Any,
 ) -> Found | FoundLayout:
     """Searches for the plan of a function that takes least time on a machine, and tells how near the best it is.
@@ -81,6 +84,7 @@ def search(
         over: ``"plan"``, the sharding of every value and the split of every equation; or ``"layout"``, a table of names
             of dimensions and mesh axes (``gshard.Layout``), which says less and is short. Names are those that the
             function and its arguments have, and letters for the rest; rows of a layout that it has are kept.
+        finite: as for ``jit``; a function from ``gshard.jit`` has its own.
 
     Returns:
         what was found; print it. ``gshard.jit(f, mesh=found.mesh, plan=found.plan)`` runs a plan,
@@ -89,8 +93,9 @@ def search(
     Raises:
         MachineError: there is no such machine, or it has another number of devices; or none is given, and there is no
             model of the mesh's devices.
-        ArgumentError: ``donate_argnums`` for a function that ``gshard.jit`` returned, which has its own; ``over`` is
-            another word, ``budget_seconds`` no time; a table for a function with ordered rules (``Layout.of``).
+        ArgumentError: ``donate_argnums`` or ``finite`` for a function that ``gshard.jit`` returned, which has its own;
+            ``over`` is another word, ``budget_seconds`` no time; a table for a function with ordered rules
+            (``Layout.of``).
         ShardingError, TraceError: as ``jit``.
 
     >>> import jax
@@ -110,12 +115,13 @@ def search(
                 got=f"donate_argnums={donate_argnums!r}, for {f!r}",
                 hint="Give it to gshard.jit, which made this function.",
             )
+        refuse_finite("search", f, finite)
         made, given = f, f.options
         mesh = given.mesh if mesh is None else mesh
         machine = given.machine if machine is None else machine
         memory_limit = given.memory_limit if memory_limit is None else memory_limit
     else:
-        made = jit(f, **options)
+        made = jit(f, finite=finite, **options)
         mesh = made.options.mesh if mesh is None else mesh
     if over not in _OVER:
         raise ArgumentError(

@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import is_mapped, user_line
-from gshard.core.mark import Mark, entries_of, text_of_spec
+from gshard.core.mark import Mark
 from gshard.core.memory_kinds import memory_of
+from gshard.core.partition_spec import text_of_spec, words_of
 from gshard.tracing.expand import mark_of_any_sharding, mark_of_named_sharding
 
 
@@ -53,7 +54,7 @@ def mark_of_spec(spec: Any, x: Any, leaf: str = "") -> Mark | None:
     if isinstance(spec, jax.sharding.Sharding) and not isinstance(spec, NamedSharding):
         return mark_of_any_sharding(spec, np.shape(x), leaf)
     said = spec.spec if isinstance(spec, NamedSharding) else PartitionSpec(spec) if isinstance(spec, str) else spec
-    entries, ndim = entries_of(said, user_line()), np.ndim(x)
+    (entries, more), ndim = words_of(said, user_line()), np.ndim(x)
     if len(entries) > ndim:
         raise ShardingError(
             f"{text_of_spec(entries)} names {len(entries)} dimensions of an array of {ndim}.",
@@ -64,7 +65,7 @@ def mark_of_spec(spec: Any, x: Any, leaf: str = "") -> Mark | None:
         )
     if isinstance(spec, NamedSharding):
         return mark_of_named_sharding(spec, ndim, leaf)
-    return Mark("spec", spec=entries, leaf=leaf)
+    return Mark("spec", spec=entries, leaf=leaf, **more)
 
 
 def hidden_by_vmap(arrays: Iterable[Any]) -> str:

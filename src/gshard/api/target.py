@@ -64,6 +64,7 @@ class Target:
         recorded: a plan that was found or saved before; None makes one.
         search: whether it is searched, or for how many seconds; else the marks are propagated.
         layout: what names of dimensions mean.
+        finite: whether parts of sums of floats are known to be finite.
     """
 
     mesh: Mesh
@@ -81,6 +82,7 @@ class Target:
     recorded: Recorded | None = None
     search: bool | float = False
     layout: Layout | None = None
+    finite: bool = False
 
     def in_best_order(self, program: Program) -> Target:
         """The same with the devices in the order that the program's marks ask for."""
@@ -132,7 +134,7 @@ class Target:
         if group is None:
             return at_border(searched(), border)
         devices = str(self.mesh), self.mesh.order, on
-        options = devices, self.memory_limit, self.search, border, program.argument_marks
+        options = devices, self.memory_limit, self.search, border, program.argument_marks, program.finite
         key = f"{options}\n{format_block(program.block)}"
         found = group.from_first(program.name, key, lambda: Recorded.of(searched()).as_json())
         return Recorded.of_json(found).plan(program, self.mesh, border)
@@ -207,6 +209,7 @@ class Options:
         search: whether a plan is searched, or for how many seconds.
         layout, names: what names of dimensions mean, and those of arguments.
         leaves_by_axes: whether results inside of a program of JAX's are cut over whole axes of the mesh only.
+        finite: whether parts of sums of floats are known to be finite.
     """
 
     mesh: Mesh | None
@@ -225,6 +228,7 @@ class Options:
     layout: Layout | None = None
     names: Any = None
     leaves_by_axes: bool = False
+    finite: bool = False
 
     @property
     def key(self) -> Hashable:
@@ -263,6 +267,7 @@ class Options:
             search=self.search,
             layout=self.layout,
             leaves_by_axes=self.leaves_by_axes,
+            finite=self.finite,
         )
 
 

@@ -122,7 +122,7 @@ def _planned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | None =
 def _program(jaxpr: Any, target: Target, marks: Sequence[Mark | None] | None = None) -> Program:
     names = [f"args[{i}]" for i in range(len(jaxpr.in_avals))]
     tree = jax.tree.structure([0] * len(jaxpr.out_avals))
-    return program_of(jaxpr, tree, "call", names, marks, as_typed=True, layout=target.layout)
+    return program_of(jaxpr, tree, "call", names, marks, as_typed=True, layout=target.layout, finite=target.finite)
 
 
 @weakly_cached

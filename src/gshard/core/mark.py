@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from jax.sharding import PartitionSpec
 from gshard.core.device_order import Order, cut, order_for, table_of_axes, table_of_ids
 from gshard.core.errors import ShardingError, known_names
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.partition_spec import text_of_spec
+from gshard.core.sharding import Sharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +43,9 @@ class Mark:
             ``PartitionSpec.UNCONSTRAINED``.
         axes: names and sizes of the mesh of ``spec``, if it came with one.
         devices: the devices of that mesh in row-major order, if it has any.
+        unreduced: the mesh axes over which the value is in parts, to be combined by ``monoid``.
+        monoid: ``add``, ``max`` or ``min``.
+        reduced: the mesh axes over which the cotangent is in parts of a sum; the value itself is whole there.
         batch_dims: dimensions that vmap added, in the order they were added; they stay open.
         even: whether parts must be equal, as JAX has it of the result of a program.
         leaf: which leaf of a pytree was marked, for messages: ``x['l1']['w']``.
@@ -56,6 +61,9 @@ class Mark:
     spec: tuple[Any, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
     devices: tuple[Any, ...] = ()
+    unreduced: tuple[str, ...] = ()
+    monoid: str = "add"
+    reduced: tuple[str, ...] = ()
     batch_dims: tuple[int, ...] = ()
     even: bool = False
     leaf: str = dataclasses.field(default="", compare=False, repr=False)
@@ -65,6 +73,13 @@ class Mark:
     def with_batch_dimension(self, dim: int) -> Mark:
         """The same mark on an array that has one more dimension, at ``dim``."""
         return dataclasses.replace(self, batch_dims=(*self.batch_dims, dim))
+
+    @property
+    def transposed(self) -> Mark:
+        """The mark of the cotangent: over axes where the value is in parts it is whole, and the other way round."""
+        if not self.unreduced and not self.reduced:
+            return self
+        return dataclasses.replace(self, unreduced=self.reduced, monoid="add", reduced=self.unreduced)
 
     def place(self, dims: list[Any], open_dim: Any) -> list[Any]:
         """Puts ``open_dim`` where vmap added dimensions into a list that has one entry for each other dimension."""
@@ -84,7 +99,13 @@ class Mark:
             case "assignment":
                 return f"shard(x, ids of shape {self.ids_shape})"
             case _:
-                return f"shard(x, {text_of_spec(self.spec)})"
+                return f"shard(x, {self.spec_text})"
+
+    @property
+    def spec_text(self) -> str:
+        """The ``PartitionSpec`` of this mark as it is written."""
+        axes = (("unreduced", self.unreduced), ("reduced", self.reduced))
+        return text_of_spec(self.spec, axes, "" if self.monoid == "add" else self.monoid)
 
 
 def mark_of_cut(dims: Sequence[Atoms | None], mesh: Mesh) -> Mark:
@@ -96,11 +117,6 @@ def mark_of_cut(dims: Sequence[Atoms | None], mesh: Mesh) -> Mark:
     """
     spec = tuple(PartitionSpec.UNCONSTRAINED if atoms is None else tuple(atoms) or None for atoms in dims)
     return Mark("spec", spec=spec, axes=tuple(mesh.atom_sizes.items()))
-
-
-def text_of_spec(entries: Iterable[Any]) -> str:
-    """A ``PartitionSpec`` of these entries as it is written."""
-    return f"P({', '.join(map(repr, entries))})"
 
 
 def _axes(axes: tuple[tuple[str, int], ...]) -> str:
@@ -115,11 +131,23 @@ class Demand:
         dims: atoms for each dimension.
         open: which dimensions it leaves open.
         order: the order of the devices in which it does; the mesh's own wherever that will do.
+        unreduced: atoms over which the value is in parts, each with the monoid that combines them.
     """
 
     dims: tuple[Atoms, ...]
     open: tuple[bool, ...]
     order: Order = ()
+    unreduced: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def sharding(self) -> Sharding:
+        """The sharding that it asks for, where open dimensions are whole."""
+        return Sharding(self.dims, self.unreduced)
+
+    def allows(self, sharding: Sharding) -> bool:
+        """Whether a sharding is what it asks for."""
+        dims = zip(sharding.dims, self.dims, self.open, strict=True)
+        return sharding.unreduced == self.unreduced and all(is_open or have == own for have, own, is_open in dims)
 
 
 def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand:
@@ -143,48 +171,21 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
         if mark.names:
             _check_names(mark, dims)
         _check_once(dims, mesh)
+        unreduced = _unfinished(mark, dims, mesh)
         placed = mark.place(dims, None)
         if mark.even:
             _check_even(placed, shape, mesh)
     except ShardingError as reason:
         which = f"{mark.leaf}: " if mark.leaf else ""
-        named = f"NamedSharding of JAX's over {_axes(mark.axes)}: {text_of_spec(mark.spec)}"
+        named = f"NamedSharding of JAX's over {_axes(mark.axes)}: {mark.spec_text}"
         said = named if mark.axes and not mark.said else str(mark)
         got = f"{which}{_text(shape)}, {said}; mesh: {mesh}{'; ' + reason.got if reason.got else ''}"
         raise ShardingError(reason.what, line, got, reason.hint) from None
-    return Demand(tuple(d or () for d in placed), tuple(d is None for d in placed), order)
+    return Demand(tuple(d or () for d in placed), tuple(d is None for d in placed), order, unreduced)
 
 
 def _text(shape: tuple[int, ...]) -> str:
     return f"array of shape [{','.join(map(str, shape))}]"
-
-
-def entries_of(spec: PartitionSpec, line: str = "") -> tuple[Any, ...]:
-    """The entries of a ``PartitionSpec``, checked to be something that a mark can say.
-
-    Raises:
-        ShardingError: an entry is no axis name, or the spec asks for unreduced parts.
-    """
-    for kind in ("unreduced", "reduced"):
-        if getattr(spec, kind, None):
-            raise ShardingError(
-                f"a mark cannot ask for {kind} values.",
-                line,
-                str(spec),
-                "Leave it out: how long parts of a sum stay unreduced is part of the plan.",
-            )
-    for entry in spec.partitions:
-        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-            continue
-        names = entry if isinstance(entry, tuple | list) else (entry,)
-        if not all(isinstance(n, str) for n in names):
-            raise ShardingError(
-                f"{entry!r} is no name of a mesh axis.",
-                line,
-                str(spec),
-                "Give for each dimension an axis name, a tuple of them, None (whole) or P.UNCONSTRAINED (open).",
-            )
-    return tuple(spec.partitions)
 
 
 def atoms_of_partitions(partitions: int | str | tuple[str, ...], mesh: Mesh) -> Atoms:
@@ -259,6 +260,41 @@ def _spec(mark: Mark, mesh: Mesh, ndim: int) -> tuple[list[Atoms | None], Order]
     if not any(cuts):  # whole on every device: in the order in which it names them
         order = ours
     return [None if dim is None else atoms for dim, atoms in zip(named, cuts, strict=True)], order
+
+
+def _unfinished(mark: Mark, dims: Sequence[Atoms | None], mesh: Mesh) -> tuple[tuple[str, str], ...]:
+    """The atoms over which a value is in parts, and the monoid.
+
+    Raises:
+        ShardingError: the mesh has no such axis, or it splits a dimension.
+    """
+    of_one_device = {name for name, size in mark.axes if size == 1}
+    names = [name for name in (*mark.unreduced, *mark.reduced) if name not in of_one_device]
+    atoms_of = {name: _along(name, mark, mesh) for name in names}
+    cutting = {a: d for d, atoms in enumerate(dims) for a in atoms or ()}
+    for name in names:
+        for a in atoms_of[name]:
+            if a in cutting:
+                word = "unreduced" if name in mark.unreduced else "reduced"
+                what = f"axis {name!r} splits dimension {cutting[a]}, and is {word}."
+                raise ShardingError(what, hint="Name each mesh axis once.")
+    wanted = (name for name in names if name in mark.unreduced)
+    return tuple(sorted((a, mark.monoid) for name in wanted for a in atoms_of[name]))
+
+
+def _along(name: str, mark: Mark, mesh: Mesh) -> Atoms:
+    """The atoms of one axis of a mark: by its name, or by the devices along it if its mesh is another one."""
+    size = dict(mark.axes).get(name)
+    if size is None or mesh.count(_axis_or_none(name, mesh)) == size:
+        return _axis(name, mesh)
+    if math.prod(n for _, n in mark.axes) == mesh.size:
+        cuts = cut(table_of_axes([(name,)], mark.axes, mesh.order_of(mark.devices) or range(mesh.size)), mesh)
+        if cuts is not None:
+            return cuts[0]
+    raise ShardingError(
+        f"no axes of the mesh are the {size} devices along axis {name!r}.",
+        hint="Name unreduced and reduced axes of the mesh that the program is partitioned for.",
+    )
 
 
 def _axis_or_none(name: str, mesh: Mesh) -> Atoms:

@@ -210,6 +210,7 @@ class Program:
             equations: the program is the one without them.
         watched: makes the program in which each look is an equation that reads its operand, to plan what the program
             does not hold; None without looks.
+        finite: whether the user says that parts of sums of floats are finite: they may pass more equations then.
         decomposed: blocks that take the place of ``block``, by how many parts its values are in
             (``passes.decompose``); programs with other marks share them.
         input_memories: for each input the memory kind in which it comes; those of its type if it is empty.
@@ -229,6 +230,7 @@ class Program:
     references: tuple[int, ...] = ()
     looks: tuple[Look, ...] = ()
     watched: Callable[[], Program] | None = None
+    finite: bool = False
     decomposed: Cache = dataclasses.field(default_factory=lambda: Cache(_DECOMPOSED))
     input_memories: tuple[str, ...] = ()
     output_memories: tuple[str, ...] = ()

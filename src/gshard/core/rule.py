@@ -29,6 +29,7 @@ COMMUNICATE = "communicate"
 REPLICATE = "replicate"
 
 Dims = tuple[tuple[int, ...], ...]
+Way = tuple[str, frozenset[int]]  # of parts to pass an equation: the monoid, and the operands
 
 # "pick" puts together what was looked up: one device holds an element, all others zero bits.
 MONOIDS = ("add", "max", "min", "mul", "or", "and", "xor", "pick")
@@ -72,6 +73,9 @@ class Rule:
         linear: ways in which values still to be combined may pass: a monoid and the operands that must all be unreduced
             alike, so that the parts of the results, combined, are the results: also where parts are infinite, or so
             large that scaling them would overflow (``language.passing``). Way ``k`` of a split is key ``-1 - k``.
+        finite: the ways in which parts may also pass where the user has said that they are finite (``permitting``).
+        over: for each way in ``linear`` the mesh axes that it is limited to, None for any; ways after its end are
+            not limited.
         component: for each factor a number; factors of arrays that have nothing to do with each other (the operands
             of a barrier) have different ones, and only those of one component compete for atoms.
         part: ``part(shards, *arrays) -> result``, run on a part of one factor after another while others are on their
@@ -96,7 +100,9 @@ class Rule:
     sends: Callable[..., int] | None = None
     component: tuple[int, ...] = ()
     fixed: Callable[..., dict[int, tuple[str, ...]]] | None = None
-    linear: tuple[tuple[str, frozenset[int]], ...] = ()
+    linear: tuple[Way, ...] = ()
+    finite: tuple[Way, ...] = ()
+    over: tuple[frozenset[str] | None, ...] = ()
     part: Callable[..., Any] | None = None
     passes: bool = False
     sums: bool = False
@@ -104,6 +110,26 @@ class Rule:
     allowed: Callable[..., bool] | None = None
     on_mesh: Callable[..., Rule] | None = None
     why: str = ""
+
+    def permitting(self, more: Iterable[tuple[Way, frozenset[str] | None]]) -> Rule:
+        """The rule with more ways in which parts may pass, each limited to some mesh axes (None: to none).
+
+        Ways that it has already are left out.
+        """
+        have = [*self.linear]
+        over = [*self.over, *(None,) * (len(have) - len(self.over))]
+        for way, axes in more:
+            if way not in have:
+                have.append(way)
+                over.append(axes)
+        if len(have) == len(self.linear):
+            return self
+        limits = tuple(over) if any(axes is not None for axes in over) else ()
+        return dataclasses.replace(self, linear=tuple(have), over=limits)
+
+    def limit(self, way: int) -> frozenset[str] | None:
+        """The mesh axes that a way is limited to; None if it is not."""
+        return self.over[way] if way < len(self.over) else None
 
     def after(self, monoid: str) -> str:
         """The monoid of the results where parts of this one pass."""
@@ -180,6 +206,7 @@ class RuleMaker:
         sends: Callable[..., int] | None = None,
         fixed: Callable[..., dict[int, tuple[str, ...]]] | None = None,
         linear: Iterable[tuple[str, Iterable[int]]] = (),
+        finite: Iterable[tuple[str, Iterable[int]]] = (),
         part: Callable[..., Any] | None = None,
         passes: bool = False,
         sums: bool = False,
@@ -192,6 +219,7 @@ class RuleMaker:
         if flops is None:
             sizes = [math.prod(self.factors[f].size for dim in t for f in dim) for t in (*operands, *results)]
             flops = max(sizes, default=0)
+        ways, others = (tuple((monoid, frozenset(own)) for monoid, own in some) for some in (linear, finite))
         return Rule(
             tuple(self.factors),
             tuple(tuple(map(tuple, t)) for t in operands),
@@ -203,7 +231,9 @@ class RuleMaker:
             sends,
             _components(self.factors, (*operands, *results)),
             fixed,
-            tuple((monoid, frozenset(positions)) for monoid, positions in linear),
+            ways,
+            tuple(way for way in others if way not in ways),
+            (),
             part,
             passes,
             sums,

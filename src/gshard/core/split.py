@@ -103,7 +103,8 @@ def fits(dims: Dims, split: Mapping[int, Atoms], factors: Sequence[Factor], mesh
 def is_valid(rule: Rule, split: Mapping[int, Atoms], mesh: Mesh) -> bool:
     """Whether an equation may be split this way: atoms used once, replicated factors unsplit, every array fits.
 
-    A rule may have conditions of its own (``Rule.allowed``).
+    A rule may have conditions of its own (``Rule.allowed``). Parts of sums pass over those axes only that it allows
+    (``Rule.over``).
     """
     atoms = [(rule.component[f], a) for f, own in split.items() if f >= 0 for a in own]
     combined = [a for f, own in split.items() if f < 0 for a in own]
@@ -111,9 +112,22 @@ def is_valid(rule: Rule, split: Mapping[int, Atoms], mesh: Mesh) -> bool:
         return False
     if len(set(combined)) != len(combined) or set(combined) & {a for _, a in atoms}:
         return False
+    if rule.over and any(
+        passable(rule, k, own, mesh) != own for k in range(len(rule.over)) if (own := split.get(-1 - k))
+    ):
+        return False
     if not all(fits(dims, split, rule.factors, mesh) for dims in (*rule.operands, *rule.results)):
         return False
     return rule.allowed is None or rule.allowed(mesh, split)
+
+
+def passable(rule: Rule, way: int, atoms: Atoms, mesh: Mesh) -> Atoms:
+    """Those of some atoms over which parts may pass in a way (``Rule.over``)."""
+    axes = rule.limit(way)
+    if axes is None:
+        return atoms
+    allowed = {a for axis in axes for a in mesh.atoms_of.get(axis, (axis,))}
+    return tuple(a for a in atoms if a in allowed)
 
 
 def local_size(factor: Factor, atoms: Atoms, mesh: Mesh) -> int:

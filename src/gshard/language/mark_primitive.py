@@ -33,7 +33,7 @@ def _carried_along(primitive: Primitive) -> None:
         return x
 
     def transposed(ct: Any, x: Any, *, mark: Mark | Names) -> list[Any]:
-        return [primitive.bind(ct, mark=mark)]
+        return [primitive.bind(ct, mark=mark.transposed if isinstance(mark, Mark) else mark)]
 
     def batched(args: Sequence[Any], dims: Sequence[int], *, mark: Mark | Names) -> tuple[Any, int]:
         """A dimension that vmap adds is left open: the mark is about the others only."""

@@ -15,6 +15,11 @@ infinities, nor flush to zero, where it would not do so to the sum:
     what was looked up  is picked, not added: one device holds it, the others zero bits. It passes what leaves zero as
                         it is, and by a sum becomes a part of it
 
+The user may state that no part overflows, underflows or is not finite: of a whole program (``finite=True``) or from an
+unreduced mark on (``tracing.permitted``). Parts then also pass what is linear in them (``if_finite``): products and
+quotients by values that are finished, negations, Fourier transforms, solves, additions in half precision, and wider
+types that end later. The result may differ in the sign of a zero.
+
 A negation is none of these: the sum of 1 and -1 is 0.0, and minus that is -0.0, but the sum of -1 and 1 is 0.0 again,
 so that 1/x would be another infinity. A subtraction is an addition: it differs where -0.0 is what a sum is taken from.
 """
@@ -39,6 +44,15 @@ def combined(monoid: str, dtype: Any, *positions: int) -> Ways:
     if monoid == "mul":  # some of the factors may be 1e30, all others 1e-30
         return [(monoid, positions)] if is_exact(dtype) else []
     return added(dtype, *positions) if monoid == "add" else [(monoid, positions)]
+
+
+def if_finite(dtype: Any, *operands: tuple[int, ...]) -> Ways:
+    """``finite`` of a rule whose results are sums wherever these operands together are sums of floats.
+
+    >>> if_finite(jnp.float16, (0,), (1,)), if_finite(jnp.int8, (0,))
+    ([('add', (0,)), ('add', (1,))], [])
+    """
+    return [("add", own) for own in operands] if jax.dtypes.issubdtype(dtype, jnp.inexact) else []
 
 
 def sums_in_range(dtype: Any) -> bool:

@@ -26,8 +26,9 @@ from gshard.comm.steps import PERMUTE
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.jax_adapter import closed
 from gshard.core.jax_adapter_kernels import as_gspmd, ir_types, read_sharding_rule, spec_on
-from gshard.core.mark import Mark, entries_of, resolve
+from gshard.core.mark import Mark, resolve
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.partition_spec import entries_of
 from gshard.language.per_device import renamed
 from gshard.language.sharding_rule import Factors, factors_of, independent
 

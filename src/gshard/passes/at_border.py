@@ -56,6 +56,7 @@ def _whole_if_uneven(sharding: Sharding, value: Value, plan: Plan) -> Sharding:
 def _outgoing(value: Value | Constant, plan: Plan, *, keep_uneven: bool) -> Sharding:
     """How a result leaves: as was decided; else as it is, cut into equal parts."""
     sharding = plan.leaves.get(value, plan.sharding(value)) if isinstance(value, Value) else plan.sharding(value)
+    sharding = Sharding(sharding.dims)  # finished, if a mark has it in parts inside
     return sharding if keep_uneven else cut_evenly(sharding, value.shape, plan.mesh)
 
 

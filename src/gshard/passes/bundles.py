@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import jax.numpy as jnp
 
@@ -20,6 +21,7 @@ from gshard.core.program import Constant, Equation, Program, Value
 from gshard.core.rule import PARALLEL, REDUCE, Rule
 
 _ADDED = frozenset({"add", "mul"})  # what only numbers can be combined by
+_NONE: Mapping[Value, str] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,7 +42,12 @@ class Bundles:
 
 
 def bundles_of(
-    program: Program, alone: Collection[Value], finished: Collection[Value] = (), *, fused: bool = False
+    program: Program,
+    alone: Collection[Value],
+    finished: Collection[Value] = (),
+    unreduced: Mapping[Value, str] = _NONE,
+    *,
+    fused: bool = False,
 ) -> Bundles:
     """Finds the bundles of a program.
 
@@ -48,10 +55,11 @@ def bundles_of(
         program: its equations.
         alone: values that are not tied to others.
         finished: those in which nothing is left to be combined.
+        unreduced: those that marks want in parts, and by which monoid these are combined.
         fused: whether elementwise equations cost what the kernel costs that they are part of: then nothing in it moves
             by itself, whoever reads it.
     """
-    monoids = _unfinished(program, finished)
+    monoids = _unfinished(program, finished, unreduced)
     shared = set() if fused else _shared(program)
     parent: dict[Value, Value] = {}
 
@@ -73,13 +81,13 @@ def bundles_of(
     for v in program.block.values():
         members.setdefault(root(v), []).append(v)
     of = {v: k for k, group in enumerate(members.values()) for v in group}
-    unreduced: dict[int, tuple[str, ...]] = {}
+    partial: dict[int, tuple[str, ...]] = {}
     for k, group in enumerate(members.values()):
         own = dict.fromkeys(m for v in group for m in monoids.get(v, ()))
         found = [m for m in own if m not in _ADDED or all(map(_is_number, group))]
         if found and not any(v in finished for v in group):
-            unreduced[k] = tuple(found)
-    return Bundles(tuple(map(tuple, members.values())), of, frozenset(tied), unreduced)
+            partial[k] = tuple(found)
+    return Bundles(tuple(map(tuple, members.values())), of, frozenset(tied), partial)
 
 
 def free_to_leave(program: Program, bundles: Bundles, results: Collection[Value]) -> set[int]:
@@ -110,21 +118,36 @@ def _together(
 ) -> list[Value]:
     """The arrays of an elementwise equation that are cut alike: its result and operands of the same dimensions.
 
-    What may be parts still to be combined is among them only where it may pass; of several, what others read is not.
+    What may be parts still to be combined is among them only where it may pass, together with the others; of several,
+    what others read is not.
     """
     if e.rule is None or e.mark is not None or not (ties := _ties(e.rule)) or e.outputs[0] in alone:
         return []
     result = e.outputs[0]
-    own, found = monoids.get(result, ()), [result]
+    own, at = monoids.get(result, ()), {}
     for i, passing in ties:
         v = e.inputs[i]
         if isinstance(v, Value) and v.shape == result.shape and v not in alone:
             if passing.issuperset(own) and passing.issuperset(monoids.get(v, ())):
-                found.append(v)
-    found = list(dict.fromkeys(found))
+                at[i] = v
+    for monoid in own:
+        at = _passing_together(e.rule, monoid, at, monoids)
+    found = list(dict.fromkeys([result, *at.values()]))
     if len(found) > 2:
         found = [v for v in found if v not in shared or v is result]
     return found if len(found) > 1 else []
+
+
+def _passing_together(
+    rule: Rule, monoid: str, at: dict[int, Value], monoids: Mapping[Value, Collection[str]]
+) -> dict[int, Value]:
+    """Those of some operands that can be parts at once: of a product only one of them."""
+    ways = [operands for name, operands in rule.linear if name == monoid]
+    if any(operands.issuperset(at) for operands in ways):
+        return at
+    first = next((i for i, v in at.items() if monoid in monoids.get(v, ())), None)
+    way = next((operands for operands in ways if first in operands), frozenset[int]())
+    return {i: v for i, v in at.items() if i in way}
 
 
 @tabulated(4096)
@@ -136,7 +159,8 @@ def _ties(rule: Rule) -> tuple[tuple[int, frozenset[str]], ...]:
     if not all(f.kind == PARALLEL for f in rule.factors):
         return ()
     same = [i for i, d in enumerate(rule.operands) if d == dims]
-    return tuple((i, frozenset(monoid for monoid, operands in rule.linear if i in operands)) for i in same)
+    ways = [way for way in rule.linear if way not in rule.finite]  # of those that are permitted each is a choice
+    return tuple((i, frozenset(monoid for monoid, operands in ways if i in operands)) for i in same)
 
 
 def _has_no_choice(e: Equation, together: Collection[Value], monoids: Mapping[Value, Collection[str]]) -> bool:
@@ -148,12 +172,14 @@ def _has_no_choice(e: Equation, together: Collection[Value], monoids: Mapping[Va
     return all((monoid, every) in e.rule.linear for v in together for monoid in monoids.get(v, ()))
 
 
-def _unfinished(program: Program, finished: Collection[Value]) -> dict[Value, dict[str, None]]:
+def _unfinished(
+    program: Program, finished: Collection[Value], unreduced: Mapping[Value, str]
+) -> dict[Value, dict[str, None]]:
     """By which monoids the parts of each value may still have to be combined."""
-    monoids: dict[Value, dict[str, None]] = {}
+    monoids: dict[Value, dict[str, None]] = {v: {monoid: None} for v, monoid in unreduced.items()}
 
     def may(v: Value, monoid: str) -> bool:
-        if v in finished or (monoid in _ADDED and not _is_number(v)):
+        if v in finished or v in unreduced or (monoid in _ADDED and not _is_number(v)):
             return False
         new = monoid not in monoids.setdefault(v, {})
         monoids[v][monoid] = None

@@ -19,7 +19,7 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.program import Equation, Value, itemsize
 from gshard.core.rule import PARALLEL, Rule
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, is_valid, project
+from gshard.core.split import Split, is_valid, passable, project
 
 _PADDING = 1.0  # with which a dimension may be cut, as a part of it, where none divides evenly
 
@@ -115,7 +115,7 @@ def _passing(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> Iterator[S
             for a, m in x.sharding.unreduced
             if m == monoid
         }
-        atoms = tuple(a for a in mesh.atoms if a in partial)
+        atoms = passable(rule, k, tuple(a for a in mesh.atoms if a in partial), mesh)
         if atoms and is_valid(rule, passed := {**split, -1 - k: atoms}, mesh):
             yield passed
 

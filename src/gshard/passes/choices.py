@@ -72,8 +72,9 @@ class _Builder:
         self.carried = inner & {c.edge.inner for _, c in self.crossings if not c.inward}
         self.loops = {e for e, c in self.crossings if c.each_round or e.trip_count > 1}
         entering = inner - {c.edge.inner for _, c in self.crossings if c.each_round}
-        finished = {*program.block.inputs, *self.said, *entering}
-        self.bundles = bundles_of(program, {*finished, *inner}, finished, fused=objective.fuses)
+        marked = {v: own[0].unreduced[0][1] for v, own in self.said.items() if own[0].unreduced}
+        finished = {*program.block.inputs, *(self.said.keys() - marked.keys()), *entering}
+        self.bundles = bundles_of(program, {*finished, *inner, *marked}, finished, marked, fused=objective.fuses)
         self.kinds = kinds_of(program, facts)
         self.suggested = {} if facts is None else in_parts(facts, self.kinds, self.bundles.tied, objective.axes)
         self.leaving: set[int] = set()
@@ -161,9 +162,8 @@ class _Builder:
             known = (facts[v] for v in group for facts in (self.facts.shardings, self.facts.moved) if v in facts)
             found = tuple(dict.fromkeys((*known, *found, *fitting)))
         for demand in said:
-            pairs = [(s, zip(s.dims, demand.dims, demand.open, strict=True)) for s in found]
-            found = tuple(s for s, dims in pairs if all(is_open or have == asked for have, asked, is_open in dims))
-            found = found or (Sharding(demand.dims),)  # it names parts of axes, or axes in another order
+            found = tuple(filter(demand.allows, found))
+            found = found or (demand.sharding,)  # it names parts of axes, or axes in another order
         return found
 
     def _otherwise(self, k: int, kinds: tuple[int, ...]) -> Floats:
@@ -342,7 +342,7 @@ class _Builder:
         came, after = {v: come[i] for i, v in pairs}, {v for i, v in pairs if i in donated}
         for v in dict.fromkeys(v for v in self.program.block.outputs if isinstance(v, Value)):
             k = self.bundles.of[v]
-            if v in self.inputs or v in self.said:
+            if v in self.inputs or (v in self.said and not self.said[v][0].unreduced):
                 continue
             kept = self._kept(v, came)
             states = self._leaving(v, self.states[k], kept)
@@ -379,13 +379,13 @@ class _Builder:
     def _kept(self, v: Value, came: Mapping[Value, Value]) -> Sharding | None:
         """How a result leaves that has no choice: as the argument comes whose place it takes, or as the facts say."""
         if self.facts is None:
-            return None
+            return Sharding(self.said[v][0].dims) if v in self.said else None
         known = self.facts.shardings
         if came.get(v) in self.facts.undecided:
             return None
         if v in came and (self.border.keep_uneven or known[came[v]].is_even(self.mesh, v.shape)):
             return known[came[v]]
-        return known[v] if v in self.facts.kept else None
+        return Sharding(known[v].dims) if v in self.facts.kept else None  # finished, if a mark had it in parts
 
     def _charged(self, v: Value, states: Sequence[Sharding]) -> Floats:
         """What leaving otherwise than the marks say costs: some callers have to bring it there."""

@@ -26,6 +26,7 @@ from gshard.passes.trace import equations_of
 from gshard.tracing.bands import products
 from gshard.tracing.closed_regions import closed_regions, may_begin
 from gshard.tracing.own_rounds import rule_of_rounds
+from gshard.tracing.permitted import permitted
 from gshard.tracing.transforms import is_transform, one_by_one
 from gshard.tracing.unread import without_unread
 from gshard.tracing.written_in_pieces import written
@@ -136,4 +137,4 @@ def with_others(
         blocks = tuple(map(changed, e.blocks))
         return (e if blocks == e.blocks else with_edges(dataclasses.replace(e, blocks=blocks)),)
 
-    return dataclasses.replace(program, block=changed(program.block))
+    return dataclasses.replace(program, block=permitted(changed(program.block), finite=program.finite))

@@ -27,7 +27,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from gshard.core.device_order import Order
-from gshard.core.mark import Demand, resolve
+from gshard.core.errors import ShardingError
+from gshard.core.mark import Demand, Mark, resolve
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.plan import Reason
 from gshard.core.program import Program, Value
@@ -120,12 +121,23 @@ def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reaso
         program.block.inputs[captured:], program.argument_marks, program.names[captured:], strict=True
     ):
         if mark is not None:
+            _refuse_unreduced(mark, value, f"argument {name}")
             came = f"{name}, {mark.said}" if mark.said else name
             yield value, resolve(mark, mesh, value.shape, f"argument {name}"), Reason("argument", "", came)
     for e in program.block.walk():
         if e.mark is not None:
             (value,) = e.outputs
             yield value, resolve(e.mark, mesh, value.shape, e.line), Reason("mark", e.line, str(e.mark))
+
+
+def _refuse_unreduced(mark: Mark, value: Value, name: str) -> None:
+    if mark.unreduced:
+        raise ShardingError(
+            f"{name} is unreduced, and what comes from outside of a program is finished.",
+            "",
+            f"{value.dtype_name}[{','.join(map(str, value.shape))}], {mark.spec_text}",
+            "Finish it outside, by jax.sharding.reshard or jax.device_put, or mark it inside of the function.",
+        )
 
 
 _Moves = Sequence[tuple[int, Atoms]]  # factors, and what may move there
@@ -163,6 +175,7 @@ class _State:
         self.found: dict[object, tuple[dict[int, Atoms], Sequence[Change]]] = {}
         self.ways: dict[object, _Moves] = {}
         self.ones: dict[tuple[Atoms, ...], Sharding] = {}
+        self.unreduced: dict[Value, tuple[tuple[str, str], ...]] = {}
 
     def _meet(self, value: Value) -> None:
         self.dims[value] = ((),) * len(value.shape)
@@ -174,6 +187,8 @@ class _State:
             self._set(value, demand.dims, demand.open, reason)
             if demand.order != self.mesh.order:
                 self.orders[value] = demand.order
+            if demand.unreduced:
+                self.unreduced[value] = demand.unreduced
         for node in self.nodes:
             if node.fixed is not None and node not in self.pending:
                 self.pending.add(node)
@@ -201,7 +216,7 @@ class _State:
         dims = self.dims[value]
         if dims not in self.ones:
             self.ones[dims] = Sharding(dims)
-        return self.ones[dims]
+        return self.ones[dims].with_unreduced(dict(self.unreduced.get(value, ())))
 
     def run(self) -> None:
         """Asks equations until nothing changes."""
@@ -210,6 +225,8 @@ class _State:
             self.pending.discard(node)
             values = [v for v, _ in node.tensors]
             key = (node.alike, *map(self.dims.__getitem__, values), *map(self.open.__getitem__, values))
+            if self.unreduced:
+                key = (*key, *map(self.unreduced.get, values))
             if key not in self.found:
                 agreed, disputed = self._agree(node)
                 self.found[key] = disputed, self._refined(node, agreed)
@@ -322,6 +339,8 @@ class _State:
                 if len(wanted) <= len(have) or wanted[: len(have)] != have:
                     continue
                 new = set(wanted)
+                if not new.isdisjoint(dict(self.unreduced.get(value, ()))):
+                    continue  # it is in parts of a sum over these
                 if not all(new.isdisjoint(dim) for other, dim in enumerate(current) if other != d):
                     continue
                 current[d] = wanted

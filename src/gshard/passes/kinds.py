@@ -20,7 +20,7 @@ def kinds_of(program: Program, facts: Facts | None) -> Kinds:
             could = facts.undecided.get(v)
             undecided = None if could is None else tuple(sorted((d, tuple(sorted(own))) for d, own in could.items()))
             moved = facts.moved.get(v)
-            key = *key, facts.shardings[v].dims, None if moved is None else moved.dims, undecided
+            key = *key, facts.shardings[v], None if moved is None else moved.dims, undecided
         found[v] = numbers.setdefault(key, len(numbers))
     return found
 

@@ -126,13 +126,17 @@ class Bytes(Moves):
         rule = kernel.equation.rule
         assert rule is not None
         done = np.array([rule.flops * share(rule, split, self.mesh) for split in ways])
+        # Where the user permits parts to pass, that all devices compute with theirs is what is asked for.
+        parts = np.array([self.mesh.count(permitted_atoms(rule, split)) for split in ways]) if rule.finite else 1
+        alone, with_parts = done / parts, done - done / parts
         sent = [rule.sends(self.mesh, split) if rule.sends is not None else 0 for split in ways]
         # Nothing that takes long is computed more often than the marks say, to send less. That it is computed less
         # often than they say is worth what it is worth on most machines.
         asked = min((rule.flops * share(rule, split, self.mesh) for split in marked), default=math.inf)
         price = PRODUCT if _takes_long(rule) else OTHER
         spared = _SPARED if is_product(rule) else OTHER
-        return price * np.maximum(done - asked, 0) + spared * np.minimum(done, asked) + np.array(sent)
+        worked = price * np.maximum(alone - asked, 0) + spared * (np.minimum(alone, asked) + with_parts)
+        return worked + np.array(sent)  # type: ignore[no-any-return]
 
     def windows(self, e: Equation, ways: Sequence[Split]) -> Iterable[tuple[int, Windows]]:
         return ()
@@ -156,6 +160,12 @@ def bytes_on(mesh: Mesh, axes: tuple[Atoms, ...]) -> Bytes:
 @tabulated(64)
 def _shared_bytes(mesh: Mesh, axes: tuple[Atoms, ...]) -> Bytes:
     return Bytes(mesh, axes)
+
+
+def permitted_atoms(rule: Rule, split: Split) -> Atoms:
+    """The atoms over which parts pass an equation because the user permits it (``tracing.permitted``)."""
+    ways = enumerate(rule.linear)
+    return tuple(a for k, way in ways if way in rule.finite for a in split.get(-1 - k, ()))
 
 
 def is_product(rule: Rule) -> bool:

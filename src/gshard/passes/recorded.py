@@ -42,6 +42,7 @@ class Recorded:
         splits: of each equation, pairs of a factor's number and the atoms that it was given.
         rings: the equations, by their number, that are collective matmuls, and how.
         readings, leaves: values, by their number, that are read or leave otherwise, and how, as text.
+        finite: whether it was made for ``finite=True``.
     """
 
     program: str
@@ -51,6 +52,7 @@ class Recorded:
     rings: tuple[tuple[int, Ring], ...] = ()
     readings: tuple[tuple[int, str], ...] = ()
     leaves: tuple[tuple[int, str], ...] = ()
+    finite: bool = False
 
     @staticmethod
     def of(plan: Plan) -> Recorded:
@@ -65,7 +67,8 @@ class Recorded:
             return tuple((i, way.format(plan.mesh, v.shape, v.dtype_name)) for i, v, way in pairs)
 
         text = format_block(plan.program.block)
-        return Recorded(text, plan.mesh.axes, shardings, kept, rings, otherwise(plan.readings), otherwise(plan.leaves))
+        read, leave = otherwise(plan.readings), otherwise(plan.leaves)
+        return Recorded(text, plan.mesh.axes, shardings, kept, rings, read, leave, plan.program.finite)
 
     @staticmethod
     def checked(plan: Any) -> Recorded | None:
@@ -96,6 +99,12 @@ class Recorded:
                 "the plan is for another mesh.",
                 got=f"the plan's axes: {dict(self.axes)}; the mesh's: {dict(mesh.axes)}",
                 hint="Give jit the mesh that the plan was made for, or search again.",
+            )
+        if program.finite != self.finite:
+            raise PlanError(
+                f"the plan was made {'with' if self.finite else 'without'} finite=True.",
+                got=f"{program.name} is partitioned with finite={program.finite}",
+                hint=f"Give jit finite={self.finite}, or search again.",
             )
         text = format_block(program.block)
         if text != self.program:
@@ -157,7 +166,8 @@ class Recorded:
             axes = tuple((str(name), int(size)) for name, size in data["axes"])
             rings = tuple((int(i), _ring(ring)) for i, ring in data["rings"])
             read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("readings", "leaves"))
-            return Recorded(data["program"], axes, tuple(data["shardings"]), splits, rings, read, leave)
+            finite = bool(data.get("finite", False))
+            return Recorded(data["program"], axes, tuple(data["shardings"]), splits, rings, read, leave, finite)
         except (ValueError, KeyError, TypeError) as error:
             raise _unreadable(path, error) from error
 

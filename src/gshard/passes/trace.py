@@ -47,7 +47,14 @@ from gshard.language.registry import Call, rule_of
 from gshard.tracing.added_in_rounds import added_in_rounds
 from gshard.tracing.by_jax import closed_of, name_of
 from gshard.tracing.demanded import demanded
-from gshard.tracing.expand import expansion, mark_of_equation, mark_of_type, needs_barrier, without_shardings
+from gshard.tracing.expand import (
+    expansion,
+    mark_of_equation,
+    mark_of_result,
+    marks_of_parts,
+    needs_barrier,
+    without_shardings,
+)
 from gshard.tracing.files import with_names_of_files
 from gshard.tracing.known import Facts, makes_indices
 from gshard.tracing.look_up import simpler
@@ -55,6 +62,7 @@ from gshard.tracing.looks import Looks
 from gshard.tracing.manual_regions import check_manual_regions
 from gshard.tracing.nested_shardings import with_shardings_as_marks
 from gshard.tracing.opened import opened
+from gshard.tracing.permitted import permit_from, permitted
 from gshard.tracing.references import without_references
 from gshard.tracing.rewritten import rewritten
 from gshard.tracing.segments import in_segments
@@ -105,6 +113,7 @@ def program_of(
     *,
     as_typed: bool = False,
     layout: Layout | None = None,
+    finite: bool = False,
 ) -> Program:
     """The program of a closed jaxpr.
 
@@ -117,6 +126,7 @@ def program_of(
         as_typed: whether results must be sharded as their types say, also where these name no axis: what JAX's
             transformations do with them depends on it.
         layout: what names of dimensions mean; without one they mean nothing.
+        finite: whether parts of sums of floats are known to be finite.
 
     Raises:
         ShardingError: parts (``auto_to_manual``) and whole arrays are mixed.
@@ -137,6 +147,7 @@ def program_of(
             block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
             block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
         check_manual_regions(block)
+        block = permitted(block, finite=finite)
         with_names_of_files(block)
         every = (*(f"captured[{i}]" for i in range(len(consts))), *names)
         weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars)
@@ -145,7 +156,7 @@ def program_of(
         leave = tuple(kind_in_space(is_on_host(v.aval)) for v in jaxpr.outvars)
         return Program(
             block, tuple(consts), marks, every, out_tree, name, weak, tuple(builder.named), layout, mutable,
-            input_memories=come, output_memories=leave, dropped=tuple(dict.fromkeys(builder.dropped)),
+            finite=finite, input_memories=come, output_memories=leave, dropped=tuple(dict.fromkeys(builder.dropped)),
         )  # fmt: skip
 
     program = made(looks.plain, looks)
@@ -262,7 +273,7 @@ class _Builder:
         """The block with marks on those results whose types (of explicit axes) say how they are sharded."""
         added, outputs = [], list(block.outputs)
         for i, (v, variable) in enumerate(zip(block.outputs, variables, strict=True)):
-            mark = mark_of_type(getattr(variable.aval, "sharding", None), len(v.shape))
+            mark = mark_of_result(variable.aval, i, block)
             if mark is not None and isinstance(v, Value) and (as_typed or any(mark.spec)):
                 outputs[i] = result = self._new({}, variable)
                 call = Call(mark_p.name, {"mark": mark}, (v.shape,), (v.shape,), (v.dtype,), mark_p)
@@ -301,13 +312,16 @@ class _Builder:
                 around = self.layout  # a partitioned function that has a layout of its own keeps it
                 self.layout = getattr(params.get("target"), "layout", None) or around
                 self.context = context_of_body(eqn).inside(outer)
+                first = len(out.equations)
                 self._equations(inner, env_inner, out, source)
                 self.layout = around
+                permit_from(first, out.equations, params.get("target"))
                 env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
                 continue
             key = None if eqn.effects else common_key(eqn.primitive, params, inputs, self.context)
             if key is not None and key in out.known:
                 env.update(zip(eqn.outvars, out.known[key].outputs, strict=True))
+                self._kept_in_parts(eqn, env, out, source)
                 continue
             check_arrays(eqn, source)
             outputs = tuple(self._new(env, v) for v in eqn.outvars)
@@ -316,6 +330,7 @@ class _Builder:
                 out.known[key] = out.equations[-1]
             if len(outputs) == 1:
                 self.facts.note(name, params, inputs, outputs[0])
+            self._kept_in_parts(eqn, env, out, source)
         if self.looks:
             self.looks.note(env)
         self.context = outer
@@ -347,18 +362,25 @@ class _Builder:
         (variable,) = eqn.outvars
         mark = None if self.layout is None else self.layout.mark(names, line)
         if mark is not None:
-            params = {"mark": mark}
-            key = common_key(mark_p, params, (x,), self.context)
-            made = None if key is None else out.known.get(key)
-            if made is None:
-                made = self._equation(mark_p, params, (x,), (self._new({}, variable),), source)
-                out.equations.append(made)
-                if key is not None:
-                    out.known[key] = made
-            (x,) = made.outputs
+            x = self._marked(x, mark, variable, out, source)
         env[variable] = x
         if isinstance(x, Value):
             self.named.append(Named(x, names, line, self.layout))
+
+    def _kept_in_parts(self, eqn: Any, env: dict[Any, Any], out: _Body, source: Any) -> None:
+        for variable, mark in marks_of_parts(eqn, source):
+            env[variable] = self._marked(env[variable], mark, variable, out, source)
+
+    def _marked(self, x: Value | Constant, mark: Mark, variable: Any, out: _Body, source: Any) -> Value:
+        params = {"mark": mark}
+        key = common_key(mark_p, params, (x,), self.context)
+        made = None if key is None else out.known.get(key)
+        if made is None:
+            made = self._equation(mark_p, params, (x,), (self._new({}, variable),), source)
+            out.equations.append(made)
+            if key is not None:
+                out.known[key] = made
+        return made.outputs[0]
 
     def _opened(self, eqn: Any) -> tuple[Any, tuple[Any, ...]] | None:
         """What a primitive without a rule is made of; equal equations (those of equal layers) share it."""
@@ -383,7 +405,7 @@ class _Builder:
             return rule_of(call, source)
         if known is None:
             made = rule_of(call, source)
-            known = self.rules.setdefault((key, made.linear), made)
+            known = self.rules.setdefault((key, made.linear, made.finite), made)
             self.rules[key, call.literals] = known
         return known
 

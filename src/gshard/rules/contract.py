@@ -10,7 +10,7 @@ from jax import lax
 
 from gshard.comm.shards import Shards
 from gshard.core.rule import REDUCE, Rule, RuleMaker
-from gshard.language.passing import Ways, is_exact
+from gshard.language.passing import Ways, if_finite, is_exact
 from gshard.language.registry import Call, rule
 
 
@@ -19,6 +19,13 @@ def in_either_operand(call: Call) -> Ways:
     wanted = call.params.get("preferred_element_type")
     exact = bool(call.in_dtypes) and all(is_exact(dtype) and wanted in (None, dtype) for dtype in call.in_dtypes)
     return [("add", (0,)), ("add", (1,))] if exact else []
+
+
+def in_either_finite_operand(call: Call) -> Ways:
+    """``finite`` of a product: parts of sums of floats pass from either operand."""
+    types = (*call.in_dtypes[:2], call.params.get("preferred_element_type"))
+    floats = all(dtype is None or jnp.issubdtype(dtype, jnp.inexact) for dtype in types)
+    return if_finite(call.in_dtypes[0], (0,), (1,)) if call.in_dtypes and floats else []
 
 
 @rule("dot_general")
@@ -48,9 +55,9 @@ def dot_general(call: Call) -> Rule:
     free_lhs = [dim for d, dim in enumerate(lhs) if d not in lhs_sum and d not in lhs_batch]
     free_rhs = [dim for d, dim in enumerate(rhs) if d not in shared]
     flops = 2 * math.prod(f.size for f in make.factors)
-    linear = in_either_operand(call)
+    linear, finite = in_either_operand(call), in_either_finite_operand(call)
     part = None if logical else _part
-    return make.rule([lhs, rhs], [[*batch, *free_lhs, *free_rhs]], flops=flops, linear=linear, part=part)
+    return make.rule([lhs, rhs], [[*batch, *free_lhs, *free_rhs]], flops=flops, linear=linear, finite=finite, part=part)
 
 
 def _part(shards: Shards, lhs: Any, rhs: Any) -> Any:

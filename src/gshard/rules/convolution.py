@@ -18,7 +18,7 @@ from gshard.comm.halo import Window
 from gshard.comm.shards import Shards
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.language.registry import Call, rule
-from gshard.rules.contract import in_either_operand
+from gshard.rules.contract import in_either_finite_operand, in_either_operand
 from gshard.rules.slicing import sends_of
 from gshard.rules.window import reached, sliding
 
@@ -110,8 +110,10 @@ def conv_general_dilated(call: Call) -> Rule:
     moved = [d in windows and 0 not in out_shape for d in range(len(lhs))]
     sends = sends_of(call, 0, lhs, moved, lambda d, parts: windows[d](parts))
     flops = 2 * math.prod(out_shape) * math.prod(rhs_shape[d] for d in rhs_spec[1:]) // math.prod(p["lhs_dilation"])
-    linear = in_either_operand(call)
-    return make.rule([lhs, rhs], [out], local=local, flops=flops, masks_itself=True, sends=sends, linear=linear)
+    return make.rule(
+        [lhs, rhs], [out], local=local, flops=flops, masks_itself=True, sends=sends,
+        linear=in_either_operand(call), finite=in_either_finite_operand(call),
+    )  # fmt: skip
 
 
 def _with_kernels_of(

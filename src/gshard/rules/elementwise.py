@@ -20,7 +20,7 @@ import numpy as np
 from gshard.comm.steps import has_infinities
 from gshard.core.memory_kinds import space
 from gshard.core.rule import Rule, RuleMaker, moves
-from gshard.language.passing import Ways, added, combined, is_exact, sums_in_range
+from gshard.language.passing import Ways, added, combined, if_finite, is_exact, sums_in_range
 from gshard.language.registry import Call, rule
 from gshard.language.transfer import transferred
 
@@ -59,7 +59,7 @@ def elementwise(call: Call) -> Rule:
 
     operands = [operand(s) for s in call.in_shapes]
     slow = [i for i in _SLOW_IN.get(call.name, (0,) if call.name in _SLOW else ()) if call.literal(i) is None]
-    return make.rule(operands, [dims for _ in call.out_shapes], linear=_linear(call), slow=slow)
+    return make.rule(operands, [dims for _ in call.out_shapes], linear=_linear(call), finite=_finite(call), slow=slow)
 
 
 # What XLA calls expensive: roots, transcendental functions, and divisions but for those by a number.
@@ -98,6 +98,32 @@ def _linear(call: Call) -> Ways:
     if name == "convert_element_type":
         return _conversion(dtypes[0], call.params["new_dtype"])
     return []
+
+
+def _finite(call: Call) -> Ways:
+    """The ways in which parts of sums of floats pass that are finite, and stay so."""
+    name, dtype = call.name, call.in_dtypes[0] if call.in_dtypes else None
+    if name in _ADDING:
+        return if_finite(dtype, _ADDING[name])
+    if name in ("neg", "conj"):
+        return if_finite(dtype, (0,))
+    if name == "mul":
+        by = [(i, call.literal(1 - i)) for i in (0, 1) if call.literal(i) is None]
+        return if_finite(dtype, *((i,) for i, c in by if c is None or math.isfinite(c)))
+    if name == "div":
+        return [] if call.literal(1) == 0 else if_finite(dtype, (0,))
+    if name == "convert_element_type":
+        return if_finite(dtype, (0,)) if _holds_all(dtype, call.params["new_dtype"]) else []
+    return []
+
+
+def _holds_all(before: Any, after: Any) -> bool:
+    """Whether a type of floats has every number of another one."""
+    if not all(jax.dtypes.issubdtype(dtype, np.inexact) for dtype in (before, after)):
+        return False
+    real = jax.dtypes.issubdtype(after, np.floating) and jax.dtypes.issubdtype(before, np.complexfloating)
+    a, b = jnp.finfo(before), jnp.finfo(after)
+    return not real and b.nmant >= a.nmant and b.maxexp >= a.maxexp and b.minexp <= a.minexp
 
 
 def _bounded(call: Call) -> Ways:

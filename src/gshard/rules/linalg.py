@@ -8,6 +8,7 @@ from typing import Any
 from gshard.comm.shards import Shards
 from gshard.core.rule import Rule, RuleMaker, moves
 from gshard.core.xla_workarounds import row_major
+from gshard.language.passing import if_finite
 from gshard.language.registry import Call, rule
 
 _MATRIX = """
@@ -44,7 +45,8 @@ def of_matrices(call: Call) -> Rule:
     operands = [tensor(s, apart if i == solved else {}) for i, s in enumerate(call.in_shapes)]
     results = [tensor(s, apart) for s in call.out_shapes]
     flops = max(math.prod(s) * s[-1] for s in call.in_shapes if s)
-    return make.rule(operands, results, flops=flops)
+    finite = [] if solved is None else if_finite(call.in_dtypes[solved], (solved,))  # linear in the right-hand sides
+    return make.rule(operands, results, flops=flops, finite=finite)
 
 
 @rule("fft")
@@ -60,7 +62,7 @@ def fft(call: Call) -> Rule:
     operand, result = (
         [*shared, *(make.replicate(n) for n in shape[leading:])] for shape in (call.in_shapes[0], call.out_shapes[0])
     )
-    return make.rule([operand], [result], local=_row_major)
+    return make.rule([operand], [result], local=_row_major, finite=if_finite(call.in_dtypes[0], (0,)))
 
 
 def _row_major(shards: Shards, x: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from jax import lax
 from gshard.comm.shards import Shards, along
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.language.registry import Call, rule
+from gshard.rules.contract import in_either_finite_operand
 
 
 @rule("ragged_dot_general")
@@ -100,4 +101,6 @@ def ragged_dot_general(call: Call) -> Rule:
     of_batches = [lhs[d] for d in each_its_own]
     sizes = [*of_batches, *(make.replicate(n) for n in sizes_shape[len(of_batches) :])]
     flops = 2 * math.prod(lhs_shape) * math.prod(rhs_shape[d] for d in range(len(rhs_shape)) if rhs[d] in free)
-    return make.rule([lhs, rhs, sizes], [result], local=local if alike else None, flops=flops)
+    return make.rule(
+        [lhs, rhs, sizes], [result], local=local if alike else None, flops=flops, finite=in_either_finite_operand(call)
+    )

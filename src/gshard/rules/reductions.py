@@ -17,7 +17,7 @@ from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.core.xla_workarounds import with_initial
 from gshard.language.computation import monoid_of, skipping
-from gshard.language.passing import combined
+from gshard.language.passing import combined, if_finite
 from gshard.language.registry import Call, rule
 
 _MONOIDS = {
@@ -54,7 +54,10 @@ def reduction(call: Call) -> Rule:
 
     linear = combined(monoid, call.in_dtypes[0], 0)
     picked = [("pick", (0,))] if linear and monoid == "add" else []
-    return make.rule([dims], [result], local=local if function else None, linear=[*linear, *picked], sums=True)
+    finite = if_finite(call.in_dtypes[0], (0,)) if monoid == "add" else []
+    return make.rule(
+        [dims], [result], local=local if function else None, linear=[*linear, *picked], finite=finite, sums=True
+    )
 
 
 @rule("reduce")
@@ -197,7 +200,8 @@ def cumulative(call: Call) -> Rule:
         return (parts - 1) * rest_bytes(shape, call.in_dtypes[0], axis, dims, split, mesh)
 
     linear = [] if monoid == "logaddexp" else combined(monoid, call.in_dtypes[0], 0)
-    return make.rule([dims], [dims], local=local, sends=sends, linear=linear)
+    finite = if_finite(call.in_dtypes[0], (0,)) if monoid == "add" else []
+    return make.rule([dims], [dims], local=local, sends=sends, linear=linear, finite=finite)
 
 
 def _start(monoid: str, dtype: Any) -> Any:

@@ -23,7 +23,7 @@ from gshard.core.program import itemsize
 from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split, place
 from gshard.language.computation import monoid_of, skipping
-from gshard.language.passing import combined
+from gshard.language.passing import combined, if_finite
 from gshard.language.registry import Call, rule
 
 
@@ -121,7 +121,8 @@ def pooling(call: Call) -> Rule:
 
     sends = sends_in_turn(call, [(i, window, length) for i in range(count)], dims, moved)
     linear = combined(_MONOIDS[call.name], call.in_dtypes[0], 0) if call.name in _MONOIDS else []
-    return make.rule(operands, results, local=local, flops=flops, sends=sends, linear=linear)
+    finite = if_finite(call.in_dtypes[0], (0,)) if _MONOIDS.get(call.name) == "add" else []
+    return make.rule(operands, results, local=local, flops=flops, sends=sends, linear=linear, finite=finite)
 
 
 def _selecting(select: Any) -> Callable[..., tuple[Any, Any]]:

@@ -25,7 +25,6 @@ from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
-from gshard.core.sharding import Sharding
 from gshard.passes.choices import graph_of
 from gshard.passes.facts import demands, facts_of
 from gshard.passes.graph import Graph
@@ -165,7 +164,7 @@ def begin(
     limit = float(machine.memory if memory_limit is None else memory_limit)
     border = Border(tuple(len(program.captured) + i for i in donated))
     facts = facts_of(program, timed)  # loops may be operators in its program
-    said = [Sharding(tuple(demand.dims)) for _, demand, _ in demands(program, mesh)]
+    said = [demand.sharding for _, demand, _ in demands(program, mesh)]
     found: list[Begun] = []
     ways = in_two(timed, axes_of(timed, said), said)
     for way in ways:

@@ -17,8 +17,9 @@ from gshard.analysis.proposal import spec_of_cut, with_marks
 from gshard.analysis.report.page import page
 from gshard.core.border import Border
 from gshard.core.errors import ArgumentError, known_names
-from gshard.core.mark import Mark, entries_of, mark_of_cut
+from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Mesh
+from gshard.core.partition_spec import entries_of
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -17,9 +17,19 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gshard.core.jax_adapter import body_of_call, closed, expand_high_primitive, expand_random_bits, shapes_of
+from gshard.core.errors import ShardingError
+from gshard.core.jax_adapter import (
+    body_of_call,
+    closed,
+    expand_high_primitive,
+    expand_random_bits,
+    shapes_of,
+    user_line,
+)
 from gshard.core.jax_adapter_context import compute_on_p
-from gshard.core.mark import Mark, entries_of
+from gshard.core.mark import Mark
+from gshard.core.partition_spec import words_of
+from gshard.core.program import Block
 from gshard.rules.callback import WITH_A_DEVICE
 from gshard.rules.sorted_search import sorted_search
 from gshard.tracing.mapped_while import written_out
@@ -142,15 +152,70 @@ def mark_of_any_sharding(sharding: Any, shape: tuple[int, ...], leaf: str = "") 
     return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf, said=str(sharding))
 
 
+def mark_of_result(aval: Any, i: int, block: Block) -> Mark | None:
+    """What the type of result ``i`` of a program says, as ``mark_of_type``.
+
+    Raises:
+        ShardingError: it says that the result is unreduced or reduced: an array outside of a program is finished.
+    """
+    mark = mark_of_type(getattr(aval, "sharding", None), len(block.outputs[i].shape))
+    if mark is not None and (mark.unreduced or mark.reduced):
+        raise ShardingError(
+            f"result {i} is {'unreduced' if mark.unreduced else 'reduced'}, and what leaves a program is finished.",
+            next((e.line for e in block.equations if block.outputs[i] in e.outputs), ""),
+            f"{aval.str_short(short_dtypes=True)}, {mark.spec_text}",
+            "Finish it before it is returned: jax.sharding.reshard(y, P(...)).",
+        )
+    return mark
+
+
+def marks_of_parts(eqn: Any, source: Any) -> Iterator[tuple[Any, Mark]]:
+    """The results whose types say that they are unreduced over axes over which no operand is, each as a mark.
+
+    An ``out_sharding`` of a product says so, or a look-up's derivative. What marks say is a mark in any case.
+
+    Raises:
+        ShardingError: a ``shard_map`` takes or gives unreduced values.
+    """
+    if "out_specs" in eqn.params:
+        _refuse_in_parts((*eqn.params["in_specs"], *eqn.params["out_specs"]), source)
+    found = [(v, axes) for v in eqn.outvars if (axes := _unreduced_axes(v.aval))]
+    if not found or eqn.primitive.name in _MARKS:
+        return
+    have = frozenset[str]().union(*(_unreduced_axes(v.aval) for v in eqn.invars))
+    for v, axes in found:
+        if axes - have and (mark := mark_of_type(v.aval.sharding, len(v.aval.shape))) is not None:
+            yield v, mark
+
+
+def _refuse_in_parts(specs: Iterable[Any], source: Any) -> None:
+    for spec in specs:
+        if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+            raise ShardingError(
+                "a shard_map inside of the program takes or gives values that are unreduced or reduced.",
+                user_line(source),
+                str(spec),
+                "Give finished values, and add parts up inside of it, by jax.lax.psum.",
+            )
+
+
+_MARKS = ("gshard_mark", "sharding_constraint", "reshard")
+
+
+def _unreduced_axes(aval: Any) -> frozenset[str]:
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    return frozenset(getattr(spec, "unreduced", None) or ())
+
+
 def mark_of_named_sharding(sharding: NamedSharding, ndim: int, leaf: str = "") -> Mark:
     """A ``NamedSharding`` as a mark; its axes are looked up in the mesh by name, or by the devices along them.
 
     Raises:
         ShardingError: it asks for unreduced values.
     """
-    entries = entries_of(sharding.spec)
+    entries, more = words_of(sharding.spec)
     spec = (*entries, *(None,) * (ndim - len(entries)))
     axes = tuple((str(n), int(s)) for n, s in sharding.mesh.shape.items())
     concrete = isinstance(sharding.mesh, jax.sharding.Mesh)
     devices = tuple(sharding.mesh.devices.flat) if concrete else ()
-    return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf)
+    return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf, **more)

@@ -1,0 +1,72 @@
+"""PartitionSpec: what JAX's ``PartitionSpec`` says, as a mark has it, and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from gshard.core.errors import ShardingError
+
+_KINDS = {"sum": "add", "max": "max", "min": "min"}
+
+
+def entries_of(spec: PartitionSpec, line: str = "") -> tuple[Any, ...]:
+    """The entries of a ``PartitionSpec`` that is about dimensions alone, checked to be something that a mark can say.
+
+    Raises:
+        ShardingError: an entry is no axis name, or the spec asks for unreduced parts.
+    """
+    for kind in ("unreduced", "reduced"):
+        if getattr(spec, kind, None):
+            raise ShardingError(
+                f"{kind} axes cannot be asked for here.",
+                line,
+                str(spec),
+                "Mark the value inside of the function: x = gshard.shard(x, P(..., unreduced={...})).",
+            )
+    return words_of(spec, line)[0]
+
+
+def words_of(spec: PartitionSpec, line: str = "") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The entries of a ``PartitionSpec``, and what else it says, as attributes of a ``Mark``.
+
+    >>> words_of(PartitionSpec("data", None, unreduced={"model"}))
+    (('data', None), {'unreduced': ('model',)})
+
+    Raises:
+        ShardingError: an entry is no axis name, or parts are combined by what no mark can say.
+    """
+    for entry in spec.partitions:
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            continue
+        names = entry if isinstance(entry, tuple | list) else (entry,)
+        if not all(isinstance(n, str) for n in names):
+            raise ShardingError(
+                f"{entry!r} is no name of a mesh axis.",
+                line,
+                str(spec),
+                "Give for each dimension an axis name, a tuple of them, None (whole) or P.UNCONSTRAINED (open).",
+            )
+    found: dict[str, Any] = {}
+    for word in ("unreduced", "reduced"):
+        if axes := getattr(spec, word, None):
+            found[word] = tuple(sorted(map(str, axes)))
+    if "unreduced" in found:
+        kind = str(getattr(spec, "unreduced_kind", None) or "sum").rsplit(".", 1)[-1].lower()  # newer JAX has several
+        if kind not in _KINDS:
+            raise ShardingError(
+                f"parts cannot be combined by {kind!r}.", line, str(spec), f"Use one of {', '.join(_KINDS)}."
+            )
+        if _KINDS[kind] != "add":
+            found["monoid"] = _KINDS[kind]
+    return tuple(spec.partitions), found
+
+
+def text_of_spec(
+    entries: Iterable[Any], axes: Iterable[tuple[str, Collection[str]]] = (), unreduced_kind: str = ""
+) -> str:
+    """A ``PartitionSpec`` of these entries, and of unreduced or reduced axes, as it is written."""
+    words = [*map(repr, entries), *(f"{word}={{{', '.join(map(repr, own))}}}" for word, own in axes if own)]
+    return f"P({', '.join([*words, *([f'unreduced_kind={unreduced_kind}'] if unreduced_kind else [])])})"

@@ -1,0 +1,148 @@
+"""The law: whatever a program of finite numbers is, and wherever its sums may stay in parts, the numbers are the same.
+
+Programs of 5 to 10 random operators on float32 arrays of small whole numbers, most of them linear, with random marks:
+splits, unreduced and reduced values, over the axes of 2 x 3 devices. They are planned with and without ``finite=True``,
+partitioned and simulated. Sums of whole numbers are exact in every order, so every bit counts but the sign of a zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from emitted import emitted, reported
+from gshard import shard
+from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
+from gshard.passes.trace import trace
+from gshard.simulator.simulate import simulate
+from gshard.tracing.permitted import permitted
+from laws.test_any_program import PHASES, Chosen, Step, steps
+from laws.test_propagate_laws import MESH, parts_of
+
+EXACT = 2**22  # sums of larger whole numbers are not exact in float32
+SIZES = (2, 3, 4, 6)
+
+
+def pair(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Chosen], Any]:
+    """An operator on two arrays of one shape."""
+    return lambda x, y, n: f(x, y if y.shape == x.shape else x)
+
+
+def product(x: Any, y: Any, n: Chosen) -> Any:
+    d = n[0] % x.ndim
+    e = next((e for e in range(y.ndim) if y.shape[e] == x.shape[d]), None)
+    y, e = (x, d) if e is None else (y, e)
+    return lax.dot_general(x, y, (((d,), (e,)), ((), ())))
+
+
+def summed(x: Any, y: Any, n: Chosen) -> Any:
+    return x.sum(n[0] % x.ndim) if x.ndim > 1 else lax.cumsum(x)
+
+
+def looped(x: Any, y: Any, n: Chosen) -> Any:
+    end, rows = lax.scan(lambda c, row: (c + row * np.float32(2), row - c), jnp.zeros(x.shape[1:]), x)
+    return rows if n[0] % 2 else end
+
+
+def chosen(x: Any, y: Any, n: Chosen) -> Any:
+    return lax.cond(x.sum() > n[0] % 3, lambda v: v * np.float32(2), lambda v: -v, x)
+
+
+OPERATORS: tuple[Callable[[Any, Any, Chosen], Any], ...] = (
+    pair(lax.add), pair(lax.sub), pair(lax.mul), product, product, summed, summed, looped, chosen,
+    lambda x, y, n: -x,
+    lambda x, y, n: x * np.float32(n[0] % 5 - 2),
+    lambda x, y, n: x / np.float32(-0.5),
+    lambda x, y, n: x * y.reshape(-1)[0],
+    lambda x, y, n: jnp.maximum(x, np.float32(n[0] % 3 - 1)),
+    lambda x, y, n: jnp.where(x > 0, x, -x if n[0] % 2 else np.float32(0)),
+    lambda x, y, n: x.T,
+    lambda x, y, n: x.reshape(-1),
+    lambda x, y, n: jnp.stack([x, x * np.float32(3)], n[0] % (x.ndim + 1)),
+    lambda x, y, n: x.astype(jnp.bfloat16).astype(jnp.float32) if n[0] % 2 else jnp.flip(x, 0),
+)  # fmt: skip
+
+
+def marked(x: Any, n: int) -> Any:
+    """One of several marks, or none: for each axis a dimension, an unreduced value, a reduced one, or nothing."""
+    if not n & 1:
+        return x
+    entries: list[Any] = [P.UNCONSTRAINED if n & 2 else None] * x.ndim
+    words: dict[str, set[str]] = {"unreduced": set(), "reduced": set()}
+    for axis, k in (("data", n // 4 % 8), ("model", n // 32 % 8)):
+        if k < 4:
+            words["unreduced"].add(axis)
+        elif k == 4:
+            words["reduced"].add(axis)
+        elif k < 7 and x.ndim and not isinstance(entries[k % x.ndim], str):
+            entries[k % x.ndim] = axis
+    return shard(x + np.float32(0), P(*entries, **words))
+
+
+def program_of(some: Sequence[Step], count: int, with_marks: bool, bounds: list[float]) -> Callable[..., list[Any]]:
+    """The program; without marks it is run, and notes how large its numbers and the sums of their sizes become."""
+
+    def program(*arrays: Any) -> list[Any]:
+        values = list(arrays)
+        for step in some:
+            x, y = (values[n % len(values)] for n in step.choices[:2])
+            made = OPERATORS[step.operator % len(OPERATORS)](x, y, step.choices[2:])
+            if made.size > 300 or made.ndim > 3 or not made.ndim:
+                continue
+            if not with_marks:
+                bounds.append(float(jnp.abs(made).max()) * made.size)
+            values.append(marked(made, step.mark) if with_marks else made)
+        return values[count:][-3:]
+
+    return program
+
+
+def check(some: Sequence[Step], shapes: Sequence[tuple[int, ...]], finite: bool) -> None:
+    arrays = [np.random.default_rng([i, *s]).integers(-2, 3, s).astype(np.float32) for i, s in enumerate(shapes)]
+    bounds = [0.0]
+    with jax.disable_jit():
+        want = program_of(some, len(shapes), False, bounds)(*arrays)
+    if max(bounds) > EXACT:
+        return
+    program = trace(program_of(some, len(shapes), True, bounds), *arrays)
+    program = dataclasses.replace(program, block=permitted(program.block, finite=finite), finite=finite)
+    spmd = partition(propagate(program, MESH))
+    assert emitted(spmd.jaxpr, MESH.atom_sizes) == reported(spmd.collectives)
+    (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
+    inside = dict(zip(spmd.jaxpr.jaxpr.invars, [*program.captured, *arrays], strict=True))
+    inside |= dict(zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True))
+    placed = dict(zip(spmd.jaxpr.jaxpr.invars, spmd.in_shardings, strict=True))
+    stacked = [parts_of(inside[v], placed[v].dims if v in placed else ()) for v in mapped.invars]
+    results = simulate(mapped.params["jaxpr"], (), MESH.atom_sizes, stacked)
+    for got, whole, sharding in zip(results, want, spmd.out_shardings, strict=True):
+        assert not sharding.unreduced
+        for device, part in enumerate(parts_of(np.asarray(whole), sharding.dims)):
+            np.testing.assert_array_equal(got[device], part)
+
+
+programs = st.lists(steps, min_size=5, max_size=10)
+all_shapes = st.lists(st.lists(st.sampled_from(SIZES), min_size=1, max_size=2).map(tuple), min_size=1, max_size=3)
+
+
+@given(programs, all_shapes, st.booleans())
+@settings(max_examples=12, phases=PHASES)
+def test_any_program_of_finite_numbers(some: list[Step], shapes: list[tuple[int, ...]], finite: bool) -> None:
+    check(some, shapes, finite)
+
+
+@pytest.mark.slow
+@given(programs, all_shapes, st.booleans())
+@settings(max_examples=150, phases=PHASES)
+def test_very_many_programs_of_finite_numbers(some: list[Step], shapes: list[tuple[int, ...]], finite: bool) -> None:
+    check(some, shapes, finite)

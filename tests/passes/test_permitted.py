@@ -1,0 +1,426 @@
+"""Parts of sums of floats pass products where the user permits it: by a mark, or for a whole program.
+
+Numbers are those of the unpartitioned program, wherever a mark stands and whatever contains it; fewer bytes are sent;
+nothing changes without a mark or option; and what cannot be unreduced is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard import replicate, shard, split
+from gshard.core.errors import ArgumentError, PlanError, ShardingError
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng([*shape, 5]).standard_normal(shape).astype(np.float32)
+
+
+X, V, W = normal(16, 64), normal(64, 24), normal(24, 6)
+XS = normal(3, 16, 64)
+
+
+def parts(x: Any, *axes: str) -> Any:
+    return shard(x, P(*(None,) * x.ndim, unreduced=set(axes)))
+
+
+def product(x: Any, v: Any) -> Any:
+    """In parts over ``a``."""
+    return parts(split(x, 1, "a") @ v, "a")
+
+
+def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        scale = 1 + float(np.max(np.abs(np.asarray(b, np.float32)), initial=0))
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=tolerance * scale)
+
+
+def sent(f: Any, *arguments: Any, mesh: Any = 8, **options: Any) -> list[tuple[str, int, int]]:
+    found = gshard.explain(gshard.jit(f, mesh=mesh, **options), *arguments)
+    return sorted((row.kind, row.times, row.bytes) for row in found.collectives)
+
+
+# -- what is sent ----------------------------------------------------------------------------------------------------
+
+
+def chain(u: Any, v: Any, w: Any) -> Any:
+    return replicate((split(u, 1, 8) @ v) @ w)
+
+
+def marked_chain(u: Any, v: Any, w: Any) -> Any:
+    return replicate(shard(split(u, 1, 8) @ v, P(None, None, unreduced={"devices"})) @ w)
+
+
+def chain_into_rows(u: Any, v: Any, w: Any) -> Any:
+    return split((split(u, 1, 8) @ v) @ w, 0, 8)
+
+
+def low_rank(x: Any, w: Any, a: Any, b: Any) -> Any:
+    x = split(x, 1, 8)
+    return replicate(x @ w + ((x @ a) @ b) * 0.5)
+
+
+def values(p: Any, v: Any, o: Any) -> Any:
+    """Attention with its keys split: weights times values, and the projection of all heads."""
+    heads = jnp.einsum("bhqk,bhkd->bqhd", split(p, 3, 8), split(v, 2, 8))
+    return replicate(jnp.einsum("bqhd,hdf->bqf", heads, o))
+
+
+def loss_scaled(w: Any, xs: Any, scale: Any) -> Any:
+    """Gradients of micro-batches, each divided by a scale that is known when the program runs."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(split(x, 0, 8) @ w) ** 2) * scale
+
+    def step(total: Any, x: Any) -> tuple[Any, None]:
+        return total + jax.grad(loss)(w, x) / scale, None
+
+    return lax.scan(step, jnp.zeros_like(w), xs)[0]
+
+
+FEWER: dict[str, tuple[Any, tuple[Any, ...], list[tuple[str, int, int]]]] = {
+    "U V W": (chain, (normal(64, 128), normal(128, 96), normal(96, 8)), [("all_reduce", 1, 2 * 64 * 8 * 4 * 7 // 8)]),
+    "U V W into rows": (
+        chain_into_rows, (normal(64, 512), normal(512, 256), normal(256, 8)),
+        [("reduce_scatter", 1, 64 * 8 * 4 * 7 // 8)],
+    ),
+    "low rank": (
+        low_rank, (normal(64, 128), normal(128, 64), normal(128, 4), normal(4, 64)),
+        [("all_reduce", 1, 2 * 64 * 64 * 4 * 7 // 8)],
+    ),
+    "values": (
+        values, (normal(2, 4, 8, 64), normal(2, 4, 64, 32), normal(4, 32, 16)),
+        [("all_reduce", 1, 2 * 2 * 8 * 16 * 4 * 7 // 8)],
+    ),
+    "scaled losses": (
+        loss_scaled, (normal(32, 32), normal(4, 64, 32), np.float32(1024)),
+        [("all_reduce", 1, 2 * 32 * 32 * 4 * 7 // 8)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEWER)
+def test_a_program_of_finite_numbers_adds_up_once(name: str) -> None:
+    f, arguments, expected = FEWER[name]
+    assert sent(f, *arguments, finite=True) == expected
+    assert sum(row[2] for row in sent(f, *arguments)) > expected[0][2]
+    close(gshard.jit(f, mesh=8, finite=True)(*arguments), jax.jit(f)(*arguments))
+
+
+def test_a_mark_permits_what_the_option_permits() -> None:
+    arguments = FEWER["U V W"][1]
+    assert sent(marked_chain, *arguments) == FEWER["U V W"][2]
+    close(gshard.jit(marked_chain, mesh=8)(*arguments), jax.jit(marked_chain)(*arguments))
+
+
+def test_a_search_and_a_machine_take_it_too() -> None:
+    u, v, w = normal(512, 4096), normal(4096, 1024), normal(1024, 8)
+
+    def into_all(u: Any, v: Any, w: Any) -> Any:
+        return replicate((split(u, 1, 8) @ split(v, 0, 8)) @ replicate(w))
+
+    on: dict[str, Any] = {"mesh": gshard.Mesh.abstract(devices=8), "machine": "h100:1x8"}
+    default, finite = (gshard.search(into_all, u, v, w, finite=finite, **on).cost.seconds for finite in (False, True))
+    assert finite < default
+    default, finite = (sum(row[2] for row in sent(chain, u, v, w, finite=finite, **on)) for finite in (False, True))
+    assert finite < default
+
+
+def test_large_products_are_not_repeated_to_send_less() -> None:
+    """A sum that is small is finished before what it is multiplied by makes a large product of it."""
+
+    def f(x: Any, v: Any, w: Any) -> Any:
+        return split(split(x, 1, 8) @ v @ w, 1, 8)
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((2048, 2048), (2048, 2048), (2048, 32768))]
+    mesh = gshard.Mesh.abstract(devices=8)
+    costs = [gshard.explain(f, *shapes, mesh=mesh, finite=finite).cost("h100:1x8").flops for finite in (False, True)]
+    assert costs[1] == costs[0]
+
+
+# -- the same numbers, wherever the mark stands ----------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def by_hand(y: Any, w: Any) -> Any:
+    return y @ w
+
+
+by_hand.defvjp(lambda y, w: (y @ w, (y, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+
+def accumulated(v: Any, xs: Any, w: Any) -> Any:
+    def loss(v: Any, x: Any) -> Any:
+        return jnp.mean((jnp.tanh(split(x, 0, "a") @ shard(v, P(None, None, reduced={"a"}))) @ w) ** 2)
+
+    def step(total: Any, x: Any) -> tuple[Any, None]:
+        return total + jax.grad(loss)(v, x) * np.float32(3), None
+
+    return lax.scan(step, jnp.zeros_like(v), xs)[0]
+
+
+CONTAINERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "plain": (lambda x, v, w: -(product(x, v) * 0.3 / 7.0) @ w, (X, V, W)),
+    "gradient": (
+        jax.grad(lambda v, x, w: jnp.sum((product(x, v) @ w) ** 2), argnums=(0, 1, 2)), (V / 64, X, W),
+    ),
+    "vmap": (lambda xs, v, w: jax.vmap(lambda x: product(x, v) @ w)(xs), (XS, V, W)),
+    "scan, carried": (
+        lambda xs, v, w: lax.scan(lambda c, x: (c + 0.5 * (product(x, v) @ w), None), jnp.zeros((16, 6)), xs)[0],
+        (XS, V, W),
+    ),
+    "scan, stacked": (lambda xs, v, w: lax.scan(lambda c, x: (c, product(x, v) @ w), 0.0, xs)[1], (XS, V, W)),
+    "while": (
+        lambda xs, v, w: lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + product(xs[c[0]], v) @ w), (0, jnp.zeros((16, 6)))
+        )[1],
+        (XS, V, W),
+    ),
+    "remat": (
+        jax.grad(lambda v, x, w: jnp.sum(jax.checkpoint(lambda v: jnp.sin(product(x, v) @ w))(v))), (V / 64, X, W),
+    ),
+    "cond": (
+        lambda x, v, w: lax.cond(x[0, 0] > 0, lambda: product(x, v) @ w, lambda: -2 * (product(x, v) @ w)), (X, V, W),
+    ),
+    "into a branch": (
+        lambda x, v, w: lax.cond(x[0, 0] > 0, lambda y: y @ w, lambda y: 2 * y @ w, product(x, v)), (X, V, W),
+    ),
+    "nested jit": (lambda x, v, w: jax.jit(lambda y: y @ w)(jax.jit(product)(x, v)), (X, V, W)),
+    "custom_vjp": (
+        jax.grad(lambda x, v, w: jnp.sum(by_hand(product(x, v), w) ** 2), argnums=(0, 1, 2)), (X, V / 64, W),
+    ),
+    "nothing linear after it": (lambda x, v, w: jnp.tanh(product(x, v)), (X, V, W)),
+    "multiplied by itself": (lambda x, v, w: (lambda y: y * y)(product(x, v)), (X, V, W)),
+    "two readers": (lambda x, v, w: (lambda y: (y, y @ w, jnp.sin(y) * y))(product(x, v)), (X, V / 8, W)),
+    "no sum at all": (lambda x, v, w: parts(x, "a") @ v, (X, V, W)),
+    "the result": (lambda x, v, w: product(x, v), (X, V, W)),
+    "integers": (lambda x, v, w: product(x, v) @ w, tuple((3 * z).astype(np.int32) for z in (X, V, W))),
+    "a largest": (lambda x, v, w: parts(jnp.max(split(x, 1, "a"), 1), "a") * 2 + v[0, 0], (X, V, W)),
+    "transforms": (lambda x, v, w: jnp.abs(jnp.fft.fft(product(x, v))), (X, V, W)),
+    "uneven": (lambda x, v, w: product(x, v) @ w, (normal(7, 61), normal(61, 23), normal(23, 5))),
+    "reduced": (accumulated, (V / 8, normal(4, 48, 64), W)),
+}  # fmt: skip
+MESHES: dict[str, dict[str, int]] = {
+    "8": {"a": 8},
+    "2x4": {"b": 2, "a": 4},
+    "2x2x2": {"b": 2, "a": 2, "c": 2},
+    "3": {"a": 3},
+}
+FAST = {("plain", "2x4"), ("gradient", "2x4"), ("scan, carried", "8"), ("cond", "3"), ("vmap", "2x2x2"),
+        ("custom_vjp", "2x4"), ("two readers", "8"), ("no sum at all", "2x4"), ("reduced", "8"), ("uneven", "3"),
+        ("integers", "2x4"), ("into a branch", "8"), ("the result", "2x4")}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=() if (name, mesh) in FAST else pytest.mark.slow)
+        for name in CONTAINERS
+        for mesh in MESHES
+    ],
+)
+def test_a_mark_changes_no_number(name: str, mesh: str) -> None:
+    f, arguments = CONTAINERS[name]
+    want = jax.jit(f)(*arguments)
+    step = gshard.jit(f, mesh=MESHES[mesh])
+    close(step(*arguments), want)
+    close(step(*(jax.device_put(x, jax.devices()[0]) for x in arguments)), want)
+    first, *others = arguments
+    placed = jax.make_mesh((2, 4), ("b", "a"), axis_types=(AxisType.Auto,) * 2)
+    close(step(jax.device_put(first, jax.NamedSharding(placed, P())), *others), want)
+
+
+def test_both_factors_may_be_in_parts_over_different_axes() -> None:
+    """A sum over ``a`` times a sum over ``b`` is a sum over both; over the same axis it is not."""
+    mesh = {"a": 4, "b": 2}
+
+    def f(x: Any, y: Any, v: Any) -> Any:
+        over_a = parts(jnp.sum(split(x, 0, "a"), 0), "a")
+        over_b = parts(jnp.sum(split(y, 0, "b"), 0), "b")
+        return replicate(jnp.sum(over_a[:, None] * over_b[None, :] * v, 1))
+
+    def same(x: Any, y: Any, v: Any) -> Any:
+        over_a, also = (parts(jnp.sum(split(z, 0, "a"), 0), "a") for z in (x, y))
+        return replicate(jnp.sum(over_a[:, None] * also[None, :] * v, 1))
+
+    arguments = normal(64, 6), normal(64, 40), normal(6, 40)
+    for g in (f, same):
+        close(gshard.jit(g, mesh=mesh)(*arguments), jax.jit(g)(*arguments))
+    program = gshard.jit(f, mesh=mesh).lower(*arguments).plan
+    (mul, *_) = (e for e in program.program.block.walk() if e.name == "mul")
+    assert {a.split(".")[0] for a, _ in program.sharding(mul.outputs[0]).unreduced} <= {"a", "b"}
+
+
+def test_a_mark_permits_its_own_axes_only() -> None:
+    """Of a sum over two axes, one is finished before the product."""
+    mesh = {"data": 2, "model": 4}
+    x, v, w = normal(64, 256), normal(256, 128), normal(128, 2)
+
+    def f(x: Any, v: Any, w: Any) -> Any:
+        y = shard(split(x, 1, ("data", "model")) @ v, P(None, None, unreduced={"model"}))
+        return replicate(y @ w)
+
+    plan = gshard.jit(f, mesh=mesh).lower(x, v, w).plan
+    (mark,) = (e for e in plan.program.block.walk() if e.mark is not None and e.mark.unreduced)
+    assert {a.split(".")[0] for a, _ in plan.sharding(mark.outputs[0]).unreduced} == {"model"}
+    for e in plan.program.block.walk():
+        for axes in e.rule.over if e.rule is not None else ():
+            assert axes == {"model"}
+    close(gshard.jit(f, mesh=mesh)(x, v, w), (x @ v) @ w)
+
+
+def test_a_value_that_is_whole_is_kept_by_one_device() -> None:
+    """Signs of zeros included: the others hold the zero that changes nothing."""
+    x = np.array([-0.0, 0.0, 3.0, -2.5], np.float32)
+    got = gshard.jit(lambda x: jnp.sort(replicate(shard(x, P(None, unreduced={"devices"})) + -0.0)), mesh=8)(x)
+    np.testing.assert_array_equal(got, np.sort(x))
+    assert np.signbit(np.asarray(got)).sum() == np.signbit(x).sum()
+
+
+def test_axes_of_another_mesh_are_found_by_their_devices() -> None:
+    mesh = jax.make_mesh((2, 4), ("b", "a"), axis_types=(AxisType.Auto,) * 2)
+    other = jax.make_mesh((4, 2), ("q", "r"), axis_types=(AxisType.Explicit,) * 2)
+    third = jax.sharding.Mesh(np.array(jax.devices())[[0, 1, 2, 4, 3, 5, 6, 7]].reshape(2, 4), ("s", "t"))
+
+    def f(x: Any, v: Any, sharding: Any) -> Any:
+        return replicate(2.0 * shard(split(x, 1, "a") @ v, sharding))
+
+    sharding = jax.NamedSharding(other, P(None, None, unreduced={"q"}))
+    plan = gshard.jit(lambda x, v: f(x, v, sharding), mesh=mesh).lower(X, V).plan
+    assert [plan.format(e.outputs[0]) for e in plan.program.block.walk() if e.mark][1] == "f32[16,24]{U:a.0,b}"
+    close(gshard.jit(lambda x, v: f(x, v, sharding), mesh=mesh)(X, V), 2 * X @ V)
+    elsewhere = jax.NamedSharding(
+        jax.sharding.Mesh(third.devices, third.axis_names, axis_types=(AxisType.Explicit,) * 2),
+        P(None, None, unreduced={"t"}),
+    )
+    with pytest.raises(ShardingError, match="no axes of the mesh are the 4 devices along axis 't'"):
+        gshard.jit(lambda x, v: f(x, v, elsewhere), mesh=mesh)(X, V)
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "UnreducedKind"), reason="only newer JAX has kinds")
+def test_a_largest_in_parts() -> None:
+    spec = P(None, unreduced={"a"}, unreduced_kind=jax.sharding.UnreducedKind.max)
+
+    def f(x: Any) -> Any:
+        return replicate(jnp.maximum(shard(jnp.max(split(x, 1, "a"), 1), spec), 0.5))
+
+    np.testing.assert_array_equal(gshard.jit(f, mesh={"a": 8})(X), np.maximum(X.max(1), 0.5))
+    assert sent(f, X, mesh={"a": 8}) == [("all_reduce", 1, 2 * 16 * 4 * 7 // 8)]
+
+
+def test_the_cotangent_of_a_reduced_value_is_in_parts() -> None:
+    def f(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.sum(jnp.tanh(split(x, 0, 8) @ shard(w, P(None, None, reduced={"devices"}))) ** 2)
+
+        return 0.5 * jax.grad(loss)(w) @ jnp.ones((24, 1))
+
+    mark = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(shard(x, P(reduced={"m"})) ** 2)))(jnp.ones(3))
+    assert "unreduced={'m'}" in str(mark)
+    back = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(shard(x, P("d", unreduced={"m"})) ** 2)))(jnp.ones(3))
+    assert "P('d', reduced={'m'})" in str(back)
+    w, x = normal(16, 24), normal(64, 16)
+    assert sent(lambda w, x: replicate(f(w, x)), w, x) == [("all_reduce", 1, 2 * 16 * 4 * 7 // 8)]
+    close(gshard.jit(f, mesh=8)(w, x), jax.jit(f)(w, x))
+
+
+# -- the option ------------------------------------------------------------------------------------------------------
+
+
+def test_programs_with_and_without_it_share_nothing() -> None:
+    arguments = FEWER["U V W"][1]
+    for finite in (False, True, False):
+        assert (sent(chain, *arguments, finite=finite) == FEWER["U V W"][2]) is finite
+        close(gshard.jit(chain, mesh=8, finite=finite)(*arguments), jax.jit(chain)(*arguments))
+    plan = gshard.jit(chain, mesh=8, finite=True).lower(*arguments).plan
+    recorded = gshard.Recorded.of_json(gshard.Recorded.of(plan).as_json())
+    close(gshard.jit(chain, mesh=8, plan=recorded, finite=True)(*arguments), jax.jit(chain)(*arguments))
+    with pytest.raises(PlanError, match="made with finite=True"):
+        gshard.jit(chain, mesh=8, plan=recorded)(*arguments)
+
+
+def test_it_reaches_derivatives_and_a_program_around_it() -> None:
+    u, v, w = normal(64, 512), normal(512, 256) / 20, normal(256, 2)
+
+    def loss(u: Any, v: Any, w: Any) -> Any:
+        return jnp.sum(jnp.tanh(chain(u, v, w)))
+
+    want = jax.grad(loss, argnums=2)(u, v, w)
+    close(jax.grad(gshard.jit(loss, mesh=8, finite=True), argnums=2)(u, v, w), want, 1e-4)
+    inner = gshard.jit(chain, mesh=8, finite=True)
+    assert sum(row[2] for row in sent(lambda u, v, w: inner(u, v, w) + 1, u, v, w)) == 2 * 64 * 2 * 4 * 7 // 8
+    with pytest.raises(ArgumentError, match="finite for a plain function"):
+        gshard.explain(gshard.jit(chain, mesh=8), u, v, w, finite=True)
+
+
+# -- types of JAX's --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def explicit() -> Any:
+    return jax.make_mesh((2, 4), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def typed(x: Any, w: Any) -> Any:
+    return jnp.einsum("ab,bc->ac", x, w, out_sharding=P(None, None, unreduced={"m"}))
+
+
+def test_types_that_say_unreduced_are_marks(explicit: Any) -> None:
+    with jax.set_mesh(explicit):
+        x, w, ones = (jax.device_put(z, s) for z, s in ((X, P(None, "m")), (V, P("m", None)), (np.ones((16, 24)), P())))
+
+        def f(x: Any, w: Any, ones: Any) -> Any:
+            three = jax.sharding.reshard(3 * ones.astype("float32"), P(None, None, reduced={"m"}))
+            return jax.sharding.reshard((typed(x, w) + typed(2 * x, w)) * three, P("m"))
+
+        step = gshard.jit(f, mesh=explicit)
+        for _ in range(3):
+            close(step(x, w, ones), 9 * (X @ V))
+        found = gshard.explain(step, x, w, ones).collectives
+        assert [row.kind for row in found if row.kind in ("all_reduce", "reduce_scatter")] == ["reduce_scatter"]
+
+
+def test_gradients_by_type_are_added_up_once_after_a_loop(explicit: Any) -> None:
+    with jax.set_mesh(explicit):
+        w, xs = jax.device_put(V / 64, P()), jax.device_put(normal(3, 32, 64), P(None, "d"))
+
+        def f(w: Any, xs: Any) -> Any:
+            kept = jax.sharding.reshard(w, P(None, None, reduced={"d"}))
+
+            def loss(w: Any, x: Any) -> Any:
+                return jnp.sum(jnp.einsum("ab,bc->ac", x, w, out_sharding=P("d")) ** 2)
+
+            zeros = jax.sharding.reshard(jnp.zeros_like(w), P(None, None, unreduced={"d"}))
+            total, _ = lax.scan(lambda t, x: (t + jax.grad(loss)(kept, x), None), zeros, xs)
+            return jax.sharding.reshard(total, P())
+
+        want = jax.grad(lambda w: sum(jnp.sum((x @ w) ** 2) for x in normal(3, 32, 64)))(V / 64)
+        close(gshard.jit(f, mesh=explicit)(w, xs), want)
+        rows = gshard.explain(gshard.jit(f, mesh=explicit), w, xs).collectives
+        assert [(row.kind, row.times) for row in rows if "reduce" in row.kind] == [("all_reduce", 1)]
+
+
+def test_what_is_outside_of_a_program_is_finished(explicit: Any) -> None:
+    with jax.set_mesh(explicit):
+        x, w = jax.device_put(X, P(None, "m")), jax.device_put(V, P("m", None))
+        with pytest.raises(ShardingError, match="result 0 is unreduced"):
+            gshard.jit(typed, mesh=explicit)(x, w)
+        in_parts = jax.jit(typed)(x, w)
+        with pytest.raises(ShardingError, match="argument y is unreduced"):
+            gshard.jit(lambda y: jax.sharding.reshard(y, P()), mesh=explicit)(in_parts)
+    for asked in ("in_shardings", "out_shardings"):
+        with pytest.raises(ShardingError, match=f"{asked} cannot ask for unreduced"):
+            gshard.jit(lambda x: x, mesh={"d": 2, "m": 4}, **{asked: P(None, unreduced={"m"})})(X)
+    with pytest.raises(ShardingError, match="splits dimension 0, and is unreduced"):
+        gshard.jit(lambda x: shard(x, P("m", unreduced={"m.0"})), mesh={"d": 2, "m": 4})(X)
