@@ -303,15 +303,15 @@ class _Builder:
             # Either it is taken as it is, or a copy of it is moved, which is there until the region ends.
             copy = self._node(2 * len(at_border), f"{self.names[outside]}, as it enters {e.name} at {e.line}")
             moves = self._move_costs(self.states[outside], at_border, outer)
+            same = np.array([[0.0 if a == b else np.inf for b in at_border] for a in self.states[outside]])
             if self.facts is not None and e in self.loops and inner not in self.carried:
                 known = self.facts.shardings
                 more = np.array(sizes) - local_bytes(outer, known[outer], self.mesh)
-                if stacked:  # a slice of it is gathered in each round, not all of it before
-                    same = np.array([s == known[inner] for s in self.states[inside]])
-                    moves = np.where((more <= 0) | same, moves, np.inf)
+                if stacked:  # a slice of it is gathered in each round, not all of it before, nor where it is computed
+                    fits = (more <= 0) | np.array([s == known[inner] for s in self.states[inside]])
+                    same, moves = np.where(fits, same, np.inf), np.where(fits, moves, np.inf)
                 else:
                     self.brought.append((copy, e, np.concatenate([np.zeros(len(sizes)), more])))
-            same = np.array([[0.0 if a == b else np.inf for b in at_border] for a in self.states[outside]])
             self.edges.append((outside, copy, self.once.often(times, np.hstack([same, moves]))))
             equal = np.where(np.eye(len(at_border), dtype=bool), 0.0, np.inf)
             self.edges.append((copy, inside, np.vstack([equal, equal])))
