@@ -30,7 +30,7 @@ from gshard.passes.once import Once
 from gshard.passes.suggested import arrays_as, in_parts, met_in, shardings_as, ways_as
 from gshard.passes.ways import Component, components
 from gshard.passes.windows import SharedWindows
-from gshard.solver.problem import Floats, Problem
+from gshard.solver.problem import Bools, Floats, Problem
 
 # What a caller may have to move afterwards counts so much.
 _AFTERWARDS = 1 / 8
@@ -305,12 +305,11 @@ class _Builder:
             moves = self._move_costs(self.states[outside], at_border, outer)
             same = np.array([[0.0 if a == b else np.inf for b in at_border] for a in self.states[outside]])
             if self.facts is not None and e in self.loops and inner not in self.carried:
-                known = self.facts.shardings
-                more = np.array(sizes) - local_bytes(outer, known[outer], self.mesh)
                 if stacked:  # a slice of it is gathered in each round, not all of it before, nor where it is computed
-                    fits = (more <= 0) | np.array([s == known[inner] for s in self.states[inside]])
+                    fits = self._fits(crossing, sizes)
                     same, moves = np.where(fits, same, np.inf), np.where(fits, moves, np.inf)
                 else:
+                    more = np.array(sizes) - local_bytes(outer, self.facts.shardings[outer], self.mesh)
                     self.brought.append((copy, e, np.concatenate([np.zeros(len(sizes)), more])))
             self.edges.append((outside, copy, self.once.often(times, np.hstack([same, moves]))))
             equal = np.where(np.eye(len(at_border), dtype=bool), 0.0, np.inf)
@@ -326,9 +325,19 @@ class _Builder:
             )
             if stacked or inner in self.carried:
                 self.held.append((inside, e, sizes))
-            if stacked:
-                held = self._holding(inner, self.states[inside], self.objective.a_byte_stacked)
-                self.costs[inside] = self.once.plus(self.costs[inside], self.times[e] * outer.shape[0], held)
+                if self.facts is not None and e in self.loops:
+                    self.costs[inside] = np.where(self._fits(crossing, sizes), self.costs[inside], np.inf)
+
+    def _fits(self, crossing: Crossing, sizes: Sequence[int]) -> Bools:
+        """bool [states]: whether a loop that holds so much holds no more than the facts say.
+
+        So weights that marks split are gathered and their gradients scattered in each round, one layer at a time.
+        """
+        assert self.facts is not None
+        (outer, inner), known = (crossing.edge.outer, crossing.edge.inner), self.facts.shardings
+        stacked = len(outer.shape) - len(inner.shape)
+        inside = Sharding(((),) * stacked + known[inner].dims)
+        return np.array(sizes) <= max(local_bytes(outer, s, self.mesh) for s in (known[outer], inside))
 
     def _move_costs(self, sources: Sequence[Sharding], targets: Sequence[Sharding], v: Value) -> Floats:
         return self.objective.table(sources, targets, v.shape, itemsize(v.dtype))

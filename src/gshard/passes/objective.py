@@ -38,7 +38,7 @@ OTHER = 1e-4
 MESSAGE = 256.0
 # A byte that a loop stacks, and holds until it has ended. So the gradients of large weights, which are sums, are
 # scattered in the rounds of a loop, not all of them after it: more messages, as many bytes, no stack of whole ones.
-_STACKED = 1 / 512
+_STACKED = 1 / 64
 # A byte that is copied into place, where what is gathered or cut is more than one run of bytes.
 _COPIED = 1 / 1024
 # A step in which nothing is sent: of equal ways the one with fewer.
