@@ -77,7 +77,9 @@ class Step:
         examples, length = self.batch
         shape = (examples, length, self.model.patch) if self.model.patch else (examples, length)
         inputs = jax.ShapeDtypeStruct(
-            shape, "float32" if self.model.patch else "int32", sharding=layout.sharding(("batch", "length", "")[: len(shape)])
+            shape,
+            "float32" if self.model.patch else "int32",
+            sharding=layout.sharding(("batch", "length", "")[: len(shape)]),
         )
         labels = (examples, 1) if self.model.patch else (examples, length)
         labelled = jax.ShapeDtypeStruct(labels, "int32", sharding=layout.sharding(("batch",)))
@@ -179,4 +181,28 @@ def _small() -> dict[str, Step]:
     return {step.name: step for step in found}
 
 
+def _true() -> dict[str, Step]:
+    one, grid = {"fsdp": 64}, {"fsdp": 8, "tensor": 8}
+    llama = Model(32, 4096, 32, 8, 14336, 128256, numbers="bfloat16")
+    large = dataclasses.replace(llama, layers=80, model=8192, heads=64, hidden=28672)
+    mixture = dataclasses.replace(llama, words=32000, experts=8)
+    gemma = dataclasses.replace(llama, layers=42, model=3584, heads=16, hidden=14336, words=256000, tied=True,
+                                softcap=30.0, window=4096)  # fmt: skip
+    images = Model(24, 1024, 16, 16, 4096, 1000, numbers="bfloat16", patch=768)
+    wide = {name: dataclasses.replace(m, stacked=1, weights="bfloat16") for name, m in (("8B", llama), ("70B", large))}
+    found = (
+        Step("8B", llama, one, FSDP, (64, 4096)),
+        Step("8B, bfloat16, along 1", wide["8B"], one, FSDP, (64, 4096)),
+        Step("8B, tensor", llama, grid, TENSOR, (64, 4096)),
+        Step("8B, accumulated", llama, one, FSDP, (256, 4096), parts=4),
+        Step("70B", large, one, FSDP, (64, 4096)),
+        Step("70B, bfloat16, along 1", wide["70B"], one, FSDP, (64, 4096)),
+        Step("8x7B, experts", mixture, {"expert": 8, "fsdp": 8}, EXPERT, (64, 4096)),
+        Step("9B, tied, capped, windows", gemma, grid, TENSOR, (64, 4096)),
+        Step("ViT-L", images, one, FSDP, (4096, 196)),
+    )
+    return {step.name: step for step in found}
+
+
 STEPS = _small()
+TRUE_SIZES = _true()

@@ -30,8 +30,8 @@ class Model:
     """The sizes and the structure of a model.
 
     Attributes:
-        layers, model, heads, groups, hidden: numbers of layers, of features, of query heads, of key and value heads, and
-            of units of the feed-forward layers.
+        layers, model, heads, groups, hidden: numbers of layers, of features, of query heads, of key and value heads,
+            and of units of the feed-forward layers.
         words: of the vocabulary; of classes, where ``patch`` is given.
         stacked: the dimension along which the weights of all layers are stacked; None for layers that are written out.
         weights, numbers: dtypes of the weights and of what is computed.

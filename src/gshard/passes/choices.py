@@ -23,14 +23,15 @@ from gshard.language.region import REGIONS, Crossing
 from gshard.passes.bundles import bundles_of, free_to_leave
 from gshard.passes.device_program import PASSING, REGION, Kernel
 from gshard.passes.facts import Facts, demands
-from gshard.passes.graph import Graph
+from gshard.passes.graph import Brought, Graph
 from gshard.passes.kinds import kinds_at, kinds_of
 from gshard.passes.objective import Objective
 from gshard.passes.once import Once
+from gshard.passes.room import Room
 from gshard.passes.suggested import arrays_as, in_parts, met_in, shardings_as, ways_as
 from gshard.passes.ways import Component, components
 from gshard.passes.windows import SharedWindows
-from gshard.solver.problem import Bools, Floats, Problem
+from gshard.solver.problem import Floats, Problem
 
 # What a caller may have to move afterwards counts so much.
 _AFTERWARDS = 1 / 8
@@ -70,7 +71,7 @@ class _Builder:
         self.crossings = [(e, c) for e in program.block.walk() if e.rule is None for c in REGIONS[e.name].crossings(e)]
         inner = {v for e in program.block.walk() for body in e.blocks for v in body.inputs}
         self.carried = inner & {c.edge.inner for _, c in self.crossings if not c.inward}
-        self.loops = {e for e, c in self.crossings if c.each_round or e.trip_count > 1}
+        self.room = Room({e for e, c in self.crossings if c.each_round or e.trip_count > 1}, facts, self.mesh)
         entering = inner - {c.edge.inner for _, c in self.crossings if c.each_round}
         finished = {*program.block.inputs, *self.said, *entering}
         self.bundles = bundles_of(program, {*finished, *inner}, finished, fused=objective.fuses)
@@ -94,7 +95,7 @@ class _Builder:
         self.readings: dict[Value, tuple[int, Sequence[Sharding]]] = {}
         self.leaves: dict[Value, tuple[int, Sequence[Sharding]]] = {}
         self.held: list[tuple[int, Equation, Sequence[int]]] = []
-        self.brought: list[tuple[int, Equation, Floats]] = []
+        self.brought: list[Brought] = []
 
     def graph(self) -> Graph:
         marked: dict[Equation, tuple[Split, ...]] = {}
@@ -304,13 +305,12 @@ class _Builder:
             copy = self._node(2 * len(at_border), f"{self.names[outside]}, as it enters {e.name} at {e.line}")
             moves = self._move_costs(self.states[outside], at_border, outer)
             same = np.array([[0.0 if a == b else np.inf for b in at_border] for a in self.states[outside]])
-            if self.facts is not None and e in self.loops and inner not in self.carried:
-                if stacked:  # a slice of it is gathered in each round, not all of it before, nor where it is computed
-                    fits = self._fits(crossing, sizes)
-                    same, moves = np.where(fits, same, np.inf), np.where(fits, moves, np.inf)
+            if (more := self.room.more(e, crossing.edge, sizes)) is not None and inner not in self.carried:
+                if stacked:  # whoever makes it, it is there until the loop ends: taken as it is, too
+                    self.brought.append(Brought(copy, e, np.concatenate([more, more])))
+                    same, moves = (np.where(self.room.fits(e, more), table, np.inf) for table in (same, moves))
                 else:
-                    more = np.array(sizes) - local_bytes(outer, self.facts.shardings[outer], self.mesh)
-                    self.brought.append((copy, e, np.concatenate([np.zeros(len(sizes)), more])))
+                    self.brought.append(Brought(copy, e, np.concatenate([np.zeros(len(sizes)), more]), whole=True))
             self.edges.append((outside, copy, self.once.often(times, np.hstack([same, moves]))))
             equal = np.where(np.eye(len(at_border), dtype=bool), 0.0, np.inf)
             self.edges.append((copy, inside, np.vstack([equal, equal])))
@@ -325,19 +325,10 @@ class _Builder:
             )
             if stacked or inner in self.carried:
                 self.held.append((inside, e, sizes))
-                if self.facts is not None and e in self.loops:
-                    self.costs[inside] = np.where(self._fits(crossing, sizes), self.costs[inside], np.inf)
-
-    def _fits(self, crossing: Crossing, sizes: Sequence[int]) -> Bools:
-        """bool [states]: whether a loop that holds so much holds no more than the facts say.
-
-        So weights that marks split are gathered and their gradients scattered in each round, one layer at a time.
-        """
-        assert self.facts is not None
-        (outer, inner), known = (crossing.edge.outer, crossing.edge.inner), self.facts.shardings
-        stacked = len(outer.shape) - len(inner.shape)
-        inside = Sharding(((),) * stacked + known[inner].dims)
-        return np.array(sizes) <= max(local_bytes(outer, s, self.mesh) for s in (known[outer], inside))
+                if (more := self.room.more(e, crossing.edge, sizes)) is not None:
+                    self.brought.append(Brought(inside, e, more))
+                    if not (fits := self.room.fits(e, more)).all():  # equal costs stay one array
+                        self.costs[inside] = np.where(fits, self.costs[inside], np.inf)
 
     def _move_costs(self, sources: Sequence[Sharding], targets: Sequence[Sharding], v: Value) -> Floats:
         return self.objective.table(sources, targets, v.shape, itemsize(v.dtype))
