@@ -23,10 +23,11 @@ from gshard.language.region import REGIONS, Crossing
 from gshard.passes.bundles import bundles_of, free_to_leave
 from gshard.passes.device_program import PASSING, REGION, Kernel
 from gshard.passes.facts import Facts, demands
-from gshard.passes.graph import Graph
+from gshard.passes.graph import Brought, Graph
 from gshard.passes.kinds import kinds_at, kinds_of
 from gshard.passes.objective import Objective
 from gshard.passes.once import Once
+from gshard.passes.room import Room
 from gshard.passes.suggested import arrays_as, in_parts, met_in, shardings_as, ways_as
 from gshard.passes.ways import Component, components
 from gshard.passes.windows import SharedWindows
@@ -70,7 +71,7 @@ class _Builder:
         self.crossings = [(e, c) for e in program.block.walk() if e.rule is None for c in REGIONS[e.name].crossings(e)]
         inner = {v for e in program.block.walk() for body in e.blocks for v in body.inputs}
         self.carried = inner & {c.edge.inner for _, c in self.crossings if not c.inward}
-        self.loops = {e for e, c in self.crossings if c.each_round or e.trip_count > 1}
+        self.room = Room({e for e, c in self.crossings if c.each_round or e.trip_count > 1}, facts, self.mesh)
         entering = inner - {c.edge.inner for _, c in self.crossings if c.each_round}
         marked = {v: own[0].unreduced[0][1] for v, own in self.said.items() if own[0].unreduced}
         finished = {*program.block.inputs, *(self.said.keys() - marked.keys()), *entering}
@@ -95,7 +96,7 @@ class _Builder:
         self.readings: dict[Value, tuple[int, Sequence[Sharding]]] = {}
         self.leaves: dict[Value, tuple[int, Sequence[Sharding]]] = {}
         self.held: list[tuple[int, Equation, Sequence[int]]] = []
-        self.brought: list[tuple[int, Equation, Floats]] = []
+        self.brought: list[Brought] = []
 
     def graph(self) -> Graph:
         marked: dict[Equation, tuple[Split, ...]] = {}
@@ -303,15 +304,13 @@ class _Builder:
             # Either it is taken as it is, or a copy of it is moved, which is there until the region ends.
             copy = self._node(2 * len(at_border), f"{self.names[outside]}, as it enters {e.name} at {e.line}")
             moves = self._move_costs(self.states[outside], at_border, outer)
-            if self.facts is not None and e in self.loops and inner not in self.carried:
-                known = self.facts.shardings
-                more = np.array(sizes) - local_bytes(outer, known[outer], self.mesh)
-                if stacked:  # a slice of it is gathered in each round, not all of it before
-                    same = np.array([s == known[inner] for s in self.states[inside]])
-                    moves = np.where((more <= 0) | same, moves, np.inf)
-                else:
-                    self.brought.append((copy, e, np.concatenate([np.zeros(len(sizes)), more])))
             same = np.array([[0.0 if a == b else np.inf for b in at_border] for a in self.states[outside]])
+            if (more := self.room.more(e, crossing.edge, sizes)) is not None and inner not in self.carried:
+                if stacked:  # whoever makes it, it is there until the loop ends: taken as it is, too
+                    self.brought.append(Brought(copy, e, np.concatenate([more, more])))
+                    same, moves = (np.where(self.room.fits(e, more), table, np.inf) for table in (same, moves))
+                else:
+                    self.brought.append(Brought(copy, e, np.concatenate([np.zeros(len(sizes)), more]), whole=True))
             self.edges.append((outside, copy, self.once.often(times, np.hstack([same, moves]))))
             equal = np.where(np.eye(len(at_border), dtype=bool), 0.0, np.inf)
             self.edges.append((copy, inside, np.vstack([equal, equal])))
@@ -326,9 +325,10 @@ class _Builder:
             )
             if stacked or inner in self.carried:
                 self.held.append((inside, e, sizes))
-            if stacked:
-                held = self._holding(inner, self.states[inside], self.objective.a_byte_stacked)
-                self.costs[inside] = self.once.plus(self.costs[inside], self.times[e] * outer.shape[0], held)
+                if (more := self.room.more(e, crossing.edge, sizes)) is not None:
+                    self.brought.append(Brought(inside, e, more))
+                    if not (fits := self.room.fits(e, more)).all():  # equal costs stay one array
+                        self.costs[inside] = np.where(fits, self.costs[inside], np.inf)
 
     def _move_costs(self, sources: Sequence[Sharding], targets: Sequence[Sharding], v: Value) -> Floats:
         return self.objective.table(sources, targets, v.shape, itemsize(v.dtype))

@@ -27,6 +27,23 @@ from gshard.solver.problem import Floats, Ints, Problem
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Brought:
+    """What a loop holds while it runs: brought there once, stacked, or carried from round to round.
+
+    Attributes:
+        node: whose states say how it is sharded.
+        loop: the loop.
+        more: for each state the bytes that it takes more than it does as the marks say.
+        whole: whether a round reads all of it, not a slice.
+    """
+
+    node: int
+    loop: Equation
+    more: Floats
+    whole: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
     """A program as a problem.
 
@@ -40,7 +57,7 @@ class Graph:
         readings: how values are read by several, with their nodes and shardings.
         leaves: how results leave, likewise.
         held: nodes that hold bytes while a region runs: for each state how many.
-        brought: what is brought into a loop once: for each state the bytes that it takes more than outside.
+        brought: what loops hold that may be more than marks say.
         after: the results that take the place of arguments.
     """
 
@@ -53,7 +70,7 @@ class Graph:
     readings: Mapping[Value, tuple[int, Sequence[Sharding]]]
     leaves: Mapping[Value, tuple[int, Sequence[Sharding]]]
     held: Sequence[tuple[int, Equation, Sequence[int]]]
-    brought: Sequence[tuple[int, Equation, Floats]]
+    brought: Sequence[Brought]
     after: Collection[Value]
 
     def shardings(self, chosen: Sequence[int] | Ints) -> dict[Value, Sharding]:
@@ -79,22 +96,24 @@ class Graph:
 
 
 def within_rounds(graph: Graph, chosen: Sequence[int] | Ints) -> Graph | None:
-    """The problem without some of what these states bring into loops once; None if that is not too much.
+    """The problem without some of what these states have loops hold; None if that is not too much.
 
-    What a round needs otherwise than it is sharded outside can be brought there once, and stay while the loop runs. So
-    a step that gathers all weights of a model, one after the other and each for a moment, could come to hold them all.
-    What is brought is therefore no more than the largest array that a round holds on one device anyway.
+    What a round needs otherwise than it is sharded outside can be brought there once, and stay while the loop runs.
+    Sums can be stacked or carried, and finished once. So a step that gathers all weights of a model, one after the
+    other and each for a moment, could come to hold them all. What is more than the marks say is therefore, in all, no
+    more than the largest array that a round holds on one device anyway.
     """
     here = graph.shardings(chosen)
-    more: dict[Equation, list[tuple[float, int]]] = {}
-    for node, e, sizes in graph.brought:
-        if sizes[chosen[node]] > 0:
-            more.setdefault(e, []).append((float(sizes[chosen[node]]), node))
+    held: dict[Equation, list[tuple[float, bool, int]]] = {}
+    for own in graph.brought:
+        if (size := float(own.more[chosen[own.node]])) > 0:
+            held.setdefault(own.loop, []).append((size, own.whole, own.node))
     too_much: set[int] = set()
-    for e, found in more.items():
+    for e, found in held.items():
         made = (v for body in e.blocks for q in body.walk() for v in q.outputs)
-        room = max([max(found)[0], *(local_bytes(v, here[v], graph.mesh) for v in made)])
-        for size, node in sorted(found, reverse=True):
+        largest = max((local_bytes(v, here[v], graph.mesh) for v in made), default=0)
+        room = max([largest, *(size for size, whole, _ in found if whole)])
+        for size, _, node in sorted(found, reverse=True):
             if size <= room:
                 room -= size
             else:
@@ -102,9 +121,9 @@ def within_rounds(graph: Graph, chosen: Sequence[int] | Ints) -> Graph | None:
     if not too_much:
         return None
     costs = list(graph.problem.costs)
-    for node, _, sizes in graph.brought:
-        if node in too_much:
-            costs[node] = np.where(sizes > 0, np.inf, costs[node])
+    for own in graph.brought:
+        if own.node in too_much:
+            costs[own.node] = np.where(own.more > 0, np.inf, costs[own.node])
     return dataclasses.replace(graph, problem=dataclasses.replace(graph.problem, costs=tuple(costs)))
 
 

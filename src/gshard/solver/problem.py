@@ -29,6 +29,7 @@ from gshard.core.errors import GShardError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 MOST_BYTES = 2.0**53  # above, sums of whole numbers in float64 are no longer exact
 
 

@@ -1,0 +1,61 @@
+"""Room: how much more than the marks say a loop may hold while it runs.
+
+A loop holds what is brought there before it begins, what its rounds stack, and what they carry. Weights that marks
+split are gathered one layer at a time, and their gradients scattered in the rounds that make them, also where they are
+added up over micro-batches: held as wholes they would send less, and not fit. What is small is as it is cheapest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from gshard.core.mesh import Mesh
+from gshard.core.plan import local_bytes
+from gshard.core.program import Edge, Equation
+from gshard.core.sharding import Sharding
+from gshard.passes.facts import Facts
+from gshard.solver.problem import Bools, Floats
+
+
+class Room:
+    """The room of the loops of a program.
+
+    Args:
+        loops: what runs its body more than once.
+        facts: what follows from the marks; where there are none, loops hold what they like.
+        mesh: the devices.
+    """
+
+    def __init__(self, loops: Collection[Equation], facts: Facts | None, mesh: Mesh):
+        self._loops, self._facts, self._mesh = loops, facts, mesh
+        self._largest: dict[Equation, int] = {}
+
+    def more(self, e: Equation, edge: Edge, sizes: Sequence[int]) -> Floats | None:
+        """float64 [states]: by how many bytes a value at a loop's border is more than the marks say.
+
+        Args:
+            e: the loop.
+            edge: the value outside and the one inside.
+            sizes: for each state the bytes of the value outside.
+
+        Returns:
+            None if ``e`` is no loop, or nothing is known of marks.
+        """
+        if self._facts is None or e not in self._loops:
+            return None
+        known, stacked = self._facts.shardings, len(edge.outer.shape) - len(edge.inner.shape)
+        least = local_bytes(edge.outer, known[edge.outer], self._mesh)
+        if stacked:
+            inside = Sharding(((),) * stacked + known[edge.inner].dims)
+            least = max(least, local_bytes(edge.outer, inside, self._mesh))
+        return np.array(sizes, float) - least
+
+    def fits(self, e: Equation, more: Floats) -> Bools:
+        """bool [states]: whether so much more is no more than the largest array that a round makes, as marks say."""
+        assert self._facts is not None
+        if e not in self._largest:
+            made = (v for body in e.blocks for q in body.walk() for v in q.outputs)
+            self._largest[e] = max((local_bytes(v, self._facts.shardings[v], self._mesh) for v in made), default=0)
+        return more <= self._largest[e]
