@@ -54,6 +54,21 @@ class Factor:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Manual:
+    """What an equation has to do with the axes over which a ``shard_map`` is manual, while others are automatic.
+
+    Attributes:
+        step: ``enter``: whole arrays become parts; ``leave``: parts become whole arrays; ``inside``: parts stay parts.
+        atoms: ``atoms(mesh)``: the atoms of the axes that are manual there. No value inside is split over them.
+        pinned: ``pinned(mesh)``: the factors that they split at the border. All other factors are free.
+    """
+
+    step: str
+    atoms: Callable[..., frozenset[str]]
+    pinned: Callable[..., dict[int, tuple[str, ...]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """The factors of one equation and how to run it on shards. Compared by identity.
 
@@ -80,6 +95,7 @@ class Rule:
         sums: True if what was picked, when it passes, is a part of a sum afterwards.
         slow: operands of which something is computed that takes long: where one is repeated along a dimension,
             compilers compute it once for all repetitions.
+        manual: what it has to do with the manual axes of a ``shard_map``, if it is at its border or communicates in it.
     """
 
     factors: tuple[Factor, ...]
@@ -97,6 +113,12 @@ class Rule:
     passes: bool = False
     sums: bool = False
     slow: frozenset[int] = frozenset()
+    manual: Manual | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing but its factors decides how it may be split: it is no part of a manual region."""
+        return self.fixed is None and self.manual is None
 
     def after(self, monoid: str) -> str:
         """The monoid of the results where parts of this one pass."""
@@ -177,6 +199,7 @@ class RuleMaker:
         passes: bool = False,
         sums: bool = False,
         slow: Iterable[int] = (),
+        manual: Manual | None = None,
     ) -> Rule:
         """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
         if flops is None:
@@ -198,6 +221,7 @@ class RuleMaker:
             passes,
             sums,
             frozenset(slow),
+            manual,
         )
 
 

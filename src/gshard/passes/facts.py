@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from gshard.core.device_order import Order
-from gshard.core.mark import Demand, resolve
+from gshard.core.manual_axes import before_any, manual_axes
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.plan import Reason
 from gshard.core.program import Program, Value
@@ -36,6 +36,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, place, project
 from gshard.passes.candidates import arrays_of, candidates, spread
 from gshard.passes.decompose import Decompositions
+from gshard.passes.demands import demands
 from gshard.passes.nodes import Change, Node, nodes_of
 
 
@@ -107,25 +108,6 @@ def facts_of(program: Program, mesh: Mesh) -> Facts:
     return facts_of(other, mesh)
 
 
-def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reason]]:
-    """What the user said of values: marks, and shardings of arguments.
-
-    Raises:
-        ShardingError: a mark does not fit its value or the mesh.
-    """
-    captured = len(program.captured)
-    for value, mark, name in zip(
-        program.block.inputs[captured:], program.argument_marks, program.names[captured:], strict=True
-    ):
-        if mark is not None:
-            came = f"{name}, {mark.said}" if mark.said else name
-            yield value, resolve(mark, mesh, value.shape, f"argument {name}"), Reason("argument", "", came)
-    for e in program.block.walk():
-        if e.mark is not None:
-            (value,) = e.outputs
-            yield value, resolve(e.mark, mesh, value.shape, e.line), Reason("mark", e.line, str(e.mark))
-
-
 _Moves = Sequence[tuple[int, Atoms]]  # factors, and what may move there
 
 
@@ -133,7 +115,7 @@ class _State:
     """Shardings as far as they are known, and who is to be asked next."""
 
     def __init__(self, program: Program, mesh: Mesh):
-        self.program, self.mesh = program, mesh
+        self.program, self.mesh, self.manual = program, mesh, manual_axes(program.block, mesh)
         self.dims: dict[Value, tuple[Atoms, ...]] = {}
         self.open: dict[Value, tuple[bool, ...]] = {}
         self.reasons: dict[tuple[Value, int], Reason] = {}
@@ -173,7 +155,7 @@ class _State:
             if demand.order != self.mesh.order:
                 self.orders[value] = demand.order
         for node in self.nodes:
-            if node.fixed is not None and node not in self.pending:
+            if (node.fixed is not None or self._pinned(node)) and node not in self.pending:
                 self.pending.add(node)
                 self.queues[node.priority].append(node)
 
@@ -207,7 +189,11 @@ class _State:
             node = queue.popleft()
             self.pending.discard(node)
             values = [v for v, _ in node.tensors]
-            key = (node.alike, *map(self.dims.__getitem__, values), *map(self.open.__getitem__, values))
+            key: tuple[object, ...] = (
+                node.alike, *map(self.dims.__getitem__, values), *map(self.open.__getitem__, values)
+            )  # fmt: skip
+            if self.manual.inside:
+                key = (*key, *map(self.manual.of, values))
             if key not in self.found:
                 agreed, disputed = self._agree(node)
                 self.found[key] = disputed, self._refined(node, agreed)
@@ -244,11 +230,12 @@ class _State:
 
         def note(node: Node, f: int, atoms: frozenset[str]) -> None:
             for value, dims in node.tensors:
+                allowed = atoms - self.manual.of(value)
                 for d, own in enumerate(dims):
-                    if f in own and self.open[value][d]:
+                    if f in own and self.open[value][d] and allowed:
                         have = found.setdefault(value, {}).get(d, frozenset())
-                        if not atoms <= have:
-                            found[value][d] = have | atoms
+                        if not allowed <= have:
+                            found[value][d] = have | allowed
                             changed.append((value, d))
 
         for node, disputed in self.disputed.items():
@@ -266,7 +253,7 @@ class _State:
     def _to_be_moved(self, node: Node) -> _Moves:
         """Where an operand is split as the equation cannot be: the dimensions to which its parts may move."""
         e = node.equation
-        if e is None or e.rule is None or e.rule.fixed is not None:
+        if e is None or e.rule is None or not e.rule.is_free:
             return ()
         operands = tuple([self.dims[x] if isinstance(x, Value) else () for x in e.inputs])
         key = e.rule, operands
@@ -278,11 +265,15 @@ class _State:
         """What the arrays of a node say about its factors, and of which factors they say what contradicts that."""
         if node.fixed is not None:
             return node.fixed(self.mesh), {}
-        claims: Split = {}
+        claims: Split = self._pinned(node)
         disputed: dict[int, Atoms] = {}
+        pinned = frozenset(claims)
+        barred = self.manual.at(node.equation) if node.equation is not None else frozenset[str]()
         for value, dims in node.tensors:
             for f, atoms in project(dims, self.dims[value], node.factors, self.mesh).items():
-                known = claims.get(f)
+                atoms, known = before_any(atoms, barred), claims.get(f)
+                if f in pinned or not atoms:
+                    continue
                 if known is None or known == atoms[: len(known)]:
                     claims[f] = atoms
                 elif known[: len(atoms)] != atoms:
@@ -300,6 +291,9 @@ class _State:
                 claims[f], disputed[f] = atoms[:cut], (*disputed.get(f, ()), *atoms[cut:])
         return claims, disputed
 
+    def _pinned(self, node: Node) -> Split:
+        return {} if node.equation is None else dict(self.manual.pinned(node.equation))
+
     def _refined(self, node: Node, split: Split) -> Sequence[Change]:
         """How the open dimensions of a node's arrays are refined to a split of its factors."""
         own = {value: list(self.dims[value]) for value, _ in node.tensors}
@@ -309,7 +303,7 @@ class _State:
             for d, factors in enumerate(dims):
                 if not is_open[d]:
                     continue
-                wanted = _fitting(factors, split, node.factors, self.mesh)
+                wanted = before_any(_fitting(factors, split, node.factors, self.mesh), self.manual.of(value))
                 if (
                     factors
                     and node.factors[factors[0]].kind == COMMUNICATE

@@ -26,6 +26,7 @@ from gshard.core.device_order import Order, permutation
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import as_if_at, as_weak, no_mesh_set, of_no_mesh
+from gshard.core.manual_axes import ManualAxes, manual_axes
 from gshard.core.mesh import Atoms
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
@@ -54,7 +55,7 @@ def partition(plan: Plan) -> SpmdProgram:
         return {i: orders[v] for i, (v, s) in pairs if v in orders and (any(s.dims) or not any(plan.sharding(v).dims))}
 
     in_orders, out_orders = ordered(block.inputs, entry), ordered(block.outputs, leave)
-    emitter = _Emitter(plan)
+    emitter = _Emitter(plan, manual_axes(block, mesh))
 
     def program(*arrays: Any) -> list[Any]:
         emitter.start()
@@ -117,6 +118,7 @@ class _Emitter:
     """Replays blocks on local arrays and notes every collective."""
 
     plan: Plan
+    manual: ManualAxes
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     trip_count: int = 1
     here: Equation | None = None
@@ -178,7 +180,8 @@ class _Emitter:
             leave = region.leave(e, self.sharding)
         else:
             split, ring = self.plan.splits[e], self.plan.rings.get(e)
-            shards = Shards(e, split, self.plan.mesh, self._noting(e), unread, fetched)
+            mesh = self.plan.mesh if e.rule.manual else self.manual.mesh_without(self.manual.at(e))
+            shards = Shards(e, split, mesh, self._noting(e), unread, fetched)
             arrays = [
                 self._read(env, v, entering(e.rule, split, ring, i), e, f"operand {i} of {e.name}")
                 for i, v in enumerate(e.inputs)
@@ -320,7 +323,8 @@ class _Emitter:
         """Moves a local array from one sharding to another, step by step, and notes what is sent."""
         if source == target:
             return x
-        mesh, shape, size = self.plan.mesh, value.shape, itemsize(value.dtype)
+        # What is manual over some axes is moved among the devices of each position along these.
+        mesh, shape, size = self.manual.mesh_without(self.manual.of(value)), value.shape, itemsize(value.dtype)
         for step in plan_reshard(source, target, shape, size, mesh):
             if step.kind not in LOCAL and x.size:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"

@@ -50,6 +50,7 @@ from gshard.tracing.manual_regions import check_manual_regions
 from gshard.tracing.moved_first import moved_first
 from gshard.tracing.opened import opened
 from gshard.tracing.padded import padded_by_windows
+from gshard.tracing.partly_manual import opened_region
 from gshard.tracing.scanned import scanned
 from gshard.tracing.subexpression import common_key
 from gshard.tracing.sums_of_updates import sums_of_updates
@@ -253,7 +254,8 @@ class _Builder:
                 self._named(eqn, inputs[0], env, out, source)
                 continue
             with as_if_at(source):  # what stands for an equation has its line
-                body = expansion(name, params, [v.aval for v in eqn.invars])
+                avals = [v.aval for v in eqn.invars]
+                body = opened_region(name, params, avals) or expansion(name, params, avals)
                 look_up = simpler(self.facts, eqn.primitive, params, inputs) if body is None else None
                 if look_up is not None and look_up[0].out_avals[0].weak_type == eqn.outvars[0].aval.weak_type:
                     body, inputs = closed(look_up[0]), tuple(look_up[1])
