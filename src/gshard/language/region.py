@@ -64,6 +64,7 @@ class Region:
         crossings: what is moved from where to where.
         trip_count: how often the bodies run, as far as known.
         same: for each body, the operand that each of its first inputs is in every round.
+        decides: whether what runs depends on values, which may differ along the manual axes of a ``shard_map``.
     """
 
     bodies: Callable[[dict[str, Any]], list[Any]]
@@ -74,6 +75,7 @@ class Region:
     crossings: Callable[[Equation], list[Crossing]]
     trip_count: Callable[[dict[str, Any]], int] = lambda params: 1
     same: Callable[[dict[str, Any]], list[range]] = lambda params: []
+    decides: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -287,6 +289,7 @@ REGIONS: dict[str, Region] = {
         _scan_crossings,
         lambda params: int(params["length"]),
         lambda params: [range(scan_counts(params)[0])],
+        decides=False,
     ),
     "while": Region(
         lambda params: [params["cond_jaxpr"], params["body_jaxpr"]],

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from gshard.comm.collective_matmul import Note, collective_matmul
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.shards import Fetched, Shards
-from gshard.comm.steps import LOCAL, PERMUTE, run, step_collectives
+from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, run, step_collectives
 from gshard.core.device_order import Order, permutation
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.garbage import collected_seldom
@@ -36,6 +36,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import padded_shape
+from gshard.language.apart import apart
 from gshard.language.region import REGIONS
 
 
@@ -122,6 +123,7 @@ class _Emitter:
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     trip_count: int = 1
     here: Equation | None = None
+    gathers: bool = False  # instead of permuting (``language.apart``)
 
     def start(self) -> None:
         """Forgets what an earlier trace of the same program noted."""
@@ -168,6 +170,14 @@ class _Emitter:
         finally:
             self.trip_count = before
 
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        before, self.gathers = self.gathers, True
+        try:
+            yield
+        finally:
+            self.gathers = before
+
     def _equation(self, e: Equation, env: dict[Value, _Made], unread: frozenset[int], fetched: Fetched) -> None:
         if e.rule is None:
             region = REGIONS[e.name]
@@ -176,7 +186,11 @@ class _Emitter:
                 self._read(env, v, s, e, f"operand {i} of {e.name}")
                 for i, (v, s) in enumerate(zip(e.inputs, entry, strict=True))
             ]
-            results = region.emit(e, self, arrays)
+            if region.decides and (manual := self.manual.at(e)):
+                with self._gathering():
+                    results = apart(lambda *xs: region.emit(e, self, xs), arrays, manual)
+            else:
+                results = region.emit(e, self, arrays)
             leave = region.leave(e, self.sharding)
         else:
             split, ring = self.plan.splits[e], self.plan.rings.get(e)
@@ -258,6 +272,8 @@ class _Emitter:
         moved: _Moved = (None, None, None, None),
     ) -> None:
         """Notes a collective that is emitted here."""
+        if self.gathers and kind == PERMUTE and atoms and self.manual.at(self.here or cause).isdisjoint(atoms):
+            kind, sent = ALL_GATHER, sent * (self.plan.mesh.count(atoms) - 1)
         cause = cause if cause is not None and cause.line else self.here  # a barrier of JAX's has no line
         line = "" if cause is None else cause.line
         made = Collective(kind, atoms, sent, times, shape, line, why, *moved, cause, self.here or cause)

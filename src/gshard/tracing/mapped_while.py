@@ -140,7 +140,9 @@ def _meets(jaxpr: Any, atoms: frozenset[str]) -> bool:
         if any(_meets(body, atoms) for body in inner):
             return True
         axes = named_axes(eqn)
-        if not inner and eqn.primitive.name != "axis_index" and axes & atoms:
+        own = eqn.params.get("axis_name", ())  # a permutation names its axes, and has no effect that says so
+        meeting = axes.union(own if isinstance(own, (tuple, list)) else (own,))
+        if not inner and eqn.primitive.name != "axis_index" and meeting & atoms:
             return True
         if len(eqn.effects) > len(axes):
             return True
