@@ -228,7 +228,7 @@ class Mesh:
             own = [a for a in self.atoms_of[name] if a not in atoms]
             whole = own == list(self.atoms_of[name])
             axes += [(name, size)] if whole else [(a, self.atom_sizes[a]) for a in own]
-        return Mesh(tuple(axes), times=self.times, factored=self.factored)
+        return Mesh(tuple(axes), factored=self.factored)  # what steps take is known of all devices
 
     def order_of(self, devices: Sequence[Any]) -> tuple[int, ...]:
         """The order in which these devices stand; () if that is how they came, or if they are not the mesh's."""

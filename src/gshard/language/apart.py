@@ -9,7 +9,8 @@ one that it would have been sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,10 +38,25 @@ class _Apart(Rewritten):
 
 
 def _gathered(x: Any, atoms: Atoms, pairs: Sequence[tuple[int, int]]) -> Any:
-    """What a device is sent, out of all parts; zeros where that is nothing."""
-    sources = np.full(lax.axis_size(atoms), -1, np.int32)
+    """What a device is sent, out of the parts of those from which any could come; zeros where that is nothing."""
+    sizes = {a: lax.axis_size(a) for a in atoms}
+    over = moved_over(pairs, sizes)
+    among = [i for i, a in enumerate(atoms) if a in over]
+    shape = tuple(sizes.values())
+    sources = np.full(math.prod(shape), -1, np.int32)
     for source, target in pairs:
-        sources[target] = source
+        place = [int(n) for n in np.unravel_index(source, shape)]
+        sources[target] = np.ravel_multi_index([place[i] for i in among], [shape[i] for i in among]) if among else 0
     mine = jnp.asarray(sources)[lax.axis_index(atoms)]
-    part = lax.dynamic_index_in_dim(lax.all_gather(x, atoms), jnp.maximum(mine, 0), keepdims=False)
+    part = lax.dynamic_index_in_dim(lax.all_gather(x, over), jnp.maximum(mine, 0), keepdims=False) if over else x
     return jnp.where(mine >= 0, part, jnp.zeros_like(x))
+
+
+def moved_over(pairs: Sequence[tuple[int, int]], sizes: Mapping[str, int]) -> Atoms:
+    """The atoms in which source and target of any pair differ.
+
+    >>> moved_over([(0, 1), (2, 3)], {"x": 2, "y": 2})
+    ('y',)
+    """
+    places = np.array(np.unravel_index(np.asarray(pairs, np.int64).reshape(-1, 2), tuple(sizes.values())))
+    return tuple(a for a, own in zip(sizes, places, strict=True) if (own[:, 0] != own[:, 1]).any())

@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec
 from gshard.comm.collective_matmul import Note, collective_matmul
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.shards import Fetched, Shards
-from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, run, step_collectives
+from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, is_exchange, run, step_collectives
+from gshard.comm.steps import permutation as moves_of
 from gshard.core.device_order import Order, permutation
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.garbage import collected_seldom
@@ -36,7 +37,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import padded_shape
-from gshard.language.apart import apart
+from gshard.language.apart import apart, moved_over
 from gshard.language.region import REGIONS
 
 
@@ -272,7 +273,8 @@ class _Emitter:
         moved: _Moved = (None, None, None, None),
     ) -> None:
         """Notes a collective that is emitted here."""
-        if self.gathers and kind == PERMUTE and atoms and self.manual.at(self.here or cause).isdisjoint(atoms):
+        at = self.here or cause
+        if self.gathers and kind == PERMUTE and at is not None and self.manual.at(at).isdisjoint(atoms):
             kind, sent = ALL_GATHER, sent * (self.plan.mesh.count(atoms) - 1)
         cause = cause if cause is not None and cause.line else self.here  # a barrier of JAX's has no line
         line = "" if cause is None else cause.line
@@ -345,7 +347,10 @@ class _Emitter:
             if step.kind not in LOCAL and x.size:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
                 what: _Moved = (value if isinstance(value, Value) else None, step.before, step.after, source)
+                over = step.atoms
+                if self.gathers and step.kind == PERMUTE and not is_exchange(step, mesh):
+                    over = moved_over(moves_of(step.before, step.after, mesh), mesh.atom_sizes)
                 for kind, sent in step_collectives(step, shape, value.dtype, size, mesh):
-                    self._note(kind, step.atoms, sent, self.trip_count, local, why, cause, what)
+                    self._note(kind, over, sent, self.trip_count, local, why, cause, what)
             x = run(step, x, shape, mesh)
         return x
