@@ -305,6 +305,19 @@ def test_where_devices_go_different_ways_nothing_waits_for_those_that_do_not_com
     assert emitted(spmd.jaxpr, spmd.mesh.atom_sizes) == reported(spmd.collectives)
 
 
+def test_what_all_devices_run_permutes() -> None:
+    def part(x: Any) -> Any:
+        total = lax.psum(x.sum(), "a")
+        y = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, rolled(c[1]) * 0.1), (0, x))[1]
+        return lax.cond(total > 0, rolled, lambda x: x * 2, y)
+
+    x = put(CUBE, normal(16, 8), ("a", "b"), "c")
+    lowered = gshard.jit(manual(part, CUBE, P("a"), P("a"), "a"), mesh=CUBE).lower(x)
+    assert {c.kind for c in lowered.spmd.collectives} >= {"collective_permute"}
+    assert "all_gather" not in {c.kind for c in lowered.spmd.collectives}
+    agree(lowered.compile()(x), manual(part, mesh_of(a=2, b=1, c=1), P("a"), P("a"), "a")(np.asarray(x)))
+
+
 def test_callbacks_see_what_one_position_along_manual_axes_holds() -> None:
     seen: list[float] = []
 

@@ -61,11 +61,15 @@ class Manual:
         step: ``enter``: whole arrays become parts; ``leave``: parts become whole arrays; ``inside``: parts stay parts.
         atoms: ``atoms(mesh)``: the atoms of the axes that are manual there. No value inside is split over them.
         pinned: ``pinned(mesh)``: the factors that they split at the border. All other factors are free.
+        differ: ``differ(mesh)``: the atoms along which results differ although operands do not.
+        equal: ``equal(mesh)``: the atoms along which results are equal although operands are not.
     """
 
     step: str
     atoms: Callable[..., frozenset[str]]
     pinned: Callable[..., dict[int, tuple[str, ...]]]
+    differ: Callable[..., frozenset[str]] = lambda mesh: frozenset()
+    equal: Callable[..., frozenset[str]] = lambda mesh: frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -39,6 +39,7 @@ from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import padded_shape
 from gshard.language.apart import apart, moved_over
 from gshard.language.region import REGIONS
+from gshard.passes.diverging import diverging
 
 
 @no_mesh_set()
@@ -57,7 +58,7 @@ def partition(plan: Plan) -> SpmdProgram:
         return {i: orders[v] for i, (v, s) in pairs if v in orders and (any(s.dims) or not any(plan.sharding(v).dims))}
 
     in_orders, out_orders = ordered(block.inputs, entry), ordered(block.outputs, leave)
-    emitter = _Emitter(plan, manual_axes(block, mesh))
+    emitter = _Emitter(plan, manual_axes(block, mesh), diverging(block, mesh))
 
     def program(*arrays: Any) -> list[Any]:
         emitter.start()
@@ -121,6 +122,7 @@ class _Emitter:
 
     plan: Plan
     manual: ManualAxes
+    diverging: frozenset[Equation]
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     trip_count: int = 1
     here: Equation | None = None
@@ -187,9 +189,9 @@ class _Emitter:
                 self._read(env, v, s, e, f"operand {i} of {e.name}")
                 for i, (v, s) in enumerate(zip(e.inputs, entry, strict=True))
             ]
-            if region.decides and (manual := self.manual.at(e)):
+            if e in self.diverging:
                 with self._gathering():
-                    results = apart(lambda *xs: region.emit(e, self, xs), arrays, manual)
+                    results = apart(lambda *xs: region.emit(e, self, xs), arrays, self.manual.at(e))
             else:
                 results = region.emit(e, self, arrays)
             leave = region.leave(e, self.sharding)

@@ -27,6 +27,8 @@ from gshard.rules.manual import atoms_of_axes, check_devices
 
 Dims = list[tuple[int, ...]]
 
+_EQUAL = ("psum", "pmax", "pmin", "all_gather")  # of which all devices get the same
+
 
 @rule("enter_manual", "leave_manual")
 def border(call: Call) -> Rule:
@@ -61,9 +63,12 @@ def border(call: Call) -> Rule:
         of = atoms_of_axes(at.axes, mesh)
         return {f: tuple(a for name in names for a in of[name]) for f, names in over.items()}
 
-    step = "enter" if enters else "leave"
+    def differ(mesh: Mesh) -> frozenset[str]:
+        return frozenset(a for own in pinned(mesh).values() for a in own) if enters else frozenset()
+
     operand, result = (whole, part) if enters else (part, whole)
-    return make.rule([operand], [result], local=lambda shards, x: [x], flops=0, manual=Manual(step, atoms, pinned))
+    step = Manual("enter" if enters else "leave", atoms, pinned, differ)
+    return make.rule([operand], [result], local=lambda shards, x: [x], flops=0, manual=step)
 
 
 @rule(*(p.name for p in MANUAL_COLLECTIVES.values()))
@@ -106,11 +111,18 @@ def collective(call: Call) -> Rule:
             sent += sent_bytes(KINDS[name], each, group)
         return sent
 
+    def along(mesh: Mesh) -> frozenset[str]:
+        return frozenset(over(mesh))
+
+    def nowhere(mesh: Mesh) -> frozenset[str]:
+        return frozenset()
+
+    differ = along if name == "axis_index" else nowhere
+    equal = along if name in _EQUAL and not params.get("axis_index_groups") else nowhere
+    inside = Manual("inside", atoms, lambda mesh: {}, differ, equal)
     # What is still to be added up over automatic axes may be added up over manual ones first.
     sums = [("add", (i,)) for i in range(len(operands))] if name == "psum" and len(operands) == 1 else []
-    return make.rule(
-        operands, results, local=local, sends=sends, linear=sums, manual=Manual("inside", atoms, lambda mesh: {})
-    )
+    return make.rule(operands, results, local=local, sends=sends, linear=sums, manual=inside)
 
 
 def _dims(name: str, params: dict[str, Any], make: RuleMaker, call: Call) -> tuple[list[Dims], list[Dims]]:

@@ -149,4 +149,12 @@ def _meets(jaxpr: Any, atoms: frozenset[str]) -> bool:
     return False
 
 
-REGIONS[mapped_while_p.name] = Region(lambda params: [params["body"]], _edges, _entry, _leave, _emit, _crossings)
+REGIONS[mapped_while_p.name] = Region(
+    lambda params: [params["body"]],
+    _edges,
+    _entry,
+    _leave,
+    _emit,
+    _crossings,
+    decided=lambda equation: (equation.blocks[0].inputs[equation.params["consts"]],),
+)
