@@ -193,7 +193,7 @@ class _Emitter:
                 with self._gathering():
                     results = apart(lambda *xs: region.emit(e, self, xs), arrays, self.manual.at(e))
             else:
-                results = region.emit(e, self, arrays)
+                results = list(region.emit(e, self, arrays))
             leave = region.leave(e, self.sharding)
         else:
             split, ring = self.plan.splits[e], self.plan.rings.get(e)
