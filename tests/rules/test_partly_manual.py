@@ -282,6 +282,9 @@ def rolled(x: Any) -> Any:
 
 DIVERGING: dict[str, Function] = {
     "cond": lambda x: lax.cond(lax.axis_index("a") == 0, rolled, lambda x: x * 2, x),
+    "cond, gradient": lambda x: jax.grad(
+        lambda x: jnp.sum(jnp.sin(lax.cond(lax.axis_index("a") == 0, rolled, lambda x: x * 2, x)))
+    )(x),
     "while": lambda x: lax.while_loop(
         lambda c: c[0] < 2 * lax.axis_index("a") + 2,
         lambda c: (c[0] + 1, rolled(c[1]) * 0.2),
