@@ -427,3 +427,9 @@ def test_all_of_jaxs_collectives_are_known_or_refused() -> None:
         RuleError, match=r"(?s)'pbroadcast' inside a shard_map is not known.*test_partly_manual\.py:\d+"
     ):
         gshard.jit(refused, mesh=WIDE)(normal(8, 8))
+
+
+def test_a_comparison_with_xla_that_cannot_be_made_is_refused() -> None:
+    f, x = manual(lambda x: lax.psum(x, "a"), WIDE, P("a"), P(), "a"), put(WIDE, normal(8, 8), "a", "c")
+    with pytest.raises(PlanError, match=r"(?s)leaves axes automatic.*test_partly_manual\.py:\d+.*jax\.jit"):
+        gshard.explain(f, x, mesh=WIDE).against_xla("h100:1x8")
