@@ -356,6 +356,17 @@ def test_marks_over_manual_axes_are_refused_with_their_line(name: str) -> None:
         gshard.jit(f, mesh=WIDE)(normal(8, 8))
 
 
+@pytest.mark.parametrize("names", ["a", "ac"])
+def test_another_mesh_is_refused_with_the_line(names: str) -> None:
+    other = jax.sharding.Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("a", "c"))
+
+    def f(x: Any) -> Any:
+        return manual(lambda x: lax.psum(x, "a"), other, P("a"), P(), names, False)(x)
+
+    with pytest.raises(ShardingError, match=r"(?s)over other devices.*test_partly_manual\.py:\d+"):
+        gshard.jit(f, mesh=WIDE)(normal(8, 8))
+
+
 def test_what_cuts_nothing_may_stand_in_a_region_without_automatic_axes() -> None:
     def part(x: Any) -> Any:
         return lax.psum(gshard.replicate(lax.with_sharding_constraint(x, P())), "a")

@@ -42,11 +42,11 @@ def xla_function(
     Raises:
         PlanError: a ``shard_map`` leaves axes automatic: its body is a part of the program here.
     """
-    border = next((e for e in program.block.walk() if e.rule is not None and e.rule.manual is not None), None)
-    if border is not None:
+    inside = [e for e in program.block.walk() if e.rule is not None and e.rule.manual is not None]
+    if inside:
         raise PlanError(
             "a program with a shard_map that leaves axes automatic cannot be handed to XLA's partitioner from here.",
-            border.line,
+            next((e.line for e in inside if e.line), None),
             hint="Compile the function itself: jax.jit(f).lower(...).compile().",
         )
     replay = _Turned(mesh, plan) if plan is not None and turns_only else _Marked(mesh, plan)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from gshard.core.errors import ShardingError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Constant, Equation, Value
@@ -102,11 +103,20 @@ def _follow(block: Block, inside: dict[Value, _Atoms], mesh: Mesh) -> None:
         if e.blocks:
             here = _region(e, here, inside, mesh)
         elif e.rule is not None and e.rule.manual is not None:
-            own = e.rule.manual.atoms(mesh)
+            own = _named(e, mesh)
             here = here - own if e.rule.manual.step == "leave" else here | own
         for v in e.outputs:
             if here:
                 inside[v] = here
+
+
+def _named(e: Equation, mesh: Mesh) -> _Atoms:
+    assert e.rule is not None
+    assert e.rule.manual is not None
+    try:
+        return e.rule.manual.atoms(mesh)
+    except ShardingError as reason:  # its mesh is another one
+        raise ShardingError(reason.what, e.line or None, reason.got, reason.hint) from None
 
 
 def _region(e: Equation, here: _Atoms, inside: dict[Value, _Atoms], mesh: Mesh) -> _Atoms:

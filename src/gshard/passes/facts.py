@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from gshard.core.device_order import Order
+from gshard.core.errors import ShardingError
 from gshard.core.manual_axes import before_any, manual_axes
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.plan import Reason
@@ -264,7 +265,11 @@ class _State:
     def _agree(self, node: Node) -> tuple[Split, dict[int, Atoms]]:
         """What the arrays of a node say about its factors, and of which factors they say what contradicts that."""
         if node.fixed is not None:
-            return node.fixed(self.mesh), {}
+            try:
+                return node.fixed(self.mesh), {}
+            except ShardingError as reason:  # it names what the mesh does not have
+                line = reason.where or (node.equation and node.equation.line) or None
+                raise ShardingError(reason.what, line, reason.got, reason.hint) from None
         claims: Split = self._pinned(node)
         disputed: dict[int, Atoms] = {}
         pinned = frozenset(claims)
