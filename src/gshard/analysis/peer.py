@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gshard.core.errors import PlanError
 from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
@@ -37,7 +38,17 @@ def xla_function(
 
     Returns:
         a function of global arrays to the flat results, to be compiled with ``jax.jit``.
+
+    Raises:
+        PlanError: a ``shard_map`` leaves axes automatic: its body is a part of the program here.
     """
+    inside = [e for e in program.block.walk() if e.rule is not None and e.rule.manual is not None]
+    if inside:
+        raise PlanError(
+            "a program with a shard_map that leaves axes automatic cannot be handed to XLA's partitioner from here.",
+            next((e.line for e in inside if e.line), None),
+            hint="Compile the function itself: jax.jit(f).lower(...).compile().",
+        )
     replay = _Turned(mesh, plan) if plan is not None and turns_only else _Marked(mesh, plan)
     return lambda *arrays: replay.run(program.block, arrays)
 

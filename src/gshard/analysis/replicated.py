@@ -54,7 +54,7 @@ def replicated_work(plan: Plan) -> tuple[Replicated, ...]:
     found = []
     for e in plan.program.block.walk():
         split = plan.splits.get(e)
-        if e.rule is None or split is None or not is_product(e.rule) or e.rule.fixed is not None:
+        if e.rule is None or split is None or not is_product(e.rule) or not e.rule.is_free:
             continue
         used = {a for atoms in split.values() for a in atoms}
         for v in e.inputs:

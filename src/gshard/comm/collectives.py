@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from gshard.core.jax_adapter import SENT_OPERANDS
 from gshard.core.mesh import Atoms
 from gshard.core.program import itemsize
 
@@ -19,6 +20,8 @@ KINDS = {
     "reduce_scatter": "reduce_scatter",
     "psum_scatter": "reduce_scatter",
     "all_to_all": "all_to_all",
+    # How much a ragged one sends is known when it runs: it counts as if all of it went, to all alike.
+    **dict.fromkeys(SENT_OPERANDS, "all_to_all"),
     "ppermute": "collective_permute",
 }
 
@@ -37,7 +40,7 @@ def collectives_of(jaxpr: Any, sizes: Mapping[str, int], times: int = 1) -> Iter
             axes = params.get("axes", params.get("axis_name"))
             axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
             group = math.prod(sizes[a] for a in axes)
-            for var in eqn.invars:
+            for var in eqn.invars[: SENT_OPERANDS.get(name)]:
                 each = math.prod(var.aval.shape) * itemsize(var.aval.dtype)
                 yield KINDS[name], axes, times * sent_bytes(KINDS[name], each, group), var.aval
         again = times * params["length"] if name == "scan" else times

@@ -236,6 +236,10 @@ def as_outside(f: Callable[..., Sequence[Any]], arrays: Sequence[Any]) -> list[A
     return list(f(*arrays)) if jaxpr.effects or jaxpr.consts else _as_written_p.bind(*arrays, jaxpr=jaxpr)
 
 
+# How many operands a collective sends, where that is not all of them: the offsets and sizes of a ragged one stay.
+SENT_OPERANDS = {"ragged_all_to_all": 1}
+
+
 def as_weak(x: Any, weak: bool) -> Any:
     """An array whose dtype is, or is not, only a habit of Python's: a weak type gives way to that of others."""
     if _core.typeof(x).weak_type == weak or _dtypes.issubdtype(x.dtype, _dtypes.extended):

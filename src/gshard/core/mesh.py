@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -216,6 +216,19 @@ class Mesh:
             return dataclasses.replace(self, order=order)
         came = [self.devices[i] for i in np.argsort(self.order)] if self.order else self.devices
         return dataclasses.replace(self, devices=tuple(came[d] for d in order) if order else tuple(came), order=order)
+
+    def without(self, atoms: Collection[str]) -> Mesh:
+        """The mesh of the devices that differ in none of these atoms: the other atoms, under their own names.
+
+        >>> Mesh.abstract(data=4, model=2).without({"data.0", "model"}).atoms
+        ('data.1',)
+        """
+        axes: list[tuple[str, int]] = []
+        for name, size in self.axes:
+            own = [a for a in self.atoms_of[name] if a not in atoms]
+            whole = own == list(self.atoms_of[name])
+            axes += [(name, size)] if whole else [(a, self.atom_sizes[a]) for a in own]
+        return Mesh(tuple(axes), factored=self.factored)  # what steps take is known of all devices
 
     def order_of(self, devices: Sequence[Any]) -> tuple[int, ...]:
         """The order in which these devices stand; () if that is how they came, or if they are not the mesh's."""

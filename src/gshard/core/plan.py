@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 
 from gshard.core.device_order import Order
+from gshard.core.manual_axes import manual_axes
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize
 from gshard.core.ring import Ring
@@ -102,7 +103,9 @@ class Plan:
 
         Those that nothing is known of; where batch dimensions were found, those that have others which are split.
         """
-        return tuple(e for e in self.program.block.walk() if self.mesh.size > 1 and self._gathers(e))
+        manual = manual_axes(self.program.block, self.mesh)
+        every = (e for e in self.program.block.walk() if self._gathers(e))
+        return tuple(e for e in every if manual.mesh_without(manual.at(e)).size > 1)
 
     def _gathers(self, e: Equation) -> bool:
         if e.rule is None or e.rule.known:

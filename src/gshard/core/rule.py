@@ -55,6 +55,25 @@ class Factor:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Manual:
+    """What an equation has to do with the axes over which a ``shard_map`` is manual, while others are automatic.
+
+    Attributes:
+        step: ``enter``: whole arrays become parts; ``leave``: parts become whole arrays; ``inside``: parts stay parts.
+        atoms: ``atoms(mesh)``: the atoms of the axes that are manual there. No value inside is split over them.
+        pinned: ``pinned(mesh)``: the factors that they split at the border. All other factors are free.
+        differ: ``differ(mesh)``: the atoms along which results differ although operands do not.
+        equal: ``equal(mesh)``: the atoms along which results are equal although operands are not.
+    """
+
+    step: str
+    atoms: Callable[..., frozenset[str]]
+    pinned: Callable[..., dict[int, tuple[str, ...]]]
+    differ: Callable[..., frozenset[str]] = lambda mesh: frozenset()
+    equal: Callable[..., frozenset[str]] = lambda mesh: frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """The factors of one equation and how to run it on shards. Compared by identity.
 
@@ -88,6 +107,7 @@ class Rule:
             do not tell; None if they do.
         on_mesh: ``on_mesh(mesh)``: the rule that takes this one's place on a mesh, where it depends on that.
         why: why nothing can be split, where ``known`` is False for another reason than that there is no rule.
+        manual: what it has to do with the manual axes of a ``shard_map``, if it is at its border or communicates in it.
     """
 
     factors: tuple[Factor, ...]
@@ -130,6 +150,13 @@ class Rule:
     def limit(self, way: int) -> frozenset[str] | None:
         """The mesh axes that a way is limited to; None if it is not."""
         return self.over[way] if way < len(self.over) else None
+
+    manual: Manual | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing but its factors decides how it may be split: it is no part of a manual region."""
+        return self.fixed is None and self.manual is None
 
     def after(self, monoid: str) -> str:
         """The monoid of the results where parts of this one pass."""
@@ -214,6 +241,7 @@ class RuleMaker:
         allowed: Callable[..., bool] | None = None,
         on_mesh: Callable[..., Rule] | None = None,
         why: str = "",
+        manual: Manual | None = None,
     ) -> Rule:
         """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
         if flops is None:
@@ -241,6 +269,7 @@ class RuleMaker:
             allowed,
             on_mesh,
             why,
+            manual,
         )
 
 

@@ -1,13 +1,15 @@
 """Per-device programs of the user's, run inside ours: their axis names become the atoms of our mesh.
 
 A collective over the user's axis ``expert`` of size 4 is one over the atoms ``("expert.0", "expert.1")``: the same
-devices in the same order. Everything else of the body stays as it is.
+devices in the same order. Everything else of the body stays as it is. A sharding constraint, or a mark, in a region
+without automatic axes has nothing to say: one that cuts nothing is dropped, any other is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.sharding import PartitionSpec
 
 from gshard.comm.collectives import KINDS
 from gshard.comm.local import slice_part
-from gshard.core.errors import RuleError
-from gshard.core.jax_adapter import bind, called_jaxpr, closed, user_line
+from gshard.core.errors import RuleError, ShardingError
+from gshard.core.jax_adapter import as_if_at, bind, called_jaxpr, closed, user_line
 from gshard.core.jax_adapter_context import context_of, in_context
 from gshard.core.jax_adapter_kernels import kernel_as_traced_here
 from gshard.core.memory_kinds import is_on_host, shape_in_memory
@@ -31,127 +34,252 @@ _WITH_MESH = (Jaxpr, ClosedJaxpr, jax.core.ShapedArray)
 
 # What JAX writes where it keeps track of which values vary over which axes; we do not.
 _INVARIANT = {"psum_invariant": "psum", "all_gather_invariant": "all_gather", "all_gather_reduced": "all_gather"}
-_NOTHING = ("pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast", "reshard", "mesh_cast")
+_NOTHING = (
+    "pvary", "pcast", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "mesh_cast"
+)  # fmt: skip
+_CONSTRAINTS = ("sharding_constraint", "reshard", "gshard_mark")
+
+
+def names_of(axes: Any) -> tuple[Any, ...]:
+    """One name or several as several."""
+    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
 def renamed(jaxpr: Any, atoms_of: AtomsOf) -> Callable[..., list[Any]]:
     """The function of a per-device jaxpr, with every axis replaced by its atoms."""
-    body, consts = closed(jaxpr)
-
-    def run(*arrays: Any) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(body.constvars, consts, strict=True))
-        env.update(zip(body.invars, arrays, strict=True))
-
-        def read(v: Any) -> Any:
-            # JAX's own literals remember the user's mesh.
-            return np.asarray(v.val, jax.typeof(v.val).dtype) if isinstance(v, Literal) else env[v]
-
-        for eqn in body.eqns:
-            with in_context(context_of(eqn)):
-                results = _equation(eqn, [read(v) for v in eqn.invars], atoms_of)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(v) for v in body.outvars]
-
-    return run
+    return OverAtoms(atoms_of).function(jaxpr)
 
 
-def _equation(eqn: Any, operands: list[Any], atoms_of: AtomsOf) -> Sequence[Any]:
-    name = eqn.primitive.name
-    if name in _NOTHING:
-        return operands
-    if name == "shard_map":
-        return _inner(eqn, operands, atoms_of)
-    if name in ("io_callback", "pure_callback") and eqn.params.get("sharding") is not None:
-        raise RuleError(
-            f"'{name}' inside a shard_map cannot name the device that calls.",
-            user_line(eqn.source_info),
-            f"sharding={eqn.params['sharding']}",
-            "Leave sharding= out: every device calls, with its own part.",
-        )
-    if name in ("custom_jvp_call", "custom_vjp_call"):
-        return renamed(called_jaxpr(eqn), atoms_of)(*operands)
-    if name == "custom_partitioning":  # on a device's part JAX, too, runs the function itself
-        return renamed(eqn.params["call"], atoms_of)(*operands)
-    # A sharding that JAX wrote down names the user's axes; on a device's part it means nothing.
-    params = {
-        key: None if key in ("sharding", "out_sharding") else _renamed_body(value, atoms_of)
-        for key, value in eqn.params.items()
-    }
-    key = next((k for k in ("axes", "axis_name") if k in params), None)
-    axes = () if key is None else _names(params[key])
-    if key is None or not any(isinstance(a, str) for a in axes):
+class Rewritten:
+    """The body of a ``shard_map``, traced again without the user's mesh. What becomes of its axes subclasses say.
+
+    Attributes:
+        kernel_axes: the atoms of the axes that a kernel may name.
+    """
+
+    kernel_axes: AtomsOf = MappingProxyType({})
+
+    def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
+        """Runs an equation that names axes of the user's mesh.
+
+        Args:
+            eqn: the equation.
+            name: of its primitive, without what JAX adds where it keeps track of varying values.
+            axes: which axes it names.
+            operands: its operands.
+        """
+        raise NotImplementedError
+
+    def shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        """Runs a ``shard_map`` in the body, over axes that the outer one left automatic."""
+        raise NotImplementedError
+
+    def constraint(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        """Runs a sharding constraint, or a mark."""
+        raise NotImplementedError
+
+    def function(self, jaxpr: Any) -> Callable[..., list[Any]]:
+        """The function of a jaxpr of the body."""
+        body, consts = closed(jaxpr)
+
+        def run(*arrays: Any) -> list[Any]:
+            env: dict[Any, Any] = dict(zip(body.constvars, consts, strict=True))
+            env.update(zip(body.invars, arrays, strict=True))
+
+            def read(v: Any) -> Any:
+                # JAX's own literals remember the user's mesh.
+                return np.asarray(v.val, jax.typeof(v.val).dtype) if isinstance(v, Literal) else env[v]
+
+            for eqn in body.eqns:
+                with as_if_at(eqn.source_info), in_context(context_of(eqn)):
+                    results = self._equation(eqn, [read(v) for v in eqn.invars])
+                env.update(zip(eqn.outvars, results, strict=True))
+            return [read(v) for v in body.outvars]
+
+        return run
+
+    def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        name = eqn.primitive.name
+        if name in _NOTHING:
+            return operands
+        if name == "shard_map":
+            return self.shard_map(eqn, operands)
+        if name in _CONSTRAINTS:
+            return self.constraint(eqn, operands)
+        if name in ("io_callback", "pure_callback") and eqn.params.get("sharding") is not None:
+            raise RuleError(
+                f"'{name}' inside a shard_map cannot name the device that calls.",
+                user_line(eqn.source_info),
+                f"sharding={eqn.params['sharding']}",
+                "Leave sharding= out: every device calls, with its own part.",
+            )
+        if name in ("custom_jvp_call", "custom_vjp_call"):
+            return self.function(called_jaxpr(eqn))(*operands)
+        if name == "custom_partitioning":  # on a device's part JAX, too, runs the function itself
+            return self.function(eqn.params["call"])(*operands)
+        if (axes := _axes_of(eqn)) and any(isinstance(a, str) for a in axes):
+            return self.collective(eqn, _INVARIANT.get(name, name), axes, operands)
+        # A sharding that JAX wrote down names the user's axes; on a device's part it means nothing.
+        params = {
+            key: None if key in ("sharding", "out_sharding") else self._renamed_body(value)
+            for key, value in eqn.params.items()
+        }
         return bind(eqn.primitive, params, operands)
-    atoms = tuple(b for a in axes for b in (atoms_of[a] if isinstance(a, str) else (a,)))
+
+    def _renamed_body(self, value: Any) -> Any:
+        """A parameter with the jaxprs in it traced again, and types without the user's mesh."""
+        if isinstance(value, (tuple, list)) and any(isinstance(v, _WITH_MESH) for v in value):
+            return type(value)(self._renamed_body(v) for v in value)
+        if isinstance(value, jax.core.ShapedArray):
+            weak, memory = value.weak_type, value.memory_space
+            return jax.core.ShapedArray(value.shape, value.dtype, weak_type=weak, memory_space=memory)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return kernel_as_traced_here(value, self.kernel_axes)  # the grid of a kernel
+        if not isinstance(value, (Jaxpr, ClosedJaxpr)):
+            return value
+        inner, _ = closed(value)
+        if any(hasattr(v.aval, "inner_aval") for v in inner.invars):
+            return kernel_as_traced_here(value, self.kernel_axes)  # it works on references
+        again = jax.make_jaxpr(self.function(value))(
+            *(shape_in_memory(v.aval.shape, v.aval.dtype, on_host=is_on_host(v.aval)) for v in inner.invars)
+        )
+        return again if isinstance(value, ClosedJaxpr) else closed(again)[0]
+
+
+def _axes_of(eqn: Any) -> tuple[Any, ...]:
+    key = next((k for k in ("axes", "axis_name") if k in eqn.params), None)
+    return () if key is None else names_of(eqn.params[key])
+
+
+class OverAtoms(Rewritten):
+    """Every axis is replaced by its atoms: what a device of our mesh runs."""
+
+    def __init__(self, atoms_of: AtomsOf):
+        self._atoms_of = self.kernel_axes = atoms_of
+
+    def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
+        """The same collective over atoms; over axes of size 1 it is none.
+
+        Raises:
+            RuleError: JAX's collective is not known.
+        """
+        atoms = tuple(b for a in axes for b in (self._atoms_of[a] if isinstance(a, str) else (a,)))
+        check_known(eqn, name, axes)
+        return collective(eqn.primitive, name, eqn.params, atoms, operands)
+
+    def shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        """Operands are whole along its axes, so each is cut here."""
+
+        def along(spec: Any) -> Iterator[tuple[int, Atoms]]:
+            for d, entry in enumerate(spec):
+                names = () if entry is None else names_of(entry)
+                atoms = tuple(a for name in names for a in self._atoms_of[name])
+                if atoms:
+                    yield d, atoms
+
+        parts = list(operands)
+        for i, spec in enumerate(eqn.params["in_specs"]):
+            for d, atoms in along(spec):
+                count = lax.axis_size(atoms)
+                parts[i] = slice_part(parts[i], d, parts[i].shape[d] // count, atoms)
+        results = self.function(eqn.params["jaxpr"])(*parts)
+        for i, spec in enumerate(eqn.params["out_specs"]):
+            for d, atoms in along(spec):
+                results[i] = lax.all_gather(results[i], atoms, axis=d, tiled=True)
+        return results
+
+    def constraint(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        """Nothing, if it cuts nothing.
+
+        Raises:
+            ShardingError: it would cut the part that one device has.
+        """
+        said = eqn.params.get("mark") or eqn.params.get("sharding") or eqn.params.get("dst_sharding")
+        if _cuts(said):
+            what = said if "mark" in eqn.params else f"{eqn.primitive.name} to {getattr(said, 'spec', said)}"
+            raise ShardingError(
+                "inside a shard_map over all axes of the mesh an array is one device's part, which cannot be split.",
+                user_line(eqn.source_info),
+                f"{what} of {operands[0].dtype}[{','.join(map(str, operands[0].shape))}]",
+                "Mark arrays outside of the shard_map, or leave axes automatic: axis_names={...}.",
+            )
+        return operands
+
+
+def _cuts(said: Any) -> bool:
+    """Whether a mark or a sharding splits any dimension."""
+    kind = getattr(said, "kind", None)
+    if kind == "split":
+        return said.partitions not in (1, ())
+    if kind == "assignment":
+        return any(n > 1 for n in said.ids_shape)
+    if kind == "replicate" or not hasattr(said, "spec"):
+        return False
+    return any(entry not in (None, (), 1) and entry is not PartitionSpec.UNCONSTRAINED for entry in said.spec)
+
+
+def check_known(eqn: Any, name: str, axes: tuple[Any, ...]) -> None:
+    """Refuses a collective that JAX has and gshard does not know.
+
+    Raises:
+        RuleError: at the user's line.
+    """
+    if name != "axis_index" and name not in KINDS:
+        raise RuleError(
+            f"'{eqn.primitive.name}' inside a shard_map is not known.",
+            user_line(eqn.source_info),
+            f"over {', '.join(map(str, axes))}",
+            f"Use one of {', '.join(sorted({*KINDS} - {'psum_scatter'}))}.",
+        )
+
+
+def collective(
+    primitive: Any, name: str, params: Mapping[str, Any], atoms: Atoms, operands: Sequence[Any]
+) -> Sequence[Any]:
+    """Runs a collective of JAX's over atoms of our mesh.
+
+    Args:
+        primitive: JAX's.
+        name: the primitive's, without what JAX adds where it keeps track of varying values.
+        params: as its equation shows them.
+        atoms: the devices along which it runs.
+        operands: one device's parts.
+    """
     if name == "axis_index":
         return [lax.axis_index(atoms) if atoms else jnp.zeros((), jnp.int32)]
-    if name in ("psum", "psum_invariant") and not params.get("axis_index_groups"):
+    if name == "psum" and not params.get("axis_index_groups"):
         return [lax.psum(x, atoms) for x in operands] if atoms else operands
     if not atoms:
-        return _alone(eqn, operands)
-    if _INVARIANT.get(name) == "all_gather":
+        return _alone(name, params, operands)
+    if name == "all_gather" and primitive.name != name:
         (x,) = operands
         return [lax.all_gather(x, atoms, axis=params["all_gather_dimension"], tiled=params["tiled"])]
-    if name not in KINDS:
-        raise RuleError(f"'{name}' inside a shard_map is not known.", user_line(eqn.source_info), f"over {axes}")
-    return bind(eqn.primitive, {**params, key: atoms}, operands)
+    key = "axes" if "axes" in params else "axis_name"
+    return bind(primitive, {**params, key: atoms}, operands)
 
 
-def _names(axes: Any) -> tuple[Any, ...]:
-    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
-
-
-def _renamed_body(value: Any, atoms_of: AtomsOf) -> Any:
-    """A parameter with the jaxprs in it traced again under the new names, and types without the user's mesh."""
-    if isinstance(value, (tuple, list)) and any(isinstance(v, _WITH_MESH) for v in value):
-        return type(value)(_renamed_body(v, atoms_of) for v in value)
-    if isinstance(value, jax.core.ShapedArray):
-        weak, memory = value.weak_type, value.memory_space
-        return jax.core.ShapedArray(value.shape, value.dtype, weak_type=weak, memory_space=memory)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return kernel_as_traced_here(value, atoms_of)  # the grid of a kernel
-    if not isinstance(value, (Jaxpr, ClosedJaxpr)):
-        return value
-    inner, _ = closed(value)
-    if any(hasattr(v.aval, "inner_aval") for v in inner.invars):
-        return kernel_as_traced_here(value, atoms_of)  # it works on references
-    again = jax.make_jaxpr(renamed(value, atoms_of))(
-        *(shape_in_memory(v.aval.shape, v.aval.dtype, on_host=is_on_host(v.aval)) for v in inner.invars)
-    )
-    return again if isinstance(value, ClosedJaxpr) else closed(again)[0]
-
-
-def _alone(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+def _alone(name: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Sequence[Any]:
     """A collective over axes of size 1: a device sends to itself."""
-    (x,), params = operands, eqn.params
-    kind = KINDS.get(_INVARIANT.get(eqn.primitive.name, eqn.primitive.name))
+    kind = KINDS[name]
+    if name == "ragged_all_to_all":
+        return [_to_itself(*operands)]
+    if kind == "all_reduce":
+        return operands
+    (x,) = operands
     if kind == "all_gather":
         return [x if params["tiled"] else jnp.expand_dims(x, params["all_gather_dimension"])]
     if kind == "reduce_scatter":
         return [x if params["tiled"] else jnp.squeeze(x, params["scatter_dimension"])]
     if kind == "collective_permute":
         return [x if (0, 0) in tuple(map(tuple, params["perm"])) else jnp.zeros_like(x)]
-    if kind == "all_to_all" and not params.get("tiled"):
-        return [jnp.moveaxis(x, params["split_axis"], params["concat_axis"])]
     return [x]
 
 
-def _inner(eqn: Any, operands: list[Any], atoms_of: AtomsOf) -> Sequence[Any]:
-    """A shard_map over axes that the outer one left automatic: operands are whole along them, so each is cut here."""
-
-    def along(spec: Any) -> Iterator[tuple[int, Atoms]]:
-        for d, entry in enumerate(spec):
-            names = () if entry is None else _names(entry)
-            atoms = tuple(a for name in names for a in atoms_of[name])
-            if atoms:
-                yield d, atoms
-
-    parts = list(operands)
-    for i, spec in enumerate(eqn.params["in_specs"]):
-        for d, atoms in along(spec):
-            count = lax.axis_size(atoms)
-            parts[i] = slice_part(parts[i], d, parts[i].shape[d] // count, atoms)
-    results = renamed(eqn.params["jaxpr"], atoms_of)(*parts)
-    for i, spec in enumerate(eqn.params["out_specs"]):
-        for d, atoms in along(spec):
-            results[i] = lax.all_gather(results[i], atoms, axis=d, tiled=True)
-    return results
+def _to_itself(x: Any, output: Any, starts: Any, sizes: Any, targets: Any, _: Any) -> Any:
+    """Rows from ``starts`` on land from ``targets`` on, as many as ``sizes`` says."""
+    for i in range(starts.shape[0]):
+        row = jnp.arange(output.shape[0], dtype=starts.dtype) - targets[i]
+        taken = jnp.take(x, row + starts[i], axis=0, mode="clip")
+        here = ((row >= 0) & (row < sizes[i])).reshape(-1, *(1,) * (output.ndim - 1))
+        output = jnp.where(here, taken, output)
+    return output

@@ -64,6 +64,7 @@ class Region:
         crossings: what is moved from where to where.
         trip_count: how often the bodies run, as far as known.
         same: for each body, the operand that each of its first inputs is in every round.
+        decided: the values on which it depends what runs, or how often.
     """
 
     bodies: Callable[[dict[str, Any]], list[Any]]
@@ -74,6 +75,7 @@ class Region:
     crossings: Callable[[Equation], list[Crossing]]
     trip_count: Callable[[dict[str, Any]], int] = lambda params: 1
     same: Callable[[dict[str, Any]], list[range]] = lambda params: []
+    decided: Callable[[Equation], Sequence[Value | Constant]] = lambda equation: ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -299,6 +301,7 @@ REGIONS: dict[str, Region] = {
             range(params["cond_nconsts"]),
             range(params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]),
         ],
+        decided=lambda equation: equation.blocks[0].outputs,
     ),
     "cond": Region(
         lambda params: list(params["branches"]),
@@ -308,6 +311,7 @@ REGIONS: dict[str, Region] = {
         _emit_cond,
         _cond_crossings,
         same=lambda params: [range(1, 1 + len(body.in_avals)) for body in params["branches"]],
+        decided=lambda equation: equation.inputs[:1],
     ),
 }
 

@@ -154,7 +154,7 @@ def _passing_together(
 def _ties(rule: Rule) -> tuple[tuple[int, frozenset[str]], ...]:
     """The operands of an elementwise rule that have the dimensions of its result, and by which monoids parts pass."""
     dims = rule.results[0] if len(rule.results) == 1 else ()
-    if rule.fixed or rule.allowed or not rule.known or not dims or any(len(d) != 1 for d in dims):
+    if not rule.is_free or rule.allowed or not rule.known or not dims or any(len(d) != 1 for d in dims):
         return ()
     if not all(f.kind == PARALLEL for f in rule.factors):
         return ()

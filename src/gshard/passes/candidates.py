@@ -57,6 +57,8 @@ def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
     """
     if rule.fixed is not None:
         return (rule.fixed(mesh),)
+    if rule.manual is not None:
+        return (rule.manual.pinned(mesh),)
     tensors = [
         (x.bytes, project(dims, x.sharding.dims, rule.factors, mesh))
         for x, dims in zip(arrays, (*rule.operands, *rule.results), strict=True)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from gshard.core.border import AS_MARKED, Border
+from gshard.core.manual_axes import axes_without, manual_axes
 from gshard.core.mark import Demand
 from gshard.core.plan import local_bytes
 from gshard.core.program import Equation, Program, Value, itemsize
@@ -21,14 +22,15 @@ from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.core.uneven import cut_evenly
 from gshard.language.region import REGIONS, Crossing
 from gshard.passes.bundles import bundles_of, free_to_leave
+from gshard.passes.demands import demands
 from gshard.passes.device_program import PASSING, REGION, Kernel
-from gshard.passes.facts import Facts, demands
+from gshard.passes.facts import Facts
 from gshard.passes.graph import Brought, Graph
 from gshard.passes.kinds import kinds_at, kinds_of
 from gshard.passes.objective import Objective
 from gshard.passes.once import Once
 from gshard.passes.room import Room
-from gshard.passes.suggested import arrays_as, in_parts, met_in, shardings_as, ways_as
+from gshard.passes.suggested import arrays_as, as_demanded, in_parts, met_in, shardings_as, ways_as
 from gshard.passes.ways import Component, components
 from gshard.passes.windows import SharedWindows
 from gshard.solver.problem import Floats, Problem
@@ -65,7 +67,7 @@ class _Builder:
         self.border = border
         self.program, self.objective, self.mesh, self.facts = program, objective, objective.mesh, facts
         self.times, self.inputs = dict(program.block.runs()), frozenset(program.block.inputs)
-        self.said: dict[Value, list[Demand]] = {}
+        self.manual, self.said = manual_axes(program.block, objective.mesh), dict[Value, list[Demand]]()
         for v, demand, _ in demands(program, self.mesh):
             self.said.setdefault(v, []).append(demand)
         self.crossings = [(e, c) for e in program.block.walk() if e.rule is None for c in REGIONS[e.name].crossings(e)]
@@ -140,15 +142,15 @@ class _Builder:
     def _shardings(
         self, v: Value, monoids: Sequence[str] = (), *, even: bool = False, group: Sequence[Value] = ()
     ) -> tuple[Sharding, ...]:
-        return shardings_as(group or (v,), self.facts, self.mesh, self.objective.axes, monoids, even=even)
+        axes = axes_without(self.objective.axes, self.manual.of_any(self.bundles.members[self.bundles.of[v]]))
+        return shardings_as(group or (v,), self.facts, self.mesh, axes, monoids, even=even)
 
     def _states(self, k: int, kinds: tuple[int, ...]) -> tuple[Sharding, ...]:
         """The shardings of a bundle that marks allow."""
-        group = self.bundles.members[k]
-        monoids = self.bundles.unreduced.get(k, ())
+        group, monoids = self.bundles.members[k], self.bundles.unreduced.get(k, ())
         demands = [d for v in group for d in self.said.get(v, ())]
         suggested = tuple(s for v in group for s in self.suggested.get(v, ())) if self.suggested else ()
-        key = kinds, monoids, group[0] in self.inputs, suggested, k if demands else -1
+        key = kinds, monoids, group[0] in self.inputs, suggested, k if demands else -1, self.manual.of_any(group)
         return self.once.states(key, lambda: self._allowed(group, monoids, suggested, demands))
 
     def _allowed(
@@ -162,10 +164,7 @@ class _Builder:
             fitting = (s for s in suggested if {m for _, m in s.unreduced} <= {*monoids})
             known = (facts[v] for v in group for facts in (self.facts.shardings, self.facts.moved) if v in facts)
             found = tuple(dict.fromkeys((*known, *found, *fitting)))
-        for demand in said:
-            found = tuple(filter(demand.allows, found))
-            found = found or (demand.sharding,)  # it names parts of axes, or axes in another order
-        return found
+        return as_demanded(found, said, self.manual.of_any(group))
 
     def _otherwise(self, k: int, kinds: tuple[int, ...]) -> Floats:
         """float64 [states]: a little for what is otherwise than the facts say."""
@@ -185,10 +184,12 @@ class _Builder:
         partial = any(isinstance(v, Value) and of[v] in unreduced for v in e.inputs)
         ways = [w for w in component.factors if w < 0] if partial else ()
         passing = frozenset(w for w in ways if self._may_pass(e, *rule.linear[-1 - w]))
-        key = rule, component, passing, () if self.facts is None else kinds_at(e, self.kinds)
+        barred = self.manual.at(e)
+        key = rule, component, passing, () if self.facts is None else kinds_at(e, self.kinds), barred
         if key not in self.ways:
             arrays = () if self.facts is None else arrays_as(e, self.facts)
-            self.ways[key] = ways_as(rule, component, passing, arrays, self.mesh, self.objective.axes)
+            axes, pinned = axes_without(self.objective.axes, barred), self.manual.pinned(e)
+            self.ways[key] = ways_as(rule, component, passing, arrays, self.mesh, axes, barred, pinned)
         return self.ways[key]
 
     def _may_pass(self, e: Equation, monoid: str, operands: Collection[int]) -> bool:

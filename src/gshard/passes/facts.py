@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gshard.core.device_order import Order
 from gshard.core.errors import ShardingError
-from gshard.core.mark import Demand, Mark, resolve
+from gshard.core.manual_axes import before_any, manual_axes
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.plan import Reason
 from gshard.core.program import Program, Value
@@ -37,6 +37,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, place, project
 from gshard.passes.candidates import arrays_of, candidates, spread
 from gshard.passes.decompose import Decompositions
+from gshard.passes.demands import demands
 from gshard.passes.nodes import Change, Node, nodes_of
 from gshard.passes.on_mesh import on_mesh
 
@@ -110,36 +111,6 @@ def facts_of(program: Program, mesh: Mesh) -> Facts:
     return facts_of(other, mesh)
 
 
-def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reason]]:
-    """What the user said of values: marks, and shardings of arguments.
-
-    Raises:
-        ShardingError: a mark does not fit its value or the mesh.
-    """
-    captured = len(program.captured)
-    for value, mark, name in zip(
-        program.block.inputs[captured:], program.argument_marks, program.names[captured:], strict=True
-    ):
-        if mark is not None:
-            _refuse_unreduced(mark, value, f"argument {name}")
-            came = f"{name}, {mark.said}" if mark.said else name
-            yield value, resolve(mark, mesh, value.shape, f"argument {name}"), Reason("argument", "", came)
-    for e in program.block.walk():
-        if e.mark is not None:
-            (value,) = e.outputs
-            yield value, resolve(e.mark, mesh, value.shape, e.line), Reason("mark", e.line, str(e.mark))
-
-
-def _refuse_unreduced(mark: Mark, value: Value, name: str) -> None:
-    if mark.unreduced:
-        raise ShardingError(
-            f"{name} is unreduced, and what comes from outside of a program is finished.",
-            "",
-            f"{value.dtype_name}[{','.join(map(str, value.shape))}], {mark.spec_text}",
-            "Finish it outside, by jax.sharding.reshard or jax.device_put, or mark it inside of the function.",
-        )
-
-
 _Moves = Sequence[tuple[int, Atoms]]  # factors, and what may move there
 
 
@@ -147,7 +118,7 @@ class _State:
     """Shardings as far as they are known, and who is to be asked next."""
 
     def __init__(self, program: Program, mesh: Mesh):
-        self.program, self.mesh = program, mesh
+        self.program, self.mesh, self.manual = program, mesh, manual_axes(program.block, mesh)
         self.dims: dict[Value, tuple[Atoms, ...]] = {}
         self.open: dict[Value, tuple[bool, ...]] = {}
         self.reasons: dict[tuple[Value, int], Reason] = {}
@@ -190,7 +161,7 @@ class _State:
             if demand.unreduced:
                 self.unreduced[value] = demand.unreduced
         for node in self.nodes:
-            if node.fixed is not None and node not in self.pending:
+            if (node.fixed is not None or self._pinned(node)) and node not in self.pending:
                 self.pending.add(node)
                 self.queues[node.priority].append(node)
 
@@ -224,7 +195,11 @@ class _State:
             node = queue.popleft()
             self.pending.discard(node)
             values = [v for v, _ in node.tensors]
-            key = (node.alike, *map(self.dims.__getitem__, values), *map(self.open.__getitem__, values))
+            key: tuple[object, ...] = (
+                node.alike, *map(self.dims.__getitem__, values), *map(self.open.__getitem__, values)
+            )  # fmt: skip
+            if self.manual.inside:
+                key = (*key, *map(self.manual.of, values))
             if self.unreduced:
                 key = (*key, *map(self.unreduced.get, values))
             if key not in self.found:
@@ -263,11 +238,12 @@ class _State:
 
         def note(node: Node, f: int, atoms: frozenset[str]) -> None:
             for value, dims in node.tensors:
+                allowed = atoms - self.manual.of(value)
                 for d, own in enumerate(dims):
-                    if f in own and self.open[value][d]:
+                    if f in own and self.open[value][d] and allowed:
                         have = found.setdefault(value, {}).get(d, frozenset())
-                        if not atoms <= have:
-                            found[value][d] = have | atoms
+                        if not allowed <= have:
+                            found[value][d] = have | allowed
                             changed.append((value, d))
 
         for node, disputed in self.disputed.items():
@@ -285,7 +261,7 @@ class _State:
     def _to_be_moved(self, node: Node) -> _Moves:
         """Where an operand is split as the equation cannot be: the dimensions to which its parts may move."""
         e = node.equation
-        if e is None or e.rule is None or e.rule.fixed is not None:
+        if e is None or e.rule is None or not e.rule.is_free:
             return ()
         operands = tuple([self.dims[x] if isinstance(x, Value) else () for x in e.inputs])
         key = e.rule, operands
@@ -296,12 +272,20 @@ class _State:
     def _agree(self, node: Node) -> tuple[Split, dict[int, Atoms]]:
         """What the arrays of a node say about its factors, and of which factors they say what contradicts that."""
         if node.fixed is not None:
-            return node.fixed(self.mesh), {}
-        claims: Split = {}
+            try:
+                return node.fixed(self.mesh), {}
+            except ShardingError as reason:  # it names what the mesh does not have
+                line = reason.where or (node.equation and node.equation.line) or None
+                raise ShardingError(reason.what, line, reason.got, reason.hint) from None
+        claims: Split = self._pinned(node)
         disputed: dict[int, Atoms] = {}
+        pinned = frozenset(claims)
+        barred = self.manual.at(node.equation) if node.equation is not None else frozenset[str]()
         for value, dims in node.tensors:
             for f, atoms in project(dims, self.dims[value], node.factors, self.mesh).items():
-                known = claims.get(f)
+                atoms, known = before_any(atoms, barred), claims.get(f)
+                if f in pinned or not atoms:
+                    continue
                 if known is None or known == atoms[: len(known)]:
                     claims[f] = atoms
                 elif known[: len(atoms)] != atoms:
@@ -319,6 +303,9 @@ class _State:
                 claims[f], disputed[f] = atoms[:cut], (*disputed.get(f, ()), *atoms[cut:])
         return claims, disputed
 
+    def _pinned(self, node: Node) -> Split:
+        return {} if node.equation is None else dict(self.manual.pinned(node.equation))
+
     def _refined(self, node: Node, split: Split) -> Sequence[Change]:
         """How the open dimensions of a node's arrays are refined to a split of its factors."""
         own = {value: list(self.dims[value]) for value, _ in node.tensors}
@@ -328,7 +315,7 @@ class _State:
             for d, factors in enumerate(dims):
                 if not is_open[d]:
                     continue
-                wanted = _fitting(factors, split, node.factors, self.mesh)
+                wanted = before_any(_fitting(factors, split, node.factors, self.mesh), self.manual.of(value))
                 if (
                     factors
                     and node.factors[factors[0]].kind == COMMUNICATE

@@ -21,13 +21,15 @@ from jax.sharding import PartitionSpec
 from gshard.comm.collective_matmul import Note, collective_matmul
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.shards import Fetched, Shards
-from gshard.comm.steps import LOCAL, PERMUTE, run, step_collectives
+from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, is_exchange, run, step_collectives
+from gshard.comm.steps import permutation as moves_of
 from gshard.core.context import NO_CONTEXT
 from gshard.core.device_order import Order, permutation
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import as_if_at, as_weak, no_mesh_set, of_no_mesh
 from gshard.core.jax_adapter_context import in_context
+from gshard.core.manual_axes import ManualAxes, manual_axes
 from gshard.core.memory_kinds import is_host_kind, is_on_host, shape_in_memory
 from gshard.core.mesh import Atoms
 from gshard.core.plan import Plan
@@ -39,8 +41,10 @@ from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import padded_shape
 from gshard.core.wide import wide_enough_for
+from gshard.language.apart import apart, moved_over
 from gshard.language.region import REGIONS
 from gshard.language.transfer import in_memory_of, is_handed_on, transferred
+from gshard.passes.diverging import diverging
 
 
 @no_mesh_set()
@@ -60,7 +64,7 @@ def partition(plan: Plan) -> SpmdProgram:
         return {i: orders[v] for i, (v, s) in pairs if v in orders and (any(s.dims) or not any(plan.sharding(v).dims))}
 
     in_orders, out_orders = ordered(block.inputs, entry), ordered(block.outputs, leave)
-    emitter = _Emitter(plan)
+    emitter = _Emitter(plan, manual_axes(block, mesh), diverging(block, mesh))
 
     def program(*arrays: Any) -> list[Any]:
         emitter.start()
@@ -129,9 +133,12 @@ class _Emitter:
     """Replays blocks on local arrays and notes every collective."""
 
     plan: Plan
+    manual: ManualAxes
+    diverging: frozenset[Equation]
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     trip_count: int = 1
     here: Equation | None = None
+    gathers: bool = False  # instead of permuting (``language.apart``)
 
     def start(self) -> None:
         """Forgets what an earlier trace of the same program noted."""
@@ -178,6 +185,14 @@ class _Emitter:
         finally:
             self.trip_count = before
 
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        before, self.gathers = self.gathers, True
+        try:
+            yield
+        finally:
+            self.gathers = before
+
     def _equation(self, e: Equation, env: dict[Value, _Made], unread: frozenset[int], fetched: Fetched) -> None:
         if e.rule is None:
             region = REGIONS[e.name]
@@ -187,11 +202,16 @@ class _Emitter:
                 for i, (v, s) in enumerate(zip(e.inputs, entry, strict=True))
             ]
             with in_context(e.context):
-                results = region.emit(e, self, arrays)
+                if e in self.diverging:
+                    with self._gathering():
+                        results = apart(lambda *xs: region.emit(e, self, xs), arrays, self.manual.at(e))
+                else:
+                    results = list(region.emit(e, self, arrays))
             leave = region.leave(e, self.sharding)
         else:
             split, ring = self.plan.splits[e], self.plan.rings.get(e)
-            shards = Shards(e, split, self.plan.mesh, self._noting(e), unread, fetched)
+            mesh = self.plan.mesh if e.rule.manual else self.manual.mesh_without(self.manual.at(e))
+            shards = Shards(e, split, mesh, self._noting(e), unread, fetched)
             read = self._read if is_handed_on(e, split) else self._fetch
             arrays = [
                 read(env, v, entering(e.rule, split, ring, i), e, f"operand {i} of {e.name}")
@@ -274,6 +294,9 @@ class _Emitter:
         moved: _Moved = (None, None, None, None),
     ) -> None:
         """Notes a collective that is emitted here."""
+        at = self.here or cause
+        if self.gathers and kind == PERMUTE and at is not None and self.manual.at(at).isdisjoint(atoms):
+            kind, sent = ALL_GATHER, sent * (self.plan.mesh.count(atoms) - 1)
         cause = cause if cause is not None and cause.line else self.here  # a barrier of JAX's has no line
         line = "" if cause is None else cause.line
         made = Collective(kind, atoms, sent, times, shape, line, why, *moved, cause, self.here or cause)
@@ -352,12 +375,16 @@ class _Emitter:
             return x
         if is_on_host(x):  # no collective reads the memory of the host
             return transferred(self.step_to(transferred(x, False), value, source, target, why, cause), True)
-        mesh, shape, size = self.plan.mesh, value.shape, itemsize(value.dtype)
+        # What is manual over some axes is moved among the devices of each position along these.
+        mesh, shape, size = self.manual.mesh_without(self.manual.of(value)), value.shape, itemsize(value.dtype)
         for step in plan_reshard(source, target, shape, size, mesh):
             if step.kind not in LOCAL and x.size:
                 local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
                 what: _Moved = (value if isinstance(value, Value) else None, step.before, step.after, source)
+                over = step.atoms
+                if self.gathers and step.kind == PERMUTE and not is_exchange(step, mesh):
+                    over = moved_over(moves_of(step.before, step.after, mesh), mesh.atom_sizes)
                 for kind, sent in step_collectives(step, shape, value.dtype, size, mesh):
-                    self._note(kind, step.atoms, sent, self.trip_count, local, why, cause, what)
+                    self._note(kind, over, sent, self.trip_count, local, why, cause, what)
             x = run(step, x, shape, mesh)
         return x

@@ -17,13 +17,15 @@ from gshard.core.device_order import Order
 from gshard.core.errors import PlanError
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import no_mesh_set
+from gshard.core.manual_axes import manual_axes
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.passes.at_border import at_border
 from gshard.passes.choices import graph_of
-from gshard.passes.facts import Facts, demands, facts_of
+from gshard.passes.demands import demands
+from gshard.passes.facts import Facts, facts_of
 from gshard.passes.graph import Graph, within_rounds
 from gshard.passes.moves import axes_of, joined
 from gshard.passes.objective import Objective, bytes_on
@@ -96,7 +98,9 @@ def propagate(
 
 def _whole(facts: Facts) -> Plan:
     """The plan of a program without a mark: as ``jax.jit`` runs it, the same on every device."""
-    splits = {e: e.rule.fixed(facts.mesh) if e.rule.fixed else {} for e in facts.program.block.walk() if e.rule}
+    manual = manual_axes(facts.program.block, facts.mesh)
+    rules = ((e, e.rule) for e in facts.program.block.walk() if e.rule)
+    splits = {e: rule.fixed(facts.mesh) if rule.fixed else manual.pinned(e) for e, rule in rules}
     return Plan(facts.program, facts.mesh, facts.shardings, splits, {}, facts.orders)
 
 
@@ -132,7 +136,7 @@ def decided(graph: Graph, chosen: Ints, facts: Facts) -> Plan:
 def in_best_order(program: Program, mesh: Mesh) -> Mesh:
     """The mesh with its devices in the order that the marks ask for, or most bytes of them where they do not agree."""
     asked = {demand.order: None for _, demand, _ in demands(program, mesh) if any(demand.dims)}
-    if not set(asked) - {mesh.order} or any(e.rule is not None and e.rule.fixed for e in program.block.walk()):
+    if not set(asked) - {mesh.order} or any(e.rule is not None and not e.rule.is_free for e in program.block.walk()):
         return mesh
 
     def elsewhere(order: Order) -> int:

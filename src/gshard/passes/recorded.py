@@ -24,7 +24,8 @@ from gshard.core.ring import Ring
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.passes.at_border import at_border
-from gshard.passes.facts import demands, facts_of
+from gshard.passes.demands import demands
+from gshard.passes.facts import facts_of
 
 _FORMAT = 3
 _SHOWN = 6  # lines of what has changed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+from gshard.core.mark import Demand
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Equation, Value
 from gshard.core.rule import Rule
@@ -39,7 +40,7 @@ def in_parts(
     found: dict[Value, dict[Sharding, None]] = {}
     known: dict[object, list[tuple[int, Sharding]]] = {}
     for e in facts.program.block.walk():
-        if e.rule is None or e.rule.fixed is not None or e in tied:
+        if e.rule is None or not e.rule.is_free or e in tied:
             continue
         key = e.rule, kinds_at(e, kinds)
         if key not in known:
@@ -78,6 +79,14 @@ def shardings_as(
     return found[0] if len(found) == 1 else tuple(dict.fromkeys(s for some in found for s in some))
 
 
+def as_demanded(found: Sequence[Sharding], said: Sequence[Demand], barred: frozenset[str]) -> tuple[Sharding, ...]:
+    """Those of some shardings that are as marks ask, and over no barred atoms; what marks ask if none is."""
+    found = [s for s in found if barred.isdisjoint(s.atoms)] if barred else found
+    for demand in said:
+        found = [*filter(demand.allows, found)] or [demand.sharding]  # it names parts of axes, or axes in another order
+    return tuple(found)
+
+
 def met_in(rule: Rule, ways: Sequence[Split]) -> Iterator[Sharding]:
     """How operands and results are sharded where an equation is split so."""
     for split in ways:
@@ -92,9 +101,24 @@ def ways_as(
     arrays: Sequence[Arrays],
     mesh: Mesh,
     axes: tuple[Atoms, ...],
+    barred: frozenset[str] = frozenset(),
+    pinned: Split | None = None,
 ) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
-    """The splits of a component of an equation over whole axes and those that its arrays suggest; the latter alone."""
+    """The splits of a component of an equation over whole axes and those that its arrays suggest; the latter alone.
+
+    Args:
+        rule, component: which.
+        passing: the ways in which parts still to be combined may pass.
+        arrays: its operands and results.
+        mesh: the devices.
+        axes: those that move as wholes.
+        barred: atoms over which it cannot be split, since they are manual there; no axes either.
+        pinned: factors that are split over these all the same, in every way.
+    """
+    if rule.manual is not None:
+        return splits(rule, component, mesh, axes, passing, pinned=tuple((pinned or {}).items())), ()
     near = [s for own in arrays for s in candidates(rule, own, mesh)] if rule.fixed is None else []
+    near = [s for s in near if barred.isdisjoint(a for atoms in s.values() for a in atoms)] if barred else near
     suggested = tuple({f: a for f, a in s.items() if f in component.factors} for s in near)
     cuts = ((f, a, rule.factors[f].size) for s in suggested for f, a in s.items() if f >= 0)
     uneven = frozenset((f, a) for f, a, n in cuts if n % mesh.count(a))

@@ -62,6 +62,7 @@ from gshard.tracing.looks import Looks
 from gshard.tracing.manual_regions import check_manual_regions
 from gshard.tracing.nested_shardings import with_shardings_as_marks
 from gshard.tracing.opened import opened
+from gshard.tracing.partly_manual import opened_region
 from gshard.tracing.permitted import permit_from, permitted
 from gshard.tracing.references import without_references
 from gshard.tracing.rewritten import rewritten
@@ -298,7 +299,8 @@ class _Builder:
                 avals = [v.aval for v in eqn.invars]
                 told = demanded(eqn)
                 told = with_shardings_as_marks(eqn.primitive, params, avals) if told is None else told
-                body = expansion(name, params, avals) if told is None else closed(told)
+                body = None if told is None else closed(told)
+                body = body or opened_region(name, params, avals) or expansion(name, params, avals)
                 look_up = simpler(self.facts, eqn.primitive, params, inputs) if body is None else None
                 if look_up is not None and look_up[0].out_avals[0].weak_type == eqn.outvars[0].aval.weak_type:
                     body, inputs = closed(look_up[0]), tuple(look_up[1])

@@ -138,6 +138,7 @@ def splits(
     passing: frozenset[int] = frozenset(),
     also: Cuts = frozenset(),
     near: tuple[Places, ...] | None = None,
+    pinned: tuple[tuple[int, Atoms], ...] = (),
 ) -> tuple[Split, ...]:
     """The splits of a component, the one that splits nothing first; where the rule has no choice, its own.
 
@@ -148,16 +149,20 @@ def splits(
         passing: the ways, by their keys in a split, in which parts still to be combined may pass.
         also: factors and what may split them, however unequal the parts are.
         near: what the facts say of it; None if nothing is known.
+        pinned: factors whose atoms are given, and part of every split.
     """
     if rule.fixed is not None:
         return (rule.fixed(mesh),)
+    given_already = dict(pinned)
     factors = [
-        f for f in component.factors if f >= 0 and rule.factors[f].kind != REPLICATE and rule.factors[f].size > 1
+        f
+        for f in component.factors
+        if f >= 0 and rule.factors[f].kind != REPLICATE and rule.factors[f].size > 1 and f not in given_already
     ]
     sums = [way for way in component.factors if way < 0 and way in passing]
     found = []
     for chosen in places_for([None, *factors, *sums], mesh, given, near):
-        split: Split = {}
+        split: Split = dict(given_already)
         for f, atoms in zip(chosen, given, strict=True):
             if f is not None:
                 split[f] = (*split.get(f, ()), *atoms)

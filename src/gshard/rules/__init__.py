@@ -13,6 +13,7 @@ from gshard.rules import indexing as indexing
 from gshard.rules import kernel as kernel
 from gshard.rules import linalg as linalg
 from gshard.rules import manual as manual
+from gshard.rules import manual_border as manual_border
 from gshard.rules import prefixes as prefixes
 from gshard.rules import ragged_dot as ragged_dot
 from gshard.rules import reductions as reductions

@@ -10,6 +10,7 @@ Such an equation has no choice: its rule names the one split in which it can run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,17 +88,17 @@ def part_index(call: Call) -> Rule:
 def shard_map(call: Call) -> Rule:
     """Every array is cut as its spec says; each has factors of its own, for the body is not looked into.
 
-    Axes of the user's mesh that the region leaves automatic are not cut: the body runs alike along them.
+    One that leaves axes automatic is opened before (``tracing.partly_manual``); here those have one device each.
     """
     user_mesh, body = call.params["mesh"], call.params["jaxpr"]
-    axes = tuple((str(name), int(size)) for name, size in user_mesh.shape.items())
+    axes, devices = axes_of_mesh(user_mesh)
     specs = (*call.params["in_specs"], *call.params["out_specs"])
     make = RuleMaker()
     operands = [make.parallel(shape) for shape in call.in_shapes]
     results = [make.parallel(shape) for shape in call.out_shapes]
 
     def fixed(mesh: Mesh) -> Split:
-        _check_devices(user_mesh, mesh)
+        check_devices(axes, devices, mesh)
         split: Split = {}
         for dims, spec, shape in zip((*operands, *results), specs, (*call.in_shapes, *call.out_shapes), strict=True):
             cuts = _cuts(tuple(spec), axes, mesh, shape)
@@ -105,7 +106,7 @@ def shard_map(call: Call) -> Rule:
         return split
 
     def local(shards: Shards, *arrays: Any) -> list[Any]:
-        closed = jax.make_jaxpr(renamed(body, _atoms_of_axes(axes, shards.mesh)))(*arrays)
+        closed = jax.make_jaxpr(renamed(body, atoms_of_axes(axes, shards.mesh)))(*arrays)
         if shards.note is not None:
             for kind, atoms, sent, operand in collectives_of(closed, shards.mesh.atom_sizes):
                 shards.note(kind, atoms, sent, operand)
@@ -114,19 +115,29 @@ def shard_map(call: Call) -> Rule:
     return make.rule(operands, results, local=local, fixed=fixed)
 
 
-def _check_devices(user_mesh: Any, mesh: Mesh) -> None:
-    devices = getattr(user_mesh, "devices", None) if isinstance(user_mesh, jax.sharding.Mesh) else None
-    other = devices is not None and mesh.devices is not None and tuple(devices.flat) != mesh.devices
-    if user_mesh.size != mesh.size or other:
+def axes_of_mesh(mesh: Any) -> tuple[tuple[tuple[str, int], ...], tuple[Any, ...]]:
+    """Names and sizes of the axes of a mesh of JAX's, and its devices in row-major order, if it has any."""
+    devices = tuple(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else ()
+    return tuple((str(name), int(size)) for name, size in mesh.shape.items()), devices
+
+
+def check_devices(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...], mesh: Mesh) -> None:
+    """Refuses a ``shard_map`` over a mesh that is not the program's.
+
+    Raises:
+        ShardingError: it has other devices, or has them in another order.
+    """
+    other = bool(devices) and mesh.devices is not None and devices != mesh.devices
+    if math.prod(size for _, size in axes) != mesh.size or other:
         raise ShardingError(
             "a shard_map inside the program is over other devices than the program.",
-            got=f"its mesh: {dict(user_mesh.shape)}; the program's: {mesh}",
+            got=f"its mesh: {dict(axes)}; the program's: {mesh}",
             hint="Make both over the same devices in the same order.",
         )
 
 
 @tabulated(64)
-def _atoms_of_axes(axes: tuple[tuple[str, int], ...], mesh: Mesh) -> Mapping[str, Atoms]:
+def atoms_of_axes(axes: tuple[tuple[str, int], ...], mesh: Mesh) -> Mapping[str, Atoms]:
     """The atoms of each axis of the user's mesh."""
     return {name: _cuts((name,), axes, mesh, (mesh.size,))[0] for name, _ in axes}
 

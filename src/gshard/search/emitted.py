@@ -33,7 +33,7 @@ from gshard.passes.partition import partition, spec
 
 def has_own_way(rule: Rule, split: Split) -> bool:
     """Whether an equation does something else on shards than the same on smaller arrays."""
-    if rule.fixed is not None or (rule.local is None and rule.sends is None):
+    if not rule.is_free or (rule.local is None and rule.sends is None):
         return False
     return any(f >= 0 and atoms and rule.factors[f].kind != PARALLEL for f, atoms in split.items())
 

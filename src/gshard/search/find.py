@@ -26,7 +26,8 @@ from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.passes.choices import graph_of
-from gshard.passes.facts import demands, facts_of
+from gshard.passes.demands import demands
+from gshard.passes.facts import facts_of
 from gshard.passes.graph import Graph
 from gshard.passes.moves import axes_of, in_two
 from gshard.passes.partition import partition

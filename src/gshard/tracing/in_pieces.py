@@ -91,7 +91,7 @@ def touched(e: Equation, factor: int) -> Touch | None:
 def may_be_in_pieces(t: Touch, layout: Layout) -> bool:
     """Whether an equation can be computed of pieces."""
     e = t.equation
-    if e.rule is None or not e.rule.known or e.rule.fixed is not None or e.mark is not None or e.blocks:
+    if e.rule is None or not e.rule.known or not e.rule.is_free or e.mark is not None or e.blocks:
         return False
     if not is_repeatable(e) or any(
         jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in (*e.inputs, *e.outputs)

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from gshard.core.jax_adapter import closed, user_line
 from gshard.core.look import Look
 from gshard.core.program import Constant, Value
+from gshard.tracing.partly_manual import has_automatic_axes
 
 _LOOK = "inspect_sharding"
 
@@ -78,8 +79,7 @@ class Looks:
                 made = self._look(e, manual)
                 watched += [] if manual else [made]
                 continue
-            # Inside of a shard_map, and of whatever else holds a mesh, an array is one device's part.
-            parts = {k: self._parameter(v, manual or "mesh" in e.params) for k, v in e.params.items()}
+            parts = {k: self._parameter(v, manual or _is_manual(e)) for k, v in e.params.items()}
             if all(a is e.params[k] for k, (a, _) in parts.items()):
                 plain.append(e)
                 watched.append(e)
@@ -116,6 +116,11 @@ class Looks:
         if hasattr(value, "_fields"):
             return type(value)(*plain), type(value)(*watched)
         return type(value)(plain), type(value)(watched)
+
+
+def _is_manual(e: Any) -> bool:
+    """Whether an array inside is one device's part: in a shard_map over all axes, and in whatever else holds a mesh."""
+    return "mesh" in e.params and not (e.primitive.name == "shard_map" and has_automatic_axes(e.params))
 
 
 def _bodies_in(params: Mapping[str, Any]) -> list[Any]:

@@ -140,11 +140,21 @@ def _meets(jaxpr: Any, atoms: frozenset[str]) -> bool:
         if any(_meets(body, atoms) for body in inner):
             return True
         axes = named_axes(eqn)
-        if not inner and eqn.primitive.name != "axis_index" and axes & atoms:
+        own = eqn.params.get("axis_name", ())  # a permutation names its axes, and has no effect that says so
+        meeting = axes.union(own if isinstance(own, (tuple, list)) else (own,))
+        if not inner and eqn.primitive.name != "axis_index" and meeting & atoms:
             return True
         if len(eqn.effects) > len(axes):
             return True
     return False
 
 
-REGIONS[mapped_while_p.name] = Region(lambda params: [params["body"]], _edges, _entry, _leave, _emit, _crossings)
+REGIONS[mapped_while_p.name] = Region(
+    lambda params: [params["body"]],
+    _edges,
+    _entry,
+    _leave,
+    _emit,
+    _crossings,
+    decided=lambda equation: (equation.blocks[0].inputs[equation.params["consts"]],),
+)

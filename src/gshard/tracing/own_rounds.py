@@ -28,7 +28,7 @@ def rule_of_rounds(e: Equation) -> Rule | None:
     if e.name != "scan" or e.trip_count < 2 or e.params["jaxpr"].effects:
         return None
     (body,) = e.blocks
-    if any(q.mark is not None or (q.rule is not None and q.rule.fixed is not None) for q in body.walk()):
+    if any(q.mark is not None or (q.rule is not None and not q.rule.is_free) for q in body.walk()):
         return None
     if any(q.params.get("sharding") is not None for q in body.walk()):  # of a callback
         return None

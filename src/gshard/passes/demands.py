@@ -1,0 +1,71 @@
+"""Demands: what the user said of values, by marks and by shardings of arguments, on the mesh of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from gshard.core.errors import ShardingError
+from gshard.core.manual_axes import manual_axes
+from gshard.core.mark import Demand, Mark, resolve
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Reason
+from gshard.core.program import Equation, Program, Value
+
+
+def _demand_of(e: Equation, mesh: Mesh, program: Program) -> Demand:
+    """What a mark of the user's asks for; inside a partly manual ``shard_map`` of automatic axes only.
+
+    Raises:
+        ShardingError: it does not fit its value or the mesh, or names a manual axis.
+    """
+    (value,), manual = e.outputs, manual_axes(program.block, mesh)
+    assert e.mark is not None
+    barred = manual.at(e)
+    if not barred:
+        return resolve(e.mark, mesh, value.shape, e.line)
+    # What names axes, names those of the whole mesh; what says how many parts, means parts over automatic axes.
+    over = mesh if e.mark.axes else manual.mesh_without(barred)
+    try:
+        demand = resolve(e.mark, over, value.shape, e.line)
+    except ShardingError as reason:
+        hint = f"Over {mesh.format_atoms([a for a in mesh.atoms if a in barred])} this shard_map is manual."
+        raise ShardingError(reason.what, e.line, reason.got, f"{hint} {reason.hint}".strip()) from None
+    if not barred.isdisjoint(demand.sharding.atoms):
+        raise ShardingError(
+            "a mark splits an array over an axis over which the shard_map around it is manual.",
+            e.line,
+            str(e.mark),
+            "Name automatic axes only; the specs of the shard_map say what is split over manual ones.",
+        )
+    return dataclasses.replace(demand, order=mesh.order)
+
+
+def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reason]]:
+    """What the user said of values: marks, and shardings of arguments.
+
+    Raises:
+        ShardingError: a mark does not fit its value or the mesh.
+    """
+    captured = len(program.captured)
+    for value, mark, name in zip(
+        program.block.inputs[captured:], program.argument_marks, program.names[captured:], strict=True
+    ):
+        if mark is not None:
+            _refuse_unreduced(mark, value, f"argument {name}")
+            came = f"{name}, {mark.said}" if mark.said else name
+            yield value, resolve(mark, mesh, value.shape, f"argument {name}"), Reason("argument", "", came)
+    for e in program.block.walk():
+        if e.mark is not None:
+            (value,) = e.outputs
+            yield value, _demand_of(e, mesh, program), Reason("mark", e.line, str(e.mark))
+
+
+def _refuse_unreduced(mark: Mark, value: Value, name: str) -> None:
+    if mark.unreduced:
+        raise ShardingError(
+            f"{name} is unreduced, and what comes from outside of a program is finished.",
+            "",
+            f"{value.dtype_name}[{','.join(map(str, value.shape))}], {mark.spec_text}",
+            "Finish it outside, by jax.sharding.reshard or jax.device_put, or mark it inside of the function.",
+        )

@@ -1,0 +1,134 @@
+"""A ``shard_map`` that leaves axes of its mesh automatic becomes equations of the program.
+
+Its operands enter, its body follows, its results leave (``language.manual_primitives``). In the body a collective over
+manual axes becomes an equation of its own, and a sharding constraint a mark. So what is automatic is planned together
+with the rest of the program, as marks inside and outside ask, and what is manual runs as it is written
+(``core.manual_axes``). A ``shard_map`` in the body, over axes that the outer one left automatic, is opened likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from gshard.core.errors import ShardingError
+from gshard.core.jax_adapter import closed, shapes_of, user_line
+from gshard.core.mark import Mark
+from gshard.language.manual_primitives import (
+    MANUAL_COLLECTIVES,
+    Border,
+    Collective,
+    enter_manual_p,
+    leave_manual_p,
+)
+from gshard.language.mark_primitive import bind_mark
+from gshard.language.per_device import Rewritten, check_known, names_of
+from gshard.rules.manual import axes_of_mesh
+from gshard.tracing.expand import mark_of_equation
+
+
+def opened_region(name: str, params: dict[str, Any], in_avals: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:
+    """The jaxpr, and its constants, that stands for a ``shard_map`` with automatic axes; None for anything else.
+
+    Axes of size 1 are nothing to be automatic over.
+    """
+    if name != "shard_map" or not has_automatic_axes(params):
+        return None
+    axes, devices = axes_of_mesh(params["mesh"])
+    region = _Region(axes, devices, ())
+    return closed(jax.make_jaxpr(lambda *arrays: region.run(params, arrays, user_line()))(*shapes_of(in_avals)))
+
+
+def has_automatic_axes(params: Mapping[str, Any]) -> bool:
+    """Whether a ``shard_map`` with these parameters leaves axes of its mesh automatic, other than those of size 1."""
+    axes, _ = axes_of_mesh(params["mesh"])
+    manual = _manual_axes(params)
+    return any(name not in manual and size > 1 for name, size in axes)
+
+
+def _manual_axes(params: Mapping[str, Any]) -> tuple[str, ...]:
+    names = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
+    return tuple(sorted(map(str, names)))
+
+
+class _Region(Rewritten):
+    """The body of a region, its collectives as equations of a program."""
+
+    def __init__(self, axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...], manual: tuple[str, ...]):
+        self._axes, self._devices, self._manual = axes, devices, manual
+
+    def run(self, params: dict[str, Any], arrays: Sequence[Any], line: str) -> list[Any]:
+        """Runs a ``shard_map`` whose mesh has these axes, of which some are manual already."""
+        own = _manual_axes(params)
+        inside = _Region(self._axes, self._devices, (*self._manual, *own))
+
+        def border(spec: Any, ndim: int) -> Border:
+            for kind in ("unreduced", "reduced"):
+                if getattr(spec, kind, None):
+                    raise ShardingError(f"a spec of a shard_map asks for {kind} values.", line, str(spec))
+            entries = [() if entry is None else names_of(entry) for entry in spec]
+            named = tuple(tuple(map(str, entry)) for entry in (*entries, *((),) * (ndim - len(entries))))
+            return Border(self._axes, own, named, self._devices)
+
+        parts = [
+            enter_manual_p.bind(x, border=border(spec, jax.numpy.ndim(x)))
+            for x, spec in zip(arrays, params["in_specs"], strict=True)
+        ]
+        results = inside.function(params["jaxpr"])(*parts)
+        return [
+            leave_manual_p.bind(jax.numpy.asarray(x), border=border(spec, jax.numpy.ndim(x)))
+            for x, spec in zip(results, params["out_specs"], strict=True)
+        ]
+
+    def shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        """One in the body: its axes become manual, too."""
+        axes, _ = axes_of_mesh(eqn.params["mesh"])
+        line = user_line(eqn.source_info)
+        if axes != self._axes:
+            raise ShardingError(
+                "a shard_map inside of another one is over another mesh.",
+                line,
+                f"its mesh: {dict(axes)}; around it: {dict(self._axes)}",
+                "Make both over the same mesh, each manual over other axes of it.",
+            )
+        return self.run(eqn.params, operands, line)
+
+    def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
+        """A collective as an equation of the program.
+
+        Raises:
+            RuleError: JAX's collective is not known.
+        """
+        check_known(eqn, name, axes)
+        params = tuple((key, _hashable(value)) for key, value in sorted(eqn.params.items()))
+        results = tuple((tuple(v.aval.shape), v.aval.dtype) for v in eqn.outvars)
+        what = Collective(eqn.primitive, params, axes, self._axes, self._manual, results)
+        return MANUAL_COLLECTIVES[name].bind(*operands, collective=what)
+
+    def constraint(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        """A mark over automatic axes."""
+        (x,), line = operands, user_line(eqn.source_info)
+        mark = mark_of_equation(eqn.primitive.name, eqn.params, jax.numpy.shape(x))
+        if mark is None:
+            return operands
+        named = {name for name in _axes_of_mark(mark) if name in self._manual}
+        if named:
+            raise ShardingError(
+                f"axis {min(named)!r} is manual in this shard_map, so that an array in it cannot be split over it.",
+                line,
+                str(mark),
+                "Name automatic axes only; the specs of the shard_map say what is split over manual ones.",
+            )
+        return [bind_mark(x, mark)]
+
+
+def _axes_of_mark(mark: Mark) -> list[str]:
+    """The names of axes that a mark has."""
+    entries = [mark.partitions] if mark.kind == "split" else list(mark.spec)
+    return [name for entry in entries for name in names_of(entry) if isinstance(name, str)]
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
