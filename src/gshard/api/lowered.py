@@ -14,9 +14,9 @@ import jax
 from jax.experimental.layout import Format
 
 from gshard.api.call_back import call_back
+from gshard.api.compiled_arguments import check_types, flat_arguments
 from gshard.api.placement import placed_arguments
 from gshard.api.reference_arguments import write_back
-from gshard.api.signature import Leaf
 from gshard.api.standalone import standalone
 from gshard.api.static_leaves import fixed, freed, has_fixed
 from gshard.api.target import Target
@@ -24,7 +24,6 @@ from gshard.core.border import Border
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import kept_arguments
-from gshard.core.jax_adapter_references import is_reference_type
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
@@ -262,39 +261,10 @@ class Compiled:
         """
         if has_fixed(self.in_tree):
             args, kwargs = fixed(args, "arguments, "), fixed(kwargs, "arguments, ")
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            traced = next(type(x).__name__ for x in leaves if isinstance(x, jax.core.Tracer))
-            raise ArgumentError(
-                "Cannot apply JAX transformations to a function lowered and compiled for a particular signature. "
-                f"Detected an argument of type {traced}.",
-                user_line(),
-                self._name,
-                "Transform the function that gshard.jit returned.",
-            )
-        if tree != self.in_tree:
-            raise ArgumentError(
-                "Function compiled with input pytree does not match the input pytree it was called with.",
-                user_line(),
-                f"{self._name} was compiled for {self.in_tree} and is called with {tree}",
-                "Lower it for such arguments too, or call what gshard.jit returned.",
-            )
+        leaves = flat_arguments(self._name, self.in_tree, args, kwargs)
         leaves = [self._as_compiled_for(i, x) for i, x in enumerate(leaves)]
         names = self.lowered.program.names[len(self.lowered.program.captured) :][: len(leaves)]
-        found = [Leaf.of(x) for x in leaves]
-        wrong = [
-            f"Argument '{name}' compiled with {ours.str_short()} and called with {theirs.aval.str_short()}"
-            for name, ours, theirs in zip(names, self.lowered.avals, found, strict=True)
-            if (ours.shape, ours.dtype, is_reference_type(ours))
-            != (theirs.aval.shape, theirs.aval.dtype, is_reference_type(theirs.aval))
-        ]
-        if wrong:
-            raise ArgumentError(
-                f"Argument types differ from the types for which {self._name} was compiled. The mismatches are:\n"
-                + "\n".join(wrong),
-                user_line(),
-                hint="Lower it for such arguments too, or call what gshard.jit returned.",
-            )
+        check_types(self._name, names, self.lowered.avals, leaves)
         return self.lowered.results(self.lowered.executable(*placed_arguments(self.lowered, leaves).arrays), leaves)
 
     def _as_compiled_for(self, i: int, x: Any) -> Any:

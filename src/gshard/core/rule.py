@@ -130,6 +130,7 @@ class Rule:
     allowed: Callable[..., bool] | None = None
     on_mesh: Callable[..., Rule] | None = None
     why: str = ""
+    manual: Manual | None = None
 
     def permitting(self, more: Iterable[tuple[Way, frozenset[str] | None]]) -> Rule:
         """The rule with more ways in which parts may pass, each limited to some mesh axes (None: to none).
@@ -150,8 +151,6 @@ class Rule:
     def limit(self, way: int) -> frozenset[str] | None:
         """The mesh axes that a way is limited to; None if it is not."""
         return self.over[way] if way < len(self.over) else None
-
-    manual: Manual | None = None
 
     @property
     def is_free(self) -> bool:

@@ -317,9 +317,8 @@ class _Builder:
             self.edges.append((copy, inside, np.vstack([equal, equal])))
             self.held.append((copy, e, [0] * len(sizes) + sizes))
         elif crossing.inward:
-            self.edges.append(
-                (outside, inside, self.once.often(times, self._move_costs(self.states[outside], at_border, outer)))
-            )
+            moves = self._move_costs(self.states[outside], at_border, outer)
+            self.edges.append((outside, inside, self.once.often(times, moves)))
         else:
             self.edges.append(
                 (outside, inside, self.once.often(times, self._move_costs(at_border, self.states[outside], outer).T))

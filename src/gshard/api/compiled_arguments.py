@@ -1,0 +1,72 @@
+"""Arguments of a compiled program: they are of the structure and the types that it was compiled for, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from gshard.api.signature import Leaf
+from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_references import is_reference_type
+
+_HINT = "Lower it for such arguments too, or call what gshard.jit returned."
+
+
+def flat_arguments(name: str, in_tree: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The flat arguments of a call.
+
+    Args:
+        name: of the function.
+        in_tree: the structure of ``(args, kwargs)`` that it was compiled for.
+        args, kwargs: positional and named arguments.
+
+    Raises:
+        ArgumentError: they are of another structure, or belong to a transformation of JAX's.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = next((type(x).__name__ for x in leaves if isinstance(x, jax.core.Tracer)), None)
+    if traced is not None:
+        raise ArgumentError(
+            "Cannot apply JAX transformations to a function lowered and compiled for a particular signature. "
+            f"Detected an argument of type {traced}.",
+            user_line(),
+            name,
+            "Transform the function that gshard.jit returned.",
+        )
+    if tree != in_tree:
+        raise ArgumentError(
+            "Function compiled with input pytree does not match the input pytree it was called with.",
+            user_line(),
+            f"{name} was compiled for {in_tree} and is called with {tree}",
+            _HINT,
+        )
+    return leaves
+
+
+def check_types(name: str, names: Sequence[str], avals: Sequence[Any], leaves: Iterable[Any]) -> None:
+    """Compares arguments with the types that a program was compiled for.
+
+    Args:
+        name: of the function.
+        names: of its flat arguments.
+        avals: their types.
+        leaves: the flat arguments of a call.
+
+    Raises:
+        ArgumentError: a shape or dtype is another, or an array is given for a reference.
+    """
+    wrong = [
+        f"Argument '{called}' compiled with {ours.str_short()} and called with {theirs.str_short()}"
+        for called, ours, theirs in zip(names, avals, (Leaf.of(x).aval for x in leaves), strict=True)
+        if (ours.shape, ours.dtype, is_reference_type(ours)) != (theirs.shape, theirs.dtype, is_reference_type(theirs))
+    ]
+    if wrong:
+        raise ArgumentError(
+            f"Argument types differ from the types for which {name} was compiled. The mismatches are:\n"
+            + "\n".join(wrong),
+            user_line(),
+            hint=_HINT,
+        )
