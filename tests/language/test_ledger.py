@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import gshard
-from gshard.core.errors import PlanError, TraceError
+from gshard.core.errors import PlanError, ShardingError, TraceError
 from gshard.core.jax_adapter_context import names_of_settings
 from gshard.language import ledger
 from gshard.language.ledger import EFFECTS, LEDGER, SETTINGS, check_arrays, dropped, unclassified
@@ -70,13 +70,6 @@ def test_contexts_and_effects_are_classified() -> None:
     assert {k.__name__ for k in kinds if k.__module__.startswith("jax.")} <= EFFECTS | bases | boxes
 
 
-def _layout(x: Any) -> Any:
-    from jax.experimental.layout import Format, Layout
-
-    put = Format(Layout((1, 0)), NamedSharding(_mesh(), P()))
-    return jax.jit(lambda x: x * 2, out_shardings=put)(x)
-
-
 def _mesh() -> jax.sharding.Mesh:
     return jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -108,13 +101,10 @@ def test_what_is_dropped_is_listed_and_refused(container: str) -> None:
         gshard.jit(f, mesh=gshard.Mesh.abstract(d=4), strict=True).lower(X).plan  # noqa: B018
 
 
-def test_layouts_inside_are_listed_and_on_the_page() -> None:
-    found = gshard.explain(_layout, X, mesh=_mesh())
-    (text,) = found.dropped
-    assert "out_layouts of jit is (Layout(major_to_minor=(1, 0)" in text
-    assert "test_ledger.py" in text
-    assert found.data("h100:8")["dropped"] == [text]
-    np.testing.assert_array_equal(gshard.jit(_layout, mesh=_mesh())(X), X * 2)
+def test_what_is_dropped_is_on_the_page() -> None:
+    found = gshard.explain(_composite, X, mesh=_mesh())
+    assert found.data("h100:8")["dropped"] == list(found.dropped)
+    np.testing.assert_array_equal(gshard.jit(_composite, mesh=_mesh())(X), jnp.sin(X))
 
 
 def test_ordinary_programs_drop_nothing() -> None:
@@ -151,7 +141,7 @@ def test_a_constraint_to_one_device_is_refused(container: str) -> None:
     def one(x: Any) -> Any:
         return lax.with_sharding_constraint(x, SingleDeviceSharding(jax.devices()[1]))
 
-    with pytest.raises(TraceError, match=r"(?s)sharding of 'sharding_constraint'.*test_ledger.py.*SingleDevice.*Named"):
+    with pytest.raises(ShardingError, match=r"(?s)over 1 devices.*test_ledger.py.*SingleDevice.*Make its"):
         gshard.jit(CONTAINERS[container](one), mesh=_mesh())(X)
 
 
@@ -212,7 +202,7 @@ def test_values_of_a_type_of_the_users_own_are_refused_with_their_line() -> None
         check_arrays(made, eqn.source_info)
 
 
-def test_a_sum_that_is_asked_for_in_parts_is_finished_as_planned_and_that_is_listed() -> None:
+def test_a_sum_that_is_asked_for_in_parts_is_kept() -> None:
     mesh = jax.make_mesh((2, 4), ("a", "d"), (jax.sharding.AxisType.Explicit,) * 2)
 
     def f(x: Any, w: Any) -> Any:
@@ -222,15 +212,12 @@ def test_a_sum_that_is_asked_for_in_parts_is_finished_as_planned_and_that_is_lis
     with jax.set_mesh(mesh):
         x, w = jax.device_put(X, P(None, "d")), jax.device_put(X.T, P("d"))
         np.testing.assert_array_equal(gshard.jit(f)(x, w), X @ X.T)
-        (text,) = gshard.explain(gshard.jit(f), x, w).dropped
-    assert "out_sharding of dot_general is NamedSharding(" in text
-    assert "test_ledger.py" in text
+        assert gshard.explain(gshard.jit(f), x, w).dropped == ()
 
 
-def test_where_a_callback_is_to_run_is_listed() -> None:
+def test_where_a_callback_is_to_run_is_kept() -> None:
     def f(x: Any) -> Any:
         return jax.pure_callback(np.sin, x, x, sharding=SingleDeviceSharding(jax.devices()[3]))
 
-    (text,) = gshard.explain(f, X, mesh=_mesh()).dropped
-    assert "sharding of pure_callback is SingleDeviceSharding(" in text
-    assert "It runs on the first device, or on every one if it is pure." in text
+    assert gshard.explain(f, X, mesh=_mesh()).dropped == ()
+    np.testing.assert_allclose(gshard.jit(f, mesh=_mesh())(X), np.sin(X))

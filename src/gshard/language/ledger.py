@@ -17,8 +17,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jax.sharding import NamedSharding
-
 from gshard.core.dropped import Dropped
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import user_line
@@ -31,16 +29,6 @@ RESULT_SHARDINGS = frozenset(("sharding", "out_sharding"))
 
 _UNREAD = "This version of gshard does not read it."
 _SHOWN = 80  # characters of a value
-
-
-def asks_for_unreduced(sharding: Any) -> bool:
-    """Whether a sharding asks for the parts of a sum: no mark says that.
-
-    >>> asks_for_unreduced(None)
-    False
-    """
-    spec = getattr(sharding, "spec", None)
-    return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
 
 
 def says_something(value: Any) -> bool:
@@ -89,17 +77,6 @@ def _ledger() -> dict[str, dict[str, Row]]:
         for name in names.split():
             row = Row(way, why, "".join(hint))
             made.setdefault(name, {}).update(dict.fromkeys(parameters.split(), row))
-    for rows in made.values():
-        for parameter in RESULT_SHARDINGS & rows.keys():
-            if rows[parameter].way == KEPT:
-                rows[parameter] = Row(REPORTED, "Sums are finished where the plan says.", loses=asks_for_unreduced)
-    not_named = "a constraint is kept where its sharding is a NamedSharding."
-    made["sharding_constraint"]["sharding"] = Row(
-        REFUSED,
-        not_named,
-        "Give a NamedSharding over the mesh of the program, or leave device= out.",
-        lambda value: says_something(value) and not isinstance(value, NamedSharding),
-    )
     return made
 
 
@@ -110,7 +87,7 @@ _ANY = "*"  # whatever else a primitive takes
 def row_of(primitive: str, parameter: str) -> Row | None:
     """The row of a parameter; None if nobody has classified it.
 
-    >>> row_of("jit", "inline").way, row_of("jit", "out_layouts").way, row_of("jit", "new_in_jax_9")
+    >>> row_of("jit", "inline").way, row_of("composite", "name").way, row_of("jit", "new_in_jax_9")
     ('IRRELEVANT', 'REPORTED', None)
     """
     rows = LEDGER.get(primitive, {})

@@ -187,7 +187,7 @@ LOST: tuple[tuple[str, ...], ...] = (
     ("jit pjit", "keep_unused", IRRELEVANT, "What nobody reads is no argument of a call that is opened."),
     ("jit pjit", "donated_invars", IRRELEVANT, "A jit inside of another donates nothing, under jax.jit too."),
     ("jit pjit", "ctx_mesh", IRRELEVANT, "Each sharding names its mesh."),
-    ("jit pjit", "in_layouts out_layouts", REPORTED, "XLA chooses the order in memory."),
+    ("jit pjit", "in_layouts out_layouts", KEPT, "tracing.nested_shardings refuses all but the default."),
     (
         "jit pjit",
         "compiler_options_kvs",
@@ -235,7 +235,7 @@ LOST: tuple[tuple[str, ...], ...] = (
     ("reshard", "dst_sharding", KEPT, ""),
     ("reshard", "concrete_mesh", IRRELEVANT, "The sharding names the axes."),
     ("pure_callback io_callback", "callback ordered result_avals vmap_method", KEPT, ""),
-    ("pure_callback io_callback", "sharding", REPORTED, "It runs on the first device, or on every one if it is pure."),
+    ("pure_callback io_callback", "sharding", KEPT, "The device that it names calls."),
 )
 
 # The parts of an equation's context.

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from gshard.core.jax_adapter import bind, shapes_of
-from gshard.language.ledger import RESULT_SHARDINGS, asks_for_unreduced
+from gshard.language.ledger import RESULT_SHARDINGS
 from gshard.language.mark_primitive import mark_p
 from gshard.tracing.expand import mark_of_equation, mark_of_type
 
@@ -20,8 +20,9 @@ from gshard.tracing.expand import mark_of_equation, mark_of_type
 def demanded(eqn: Any) -> Any | None:
     """The closed jaxpr of an equation that says how its (last) result is sharded, else None."""
     said = next((eqn.params[k] for k in RESULT_SHARDINGS if eqn.params.get(k) is not None), None)
-    if said is None or eqn.effects or asks_for_unreduced(said):
-        return None
+    spec = getattr(said, "spec", None)
+    if spec is None or eqn.effects or getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        return None  # what is said of parts of a sum is in the type of the result (expand.marks_of_parts)
     shape = eqn.outvars[-1].aval.shape
     mark = mark_of_type(said, len(shape))
     if mark is None or mark_of_equation(eqn.primitive.name, eqn.params, shape) is not None:
