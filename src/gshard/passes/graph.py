@@ -25,6 +25,8 @@ from gshard.passes.bundles import Bundles
 from gshard.passes.ways import Component
 from gshard.solver.problem import Floats, Ints, Problem
 
+SMALL = 1 / 16  # of the largest array of a round: what loops hold so much of costs no plan its memory
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Brought:
@@ -100,8 +102,9 @@ def within_rounds(graph: Graph, chosen: Sequence[int] | Ints) -> Graph | None:
 
     What a round needs otherwise than it is sharded outside can be brought there once, and stay while the loop runs.
     Sums can be stacked or carried, and finished once. So a step that gathers all weights of a model, one after the
-    other and each for a moment, could come to hold them all. What is more than the marks say is therefore, in all, no
-    more than the largest array that a round holds on one device anyway.
+    other and each for a moment, could come to hold them all. What is brought that a round needs all of is therefore, in
+    all, no more than the largest array that a round holds on one device anyway; what is stacked or carried is small
+    beside that.
     """
     here = graph.shardings(chosen)
     held: dict[Equation, list[tuple[float, bool, int]]] = {}
@@ -112,10 +115,10 @@ def within_rounds(graph: Graph, chosen: Sequence[int] | Ints) -> Graph | None:
     for e, found in held.items():
         made = (v for body in e.blocks for q in body.walk() for v in q.outputs)
         largest = max((local_bytes(v, here[v], graph.mesh) for v in made), default=0)
-        room = max([largest, *(size for size, whole, _ in found if whole)])
-        for size, _, node in sorted(found, reverse=True):
-            if size <= room:
-                room -= size
+        rooms = {True: max([largest, *(size for size, whole, _ in found if whole)]), False: SMALL * largest}
+        for size, whole, node in sorted(found, reverse=True):
+            if size <= rooms[whole]:
+                rooms[whole] -= size
             else:
                 too_much.add(node)
     if not too_much:
