@@ -276,6 +276,6 @@ def test_arguments_by_name_are_refused_where_in_shardings_are_given(how: str) ->
         "in jax.jit": lambda: jax.jit(lambda x: jitted(a=x, b=x))(x),
         "explained": lambda: gshard.explain(jitted, x, b=x),
     }
-    with pytest.raises(gshard.ArgumentError, match=r"(?s)positional arguments.*given by name: (a, )?b") as refused:
+    with pytest.raises(gshard.ArgumentError, match=r"(?s)positional arguments.*by name.*\bb=") as refused:
         calls[how]()
     assert isinstance(refused.value, ValueError)

@@ -409,7 +409,7 @@ def test_memory_on_the_host_is_none_of_a_device() -> None:
     assert "ws  f32<host>[8,64@d,64]" in str(found)
 
 
-def test_recomputation_fetches_once_more() -> None:
+def test_recomputation_fetches_round_by_round() -> None:
     """A limit of memory recomputes what was computed of a fetched value from the host's copy."""
 
     def loss(ws: Any, x: Any) -> Any:
@@ -424,7 +424,7 @@ def test_recomputation_fetches_once_more() -> None:
     function = gshard.jit(jax.grad(loss), mesh=ROWS, memory_limit="1MiB")
     check(function(ws, x), jax.jit(jax.grad(loss))(ws, x))
     assert function.lower(ws, x).spmd.recomputed is not None
-    assert sorted(moved(function, ws, x)) == [(False, 6), (False, 6), (True, 6)]
+    assert {times for _, times in moved(function, ws, x)} == {6}
 
 
 def test_shardings_that_are_not_read_are_refused_with_the_line() -> None:
