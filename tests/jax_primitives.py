@@ -40,6 +40,13 @@ _OF_RULES = frozenset(
 )
 
 
+# They are imported with kernels for TPU and GPU.
+_OF_KERNELS = (
+    "jax._src.pallas.mosaic", "jax._src.pallas.triton", "jax._src.pallas.fuser", "jax._src.pallas.einshape",
+    "jax.experimental.mosaic",
+)  # fmt: skip
+
+
 def primitives() -> list[Any]:
     """Every primitive, in the order of names."""
     for module in _MODULES:
@@ -93,7 +100,13 @@ def _is_of_jax(p: Any) -> bool:
     """Whether JAX made a primitive, and not this library, another one or a test."""
     rules = [p.abstract_eval, p.impl, *(table[p] for table in _tables() if p in table)]
     modules = {f.__module__ or "" for rule in rules for f, _ in _functions(rule, frozenset(), set())}
-    return bool(modules) and all(m.startswith("jax") and not m.startswith("jax_") for m in modules)
+    ours = bool(modules) and all(m.startswith("jax") and not m.startswith("jax_") for m in modules)
+    return ours and not any(map(is_of_kernels, modules))
+
+
+def is_of_kernels(module: str) -> bool:
+    """Whether what a module defines is used inside kernels for one kind of device, which are parameters as wholes."""
+    return module.startswith(_OF_KERNELS)
 
 
 def _functions(f: Any, bound: frozenset[str], seen: set[int]) -> Iterator[tuple[Callable[..., Any], frozenset[str]]]:

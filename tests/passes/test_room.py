@@ -66,19 +66,37 @@ def test_weights_are_gathered_one_layer_at_a_time(name: str, remat: bool) -> Non
 
 
 def test_accumulated_gradients_are_as_the_weights_are() -> None:
-    """Split weights: scattered in each round. Replicated ones: added up where they are, and reduced once."""
+    """Split weights: scattered in each round of both loops. Replicated ones: added up where they are, reduced once."""
 
-    def step(w: Any, batch: Any) -> Any:
+    def loss(ws: Any, x: Any) -> Any:
+        return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2)
+
+    def step(ws: Any, batch: Any) -> Any:
         def one(total: Any, x: Any) -> tuple[Any, None]:
-            return total + jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), None
+            return total + jax.grad(loss)(ws, x), None
 
-        return w - lax.scan(one, jnp.zeros_like(w), batch)[0] / 4
+        return ws - lax.scan(one, jnp.zeros_like(ws), batch)[0] / 4
 
-    for spec, times in ((P("fsdp"), 4), (P(), 1)):
-        w = jax.ShapeDtypeStruct((MODEL, HIDDEN), jnp.float32, sharding=NamedSharding(MESH, spec))
+    for spec, times in ((P(None, "fsdp"), 4 * LAYERS), (P(), 1)):
+        ws = jax.ShapeDtypeStruct((LAYERS, MODEL, MODEL), jnp.float32, sharding=NamedSharding(MESH, spec))
         batch = jax.ShapeDtypeStruct((4, 1024, MODEL), jnp.float32, sharding=NamedSharding(MESH, P(None, "fsdp")))
-        summed = [r for r in gshard.explain(gshard.jit(step, mesh=MESH), w, batch).collectives if "reduce" in r.kind]
+        summed = [r for r in gshard.explain(gshard.jit(step, mesh=MESH), ws, batch).collectives if "reduce" in r.kind]
         assert [r.times for r in summed] == [times]
+
+
+def test_the_gradient_of_a_weight_that_is_brought_is_scattered_once() -> None:
+    """A recurrent layer's weight is gathered once for all rounds, and its gradient, as large, is carried to the end."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.mean(lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=10)[0] ** 2)
+
+        return w - jax.grad(loss)(w)
+
+    w = jax.ShapeDtypeStruct((MODEL, MODEL), jnp.float32, sharding=NamedSharding(MESH, P("fsdp")))
+    x = jax.ShapeDtypeStruct((1024, MODEL), jnp.float32, sharding=NamedSharding(MESH, P("fsdp")))
+    found = gshard.explain(gshard.jit(step, mesh=MESH), w, x).collectives
+    assert sorted((r.kind, r.times) for r in found) == [("all_gather", 1), ("reduce_scatter", 1)]
 
 
 @pytest.mark.parametrize(

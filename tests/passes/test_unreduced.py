@@ -252,9 +252,11 @@ def test_what_is_added_may_be_multiplied_by_itself_many_times() -> None:
     np.testing.assert_allclose(gshard.jit(f, mesh=8)(xs), jax.jit(f)(xs), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("width", "rounds"), [(8, 1), (256, 3)])
-def test_gradients_of_wide_layers_are_scattered_in_the_rounds_that_make_them(width: int, rounds: int) -> None:
-    """Of narrow ones a stack of whole gradients is held, and they share one message after the loop."""
+@pytest.mark.parametrize(("width", "rows", "rounds"), [(8, 1 << 14, 1), (256, 1024, 3)])
+def test_gradients_of_wide_layers_are_scattered_in_the_rounds_that_make_them(
+    width: int, rows: int, rounds: int
+) -> None:
+    """A stack of whole gradients is held if it is small beside the arrays of a round: they share one message."""
 
     def f(w: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:
@@ -262,7 +264,7 @@ def test_gradients_of_wide_layers_are_scattered_in_the_rounds_that_make_them(wid
 
         return split(jax.grad(loss)(w), 1, 8)
 
-    w, x = normal(3, width, width) / width**0.5, normal(1024, width)
+    w, x = normal(3, width, width) / width**0.5, normal(rows, width)
     partitioned = gshard.jit(f, mesh=8)
     np.testing.assert_allclose(partitioned(w, x), jax.grad(lambda w: jnp.mean(_through(w, x) ** 2))(w), atol=1e-5)
     scattered = [r for r in gshard.explain(partitioned, w, x).collectives if r.kind == "reduce_scatter"]

@@ -115,6 +115,7 @@ custom_partitioning: call decode_shardings in_tree infer_sharding_from_operands 
     propagate_user_sharding sharding_rule static_args
 pallas_call: backend compiler_params cost_estimate debug grid_mapping input_output_aliases interpret jaxpr mesh
     metadata name name_stack out_avals
+tpu_custom_call: *
 ffi_call: attributes custom_call_api_version has_side_effect input_layouts input_output_aliases legacy_backend_config
     output_layouts result_avals target_name vmap_method
 buffer_callback: callback command_buffer_compatible has_side_effect in_tree input_output_aliases out_tree result_avals

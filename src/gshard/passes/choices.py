@@ -25,7 +25,7 @@ from gshard.passes.bundles import bundles_of, free_to_leave
 from gshard.passes.demands import demands
 from gshard.passes.device_program import PASSING, REGION, Kernel
 from gshard.passes.facts import Facts
-from gshard.passes.graph import Brought, Graph
+from gshard.passes.graph import CARRIED, STACKED, WHOLE, Brought, Graph
 from gshard.passes.kinds import kinds_at, kinds_of
 from gshard.passes.objective import Objective
 from gshard.passes.once import Once
@@ -308,10 +308,9 @@ class _Builder:
             same = np.array([[0.0 if a == b else np.inf for b in at_border] for a in self.states[outside]])
             if (more := self.room.more(e, crossing.edge, sizes)) is not None and inner not in self.carried:
                 if stacked:  # whoever makes it, it is there until the loop ends: taken as it is, too
-                    self.brought.append(Brought(copy, e, np.concatenate([more, more])))
                     same, moves = (np.where(self.room.fits(e, more), table, np.inf) for table in (same, moves))
-                else:
-                    self.brought.append(Brought(copy, e, np.concatenate([np.zeros(len(sizes)), more]), whole=True))
+                taken = more if stacked else np.zeros(len(sizes))
+                self.brought.append(Brought(copy, e, np.concatenate([taken, more]), STACKED if stacked else WHOLE))
             self.edges.append((outside, copy, self.once.often(times, np.hstack([same, moves]))))
             equal = np.where(np.eye(len(at_border), dtype=bool), 0.0, np.inf)
             self.edges.append((copy, inside, np.vstack([equal, equal])))
@@ -326,9 +325,10 @@ class _Builder:
             if stacked or inner in self.carried:
                 self.held.append((inside, e, sizes))
                 if (more := self.room.more(e, crossing.edge, sizes)) is not None:
-                    self.brought.append(Brought(inside, e, more))
-                    if not (fits := self.room.fits(e, more)).all():  # equal costs stay one array
-                        self.costs[inside] = np.where(fits, self.costs[inside], np.inf)
+                    self.brought.append(Brought(inside, e, more, STACKED if stacked else CARRIED))
+            if stacked:
+                held = self._holding(inner, self.states[inside], self.objective.a_byte_stacked)
+                self.costs[inside] = self.once.plus(self.costs[inside], self.times[e] * outer.shape[0], held)
 
     def _move_costs(self, sources: Sequence[Sharding], targets: Sequence[Sharding], v: Value) -> Floats:
         return self.objective.table(sources, targets, v.shape, itemsize(v.dtype))

@@ -25,6 +25,7 @@ from gshard.passes.bundles import Bundles
 from gshard.passes.ways import Component
 from gshard.solver.problem import Floats, Ints, Problem
 
+WHOLE, STACKED, CARRIED = "whole", "stacked", "carried"
 SMALL = 1 / 16  # of the largest array of a round: what loops hold so much of costs no plan its memory
 
 
@@ -36,13 +37,13 @@ class Brought:
         node: whose states say how it is sharded.
         loop: the loop.
         more: for each state the bytes that it takes more than it does as the marks say.
-        whole: whether a round reads all of it, not a slice.
+        kind: ``WHOLE`` for what a round reads all of, ``STACKED``, or ``CARRIED``.
     """
 
     node: int
     loop: Equation
     more: Floats
-    whole: bool = False
+    kind: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,22 +104,23 @@ def within_rounds(graph: Graph, chosen: Sequence[int] | Ints) -> Graph | None:
     What a round needs otherwise than it is sharded outside can be brought there once, and stay while the loop runs.
     Sums can be stacked or carried, and finished once. So a step that gathers all weights of a model, one after the
     other and each for a moment, could come to hold them all. What is brought that a round needs all of is therefore, in
-    all, no more than the largest array that a round holds on one device anyway; what is stacked or carried is small
-    beside that.
+    all, no more than the largest array that a round holds on one device anyway; what is stacked is small beside that,
+    and what is carried, such as gradients of what is brought, no more than that besides.
     """
     here = graph.shardings(chosen)
-    held: dict[Equation, list[tuple[float, bool, int]]] = {}
+    held: dict[Equation, list[tuple[float, str, int]]] = {}
     for own in graph.brought:
         if (size := float(own.more[chosen[own.node]])) > 0:
-            held.setdefault(own.loop, []).append((size, own.whole, own.node))
+            held.setdefault(own.loop, []).append((size, own.kind, own.node))
     too_much: set[int] = set()
     for e, found in held.items():
         made = (v for body in e.blocks for q in body.walk() for v in q.outputs)
         largest = max((local_bytes(v, here[v], graph.mesh) for v in made), default=0)
-        rooms = {True: max([largest, *(size for size, whole, _ in found if whole)]), False: SMALL * largest}
-        for size, whole, node in sorted(found, reverse=True):
-            if size <= rooms[whole]:
-                rooms[whole] -= size
+        brought = [size for size, kind, _ in found if kind == WHOLE]
+        rooms = {WHOLE: max([largest, *brought]), STACKED: SMALL * largest, CARRIED: SMALL * largest + sum(brought)}
+        for size, kind, node in sorted(found, reverse=True):
+            if size <= rooms[kind]:
+                rooms[kind] -= size
             else:
                 too_much.add(node)
     if not too_much:

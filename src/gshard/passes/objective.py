@@ -36,6 +36,9 @@ OTHER = 1e-4
 # A message besides its bytes. On every real network it is more; then small programs would be planned otherwise than
 # large ones.
 MESSAGE = 256.0
+# A byte that a loop stacks, and holds until it has ended. So the gradients of large weights, which are sums, are
+# scattered in the rounds of a loop, not all of them after it: more messages, as many bytes, no stack of whole ones.
+_STACKED = 1 / 512
 # A byte that is copied into place, where what is gathered or cut is more than one run of bytes.
 _COPIED = 1 / 1024
 # A step in which nothing is sent: of equal ways the one with fewer.
@@ -63,6 +66,7 @@ class Objective(Protocol):
     axes: tuple[Atoms, ...]
     tie: float  # what decides between equals only: the one that follows the marks
     a_byte: float  # held for a call: among equals the one that takes less memory
+    a_byte_stacked: float  # by a loop, until it has ended
     fuses: bool  # whether ``kernels`` are of several equations
 
     def visit(self, shardings: Iterable[Sharding]) -> None:
@@ -102,7 +106,7 @@ class Objective(Protocol):
 class Bytes(Moves):
     """Bytes that each device sends, with messages and operations counted as bytes."""
 
-    a_byte, tie, fuses = 1e-9, 1e-3, False
+    a_byte, a_byte_stacked, tie, fuses = 1e-9, _STACKED, 1e-3, False
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         if step.kind in LOCAL:

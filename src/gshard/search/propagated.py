@@ -81,8 +81,8 @@ def propagated(
     shared = dataclasses.replace(facts, mesh=on_machine(facts.mesh, machine, joined=True))
     sends_least = priced(least)
     faster = [
-        priced(planned(facts, seconds_on(machine))),
-        priced(planned(shared, seconds_on(machine, joined=True))),
+        priced(planned(facts, seconds_on(machine, call=sends_least.seconds))),
+        priced(planned(shared, seconds_on(machine, joined=True, call=sends_least.seconds))),
     ]
     faster.sort(key=lambda made: made.seconds)
     if faster[0].seconds < WORTH * sends_least.seconds:

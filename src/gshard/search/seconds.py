@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -26,6 +27,8 @@ from gshard.solver.problem import Floats
 
 # Of the time that a state's bytes take to read: among equals the one that takes less memory.
 _TIE = 1e-3
+# Of a call, how long a loop's stack is there: from the forward pass to the backward pass, or from there to the end.
+_HELD = 0.5
 # Seconds that a value takes which is sharded otherwise than the marks say: among equals what they say.
 _FOLLOWS = 1e-10
 
@@ -43,7 +46,7 @@ class Seconds(Moves):
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
         super().__init__(mesh, axes)
         self.machine, self.tie, self.fuses = machine, _FOLLOWS, True
-        self.a_byte = _TIE / machine.memory_bandwidth
+        self.a_byte = self.a_byte_stacked = _TIE / machine.memory_bandwidth
         self.times = StepTimes(machine, joined)
         self._own_ways: dict[object, Emitted] = {}
 
@@ -129,13 +132,23 @@ def _of(kernel: Kernel, part: float) -> tuple[float, float]:
     return products * part, kernel.vector_flops * part
 
 
-def seconds_on(machine: Machine, *, joined: bool = False) -> Callable[[Mesh, tuple[Atoms, ...]], Seconds]:
-    """The objective for meshes of a machine's devices; plans that are made together share what moves cost."""
+def seconds_on(
+    machine: Machine, *, joined: bool = False, call: float | None = None
+) -> Callable[[Mesh, tuple[Atoms, ...]], Seconds]:
+    """The objective for meshes of a machine's devices; plans that are made together share what moves cost.
+
+    Where ``call`` says what the program takes, roughly, memory counts: a byte that a loop stacks costs of that time,
+    for as long as it is there, the share that it is of the memory.
+    """
 
     def objective(mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
         if has_many(mesh, axes):  # moves lead over the shardings of one plan only
-            return Seconds(mesh, machine, axes, joined=joined)
-        return _shared_seconds(machine, joined, mesh, axes)
+            known = Seconds(mesh, machine, axes, joined=joined)
+        else:
+            known = copy.copy(_shared_seconds(machine, joined, mesh, axes))
+        if call is not None:
+            known.a_byte_stacked = _HELD * call / machine.memory
+        return known
 
     return objective
 
