@@ -189,7 +189,7 @@ def instead_of_jit(
     keep_unused: bool = False,
     compiler_options: Any = None,
 ) -> InsteadOfJit:
-    """In a block, gshard partitions every jitted function that is called, whoever jitted it.
+    """In a block, gshard partitions every jitted function that you call, also those of libraries.
 
     This covers ``jax.jit``, ``flax.nnx.jit``, ``equinox.filter_jit``, ``haliax.named_jit`` and other libraries that
     call ``jax.jit``. A function may have been jitted before the block; what counts is where it (or its ``.lower``) is

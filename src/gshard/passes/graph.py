@@ -26,7 +26,9 @@ from gshard.passes.ways import Component
 from gshard.solver.problem import Floats, Ints, Problem
 
 WHOLE, STACKED, CARRIED = "whole", "stacked", "carried"
-SMALL = 1 / 16  # of the largest array of a round: what loops hold so much of costs no plan its memory
+# Of the largest array of a round. A device holds that array anyway, so stacks add at most 1/16 to its peak: less than
+# the tenth by which temporaries may exceed those of another plan.
+SMALL = 1 / 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,8 +116,7 @@ def within_rounds(graph: Graph, chosen: Sequence[int] | Ints) -> Graph | None:
             held.setdefault(own.loop, []).append((size, own.kind, own.node))
     too_much: set[int] = set()
     for e, found in held.items():
-        made = (v for body in e.blocks for q in body.walk() for v in q.outputs)
-        largest = max((local_bytes(v, here[v], graph.mesh) for v in made), default=0)
+        largest = largest_of_round(e, here, graph.mesh)
         brought = [size for size, kind, _ in found if kind == WHOLE]
         rooms = {WHOLE: max([largest, *brought]), STACKED: SMALL * largest, CARRIED: SMALL * largest + sum(brought)}
         for size, kind, node in sorted(found, reverse=True):
@@ -130,6 +131,12 @@ def within_rounds(graph: Graph, chosen: Sequence[int] | Ints) -> Graph | None:
         if own.node in too_much:
             costs[own.node] = np.where(own.more > 0, np.inf, costs[own.node])
     return dataclasses.replace(graph, problem=dataclasses.replace(graph.problem, costs=tuple(costs)))
+
+
+def largest_of_round(loop: Equation, shardings: Mapping[Value, Sharding], mesh: Mesh) -> int:
+    """Bytes on one device of the largest array that a round of a loop makes."""
+    made = (v for body in loop.blocks for q in body.walk() for v in q.outputs)
+    return max((local_bytes(v, shardings[v], mesh) for v in made), default=0)
 
 
 def _split_of(e: Equation, sharding: Sharding, mesh: Mesh) -> Split:

@@ -2,8 +2,8 @@
 
 A loop holds what is brought there before it begins, what its rounds stack, and what they carry. Weights that marks
 split are gathered one layer at a time, and their gradients scattered in the rounds that make them, also where they are
-added up over micro-batches: held as wholes they would send less, and not fit. What is small beside a round's largest
-array is as it is cheapest.
+added up over micro-batches. To hold all of them would send less, and would not fit. A stack that is small beside the
+largest array of a round may be gathered or reduced at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gshard.core.plan import local_bytes
 from gshard.core.program import Edge, Equation
 from gshard.core.sharding import Sharding
 from gshard.passes.facts import Facts
-from gshard.passes.graph import SMALL
+from gshard.passes.graph import SMALL, largest_of_round
 from gshard.solver.problem import Bools, Floats
 
 
@@ -58,6 +58,5 @@ class Room:
         """bool [states]: whether so much more is small beside the largest array that a round makes, as marks say."""
         assert self._facts is not None
         if e not in self._largest:
-            made = (v for body in e.blocks for q in body.walk() for v in q.outputs)
-            self._largest[e] = max((local_bytes(v, self._facts.shardings[v], self._mesh) for v in made), default=0)
+            self._largest[e] = largest_of_round(e, self._facts.shardings, self._mesh)
         return more <= SMALL * self._largest[e]
