@@ -34,7 +34,7 @@ from gshard.api.signature import Leaf
 from gshard.api.target import Target
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, user_line
-from gshard.core.jax_adapter_dispatch import checked_by, is_staging, mapped, mapped_by, weakly_cached
+from gshard.core.jax_adapter_dispatch import checked_by, expanded_by, is_staging, mapped, mapped_by, weakly_cached
 from gshard.core.jax_adapter_lowering import Unknown
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
 from gshard.core.mark import Mark
@@ -225,6 +225,13 @@ mapped_by(call_p, _batch)
 def _checked(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
     """A call of the function that also returns the errors it has found."""
     return call(jaxpr, parameters["target"], operands)
+
+
+@functools.partial(expanded_by, call_p)
+def _expanded(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
+    """A call of the function whose late operators are expanded; its target was completed when it was first bound."""
+    results: list[Any] = call_p.bind(*operands, jaxpr=jaxpr, **parameters)
+    return results
 
 
 # -- derivatives -----------------------------------------------------------------------------------------------------

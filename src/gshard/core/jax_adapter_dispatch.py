@@ -138,6 +138,19 @@ def mapped(jaxpr: Any, axis: Any, dims: Sequence[Any]) -> tuple[Any, tuple[Any, 
     return _batching.batch_jaxpr2(jaxpr, axis, tuple(dims))  # type: ignore[no-any-return]
 
 
+def expanded_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
+    """How a primitive that holds a function is bound once JAX has expanded the operators that it keeps until then.
+
+    Newer JAX keeps some operators (``SearchSorted``) whole until transformations are done. It expands a primitive that
+    holds one of them by ``rebind(operands, expanded jaxpr, parameters)``.
+    """
+
+    def expand(*operands: Any, jaxpr: Any, **parameters: Any) -> list[Any]:
+        return rebind(operands, _partial_eval.lower_jaxpr2(jaxpr), parameters)
+
+    primitive.to_lojax = expand
+
+
 _CHECKS_HAVE_A_CONTEXT = hasattr(_checkify, "CheckifyContext")  # newer JAX
 
 
