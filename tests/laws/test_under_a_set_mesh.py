@@ -81,3 +81,25 @@ def test_meshes_are_set_in_turn() -> None:
             double, sums = called(jitted, (X,), (X * 2, np.cumsum(X, 0, dtype=np.int32)), where=str(mesh))
         assert set(double.sharding.device_set) == set(mesh.devices.flat)
         assert sums.shape == X.shape
+
+
+@pytest.mark.parametrize("kinds", [("auto", "explicit"), ("explicit", "auto")])
+def test_the_types_of_its_axes_are_those_of_the_results(kinds: tuple[str, str]) -> None:
+    """One function over meshes that differ in the types of their axes alone, without a mesh that is set."""
+
+    def squares(x: Any) -> Any:
+        return jnp.sin(gshard.split(x, 0, "a")) ** 2
+
+    meshes = {"auto": mesh_of(a=8), "explicit": mesh_of(a=8, explicit=True)}
+    x = np.linspace(0.1, 1, 16, dtype=np.float32)
+    typed = jax.device_put(x, jax.NamedSharding(meshes["explicit"], jax.P("a")))
+    want = jax.vjp(squares, x)[1](x)[0]
+    for kind in (*kinds, *kinds):
+        jitted = gshard.jit(squares, mesh=meshes[kind])
+        for argument in (typed, x, typed):
+            result, backward = jax.vjp(jitted, argument)
+            np.testing.assert_allclose(result, squares(x), rtol=1e-6)
+            explicit = bool(jax.typeof(result).sharding.mesh.explicit_axes)
+            assert explicit == (argument is typed)
+            for cotangent in (argument, x):
+                np.testing.assert_allclose(backward(cotangent)[0], want, rtol=1e-6)

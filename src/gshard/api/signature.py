@@ -76,7 +76,7 @@ class Leaf:
     def of_type(aval: Any, sharding: Any) -> Leaf:
         """An array of a type, and the sharding that it is committed to, or None."""
         # Where its mesh has no explicit axes an array's type is the same wherever the array is.
-        return Leaf(aval if _explicit_sharding(aval) is not None else aval.update(sharding=None), sharding)
+        return Leaf(aval if explicit_sharding(aval) is not None else aval.update(sharding=None), sharding)
 
     @property
     def array_type(self) -> tuple[Any, Any]:
@@ -86,7 +86,7 @@ class Leaf:
     @property
     def shape(self) -> Any:
         """What the function is traced with."""
-        explicit = _explicit_sharding(self.aval)
+        explicit = explicit_sharding(self.aval)
         if is_reference_type(self.aval):
             return shape_of_reference(self.aval, explicit)
         if is_on_host(self.aval):
@@ -105,7 +105,7 @@ def _plain(x: jax.ShapeDtypeStruct) -> Any:
     return jax.core.ShapedArray(x.shape, x.dtype, weak_type=weak, memory_space=space(on_host))
 
 
-def _explicit_sharding(aval: Any) -> Any:
+def explicit_sharding(aval: Any) -> Any:
     """The sharding that is part of an array's type, where its mesh has axes of type Explicit."""
     sharding: Any = getattr(array_type_of(aval), "sharding", None)
     mesh = getattr(sharding, "mesh", None)

@@ -65,6 +65,8 @@ class Target:
         search: whether it is searched, or for how many seconds; else the marks are propagated.
         layout: what names of dimensions mean.
         finite: whether parts of sums of floats are known to be finite.
+        jax_mesh: the mesh of JAX's that was given. Meshes that differ in the types of their axes alone are equal, and
+            results have the types of its axes.
     """
 
     mesh: Mesh
@@ -83,6 +85,10 @@ class Target:
     search: bool | float = False
     layout: Layout | None = None
     finite: bool = False
+    jax_mesh: Any = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "jax_mesh", self.mesh.given)
 
     def in_best_order(self, program: Program) -> Target:
         """The same with the devices in the order that the program's marks ask for."""

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gshard.api.at_partitioning import lowered_at_partitioning, may_wait
 from gshard.api.boundary import mark_of_sharding
@@ -30,7 +30,7 @@ from gshard.api.call_back import call_back
 from gshard.api.lowered import Lowered
 from gshard.api.operands import cut_alike, marks_of_operands, tell_unknown
 from gshard.api.reference_arguments import arrays_of
-from gshard.api.signature import Leaf
+from gshard.api.signature import Leaf, explicit_sharding
 from gshard.api.target import Target
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, user_line
@@ -184,7 +184,25 @@ def _run(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
     lowered = _lowered(jaxpr, target, tuple(getattr(x, "sharding", None) for x in arguments))
     targets = lowered.argument_shardings
     placed = [jax.device_put(x, s) for x, s in zip(arrays_of(arguments), targets, strict=True)]
-    return lowered.flat_results(lowered.executable(*placed), arguments)
+    results = lowered.flat_results(lowered.executable(*placed), arguments)
+    return [_typed(x, a, arguments) for x, a in zip(results, jaxpr.out_avals, strict=True)]
+
+
+def _typed(x: Any, aval: Any, arguments: Sequence[Any]) -> Any:
+    """A result with the type that the transformation around expects: over a mesh with Explicit axes, or without.
+
+    The function is typed by its arguments, and its mesh may have axes of other types. No data is moved.
+    """
+    expected, made = explicit_sharding(aval), explicit_sharding(jax.typeof(x))
+    if expected is None and made is not None and mesh_of_context() is None:
+        own = x.sharding.mesh
+        automatic = jax.sharding.Mesh(own.devices, own.axis_names, axis_types=(AxisType.Auto,) * own.devices.ndim)
+        return jax.device_put(x, NamedSharding(automatic, x.sharding.spec))
+    if expected is not None and made is None:
+        meshes = (getattr(getattr(a, "sharding", None), "mesh", None) for a in arguments)
+        given = next((m for m in meshes if getattr(m, "abstract_mesh", None) == expected.mesh), None)
+        return x if given is None else jax.device_put(x, NamedSharding(given, expected.spec))
+    return x
 
 
 @weakly_cached
