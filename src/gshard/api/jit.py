@@ -52,6 +52,7 @@ from gshard.core.jax_adapter_dispatch import (
 from gshard.core.jax_adapter_references import references_in
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
+from gshard.core.phases import phase
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import Tables, with_tables
 from gshard.core.program import Program
@@ -228,7 +229,8 @@ class Jitted(OneObject):
             if self._options.out_shardings is not None:
                 f = with_marked_results(f, self._options.out_shardings, even=not self._options.keep_uneven)
             args, kwargs = signature.arguments()
-            made = closed_of(f, *args, **kwargs)
+            with phase("tracing", name_of(self._f)):
+                made = closed_of(f, *args, **kwargs)
             return made if tokens or all(hasattr(a, "shape") for a in made[0].out_avals) else trace(True)
 
         key = signature.traced, marked
@@ -266,7 +268,8 @@ class Jitted(OneObject):
     def _program(self, signature: Signature) -> Program:
         (jaxpr, out_tree), asked = self._closed(signature), self._options
         names = signature.names(self._parameters.with_statics(signature.statics))
-        return program_of(jaxpr, out_tree, name_of(self._f), names, layout=asked.layout, finite=asked.finite)
+        with phase("rewriting", name_of(self._f)):
+            return program_of(jaxpr, out_tree, name_of(self._f), names, layout=asked.layout, finite=asked.finite)
 
 
 def jit(

@@ -25,6 +25,7 @@ from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import kept_arguments
 from gshard.core.mesh import Mesh
+from gshard.core.phases import phase
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
@@ -74,12 +75,15 @@ class Lowered:
     def _planned(self) -> Propagated:
         first = len(self.program.captured)
         donated = tuple(first + i for i in sorted(self.donated))
-        return self.target.planned(self.program, Border(donated, self.padded, self.target.keep_uneven))
+        with phase("planning", self.program.name, self.mesh.size):
+            return self.target.planned(self.program, Border(donated, self.padded, self.target.keep_uneven))
 
     @functools.cached_property
     def spmd(self) -> SpmdProgram:
         """The one program that all devices run."""
-        made = self.target.fitted(self._all_kept, self.donated, self._planned.cost)
+        known = self._planned.cost
+        with phase("partitioning", self.program.name, self.mesh.size):
+            made = self.target.fitted(self._all_kept, self.donated, known)
         self.target.check(self.plan, made)
         return made
 

@@ -40,6 +40,7 @@ from gshard.core.jax_adapter_references import discharged_by, effects_of_call, i
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import is_on_host, space
 from gshard.core.mesh import Mesh
+from gshard.core.phases import phase
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
@@ -116,13 +117,16 @@ def _on(x: Any, mesh: Any) -> Any:
 
 @weakly_cached
 def _planned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | None = None) -> Plan:
-    return target.planned(_program(jaxpr, target, marks)).plan
+    program = _program(jaxpr, target, marks)
+    with phase("planning", program.name, target.mesh.size):
+        return target.planned(program).plan
 
 
 def _program(jaxpr: Any, target: Target, marks: Sequence[Mark | None] | None = None) -> Program:
     names = [f"args[{i}]" for i in range(len(jaxpr.in_avals))]
     tree = jax.tree.structure([0] * len(jaxpr.out_avals))
-    return program_of(jaxpr, tree, "call", names, marks, as_typed=True, layout=target.layout, finite=target.finite)
+    with phase("rewriting", "call"):
+        return program_of(jaxpr, tree, "call", names, marks, as_typed=True, layout=target.layout, finite=target.finite)
 
 
 @weakly_cached
@@ -132,7 +136,8 @@ def partitioned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | Non
     plan = _planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False), marks)
     if target.leaves_by_axes:
         plan = dataclasses.replace(plan, leave=tuple(by_axes(s, plan.mesh) for s in plan.leave))
-    made = partition(plan)
+    with phase("partitioning", plan.program.name, target.mesh.size):
+        made = partition(plan)
     target.check(plan, made)
     return made
 

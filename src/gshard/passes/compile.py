@@ -18,6 +18,7 @@ from gshard.core.jax_adapter_context import in_context
 from gshard.core.jax_adapter_dispatch import executed, names_devices
 from gshard.core.memory_kinds import DEVICE, in_memory
 from gshard.core.mesh import Mesh
+from gshard.core.phases import phase
 from gshard.core.planning_tables import tabulated, with_tables
 from gshard.core.processes import Group
 from gshard.core.sharding import Sharding
@@ -91,12 +92,15 @@ class Executable:
     @functools.cached_property
     def lowered(self) -> Any:
         """JAX's lowered object, StableHLO for all devices."""
-        return _lowered(self.spmd, self.function)
+        with phase("lowering", self.spmd.program.name, self.spmd.mesh.size):
+            return _lowered(self.spmd, self.function)
 
     @functools.cached_property
     def compiled(self) -> Any:
         """JAX's compiled object: ``as_text()``, ``memory_analysis()``, ``cost_analysis()``."""
-        made = self.lowered.compile()
+        lowered = self.lowered
+        with phase("compiling", self.spmd.program.name, self.spmd.mesh.size):
+            made = lowered.compile()
         while self._waiting:
             self._waiting.pop(0)()
         return made

@@ -1,0 +1,46 @@
+"""Phases: tracing, rewriting, planning, partitioning, lowering and compiling a function, each logged with its seconds.
+
+Each phase is one record of the logger ``gshard`` when it ends::
+
+    Finished planning step for 8 devices in 2.9 s
+
+Its level is that of JAX's own records of this kind: WARNING while ``jax_log_compiles`` is on, so that it is printed
+without a set-up, and DEBUG otherwise.
+
+Python looks for garbage seldom during a phase (``core.garbage``): JAX's tracing and lowering too make many objects that
+stay, and a process with large libraries holds millions that would be looked through each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+import jax
+
+from gshard.core.garbage import collected_seldom
+
+_log = logging.getLogger("gshard")
+
+
+@contextlib.contextmanager
+def phase(doing: str, name: str, devices: int | None = None) -> Iterator[None]:
+    """Logs how many seconds of wall time pass until its end, and has garbage collected seldom. What fails is not logged.
+
+    Args:
+        doing: the phase, such as ``"planning"``.
+        name: the name of the function.
+        devices: for how many devices; None for a phase that does not depend on the mesh.
+
+    >>> with jax.log_compiles(), phase("planning", "step", 8):
+    ...     plan = "computed here"
+    """
+    begun = time.perf_counter()
+    with collected_seldom():
+        yield
+    level = logging.WARNING if jax.config.jax_log_compiles else logging.DEBUG
+    if _log.isEnabledFor(level):
+        where = "" if devices is None else f" for {devices} device{'' if devices == 1 else 's'}"
+        _log.log(level, "Finished %s %s%s in %.3g s", doing, name, where, time.perf_counter() - begun)
