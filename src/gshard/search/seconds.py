@@ -22,7 +22,7 @@ from gshard.passes.device_program import PRODUCT, Kernel, flops, is_looked_up, k
 from gshard.passes.moves import Moves, has_many
 from gshard.passes.objective import Windows
 from gshard.passes.ways import share
-from gshard.search.emitted import Emitted, as_kernel, emitted_alone, has_own_way
+from gshard.search.emitted import Emitted, as_kernel, own_ways
 from gshard.solver.problem import Floats
 
 # Of the time that a state's bytes take to read: among equals the one that takes less memory.
@@ -48,11 +48,14 @@ class Seconds(Moves):
         self.machine, self.tie, self.fuses = machine, _FOLLOWS, True
         self.a_byte = self.a_byte_stacked = _TIE / machine.memory_bandwidth
         self.times = StepTimes(machine, joined)
-        self._own_ways: dict[object, Emitted] = {}
+        self._own_ways = own_ways(on_machine(mesh, machine), machine)  # what messages share changes nothing of it
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         atoms = tuple(a for name in step.atoms for a in self.atoms_of.get(name, (name,)))
         return self.times.seconds(step, shape, itemsize, mesh, among=(self.mesh, atoms))
+
+    def price_class(self, step: Step) -> Hashable:
+        return self.times.price_class(step, self._coarse)
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Equations as they are fused."""
@@ -103,14 +106,7 @@ class Seconds(Moves):
 
     def own(self, e: Equation, split: Split) -> Emitted | None:
         """What is emitted for an equation that runs on shards in a way of its own; None for others."""
-        rule = e.rule
-        assert rule is not None
-        if not has_own_way(rule, split):
-            return None
-        key = rule, tuple(sorted(split.items())), tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
-        if key not in self._own_ways:
-            self._own_ways[key] = emitted_alone(e, split, self.mesh, self.machine)
-        return self._own_ways[key]
+        return self._own_ways.of(e, split)
 
     def work(self, e: Equation, products: float, others: float, moved: float) -> float:
         """Of one kernel on one device.
