@@ -16,6 +16,7 @@ from gshard.comm.exchange import can_change
 from gshard.comm.reshard import plan_reshard, steps_from
 from gshard.comm.steps import PERMUTE, TO_PARTIAL, Step
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
 from gshard.passes.step_table import Priced, StepTable, priced, shortest
 from gshard.solver.problem import Floats, Ints
@@ -294,9 +295,7 @@ class Moves:
         """The steps from a sharding of an array that every cut divides."""
         mesh, names = self._coarse, self._coarse.atoms
         if here not in self._steps:
-            shape = (mesh.size,) * len(here.dims)
-            steps = steps_from(here, frozenset(), self._blocks, shape, mesh)
-            steps += (Step(PERMUTE, names, here, swapped) for swapped in self._swapped(here, shape))
+            steps = even_steps(here, self._blocks, mesh)
             self._steps[here] = [self._priced(step) for step in steps if self._is_passed(step.after)]
         yield from self._steps[here]
         for name, monoid in itertools.product((name for name in names if name not in here.atoms), monoids):
@@ -306,21 +305,6 @@ class Moves:
 
     def _priced(self, step: Step) -> Priced:
         return priced(step, self._coarse, self._classes.setdefault(self.price_class(step), len(self._classes)))
-
-    def _swapped(self, here: Sharding, shape: tuple[int, ...]) -> Iterator[Sharding]:
-        """Two axes in each other's places, and the axes of a dimension in another order."""
-        sizes = self._coarse.atom_sizes
-        for d, own in enumerate(here.dims):
-            for turned in itertools.permutations(own) if 1 < len(own) <= _FEW else ():
-                if turned != own:
-                    yield Sharding((*here.dims[:d], turned, *here.dims[d + 1 :]), here.unreduced)
-        for a, b in itertools.combinations(sizes, 2):
-            if not {a, b} & {x for dim in here.dims for x in dim} or {a, b} & set(dict(here.unreduced)):
-                continue
-            other = {a: b, b: a}
-            swapped = Sharding(tuple(tuple(other.get(x, x) for x in dim) for dim in here.dims), here.unreduced)
-            if sizes[a] == sizes[b] or can_change(here, swapped, shape, self._coarse):
-                yield swapped
 
     def _in_axes(self, sharding: Sharding) -> Sharding | None:
         """A sharding over the axes as wholes; None if it takes a part of one."""
@@ -342,3 +326,33 @@ class Moves:
             names.append(self._names_of[own])
             i += len(own)
         return tuple(names)
+
+
+@tabulated(65536)
+def even_steps(here: Sharding, blocks: tuple[Atoms, ...], mesh: Mesh) -> tuple[Step, ...]:
+    """The steps from a sharding of an array that every cut divides; but for those to parts of a sum.
+
+    Args:
+        here: where from.
+        blocks: axes that move in one message.
+        mesh: of the axes.
+    """
+    shape = (mesh.size,) * len(here.dims)
+    permuted = (Step(PERMUTE, mesh.atoms, here, after) for after in swapped(here, shape, mesh))
+    return (*steps_from(here, frozenset(), blocks, shape, mesh), *permuted)
+
+
+def swapped(here: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Sharding]:
+    """Two axes in each other's places, and the axes of a dimension in another order."""
+    sizes = mesh.atom_sizes
+    for d, own in enumerate(here.dims):
+        for turned in itertools.permutations(own) if 1 < len(own) <= _FEW else ():
+            if turned != own:
+                yield Sharding((*here.dims[:d], turned, *here.dims[d + 1 :]), here.unreduced)
+    for a, b in itertools.combinations(sizes, 2):
+        if not {a, b} & {x for dim in here.dims for x in dim} or {a, b} & set(dict(here.unreduced)):
+            continue
+        other = {a: b, b: a}
+        found = Sharding(tuple(tuple(other.get(x, x) for x in dim) for dim in here.dims), here.unreduced)
+        if sizes[a] == sizes[b] or can_change(here, found, shape, mesh):
+            yield found

@@ -107,8 +107,10 @@ def _with_atoms(what: Hashable, names: Mapping[str, str]) -> Hashable:
 @no_mesh_set()
 def emitted_alone(e: Equation, split: Split, mesh: Mesh, machine: Machine) -> Emitted:
     """All that is emitted for one run of an equation, its operands being where the split wants them."""
-    plan = _alone(e, split, mesh)
-    seconds = _seconds(partition(plan).jaxpr, mesh, machine)
+    seen: list[bool] = []
+    seconds = _seconds(partition(_alone(e, split, mesh, seen)).jaxpr, mesh, machine)
+    if not any(seen):
+        return Emitted(seconds, ())
     arrays = [i for i, v in enumerate(e.inputs) if v.shape]
     only = arrays[0] if len(arrays) == 1 else None
     fetched, made = _fetched(e, split, mesh, only)
@@ -175,13 +177,21 @@ def as_kernel(e: Equation) -> Kernel:
     return Kernel(e, kind_of(e), (), reads, e.outputs)
 
 
-def _alone(e: Equation, split: Split, mesh: Mesh) -> Plan:
-    """The plan of a program of nothing else."""
+def _alone(e: Equation, split: Split, mesh: Mesh, seen: list[bool]) -> Plan:
+    """The plan of a program of nothing else; when it is partitioned, ``seen`` gets whether windows are fetched."""
     rule = e.rule
     assert rule is not None
+    run = rule.local
+
+    def local(shards: Shards, *parts: Any) -> Any:
+        found = run(shards, *parts) if run is not None else None
+        seen.append(bool(shards.fetched))
+        return found
+
     inputs = [dataclasses.replace(v) if isinstance(v, Value) else v for v in e.inputs]
     outputs = [dataclasses.replace(v) for v in e.outputs]
-    alone = dataclasses.replace(e, inputs=tuple(inputs), outputs=tuple(outputs))
+    watched = rule if run is None else dataclasses.replace(rule, local=local)
+    alone = dataclasses.replace(e, rule=watched, inputs=tuple(inputs), outputs=tuple(outputs))
     shardings = {v: operand_sharding(rule, i, split) for i, v in enumerate(inputs) if isinstance(v, Value)}
     values = tuple(shardings)
     made = {v: result_sharding(rule, i, split) for i, v in enumerate(outputs)}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import numpy as np
 
 from gshard.analysis.machine import Machine
+from gshard.analysis.network import interchangeable
 from gshard.analysis.step_times import StepTimes
 from gshard.comm.steps import Step
 from gshard.core.mesh import Atoms, Mesh
@@ -48,6 +49,11 @@ class Seconds(Moves):
         self.machine, self.tie, self.fuses = machine, _FOLLOWS, True
         self.a_byte = self.a_byte_stacked = _TIE / machine.memory_bandwidth
         self.times = StepTimes(machine, joined)
+        # How many of each of the atoms that can take each other's places an axis has.
+        alike = interchangeable(mesh, machine)
+        self._places = {
+            name: tuple(sum(a in own for a in some) for some in alike) for name, own in self.atoms_of.items()
+        }
         self._own_ways = own_ways(on_machine(mesh, machine), machine)  # what messages share changes nothing of it
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
@@ -55,7 +61,7 @@ class Seconds(Moves):
         return self.times.seconds(step, shape, itemsize, mesh, among=(self.mesh, atoms))
 
     def price_class(self, step: Step) -> Hashable:
-        return self.times.price_class(step, self._coarse)
+        return self.times.price_class(step, self._coarse, self._places)
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Equations as they are fused."""
