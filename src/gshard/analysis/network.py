@@ -86,6 +86,32 @@ def members(mesh: Mesh, atoms: Atoms, of: int = 0) -> tuple[int, ...]:
     return tuple(sorted(set(group)))
 
 
+@tabulated(64)
+def interchangeable(mesh: Mesh, machine: Machine) -> tuple[Atoms, ...]:
+    """Atoms that can take each other's places in a program without any time changing.
+
+    They have one size and are along one dimension of the network in which every device is one hop from any other.
+
+    >>> from gshard.core.mesh import Mesh
+    >>> interchangeable(Mesh.abstract(a=2, b=4, c=2), Machine.of("h100:2x8"))
+    (('a',), ('b.0', 'b.1', 'c'))
+    >>> interchangeable(Mesh.abstract(a=2, b=2), Machine.of("v3:2x1"))
+    (('a',), ('b',))
+    """
+    found: dict[tuple[object, int], Atoms] = {}
+    stride = mesh.size
+    for atom, size in mesh.atom_sizes.items():
+        stride //= size
+        where: object = atom
+        step = machine.size
+        for k, dimension in enumerate(machine.network if not mesh.order and machine.size == mesh.size else ()):
+            whole, step = step, step // dimension.size
+            if dimension.is_one_hop and step <= stride and stride * size <= whole:
+                where = k
+        found[where, size] = (*found.get((where, size), ()), atom)
+    return tuple(found.values())
+
+
 def groups(mesh: Mesh, atoms: Atoms) -> tuple[tuple[int, ...], ...]:
     """All groups of devices over these atoms."""
     seen: dict[tuple[int, ...], None] = {}

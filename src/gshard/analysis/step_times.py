@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 
@@ -75,6 +76,22 @@ class StepTimes:
         if step.kind == ALL_REDUCE and anew:
             taken += _ORDERED * sum(anew) / itemsize / self.machine.vector_flops
         return taken + sum(map(self.machine.copying, anew))
+
+    def price_class(self, step: Step, mesh: Mesh, places: Mapping[str, tuple[int, ...]]) -> Hashable:
+        """Steps of one class take the same where their parts have the same sizes, before and after.
+
+        Args:
+            step: over atoms of ``mesh``.
+            mesh: the devices.
+            places: for each atom how many it is of each kind that the network tells apart.
+        """
+        if step.kind in LOCAL:
+            return ()
+        if is_exchange(step, mesh):
+            return step.kind, rounds(step, mesh), _exchanging(step.before, step.after, mesh, self.machine)
+        if step.kind == PERMUTE:
+            return step.kind, _permuting(step.before, step.after, mesh, self.machine)
+        return step.kind, tuple(map(sum, zip(*(places[a] for a in step.atoms), strict=True))), step.monoid
 
     def _copied(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
         """Bytes of the arrays that are written anew: laid out (``copied``), as if what makes and reads them spared

@@ -217,7 +217,14 @@ def single_steps(
         shape, itemsize: of the array.
         mesh: the devices.
     """
-    found = []
+    return tuple((s, bytes_sent(s, shape, itemsize, mesh)) for s in steps_from(here, keep, blocks, shape, mesh))
+
+
+def steps_from(
+    here: Sharding, keep: frozenset[str], blocks: tuple[Atoms, ...], shape: tuple[int, ...], mesh: Mesh
+) -> list[Step]:
+    """The steps of ``single_steps``."""
+    found: list[Step] = []
     partial = dict(here.unreduced)
     for d, have in enumerate(here.dims):
         for atoms in blocks:
@@ -239,7 +246,7 @@ def single_steps(
             for some in itertools.combinations(one_by_one, k):
                 atoms = tuple(a for a in mesh.atoms if any(a in b for b in some))
                 found.append(Step(ALL_REDUCE, atoms, here, _without(here, atoms), monoid=monoid))
-    return tuple((step, bytes_sent(step, shape, itemsize, mesh)) for step in found)
+    return found
 
 
 def _arranged(here: Sharding, target: Sharding, mesh: Mesh) -> Sharding | None:

@@ -6,26 +6,29 @@ mesh, or parts of one where a mark names a part. What a step costs an objective 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from gshard.comm.exchange import can_change
-from gshard.comm.reshard import plan_reshard, single_steps
+from gshard.comm.reshard import plan_reshard, steps_from
 from gshard.comm.steps import PERMUTE, TO_PARTIAL, Step
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
+from gshard.passes.step_table import Priced, StepTable, priced, shortest
 from gshard.solver.problem import Floats, Ints
 
 Monoids = tuple[str, ...]
 
-# Axes of one dimension that are put in every order, and parts of one axis that may be anywhere.
+# Axes of one dimension that are put in every order.
 _FEW = 3
+# Parts of one axis that may be anywhere.
+_FEW_PARTS = 2
 # Lists of shardings whose numbers are kept.
 _MANY = 20_000
-# Numbers that are added at once where shortest ways are found.
-_AT_ONCE = 1 << 20
 
 
 def axes_of(mesh: Mesh, shardings: Iterable[Sharding] = ()) -> tuple[Atoms, ...]:
@@ -129,15 +132,15 @@ def in_two(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Iterable[Sharding]) -
 def is_considered(places: Sequence[object]) -> bool:
     """Whether the parts of one axis may be in these places at once (None: in none).
 
-    Few parts may be anywhere. Of more, the first ones or the last ones are in one place, and the others in another or
+    Two parts may be anywhere. Of more, the first ones or the last ones are in one place, and the others in another or
     in none: a mark on each gradient can part an axis of 2,048 devices in five, which may be in thousands of ways.
 
-    >>> is_considered([0, None, 1]), is_considered([0, 0, 1, 1]), is_considered([None, None, None, 1])
+    >>> is_considered([0, 1]), is_considered([0, 0, 1, 1]), is_considered([None, None, None, 1])
     (True, True, True)
-    >>> is_considered([0, 1, 1, 0]), is_considered([0, 1, None, None])
-    (False, False)
+    >>> is_considered([0, None, 1]), is_considered([0, 1, 1, 0]), is_considered([0, 1, None, None])
+    (False, False, False)
     """
-    return len(places) <= _FEW or sum(a != b for a, b in itertools.pairwise(places)) <= 1
+    return len(places) <= _FEW_PARTS or sum(a != b for a, b in itertools.pairwise(places)) <= 1
 
 
 def _runs(names: Atoms) -> Iterator[Atoms]:
@@ -151,56 +154,33 @@ def _some(names: Atoms) -> Iterator[Atoms]:
 
 
 class _Graph:
-    """The shardings of one array that moves lead over, and the shortest ways from some of them."""
+    """The shardings of one array that moves lead over, and the shortest ways from some of them.
 
-    def __init__(self) -> None:
-        self._places: dict[int, int] = {}  # of shardings, by their numbers
-        self._steps: list[dict[int, float]] = []
-        self._rows: dict[int, Floats] = {}
+    Args:
+        table: the steps between shardings of arrays of its rank.
+        costs: of the steps that it can take (``StepTable.costs``).
+    """
 
-    def reach(self, sources: Sequence[int], steps_from: Callable[[int], dict[int, float]]) -> None:
-        """Finds the shortest ways from all of these, which are numbers of shardings."""
-        missing = [number for number in dict.fromkeys(sources) if number not in self._rows]
-        if not missing:
-            return
-        queue = [number for number in missing if number not in self._places]
-        self._places |= {number: k for k, number in enumerate(queue, len(self._places))}
-        for number in queue:  # which grows
-            self._steps.append(found := steps_from(number))
-            for after in found:
-                if after not in self._places:
-                    self._places[after] = len(self._places)
-                    queue.append(after)
-        rows = self._shortest([self._places[number] for number in missing])
-        self._rows.update(zip(missing, rows, strict=True))
+    def __init__(self, table: StepTable, costs: Callable[[], tuple[Ints, Ints, Floats]]):
+        self._table, self._costs = table, costs
+        self._found = np.zeros((0, 0))  # [sources, places]
+        self._row = np.zeros(0, dtype=np.int64)  # of each place, -1 if it is no source
 
-    def _shortest(self, sources: Sequence[int]) -> Floats:
-        """float64 [sources, places]: of the shortest ways, by one step more in each round until no way is shorter."""
-        begins = np.repeat(np.arange(len(self._steps)), [len(found) for found in self._steps])
-        ends = np.array([self._places[after] for found in self._steps for after in found], dtype=np.int64)
-        costs = np.array([cost for found in self._steps for cost in found.values()], dtype=np.float64)
-        order = np.argsort(ends, kind="stable")
-        begins, ends, costs = begins[order], ends[order], costs[order]
-        reached, first = np.unique(ends, return_index=True)
-        rows = np.full((len(sources), len(self._steps)), np.inf)
-        rows[np.arange(len(sources)), sources] = 0
-        for some in np.array_split(rows, -(-rows.shape[0] * ends.size // _AT_ONCE)) if ends.size else ():
-            before = None
-            while before is None or not np.array_equal(before, some):
-                before = some.copy()
-                by_step = np.minimum.reduceat(some[:, begins] + costs, first, axis=1)
-                some[:, reached] = np.minimum(some[:, reached], by_step)
-        return rows
-
-    def distances(self, sources: Ints, targets: Ints) -> Floats:
-        """float64 [sources, targets]: between numbers of shardings; ``inf`` where steps do not lead, or for -1."""
-        found = np.full((sources.size, targets.size), np.inf)
-        places = np.array([self._places.get(number, -1) for number in targets.tolist()], dtype=np.int64)
-        for i, number in enumerate(sources.tolist()):
-            if number >= 0:
-                row = self._rows[number]
-                known = (places >= 0) & (places < row.size)
-                found[i, known] = row[places[known]]
+    def distances(self, sources: Sequence[Sharding | None], targets: Sequence[Sharding | None]) -> Floats:
+        """float64 [sources, targets]: the shortest ways; ``inf`` where steps do not lead, or for None."""
+        self._table.add(s for s in sources if s is not None)
+        here, there = self._table.places(sources), self._table.places(targets)
+        more = len(self._table) - self._row.size
+        self._row = np.append(self._row, np.full(more, -1))
+        self._found = np.pad(self._found, ((0, 0), (0, more)), constant_values=np.inf)
+        asked = np.unique(here[here >= 0])
+        missing = asked[self._row[asked] < 0]
+        if missing.size:
+            self._row[missing] = len(self._found) + np.arange(missing.size)
+            self._found = np.vstack([self._found, shortest(*self._costs(), self._row.size, missing)])
+        found = np.full((here.size, there.size), np.inf)
+        known, reached = np.flatnonzero(here >= 0), np.flatnonzero(there >= 0)
+        found[np.ix_(known, reached)] = self._found[np.ix_(self._row[here[known]], there[reached])]
         return found
 
 
@@ -221,22 +201,26 @@ class Moves:
         self._names_of = {own: name for name, own in self.atoms_of.items()}
         # Parts of one axis: which axis, and the how manyth of its parts.
         self._parts = [tuple(map(self._names_of.__getitem__, own)) for own in parts_of(mesh, axes)]
-        self._is_parted = any(len(own) > _FEW for own in self._parts)
+        self._is_parted = any(len(own) > _FEW_PARTS for own in self._parts)
         self._visited: set[tuple[Atoms, ...]] | None = set() if has_many(mesh, axes) else None
         # Axes that move in one message: a sum over two of them is cut over both at once.
-        runs = [[(), *_runs(own)] if len(own) > _FEW else list(_some(own)) for own in self._parts]
+        runs = [[(), *_runs(own)] if len(own) > _FEW_PARTS else list(_some(own)) for own in self._parts]
         chosen = (tuple(itertools.chain(*some)) for some in itertools.product(*runs))
         self._blocks = tuple(sorted(filter(None, chosen), key=lambda b: (len(b), *map(self._coarse.atoms.index, b))))
-        self._shardings: list[Sharding] = []
-        self._passed: dict[int, bool] = {}  # whether moves lead over them
-        self._numbers: dict[Sharding, int] = {}  # of shardings over the axes as wholes
-        self._known: dict[Sharding, int] = {}  # the same for shardings over atoms; -1 if they take parts of an axis
-        self._lists: dict[int, tuple[Sequence[Sharding], Ints]] = {}
+        self._known: dict[Sharding, Sharding | None] = {}  # over the axes as wholes; None if they take parts of one
+        self._lists: dict[int, tuple[Sequence[Sharding], list[Sharding | None]]] = {}
+        self._steps: dict[Sharding, list[Priced]] = {}  # from where, over which moves lead
+        self._classes: dict[Hashable, int] = {}
+        self._tables: dict[tuple[int, Monoids], StepTable] = {}
         self._graphs: dict[tuple[Monoids, tuple[int, ...], int], _Graph] = {}
         self._others: dict[tuple[Sharding, Sharding, tuple[int, ...], int], float] = {}
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         """What one step costs, for an array of this global shape; its atoms may be axes, which ``mesh`` tells."""
+        raise NotImplementedError
+
+    def price_class(self, step: Step) -> Hashable:
+        """Steps of one class cost the same where their parts have the same sizes, before and after."""
         raise NotImplementedError
 
     def move(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
@@ -247,11 +231,13 @@ class Moves:
         self, sources: Sequence[Sharding], targets: Sequence[Sharding], shape: tuple[int, ...], itemsize: int
     ) -> Floats:
         """float64 [sources, targets]: the moves of an array from each to each."""
-        here, there = self._numbered(sources), self._numbered(targets)
+        here, there = self._all_in_axes(sources), self._all_in_axes(targets)
         monoids = tuple(sorted({monoid for s in targets for _, monoid in s.unreduced}))
-        graph = self._graphs.setdefault((monoids, shape, itemsize), _Graph())
-        graph.reach(here[here >= 0].tolist(), lambda number: self._steps_from(number, monoids, shape, itemsize))
-        found = graph.distances(here, there)
+        key = monoids, shape, itemsize
+        if key not in self._graphs:
+            table = self._table(len(shape), monoids)
+            self._graphs[key] = _Graph(table, functools.partial(table.costs, shape, itemsize, self.step))
+        found = self._graphs[key].distances(here, there)
         for i, j in zip(*np.nonzero(np.isinf(found)), strict=True):
             found[i, j] = self._by_steps(sources[i], targets[j], shape, itemsize)
         return found
@@ -287,67 +273,48 @@ class Moves:
                     return False
         return True
 
-    def _number(self, sharding: Sharding) -> int:
-        if sharding not in self._numbers:
-            self._numbers[sharding] = len(self._shardings)
-            self._shardings.append(sharding)
-        return self._numbers[sharding]
-
-    def _numbered(self, some: Sequence[Sharding]) -> Ints:
-        """The numbers of some shardings; what was asked before with the very same tuple is known."""
+    def _all_in_axes(self, some: Sequence[Sharding]) -> list[Sharding | None]:
+        """Shardings over the axes as wholes; what was asked before with the very same tuple is known."""
         if isinstance(some, tuple) and (known := self._lists.get(id(some))) is not None and known[0] is some:
             return known[1]
-        found = np.array([self._in_axes(s) for s in some], dtype=np.int64)
+        found = [self._in_axes(s) for s in some]
         if isinstance(some, tuple) and len(some) > 1:
             if len(self._lists) > _MANY:
                 self._lists.clear()
             self._lists[id(some)] = some, found
         return found
 
-    def _steps_from(self, number: int, monoids: Monoids, shape: tuple[int, ...], itemsize: int) -> dict[int, float]:
-        """Where one step leads from a sharding, by numbers, and what it costs."""
-        here, mesh, names = self._shardings[number], self._coarse, self._coarse.atoms
-        steps = [step for step, _ in single_steps(here, frozenset(), self._blocks, shape, itemsize, mesh)]
+    def _table(self, rank: int, monoids: Monoids) -> StepTable:
+        """The steps between shardings of arrays of this rank, of which parts of a sum may be made with ``monoids``."""
+        if (rank, monoids) not in self._tables:
+            steps = functools.partial(self._steps_from, monoids=monoids)
+            self._tables[rank, monoids] = StepTable(self._coarse, steps)
+        return self._tables[rank, monoids]
+
+    def _steps_from(self, here: Sharding, monoids: Monoids) -> Iterator[Priced]:
+        """The steps from a sharding of an array that every cut divides."""
+        mesh, names = self._coarse, self._coarse.atoms
+        if here not in self._steps:
+            steps = even_steps(here, self._blocks, mesh)
+            self._steps[here] = [self._priced(step) for step in steps if self._is_passed(step.after)]
+        yield from self._steps[here]
         for name, monoid in itertools.product((name for name in names if name not in here.atoms), monoids):
             after = here.with_unreduced({**dict(here.unreduced), name: monoid})
-            steps.append(Step(TO_PARTIAL, (name,), here, after, monoid=monoid))
-        for swapped in self._swapped(here, shape):
-            steps.append(Step(PERMUTE, names, here, swapped))
-        found: dict[int, float] = {}
-        for step in steps:
-            number = self._number(step.after)
-            if number not in self._passed:
-                self._passed[number] = self._is_passed(step.after)
-            if self._passed[number]:
-                cost = self.step(step, shape, itemsize, mesh)
-                found[number] = min(cost, found.get(number, cost))
-        return found
+            if self._is_passed(after):
+                yield self._priced(Step(TO_PARTIAL, (name,), here, after, monoid=monoid))
 
-    def _swapped(self, here: Sharding, shape: tuple[int, ...]) -> Iterator[Sharding]:
-        """Two axes in each other's places, and the axes of a dimension in another order."""
-        sizes = self._coarse.atom_sizes
-        for d, own in enumerate(here.dims):
-            for turned in itertools.permutations(own) if 1 < len(own) <= _FEW else ():
-                if turned != own:
-                    yield Sharding((*here.dims[:d], turned, *here.dims[d + 1 :]), here.unreduced)
-        for a, b in itertools.combinations(sizes, 2):
-            if not {a, b} & {x for dim in here.dims for x in dim} or {a, b} & set(dict(here.unreduced)):
-                continue
-            other = {a: b, b: a}
-            swapped = Sharding(tuple(tuple(other.get(x, x) for x in dim) for dim in here.dims), here.unreduced)
-            if sizes[a] == sizes[b] or can_change(here, swapped, shape, self._coarse):
-                yield swapped
+    def _priced(self, step: Step) -> Priced:
+        return priced(step, self._coarse, self._classes.setdefault(self.price_class(step), len(self._classes)))
 
-    def _in_axes(self, sharding: Sharding) -> int:
-        """The number of a sharding over the axes as wholes; -1 if it takes a part of one."""
+    def _in_axes(self, sharding: Sharding) -> Sharding | None:
+        """A sharding over the axes as wholes; None if it takes a part of one."""
         if sharding not in self._known:
             monoids = dict(sharding.unreduced)
             dims = tuple(self._names(atoms) for atoms in sharding.dims)
             unreduced = {name: monoids[own[0]] for name, own in self.atoms_of.items() if own[0] in monoids}
             whole = {a: unreduced[name] for name in unreduced for a in self.atoms_of[name]}
-            missing = whole != monoids or any(own is None for own in dims)
             found = Sharding(tuple(own or () for own in dims)).with_unreduced(unreduced)
-            self._known[sharding] = -1 if missing else self._number(found)
+            self._known[sharding] = None if whole != monoids or any(own is None for own in dims) else found
         return self._known[sharding]
 
     def _names(self, atoms: Atoms) -> Atoms | None:
@@ -359,3 +326,33 @@ class Moves:
             names.append(self._names_of[own])
             i += len(own)
         return tuple(names)
+
+
+@tabulated(65536)
+def even_steps(here: Sharding, blocks: tuple[Atoms, ...], mesh: Mesh) -> tuple[Step, ...]:
+    """The steps from a sharding of an array that every cut divides; but for those to parts of a sum.
+
+    Args:
+        here: where from.
+        blocks: axes that move in one message.
+        mesh: of the axes.
+    """
+    shape = (mesh.size,) * len(here.dims)
+    permuted = (Step(PERMUTE, mesh.atoms, here, after) for after in swapped(here, shape, mesh))
+    return (*steps_from(here, frozenset(), blocks, shape, mesh), *permuted)
+
+
+def swapped(here: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Sharding]:
+    """Two axes in each other's places, and the axes of a dimension in another order."""
+    sizes = mesh.atom_sizes
+    for d, own in enumerate(here.dims):
+        for turned in itertools.permutations(own) if 1 < len(own) <= _FEW else ():
+            if turned != own:
+                yield Sharding((*here.dims[:d], turned, *here.dims[d + 1 :]), here.unreduced)
+    for a, b in itertools.combinations(sizes, 2):
+        if not {a, b} & {x for dim in here.dims for x in dim} or {a, b} & set(dict(here.unreduced)):
+            continue
+        other = {a: b, b: a}
+        found = Sharding(tuple(tuple(other.get(x, x) for x in dim) for dim in here.dims), here.unreduced)
+        if sizes[a] == sizes[b] or can_change(here, found, shape, mesh):
+            yield found

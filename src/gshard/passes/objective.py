@@ -114,6 +114,11 @@ class Bytes(Moves):
         copied = sum(laid_out(step, shape, mesh)) * itemsize
         return bytes_sent(step, shape, itemsize, mesh) + MESSAGE * rounds(step, mesh) + _COPIED * copied
 
+    def price_class(self, step: Step) -> Hashable:
+        if step.kind in LOCAL:
+            return ()
+        return step.kind, self._coarse.count(step.atoms), step.monoid, rounds(step, self._coarse)
+
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Each equation by itself: nothing is known of what a compiler fuses."""
         for e, times in block.runs():

@@ -9,7 +9,7 @@ so what they take is told apart.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -18,11 +18,13 @@ from jax.sharding import PartitionSpec
 
 from gshard.analysis.cost import kernel_cost
 from gshard.analysis.machine import Machine
+from gshard.analysis.network import interchangeable
 from gshard.comm.shards import Fetched, Shards
 from gshard.core.jax_adapter import no_mesh_set
-from gshard.core.mesh import Mesh
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Block, Equation, Program, Value
+from gshard.core.planning_tables import tabulated
+from gshard.core.program import Block, Equation, Program, Value, short_dtype
 from gshard.core.rule import PARALLEL, Rule
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.core.uneven import padded_shape
@@ -51,17 +53,82 @@ class Emitted:
     windows: tuple[Windows, ...]
 
 
+class OwnWays:
+    """What is emitted for equations that run on shards in ways of their own, on a machine; what was priced is known.
+
+    Splits that differ only by atoms that can take each other's places (``network.interchangeable``) take the same time:
+    one of them is traced.
+    """
+
+    def __init__(self, mesh: Mesh, machine: Machine):
+        self._mesh, self._machine = mesh, machine
+        self._alike = {a: alike for alike in interchangeable(mesh, machine) for a in alike}
+        self._known: dict[object, Emitted] = {}
+
+    def of(self, e: Equation, split: Split) -> Emitted | None:
+        """What is emitted for an equation that is split so; None if it does the same on smaller arrays."""
+        rule = e.rule
+        assert rule is not None
+        if not has_own_way(rule, split):
+            return None
+        names = self._renamed(split)
+        renamed = {f: tuple(names[a] for a in atoms) for f, atoms in split.items()}
+        arrays = tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
+        key = rule, tuple(sorted(renamed.items())), arrays
+        if key not in self._known:
+            self._known[key] = emitted_alone(e, renamed, self._mesh, self._machine)
+        found = self._known[key]
+        if not found.windows or all(a == b for a, b in names.items()):
+            return found
+        back = {b: a for a, b in names.items()}
+        windows = (w._replace(which=tuple(_with_atoms(what, back) for what in w.which)) for w in found.windows)
+        return dataclasses.replace(found, windows=tuple(windows))
+
+    def _renamed(self, split: Split) -> dict[str, str]:
+        """For the atoms of a split those that stand for them: of atoms that are alike the first ones."""
+        names: dict[str, str] = {}
+        taken: dict[Atoms, int] = {}
+        for _, atoms in sorted(split.items()):
+            for a in atoms:
+                if a not in names:
+                    alike = self._alike[a]
+                    names[a] = alike[taken.get(alike, 0)]
+                    taken[alike] = taken.get(alike, 0) + 1
+        return names
+
+
+def _with_atoms(what: Hashable, names: Mapping[str, str]) -> Hashable:
+    """What names a window (``Shards.fetch``), with other atoms in its tuples of atoms."""
+    if not isinstance(what, tuple):
+        return what
+    return tuple(tuple(names.get(a, a) for a in part) if type(part) is tuple else part for part in what)
+
+
 @no_mesh_set()
 def emitted_alone(e: Equation, split: Split, mesh: Mesh, machine: Machine) -> Emitted:
     """All that is emitted for one run of an equation, its operands being where the split wants them."""
-    plan = _alone(e, split, mesh)
-    seconds = _seconds(partition(plan).jaxpr, mesh, machine)
-    fetched = _fetched(e, split, mesh, None)[0]
+    seen: list[bool] = []
+    seconds = _seconds(partition(_alone(e, split, mesh, seen)).jaxpr, mesh, machine)
+    if not any(seen):
+        return Emitted(seconds, ())
+    arrays = [i for i, v in enumerate(e.inputs) if v.shape]
+    only = arrays[0] if len(arrays) == 1 else None
+    fetched, made = _fetched(e, split, mesh, only)
     windows = [
-        Windows(operand, tuple(which), _seconds(_fetched(e, split, mesh, operand)[1], mesh, machine))
+        Windows(
+            operand,
+            tuple(which),
+            _seconds(made if operand == only else _fetched(e, split, mesh, operand)[1], mesh, machine),
+        )
         for operand, which in fetched.items()
     ]
     return Emitted(seconds, tuple(windows))
+
+
+@tabulated(16)
+def own_ways(mesh: Mesh, machine: Machine) -> OwnWays:
+    """One for all plans that are made together."""
+    return OwnWays(mesh, machine)
 
 
 def _seconds(jaxpr: Any, mesh: Mesh, machine: Machine) -> float:
@@ -110,13 +177,21 @@ def as_kernel(e: Equation) -> Kernel:
     return Kernel(e, kind_of(e), (), reads, e.outputs)
 
 
-def _alone(e: Equation, split: Split, mesh: Mesh) -> Plan:
-    """The plan of a program of nothing else."""
+def _alone(e: Equation, split: Split, mesh: Mesh, seen: list[bool]) -> Plan:
+    """The plan of a program of nothing else; when it is partitioned, ``seen`` gets whether windows are fetched."""
     rule = e.rule
     assert rule is not None
+    run = rule.local
+
+    def local(shards: Shards, *parts: Any) -> Any:
+        found = run(shards, *parts) if run is not None else None
+        seen.append(bool(shards.fetched))
+        return found
+
     inputs = [dataclasses.replace(v) if isinstance(v, Value) else v for v in e.inputs]
     outputs = [dataclasses.replace(v) for v in e.outputs]
-    alone = dataclasses.replace(e, inputs=tuple(inputs), outputs=tuple(outputs))
+    watched = rule if run is None else dataclasses.replace(rule, local=local)
+    alone = dataclasses.replace(e, rule=watched, inputs=tuple(inputs), outputs=tuple(outputs))
     shardings = {v: operand_sharding(rule, i, split) for i, v in enumerate(inputs) if isinstance(v, Value)}
     values = tuple(shardings)
     made = {v: result_sharding(rule, i, split) for i, v in enumerate(outputs)}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import numpy as np
 
 from gshard.analysis.machine import Machine
+from gshard.analysis.network import interchangeable
 from gshard.analysis.step_times import StepTimes
 from gshard.comm.steps import Step
 from gshard.core.mesh import Atoms, Mesh
@@ -22,7 +23,7 @@ from gshard.passes.device_program import PRODUCT, Kernel, flops, is_looked_up, k
 from gshard.passes.moves import Moves, has_many
 from gshard.passes.objective import Windows
 from gshard.passes.ways import share
-from gshard.search.emitted import Emitted, as_kernel, emitted_alone, has_own_way
+from gshard.search.emitted import Emitted, as_kernel, own_ways
 from gshard.solver.problem import Floats
 
 # Of the time that a state's bytes take to read: among equals the one that takes less memory.
@@ -48,11 +49,19 @@ class Seconds(Moves):
         self.machine, self.tie, self.fuses = machine, _FOLLOWS, True
         self.a_byte = self.a_byte_stacked = _TIE / machine.memory_bandwidth
         self.times = StepTimes(machine, joined)
-        self._own_ways: dict[object, Emitted] = {}
+        # How many of each of the atoms that can take each other's places an axis has.
+        alike = interchangeable(mesh, machine)
+        self._places = {
+            name: tuple(sum(a in own for a in some) for some in alike) for name, own in self.atoms_of.items()
+        }
+        self._own_ways = own_ways(on_machine(mesh, machine), machine)  # what messages share changes nothing of it
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         atoms = tuple(a for name in step.atoms for a in self.atoms_of.get(name, (name,)))
         return self.times.seconds(step, shape, itemsize, mesh, among=(self.mesh, atoms))
+
+    def price_class(self, step: Step) -> Hashable:
+        return self.times.price_class(step, self._coarse, self._places)
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Equations as they are fused."""
@@ -103,14 +112,7 @@ class Seconds(Moves):
 
     def own(self, e: Equation, split: Split) -> Emitted | None:
         """What is emitted for an equation that runs on shards in a way of its own; None for others."""
-        rule = e.rule
-        assert rule is not None
-        if not has_own_way(rule, split):
-            return None
-        key = rule, tuple(sorted(split.items())), tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
-        if key not in self._own_ways:
-            self._own_ways[key] = emitted_alone(e, split, self.mesh, self.machine)
-        return self._own_ways[key]
+        return self._own_ways.of(e, split)
 
     def work(self, e: Equation, products: float, others: float, moved: float) -> float:
         """Of one kernel on one device.

@@ -15,6 +15,7 @@ import numpy as np
 from gshard.solver.problem import Floats, Ints, Problem, accumulated, offsets
 
 PADDING = 10_000  # entries that a batch may hold in vain: about what one more batch would cost in time
+LARGE = 4  # times as many states as edges: each table is in one run of memory, as numpy goes through it fastest
 BATCH = 40_000  # entries of a batch that is not one edge: what is added to them stays in the processor's cache
 HELD = 256  # moments whose bytes are kept: repairs come back to the same ones
 
@@ -138,20 +139,48 @@ class Flat:
         rows = np.arange(int(self.size[a].max()))[:, None]
         columns = np.arange(int(self.size[b].max()))[:, None]
         row, column = np.minimum(rows, self.size[a] - 1), np.minimum(columns, self.size[b] - 1)
-        swap = self.problem.ends[edges, 0] != a
-        row_step, column_step = np.where(swap, 1, self.size[b]), np.where(swap, self.size[a], 1)
-        entry = (self.table_first[edges] + row * row_step)[:, None, :] + (column * column_step)[None, :, :]
+        tables = self._large(edges, a, row, column) if edges.size * LARGE <= rows.size else None
+        if tables is None:
+            swap = self.problem.ends[edges, 0] != a
+            row_step, column_step = np.where(swap, 1, self.size[b]), np.where(swap, self.size[a], 1)
+            entry = (self.table_first[edges] + row * row_step)[:, None, :] + (column * column_step)[None, :, :]
+            tables = self.table[entry]
         states_a, states_b = self.first[a] + row, self.first[b] + column
         end = self.cost.size
         into_a = np.where(rows < self.size[a], states_a, end)
         into_b = np.where(columns < self.size[b], states_b, end)
-        return self.table[entry], states_a, states_b, into_a, into_b
+        return tables, states_a, states_b, into_a, into_b
+
+    def _large(self, edges: Ints, a: Ints, row: Ints, column: Ints) -> Floats:
+        """The tables of few edges between nodes of many states: edge by edge in memory."""
+        found = np.empty((edges.size, row.shape[0], column.shape[0]))
+        for k, edge in enumerate(edges.tolist()):
+            u, v = self.problem.ends[edge]
+            first, size = self.table_first[edge], (self.size[u], self.size[v])
+            own = self.table[first : first + size[0] * size[1]].reshape(size)
+            own = own if u == a[k] else own.T
+            found[k] = own if own.shape == found.shape[1:] else own[np.ix_(row[:, k], column[:, k])]
+        return found.transpose(1, 2, 0)
 
     def best(self, values: Floats) -> Ints:
         """The cheapest state of each node, the first of equals."""
         least = np.repeat(np.minimum.reduceat(values, self.first[:-1]), self.size) if values.size else values
         at = np.flatnonzero(values == least)
         return at[np.unique(self.owner[at], return_index=True)[1]] - self.first[:-1]
+
+
+def least(tables: Floats, costs: Floats, axis: int) -> Floats:
+    """float64 [states, edges]: the least of tables and what the states of one end cost, over these.
+
+    Args:
+        tables: [states of a, states of b, edges], as ``Flat.padded`` makes them.
+        costs: [states of that end, edges].
+        axis: the end: 0 for a, 1 for b.
+    """
+    if tables.strides[2] <= tables.strides[1]:
+        return (np.expand_dims(costs, 1 - axis) + tables).min(axis)  # type: ignore[no-any-return]
+    by_edge = np.expand_dims(np.ascontiguousarray(costs.T), 2 - axis)
+    return (by_edge + tables.transpose(2, 0, 1)).min(1 + axis).T  # type: ignore[no-any-return]
 
 
 def grouped(level: Ints, a: Ints, b: Ints) -> list[Ints]:

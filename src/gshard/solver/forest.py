@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gshard.solver.flat import Flat, grouped
+from gshard.solver.flat import Flat, grouped, least
 from gshard.solver.problem import Floats, Ints
 
 
@@ -41,7 +41,7 @@ class Forest:
         sums = []
         for edges, child, parent in self._groups:
             tables, a, b, _, into = flat.padded(edges, child, parent)
-            np.add.at(belief, into.ravel(), (belief[a][:, None, :] + tables).min(0).ravel())
+            np.add.at(belief, into.ravel(), least(tables, belief[a], 0).ravel())
             sums.append((tables, a, child, parent))
         found = np.where(self.inside, flat.best(belief[:-1]), states)
         for tables, a, child, parent in reversed(sums):

@@ -16,7 +16,7 @@ import dataclasses
 
 import numpy as np
 
-from gshard.solver.flat import Flat, grouped
+from gshard.solver.flat import Flat, grouped, least
 from gshard.solver.problem import Floats, Ints
 
 ROUNDING = 1e-11  # by which a bound is lowered, of the numbers that it is the sum of
@@ -136,15 +136,15 @@ class Messages:
         """New messages along the edges of a batch, and what they change in the sums of their receivers."""
         if forward:
             out = belief[batch.early_states] * batch.early_share - batch.to_early
-            new = (out[:, None, :] + batch.tables).min(0)
+            new = least(batch.tables, out, 0)
             old, into = batch.to_late, batch.late_into
         else:
             out = belief[batch.late_states] * batch.late_share - batch.to_late
-            new = (out[None, :, :] + batch.tables).min(1)
+            new = least(batch.tables, out, 1)
             old, into = batch.to_early, batch.early_into
-        least = new.min(0)
-        new -= least
-        sent += least.sum(), np.abs(least).sum()
+        lowest = new.min(0)
+        new = new - lowest
+        sent += lowest.sum(), np.abs(lowest).sum()
         np.add.at(belief, into.ravel(), (new - old).ravel())
         old[...] = new
 

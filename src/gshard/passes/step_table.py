@@ -1,0 +1,189 @@
+"""Step table: the steps between the shardings of arrays of one rank, and what they cost for an array of any shape.
+
+Which steps there are depends on the shape only through what divides evenly. So they are found once for each rank, for
+a shape that every cut divides, and for each shape numpy leaves out those whose cuts do not line up. What a step costs
+depends on few numbers: its class (``Moves.price_class``), the sizes of the parts before and after, and whether they are
+laid out anew. One step of each is priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gshard.comm.steps import ALL_GATHER, ALL_SLICE, ALL_TO_ALL, REDUCE_SCATTER, Step, is_exchange
+from gshard.core.mesh import Mesh
+from gshard.core.sharding import Sharding
+from gshard.solver.problem import Floats, Ints
+
+_OTHER, _CUT, _GATHERED, _SCATTERED, _TURNED, _EXCHANGED = range(6)
+_KINDS = {ALL_SLICE: _CUT, ALL_GATHER: _GATHERED, REDUCE_SCATTER: _SCATTERED, ALL_TO_ALL: _TURNED}
+
+
+class Priced(NamedTuple):
+    """A step, and the numbers that decide where it is possible and what it costs: kind, dimensions, devices, class."""
+
+    step: Step
+    numbers: tuple[int, int, int, int, int]
+
+
+def priced(step: Step, mesh: Mesh, price_class: int) -> Priced:
+    """A step over the axes of a mesh, with the number of its class (``Moves.price_class``)."""
+    kind = _EXCHANGED if is_exchange(step, mesh) else _KINDS.get(step.kind, _OTHER)
+    return Priced(step, (kind, max(step.dim, 0), max(step.to, 0), mesh.count(step.atoms), price_class))
+
+
+class StepTable:
+    """The steps between the shardings of arrays of one rank.
+
+    Args:
+        mesh: of the shardings' axes.
+        steps_from: the steps from a sharding, for a shape that every cut divides.
+    """
+
+    def __init__(self, mesh: Mesh, steps_from: Callable[[Sharding], Iterable[Priced]]):
+        self.mesh, self._steps_from = mesh, steps_from
+        self._places: dict[Sharding, int] = {}
+        self._steps: list[Step] = []
+        self._rows: list[tuple[int, ...]] = []  # of each step: begin, end, and its numbers
+        self._parts: list[list[int]] = []
+        self._made: tuple[Ints, Ints] | None = None
+        self._known: dict[int, tuple[Sequence[Sharding | None], Ints]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, shardings: Iterable[Sharding]) -> None:
+        """Adds shardings and all that steps lead to from them."""
+        queue = [s for s in dict.fromkeys(shardings) if s not in self._places]
+        for s in queue:
+            self._place(s)
+        for here in queue:  # which grows
+            begin = self._places[here]
+            for step, numbers in self._steps_from(here):
+                if (end := self._places.get(step.after)) is None:
+                    end = self._place(step.after)
+                    queue.append(step.after)
+                self._rows.append((begin, end, *numbers))
+                self._steps.append(step)
+        if queue:
+            self._made = None
+            self._known.clear()
+
+    def _place(self, sharding: Sharding) -> int:
+        self._places[sharding] = place = len(self._places)
+        self._parts.append([self.mesh.count(atoms) for atoms in sharding.dims])
+        return place
+
+    def places(self, shardings: Sequence[Sharding | None]) -> Ints:
+        """Where shardings are; -1 for those that are not here, and for None."""
+        known = self._known.get(id(shardings))
+        if known is None or known[0] is not shardings:
+            found = np.array([-1 if s is None else self._places.get(s, -1) for s in shardings], dtype=np.int64)
+            known = shardings, found
+            if len(shardings) > 1:
+                self._known[id(shardings)] = known
+        return known[1]
+
+    def _arrays(self) -> tuple[Ints, Ints]:
+        """int64 [7, steps]: the rows; int64 [shardings, dimensions]: into how many parts each is cut."""
+        if self._made is None:
+            rows = np.array(self._rows, dtype=np.int64).reshape(-1, 7).T.copy()
+            self._made = rows, np.array(self._parts, dtype=np.int64).reshape(len(self._parts), -1)
+        return self._made
+
+    def costs(
+        self, shape: tuple[int, ...], itemsize: int, price: Callable[[Step, tuple[int, ...], int, Mesh], float]
+    ) -> tuple[Ints, Ints, Floats]:
+        """The steps that an array of this global shape can take.
+
+        Args:
+            shape, itemsize: of the array.
+            price: what one step costs.
+
+        Returns:
+            [steps] each: the places that they lead from and to, and what they cost.
+        """
+        (begins, ends, kind, dim, to, devices, classes), parts = self._arrays()
+        if not begins.size:
+            return begins, ends, np.zeros(0)
+        n = np.array(shape, dtype=np.int64)
+        local = -(-n // parts)
+        possible, uneven = _fitting(n, parts[begins], parts[ends], kind, dim, to, devices)
+        # Parts are laid out anew if there is more than one element before the dimension, or between the two.
+        several = np.minimum(local[begins], local[ends]) > 1
+        before = np.concatenate([np.zeros((begins.size, 1), np.int64), several.cumsum(1)], 1)
+        at = np.arange(begins.size)
+        gathers = (kind == _GATHERED) | (kind == _SCATTERED)
+        anew = np.where(kind == _TURNED, before[at, np.maximum(dim, to)] - before[at, np.minimum(dim, to)], 0)
+        anew = np.where(gathers, before[at, dim], anew) > 0
+        sizes, size = np.unique(local.prod(1), return_inverse=True)
+        key = ((classes * sizes.size + size[begins]) * sizes.size + size[ends]) * (int(uneven.max()) + 1) + uneven
+        chosen = np.flatnonzero(possible)
+        _, first, which = np.unique((2 * key + anew)[chosen], return_index=True, return_inverse=True)
+        priced = np.array([price(self._steps[k], shape, itemsize, self.mesh) for k in chosen[first].tolist()])
+        return begins[chosen], ends[chosen], priced[which] if which.size else np.zeros(0)
+
+
+def _fitting(
+    n: Ints, before: Ints, after: Ints, kind: Ints, dim: Ints, to: Ints, devices: Ints
+) -> tuple[NDArray[np.bool_], Ints]:
+    """Which steps cuts of these sizes allow; and a number for the size and parts of what does not divide evenly.
+
+    Args:
+        n: the global shape.
+        before, after: int64 [steps, dimensions]: into how many parts each dimension is cut.
+        kind, dim, to, devices: of the steps.
+    """
+    possible, odd = np.ones(kind.size, bool), np.full(kind.size, -1)
+    if not n.size:
+        return possible, np.zeros(kind.size, np.int64)
+    at = np.arange(kind.size)
+    size, have, left = n[dim], before[at, dim], after[at, dim]
+    turned, cut = kind == _TURNED, (kind == _CUT) | (kind == _SCATTERED)
+    possible[cut] = _aligned(size, have, devices)[cut]
+    other, there = n[to], before[at, to]
+    possible[turned] = (_aligned(size, left, devices) & _aligned(other, there, devices))[turned]
+    exchanged = kind == _EXCHANGED
+    possible[exchanged] = (n % np.lcm(before[exchanged], after[exchanged]) == 0).all(1)
+    odd = np.where((kind == _GATHERED) & ~_aligned(size, left, devices), size * (before.max() + 1) + have, odd)
+    odd = np.where((kind == _SCATTERED) & (size % (have * devices) > 0), size * (before.max() + 1) + have, odd)
+    odd = np.where(turned & (other % (there * devices) > 0), other * (before.max() + 1) + there, odd)
+    return possible, np.unique(odd, return_inverse=True)[1].reshape(-1)
+
+
+def _aligned(n: Ints, parts: Ints, more: Ints) -> NDArray[np.bool_]:
+    """As ``comm.steps.aligned``."""
+    return (parts == 1) | (-(-n // parts) == more * -(-n // (parts * more)))
+
+
+def shortest(begins: Ints, ends: Ints, costs: Floats, places: int, sources: Ints) -> Floats:
+    """float64 [sources, places]: the lengths of the shortest ways; ``inf`` where none leads.
+
+    Args:
+        begins, ends, costs: of the steps.
+        places: how many there are.
+        sources: from which of them.
+    """
+    # Steps in layers, in each of which every place is entered once: a layer is one numpy operation for all sources.
+    order = np.argsort(ends, kind="stable")
+    entered, first = np.unique(ends[order], return_index=True)
+    layer = np.arange(ends.size) - np.repeat(first, np.diff(np.append(first, ends.size)))
+    again = np.argsort(layer, kind="stable")
+    order, layer = order[again], layer[again]
+    begins, ends, costs = begins[order], ends[order], costs[order, None]
+    found = np.full((places, sources.size), np.inf)
+    found[sources, np.arange(sources.size)] = 0.0
+    changed = np.isfinite(found).any(1)
+    while True:
+        active = np.flatnonzero(changed[begins])
+        if not active.size:
+            return found.T.copy()
+        last = found.copy()
+        for some in np.split(active, np.flatnonzero(np.diff(layer[active])) + 1):
+            into = ends[some]
+            found[into] = np.minimum(found[into], found[begins[some]] + costs[some])
+        changed = (found != last).any(1)

@@ -1,0 +1,81 @@
+"""Equations that run on shards in ways of their own: what is traced to price them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gshard
+from gshard.analysis.machine import Machine
+from gshard.analysis.network import interchangeable
+from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import tables
+from gshard.core.program import Program
+from gshard.passes.moves import axes_of
+from gshard.passes.trace import trace
+from gshard.passes.ways import components, splits
+from gshard.search import emitted
+from gshard.search.emitted import OwnWays, emitted_alone, has_own_way
+from gshard.search.propagated import propagated
+from gshard.search.seconds import on_machine
+
+MESH = Mesh.abstract(a=2, b=2, c=2)
+
+
+def stencil(x: Any) -> Any:
+    return x[1:-1, :, 2:] + jnp.pad(x, ((0, 0), (1, 2), (0, 0)))[1:-1, 1:-2, 2:] + jnp.cumsum(x, 1)[2:, :, :-2]
+
+
+def program() -> Program:
+    return trace(stencil, jax.ShapeDtypeStruct((10, 8, 9), jnp.float32))
+
+
+@pytest.mark.parametrize("name", ["h100", "h100:4x2"])
+def test_axes_in_each_others_places_change_no_time(name: str) -> None:
+    """All that is emitted, and each window, as if the split itself were traced; windows name the split's own axes."""
+    machine = Machine.of(name, MESH.size)
+    mesh = on_machine(MESH, machine)
+    ways, compared = OwnWays(mesh, machine), 0
+    with tables():
+        for e in program().block.walk():
+            assert e.rule is not None
+            own = [s for s in splits(e.rule, components(e.rule)[0], mesh, axes_of(mesh)) if has_own_way(e.rule, s)]
+            for split in own[::8]:
+                found, expected = ways.of(e, split), emitted_alone(e, split, mesh, machine)
+                assert found is not None
+                assert found.seconds == pytest.approx(expected.seconds, rel=1e-12)
+                assert [w[:2] for w in found.windows] == [w[:2] for w in expected.windows]
+                for got, want in zip(found.windows, expected.windows, strict=True):
+                    assert got.cost == pytest.approx(want.cost, rel=1e-12)
+                compared += 1
+    assert compared > 5
+
+
+def test_axes_across_a_network_keep_their_places() -> None:
+    assert interchangeable(MESH, Machine.of("h100:4x2")) == (("a", "b"), ("c",))
+    assert all(len(alike) == 1 for alike in interchangeable(MESH, Machine.of("v5p", 8)))
+
+
+@pytest.mark.parametrize("mode", ["wrap", pytest.param("symmetric", marks=pytest.mark.slow)])
+def test_few_ways_of_a_padding_are_traced(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some thousand ways to split the equations of one padding, on three axes."""
+    traced: list[Any] = []
+
+    def counted(*args: Any) -> Any:
+        traced.append(args)
+        return emitted_alone(*args)
+
+    monkeypatch.setattr(emitted, "emitted_alone", counted)
+
+    def padded(v: Any, w: Any) -> Any:
+        return jnp.pad(v, [(0, 2), (1, 0), (3, 2)], mode=mode), 2 * gshard.split(w, 0, ("b", "c"))
+
+    shapes = jax.ShapeDtypeStruct((19, 9, 12), jnp.uint32), jax.ShapeDtypeStruct((16, 4), jnp.float32)
+    machine = Machine.of("h100", MESH.size)
+    found = propagated(trace(padded, *shapes), on_machine(MESH, machine), machine)
+    assert found[0].cost is not None
+    assert 0 < len(traced) <= 120
+    assert len({(e.rule, tuple(sorted(split.items()))) for e, split, *_ in traced}) == len(traced)
