@@ -368,7 +368,7 @@ class _Builder:
         def find() -> Iterable[Sharding]:
             if kept is not None:
                 return (kept if uneven else cut_evenly(kept, v.shape, self.mesh),)
-            equal = (s for s in own if not s.unreduced and (uneven or s.is_even(self.mesh, v.shape)))
+            equal = (s if uneven else cut_evenly(s, v.shape, self.mesh) for s in own if not s.unreduced)
             return dict.fromkeys((*self._shardings(v, even=not uneven), *equal))
 
         return self.once.states(("leaves", self.kinds[v], id(own), kept), find)
