@@ -279,7 +279,7 @@ def experts(p: Any, tokens: Any, *, batch: Any = "x", expert: Any = None) -> Any
     gates = jax.nn.softmax(x @ p["gate"])
     place = jnp.cumsum(jax.nn.one_hot(jnp.argmax(gates, -1), 3), 1)
     chosen = jax.nn.one_hot(jnp.argmax(gates, -1), 3)
-    slots = jax.nn.one_hot((place * chosen).sum(-1) - 1, 24)
+    slots = jax.nn.one_hot((place * chosen).sum(-1).astype(jnp.int32) - 1, 24)
     dispatch = chosen[..., None] * slots[:, :, None]
     own = put(jnp.einsum("bsec,bsm->ebcm", dispatch, x), expert)
     h = jax.nn.gelu(jnp.einsum("ebcm,emh->ebch", own, put(p["up"], expert)))
