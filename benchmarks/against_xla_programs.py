@@ -17,6 +17,7 @@ the further rounds of loops are added, for XLA counts a body once (``tests/flops
 
     python benchmarks/against_xla_programs.py                      all programs, about twenty minutes on two cores
     python benchmarks/against_xla_programs.py --only layers --only moves/roll [--jobs 2] [--json out.json]
+    python benchmarks/against_xla_programs.py --small              batches, heads and channels smaller than the mesh
 
 Programs run in child processes, so that one that makes XLA abort or hang loses nothing but itself: XLA then 'fails',
 and the program has no ratio. Where neither sends anything the ratio is 1. Where only XLA sends it counts as 1/100, for
@@ -52,13 +53,14 @@ from priced_hlo import seconds
 
 import flops
 import gshard
-from families import CASES, Case
+from families import CASES, SMALL, Case
 from gshard.analysis import hlo_collectives, hlo_parser
 from gshard.analysis.machine import Machine
 from gshard.analysis.peer import xla_function
 from gshard.passes.compile import named_sharding
 
 MACHINES = "cpu:8", "v5e:2x4", "h100:1x8"
+DEVICES, ONES = 8, {"cpu:8": "", "v5e:2x4": "1x", "h100:1x8": "1x"}
 LEAST = 0.01  # what a program in which only XLA sends counts in the mean
 PAGE = 4096  # less temporary memory counts as much as this
 FEW = 4096  # fewer FLOPs count as much as this
@@ -68,14 +70,20 @@ ROUNDING = 4  # unless it is no more than so many times as far as those of one d
 CHANCES = "its own arguments", "our arguments"
 
 
-def measured(compiled: Any) -> dict[str, Any]:
+def machine_of(name: str, devices: int) -> Machine:
+    """A machine, or one of its kind with as many devices."""
+    machine = Machine.of(name)
+    return machine if devices == DEVICES else Machine.of(f"{name.split(':')[0]}:{ONES[name]}{devices}")
+
+
+def measured(compiled: Any, devices: int) -> dict[str, Any]:
     text = compiled.as_text()
     kinds = hlo_collectives.summary(hlo_collectives.collectives(text))
     total = sum(n for _, n in kinds.values())
     memory = compiled.memory_analysis().temp_size_in_bytes
     at_best = total - reduce_scatters_missed(text)
     work = flops.executed(compiled)
-    times = {name: seconds(text, Machine.of(name)) for name in MACHINES}
+    times = {name: seconds(text, machine_of(name, devices)) for name in MACHINES}
     return {"bytes": total, "at_best": at_best, "kinds": kinds, "memory": memory, "flops": work, "seconds": times}
 
 
@@ -153,7 +161,7 @@ def difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray], exac
 
 def run(case: Case) -> Iterable[dict[str, Any]]:
     """Measures one program: our side first, then each chance of XLA's."""
-    arguments = case.arguments
+    arguments, mesh = case.arguments, case.jax_mesh
     expected = [np.asarray(x) for x in jax.tree.leaves(jax.jit(case.function)(*arguments))]
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, arguments)
@@ -161,16 +169,17 @@ def run(case: Case) -> Iterable[dict[str, Any]]:
     near = max(NEAR, ROUNDING * difference(expected, expected, exact))
 
     def compared(compiled: Any) -> dict[str, Any]:
-        return {**measured(compiled), "off": difference(results_of(compiled, flat), expected, exact), "near": near}
+        off = difference(results_of(compiled, flat), expected, exact)
+        return {**measured(compiled, mesh.size), "off": off, "near": near}
 
-    lowered = gshard.jit(case.function, mesh=case.jax_mesh).lower(*arguments)
+    lowered = gshard.jit(case.function, mesh=mesh).lower(*arguments)
     program, spmd = lowered.program, lowered.spmd
     flat = [*program.captured, *jax.tree.leaves(arguments)]
     predicted = sum(c.total_bytes for c in spmd.collectives)
     ours = compared(lowered.executable.compiled)
     known = {str(spmd.jaxpr): ours}
     for name in MACHINES:
-        planned = gshard.jit(case.function, mesh=case.jax_mesh, machine=name).lower(*arguments)
+        planned = gshard.jit(case.function, mesh=mesh, machine=machine_of(name, mesh.size)).lower(*arguments)
         text = str(planned.spmd.jaxpr)
         if text not in known:
             known[text] = compared(planned.executable.compiled)
@@ -188,7 +197,7 @@ def run(case: Case) -> Iterable[dict[str, Any]]:
 def child(names: Sequence[str]) -> None:
     for name in names:
         try:
-            for result in run(CASES[name]):
+            for result in run({**CASES, **SMALL}[name]):
                 print(json.dumps({"name": name, **result}), flush=True)
         except Exception as error:  # ours: XLA's are caught where they happen
             text = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -333,6 +342,7 @@ def as_predicted(ours: dict[str, Any]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="programs whose name contains this")
+    parser.add_argument("--small", action="store_true", help="the programs with dimensions smaller than the mesh")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--json", type=Path, help="write all that was measured")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
@@ -340,7 +350,8 @@ def main() -> None:
     if options.child:
         child(options.child)
         return
-    names = [name for name in CASES if not options.only or any(text in name for text in options.only)]
+    programs = SMALL if options.small else CASES
+    names = [name for name in programs if not options.only or any(text in name for text in options.only)]
     machines = "".join(f"{m:>9}" for m in MACHINES)
     print(f"{'program':<42}{machines}   {'gshard: bytes, collectives':<36}{'XLA':<36} ratio   flops   temps")
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:

@@ -11,7 +11,7 @@ import pytest
 
 import gshard
 from emitted import emitted, reported
-from families import CASES
+from families import CASES, SMALL, Case
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "against_xla_programs.py"
 
@@ -41,9 +41,8 @@ def test_arguments_are_the_same_for_a_program_and_its_gradient() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_every_operator_has_a_rule_and_what_is_reported_is_emitted(name: str) -> None:
-    case = CASES[name]
+@pytest.mark.parametrize("case", [*CASES.values(), *SMALL.values()], ids=lambda case: case.name)
+def test_every_operator_has_a_rule_and_what_is_reported_is_emitted(case: Case) -> None:
     lowered = gshard.jit(case.function, mesh=case.jax_mesh, strict=True).lower(*case.arguments)
     spmd = lowered.spmd
     assert emitted(spmd.jaxpr, lowered.mesh.atom_sizes) == reported(spmd.collectives)

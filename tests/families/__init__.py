@@ -1,7 +1,7 @@
 """Programs: what people partition, in small, each with few marks.
 
 A family is a module. ``CASES`` holds all cases by name: a program, the mesh it is meant for and its arguments. The
-gradient of a program is a case of its own.
+gradient of a program is a case of its own. ``SMALL`` holds programs with dimensions smaller than the mesh.
 """
 
 from families import (
@@ -12,6 +12,7 @@ from families import (
     loops,
     moves,
     order,
+    small_dimensions,
     statistics,
     training,
     vocabulary,
@@ -23,3 +24,4 @@ FAMILIES = (
     layers, training, experts, vocabulary, contractions, statistics, moves, order, indexing, windows, loops
 )  # fmt: skip
 CASES: dict[str, Case] = {case.name: case for family in FAMILIES for case in family.CASES.cases}
+SMALL: dict[str, Case] = {case.name: case for case in small_dimensions.CASES.cases}

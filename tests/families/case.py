@@ -40,7 +40,7 @@ class Case:
 
     Attributes:
         name: ``family/program``, with ``'`` for its gradient.
-        mesh: sizes of the axes; eight devices in all.
+        mesh: sizes of the axes; eight devices in all, or fewer.
         function: of arrays, with marks.
         shapes: pytrees of shapes (normal float32) and ``Whole``, one for each argument.
     """

@@ -11,10 +11,10 @@ Equations of one rule whose arrays are sharded alike have the same candidates: t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gshard.core.mesh import Mesh
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Equation, Value, itemsize
 from gshard.core.rule import PARALLEL, Rule
@@ -59,22 +59,13 @@ def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
         return (rule.fixed(mesh),)
     if rule.manual is not None:
         return (rule.manual.pinned(mesh),)
-    tensors = [
-        (x.bytes, project(dims, x.sharding.dims, rule.factors, mesh))
-        for x, dims in zip(arrays, (*rule.operands, *rule.results), strict=True)
-        if x is not None
-    ]
-    claims = [claim for _, claim in sorted(tensors, key=lambda t: -t[0]) if claim]
+    claims = _claims(rule, arrays, mesh)
     found: dict[tuple[tuple[int, tuple[str, ...]], ...], Split] = {}
 
     def note(split: Split) -> None:
-        found.setdefault(tuple(sorted((f, a) for f, a in split.items() if a)), split)
+        found.setdefault(key_of(split), split)
 
-    leaders = [*claims, *({f: atoms} for claim in claims if len(claim) > 1 for f, atoms in claim.items())]
-    for leader in leaders:
-        split = _extend({}, leader, rule, mesh)
-        for claim in claims:
-            split = _extend(split, claim, rule, mesh)
+    for split in _led(rule, claims, mesh):
         note(split)
     for split in list(found.values()) or [{}]:
         for moved in _with_moved_axes(rule, split, arrays, mesh):
@@ -92,6 +83,37 @@ def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
             moved = _extend(moved, claim, rule, mesh)
         note(moved)
     return tuple(found.values())
+
+
+def led(rule: Rule, arrays: Arrays, mesh: Mesh) -> list[Split]:
+    """The candidates in which some array stays as it is sharded, as far as the equation can be split so."""
+    return [] if rule.fixed is not None or rule.manual is not None else _led(rule, _claims(rule, arrays, mesh), mesh)
+
+
+def key_of(split: Split) -> tuple[tuple[int, Atoms], ...]:
+    """Equal for equal splits."""
+    return tuple(sorted((f, atoms) for f, atoms in split.items() if atoms))
+
+
+def _claims(rule: Rule, arrays: Arrays, mesh: Mesh) -> list[Split]:
+    """What the arrays say about the factors, that of the largest array first."""
+    tensors = [
+        (x.bytes, project(dims, x.sharding.dims, rule.factors, mesh))
+        for x, dims in zip(arrays, (*rule.operands, *rule.results), strict=True)
+        if x is not None
+    ]
+    return [claim for _, claim in sorted(tensors, key=lambda t: -t[0]) if claim]
+
+
+def _led(rule: Rule, claims: Sequence[Split], mesh: Mesh) -> list[Split]:
+    leaders = [*claims, *({f: atoms} for claim in claims if len(claim) > 1 for f, atoms in claim.items())]
+    found = []
+    for leader in leaders:
+        split = _extend({}, leader, rule, mesh)
+        for claim in claims:
+            split = _extend(split, claim, rule, mesh)
+        found.append(split)
+    return found
 
 
 def _extend(split: Split, claim: Split, rule: Rule, mesh: Mesh) -> Split:

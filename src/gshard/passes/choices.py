@@ -93,7 +93,7 @@ class _Builder:
         groups = self.bundles.members
         self.names = [next((named[v] for v in own if v in named), f"%{own[0].index}") for own in groups]
         self.windows = SharedWindows(program.block)
-        self.ways: dict[object, tuple[tuple[Split, ...], tuple[Split, ...]]] = {}
+        self.ways: dict[object, tuple[tuple[Split, ...], float]] = {}
         self.options: dict[tuple[Equation, Component], tuple[int, tuple[Split, ...]]] = {}
         self.readings: dict[Value, tuple[int, Sequence[Sharding]]] = {}
         self.leaves: dict[Value, tuple[int, Sequence[Sharding]]] = {}
@@ -101,18 +101,18 @@ class _Builder:
         self.brought: list[Brought] = []
 
     def graph(self) -> Graph:
-        marked: dict[Equation, tuple[Split, ...]] = {}
+        asked: dict[Equation, float] = {}
         for e in self.program.block.walk():
             if e.rule is None or e in self.bundles.tied:
                 continue
             for component in components(e.rule):
-                ways, marked[e] = self._ways(e, component)
+                ways, asked[e] = self._ways(e, component)
                 self.options[e, component] = self._node(len(ways), f"{e.name} at {e.line}"), ways
         self.objective.visit(s for states in self.states for s in states)
         for (e, _), (_, ways) in self.options.items():
             self.objective.visit(met_in(_rule(e), ways))
         for kernel, times in self.objective.kernels(self.program.block):
-            self._work(kernel, times, marked.get(kernel.equation, ()))
+            self._work(kernel, times, asked.get(kernel.equation, np.inf))
         for v, receivers in self.windows.shared():
             self._fetched_once(v, receivers)
         for (e, component), (node, ways) in self.options.items():
@@ -177,8 +177,8 @@ class _Builder:
 
         return self.once.table(("otherwise", kinds, id(states)), find)
 
-    def _ways(self, e: Equation, component: Component) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
-        """The splits of an equation, and those that the facts suggest."""
+    def _ways(self, e: Equation, component: Component) -> tuple[tuple[Split, ...], float]:
+        """The splits of an equation, and the largest share of its work that a device has as the marks ask."""
         rule = _rule(e)
         of, unreduced = self.bundles.of, self.bundles.unreduced
         partial = any(isinstance(v, Value) and of[v] in unreduced for v in e.inputs)
@@ -196,7 +196,7 @@ class _Builder:
         values = [v for i in operands if isinstance(v := e.inputs[i], Value)]
         return any(monoid in self.bundles.unreduced.get(self.bundles.of[v], ()) for v in values)
 
-    def _work(self, kernel: Kernel, times: int, marked: Sequence[Split]) -> None:
+    def _work(self, kernel: Kernel, times: int, asked: float) -> None:
         """Adds what a kernel takes to what decides how much of it a device does: an option, or a bundle."""
         e = kernel.equation
         if kernel.kind in (REGION, PASSING) or e.rule is None:
@@ -208,7 +208,7 @@ class _Builder:
             table = self.once.table(("work", alike, id(own)), lambda: objective.of_shardings(kernel, own))
         else:
             k, ways = self.options[e, components(e.rule)[0]]
-            table = self.once.table(("work", alike, id(ways)), lambda: objective.of_splits(kernel, ways, marked))
+            table = self.once.table(("work", alike, id(ways)), lambda: objective.of_splits(kernel, ways, asked))
             for state, window in objective.windows(e, ways):
                 self.windows.add(e, ways[state], window, (k, state), times * min(window.cost, table[state]))
         self.costs[k] = self.once.plus(self.costs[k], times, table)
@@ -368,7 +368,7 @@ class _Builder:
         def find() -> Iterable[Sharding]:
             if kept is not None:
                 return (kept if uneven else cut_evenly(kept, v.shape, self.mesh),)
-            equal = (s for s in own if not s.unreduced and (uneven or s.is_even(self.mesh, v.shape)))
+            equal = (s if uneven else cut_evenly(s, v.shape, self.mesh) for s in own if not s.unreduced)
             return dict.fromkeys((*self._shardings(v, even=not uneven), *equal))
 
         return self.once.states(("leaves", self.kinds[v], id(own), kept), find)

@@ -87,10 +87,10 @@ class Objective(Protocol):
         """Kernels of which this is equal cost alike, where they are split alike."""
         ...
 
-    def of_splits(self, kernel: Kernel, ways: Sequence[Split], marked: Sequence[Split]) -> Floats:
+    def of_splits(self, kernel: Kernel, ways: Sequence[Split], asked: float) -> Floats:
         """float64 [ways]: one run of a kernel, its equation split so.
 
-        ``marked`` are the splits that the marks ask for; empty where nothing is known of them.
+        ``asked`` is the largest share of its work that a device has as the marks ask; ``inf`` where that is not known.
         """
         ...
 
@@ -127,7 +127,7 @@ class Bytes(Moves):
     def alike(self, kernel: Kernel) -> Hashable:
         return kernel.equation.rule, kernel.writes[0].shape if kernel.writes else ()
 
-    def of_splits(self, kernel: Kernel, ways: Sequence[Split], marked: Sequence[Split]) -> Floats:
+    def of_splits(self, kernel: Kernel, ways: Sequence[Split], asked: float) -> Floats:
         rule = kernel.equation.rule
         assert rule is not None
         done = np.array([rule.flops * share(rule, split, self.mesh) for split in ways])
@@ -137,10 +137,10 @@ class Bytes(Moves):
         sent = [rule.sends(self.mesh, split) if rule.sends is not None else 0 for split in ways]
         # Nothing that takes long is computed more often than the marks say, to send less. That it is computed less
         # often than they say is worth what it is worth on most machines.
-        asked = min((rule.flops * share(rule, split, self.mesh) for split in marked), default=math.inf)
+        limit = rule.flops * asked if rule.flops else 0.0
         price = PRODUCT if _takes_long(rule) else OTHER
         spared = _SPARED if is_product(rule) else OTHER
-        worked = price * np.maximum(alone - asked, 0) + spared * (np.minimum(alone, asked) + with_parts)
+        worked = price * np.maximum(alone - limit, 0) + spared * (np.minimum(alone, limit) + with_parts)
         return worked + np.array(sent)  # type: ignore[no-any-return]
 
     def windows(self, e: Equation, ways: Sequence[Split]) -> Iterable[tuple[int, Windows]]:

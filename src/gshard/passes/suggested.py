@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 from gshard.core.mark import Demand
@@ -10,11 +11,11 @@ from gshard.core.program import Equation, Value
 from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
-from gshard.passes.candidates import Arrays, arrays_of, candidates
+from gshard.passes.candidates import Arrays, arrays_of, candidates, key_of, led
 from gshard.passes.facts import Facts
 from gshard.passes.kinds import Kinds, kinds_at
 from gshard.passes.moves import has_many, is_made_of
-from gshard.passes.ways import Component, places_of, shardings, splits
+from gshard.passes.ways import Component, places_of, shardings, share, splits
 
 
 def arrays_as(e: Equation, facts: Facts) -> tuple[Arrays, ...]:
@@ -103,8 +104,10 @@ def ways_as(
     axes: tuple[Atoms, ...],
     barred: frozenset[str] = frozenset(),
     pinned: Split | None = None,
-) -> tuple[tuple[Split, ...], tuple[Split, ...]]:
-    """The splits of a component of an equation over whole axes and those that its arrays suggest; the latter alone.
+) -> tuple[tuple[Split, ...], float]:
+    """The splits of a component of an equation over whole axes and those that its arrays suggest; what is asked for.
+
+    The latter is the largest share of its work that a device has as the marks ask (``_asked``); ``inf`` if they do not.
 
     Args:
         rule, component: which.
@@ -116,7 +119,7 @@ def ways_as(
         pinned: factors that are split over these all the same, in every way.
     """
     if rule.manual is not None:
-        return splits(rule, component, mesh, axes, passing, pinned=tuple((pinned or {}).items())), ()
+        return splits(rule, component, mesh, axes, passing, pinned=tuple((pinned or {}).items())), math.inf
     near = [s for own in arrays for s in candidates(rule, own, mesh)] if rule.fixed is None else []
     near = [s for s in near if barred.isdisjoint(a for atoms in s.values() for a in atoms)] if barred else near
     suggested = tuple({f: a for f, a in s.items() if f in component.factors} for s in near)
@@ -128,10 +131,25 @@ def ways_as(
         own_factors = ({f: atoms for f, atoms in split.items() if f in component.factors} for split in first)
         expected = tuple(dict.fromkeys(places_of(split, axes) for split in own_factors))
     found = splits(rule, component, mesh, axes, passing, uneven, expected)
-    known = {_key(split) for split in found}
-    new = {_key(s): s for s in suggested if all(f >= 0 or f in passing for f, a in s.items() if a)}
-    return found + tuple(s for own, s in new.items() if own not in known), suggested
+    known = {key_of(split) for split in found}
+    new = {key_of(s): s for s in suggested if all(f >= 0 or f in passing for f, a in s.items() if a)}
+    stays = [s for own in arrays for s in led(rule, own, mesh)] if suggested else []
+    return found + tuple(s for own, s in new.items() if own not in known), _asked(rule, suggested, stays, mesh)
 
 
-def _key(split: Split) -> tuple[tuple[int, Atoms], ...]:
-    return tuple(sorted((f, atoms) for f, atoms in split.items() if atoms))
+def _asked(rule: Rule, suggested: Sequence[Split], stays: Sequence[Split], mesh: Mesh) -> float:
+    """The largest share of an equation's work that a device has as the marks ask.
+
+    It is that of the suggested splits with most parts. Those of a dimension smaller than the mesh are unequal: most
+    devices have one element or none. Where arrays that stay as they are sharded lead to unequal parts, these are what
+    is asked for, although another dimension could be cut in equal ones: to cut that one is not worth any price.
+    """
+    if not suggested:
+        return math.inf
+    most = max(_parts(split, mesh) for split in suggested)
+    unequal = [share(rule, split, mesh) for split in stays if _parts(split, mesh) == most]
+    return max(unequal, default=min(share(rule, split, mesh) for split in suggested))
+
+
+def _parts(split: Split, mesh: Mesh) -> int:
+    return math.prod(mesh.count(atoms) for f, atoms in split.items() if f >= 0)

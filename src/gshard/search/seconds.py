@@ -76,7 +76,7 @@ class Seconds(Moves):
         read = tuple(v.bytes for v in kernel.reads)
         return e.rule, kernel.kind, arrays, same, read, kernel.vector_flops, kernel.moved
 
-    def of_splits(self, kernel: Kernel, ways: Sequence[Split], marked: Sequence[Split]) -> Floats:
+    def of_splits(self, kernel: Kernel, ways: Sequence[Split], asked: float) -> Floats:
         """float64 [ways]: one run of a kernel, its equation split so, and what its own way to run on shards takes."""
         e = kernel.equation
         rule = e.rule
