@@ -120,6 +120,10 @@ class Jitted(OneObject):
         """The same function for another mesh."""
         return self._with(mesh=Mesh.of(mesh))
 
+    def planned_for(self, machine: str | Machine) -> Jitted:
+        """The same function for another machine."""
+        return self._with(machine=machine)
+
     def under(self, layout: Layout | None) -> Jitted:
         """The same function under another layout, its arguments without names."""
         return self._with(layout=layout, names=None)

@@ -123,13 +123,13 @@ def within_rounds(graph: Graph, chosen: Sequence[int] | Ints, classes: Ints | No
     too_much: set[int] = set()
     for e, found in held.items():
         largest = largest_of_round(e, here, graph.mesh)
-        brought = [size for (kind, _), own in found.items() for size, _ in own if kind == WHOLE]
+        brought = [size for (kind, _), sizes in found.items() for size, _ in sizes if kind == WHOLE]
         rooms = {WHOLE: max([largest, *brought]), STACKED: SMALL * largest, CARRIED: SMALL * largest + sum(brought)}
-        for (kind, _), own in sorted(found.items(), key=lambda pair: (-max(pair[1])[0], pair[0])):
-            if (size := sum(size for size, _ in own)) <= rooms[kind]:
-                rooms[kind] -= size
+        for (kind, _), sizes in sorted(found.items(), key=lambda pair: (max(pair[1])[0], *pair[0]), reverse=True):
+            if (every := sum(size for size, _ in sizes)) <= rooms[kind]:
+                rooms[kind] -= every
             else:
-                too_much.update(node for _, node in own)
+                too_much.update(node for _, node in sizes)
     if not too_much:
         return None
     costs = list(graph.problem.costs)

@@ -9,12 +9,14 @@ other neighbours, and layers may differ in turn.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
 from gshard.core.program import Block, Equation, Value, short_dtype
 from gshard.passes.graph import Graph
+from gshard.passes.objective import is_product
 from gshard.passes.ways import components
 from gshard.solver.problem import Ints
 
@@ -23,11 +25,31 @@ _PERIODS = 64  # lengths of a layer that are tried in each block, the most frequ
 
 def classes_of_layers(graph: Graph) -> Ints | None:
     """int64 [nodes]: the class of each unknown of a program's problem; None if no two are in one."""
+    blocks = list(_blocks(graph.program.block))
+    pairs = [list(_repeated(block.equations)) for block in blocks]
+    if not any(map(_has_layers, blocks, pairs)):
+        return None
     found = _Classes(graph)
-    for block in _blocks(graph.program.block):
-        for e, f in _repeated(block.equations):
-            found.tie_equations(e, f)
+    for e, f in itertools.chain(*pairs):
+        found.tie_equations(e, f)
     return found.numbered() if found.tied else None
+
+
+def _has_layers(block: Block, pairs: Sequence[tuple[Equation, Equation]]) -> bool:
+    """Whether layers are written out in a block: most of its products repeat.
+
+    Inside of a layer something repeats, too, such as the projections of keys and values, and so do the updates of an
+    optimizer. That is no reason to plan them alike.
+    """
+    repeated = {e for pair in pairs for e in pair}
+    products = [e for e in block.equations if _multiplies(e)]
+    return 2 * sum(e in repeated for e in products) > len(products)
+
+
+def _multiplies(e: Equation) -> bool:
+    return (e.rule is not None and is_product(e.rule)) or any(
+        q.rule is not None and is_product(q.rule) for body in e.blocks for q in body.walk()
+    )
 
 
 def _blocks(block: Block) -> Iterator[Block]:

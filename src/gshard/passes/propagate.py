@@ -85,7 +85,7 @@ def propagate(
     costs = objective(mesh, joined(mesh, axes_of(mesh, known), known))
     graph = graph_of(facts.program, costs, facts=facts, border=border)
     graph, chosen, gap = _chosen(graph)
-    plan = at_border(dataclasses.replace(decided(graph, chosen, facts), gap=gap), border)
+    plan = at_border(dataclasses.replace(decided(graph, chosen, facts), gap=gap, counted=costs.counted), border)
     if strict and plan.gathered:
         e = plan.gathered[0]
         because = "cannot be split" if e.rule is not None and e.rule.why else "has no rule"

@@ -45,7 +45,7 @@ class Seconds(Moves):
 
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
         super().__init__(mesh, axes)
-        self.machine, self.tie, self.fuses = machine, _FOLLOWS, True
+        self.machine, self.tie, self.fuses, self.counted = machine, _FOLLOWS, True, f"time on {machine.name}"
         self.a_byte = self.a_byte_stacked = _TIE / machine.memory_bandwidth
         self.times = StepTimes(machine, joined)
         self._own_ways: dict[object, Emitted] = {}
