@@ -40,9 +40,10 @@ def trained(ws: Any, x: Any) -> Any:
     return ws - 0.1 * jax.grad(loss)(ws)
 
 
-def gathered_for_one_product(x: Any, w: Any) -> Any:
-    """On v5p it is a collective matmul."""
-    return gshard.split(gshard.split(x, 0, "data") @ gshard.split(w, 0, "data"), 0, "data")
+def gathered_for_products(x: Any, w: Any, v: Any) -> Any:
+    """Tokens are gathered before the first product: on v5e it is a collective matmul."""
+    h = jax.nn.relu(gshard.split(x, 0, "data") @ gshard.split(w, 1, "data"))
+    return gshard.split(gshard.split(h, 1, "data") @ gshard.split(v, 0, "data"), 0, "data")
 
 
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
@@ -54,9 +55,9 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     ),
     "trained": (trained, (shape(4, 512, 512), shape(512, 512)), "h100:1x8"),
     "collective matmul": (
-        gathered_for_one_product,
-        (shape(8192, 8192, dtype="bfloat16"), shape(8192, 8192, dtype="bfloat16")),
-        "v5p:2x2x2",
+        gathered_for_products,
+        tuple(shape(*dims, dtype="bfloat16") for dims in ((8192, 4096), (4096, 16384), (16384, 4096))),
+        "v5e:2x4",
     ),
     "on cpus": (data_parallel, (shape(64, 128), shape(128, 64), shape(256, 64)), "cpu:8"),
 }
