@@ -67,7 +67,7 @@ def _explain(options: argparse.Namespace) -> None:
     f, arguments = _load(options, options.target, options.machine, force=with_xla)
     mesh = None if isinstance(f, Jitted) and not options.mesh else _mesh(options.mesh, options.machine)
     on = dict(mesh.axes) if with_xla and mesh is not None else mesh
-    found = explain(f, *arguments, mesh=on, finite=options.finite)
+    found = explain(f, *arguments, mesh=on, machine=options.machine, finite=options.finite)
     data = found.data(options.machine)
     print(found.format(tensors=0, collectives=8) if options.html else found)
     print(f"\n{found.verdict(options.machine)}\n\n{found.cost(options.machine)}")
@@ -182,7 +182,7 @@ def _plan_function(options: argparse.Namespace) -> None:
     )
     mesh = mesh_of(options.mesh or str(machine.size))
     jitted = f.on(mesh) if isinstance(f, Jitted) else jit(f, mesh=mesh, **asked)
-    found: Explanation = explain(jitted, *arguments)
+    found: Explanation = explain(jitted, *arguments, machine=machine)
     cost = found.cost(machine)
     memory = cost.memory
     rows = [

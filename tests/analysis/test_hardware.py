@@ -14,7 +14,7 @@ import gshard
 from gshard import Machine, Mesh, UnknownMachineWarning, split
 from gshard.analysis import hardware
 from gshard.analysis.cost import cost
-from gshard.analysis.hardware import kind_of_devices, machine_of, machine_to_order, unknown_devices
+from gshard.analysis.hardware import kind_of_devices, machine_of, machine_to_order, machine_to_plan_for, unknown_devices
 from gshard.remat.rematerialise import rematerialise
 
 CALLED = "NVIDIA L40S"
@@ -165,6 +165,22 @@ def test_planning_by_bytes_needs_no_model_and_explain_says_so(unknown: str) -> N
     for other in (named, recorded):
         assert line not in str(gshard.explain(other, *arguments()))
     assert line not in str(gshard.explain(loss, *arguments(), mesh=Mesh.abstract(d=8)))
+
+
+def test_plans_are_made_for_the_devices_at_hand() -> None:
+    for kind, machine in (("NVIDIA H100 80GB HBM3", "h100:1x8"), ("NVIDIA B200", "b200:1x8")):
+        mesh = mesh_of(device_kind=kind)
+        step, named = (gshard.jit(jax.grad(loss), mesh=mesh, machine=told) for told in (None, machine))
+        assert machine_to_plan_for(mesh) == Machine.of(machine)
+        assert step.lower(*arguments()).target == named.lower(*arguments()).target
+        assert str(step.lower(*arguments()).plan) == str(named.lower(*arguments()).plan)
+        told = gshard.explain(step, *arguments())
+        assert told.cost().seconds == gshard.explain(jax.grad(loss), *arguments(), mesh=mesh).cost().seconds
+        assert "was made" not in str(told.verdict())
+    nobody = mesh_of(), mesh_of(size=7, device_kind="TPU7x", platform="tpu"), Mesh.of({"d": 8}), Mesh.abstract(d=8)
+    for mesh in nobody:
+        assert machine_to_plan_for(mesh) is None
+        assert gshard.jit(jax.grad(loss), mesh=mesh).lower(*arguments()).target.machine is None
 
 
 def test_no_times_are_made_up(unknown: str) -> None:

@@ -68,7 +68,8 @@ class Explanation:
         layout: how many values each row of the layout applies to, which names are open, where the order of rules
             decided;
         unused: and what of it applies to nothing.
-        by_bytes: whether the plan is the one that sends least, and not one that was made for a machine.
+        machine: what the plan was made for; None if by bytes, or given.
+        by_bytes: whether it is the plan that sends least.
         dropped: what the program says and gshard does not keep: line, parameter, value, what is done instead.
     """
 
@@ -87,24 +88,24 @@ class Explanation:
     layout: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     by_bytes: bool = False
+    machine: Machine | None = None
     dropped: tuple[str, ...] = ()
 
     def cost(self, machine: Machine | str | None = None) -> Cost:
         """Time, FLOPs, bytes and memory of one call.
 
         Args:
-            machine: what it would run on, or the text of one (``v3:32x32``); None takes the devices of the mesh, and
-                CPUs for an abstract one.
+            machine: what it would run on, or the text of one (``v3:32x32``); None takes what the plan was made for, or
+                else the devices of the mesh, and CPUs for an abstract one. The plan stays as it is: to plan for
+                another machine, give it to ``explain``.
 
         Raises:
             MachineError: no such machine, or not as many devices as the mesh; none is named, and there is no model of
                 the devices.
         """
-        if machine is None:
-            machine = machine_of(self.mesh)
-        elif not isinstance(machine, Machine):
-            machine = Machine.of(machine, self.mesh.size)
-        return cost(self.spmd, machine, self.donated)
+        machine = self.machine if machine is None else machine
+        on = machine_of(self.mesh) if machine is None else Machine.read(machine, self.mesh.size)
+        return cost(self.spmd, on, self.donated)
 
     @with_tables
     def verdict(self, machine: Machine | str | None = None) -> Verdict:
@@ -119,7 +120,7 @@ class Explanation:
         return self._verdict(self.cost(machine))
 
     def _verdict(self, found: Cost) -> Verdict:
-        return verdict(self.plan, found, merged(self.spmd, found), *self._proposals)
+        return verdict(self.plan, found, merged(self.spmd, found), *self._proposals, self.by_bytes, self.machine)
 
     @functools.cached_property
     def _proposals(self) -> tuple[tuple[Proposal | None, ...], int]:
@@ -339,6 +340,7 @@ def explain_program(
     donated: frozenset[int] = frozenset(),
     *,
     by_bytes: bool = False,
+    machine: Machine | None = None,
 ) -> Explanation:
     """Reads a plan and its per-device program.
 
@@ -346,7 +348,8 @@ def explain_program(
         plan, spmd: what ``propagate`` and ``partition`` made;
         marked: and what they make of the program with other marks.
         donated: arguments (counted without captured arrays) whose memory results may take.
-        by_bytes: whether the plan was made without a machine.
+        by_bytes: whether the plan was made by bytes;
+        machine: or for which machine.
     """
     program, mesh = plan.program, plan.mesh
     names: dict[Value, str] = dict(zip(program.block.inputs, program.names, strict=True))
@@ -388,6 +391,7 @@ def explain_program(
         uses_of_layout(program),
         unused_of_layout(program, mesh),
         by_bytes,
+        machine,
         tuple(map(str, program.dropped)),
     )
 

@@ -3,6 +3,7 @@
     kind_of_devices(mesh)      "h100"; None for an accelerator that ``machine_kinds`` does not have
     machine_of(mesh)           its machine; an error for such an accelerator: its times would be invented
     machine_to_order(mesh)     the same; for such an accelerator, after one warning, a machine that weighs by bytes
+    machine_to_plan_for(mesh)  the same; None for such an accelerator, and for CPUs
 
 CPUs are ``cpu``, and so is an abstract mesh, which has no devices.
 """
@@ -14,7 +15,7 @@ import warnings
 from typing import Any
 
 from gshard.analysis.machine import Dimension, Machine, MachineError
-from gshard.analysis.machine_kinds import COMPILERS, DEVICE_KINDS, SUFFIXES, SWITCH, Compiler
+from gshard.analysis.machine_kinds import COMPILERS, DEVICE_KINDS, KINDS, SUFFIXES, SWITCH, Compiler
 from gshard.core.mesh import Mesh
 
 # One byte of memory traffic weighs as much as this many operations. These are about the middle of ``machine_kinds``: in
@@ -78,6 +79,18 @@ def machine_of(mesh: Mesh) -> Machine:
     if kind is None:
         raise MachineError(f"there is no model of {unknown_devices(mesh)}, so that no times are known.", hint=_HINT)
     return Machine.of(kind, mesh.size)
+
+
+def machine_to_plan_for(mesh: Mesh) -> Machine | None:
+    """The machine by whose times a plan is made where none is named: that of the mesh's devices.
+
+    None, which plans by bytes, for CPUs and abstract meshes, for accelerators that there is no model of, and for a
+    number of devices that makes no whole chips.
+    """
+    kind = None if mesh.devices is None else kind_of_devices(mesh)
+    if kind is None or kind == "cpu" or mesh.size % KINDS[kind].cores:
+        return None
+    return machine_of(mesh)
 
 
 def machine_to_order(mesh: Mesh) -> Machine:

@@ -151,6 +151,11 @@ class Machine:
         shape = tuple(int(n) for n in match[2].split("x")) if match[2] else _shape_for(kind, text, devices)
         return _fitted(_build(match[1], kind, shape), devices, _hint(match[1], kind, devices))
 
+    @staticmethod
+    def read(given: str | Machine, devices: int) -> Machine:
+        """A machine that was given, or the one of this text with so many devices; errors as of ``of``."""
+        return given if isinstance(given, Machine) else Machine.of(given, devices)
+
     def dump(self, path: Path) -> None:
         """Writes the machine as JSON, to be read by ``Machine.of``."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", "utf-8")

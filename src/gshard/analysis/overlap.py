@@ -237,4 +237,4 @@ def _orders(rotating: tuple[Atoms, ...], mesh: Mesh, machine: Machine) -> list[t
 
 @tabulated(64)
 def _machine(machine: str | Machine, devices: int) -> Machine:
-    return machine if isinstance(machine, Machine) else Machine.of(machine, devices)
+    return Machine.read(machine, devices)

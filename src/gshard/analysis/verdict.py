@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from gshard.analysis.cost import Cost
+from gshard.analysis.machine import Machine
 from gshard.analysis.origin import MergedCollective
 from gshard.analysis.proposal import Proposal
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, format_bytes, short_dtype
 from gshard.passes.device_program import PRODUCT, flops, kind_of
+from gshard.passes.objective import BY_BYTES
 
 BOUNDS = {"network": "communication", "compute": "arithmetic", "memory": "memory traffic"}
 PROVEN = 1e-6  # of what a plan costs: a smaller gap is none
@@ -40,7 +42,9 @@ class Verdict:
         largest: the collectives of a kind at a line that send most and, if they are others, those that take longest.
         proposal: the mark that lowers the bytes sent most, of those that were tried.
         tried: for how many collectives marks were tried.
-        gap: of the plan (``core.plan``).
+        gap, counted: of the plan (``core.plan``).
+        by_bytes: whether the plan was made by bytes;
+        planned_for: or for which machine; None if that is not known.
     """
 
     cost: Cost
@@ -53,6 +57,9 @@ class Verdict:
     proposal: Proposal | None
     tried: int
     gap: float | None = None
+    counted: str = ""
+    by_bytes: bool = False
+    planned_for: Machine | None = None
 
     @property
     def shares(self) -> dict[str, float]:
@@ -124,12 +131,18 @@ class Verdict:
         )
 
     def _choice(self) -> str:
-        """How good the plan is among those that keep the marks."""
-        if self.gap is None:
-            return ""
-        if self.gap < PROVEN:
-            return "As planning counts, no other plan that keeps the marks costs less."
-        return f"As planning counts, no other plan that keeps the marks costs less by more than {100 * self.gap:.2g} %."
+        """What the plan was made for, and how good it is among those that keep the marks."""
+        name, sentences = self.cost.machine.name, []
+        if self.by_bytes or self.planned_for not in (None, self.cost.machine):
+            made = "by bytes" if self.planned_for is None else f"for {self.planned_for.name}"
+            way = "give machine= to gshard.jit or gshard.explain"
+            sentences.append(f"This plan was made {made}, not for {name}: to plan for that, {way}.")
+        elif self.planned_for is not None and self.counted == BY_BYTES:
+            sentences.append(f"Of the plans that were priced for {name}, the one made by bytes is the fastest.")
+        if self.gap is not None:
+            by = "" if self.gap < PROVEN else f" by more than {100 * self.gap:.2g} %"
+            sentences.append(f"As planning counts {self.counted}, no other plan that keeps the marks costs less{by}.")
+        return " ".join(sentences)
 
     def _memory(self) -> str:
         found = self.cost
@@ -141,7 +154,13 @@ class Verdict:
 
 
 def verdict(
-    plan: Plan, found: Cost, rows: Sequence[MergedCollective], proposals: Sequence[Proposal | None], tried: int
+    plan: Plan,
+    found: Cost,
+    rows: Sequence[MergedCollective],
+    proposals: Sequence[Proposal | None],
+    tried: int,
+    by_bytes: bool = False,
+    planned_for: Machine | None = None,
 ) -> Verdict:
     """Reads the verdict off a cost.
 
@@ -151,6 +170,8 @@ def verdict(
         rows: its collectives, those that send most first.
         proposals: for each a mark that would lower the bytes sent.
         tried: for how many of them marks were tried.
+        by_bytes: whether the plan was made by bytes;
+        planned_for: or for which machine.
     """
     machine, devices = found.machine, plan.mesh.size
     whole: Counter[str] = Counter()
@@ -171,7 +192,10 @@ def verdict(
     sent = sum(row.collective.total_bytes for row in rows)
     longest = max(rows, key=lambda row: row.seconds, default=None)
     largest = rows[:1] if longest is None or longest is rows[0] else (rows[0], longest)
-    return Verdict(found, plan.mesh, ideal, work, repeated, sent, tuple(largest), best, tried, plan.gap)
+    return Verdict(
+        found, plan.mesh, ideal, work, repeated, sent, tuple(largest), best, tried, plan.gap, plan.counted, by_bytes,
+        planned_for,
+    )  # fmt: skip
 
 
 def _products(block: Block, times: int = 1) -> Iterator[tuple[Equation, int]]:

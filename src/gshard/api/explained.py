@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gshard.analysis.explain import Explanation, explain_program
+from gshard.analysis.machine import Machine
 from gshard.api.jit import Jitted, jit
 from gshard.api.specs import told
 from gshard.api.wrapped import mesh_that_is_meant
@@ -15,7 +16,14 @@ from gshard.core.planning_tables import with_tables
 
 
 @with_tables
-def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, finite: bool = False, **kwargs: Any) -> Explanation:
+def explain(
+    f: Callable[..., Any],
+    *args: Any,
+    mesh: Any = None,
+    machine: str | Machine | None = None,
+    finite: bool = False,
+    **kwargs: Any,
+) -> Explanation:
     """Tells how a function would be partitioned, without compiling or running it.
 
     Args:
@@ -24,6 +32,8 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, finite: bool = 
         mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``). None takes
             the mesh that ``gshard.jit`` was given, that of the shardings that ``jax.jit`` was given, the one that
             ``jax.set_mesh`` has set, the one on which an argument is placed, or that of a sharding inside the function.
+        machine: as for ``jit``: what the plan is made for. None takes that of a function from ``gshard.jit``, or the
+            devices of the mesh; by bytes if there is no model of them, and for CPUs and abstract meshes.
         finite: as for ``jit``; a function from ``gshard.jit`` has its own.
 
     Returns:
@@ -49,14 +59,23 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, finite: bool = 
     if isinstance(f, Jitted):
         refuse_finite("explain", f, finite)
         jitted = f if mesh is None else f.on(mesh)
+        jitted = jitted if machine is None else jitted.planned_for(machine)
     else:
-        jitted = jit(f, mesh=mesh, finite=finite)
+        jitted = jit(f, mesh=mesh, machine=machine, finite=finite)
         if jitted.options.mesh is None:
             meant = mesh_that_is_meant(args, kwargs, lambda: jitted.trace(*args, **kwargs).jaxpr)
             jitted = jitted if meant is None else jitted.on(meant)
     lowered = jitted.lower(*args, **kwargs)
-    by_bytes = lowered.target.machine is None and lowered.target.recorded is None
-    return explain_program(lowered.plan, lowered.spmd, lowered.marked, lowered.donated, by_bytes=by_bytes)
+    target = lowered.target
+    made = target.recorded is None and target.search is False
+    return explain_program(
+        lowered.plan,
+        lowered.spmd,
+        lowered.marked,
+        lowered.donated,
+        by_bytes=made and target.machine is None,
+        machine=target.machine,
+    )
 
 
 def refuse_finite(asker: str, f: Jitted, finite: bool) -> None:

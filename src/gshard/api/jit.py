@@ -121,6 +121,10 @@ class Jitted(OneObject):
         """The same function for another mesh."""
         return self._with(mesh=Mesh.of(mesh))
 
+    def planned_for(self, machine: str | Machine) -> Jitted:
+        """The same function for another machine."""
+        return self._with(machine=machine)
+
     def under(self, layout: Layout | None) -> Jitted:
         """The same function under another layout, its arguments without names."""
         return self._with(layout=layout, names=None)
@@ -317,9 +321,10 @@ def jit(
         inline: taken for ``jax.jit``'s sake; inside another program a partitioned function is one equation in any case.
         compiler_options: XLA's, as for ``jax.jit``.
         device, backend: not taken: the mesh names the devices.
-        machine: what the devices are, such as ``"h100:1x8"``. Without it the plan is the one that sends least, and no
-            product is computed twice to send less. With it one that does is taken where a call takes 2 % less time, and
-            loops gather a round before they need it where the compiler of such machines hides that (TPU v5e).
+        machine: what the devices are, such as ``"h100:1x8"``; None takes what the mesh's devices are. The plan is the one
+            in which a call takes least time there, and loops gather a round before they need it where the compiler of
+            such machines hides that (TPU v5e). For CPUs, abstract meshes, and devices that there is no model of, None
+            takes the plan that sends least, and computes no product twice to send less.
         strict: True refuses operations without a rule instead of gathering their operands, a layout with rows for
             nothing, and what the function says and gshard does not keep (``explain(...).dropped``). A number of bytes
             also refuses a program in which each device sends more than that in one call, and names the lines that do.

@@ -35,9 +35,6 @@ from gshard.passes.compile import Executable, named_sharding
 from gshard.passes.partition import partition
 from gshard.search.propagated import Propagated
 
-# What of a plan decides about the per-device program.
-_DECIDES = ("mesh", "shardings", "splits", "orders", "rings", "readings", "leaves", "entry", "leave")
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Lowered:
@@ -130,7 +127,7 @@ class Lowered:
             return False
         if self.program.argument_marks == other.program.argument_marks:
             return True
-        return all(getattr(self.plan, field) == getattr(other.plan, field) for field in _DECIDES)
+        return self.plan.runs_as(other.plan)
 
     @functools.cached_property
     def told(self) -> set[int]:

@@ -138,7 +138,7 @@ def search(
     candidates = list(_meshes(mesh))
     for one in candidates:
         named = machine_of(one) if machine is None else machine
-        on = named if isinstance(named, Machine) else Machine.of(named, one.size)
+        on = Machine.read(named, one.size)
         lowered = made.on(one).lower(*args, **kwargs)
         limit = None if memory_limit is None else bytes_of(memory_limit)
         started = begin(

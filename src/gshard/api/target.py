@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 import jax
 
 from gshard.analysis.budget import Budget
-from gshard.analysis.cost import Cost, cost
-from gshard.analysis.hardware import machine_of, machine_to_order
+from gshard.analysis.cost import Cost
+from gshard.analysis.hardware import machine_of, machine_to_order, machine_to_plan_for
 from gshard.analysis.machine import Machine
 from gshard.analysis.named import refuse_unused
 from gshard.analysis.overlap import Windowed
@@ -23,13 +23,12 @@ from gshard.core.program import Program, format_block
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.at_border import at_border
 from gshard.passes.compile import Executable, compile_spmd
-from gshard.passes.partition import partition
 from gshard.passes.propagate import in_best_order
 from gshard.passes.recorded import Recorded
 from gshard.passes.windowed import Policy, windowed
 from gshard.remat.fit import compiled_within
-from gshard.remat.prefetch import prefetched
 from gshard.remat.rematerialise import rematerialise
+from gshard.search.as_run import in_memory, with_rings
 from gshard.search.find import best_plan
 from gshard.search.propagated import Propagated, propagated
 from gshard.search.seconds import on_machine
@@ -57,8 +56,7 @@ class Target:
         faster: whether there are such only where a call becomes faster, by the cost model.
         keep_uneven: whether results leave in padded parts where parts are unequal.
         memory_limit: bytes that a device may hold; what does not fit is recomputed.
-        machine: what costs are of: planning is by seconds on it (by bytes if None), and what recomputing takes too (on
-            the devices of the mesh if None).
+        machine: what costs are of: planning is by seconds on it (by bytes if None), and what recomputing takes too.
         keep_unused: whether XLA is given arguments that nothing reads.
         compiler_options: XLA's, as pairs.
         recorded: a plan that was found or saved before; None makes one.
@@ -119,10 +117,10 @@ class Target:
         made, *_ = propagated(program, self.mesh, self.machine, strict=self.strict, border=border)
         if self.windowed is None and self.reorders:
             return made
-        plan = windowed(made.plan, self.windowed)
-        if self.faster and plan.rings:
-            made = self._faster(made, plan, [i - len(program.captured) for i in border.donated])
-        elif plan.rings or made.spmd is None:
+        if self.faster and self.machine is not None:
+            donated = [i - len(program.captured) for i in border.donated]
+            made = with_rings(made, self.windowed, self.machine, donated, self.memory_limit)
+        elif (plan := windowed(made.plan, self.windowed)).rings or made.spmd is None:
             made = Propagated(plan)
         return made if self.reorders else Propagated(dataclasses.replace(made.plan, orders={}))
 
@@ -145,22 +143,6 @@ class Target:
         found = group.from_first(program.name, key, lambda: Recorded.of(searched()).as_json())
         return Recorded.of_json(found).plan(program, self.mesh, border)
 
-    def _faster(self, made: Propagated, plan: Plan, donated: Sequence[int]) -> Propagated:
-        """What was made, or with the collective matmuls of a plan, if a call then takes less time."""
-        assert made.cost is not None
-        machine = made.cost.machine
-        spmd = partition(plan)
-        priced = cost(spmd, machine, donated)
-
-        def seconds(spmd: SpmdProgram | None, priced: Cost) -> float:
-            ahead = None if spmd is None else prefetched(spmd, machine, donated, self.memory_limit, priced).prefetched
-            return priced.seconds if ahead is None else ahead.seconds
-
-        without, taken = seconds(made.spmd, made.cost), seconds(spmd, priced)
-        if taken >= without:
-            return made
-        return Propagated(dataclasses.replace(plan, spared=(without, taken, machine.name)), spmd, priced)
-
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
         if self.budget is not None:
@@ -175,10 +157,9 @@ class Target:
             known: what ``kept`` costs on the machine, if that is known.
         """
         limit = self.memory_limit
-        made = kept if limit is None else rematerialise(kept, limit, self._machine, donated)
         if self.machine is None:
-            return made
-        return prefetched(made, self.machine, sorted(donated), limit, known if made is kept else None)
+            return kept if limit is None else rematerialise(kept, limit, self._machine, donated)
+        return in_memory(kept, self.machine, donated, limit, known, recomputes=limit is not None)
 
     def compiled(self, spmd: SpmdProgram, kept: SpmdProgram, donated: frozenset[int]) -> Executable:
         """A program's executable; where the compiler needs more than the limit, it recomputes more than ``spmd``."""
@@ -208,7 +189,7 @@ class Options:
         windowed: which contractions are collective matmuls.
         keep_uneven: whether results leave in padded parts where parts are unequal.
         memory_limit: bytes that a device may hold.
-        machine: what computing and sending take; None computes no product twice to send less.
+        machine: what computing and sending take; None takes that of the mesh's devices, if there is a model of them.
         keep_unused: whether XLA is given arguments that nothing reads.
         compiler_options: XLA's.
         recorded: a plan that was found or saved before.
@@ -254,9 +235,8 @@ class Options:
         mesh = Mesh.of(self.mesh)
         if self.layout is not None:
             self.layout.check(mesh)
-        machine = self.machine
+        machine = machine_to_plan_for(mesh) if self.machine is None else Machine.read(self.machine, mesh.size)
         if machine is not None:
-            machine = machine if isinstance(machine, Machine) else Machine.of(machine, mesh.size)
             mesh = on_machine(mesh, machine)
         return Target(
             mesh,

@@ -53,6 +53,10 @@ def local_bytes(v: Value, sharding: Sharding, mesh: Mesh) -> int:
     return math.prod(sharding.local_shape(mesh, v.shape)) * itemsize(v.dtype)
 
 
+# What of a plan decides about the per-device program.
+_DECIDES = ("mesh", "shardings", "splits", "orders", "rings", "readings", "leaves", "entry", "leave")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """Which value is sharded how, and why.
@@ -73,6 +77,7 @@ class Plan:
             machine; None where it was for something else.
         gap: how much of what the plan costs, as planning counts, a plan that keeps the marks could at most spare, as a
             part of it; None where nothing was to be chosen, or that is not known.
+        counted: what planning counts: ``bytes sent``, or ``time on h100:1x8``; empty where ``gap`` is None.
     """
 
     program: Program
@@ -88,6 +93,11 @@ class Plan:
     leave: tuple[Sharding, ...] = ()
     spared: tuple[float, float, str] | None = None
     gap: float | None = None
+    counted: str = ""
+
+    def runs_as(self, other: Plan) -> bool:
+        """Whether another plan of the same program becomes the same per-device program."""
+        return all(getattr(self, field) == getattr(other, field) for field in _DECIDES)
 
     def sharding(self, value: Value | Constant) -> Sharding:
         """The sharding of a value; constants are replicated."""

@@ -100,7 +100,7 @@ class Graph:
         return {v: way for v, way in read.items() if way != here[v]}, leave
 
 
-def within_rounds(graph: Graph, chosen: Sequence[int] | Ints) -> Graph | None:
+def within_rounds(graph: Graph, chosen: Sequence[int] | Ints, classes: Ints | None = None) -> Graph | None:
     """The problem without some of what these states have loops hold; None if that is not too much.
 
     What a round needs otherwise than it is sharded outside can be brought there once, and stay while the loop runs.
@@ -108,22 +108,28 @@ def within_rounds(graph: Graph, chosen: Sequence[int] | Ints) -> Graph | None:
     other and each for a moment, could come to hold them all. What is brought that a round needs all of is therefore, in
     all, no more than the largest array that a round holds on one device anyway; what is stacked is small beside that,
     and what is carried, such as gradients of what is brought, no more than that besides.
+
+    Args:
+        graph: the problem.
+        chosen: int64 [nodes].
+        classes: int64 [nodes], those that equal layers have alike (``passes.layers``): all of them or none.
     """
     here = graph.shardings(chosen)
-    held: dict[Equation, list[tuple[float, str, int]]] = {}
+    held: dict[Equation, dict[tuple[str, int], list[tuple[float, int]]]] = {}
     for own in graph.brought:
         if (size := float(own.more[chosen[own.node]])) > 0:
-            held.setdefault(own.loop, []).append((size, own.kind, own.node))
+            layers = own.kind, own.node if classes is None else int(classes[own.node])
+            held.setdefault(own.loop, {}).setdefault(layers, []).append((size, own.node))
     too_much: set[int] = set()
     for e, found in held.items():
         largest = largest_of_round(e, here, graph.mesh)
-        brought = [size for size, kind, _ in found if kind == WHOLE]
+        brought = [size for (kind, _), sizes in found.items() for size, _ in sizes if kind == WHOLE]
         rooms = {WHOLE: max([largest, *brought]), STACKED: SMALL * largest, CARRIED: SMALL * largest + sum(brought)}
-        for size, kind, node in sorted(found, reverse=True):
-            if size <= rooms[kind]:
-                rooms[kind] -= size
+        for (kind, _), sizes in sorted(found.items(), key=lambda pair: (max(pair[1])[0], *pair[0]), reverse=True):
+            if (every := sum(size for size, _ in sizes)) <= rooms[kind]:
+                rooms[kind] -= every
             else:
-                too_much.add(node)
+                too_much.update(node for _, node in sizes)
     if not too_much:
         return None
     costs = list(graph.problem.costs)

@@ -41,6 +41,7 @@ MESSAGE = 256.0
 _STACKED = 1 / 512
 # A byte that is copied into place, where what is gathered or cut is more than one run of bytes.
 _COPIED = 1 / 1024
+BY_BYTES = "bytes sent"  # what is counted without a machine, for messages
 # A step in which nothing is sent: of equal ways the one with fewer.
 _SILENT = 1e-2
 
@@ -68,6 +69,7 @@ class Objective(Protocol):
     a_byte: float  # held for a call: among equals the one that takes less memory
     a_byte_stacked: float  # by a loop, until it has ended
     fuses: bool  # whether ``kernels`` are of several equations
+    counted: str  # what it counts, for messages
 
     def visit(self, shardings: Iterable[Sharding]) -> None:
         """Moves lead over these, where there are many axes."""
@@ -107,6 +109,7 @@ class Bytes(Moves):
     """Bytes that each device sends, with messages and operations counted as bytes."""
 
     a_byte, a_byte_stacked, tie, fuses = 1e-9, _STACKED, 1e-3, False
+    counted = BY_BYTES
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         if step.kind in LOCAL:

@@ -10,6 +10,7 @@ follows the marks is taken.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from gshard.core.border import AS_MARKED, Border
@@ -27,18 +28,21 @@ from gshard.passes.choices import graph_of
 from gshard.passes.demands import demands
 from gshard.passes.facts import Facts, facts_of
 from gshard.passes.graph import Graph, within_rounds
+from gshard.passes.layers import classes_of_layers
 from gshard.passes.moves import axes_of, joined
 from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.reasons import Reasons
 from gshard.solver.descent import Descent
 from gshard.solver.exact import exact
-from gshard.solver.problem import Ints, Problem
+from gshard.solver.problem import Ints, Problem, ProblemError
 from gshard.solver.reduce import reduce
 from gshard.solver.rest import best_of_rest
+from gshard.solver.tied import tied
 
 _ROUNDS = 6  # of messages at most, where a problem is too large to be solved exactly
 _ENOUGH = 1e-8  # of the costs: a gap that is none
 _NEARLY = 1e-3  # at which few states are left that could be better
+_SAME = 1.02  # costs: that layers are alike is worth a little
 
 
 @no_mesh_set()
@@ -80,10 +84,8 @@ def propagate(
     known = {*facts.shardings.values(), *facts.moved.values()}
     costs = objective(mesh, joined(mesh, axes_of(mesh, known), known))
     graph = graph_of(facts.program, costs, facts=facts, border=border)
-    chosen, gap = _solved(graph.problem)
-    while (less := within_rounds(graph, chosen)) is not None:
-        graph, (chosen, gap) = less, _solved(less.problem)
-    plan = at_border(dataclasses.replace(decided(graph, chosen, facts), gap=gap), border)
+    graph, chosen, gap = _chosen(graph)
+    plan = at_border(dataclasses.replace(decided(graph, chosen, facts), gap=gap, counted=costs.counted), border)
     if strict and plan.gathered:
         e = plan.gathered[0]
         because = "cannot be split" if e.rule is not None and e.rule.why else "has no rule"
@@ -104,12 +106,45 @@ def _whole(facts: Facts) -> Plan:
     return Plan(facts.program, facts.mesh, facts.shardings, splits, {}, facts.orders)
 
 
-def _solved(problem: Problem) -> tuple[Ints, float]:
+def _chosen(graph: Graph) -> tuple[Graph, Ints, float]:
+    """The problem with loops that hold no more than they may, states that cost least, and the gap.
+
+    Of states that cost nearly the same those are taken in which layers are alike.
+    """
+    classes = classes_of_layers(graph)
+    alike = None if classes is None else _alike(graph, classes)
+    start = None if alike is None else alike[1]
+    cost = math.inf if alike is None else alike[0].problem.value(alike[1])
+    best, gap = _solved(graph.problem, start)
+    while (least := graph.problem.value(best)) * _SAME < cost and (less := within_rounds(graph, best)) is not None:
+        graph, (best, gap) = less, _solved(less.problem, start)
+    if alike is None or cost > least * _SAME:
+        return graph, best, gap
+    return *alike, max(0.0, 1 - least * (1 - gap) / cost) if cost else 0.0
+
+
+def _alike(graph: Graph, classes: Ints) -> tuple[Graph, Ints] | None:
+    """The same of states in which layers are alike; None if they cannot be."""
+    less: Graph | None = graph
+    while less is not None:
+        try:
+            graph, chosen = less, _solved(tied(less.problem, classes))[0][classes]
+        except ProblemError:  # they have to differ in turn
+            return None
+        if not math.isfinite(graph.problem.value(chosen)):
+            return None
+        less = within_rounds(graph, chosen, classes)
+    return graph, chosen
+
+
+def _solved(problem: Problem, start: Ints | None = None) -> tuple[Ints, float]:
     """States that cost least, and the gap: exactly, if the problem is small; else what some rounds of messages find."""
     small = reduce(problem)
     if found := exact(small.problem):
         return small.lift(found[0]), 0.0
     descent = Descent(small.problem, 0)
+    if start is not None and math.isfinite(problem.value(start)):
+        descent.offer(small.lower(start))
     for _ in range(_ROUNDS):
         descent.round()
         spared = descent.value - descent.prices.bound

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from gshard.analysis.cost import Cost, cost
+from gshard.analysis.cost import Cost
 from gshard.analysis.machine import Machine
 from gshard.analysis.overlap import Windowed
 from gshard.core.border import Border
@@ -30,10 +30,10 @@ from gshard.passes.demands import demands
 from gshard.passes.facts import facts_of
 from gshard.passes.graph import Graph
 from gshard.passes.moves import axes_of, in_two
-from gshard.passes.partition import partition
 from gshard.passes.recorded import plan_of
 from gshard.passes.windowed import windowed
-from gshard.remat.rematerialise import MemoryLimitError, rematerialise
+from gshard.remat.rematerialise import MemoryLimitError
+from gshard.search.as_run import as_run
 from gshard.search.loads import with_loads
 from gshard.search.presets import presets
 from gshard.search.propagated import Propagated, propagated
@@ -308,11 +308,11 @@ class Pricing:
 
         Where it does not fit, it has collective matmuls, or recomputes, if that helps.
         """
-        ways = [self._priced(name, one.plan, one.cost) for one in made[:1]]
+        ways = [self._priced(name, one) for one in made[:1]]
         if ways[0].kept > self.limit:
-            ways += [self._priced(name, one.plan, one.cost) for one in made[1:]]
+            ways += [self._priced(name, one) for one in made[1:]]
             matmuls = [windowed(one.plan, Windowed(above=self.limit * _LARGE)) for one in made]
-            ways += [self._priced(name, plan) for plan in matmuls if plan.rings]
+            ways += [self._priced(name, Propagated(plan)) for plan in matmuls if plan.rings]
             for way in ways.copy():
                 always = way.cost.memory.arguments + way.cost.memory.results - way.cost.memory.shared
                 if way.kept > self.limit >= always:
@@ -323,9 +323,10 @@ class Pricing:
         self.known.append(found)
         return found
 
-    def _priced(self, name: str, plan: Plan, known: Cost | None = None) -> PricedPlan:
-        costs = known or cost(partition(plan), self.machine, self.donated)
-        return PricedPlan(name, plan, costs, costs.peak)
+    def _priced(self, name: str, made: Propagated) -> PricedPlan:
+        found = as_run(made, self.machine, self.donated, int(self.limit))
+        assert found.cost is not None
+        return PricedPlan(name, found.plan, found.cost, found.cost.peak)
 
     def border(self, program: Program) -> Border:
         """As ``jit`` does: what takes the place of an argument that came sharded leaves as that came."""
@@ -333,6 +334,9 @@ class Pricing:
 
     def _recomputed(self, way: PricedPlan) -> PricedPlan:
         with contextlib.suppress(MemoryLimitError):
-            again = rematerialise(partition(way.plan), int(self.limit), self.machine, self.donated)
-            return dataclasses.replace(way, cost=cost(again, self.machine, self.donated), recomputed=True)
+            again = as_run(
+                Propagated(way.plan), self.machine, self.donated, int(self.limit), recomputes=True, rings=False
+            )
+            assert again.cost is not None
+            return dataclasses.replace(way, cost=again.cost, recomputed=True)
         return way

@@ -24,14 +24,14 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.device_program import size
-from gshard.passes.partition import partition
 from gshard.passes.recorded import Recorded
 from gshard.search.alternatives import alternatives, tries
 from gshard.search.as_marks import Marks, marks_of, without_numbers
+from gshard.search.as_run import as_run
 from gshard.search.find import Best, PricedPlan, Pricing, begin, finish
 from gshard.search.layouts import FoundLayout, Namable, layout_of
 from gshard.search.patch import patch_of
-from gshard.search.propagated import propagated
+from gshard.search.propagated import Propagated, propagated
 
 _SHOWN = 24  # rows of arguments
 _PRESETS = 5  # that are shown beside, the best
@@ -237,11 +237,19 @@ class Found:
         first, machine = len(self.plan.program.captured), self.cost.machine
         border = Border(tuple(first + i for i in self.donated))
 
+        limit = int(self.best.limit)
+
         def marked(program: Program) -> SpmdProgram:
             found, *_ = propagated(program, self.plan.mesh, machine, border=border)
-            return found.spmd or partition(found.plan)
+            return run(found)
 
-        return explain_program(self.plan, partition(self.plan), marked, frozenset(self.donated))
+        def run(made: Propagated, *, recomputes: bool = False) -> SpmdProgram:
+            found = as_run(made, machine, self.donated, limit, recomputes=recomputes)
+            assert found.spmd is not None
+            return found.spmd
+
+        spmd = run(Propagated(self.plan), recomputes=self.best.chosen.recomputed)
+        return explain_program(self.plan, spmd, marked, frozenset(self.donated), machine=machine)
 
     def html(self, path: str | Path) -> Path:
         """Writes the report of the plan as one page, with what the search tells of it.

@@ -58,12 +58,13 @@ def presets(
             found = propagated(marked, mesh, machine, border=border)
         except GShardError:  # a mark that does not fit one of the user's
             continue
-        # It is a plan of the program as it is, without the preset's marks.
+        # It is a plan of the program as it is, without the preset's marks, of which its gap is.
         yield name, tuple(dataclasses.replace(made, plan=_marked_as(made.plan, own)) for made in found)
 
 
 def _marked_as(plan: Plan, marks: tuple[Mark | None, ...]) -> Plan:
-    return dataclasses.replace(plan, program=dataclasses.replace(plan.program, argument_marks=marks))
+    program = dataclasses.replace(plan.program, argument_marks=marks)
+    return dataclasses.replace(plan, program=program, gap=None, counted="")
 
 
 def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator[tuple[str, dict[int, Mark | None]]]:

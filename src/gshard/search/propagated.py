@@ -59,18 +59,18 @@ def propagated(
 
     Args:
         program: the traced function.
-        mesh: the devices; with a machine, with its times (``seconds.on_machine``).
+        mesh: the devices.
         machine: whose time counts; bytes count if None.
         strict: refuse primitives that have no rule.
         border: what is asked of arguments and results.
     """
-    facts = facts_of(program, mesh)
+    facts = facts_of(program, mesh if machine is None else on_machine(mesh, machine))
 
     def planned(facts: Facts, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Plan:
         return propagate(program, facts.mesh, strict=strict, border=border, objective=objective, facts=facts)
 
     least = planned(facts, bytes_on)
-    if machine is None:
+    if machine is None or not least.counted:  # nothing was to be chosen
         return (Propagated(least),)
     first = len(program.captured)
 
@@ -80,8 +80,9 @@ def propagated(
 
     shared = dataclasses.replace(facts, mesh=on_machine(facts.mesh, machine, joined=True))
     sends_least = priced(least)
+    alone = planned(facts, seconds_on(machine, call=sends_least.seconds))
     faster = [
-        priced(planned(facts, seconds_on(machine, call=sends_least.seconds))),
+        dataclasses.replace(sends_least, plan=alone) if alone.runs_as(least) else priced(alone),
         priced(planned(shared, seconds_on(machine, joined=True, call=sends_least.seconds))),
     ]
     faster.sort(key=lambda made: made.seconds)

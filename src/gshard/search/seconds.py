@@ -46,7 +46,7 @@ class Seconds(Moves):
 
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
         super().__init__(mesh, axes)
-        self.machine, self.tie, self.fuses = machine, _FOLLOWS, True
+        self.machine, self.tie, self.fuses, self.counted = machine, _FOLLOWS, True, f"time on {machine.name}"
         self.a_byte = self.a_byte_stacked = _TIE / machine.memory_bandwidth
         self.times = StepTimes(machine, joined)
         # How many of each of the atoms that can take each other's places an axis has.
