@@ -18,6 +18,7 @@ from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 
 _SHOWN = 5  # lines that a failure names
 _GROWTH = 1.01  # of FLOPs and memory: less is no change of the plan
+SIGNALLED = 128  # exit status after a signal, with its number added, as shells have it
 
 
 class CheckFailed(Exception):
@@ -50,6 +51,22 @@ def limit_of(text: str) -> int:
         return 0 if text.strip() in ("0", "0B") else bytes_of(text)
     except MemoryLimitError as error:
         raise TargetError(f"--fail-above {text} is no number of bytes.", hint="Write 50MiB, 1.5GB or 0.") from error
+
+
+def end_search(stopped: int | None, peak: int, limit: float) -> None:
+    """Ends the command that searched: as a signal asks for, if one ended the search; else by what fits.
+
+    Args:
+        stopped: the signal.
+        peak: the most bytes that a device would hold.
+        limit: the bytes that it may hold.
+
+    Raises:
+        SystemExit: there was a signal. CheckFailed: the peak is above the limit.
+    """
+    if stopped is not None:
+        raise SystemExit(SIGNALLED + stopped)
+    check_fits(peak, int(limit))
 
 
 def check_fits(peak: int, memory: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from gshard.comm.exchange import can_change
 from gshard.comm.reshard import plan_reshard, single_steps
 from gshard.comm.steps import PERMUTE, TO_PARTIAL, Step
+from gshard.core.deadline import check_deadline
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
 from gshard.solver.problem import Floats, Ints
@@ -247,6 +248,7 @@ class Moves:
         self, sources: Sequence[Sharding], targets: Sequence[Sharding], shape: tuple[int, ...], itemsize: int
     ) -> Floats:
         """float64 [sources, targets]: the moves of an array from each to each."""
+        check_deadline()
         here, there = self._numbered(sources), self._numbered(targets)
         monoids = tuple(sorted({monoid for s in targets for _, monoid in s.unreduced}))
         graph = self._graphs.setdefault((monoids, shape, itemsize), _Graph())
