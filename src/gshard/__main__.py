@@ -29,16 +29,7 @@ from gshard.analysis.report.page import page
 from gshard.api.explained import explain
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
-from gshard.baselines import (
-    SIGNALLED,
-    CheckFailed,
-    check_fits,
-    end_search,
-    explanation_in,
-    limit_of,
-    over_baseline,
-    over_limit,
-)  # fmt: skip
+from gshard.baselines import SIGNALLED, CheckFailed, check_fits, check_sent, end_search, explanation_in, limit_of
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
@@ -95,12 +86,7 @@ def _explain(options: argparse.Namespace) -> None:
         _write(options.json, json.dumps(data))
     if options.trace:
         print(f"wrote {found.trace(options.trace, options.machine)}: open it in ui.perfetto.dev")
-    failures = [
-        "" if limit is None else over_limit(data, limit),
-        "" if baseline is None else over_baseline(baseline, data),
-    ]
-    if any(failures):
-        raise CheckFailed("\n\n".join(filter(None, failures)))
+    check_sent(data, limit, baseline)
 
 
 def _search(options: argparse.Namespace) -> None:

@@ -85,6 +85,25 @@ def check_fits(peak: int, memory: int) -> None:
         )
 
 
+def check_sent(data: Mapping[str, Any], limit: int | None, baseline: Mapping[str, Any] | None) -> None:
+    """Refuses a program that goes beyond ``--fail-above`` or ``--baseline``.
+
+    Args:
+        data: its explanation, as data.
+        limit: bytes that each device may send in one call.
+        baseline: what ``--json`` wrote earlier.
+
+    Raises:
+        CheckFailed: it does. DifferenceError: ``baseline`` is no explanation.
+    """
+    failures = [
+        "" if limit is None else over_limit(data, limit),
+        "" if baseline is None else over_baseline(baseline, data),
+    ]
+    if any(failures):
+        raise CheckFailed("\n\n".join(filter(None, failures)))
+
+
 def over_limit(data: Mapping[str, Any], limit: int) -> str:
     """The lines that send most, if each device sends more than so many bytes in one call; else nothing.
 

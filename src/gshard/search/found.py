@@ -95,9 +95,9 @@ class Found:
     def gap(self) -> float | None:
         """How much of this plan's time could at most be saved, as a part of it, in the simplified model.
 
-        0 is a plan that is optimal there. None where nothing is proven about this plan: it does not fit, values of it
-        are recomputed, it has collective matmuls, it is a preset that the model has no plan like, or the search ended
-        before it had a bound.
+        0 is a plan that is optimal there; a preset is priced in the model, too. None where nothing is proven about this
+        plan: it does not fit, values of it are recomputed, it has collective matmuls, the model has no plan like it, or
+        the search ended before it had a bound.
         """
         return self.best.gap
 
@@ -305,10 +305,9 @@ class Found:
         else:
             lines.append(f"{how_near(best)}; {best.seconds:.1f} s")
         if best.chosen is not best.searched:
-            than = (
-                "" if best.searched is None else f": the searched plan takes {best.searched.cost.seconds * 1e3:.4g} ms"
-            )
-            lines.append(f"this is the plan of '{best.chosen.name}'{than}")
+            known = best.searched
+            other = "" if known is None else f"; the searched plan takes {known.cost.seconds * 1e3:.4g} ms"
+            lines.append(f"this is the plan of '{best.chosen.name}'{other}")
         lines += ended(best.seconds, best.left_out, best.stopped)
         shown = sorted(best.others, key=lambda o: o.rank(best.limit))[:_PRESETS]
         lines += ["presets"] if shown else []
