@@ -155,14 +155,14 @@ def search(
     with stoppable() as stop:
         run = _Run(asked, budget.part(_PLANS) if over == "layout" else budget)
         found = run.found(stop)
-        if found is None:
-            stop.deliver()
-            raise KeyboardInterrupt
-        if over == "plan":
+        if found is not None and over == "plan":
             return found
-        budget.left_out = run.budget.left_out
-        tables = [layout_of(best, run.namable(one), found.donated, budget, stop) for one, best in run.bests(stop)]
-    return min(tables, key=lambda table: table.priced.rank(table.limit))
+        if found is not None:
+            budget.left_out = run.budget.left_out
+            tables = [layout_of(best, run.namable(one), found.donated, budget, stop) for one, best in run.bests(stop)]
+            return min(tables, key=lambda table: table.priced.rank(table.limit))
+    stop.deliver()
+    raise KeyboardInterrupt
 
 
 def _seconds_of(budget_seconds: float | None) -> float | None:
