@@ -1,4 +1,4 @@
-"""search: the best plan for a function on a machine, without marks or with some."""
+"""search: the fastest plan that is found for a function on a machine, without marks or with some."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def search(
     finite: bool = False,
     **kwargs: Any,
 ) -> Found | FoundLayout:
-    """Searches for the plan of a function that takes least time on a machine, and tells how near the best it is.
+    """Searches for the plan of a function that takes least time on a machine, and tells how near the best it may be.
+
+    What is proven is proven in a simplified model (``found.bound``, ``found.gap``); ``found.cost`` is the full price.
 
     Marks in the function and shardings of its arguments are kept. With enough time, the plan is never worse than what
     the marks alone, data parallelism or a split state give. What there was no time for, the result lists.

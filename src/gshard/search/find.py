@@ -1,9 +1,12 @@
-"""Find: the whole way from a program to the best plan that was found, and how near the best there can be it is.
+"""Find: the whole way from a program to the best plan that is found, and a bound in the model that is solved.
 
 The problem of ``passes.graph`` is solved; the plan of the solution is partitioned and priced as it would run, and so
 are the presets. What the graph does not know (how kernels are fused, what a moved copy takes of the memory) is learned
 from that: where the plan needs more memory than there is, products become collective matmuls (``passes.windowed``) or
 values are recomputed (``remat``), and the problem is solved again with a limit. The best of all that fit is returned.
+
+All this happens within a time budget. Steps come in the order of what they bring for their time: the program as it is
+marked, so that there is a plan to return; the problem; presets, those that are planned soonest first.
 """
 
 from __future__ import annotations
@@ -223,7 +226,8 @@ class MeshSearch:
         border = self.pricing.border(self.program)
         most = max(_USUAL, _PRESETS // (1 + sum(1 for _ in self.program.block.walk()))) - 1
         some = list(itertools.islice(marked_presets(self.program, self.timed, border), most))
-        for preset in sorted(some, key=lambda one: one.work(self.timed)):
+        work = {preset: preset.work(self.timed) for preset in some if not self.budget.is_over}
+        for preset in sorted(some, key=lambda one: work.get(one, (0, 0))):
             if self.budget.is_over:
                 self.budget.left_out.append(f"the preset '{preset.name}'")
                 continue

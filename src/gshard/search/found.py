@@ -1,4 +1,4 @@
-"""Found: what ``gshard.search`` returns: a plan, what it costs, and how near the best it is."""
+"""Found: what ``gshard.search`` returns: a plan, what it costs, and how near the best of a model it is."""
 
 from __future__ import annotations
 
