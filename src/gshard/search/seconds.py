@@ -12,6 +12,7 @@ import numpy as np
 from gshard.analysis.machine import Machine
 from gshard.analysis.step_times import StepTimes
 from gshard.comm.steps import Step
+from gshard.core.deadline import check_deadline
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import local_bytes
 from gshard.core.planning_tables import tabulated
@@ -109,6 +110,7 @@ class Seconds(Moves):
             return None
         key = rule, tuple(sorted(split.items())), tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
         if key not in self._own_ways:
+            check_deadline()
             self._own_ways[key] = emitted_alone(e, split, self.mesh, self.machine)
         return self._own_ways[key]
 
