@@ -233,6 +233,7 @@ STATE = {
     "gshard/analysis/hardware.py": {"_WARNED"},  # told once
     "gshard/core/garbage.py": {"_lock", "_inside", "_usual"},  # a setting of the process
     "gshard/core/planning_tables.py": {"_current"},  # of one thread
+    "gshard/core/deadline.py": {"_current"},  # of one thread, while a search runs
 }
 CHANGING = re.compile(
     r"(Cache|Caches|Version|Lock|ContextVar|WeakKeyDictionary|WeakSet|OrderedDict|defaultdict|count)\b"

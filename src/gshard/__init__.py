@@ -8,7 +8,7 @@ Mark a few tensors of a program written for one device, and run it on all of the
     instead_of_jit              a block in which what jax.jit, nnx.jit, eqx.filter_jit ... would compile is partitioned
     explain                     what each tensor got and why, and what the devices communicate
     dimensions                  which dimensions of a program are the same one, and what they are called
-    search                      the best plan for a machine, with no marks or some, and how near the best it is
+    search                      the fastest plan found for a machine, with no marks or some, and how near the best
 
 What ``jit`` does, verb by verb, each from one noun to the next::
 

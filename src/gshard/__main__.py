@@ -2,7 +2,7 @@
 
 The exit status is 0; 1 after an error that is the user's to mend; 2 after one in the options themselves; 3 if
 ``explain`` found more than ``--fail-above`` or ``--baseline`` allows, or if what ``search`` or ``plan`` found does
-not fit.
+not fit; 130 after Ctrl-C and 143 after SIGTERM, which end a search with the best plan so far.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -28,12 +29,12 @@ from gshard.analysis.report.page import page
 from gshard.api.explained import explain
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
-from gshard.baselines import CheckFailed, check_fits, explanation_in, limit_of, over_baseline, over_limit
+from gshard.baselines import SIGNALLED, CheckFailed, check_fits, check_sent, end_search, explanation_in, limit_of
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
 from gshard.moe.models import ModelError
-from gshard.named_target import TargetError, check_donated, load, mesh_of, need_folder, place_of, play_devices
+from gshard.named_target import TargetError, load, mesh_of, need_folder, numbered, place_of, play_devices
 from gshard.planning import plan
 
 FAILED = 3  # exit status
@@ -67,7 +68,10 @@ def _explain(options: argparse.Namespace) -> None:
     f, arguments = _load(options, options.target, options.machine, force=with_xla)
     mesh = None if isinstance(f, Jitted) and not options.mesh else _mesh(options.mesh, options.machine)
     on = dict(mesh.axes) if with_xla and mesh is not None else mesh
-    found = explain(f, *arguments, mesh=on, machine=options.machine, finite=options.finite)
+    found = explain(
+        f, *arguments, mesh=on, machine=options.machine, finite=options.finite,
+        **numbered(f, len(arguments), options.static, options.donate),
+    )  # fmt: skip
     data = found.data(options.machine)
     print(found.format(tensors=0, collectives=8) if options.html else found)
     print(f"\n{found.verdict(options.machine)}\n\n{found.cost(options.machine)}")
@@ -83,26 +87,20 @@ def _explain(options: argparse.Namespace) -> None:
         _write(options.json, json.dumps(data))
     if options.trace:
         print(f"wrote {found.trace(options.trace, options.machine)}: open it in ui.perfetto.dev")
-    failures = [
-        "" if limit is None else over_limit(data, limit),
-        "" if baseline is None else over_baseline(baseline, data),
-    ]
-    if any(failures):
-        raise CheckFailed("\n\n".join(filter(None, failures)))
+    check_sent(data, limit, baseline)
 
 
 def _search(options: argparse.Namespace) -> None:
     f, arguments = _load(options, options.target, options.machine)
-    check_donated(f, len(arguments), options.donate)
     mesh = int(options.mesh) if (options.mesh or "").isdecimal() else options.mesh and mesh_of(options.mesh)
     asked: dict[str, Any] = {
         "mesh": mesh if mesh or isinstance(f, Jitted) else 8,
         "machine": options.machine,
         "memory_limit": options.memory_limit,
         "budget_seconds": options.seconds,
-        "donate_argnums": options.donate or None,
         "finite": options.finite,
-        "on_better": lambda plan: print(f"{plan.name}: {plan.cost}", file=sys.stderr),
+        "progress": True,
+        **numbered(f, len(arguments), options.static, options.donate),
     }
     if options.over == "layout":
         if of_plans := [f"--{name}" for name in ("why", "marks", "patch", "html", "save") if getattr(options, name)]:
@@ -112,7 +110,7 @@ def _search(options: argparse.Namespace) -> None:
             )
         table = search(f, *arguments, over="layout", **asked)
         print(table)
-        check_fits(table.cost.peak, int(table.limit))
+        end_search(table.stopped, table.cost.peak, table.limit)
         return
     found = search(f, *arguments, **asked)
     print(found)
@@ -134,7 +132,7 @@ def _search(options: argparse.Namespace) -> None:
         print(
             f"wrote {options.save}: gshard.jit(f, mesh=..., plan=gshard.Recorded.load({str(options.save)!r})) runs it"
         )
-    check_fits(found.cost.peak, int(found.best.limit))
+    end_search(found.stopped, found.cost.peak, found.best.limit)
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -255,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "search",
-        help="the plan that takes least time on a machine, and how near the best it is",
+        help="the fastest plan that is found for a machine, and how near the best of a simplified model it is",
         epilog=_FITS,
     )
     _target(command)
@@ -267,15 +265,14 @@ def _parser() -> argparse.ArgumentParser:
         "--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)"
     )
     command.add_argument(
-        "--donate", action="append", type=int, default=[], metavar="0", help="an argument whose memory results take"
-    )
-    command.add_argument(
         "--over",
         choices=("plan", "layout"),
         default="plan",
         help="what is found: a plan, or a table of names and axes (default: plan)",
     )
-    command.add_argument("--seconds", type=float, help="how long to search on each mesh, about")
+    command.add_argument(
+        "--seconds", type=float, help="how long the whole search may take (default: as its size asks for, 300 at most)"
+    )
     command.add_argument(
         "--why",
         action="append",
@@ -336,9 +333,14 @@ _FINITE: dict[str, Any] = {
 }  # fmt: skip
 
 
+_NUMBER: dict[str, Any] = {"action": "append", "type": int, "default": [], "metavar": "0"}
+
+
 def _target(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", help="module:function or file.py:function")
     command.add_argument("--arg", **_ARG)
+    command.add_argument("--static", help="an argument that is a plain value, by its number; repeat", **_NUMBER)
+    command.add_argument("--donate", help="an argument whose memory results take, by its number; repeat", **_NUMBER)
     command.add_argument("--finite", **_FINITE)
 
 
@@ -357,6 +359,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if isinstance(value, Path):
                 need_folder(value, f"--{name}")
         options.run(options)
+    except KeyboardInterrupt:
+        print("Ctrl-C ended this, and nothing was found yet.", file=sys.stderr)
+        return SIGNALLED + signal.SIGINT
     except CheckFailed as failure:
         print(failure, file=sys.stderr)
         return FAILED

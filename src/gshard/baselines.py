@@ -18,6 +18,7 @@ from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 
 _SHOWN = 5  # lines that a failure names
 _GROWTH = 1.01  # of FLOPs and memory: less is no change of the plan
+SIGNALLED = 128  # exit status after a signal, with its number added, as shells have it
 
 
 class CheckFailed(Exception):
@@ -52,6 +53,22 @@ def limit_of(text: str) -> int:
         raise TargetError(f"--fail-above {text} is no number of bytes.", hint="Write 50MiB, 1.5GB or 0.") from error
 
 
+def end_search(stopped: int | None, peak: int, limit: float) -> None:
+    """Ends the command that searched: as a signal asks for, if one ended the search; else by what fits.
+
+    Args:
+        stopped: the signal.
+        peak: the most bytes that a device would hold.
+        limit: the bytes that it may hold.
+
+    Raises:
+        SystemExit: there was a signal. CheckFailed: the peak is above the limit.
+    """
+    if stopped is not None:
+        raise SystemExit(SIGNALLED + stopped)
+    check_fits(peak, int(limit))
+
+
 def check_fits(peak: int, memory: int) -> None:
     """Refuses what does not fit.
 
@@ -66,6 +83,25 @@ def check_fits(peak: int, memory: int) -> None:
         raise CheckFailed(
             f"this does not fit: a device would hold {format_bytes(peak)}, and may {format_bytes(memory)}."
         )
+
+
+def check_sent(data: Mapping[str, Any], limit: int | None, baseline: Mapping[str, Any] | None) -> None:
+    """Refuses a program that goes beyond ``--fail-above`` or ``--baseline``.
+
+    Args:
+        data: its explanation, as data.
+        limit: bytes that each device may send in one call.
+        baseline: what ``--json`` wrote earlier.
+
+    Raises:
+        CheckFailed: it does. DifferenceError: ``baseline`` is no explanation.
+    """
+    failures = [
+        "" if limit is None else over_limit(data, limit),
+        "" if baseline is None else over_baseline(baseline, data),
+    ]
+    if any(failures):
+        raise CheckFailed("\n\n".join(filter(None, failures)))
 
 
 def over_limit(data: Mapping[str, Any], limit: int) -> str:

@@ -145,20 +145,26 @@ def need_folder(path: Path, option: str) -> None:
         )
 
 
-def check_donated(f: Callable[..., Any], given: int, donated: Sequence[int]) -> None:
-    """Refuses to donate arguments that a function does not have.
+def numbered(f: Callable[..., Any], given: int, static: Sequence[int], donated: Sequence[int]) -> dict[str, Any]:
+    """``static_argnums`` and ``donate_argnums`` of ``jit``, as a command line has them.
+
+    Args:
+        f: the function.
+        given: how many arguments it gets.
+        static, donated: numbers of arguments.
 
     Raises:
         TargetError: there is no argument of such a number.
     """
-    for number in donated:
+    for option, number in [*(("--static", n) for n in static), *(("--donate", n) for n in donated)]:
         if not 0 <= number < given:
             names = list(parameters_of(f))
             told = f", {' and '.join([', '.join(names[:-1]), names[-1]] if len(names) > 1 else names)}" if names else ""
             raise TargetError(
-                f"--donate {number}: {name_of(f)} has {given} argument{'s' if given != 1 else ''}{told}.",
+                f"{option} {number}: {name_of(f)} has {given} argument{'s' if given != 1 else ''}{told}.",
                 hint="Arguments are counted from 0.",
             )
+    return {"static_argnums": list(static) or None, "donate_argnums": list(donated) or None}
 
 
 def _module(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gshard.analysis.explain import Explanation, explain_program
@@ -12,15 +12,21 @@ from gshard.api.specs import told
 from gshard.api.wrapped import mesh_that_is_meant
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_dispatch import without_our_frames
 from gshard.core.planning_tables import with_tables
 
 
+@without_our_frames
 @with_tables
 def explain(
     f: Callable[..., Any],
     *args: Any,
     mesh: Any = None,
     machine: str | Machine | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
     finite: bool = False,
     **kwargs: Any,
 ) -> Explanation:
@@ -28,20 +34,21 @@ def explain(
 
     Args:
         f: a marked function, or one that ``gshard.jit`` or ``jax.jit`` returned.
-        args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``.
+        args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones.
         mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``). None takes
             the mesh that ``gshard.jit`` was given, that of the shardings that ``jax.jit`` was given, the one that
             ``jax.set_mesh`` has set, the one on which an argument is placed, or that of a sharding inside the function.
         machine: as for ``jit``: what the plan is made for. None takes that of a function from ``gshard.jit``, or the
             devices of the mesh; by bytes if there is no model of them, and for CPUs and abstract meshes.
-        finite: as for ``jit``; a function from ``gshard.jit`` has its own.
+        static_argnums, static_argnames, donate_argnums, donate_argnames, finite: as for ``jit``; a function from
+            ``gshard.jit`` has its own.
 
     Returns:
         the explanation; print it, or write it as a page by ``.html(path)``.
 
     Raises:
-        MeshError: no mesh was given and none is set. ArgumentError: ``f`` is no function, or has a ``finite`` of its
-            own.
+        MeshError: no mesh was given and none is set. ArgumentError: ``f`` is no function, or is one from
+            ``gshard.jit``, which has static and donated arguments and ``finite`` of its own.
 
     >>> import jax.numpy as jnp
     >>> from gshard.api.marks import split
@@ -56,12 +63,16 @@ def explain(
             user_line(),
             hint="Give the function first: gshard.explain(f, x, mesh=8).",
         )
+    own: dict[str, Any] = {
+        "static_argnums": static_argnums, "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
+    }  # fmt: skip
     if isinstance(f, Jitted):
-        refuse_finite("explain", f, finite)
+        refuse_options("explain", f, finite, **own)
         jitted = f if mesh is None else f.on(mesh)
         jitted = jitted if machine is None else jitted.planned_for(machine)
     else:
-        jitted = jit(f, mesh=mesh, machine=machine, finite=finite)
+        jitted = jit(f, mesh=mesh, machine=machine, finite=finite, **own)
         if jitted.options.mesh is None:
             meant = mesh_that_is_meant(args, kwargs, lambda: jitted.trace(*args, **kwargs).jaxpr)
             jitted = jitted if meant is None else jitted.on(meant)
@@ -78,15 +89,25 @@ def explain(
     )
 
 
-def refuse_finite(asker: str, f: Jitted, finite: bool) -> None:
-    """Refuses ``finite`` for a function that ``gshard.jit`` returned.
+def refuse_options(asker: str, f: Jitted, finite: bool, **own: Any) -> None:
+    """Refuses options for a function that ``gshard.jit`` returned, which has its own.
+
+    Args:
+        asker: the function of gshard that was called.
+        f: the function.
+        finite: as it was given; True is no other where the function has it.
+        own: other options; those that are not given are None.
 
     Raises:
-        ArgumentError: it is given.
+        ArgumentError: one is given.
     """
+    given = {name: value for name, value in own.items() if value is not None}
     if finite and not f.options.finite:
+        given["finite"] = finite
+    if given:
         raise ArgumentError(
-            f"gshard.{asker} takes finite for a plain function only.",
-            got=f"finite={finite!r}, for {f!r}",
+            f"gshard.{asker} takes {' and '.join(given)} for a plain function only.",
+            user_line(),
+            got=f"{', '.join(f'{name}={value!r}' for name, value in given.items())}, for {f!r}",
             hint="Give it to gshard.jit, which made this function.",
         )

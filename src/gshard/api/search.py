@@ -1,8 +1,10 @@
-"""search: the best plan for a function on a machine, without marks or with some."""
+"""search: the fastest plan that is found for a function on a machine, without marks or with some."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
 
@@ -10,24 +12,30 @@ import numpy as np
 
 from gshard.analysis.hardware import machine_of
 from gshard.analysis.machine import Machine
-from gshard.api.explained import refuse_finite
+from gshard.api.explained import refuse_options
 from gshard.api.jit import Jitted, jit
 from gshard.api.lowered import Lowered
 from gshard.api.names import paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError, MeshError
+from gshard.core.jax_adapter_dispatch import without_our_frames
 from gshard.core.layout import Layout, Names
 from gshard.core.mesh import Mesh
-from gshard.core.planning_tables import with_tables
+from gshard.core.planning_tables import tables
 from gshard.core.program import Program
 from gshard.remat.rematerialise import bytes_of
-from gshard.search.find import Begun, Best, PricedPlan, begin, finish
+from gshard.search.find import Best, MeshSearch
 from gshard.search.found import Found
 from gshard.search.layouts import FoundLayout, Namable, layout_of
 from gshard.search.meshes import meshes
+from gshard.search.priced import PricedPlan
+from gshard.search.stopping import Stop, stoppable
+from gshard.search.time_budget import TimeBudget
 
 _OVER = ("plan", "layout")
 _FINISHED = 3  # of the meshes that are tried, the most promising ones, whose plans are priced
 _EFFORT = 0.1  # for each of many meshes
+_SOLVING = 0.7  # of the time, what the problems of several meshes may take; pricing takes the rest
+_PLANS = 0.5  # of the time, what the search for a plan may take where a table is searched
 
 
 @overload
@@ -35,7 +43,6 @@ def search(f: Callable[..., Any], *args: Any, over: Literal["layout"], **kwargs:
 
 
 @overload
-@with_tables
 def search(
     f: Callable[..., Any],
     *args: Any,
@@ -43,14 +50,19 @@ def search(
     machine: str | Machine | None = None,
     memory_limit: int | str | None = None,
     budget_seconds: float | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
     on_better: Callable[[PricedPlan], None] | None = None,
+    progress: bool | Callable[[str], object] | None = None,
     over: Literal["plan"] = "plan",
     finite: bool = False,
     **kwargs: Any,
 ) -> Found: ...
 
 
+@without_our_frames
 def search(
     f: Callable[..., Any],
     *args: Any,
@@ -58,29 +70,42 @@ def search(
     machine: str | Machine | None = None,
     memory_limit: int | str | None = None,
     budget_seconds: float | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
     on_better: Callable[[PricedPlan], None] | None = None,
+    progress: bool | Callable[[str], object] | None = None,
     over: str = "plan",
     finite: bool = False,
     **kwargs: Any,
 ) -> Found | FoundLayout:
-    """Searches for the plan of a function that takes least time on a machine, and tells how near the best it is.
+    """Searches for the plan of a function that takes least time on a machine, and tells how near the best it may be.
 
-    Marks in the function and shardings of its arguments are kept. The plan is never worse than what the marks alone,
-    data parallelism or a split state give.
+    What is proven is proven in a simplified model (``found.bound``, ``found.gap``); ``found.cost`` is the full price.
+
+    Marks in the function and shardings of its arguments are kept. With enough time, the plan is never worse than what
+    the marks alone, data parallelism or a split state give. What there was no time for, the result lists.
+
+    Ctrl-C and SIGTERM (in the main thread) end the search, which then returns the best plan so far; ``found.stopped``
+    has the signal. Where nothing was found yet they act as they do without a search.
 
     Args:
-        f: a function, or one that ``gshard.jit`` returned: then its mesh, machine, limit, marks and donated arguments
-            count where others are not given. Of one that ``jax.jit`` returned all that it was given counts.
-        args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``.
+        f: a function, or one that ``gshard.jit`` returned: then its mesh, machine, limit, marks, static and donated
+            arguments count where others are not given. Of one that ``jax.jit`` returned all that it was given counts.
+        args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones.
         mesh: as for ``jit``, or an abstract mesh of any size, or a list of ``Mesh`` of one size to choose from; a
             number of devices tries all shapes with up to two axes.
         machine: what the devices are, such as ``"h100:4x8"``; by default what the mesh's devices are.
         memory_limit: bytes that a device may hold, or text such as ``"14GiB"``; by default the machine's memory.
-        budget_seconds: how long to search on each mesh, about. None goes on for a number of steps that follows from the
-            size of the program, and finds the same on any computer.
-        donate_argnums: arguments whose memory the results may take, as for ``jit``: a training state.
+        budget_seconds: how long the whole search may take, tracing, all meshes, presets and prices included. It takes
+            longer by no more than one planning of the program, without which there is nothing to return. With None the
+            size of the program says how many steps there are, and every computer finds the same unless they take more
+            than 300 seconds, where the search ends. ``float("inf")`` is the same without an end.
+        static_argnums, static_argnames, donate_argnums, donate_argnames: as for ``jit``; donate a training state.
         on_better: called with each plan that is the best so far.
+        progress: None prints lines on stderr once the search has taken two seconds; True prints all, False none; or a
+            function that is called with each line.
         over: ``"plan"``, the sharding of every value and the split of every equation; or ``"layout"``, a table of names
             of dimensions and mesh axes (``gshard.Layout``), which says less and is short. Names are those that the
             function and its arguments have, and letters for the rest; rows of a layout that it has are kept.
@@ -93,8 +118,8 @@ def search(
     Raises:
         MachineError: there is no such machine, or it has another number of devices; or none is given, and there is no
             model of the mesh's devices.
-        ArgumentError: ``donate_argnums`` or ``finite`` for a function that ``gshard.jit`` returned, which has its own;
-            ``over`` is another word, ``budget_seconds`` no time; a table for a function with ordered rules
+        ArgumentError: static or donated arguments or ``finite`` for a function that ``gshard.jit`` returned, which has
+            its own; ``over`` is another word, ``budget_seconds`` no time; a table for a function with ordered rules
             (``Layout.of``).
         ShardingError, TraceError: as ``jit``.
 
@@ -107,21 +132,19 @@ def search(
     >>> search(lambda w, x: x @ w, w, x, mesh=Mesh.abstract(x=8), machine="h100:1x8", over="layout").layout
     Layout(b='x')
     """
-    options: dict[str, Any] = {} if donate_argnums is None else {"donate_argnums": donate_argnums}
+    budget = TimeBudget.of(_seconds_of(budget_seconds), progress)
+    own: dict[str, Any] = {
+        "static_argnums": static_argnums, "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
+    }  # fmt: skip
     if isinstance(f, Jitted):
-        if donate_argnums is not None:
-            raise ArgumentError(
-                "gshard.search takes donate_argnums for a plain function only.",
-                got=f"donate_argnums={donate_argnums!r}, for {f!r}",
-                hint="Give it to gshard.jit, which made this function.",
-            )
-        refuse_finite("search", f, finite)
+        refuse_options("search", f, finite, **own)
         made, given = f, f.options
         mesh = given.mesh if mesh is None else mesh
         machine = given.machine if machine is None else machine
         memory_limit = given.memory_limit if memory_limit is None else memory_limit
     else:
-        made = jit(f, finite=finite, **options)
+        made = jit(f, finite=finite, **own)
         mesh = made.options.mesh if mesh is None else mesh
     if over not in _OVER:
         raise ArgumentError(
@@ -129,45 +152,114 @@ def search(
             got=f"over={over!r}",
             hint="Write over='plan', the sharding of every value, or over='layout', a table of names and axes.",
         )
-    if budget_seconds is not None and not (isinstance(budget_seconds, int | float) and budget_seconds > 0):
-        raise ArgumentError(
-            f"budget_seconds={budget_seconds!r} is no time to search for.",
-            hint="Give seconds above zero, or None for a number of steps that follows from the size of the program.",
-        )
-    begun: list[tuple[Begun, Lowered]] = []
-    candidates = list(_meshes(mesh))
-    for one in candidates:
-        named = machine_of(one) if machine is None else machine
-        on = Machine.read(named, one.size)
-        lowered = made.on(one).lower(*args, **kwargs)
-        limit = None if memory_limit is None else bytes_of(memory_limit)
-        started = begin(
-            lowered.program,
-            one,
-            on,
-            donated=lowered.donated,
-            memory_limit=limit,
-            budget_seconds=budget_seconds,
-            effort=1.0 if len(candidates) <= _FINISHED else _EFFORT,
-        )
-        begun.append((started, lowered))
-    tried: list[tuple[Best, Namable]] = []
-    for started, lowered in sorted(begun, key=lambda pair: pair[0].rank)[:_FINISHED]:
-        best = finish(
-            started,
-            on,
-            donated=lowered.donated,
-            known=tried[0][0].others if tried else None,
-            budget_seconds=budget_seconds,
-            on_better=on_better,
-        )
-        tried.append((best, _namable(made.on(started.mesh), lowered, args, kwargs)))
-    donated = tuple(sorted(lowered.donated))
-    if over == "layout":
-        tables = [layout_of(best, function, donated, budget_seconds) for best, function in tried]
-        return min(tables, key=lambda table: table.priced.rank(table.limit))
-    best, function = min(tried, key=lambda pair: pair[0].chosen.rank(pair[0].limit))
-    return Found(best, tuple(best for best, _ in tried), donated, lowered.in_tree, function)
+    limit = None if memory_limit is None else bytes_of(memory_limit)
+    asked = _Asked(made, args, kwargs, list(_meshes(mesh)), machine, limit, on_better)
+    with stoppable() as stop:
+        run = _Run(asked, budget.part(_PLANS) if over == "layout" else budget)
+        found = run.found(stop)
+        if found is not None and over == "plan":
+            return found
+        if found is not None:
+            budget.left_out = run.budget.left_out
+            tables = [layout_of(best, run.namable(one), found.donated, budget, stop) for one, best in run.bests(stop)]
+            return min(tables, key=lambda table: table.priced.rank(table.limit))
+    stop.deliver()
+    raise KeyboardInterrupt
+
+
+def _seconds_of(budget_seconds: float | None) -> float | None:
+    is_number = isinstance(budget_seconds, int | float) and not isinstance(budget_seconds, bool)
+    if budget_seconds is None or (is_number and budget_seconds > 0):
+        return budget_seconds
+    raise ArgumentError(
+        f"budget_seconds={budget_seconds!r} is no time to search for.",
+        hint="Give seconds above zero, or None for a number of steps that follows from the size of the program.",
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Asked:
+    """What is searched: a function for its arguments, on meshes of one machine."""
+
+    made: Jitted
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meshes: Sequence[Mesh]
+    machine: str | Machine | None
+    limit: int | None
+    on_better: Callable[[PricedPlan], None] | None
+
+
+class _Run:
+    """The search on all meshes; what it has found is kept, whenever time or a signal ends it."""
+
+    def __init__(self, asked: _Asked, budget: TimeBudget):
+        self.asked, self.budget = asked, budget
+        self.begun: dict[MeshSearch, Lowered] = {}
+        self.finished: list[MeshSearch] = []
+
+    def found(self, stop: Stop) -> Found | None:
+        """The best of all meshes; None where a signal ended the search before there was any."""
+        try:
+            with tables():
+                self._search()
+        except KeyboardInterrupt:
+            stop.number = stop.number or signal.SIGINT
+            # What it left half done may be in the tables: from here on there are new ones.
+            with contextlib.suppress(KeyboardInterrupt):
+                for one in self.begun:
+                    while one.price_solution() is not None:
+                        pass
+        bests = self.bests(stop)
+        if not bests:
+            return None
+        one, best = min(bests, key=lambda pair: pair[1].chosen.rank(pair[1].limit))
+        lowered = self.begun[one]
+        donated = tuple(sorted(lowered.donated))
+        return Found(best, tuple(best for _, best in bests), donated, lowered.in_tree, self.namable(one))
+
+    def _search(self) -> None:
+        asked, budget = self.asked, self.budget
+        several = len(asked.meshes) > 1
+        for i, mesh in enumerate(asked.meshes):
+            if self.begun and budget.is_over:
+                budget.left_out.append(f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.axes)})")
+                continue
+            share = budget.part(_SOLVING / (len(asked.meshes) - i)) if several else budget
+            one = self._begun(mesh, share)
+            if not i:
+                one.price_marked()  # so that there is something to return
+            one.solve(1.0 if len(asked.meshes) <= _FINISHED else _EFFORT)
+            one.budget = budget
+        for one in sorted(self.begun, key=lambda one: one.rank)[:_FINISHED]:
+            self.finished.append(one)
+            one.finish(tuple(self.finished[0].presets) if len(self.finished) > 1 else None)
+
+    def _begun(self, mesh: Mesh, budget: TimeBudget) -> MeshSearch:
+        asked = self.asked
+        named = machine_of(mesh) if asked.machine is None else asked.machine
+        machine = Machine.read(named, mesh.size)
+        budget.progress.step("tracing the function")
+        lowered = asked.made.on(mesh).lower(*asked.args, **asked.kwargs)
+        one = MeshSearch(
+            lowered.program, mesh, machine, donated=lowered.donated, memory_limit=asked.limit,
+            on_better=asked.on_better, budget=budget,
+        )  # fmt: skip
+        self.begun[one] = lowered
+        return one
+
+    def bests(self, stop: Stop) -> list[tuple[MeshSearch, Best]]:
+        """What was found on each mesh that was finished, and on another one if that is better."""
+        found = {one: one.best(stop.number) for one in self.begun if one.has_found}
+        some = [one for one in self.finished if one in found]
+        if found:
+            first = min(found, key=lambda one: found[one].chosen.rank(one.limit))
+            some += [first] * (first not in some)
+        return [(one, found[one]) for one in some]
+
+    def namable(self, one: MeshSearch) -> Namable:
+        """The function as its dimensions can be named."""
+        return _namable(self.asked.made.on(one.mesh), self.begun[one], self.asked.args, self.asked.kwargs)
 
 
 def _namable(made: Jitted, lowered: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Namable:

@@ -125,16 +125,20 @@ class Target:
         return made if self.reorders else Propagated(dataclasses.replace(made.plan, orders={}))
 
     def _searched(self, program: Program, border: Border) -> Plan:
-        """The plan that a search finds; within a time, the one that the first of several processes finds."""
+        """The plan that a search finds; where there are several processes, the one that the first of them finds.
+
+        Every search has an end by the clock, so that two processes need not find the same.
+        """
         on = self.machine or machine_of(self.mesh)
 
         def searched() -> Plan:
             return best_plan(
                 program, self.mesh, on, donated=[i - len(program.captured) for i in border.donated],
                 memory_limit=self.memory_limit, budget_seconds=None if self.search is True else float(self.search),
+                progress=None,
             ).chosen.plan  # fmt: skip
 
-        group = None if self.search is True else Group.of(self.mesh.devices)
+        group = Group.of(self.mesh.devices)
         if group is None:
             return at_border(searched(), border)
         devices = str(self.mesh), self.mesh.order, on

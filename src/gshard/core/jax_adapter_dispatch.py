@@ -8,6 +8,7 @@ returns the results and what is to be run from then on. ``FastFunction`` is that
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -34,11 +35,8 @@ from gshard.core.jax_adapter import closed as open_jaxpr
 
 ArrayImpl = _jax.ArrayImpl
 without_our_frames = _traceback_util.api_boundary
-
-
-def hide_frames_of(path: str) -> None:
-    """JAX leaves frames of this file or folder out of the tracebacks that it filters."""
-    _traceback_util.register_exclusion(path)
+# JAX leaves frames of this folder, which is gshard, out of the tracebacks that it filters.
+_traceback_util.register_exclusion(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def trace_settings() -> Hashable:

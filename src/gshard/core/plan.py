@@ -25,7 +25,7 @@ class Reason:
 
     Attributes:
         kind: ``mark``, ``argument`` (the sharding it came with), ``propagated``, ``cost`` (the cheapest of several) or
-            ``searched`` (a part of the best plan that ``search`` found).
+            ``searched`` (a part of the plan that ``search`` found).
         line: the user's source line of the mark or equation.
         equation: name of the primitive, or the mark.
         source: the value that the atoms came from, None for marks and arguments.

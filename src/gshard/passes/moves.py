@@ -15,6 +15,7 @@ import numpy as np
 from gshard.comm.exchange import can_change
 from gshard.comm.reshard import plan_reshard, steps_from
 from gshard.comm.steps import PERMUTE, TO_PARTIAL, Step
+from gshard.core.deadline import check_deadline
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
@@ -231,6 +232,7 @@ class Moves:
         self, sources: Sequence[Sharding], targets: Sequence[Sharding], shape: tuple[int, ...], itemsize: int
     ) -> Floats:
         """float64 [sources, targets]: the moves of an array from each to each."""
+        check_deadline()
         here, there = self._all_in_axes(sources), self._all_in_axes(targets)
         monoids = tuple(sorted({monoid for s in targets for _, monoid in s.unreduced}))
         key = monoids, shape, itemsize

@@ -20,7 +20,7 @@ from gshard.core.mark import mark_of_cut
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
-from gshard.search.find import PricedPlan
+from gshard.search.priced import PricedPlan
 
 _LARGEST, _FIRST = 3, 2  # candidates of each round
 

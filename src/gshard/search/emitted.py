@@ -20,6 +20,7 @@ from gshard.analysis.cost import kernel_cost
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import interchangeable
 from gshard.comm.shards import Fetched, Shards
+from gshard.core.deadline import check_deadline
 from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
@@ -76,6 +77,7 @@ class OwnWays:
         arrays = tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
         key = rule, tuple(sorted(renamed.items())), arrays
         if key not in self._known:
+            check_deadline()
             self._known[key] = emitted_alone(e, renamed, self._mesh, self._machine)
         found = self._known[key]
         if not found.windows or all(a == b for a, b in names.items()):

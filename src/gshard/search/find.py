@@ -1,9 +1,12 @@
-"""Find: the whole way from a program to the best plan that was found, and how near the best there can be it is.
+"""Find: the whole way from a program to the best plan that is found, and a bound in the model that is solved.
 
 The problem of ``passes.graph`` is solved; the plan of the solution is partitioned and priced as it would run, and so
 are the presets. What the graph does not know (how kernels are fused, what a moved copy takes of the memory) is learned
 from that: where the plan needs more memory than there is, products become collective matmuls (``passes.windowed``) or
 values are recomputed (``remat``), and the problem is solved again with a limit. The best of all that fit is returned.
+
+All this happens within a time budget. Steps come in the order of what they bring for their time: the program as it is
+marked, so that there is a plan to return; the problem; presets, those that are planned soonest first.
 """
 
 from __future__ import annotations
@@ -12,16 +15,13 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from gshard.analysis.cost import Cost
 from gshard.analysis.machine import Machine
-from gshard.analysis.overlap import Windowed
-from gshard.core.border import Border
-from gshard.core.mesh import Mesh
+from gshard.core.errors import GShardError
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
@@ -31,80 +31,56 @@ from gshard.passes.facts import facts_of
 from gshard.passes.graph import Graph
 from gshard.passes.moves import axes_of, in_two
 from gshard.passes.recorded import plan_of
-from gshard.passes.windowed import windowed
-from gshard.remat.rematerialise import MemoryLimitError
-from gshard.search.as_run import as_run
+from gshard.search.in_model import in_model
 from gshard.search.loads import with_loads
-from gshard.search.presets import presets
+from gshard.search.presets import AS_IT_IS, marked_presets
+from gshard.search.priced import PricedPlan, Pricing
 from gshard.search.propagated import Propagated, propagated
 from gshard.search.seconds import on_machine, seconds_on
+from gshard.search.time_budget import TimeBudget
+from gshard.solver.problem import Problem
 from gshard.solver.solve import Solution, solve
 
 _ROUNDS = 7  # of solving, each after the second with other memory
 _EFFORT = 0.2  # for these others
 _USUAL = 4  # presets that are always priced, the usual ones
 _PRESETS = 20_000  # equations of the presets together: of a large program only some more are priced
-# Where nothing fits, operands come in parts whose gathered copies are larger than this part of the limit. A copy is
-# there while its product runs, two at a time: smaller ones hold a few percent of what there is, and taking them in
-# steps would start many kernels to free next to nothing.
-_LARGE = 1 / 64
+_SOLVING = 0.6  # of the time that is left, what one solving may take: its plan has to be priced, and the presets
+_ROUNDED = 1e-9  # of a time: a difference that is none
 _NEAR = 1.02  # limits of memory between which no further one is tried
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class PricedPlan:
-    """A plan and what it costs.
-
-    Attributes:
-        name: ``searched``, or that of a preset.
-        plan: the plan.
-        cost: of the per-device program that it becomes.
-        kept: bytes at the peak, if nothing is recomputed.
-        recomputed: whether something is recomputed, so that it fits.
-    """
-
-    name: str
-    plan: Plan
-    cost: Cost
-    kept: int
-    recomputed: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.cost}{', some of it computed twice to fit' if self.recomputed else ''}"
-
-    __repr__ = __str__
-
-    def rank(self, limit: float) -> tuple[bool, float]:
-        """Orders plans, the better first: by time those that fit, by memory the others; rounding is no difference."""
-        fits = self.cost.peak <= limit
-        return not fits, float(f"{self.cost.seconds:.9g}") if fits else float(self.cost.peak)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Best:
-    """What was found.
+    """What a search on one mesh found.
 
     Attributes:
         mesh: what it is for.
         chosen: the plan that takes least time of those that fit; of those that need least memory, if none fits.
-        searched: the best of the plans that were searched.
+        searched: the best of the plans that were searched; None where the search did not get as far.
         others: the presets.
-        graph: what there was to choose from.
+        graph: the problem, which is the simplified model; None where the search did not get as far.
         solution: that of ``searched``.
-        bound: seconds that no plan that keeps to the limit goes below, in the model.
+        bound: seconds that no plan that keeps to the limit goes below, in the simplified model.
+        predicted: seconds of ``chosen`` in the simplified model; None where that has no such plan.
         limit: bytes that a device may hold.
         seconds: that the search took.
+        left_out: steps that were cut or not begun for want of time.
+        stopped: the signal that ended the search; None if none did.
     """
 
     mesh: Mesh
     chosen: PricedPlan
-    searched: PricedPlan
+    searched: PricedPlan | None
     others: tuple[PricedPlan, ...]
-    graph: Graph
-    solution: Solution
+    graph: Graph | None
+    solution: Solution | None
     bound: float
+    predicted: float | None
     limit: float
     seconds: float
+    left_out: tuple[str, ...] = ()
+    stopped: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -112,72 +88,218 @@ class Best:
         return self.chosen.cost.peak <= self.limit
 
     @property
-    def predicted(self) -> float:
-        """Seconds of what was searched, in the model."""
-        return float(self.solution.value)
+    def gap(self) -> float | None:
+        """How much of ``predicted`` could at most be saved, as a part of it; None where nothing is proven of the plan.
 
-    @property
-    def gap(self) -> float:
-        """How much of that could at most be saved, as a part of it; 1 where nothing was found that fits."""
-        return max(0.0, 1 - self.bound / self.predicted) if self.fits and self.predicted else float(not self.fits)
+        Both numbers are of the simplified model. Nothing is proven where the plan does not fit, where the model has no
+        such plan, or where no bound was found.
+        """
+        if not self.fits or self.predicted is None:
+            return None
+        if not self.predicted:
+            return 0.0
+        return max(0.0, 1 - self.bound / self.predicted) if self.bound > 0 else None
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Begun:
-    """A search that has solved its problem, and does not know yet what becomes of the solutions.
+class MeshSearch:
+    """The search on one mesh, in steps: what is found is kept, whenever time or a signal ends it.
 
-    Attributes:
-        mesh: the user's.
-        graph: the problem, on that mesh with the machine's times.
-        solutions: without a limit of memory, and with the limit if the first does not keep to it.
-        limit: bytes that a device may hold.
-        since: when it began.
+    Args:
+        program: with the user's marks, which are kept.
+        mesh: the devices.
+        machine: as many.
+        donated: arguments (counted without captured arrays) whose memory results may take.
+        memory_limit: bytes that a device may hold; the machine's memory if None.
+        on_better: called with each plan that is the best so far.
+        budget: the time that is left, of this and of other meshes.
     """
 
-    mesh: Mesh
-    graph: Graph
-    solutions: tuple[Solution, ...]
-    limit: float
-    since: float
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        machine: Machine,
+        *,
+        donated: Iterable[int] = (),
+        memory_limit: float | None = None,
+        on_better: Callable[[PricedPlan], None] | None = None,
+        budget: TimeBudget,
+    ):
+        self.mesh, self.machine, self.budget = mesh, machine, budget
+        self.limit = float(machine.memory if memory_limit is None else memory_limit)
+
+        def better(plan: PricedPlan) -> None:
+            budget.progress.better(str(plan))
+            if on_better is not None:
+                on_better(plan)
+
+        self.pricing = Pricing(machine, list(donated), self.limit, better)
+        self.timed = on_machine(mesh, machine)
+        self._demands = [demand.sharding for _, demand, _ in demands(program, mesh)]
+        self.program = facts_of(program, self.timed).program  # loops may be operators in it
+        self.graph: Graph | None = None
+        self.presets: list[PricedPlan] = []
+        self.shown: tuple[PricedPlan, ...] = ()  # the presets of another mesh
+        self._solved: list[Solution] = []  # on ``graph``, in order
+        self._priced: dict[PricedPlan, Solution] = {}
+        self._others_bound = math.inf  # what is proven of the same mesh with its axes in other groups
+        self._of = ", ".join(f"{name}={size}" for name, size in mesh.axes)
 
     @property
-    def rank(self) -> tuple[bool, float]:
+    def rank(self) -> tuple[bool, bool, float]:
         """Orders searches on several meshes, the one that promises most first."""
-        last = self.solutions[-1]
+        if not self._solved:
+            return True, True, 0.0
+        last = self._solved[-1]
         fits = last.fits and last.peak <= self.limit
-        return not fits, float(f"{last.value:.9g}") if fits else last.peak
+        return False, not fits, float(f"{last.value:.9g}") if fits else last.peak
 
+    def price_marked(self) -> None:
+        """Prices the program as it is marked, however long that takes: there is a plan to return afterwards."""
+        border = self.pricing.border(self.program)
+        with self.budget.step(f"the program as it is marked, on mesh ({self._of})", always=True):
+            made = propagated(self.program, self.timed, self.machine, border=border)
+            self.presets.append(self.pricing.add(AS_IT_IS, *made))
 
-@with_tables
-def begin(
-    program: Program,
-    mesh: Mesh,
-    machine: Machine,
-    *,
-    donated: Iterable[int] = (),
-    memory_limit: float | None = None,
-    budget_seconds: float | None = None,
-    effort: float = 1.0,
-) -> Begun:
-    """Makes the problem of a program on a mesh and solves it; arguments as those of ``best_plan`` and ``solve``."""
-    since = time.monotonic()
-    timed = on_machine(mesh, machine)
-    limit = float(machine.memory if memory_limit is None else memory_limit)
-    border = Border(tuple(len(program.captured) + i for i in donated))
-    facts = facts_of(program, timed)  # loops may be operators in its program
-    said = [demand.sharding for _, demand, _ in demands(program, mesh)]
-    found: list[Begun] = []
-    ways = in_two(timed, axes_of(timed, said), said)
-    for way in ways:
-        begun = time.monotonic()
-        budget = None if budget_seconds is None else budget_seconds / len(ways)
-        graph = with_loads(graph_of(facts.program, seconds_on(machine)(timed, way), border=border))
-        solutions = [solve(graph.problem, budget, effort=effort)]
-        if solutions[0].peak > limit:
-            left = None if budget is None else max(1.0, budget - (time.monotonic() - begun))
-            solutions.append(solve(dataclasses.replace(graph.problem, limit=float(int(limit))), left, effort=effort))
-        found.append(Begun(mesh, graph, tuple(solutions), limit, since))
-    return min(found, key=lambda one: one.rank)
+    def solve(self, effort: float = 1.0) -> None:
+        """Makes the problem and solves it: without a limit of memory, and with it if the solution does not keep to it.
+
+        Args:
+            effort: as of ``solver.solve``.
+        """
+        ways = in_two(self.timed, axes_of(self.timed, self._demands), self._demands)
+        found: list[tuple[Graph, list[Solution]]] = []
+        for i, way in enumerate(ways):
+            budget = self.budget.part(1 / (len(ways) - i))
+            with budget.step(f"the problem of mesh ({self._of})"):
+                graph, solved = self._posed(way), list[Solution]()
+                found.append((graph, solved))
+                budget.progress.step(f"solving for mesh ({self._of}): {len(graph.problem.costs):,} choices")
+                solved.append(self._solution(graph.problem, budget.part(_SOLVING), effort))
+                self.graph, self._solved = graph, solved
+                if solved[0].peak > self.limit and not solved[0].interrupted:
+                    limited = dataclasses.replace(graph.problem, limit=float(int(self.limit)))
+                    solved.append(self._solution(limited, budget.part(_SOLVING), effort))
+                if solved[-1].interrupted:
+                    raise KeyboardInterrupt
+        found = [(graph, solved) for graph, solved in found if solved]
+        ranks = []
+        for self.graph, self._solved in found:
+            ranks.append(self.rank)
+        if not found:
+            self.graph = None
+            return
+        best = min(range(len(found)), key=ranks.__getitem__)
+        self.graph, self._solved = found[best]
+        others = [self._bound(solved) for k, (_, solved) in enumerate(found) if k != best]
+        self._others_bound = min([math.inf, *others]) if len(found) == len(ways) else 0.0
+
+    def _posed(self, way: tuple[Atoms, ...]) -> Graph:
+        border = self.pricing.border(self.program)
+        return with_loads(graph_of(self.program, seconds_on(self.machine)(self.timed, way), border=border))
+
+    def _solution(self, problem: Problem, budget: TimeBudget, effort: float) -> Solution:
+        if budget.uses_all:
+            return solve(problem, budget.left, effort=effort)
+        found = solve(problem, effort=effort, most_seconds=budget.left)
+        if found.cut and not found.interrupted:
+            self.budget.left_out.append(f"further steps of solving for mesh ({self._of})")
+        return found
+
+    def _bound(self, solved: Iterable[Solution]) -> float:
+        """Seconds that no plan that keeps to the limit goes below, in the model."""
+        kept = (own for own in solved if own.problem.limit is None or own.problem.limit >= self.limit)
+        return max((own.bound for own in kept), default=0.0)
+
+    def finish(self, shown: tuple[PricedPlan, ...] | None = None) -> None:
+        """Prices what the solutions become, solves again where that takes too much memory, and prices presets.
+
+        Args:
+            shown: presets for another mesh of these devices, to be shown beside; None prices them for this one.
+        """
+        self._price_solutions()
+        if shown is not None:
+            self.shown = shown
+            return
+        if not self.presets:
+            self.price_marked()
+        border = self.pricing.border(self.program)
+        most = max(_USUAL, _PRESETS // (1 + sum(1 for _ in self.program.block.walk()))) - 1
+        some = list(itertools.islice(marked_presets(self.program, self.timed, border), most))
+        work = {preset: preset.work(self.timed) for preset in some if not self.budget.is_over}
+        for preset in sorted(some, key=lambda one: work.get(one, (0, 0))):
+            if self.budget.is_over:
+                self.budget.left_out.append(f"the preset '{preset.name}'")
+                continue
+            with self.budget.step(f"the preset '{preset.name}'"), contextlib.suppress(GShardError):
+                made = preset.planned(self.timed, self.machine, border)
+                self.presets.append(self.pricing.add(preset.name, *made))
+
+    def price_solution(self) -> PricedPlan | None:
+        """Prices the first solution that is not priced yet; None if there is none."""
+        if self.graph is None or len(self._priced) == len(self._solved):
+            return None
+        solution = self._solved[len(self._priced)]
+        with self.budget.step(f"the plan that was searched for mesh ({self._of})", always=True):
+            found = self.pricing.add("searched", Propagated(_plan(self.graph, solution, self.pricing)))
+            self._priced[found] = solution
+        return found
+
+    def _price_solutions(self) -> None:
+        """Plans of the solutions: without a limit of memory, with it, and with less, until one fits as it is."""
+        limit = self.limit
+        too_much, too_little = np.inf, 0.0
+        for _ in range(_ROUNDS):
+            if (found := self.price_solution()) is None:
+                return
+            solution = self._priced[found]
+            if self.budget.is_over or found.kept <= limit:
+                return
+            given = solution.problem.limit
+            if not solution.fits:
+                too_little = limit if given is None else given
+            elif given is not None:
+                too_much = given
+            if len(self._priced) < len(self._solved):
+                continue
+            # The graph does not know all that is held for a moment: so much less is what it may use.
+            now = limit if given is None else min(limit * solution.peak / found.kept, too_much * 0.97)
+            if now <= too_little:
+                now = math.sqrt(too_little * too_much)
+            if now <= too_little * _NEAR or now >= too_much:
+                return
+            with self.budget.step(f"solving with less memory for mesh ({self._of})"):
+                less = dataclasses.replace(solution.problem, limit=float(int(now)))
+                self._solved.append(self._solution(less, self.budget.part(_SOLVING), _EFFORT))
+                if self._solved[-1].interrupted:
+                    raise KeyboardInterrupt
+
+    @property
+    def has_found(self) -> bool:
+        """Whether there is a plan to return."""
+        return bool(self._priced or self.presets)
+
+    def best(self, stopped: int | None = None) -> Best:
+        """The best so far; there is one (``has_found``)."""
+        limit = self.limit
+        # Of equals what was searched, since of that it is known what else was possible.
+        chosen = min([*self._priced, *self.presets], key=lambda option: option.rank(limit))
+        searched = chosen if chosen in self._priced else None
+        if self._priced and searched is None:
+            searched = min(self._priced, key=lambda option: option.rank(limit))
+        bound = min(self._bound(self._solved), self._others_bound)
+        predicted = None
+        if chosen in self._priced:
+            predicted = None if chosen.recomputed or chosen.plan.rings else float(self._priced[chosen].value)
+        elif self.graph is not None and not chosen.recomputed and stopped is None:
+            predicted = in_model(self.graph, chosen.plan)
+        if predicted is not None and predicted < bound * (1 - _ROUNDED):
+            predicted = None  # the bound is of plans that take less memory in the model
+        return Best(
+            self.mesh, chosen, searched, (*self.presets, *self.shown), self.graph,
+            None if searched is None else self._priced[searched], bound, predicted, limit, self.budget.spent,
+            tuple(self.budget.left_out), stopped,
+        )  # fmt: skip
 
 
 @with_tables
@@ -190,153 +312,28 @@ def best_plan(
     memory_limit: float | None = None,
     budget_seconds: float | None = None,
     on_better: Callable[[PricedPlan], None] | None = None,
+    progress: bool | Callable[[str], object] | None = False,
 ) -> Best:
     """Searches for the plan of a program that takes least time.
 
     Args:
-        program: with the user's marks, which are kept.
-        mesh: the devices.
-        machine: as many.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-        memory_limit: bytes that a device may hold; the machine's memory if None.
-        budget_seconds: how long to search; None goes on for a number of steps that follows from the size of the
-            problem, and finds the same on any machine.
-        on_better: called with each plan that is the best so far.
+        program, mesh, machine, donated, memory_limit, on_better: as of ``MeshSearch``.
+        budget_seconds, progress: as of ``gshard.search``.
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
     """
-    donated = list(donated)
-    begun = begin(program, mesh, machine, donated=donated, memory_limit=memory_limit, budget_seconds=budget_seconds)
-    return finish(begun, machine, donated=donated, budget_seconds=budget_seconds, on_better=on_better)
-
-
-@with_tables
-def finish(
-    begun: Begun,
-    machine: Machine,
-    *,
-    donated: Iterable[int] = (),
-    known: Iterable[PricedPlan] | None = None,
-    budget_seconds: float | None = None,
-    on_better: Callable[[PricedPlan], None] | None = None,
-) -> Best:
-    """Goes on with a search: prices what its solutions become, and solves again where that takes too much memory.
-
-    Args:
-        begun: the problem.
-        machine, donated, budget_seconds, on_better: as for ``best_plan``.
-        known: presets for another mesh of these devices, to be shown beside; None prices them for this one.
-    """
-    graph, mesh, limit, donated = begun.graph, begun.graph.mesh, begun.limit, list(donated)
-    pricing = Pricing(machine, donated, limit, on_better, list(known or ()))
-    if known is None:
-        every = presets(graph.program, mesh, machine, pricing.border(graph.program))
-        most = max(_USUAL, _PRESETS // (1 + sum(1 for _ in graph.program.block.walk())))
-        for name, preset in itertools.islice(every, most):
-            pricing.add(name, *preset)
-    others = tuple(pricing.known)
-    solutions: dict[PricedPlan, Solution] = {}
-    bound = 0.0
-    try:
-        for found, solution in _searched(begun, pricing, budget_seconds):
-            solutions[found] = solution
-            if solution.problem.limit is None or solution.problem.limit >= limit:
-                bound = max(bound, solution.bound)
-    except KeyboardInterrupt:
-        if not solutions:
-            raise
-    # Of equals what was searched, since of that it is known what else was possible.
-    order = [*solutions, *(others if known is None else ())]
-    chosen = min(order, key=lambda option: option.rank(limit))
-    searched = chosen if chosen in solutions else min(solutions, key=lambda option: option.rank(limit))
-    spent = time.monotonic() - begun.since
-    return Best(begun.mesh, chosen, searched, others, graph, solutions[searched], bound, limit, spent)
-
-
-def _searched(begun: Begun, pricing: Pricing, budget_seconds: float | None) -> Iterator[tuple[PricedPlan, Solution]]:
-    """Solutions and their plans: without a limit of memory, with it, and with less, until one fits as it is."""
-    graph, limit = begun.graph, begun.limit
-    solved = list(begun.solutions)
-    too_much, too_little = np.inf, 0.0
-    for _ in range(_ROUNDS):
-        solution = solved.pop(0)
-        found = pricing.add("searched", Propagated(_plan(graph, solution, pricing)))
-        yield found, solution
-        spent = time.monotonic() - begun.since
-        if (budget_seconds is not None and spent >= budget_seconds) or found.kept <= limit:
-            return
-        given = solution.problem.limit
-        if not solution.fits:
-            too_little = limit if given is None else given
-        elif given is not None:
-            too_much = given
-        if solved:
-            continue
-        # The graph does not know all that is held for a moment: so much less is what it may use.
-        now = limit if given is None else min(limit * solution.peak / found.kept, too_much * 0.97)
-        if now <= too_little:
-            now = math.sqrt(too_little * too_much)
-        if now <= too_little * _NEAR or now >= too_much:
-            return
-        left = None if budget_seconds is None else max(1.0, budget_seconds - spent)
-        solved.append(solve(dataclasses.replace(graph.problem, limit=float(int(now))), left, effort=_EFFORT))
+    budget = TimeBudget.of(budget_seconds, progress)
+    search = MeshSearch(
+        program, mesh, machine, donated=donated, memory_limit=memory_limit, on_better=on_better, budget=budget
+    )
+    search.price_marked()
+    search.solve()
+    search.finish()
+    return search.best()
 
 
 def _plan(graph: Graph, solution: Solution, pricing: Pricing) -> Plan:
     program, chosen = graph.program, solution.states
     shardings, splits, border = graph.shardings(chosen), graph.splits(chosen), pricing.border(graph.program)
     return plan_of(program, graph.mesh, shardings, splits, *graph.moved(chosen), border)
-
-
-@dataclasses.dataclass(eq=False)
-class Pricing:
-    """Plans as they would run, with what they cost."""
-
-    machine: Machine
-    donated: list[int]
-    limit: float
-    on_better: Callable[[PricedPlan], None] | None = None
-    known: list[PricedPlan] = dataclasses.field(default_factory=list)
-
-    def marked(self, name: str, program: Program, mesh: Mesh) -> PricedPlan:
-        """Prices what follows from a program's marks."""
-        return self.add(name, *propagated(program, mesh, self.machine, border=self.border(program)))
-
-    def add(self, name: str, *made: Propagated) -> PricedPlan:
-        """Prices a plan, the best of some.
-
-        Where it does not fit, it has collective matmuls, or recomputes, if that helps.
-        """
-        ways = [self._priced(name, one) for one in made[:1]]
-        if ways[0].kept > self.limit:
-            ways += [self._priced(name, one) for one in made[1:]]
-            matmuls = [windowed(one.plan, Windowed(above=self.limit * _LARGE)) for one in made]
-            ways += [self._priced(name, Propagated(plan)) for plan in matmuls if plan.rings]
-            for way in ways.copy():
-                always = way.cost.memory.arguments + way.cost.memory.results - way.cost.memory.shared
-                if way.kept > self.limit >= always:
-                    ways.append(self._recomputed(way))
-        found = min(ways, key=lambda way: way.rank(self.limit))
-        if self.on_better is not None and all(found.rank(self.limit) < x.rank(self.limit) for x in self.known):
-            self.on_better(found)
-        self.known.append(found)
-        return found
-
-    def _priced(self, name: str, made: Propagated) -> PricedPlan:
-        found = as_run(made, self.machine, self.donated, int(self.limit))
-        assert found.cost is not None
-        return PricedPlan(name, found.plan, found.cost, found.cost.peak)
-
-    def border(self, program: Program) -> Border:
-        """As ``jit`` does: what takes the place of an argument that came sharded leaves as that came."""
-        return Border(tuple(len(program.captured) + i for i in self.donated))
-
-    def _recomputed(self, way: PricedPlan) -> PricedPlan:
-        with contextlib.suppress(MemoryLimitError):
-            again = as_run(
-                Propagated(way.plan), self.machine, self.donated, int(self.limit), recomputes=True, rings=False
-            )
-            assert again.cost is not None
-            return dataclasses.replace(way, cost=again.cost, recomputed=True)
-        return way

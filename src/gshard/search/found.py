@@ -1,4 +1,4 @@
-"""Found: what ``gshard.search`` returns: a plan, what it costs, and how near the best it is."""
+"""Found: what ``gshard.search`` returns: a plan, what it costs, and how near the best of a model it is."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ from gshard.passes.recorded import Recorded
 from gshard.search.alternatives import alternatives, tries
 from gshard.search.as_marks import Marks, marks_of, without_numbers
 from gshard.search.as_run import as_run
-from gshard.search.find import Best, PricedPlan, Pricing, begin, finish
+from gshard.search.find import Best, best_plan
+from gshard.search.how_near import ended, how_near
 from gshard.search.layouts import FoundLayout, Namable, layout_of
 from gshard.search.patch import patch_of
+from gshard.search.priced import PricedPlan, Pricing
 from gshard.search.propagated import Propagated, propagated
+from gshard.search.time_budget import TimeBudget
 
 _SHOWN = 24  # rows of arguments
 _PRESETS = 5  # that are shown beside, the best
@@ -80,13 +83,33 @@ class Found:
 
     @property
     def bound(self) -> float:
-        """Seconds that no plan on this mesh goes below, in the model that was searched."""
+        """Seconds that no plan on this mesh goes below, in the simplified model; ``cost`` is the full price.
+
+        The simplified model is the problem that was solved. It counts each collective and each kernel by itself, so
+        the full price of a plan may be below this bound (collectives that share a message) or above the plan's own
+        time in the model (copies, kernels that are not fused).
+        """
         return self.best.bound
 
     @property
-    def gap(self) -> float:
-        """How much of the plan's time could at most be saved, as a part of it, in the model that was searched."""
+    def gap(self) -> float | None:
+        """How much of this plan's time could at most be saved, as a part of it, in the simplified model.
+
+        0 is a plan that is optimal there; a preset is priced in the model, too. None where nothing is proven about this
+        plan: it does not fit, values of it are recomputed, it has collective matmuls, the model has no plan like it, or
+        the search ended before it had a bound.
+        """
         return self.best.gap
+
+    @property
+    def stopped(self) -> int | None:
+        """The signal that ended the search early (``signal.SIGINT``, ``signal.SIGTERM``); None if none did."""
+        return self.best.stopped
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What was not tried, or cut, since the time was over."""
+        return self.best.left_out
 
     @functools.cached_property
     def marks(self) -> Marks:
@@ -105,7 +128,7 @@ class Found:
                 "a plan with a mark that the function does not have is not said as a layout.",
                 hint="Write the mark into the function, and search again.",
             )
-        return layout_of(self.best, self.function, self.donated)
+        return layout_of(self.best, self.function, self.donated, TimeBudget.of(None))
 
     def patch(self) -> str:
         """The marks as a change of the source files, for ``git apply``; those that it leaves out in front of it."""
@@ -175,8 +198,8 @@ class Found:
                 hint="Give more of an argument's name, or of a line that found.why(...) shows.",
             )
         limit, machine = self.best.limit, self.cost.machine
-        begun = begin(marked, self.mesh, machine, donated=self.donated, memory_limit=limit)
-        return dataclasses.replace(self, best=finish(begun, machine, donated=self.donated), tried=(), function=None)
+        best = best_plan(marked, self.mesh, machine, donated=self.donated, memory_limit=limit, progress=None)
+        return dataclasses.replace(self, best=best, tried=(), function=None)
 
     def _priced(self, name: str, program: Program) -> PricedPlan:
         pricing = Pricing(self.cost.machine, list(self.donated), self.best.limit)
@@ -192,23 +215,30 @@ class Found:
             what: a part of an argument's name (``"['w1']"``) or of a line (``"model.py:38"``).
 
         Raises:
-            ArgumentError: nothing has that in its name or line.
+            ArgumentError: nothing has that in its name or line, or the search ended before it had solved the problem.
         """
         alike: dict[tuple[str, str], list[tuple[Value, str]]] = {}
         for v, name in self._matching(what):
             alike.setdefault((without_numbers(name), self._format(v)), []).append((v, name))
         if not alike:
             raise self._unknown(what)
-        best, budget, told = self.best, tries(self.best.solution), []
+        graph, solution, told = self.best.graph, self.best.solution, []
+        if graph is None or solution is None:
+            raise ArgumentError(
+                "the search ended before the problem was solved, so what else was possible is not known.",
+                got=f"{self.best.seconds:.1f} s",
+                hint="Search again with a larger budget_seconds.",
+            )
+        budget = tries(solution)
         for (folded, text), values in alike.items():
             v, name = values[0]
-            rows = alternatives(best.graph, best.solution, v, self.plan.shardings[v], budget)
+            rows = alternatives(graph, solution, v, self.plan.shardings[v], budget)
             first = f"{folded}: {text}  x{len(values)}" if len(values) > 1 else f"{name}: {text}"
             told.append("\n    instead ".join([first, *map(str, rows)]))
         return told
 
     def _format(self, v: Value) -> str:
-        return self.plan.shardings[v].format(self.best.graph.mesh, v.shape, v.dtype_name)
+        return self.plan.shardings[v].format(self.plan.mesh, v.shape, v.dtype_name)
 
     def _unknown(self, what: str) -> ArgumentError:
         arguments = dict.fromkeys(without_numbers(name) for name in self.plan.program.names)
@@ -280,11 +310,13 @@ class Found:
             lines[0] += f"; give jit memory_limit={int(best.limit)} too, so that some values are recomputed"
         if not best.fits:
             lines += ["this DOES NOT FIT, and needs least of all that was tried. At its peak it holds:", *self._held()]
-        elif best.chosen is best.searched:
-            near = "the best there is" if self.gap < 1e-5 else f"within {100 * self.gap:.2g} % of the best there is"
-            lines.append(f"in the model that was searched ({best.predicted * 1e3:.4g} ms) {near}; {best.seconds:.1f} s")
         else:
-            lines.append(f"this is the plan of '{best.chosen.name}': search found none better in {best.seconds:.1f} s")
+            lines.append(f"{how_near(best)}; {best.seconds:.1f} s")
+        if best.chosen is not best.searched:
+            known = best.searched
+            other = "" if known is None else f"; the searched plan takes {known.cost.seconds * 1e3:.4g} ms"
+            lines.append(f"this is the plan of '{best.chosen.name}'{other}")
+        lines += ended(best.seconds, best.left_out, best.stopped)
         shown = sorted(best.others, key=lambda o: o.rank(best.limit))[:_PRESETS]
         lines += ["presets"] if shown else []
         lines += [f"  {o.name} {o.cost.seconds * 1e3:.4g}{self._note(o.cost)}" for o in shown]

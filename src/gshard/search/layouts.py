@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from gshard.analysis.cost import Cost
 from gshard.analysis.dimension_classes import Dimensions, dimensions_of, of_equal_layers
 from gshard.analysis.proposal import spec_of_cut
+from gshard.core.deadline import OutOfTime
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.layout import Layout, Names, Row
 from gshard.core.mesh import Mesh
@@ -31,11 +32,16 @@ from gshard.core.paths import is_below, matches
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
-from gshard.search.find import Best, PricedPlan, Pricing
+from gshard.search.find import Best
+from gshard.search.how_near import ended
+from gshard.search.priced import PricedPlan, Pricing
+from gshard.search.stopping import Stop
+from gshard.search.time_budget import TimeBudget
 from gshard.solver.problem import Problem, ProblemError
 from gshard.solver.solve import solve
 
 _EFFORT = 0.2  # for solving with what a table asks for
+_SOLVING = 0.25  # of the time that is left, what that may take
 _KEYS = 12  # rows that may be written, those of most bytes
 _WORK = 20_000  # equations of all programs that are planned, if no time is given,
 _LEAST, _MOST = 24, 80  # and so many programs at least, and at most
@@ -73,6 +79,9 @@ class FoundLayout:
         limit: bytes that a device may hold.
         dimensions: the classes of dimensions.
         tables: how many were tried.
+        seconds: that the search took.
+        left_out: steps that were cut or not begun for want of time.
+        stopped: the signal that ended the search; None if none did.
     """
 
     layout: Layout
@@ -83,6 +92,9 @@ class FoundLayout:
     limit: float
     dimensions: Dimensions
     tables: int
+    seconds: float = 0.0
+    left_out: tuple[str, ...] = ()
+    stopped: int | None = None
 
     @property
     def cost(self) -> Cost:
@@ -109,7 +121,7 @@ class FoundLayout:
             lines.append("this DOES NOT FIT: no table was found that does")
         elif self.priced.recomputed:
             lines.append(f"give jit memory_limit={int(self.limit)} too, so that some values are recomputed")
-        return "\n".join(lines)
+        return "\n".join([*lines, *ended(self.seconds, self.left_out, self.stopped)])
 
     __repr__ = __str__
 
@@ -122,7 +134,7 @@ class FoundLayout:
 
 
 def layout_of(
-    best: Best, function: Namable, donated: Sequence[int], budget_seconds: float | None = None
+    best: Best, function: Namable, donated: Sequence[int], budget: TimeBudget, stop: Stop | None = None
 ) -> FoundLayout:
     """Searches for the layout of a function.
 
@@ -130,18 +142,19 @@ def layout_of(
         best: the search for its plan.
         function: the function, for the mesh of that search.
         donated: arguments whose memory results may take.
-        budget_seconds: about how long; None tries a number of tables that follows from the size of the program.
+        budget: the time that is left; the program without a table is planned in any case.
+        stop: the signal that has ended the search before, if one has, or ends it now.
 
     Raises:
         ArgumentError: the function has an ordered layout (``Layout.of``), to which rows cannot be added.
     """
-    return _Search(best, function, donated, budget_seconds).found()
+    return _Search(best, function, donated, budget, stop or Stop()).found()
 
 
 class _Search:
     """What is tried, and what came of it."""
 
-    def __init__(self, best: Best, function: Namable, donated: Sequence[int], budget_seconds: float | None):
+    def __init__(self, best: Best, function: Namable, donated: Sequence[int], budget: TimeBudget, stop: Stop):
         program = function.program
         given = program.layout or Layout()
         if given.ordered:
@@ -156,29 +169,48 @@ class _Search:
         self.pricing = Pricing(best.chosen.cost.machine, list(donated), best.limit)
         self.known: dict[frozenset[tuple[_Key, _Axes | None]], PricedPlan | None] = {}
         equations = 1 + sum(1 for _ in program.block.walk())
-        self.most = 1 << 30 if budget_seconds is not None else min(max(_LEAST, _WORK // equations), _MOST)
-        self.end = float("inf") if budget_seconds is None else time.monotonic() + budget_seconds
+        self.most = 1 << 30 if budget.uses_all else min(max(_LEAST, _WORK // equations), _MOST)
+        self.budget, self.stop = budget, stop
         self.rows: _Rows = {}
         self.now: PricedPlan | None = None
 
     def found(self) -> FoundLayout:
         """The best table."""
-        keys = self._keys()
-        starts = [self._solved([key for key in keys if not key[0]]), self._solved(keys), {}]
-        rows, now = self.rows, self._tried({})  # which no table may be worse than
+        budget = self.budget
+        with budget.step("the program without a table", always=True):
+            rows, now = self.rows, self._tried({})  # which no table may be worse than
         assert now is not None, "the program was planned without a table"
-        for start in starts:
-            self.rows, self.now = {}, None
-            self._take(start)
-            while self.now is not None and self._climb(keys):
-                pass
-            if self.now is not None and self.now.rank(self.best.limit) < now.rank(self.best.limit):
-                rows, now = self.rows, self.now
+        try:
+            with budget.step("tables of names and axes"):
+                keys = self._keys() if self.stop.number is None else []
+                for start in self._starts(keys):
+                    self.rows, self.now = {}, None
+                    self._take(start)
+                    rows, now = self._better(rows, now)
+                    while self.now is not None and self._climb(keys):
+                        rows, now = self._better(rows, now)
+        except KeyboardInterrupt:
+            self.stop.number = self.stop.number or signal.SIGINT
+        rows, now = self._better(rows, now)
         names = _by_pattern({n.at: str(n) for n in self.said if n is not None and any(n.dims)}, self.function.paths)
         return FoundLayout(
             self._layout(rows), names, self.best.mesh, now, self.best.chosen, self.best.limit, self.dimensions,
-            len(self.known),
+            len(self.known), budget.spent, tuple(budget.left_out), self.stop.number,
         )  # fmt: skip
+
+    def _starts(self, keys: Sequence[_Key]) -> Iterator[_Rows]:
+        """The rows to begin from."""
+        if keys:
+            yield self._solved([key for key in keys if not key[0]])
+            yield self._solved(keys)
+            yield {}
+
+    def _better(self, rows: _Rows, now: PricedPlan) -> tuple[_Rows, PricedPlan]:
+        """These rows with their plan, or the present ones if they are better."""
+        if self.now is not None and self.now.rank(self.best.limit) < now.rank(self.best.limit):
+            self.budget.progress.better(f"{self._layout(self.rows)}: {self.now.cost}")
+            return self.rows, self.now
+        return rows, now
 
     def _climb(self, keys: Sequence[_Key]) -> bool:
         """Leaves out, changes and adds one row after the other; whether that made anything better."""
@@ -197,7 +229,7 @@ class _Search:
 
     def _take(self, rows: _Rows, *, or_equal: bool = False) -> None:
         is_known = frozenset(rows.items()) in self.known
-        if not is_known and (len(self.known) >= self.most or time.monotonic() > self.end):
+        if not is_known and (len(self.known) >= self.most or self.budget.is_over):
             return
         after, limit = self._tried(rows), self.best.limit
         if after is None or after is self.now:
@@ -213,7 +245,10 @@ class _Search:
             self.known[key] = None
             try:
                 program = self.function.told(self._layout(rows), self.said)
-                self.known[key] = self.pricing.marked("layout", program, self.best.graph.mesh)
+                self.known[key] = self.pricing.marked("layout", program, self.best.chosen.plan.mesh)
+            except OutOfTime:
+                del self.known[key]  # it was not tried
+                raise
             except GShardError:
                 if not rows:
                     raise
@@ -241,6 +276,8 @@ class _Search:
 
     def _solved(self, keys: Sequence[_Key]) -> _Rows:
         """The best rows of these keys in the model that was searched, if inside everything is chosen as it is best."""
+        if self.best.graph is None or self.best.solution is None:
+            return {}
         graph, problem = self.best.graph, self.best.solution.problem
         every = [own for k in range(1 + len(self._axes)) for own in itertools.combinations(self._axes, k)]
         first = len(problem.costs)
@@ -258,7 +295,8 @@ class _Search:
         costs = [*problem.costs, *(np.zeros(len(every)) for _ in keys)]
         loads = [(load.node, load.start, load.end, load.bytes) for load in problem.loads]
         try:
-            found = solve(Problem.of(costs, edges, loads, problem.limit), effort=_EFFORT)
+            found = solve(Problem.of(costs, edges, loads, problem.limit), effort=_EFFORT,
+                          most_seconds=self.budget.part(_SOLVING).left)  # fmt: skip
         except ProblemError:  # marks of the user's allow no sharding that is the same for all of a name
             return {}
         chosen = {key: every[found.states[node]] or None for key, node in number.items()}

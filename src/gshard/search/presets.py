@@ -8,6 +8,7 @@ what search finds, which is never worse than one of them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -19,23 +20,57 @@ from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value
+from gshard.passes.facts import facts_of
+from gshard.passes.moves import axes_of, joined
 from gshard.search.propagated import Propagated, propagated
 
+AS_IT_IS = "as it is marked"
 _OUTSIDE, _INSIDE = 2, 1  # the largest dimensions of arguments, and of all values, for which there are presets
 
 
-def presets(
-    program: Program, mesh: Mesh, machine: Machine | None = None, border: Border = AS_MARKED
-) -> Iterator[tuple[str, tuple[Propagated, ...]]]:
-    """The plans, each with its name, the best of that name first.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Preset:
+    """Marks on arguments, as people write them.
+
+    Attributes:
+        name: of the preset.
+        program: with the marks.
+        own: the marks that the program has without them.
+    """
+
+    name: str
+    program: Program
+    own: tuple[Mark | None, ...]
+
+    def work(self, mesh: Mesh) -> tuple[int, int]:
+        """Orders presets by the time that planning them takes, the shortest first: it is exponential in the first.
+
+        Returns:
+            axes that move as wholes, once marks part some; and dimensions that marks decide or leave to be decided.
+        """
+        facts = facts_of(self.program, mesh)
+        known = {*facts.shardings.values(), *facts.moved.values()}
+        decided = sum(len(s.dims) for s in facts.shardings.values() if s.atoms)
+        return len(joined(mesh, axes_of(mesh, known), known)), decided + sum(map(len, facts.undecided.values()))
+
+    def planned(self, mesh: Mesh, machine: Machine | None, border: Border) -> tuple[Propagated, ...]:
+        """The plans, the best first; of the program as it is, without the marks.
+
+        Raises:
+            GShardError: a mark does not fit one of the user's.
+        """
+        found = propagated(self.program, mesh, machine, border=border)
+        return tuple(dataclasses.replace(made, plan=_marked_as(made.plan, self.own)) for made in found)
+
+
+def marked_presets(program: Program, mesh: Mesh, border: Border = AS_MARKED) -> Iterator[Preset]:
+    """The presets of a program but for the program as it is marked, the usual ones first.
 
     Args:
         program: with the user's marks, which are kept: a preset says something of other arguments only.
         mesh: the devices.
-        machine: whose time counts; bytes count if None.
         border: what is asked of arguments and results; what is donated is a training state.
     """
-    yield "as it is marked", propagated(program, mesh, machine, border=border)
     own, donated = program.argument_marks, border.donated
     state = set(donated) or {i for i, _ in program.state(range(len(program.block.inputs)))}
     data = [i for i, v in enumerate(program.block.inputs) if v.shape and i not in state]
@@ -52,14 +87,18 @@ def presets(
         marks = {i: mark for i, mark in wanted.items() if mark is not None}
         marked = None if marks in known else _marked(program, marks)
         known.append(marks)
-        if marked is None:
-            continue
-        try:
-            found = propagated(marked, mesh, machine, border=border)
-        except GShardError:  # a mark that does not fit one of the user's
-            continue
-        # It is a plan of the program as it is, without the preset's marks, of which its gap is.
-        yield name, tuple(dataclasses.replace(made, plan=_marked_as(made.plan, own)) for made in found)
+        if marked is not None:
+            yield Preset(name, marked, own)
+
+
+def presets(
+    program: Program, mesh: Mesh, machine: Machine | None = None, border: Border = AS_MARKED
+) -> Iterator[tuple[str, tuple[Propagated, ...]]]:
+    """All plans, each with its name, the best of that name first; bytes count if there is no machine."""
+    yield AS_IT_IS, propagated(program, mesh, machine, border=border)
+    for preset in marked_presets(program, mesh, border):
+        with contextlib.suppress(GShardError):  # a mark that does not fit one of the user's
+            yield preset.name, preset.planned(mesh, machine, border)
 
 
 def _marked_as(plan: Plan, marks: tuple[Mark | None, ...]) -> Plan:

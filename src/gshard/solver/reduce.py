@@ -28,6 +28,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gshard.core.deadline import check_deadline
 from gshard.solver.done import Done
 from gshard.solver.moments import fullest_moments
 from gshard.solver.problem import Floats, Ints, Load, Problem, ProblemError, accumulated
@@ -87,6 +88,7 @@ class _Work:
     def settle(self) -> None:
         """Works off the edges and nodes that something changed at."""
         while self.edges or self.nodes:
+            check_deadline()
             if self.edges:
                 (i, j), _ = self.edges.popitem()
                 if self.alive[i] and self.alive[j] and j in self.near[i]:

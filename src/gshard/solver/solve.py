@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from gshard.core.deadline import OutOfTime, check_deadline
 from gshard.solver.descent import Descent
 from gshard.solver.exact import exact
 from gshard.solver.peak import least_peak
@@ -51,6 +52,8 @@ class Solution:
         prices: what a byte would be worth at each of ``problem.moments``.
         steps: rounds and leaps that it took.
         peak_bound: no states have a lower peak; 0 where it was not looked for.
+        cut: whether the time was over before all steps that follow from the sizes were made.
+        interrupted: whether Ctrl-C ended it.
     """
 
     problem: Problem
@@ -61,6 +64,8 @@ class Solution:
     prices: Floats
     steps: int = 0
     peak_bound: float = 0.0
+    cut: bool = False
+    interrupted: bool = False
     _alternatives: tuple[Floats, ...] = ()
 
     @property
@@ -115,6 +120,7 @@ def solve(
     tolerance: float = TOLERANCE,
     seed: int = 0,
     effort: float = 1.0,
+    most_seconds: float = np.inf,
 ) -> Solution:
     """The best states that can be found, which an interrupt (Ctrl-C) ends early.
 
@@ -127,20 +133,24 @@ def solve(
         tolerance: the gap at which to stop.
         seed: of the random numbers.
         effort: scales the number of steps, where no time is given.
+        most_seconds: after which these steps end, too; ``reduce`` is cut by ``core.deadline`` only.
 
     Returns:
         a solution; one whose ``fits`` is False, with the least peak that was found, where nothing fits.
 
     Raises:
         ProblemError: some node has no state that its neighbours allow.
+        OutOfTime: the deadline (``core.deadline``) was over before there was anything to return.
     """
     search = _Search(problem, on_better, seed)
-    deadline = np.inf if budget_seconds is None else time.monotonic() + budget_seconds
+    by_size = budget_seconds is None
+    deadline = time.monotonic() + (most_seconds if budget_seconds is None else budget_seconds)
     try:
-        search.run(start, deadline, tolerance, effort)
-    except KeyboardInterrupt:
+        search.run(start, deadline, tolerance, effort, by_size)
+    except (KeyboardInterrupt, OutOfTime) as end:
         if search.states is None:
             raise
+        search.interrupted, search.cut = isinstance(end, KeyboardInterrupt), True
     return search.solution(final=True)
 
 
@@ -155,6 +165,7 @@ class _Search:
         self.peak_bound = 0.0
         self.small: Reduced | None = None
         self.descent: Descent | None = None
+        self.cut = self.interrupted = False
 
     def offer(self, states: Ints) -> None:
         """Takes states that fit and are better than those before."""
@@ -164,7 +175,9 @@ class _Search:
             if self.on_better is not None:
                 self.on_better(self.solution())
 
-    def run(self, start: Sequence[Sequence[int] | Ints], deadline: float, tolerance: float, effort: float) -> None:
+    def run(
+        self, start: Sequence[Sequence[int] | Ints], deadline: float, tolerance: float, effort: float, by_size: bool
+    ) -> None:
         for states in start:
             self.offer(np.array(states, dtype=np.int64))
         try:
@@ -182,23 +195,30 @@ class _Search:
             if descent.offer(small.lower(given)) and descent.states is not None:
                 self.offer(small.lift(descent.states))
         if outcome is None:
-            self._descend(descent, small, deadline, tolerance, effort)
+            self._descend(descent, small, deadline, tolerance, effort if by_size else None)
         else:
             for _ in range(ALTERNATIVES):
                 descent.round()
         if self.states is None and not self._proven():
             self._peak(deadline)
 
-    def _descend(self, descent: Descent, small: Reduced, deadline: float, tolerance: float, effort: float) -> None:
+    def _descend(
+        self, descent: Descent, small: Reduced, deadline: float, tolerance: float, effort: float | None
+    ) -> None:
+        """Rounds and leaps; so many as follow from the sizes, times ``effort``, or as there is time for."""
         entries = sum(table.size for table in small.problem.tables) + descent.flat.cost.size
-        rounds = int(min(MOST, max(LEAST, effort * WORK / entries))) if np.isinf(deadline) else ENDLESS
+        rounds = ENDLESS if effort is None else int(min(MOST, max(LEAST, effort * WORK / entries)))
         last, stale, idle, begin = 0.0, 0, 0, time.monotonic()
         halfway, burnt = (begin + deadline) / 2, (2 * begin + deadline) / 3
         for number in range(rounds):
             burning = number < BURN and time.monotonic() < burnt
             leaps = 0 if burning else LEAPS if stale < PATIENCE else MORE_LEAPS
             for step in [descent.round] + [descent.leap] * leaps:
-                if time.monotonic() > deadline or self.value - self.bound <= tolerance * self.bound:
+                check_deadline()
+                if self.value - self.bound <= tolerance * self.bound:
+                    return
+                if time.monotonic() > deadline:
+                    self.cut = effort is not None
                     return
                 self.steps += 1
                 idle += 1
@@ -206,7 +226,8 @@ class _Search:
                     self.offer(small.lift(descent.states))
                     idle = 0
                 self.bound = max(self.bound, descent.prices.bound)
-            if idle > effort * IDLE and stale > PATIENCE and np.isinf(deadline) and descent.states is not None:
+            enough = effort is not None and idle > effort * IDLE and stale > PATIENCE
+            if enough and descent.states is not None:
                 return
             last, stale = (self.bound, 0) if self.bound > last * (1 + RISE) else (last, stale + 1)
             if descent.states is None and (number in (LEAST, 4 * LEAST) or time.monotonic() > halfway):
@@ -257,5 +278,7 @@ class _Search:
             prices=prices,
             steps=self.steps,
             peak_bound=self.peak_bound,
+            cut=self.cut,
+            interrupted=self.interrupted,
             _alternatives=alternatives,
         )

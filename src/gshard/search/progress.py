@@ -1,0 +1,75 @@
+"""Progress: lines on stderr that tell what a search does and the best plan so far.
+
+A search that takes two seconds or less prints nothing; a longer one prints a line for each step and each better plan,
+and at least one every ten seconds. Whether stderr is a terminal does not matter: notebooks and logs of batch jobs are
+none, and there a silent search is as hard to tell from a hanging one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+
+_SILENT = 2.0  # seconds, by default
+_BEAT = 10.0  # seconds after which an unfinished step is told again
+
+
+@dataclasses.dataclass(eq=False)
+class Progress:
+    """The lines of one search.
+
+    Attributes:
+        write: where a line goes; None for nowhere.
+        silent: seconds from the beginning for which nothing is printed.
+        since: when the search began (``time.monotonic``).
+        doing: the present step.
+        best: the best plan so far, as text.
+    """
+
+    write: Callable[[str], object] | None
+    silent: float = 0.0
+    since: float = dataclasses.field(default_factory=time.monotonic)
+    doing: str = ""
+    best: str = ""
+    _last: float = -float("inf")  # when a line was printed
+
+    @staticmethod
+    def of(asked: bool | Callable[[str], object] | None) -> Progress:
+        """Progress as ``gshard.search(progress=...)`` is asked for it.
+
+        Args:
+            asked: None for lines on stderr once two seconds have passed, True for all lines, False for none, or a
+                function that takes each line.
+        """
+        if callable(asked):
+            return Progress(asked)
+        return Progress(_on_stderr if asked is None or asked else None, _SILENT if asked is None else 0.0)
+
+    def step(self, doing: str) -> None:
+        """A step begins."""
+        self.doing = doing
+        self._print(doing)
+
+    def better(self, plan: str) -> None:
+        """A better plan was found."""
+        self.best = f"best so far: {plan}"
+        self._print(self.best)
+
+    def beat(self) -> None:
+        """Called again and again by a long step: prints it again when ten seconds have passed without a line."""
+        if self.write is not None and time.monotonic() - self._last > _BEAT:
+            self._print(f"still {self.doing}")
+
+    def _print(self, text: str) -> None:
+        now = time.monotonic()
+        if self.write is None or now - self.since < self.silent:
+            return
+        best = f"; {self.best}" if self._last < self.since and self.best and self.best != text else ""
+        self._last = now
+        self.write(f"gshard.search {now - self.since:5.1f} s: {text}{best}")
+
+
+def _on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

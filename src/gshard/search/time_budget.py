@@ -1,0 +1,82 @@
+"""Time budget: how long a search may still take, and what it left out for want of time.
+
+Each step runs until a time of its own, inside ``TimeBudget.step``. A step whose time is over is cut (``core.deadline``)
+or not begun; its name is kept, for the result to tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+
+from gshard.core.deadline import OutOfTime, until
+from gshard.search.progress import Progress
+
+DEFAULT_SECONDS = 300.0  # of a search for which the user gives none
+
+
+@dataclasses.dataclass(eq=False)
+class TimeBudget:
+    """The time of one search: all its meshes, plans and prices.
+
+    Attributes:
+        seconds: how long it may take.
+        uses_all: whether solving goes on as long as there is time; else the size of the problem says how many steps
+            it takes, and only the end is the clock's.
+        progress: the lines that it prints.
+        left_out: steps that were cut or not begun.
+        end: when it is over (``time.monotonic``).
+    """
+
+    seconds: float = DEFAULT_SECONDS
+    uses_all: bool = False
+    progress: Progress = dataclasses.field(default_factory=lambda: Progress.of(None))
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    end: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.end = min(self.end, self.progress.since + self.seconds)
+
+    @staticmethod
+    def of(seconds: float | None, progress: bool | Callable[[str], object] | None = None) -> TimeBudget:
+        """The budget that ``budget_seconds`` and ``progress`` of ``gshard.search`` stand for."""
+        uses_all = seconds is not None and math.isfinite(seconds)
+        return TimeBudget(DEFAULT_SECONDS if seconds is None else seconds, uses_all, Progress.of(progress))
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the search began."""
+        return time.monotonic() - self.progress.since
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left, zero or more."""
+        return max(0.0, self.end - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no time is left."""
+        return self.left <= 0
+
+    def part(self, share: float) -> TimeBudget:
+        """A budget of a share of the time that is left; what it leaves out, this one has left out."""
+        now = time.monotonic()
+        return dataclasses.replace(self, end=min(self.end, now + share * self.left))
+
+    @contextlib.contextmanager
+    def step(self, name: str, *, always: bool = False) -> Iterator[None]:
+        """Runs what is inside until the budget is over, where it is cut.
+
+        Args:
+            name: what it does, for progress and for ``left_out``.
+            always: whether it is never cut: without its result there is nothing to return.
+        """
+        self.progress.step(name)
+        try:
+            with until(math.inf if always else self.end, self.progress.beat):
+                yield
+        except OutOfTime:
+            self.left_out.append(name)

@@ -1,0 +1,306 @@
+"""What a search promises of time, signals, progress and proofs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gshard
+from gshard.__main__ import main
+from gshard.core.deadline import OutOfTime, until
+from gshard.search.in_model import in_model
+from gshard.search.progress import Progress
+from gshard.search.time_budget import TimeBudget
+from gshard.solver.solve import solve
+from random_problems import layered
+from search.test_search import RESIDUAL, shape, small, trained
+
+EIGHT, H100 = gshard.Mesh.abstract(data=8), "h100:1x8"
+HEADS, WIDE = 4, 64
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def attention(x: Any, w: Any) -> Any:
+    q, k, v = (a.reshape(*a.shape[:2], HEADS, -1).swapaxes(1, 2) for a in jnp.split(x @ w["qkv"] + w["bias"], 3, -1))
+    scores = jnp.where(jnp.tril(jnp.ones((x.shape[1],) * 2, bool)), q @ k.swapaxes(2, 3), -1e9)
+    return x + (jax.nn.softmax(scores) @ v).swapaxes(1, 2).reshape(x.shape) @ w["out"]
+
+
+def step(state: Any, x: Any) -> Any:
+    """A training step whose split state takes gshard many times as long to plan as the step without a mark."""
+
+    def loss(layers: Any) -> Any:
+        y = x
+        for w in layers:
+            y = attention(y, w)
+            y = y + jax.nn.gelu(y @ w["up"]) @ w["down"]
+        return jnp.mean(y**2)
+
+    weights, momentum = state
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, jax.grad(loss)(weights))
+    return jax.tree.map(lambda w, m: w - 0.1 * m, weights, momentum), momentum
+
+
+def arguments() -> Any:
+    one = {
+        "qkv": shape(WIDE, 3 * WIDE), "bias": shape(3 * WIDE), "out": shape(WIDE, WIDE),
+        "up": shape(WIDE, 4 * WIDE), "down": shape(4 * WIDE, WIDE),
+    }  # fmt: skip
+    return ([one], [one]), shape(16, 32, WIDE)
+
+
+def searched(seconds: float | None, **options: Any) -> gshard.Found:
+    return gshard.search(
+        step, *arguments(), mesh=EIGHT, machine=H100, donate_argnums=0, budget_seconds=seconds, **options
+    )  # fmt: skip
+
+
+def test_a_budget_is_of_all_that_a_search_does() -> None:
+    """Presets, too: with all of them this search takes many times as long."""
+    begun = time.monotonic()
+    least = searched(1e-6)
+    planning = time.monotonic() - begun
+    assert [other.name for other in least.best.others] == ["as it is marked"], "without it there is nothing to return"
+    assert least.best.searched is None
+    assert least.gap is None
+    assert least.plan.shardings
+    assert "nothing is proven: the search did not get as far" in str(least)
+    assert any("the preset 'state split'" in step for step in least.left_out)
+    assert "not tried, or cut: the problem of mesh (data=8)" in str(least)
+    with pytest.raises(gshard.ArgumentError, match="ended before the problem was solved"):
+        least.why("qkv")
+    budget = 2 * planning
+    begun = time.monotonic()
+    found = searched(budget)
+    assert time.monotonic() - begun < budget + max(0.1 * budget, planning)
+    assert any("the preset 'state split'" in step for step in found.left_out)
+    assert found.cost.seconds <= least.cost.seconds
+
+
+def test_meshes_share_a_budget() -> None:
+    lines: list[str] = []
+    found = gshard.search(
+        step, *arguments(), mesh=64, machine="h100:8x8", donate_argnums=0, budget_seconds=0.05, progress=lines.append
+    )  # fmt: skip
+    assert "mesh (data=32, model=2)" in found.left_out
+    assert dict(found.mesh.axes) == {"data": 64}
+    assert sum("as it is marked, on mesh" in line for line in lines) == 1
+
+
+def test_by_default_the_clock_decides_nothing_but_the_end() -> None:
+    budget = TimeBudget.of(None)
+    assert budget.seconds == 300
+    assert not budget.uses_all
+    assert TimeBudget.of(7.0).uses_all
+    assert TimeBudget.of(float("inf")).left == float("inf")
+    half = budget.part(0.5)
+    assert 140 < half.left < 151
+    assert half.left_out is budget.left_out
+
+
+def test_a_step_that_is_out_of_time_is_cut_and_named() -> None:
+    problem = layered(0)
+    budget = TimeBudget.of(1e-9, False)
+    with budget.step("solving"):
+        solve(problem)
+        raise AssertionError("reduce checks the deadline")
+    assert budget.left_out == ["solving"]
+    with budget.step("the least", always=True):
+        assert solve(problem).states.size
+    assert budget.left_out == ["solving"]
+    with until(0.0), pytest.raises(OutOfTime):
+        solve(problem)
+
+
+def test_steps_that_follow_from_the_size_have_an_end_too() -> None:
+    problem = layered(0, layers=12, width=5)
+    good = solve(problem, effort=0.1)
+    assert not good.cut
+    cut = solve(problem, start=[good.states], most_seconds=0.0)
+    assert cut.cut
+    assert cut.value == good.value
+    assert cut.bound <= good.value
+
+
+def test_a_returned_plan_is_priced_in_the_model_that_has_the_bound() -> None:
+    """Of presets as of what was searched, so that the gap is about the plan that is returned."""
+    mesh = gshard.Mesh.abstract(x=2, y=4)
+    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=H100, donate_argnums=0)
+    best = found.best
+    assert best.graph is not None
+    assert best.searched is not None
+    assert best.solution is not None
+    assert in_model(best.graph, best.searched.plan) == pytest.approx(best.solution.value, rel=1e-9)
+    assert best.predicted == pytest.approx(best.solution.value, rel=1e-9)
+    of_others = {other.name: in_model(best.graph, other.plan) for other in best.others}
+    assert len(of_others) > 4
+    for other in best.others:
+        predicted = of_others[other.name]
+        assert predicted is not None
+        assert predicted >= best.bound * (1 - 1e-9)
+        # One preset instead of what was searched: its own gap, not that of the other plan.
+        alone = dataclasses.replace(found, best=dataclasses.replace(best, chosen=other, predicted=predicted))
+        assert alone.gap == pytest.approx(max(0.0, 1 - best.bound / predicted))
+        assert f"({predicted * 1e3:.4g} ms there); priced in full: {other.cost.seconds * 1e3:.4g} ms" in str(alone)
+        assert f"this is the plan of '{other.name}'; the searched plan takes" in str(alone)
+    assert max(of_others.values()) > 2 * best.bound, "some are far from the optimum"
+
+
+def test_nothing_is_said_to_be_proven_that_is_not() -> None:
+    found = gshard.search(small, shape(64, 64), shape(64, 64), mesh=gshard.Mesh.abstract(x=8), machine=H100)
+    assert found.gap == 0
+    assert "optimal for the simplified model" in str(found)
+    for change in ({"predicted": None}, {"bound": 0.0}, {"limit": 1.0}):
+        other = dataclasses.replace(found, best=dataclasses.replace(found.best, **change))
+        assert other.gap is None
+        assert "optimal" not in str(other)
+    chosen = dataclasses.replace(found.best.chosen, recomputed=True)
+    other = dataclasses.replace(found, best=dataclasses.replace(found.best, chosen=chosen, predicted=None))
+    assert "nothing is proven of this plan: the simplified model has no recomputed values" in str(other)
+
+
+def test_progress_is_printed_where_a_search_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    now, late = time.monotonic(), time.monotonic() - 3
+    by_default, from_the_first = Progress.of(None), Progress.of(True)
+    for progress, since in ((by_default, now), (from_the_first, now), (Progress.of(False), late)):
+        progress.since = since
+        progress.step("the problem")
+    assert capsys.readouterr().err == "gshard.search   0.0 s: the problem\n"
+    by_default.better("data parallel: 3 ms")
+    assert capsys.readouterr().err == "", "it has not taken two seconds yet"
+    by_default.since = late
+    by_default.beat()
+    assert capsys.readouterr().err == "gshard.search   3.0 s: still the problem; best so far: data parallel: 3 ms\n"
+    by_default.beat()
+    assert capsys.readouterr().err == "", "one line in ten seconds is enough"
+
+
+def test_each_step_of_a_search_is_a_line() -> None:
+    lines: list[str] = []
+    gshard.search(small, shape(64, 64), shape(64, 64), mesh=EIGHT, machine=H100, progress=lines.append)
+    said = "\n".join(lines)
+    told = ("as it is marked, on mesh (data=8)", "the problem of mesh", "choices", "best so far: searched")
+    for text in (*told, "the preset 'data parallel'"):
+        assert text in said, said
+    assert all(line.startswith("gshard.search ") for line in lines)
+
+
+SIGNALS = """
+import os, signal, sys
+import gshard
+from search.test_promises import searched
+def own(number, frame):
+    print("own handler")
+def stopped_by(number, at, **options):
+    def heard(line):
+        if at in line:
+            os.kill(os.getpid(), number)
+    return searched(600.0, progress=heard, **options)
+signal.signal(signal.SIGTERM, own)
+found = stopped_by(signal.SIGTERM, "the preset 'state split'")
+print(found.stopped == signal.SIGTERM, found.best.searched is not None, signal.getsignal(signal.SIGTERM) is own)
+print([line for line in str(found).splitlines() if "ended the search" in line][0].split(" after ")[0])
+found = stopped_by(signal.SIGINT, "solving for mesh")
+print(found.stopped == signal.SIGINT, [other.name for other in found.best.others], found.gap)
+try:
+    stopped_by(signal.SIGINT, "tracing")
+except KeyboardInterrupt:
+    print("nothing was found yet")
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+print("last", flush=True)
+stopped_by(signal.SIGTERM, "tracing")
+print("not reached")
+"""
+
+
+def test_signals_end_a_search_with_the_best_plan_so_far(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SIGNALS], capture_output=True, text=True, cwd=TESTS, check=False)
+    assert done.stdout.splitlines() == [
+        "own handler", "True True True", "SIGTERM ended the search",
+        "True ['as it is marked'] None", "nothing was found yet", "last",
+    ], done.stderr  # fmt: skip
+    assert done.returncode == -signal.SIGTERM, "as without a search"
+
+
+def test_the_command_line_writes_what_was_found_before_a_signal(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "gshard", "search", "search.test_promises:example", "--mesh", "data=8",
+        "--machine", H100, "--donate", "0", "--save", str(tmp_path / "plan.json"),
+    ]  # fmt: skip
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": TESTS}
+    with subprocess.Popen(command, **pipes) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if "the preset" in line:
+                running.send_signal(signal.SIGTERM)
+                break
+        out, _ = running.communicate()
+    assert running.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM ended the search" in out
+    assert gshard.Recorded.load(tmp_path / "plan.json").axes == (("data", 8),)
+
+
+def example() -> Any:
+    return step, *arguments()
+
+
+def scaled(kind: str, w: Any, x: Any, *, by: float = 1.0) -> Any:
+    assert kind in ("product", "sum")
+    return w - by * (x.sum(0) if kind == "sum" else jnp.tanh(x @ w).sum(0)), x
+
+
+def test_static_and_donated_arguments_are_those_of_jit() -> None:
+    """Errors do not show gshard's own frames."""
+    given: dict[str, Any] = {"static_argnums": 0, "static_argnames": "by", "donate_argnums": 1}
+    w, x = shape(64, 64), shape(4096, 64)
+    found = gshard.search(scaled, "product", w, x, by=0.5, mesh=EIGHT, machine=H100, **given)
+    assert found.donated == (0,)
+    assert len(found.in_shardings) == 2, "a static argument has no sharding"
+    jitted = gshard.jit(scaled, mesh=EIGHT, machine=H100, plan=found.plan, **given)
+    assert list(jitted.lower("product", w, x, by=0.5).plan.shardings.values()) == list(found.plan.shardings.values())
+    by_name = {"static_argnames": ("kind", "by"), "donate_argnames": "w"}
+    again = gshard.search(scaled, "product", w, x, by=0.5, mesh=EIGHT, machine=H100, **by_name)
+    assert again.donated == (0,)
+    assert again.cost.seconds == found.cost.seconds
+    kept = gshard.explain(scaled, "product", w, x, mesh=EIGHT, static_argnums=0)
+    told = gshard.explain(scaled, "product", w, x, mesh=EIGHT, **given)
+    assert told.cost(H100).peak < kept.cost(H100).peak, "the result takes the donated argument's memory"
+    for function in (gshard.search, gshard.explain):
+        with pytest.raises(gshard.ArgumentError, match="takes static_argnums and donate_argnums for a plain function"):
+            function(jitted, "product", w, x, static_argnums=0, donate_argnums=1)  # type: ignore[operator]
+        with pytest.raises(TypeError) as raised:
+            function(small, w, x, mesh=EIGHT, machine=H100, nobody=1)  # type: ignore[operator]
+        shown = [Path(entry.path) for entry in raised.traceback]
+        assert shown == [Path(__file__)], "no frames of gshard"
+
+
+def test_the_command_line_has_static_and_donated_arguments_too(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    (tmp_path / "scaled_step.py").write_text(
+        "import jax.numpy as jnp\n"
+        "from jax import ShapeDtypeStruct as Shape\n"
+        "def step(kind, w, x):\n"
+        "    return w - (x.sum(0) if kind == 'sum' else jnp.tanh(x @ w).sum(0))\n"
+        "def example():\n"
+        "    return step, 'product', Shape((64, 64), 'float32'), Shape((4096, 64), 'float32')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    target = ["scaled_step.py:example", "--mesh", "data=8", "--machine", H100]
+    assert main(["search", *target, "--static", "0", "--donate", "1"]) == 0
+    assert "ms a call on h100:1x8" in capsys.readouterr().out
+    peaks = []
+    for donated in ([], ["--donate", "1"]):
+        assert main(["explain", *target, "--static", "0", *donated, "--json", str(tmp_path / "told.json")]) == 0
+        peaks.append(json.loads((tmp_path / "told.json").read_text())["totals"]["peak"])
+    assert peaks[1] < peaks[0]
+    assert main(["explain", *target, "--static", "3"]) == 1
+    assert "--static 3: step has 3 arguments, kind, w and x." in capsys.readouterr().err
