@@ -1,0 +1,144 @@
+"""Short names: what an argument is called where space is short, and which arguments equal layers have alike.
+
+``state[0]['blocks'][3]['up']['kernel'].value`` is ``blocks[3].up.kernel``: what all weights of an argument share in
+front is left out, and an attribute in which all leaves end. With equal layers it is one of ``blocks[*].up.kernel``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping, Sequence
+
+Path = tuple[str, ...]
+
+_TOKEN = re.compile(r"""^[^.\[]+|\.[^.\[]+|\[(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]]*)\]""")
+_NUMBER = re.compile(r"\d+(?=\D*$)")  # the last of a word
+_FEWEST = 2  # words that are left of a name, where it has so many
+
+
+def tokens_of(name: str) -> Path:
+    """The parts of a name as ``jax.tree_util.keystr`` writes it.
+
+    >>> tokens_of("state[0]['up'].value")
+    ('state', '[0]', "['up']", '.value')
+    """
+    found = tuple(match.group() for match in _TOKEN.finditer(name))
+    return found if "".join(found) == name else (name,)
+
+
+def dotted(tokens: Sequence[str]) -> str:
+    """Parts of a name with dots between words.
+
+    >>> dotted(("['blocks']", "[0]", "['up']", ".kernel"))
+    'blocks[0].up.kernel'
+    """
+    text = ""
+    for token in tokens:
+        word = token[2:-2] if token[:2] in ("['", '["') else token.removeprefix(".")
+        text += word if word.startswith("[") or not text else f".{word}"
+    return text
+
+
+def equal_layers(paths: Mapping[Path, Hashable], *, same_inside: bool = True) -> dict[Path, Path]:
+    """For each path below a number that has siblings like it, the path with ``*`` in place of the number.
+
+    Siblings are alike if they have the same paths inside, of the same kinds. Of numbers inside of each other the
+    outermost is replaced. A word with a number, such as ``layers_0``, is one only if it has something inside.
+
+    Args:
+        paths: each with the kind of what is there, such as shape and dtype.
+        same_inside: whether siblings must be alike; otherwise there must be siblings.
+
+    >>> equal_layers({("ws", "[0]"): (8, 8), ("ws", "[1]"): (8, 8), ("b",): (8,)})
+    {('ws', '[0]'): ('ws', '[*]'), ('ws', '[1]'): ('ws', '[*]')}
+    """
+    found: dict[Path, Path] = {}
+    _fold(list(paths), 0, paths, same_inside, found)
+    return found
+
+
+def _fold(
+    paths: Sequence[Path], at: int, kinds: Mapping[Path, Hashable], same_inside: bool, found: dict[Path, Path]
+) -> None:
+    children: dict[str, list[Path]] = {}
+    for path in paths:
+        if len(path) > at:
+            children.setdefault(path[at], []).append(path)
+    alike: dict[Hashable, list[str]] = {}
+    for word, below in children.items():
+        inside = frozenset((path[at + 1 :], kinds[path]) for path in below) if same_inside else None
+        alike.setdefault((_without_number(word, below, at), inside), []).append(word)
+    for same in alike.values():
+        for word in same:
+            folded = _without_number(word, children[word], at)
+            if folded != word and len(same) > 1:
+                found.update({path: (*path[:at], folded, *path[at + 1 :]) for path in children[word]})
+            else:
+                _fold(children[word], at + 1, kinds, same_inside, found)
+
+
+def _without_number(word: str, below: Sequence[Path], at: int) -> str:
+    return _NUMBER.sub("*", word) if _is_index(word) or any(len(path) > at + 1 for path in below) else word
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShortName:
+    """What an argument is called.
+
+    Attributes:
+        text: alone, ``blocks[3].up.kernel``.
+        alike: together with what equal layers have, ``blocks[*].up.kernel``; the same as ``text`` if there are none.
+    """
+
+    text: str
+    alike: str
+
+
+def short_names(kinds: Mapping[str, Hashable], weights: Collection[str]) -> dict[str, ShortName]:
+    """Short names of all arguments, all of them different. One that would not be is the whole name.
+
+    Args:
+        kinds: of each argument, by its name, what equal layers have alike: shape and dtype.
+        weights: names of those that products and look-ups read: what they share in front is left out.
+
+    >>> kinds = {"state[0]['a']['up'].value": 4, "state[0]['b']['up'].value": 8, "state[1].mu['a']['up'].value": 4}
+    >>> [name.text for name in short_names(kinds, list(kinds)[:2]).values()]
+    ['a.up', 'b.up', 'mu.a.up']
+    """
+    parts: dict[str, tuple[str, Path]] = {}  # what is left out in front, and the rest
+    of_argument: dict[str, list[str]] = {}
+    for name in kinds:
+        of_argument.setdefault(tokens_of(name)[0], []).append(name)
+    for names in of_argument.values():
+        paths = {name: tokens_of(name) for name in names}
+        ends = {path[-1] for path in paths.values()}
+        if len(names) > 1 and len(ends) == 1 and next(iter(ends)).startswith("."):
+            paths = {name: path[:-1] for name, path in paths.items()}
+        read = [path for name, path in paths.items() if name in weights] or list(paths.values())
+        most = max(min(map(len, read)) - _FEWEST, 0)
+        shared = next(read[0][:n] for n in range(most, -1, -1) if all(path[:n] == read[0][:n] for path in read))
+        for name, path in paths.items():
+            begin = _begin(path, shared)
+            parts[name] = "".join(path[:begin]), path[begin:]
+    folded = equal_layers({(before, *rest): kinds[name] for name, (before, rest) in parts.items()})
+    times = Counter(dotted(rest) for _, rest in parts.values())
+    found = {}
+    for name, (before, rest) in parts.items():
+        alike = folded.get((before, *rest), (before, *rest))
+        text = dotted(rest)
+        unique = times[text] == 1
+        found[name] = ShortName(text, dotted(alike[1:])) if unique else ShortName(name, "".join(alike))
+    return found
+
+
+def _begin(path: Path, shared: Path) -> int:
+    """Where the short name of a path begins: at a word, not at a number."""
+    if path[: len(shared)] == shared:
+        return max(i for i in range(min(len(shared), len(path) - 1) + 1) if not _is_index(path[i]))
+    return next((i for i, token in enumerate(path) if i and not _is_index(token)), 0)
+
+
+def _is_index(token: str) -> bool:
+    return token.startswith("[") and token[1:2] not in ("'", '"')
