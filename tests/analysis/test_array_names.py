@@ -99,10 +99,8 @@ def test_rows_of_equal_layers_leave_nothing_out(of: Any) -> None:
     assert sum(row.arrays for row in found.collectives) <= len(found.all_rows)
     for row in found.data("v3:2x2")["collectives"]:
         if row["layers"]:
-            assert [sum(column) for column in list(zip(*row["layers"], strict=True))[2:]] == [
-                row["times"],
-                row["bytes"],
-            ]
+            *_, times, sent = zip(*row["layers"], strict=True)
+            assert (sum(times), sum(sent)) == (row["times"], row["bytes"])
 
 
 def test_weights_of_nnx_are_named_and_counted() -> None:
@@ -211,4 +209,8 @@ def test_siblings_that_differ_inside_are_no_equal_layers() -> None:
     folded = equal_layers(paths)
     assert set(folded.values()) == {("layers", "[*]", "w"), ("layers", "[*]", "router")}
     assert equal_layers({("layers", "[0]", "w"): 1, ("layers", "[1]", "w"): 2}) == {}
+    staged = {("stages", f"[{i}]", f"layers_{j}", *w): 1 for i in range(2) for j in range(3) for w in [("mlp", "w_0")]}
+    assert set(equal_layers(staged).values()) == {("stages", "[*]", "layers_*", "mlp", "w_0")}
+    pairs = {("layers", f"[{i}]", f"wi_{j}", "kernel"): 1 for i in range(2) for j in range(2)}
+    assert len(set(equal_layers(pairs).values())) == 2, "the gate is another weight than what it gates"
     assert equal_layers({("w_0",): 1, ("w_1",): 1}) == {}, "two weights, not two layers"

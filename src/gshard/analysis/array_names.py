@@ -40,6 +40,10 @@ class ArrayNames:
 
     Args:
         program: as it is planned.
+
+    Attributes:
+        arguments: what each argument is called.
+        read: the arguments that products and look-ups read: weights and data, not biases or moments.
     """
 
     def __init__(self, program: Program) -> None:
@@ -52,14 +56,14 @@ class ArrayNames:
         self._outside: dict[Value, Value] = {}  # of those that no round changes: what they are outside
         self._follow(program.block)
         kinds = {name: (v.shape, v.dtype) for v, name in zip(program.block.inputs, program.names, strict=True)}
-        read = set(self._read_by_products(program.block))
-        weights = [name for v, name in zip(program.block.inputs, program.names, strict=True) if v in read]
+        self.read = frozenset(self._read_by_products(program.block))
+        weights = [name for v, name in zip(program.block.inputs, program.names, strict=True) if v in self.read]
         found = short_names(kinds, weights)
         self.arguments: dict[Value, ShortName] = {
             v: found[name] for v, name in zip(program.block.inputs, program.names, strict=True)
         }
         self._made: dict[Value, Value] = {}  # what becomes of an argument, or is added to it: the argument
-        self._follow_back(program, read)
+        self._follow_back(program)
         self._is_scoped = any(self._scopes.values())
         self._folded = equal_layers(dict.fromkeys(self._scopes.values()), same_inside=False)
 
@@ -148,7 +152,7 @@ class ArrayNames:
             if len(arrays) > 1:
                 yield from (self._roots[x] for x in arrays if x in self._roots)
 
-    def _follow_back(self, program: Program, weights: set[Value]) -> None:
+    def _follow_back(self, program: Program) -> None:
         """Notes for values that are computed on the way to a result of which argument the result is the next state.
 
         That is the argument nearest to it among those that elementwise equations bring into it; where there is none,
@@ -156,7 +160,7 @@ class ArrayNames:
         """
         by_path = _by_path(program)
         found: dict[Value, list[tuple[bool, int, int]]] = {}
-        states = []
+        states: list[Value] = []
         for i, result in enumerate(program.block.outputs):
             if not isinstance(result, Value) or not result.shape or result in self._roots:
                 continue
@@ -164,7 +168,7 @@ class ArrayNames:
             state = nearest if nearest is not None else by_path.get(i)
             if state is not None:
                 for v, far in met.items():
-                    found.setdefault(v, []).append((state not in weights, far, len(states)))
+                    found.setdefault(v, []).append((state not in self.read, far, len(states)))
                 states.append(state)
         # A gradient is that of a weight, though it is added to moments too; else the result that is nearest counts.
         for v, rows in found.items():

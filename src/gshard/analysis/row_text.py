@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from gshard.analysis.rows import CollectiveRow, TensorRow
@@ -9,15 +10,19 @@ from gshard.core.program import format_bytes
 
 
 def tensor_lines(title: str, rows: Sequence[TensorRow], most: int) -> list[str]:
-    """At most so many lines; what equal layers have alike, in the same sharding for the same reason, in one."""
+    """At most so many lines; what equal layers have alike, in the same sharding for the same reason, in one.
+
+    Of values inside the line has the number of the first, with which ``why`` finds it.
+    """
     together: dict[tuple[str, str, str], int] = {}
     largest: dict[tuple[str, str, str], TensorRow] = {}
     for row in rows:
-        key = row.alike or row.name, row.sharding, row.reason
+        key = row.alike or re.sub(r"^%\d+ ", "", row.name), row.sharding, row.reason
         together[key] = together.get(key, 0) + 1
         largest.setdefault(key, row)
     shown = [(row, together[key], key[0]) for key, row in largest.items()][:most]
-    texts = [(f"{alike}  x{n}" if n > 1 else row.short or row.name) for row, n, alike in shown]
+    names = [alike if n > 1 and row.alike else row.short or row.name for row, n, alike in shown]
+    texts = [f"{name}  x{n}" if n > 1 else name for name, (_, n, _) in zip(names, shown, strict=True)]
     wide = max(map(len, texts), default=0)
     across = max((len(row.sharding) for row, *_ in shown), default=0)
     lines = [

@@ -28,6 +28,15 @@ def tokens_of(name: str) -> Path:
     return found if "".join(found) == name else (name,)
 
 
+def path_of_name(name: str) -> str:
+    """The path of an argument (``core.paths``) by its name.
+
+    >>> path_of_name("params['layers'][0].w1")
+    'params/layers/0/w1'
+    """
+    return "/".join(_word(token).strip("[]") for token in tokens_of(name))
+
+
 def dotted(tokens: Sequence[str]) -> str:
     """Parts of a name with dots between words.
 
@@ -36,16 +45,21 @@ def dotted(tokens: Sequence[str]) -> str:
     """
     text = ""
     for token in tokens:
-        word = token[2:-2] if token[:2] in ("['", '["') else token.removeprefix(".")
+        word = _word(token)
         text += word if word.startswith("[") or not text else f".{word}"
     return text
+
+
+def _word(token: str) -> str:
+    return token[2:-2] if token[:2] in ("['", '["') else token.removeprefix(".")
 
 
 def equal_layers(paths: Mapping[Path, Hashable], *, same_inside: bool = True) -> dict[Path, Path]:
     """For each path below a number that has siblings like it, the path with ``*`` in place of the number.
 
-    Siblings are alike if they have the same paths inside, of the same kinds. Of numbers inside of each other the
-    outermost is replaced. A word with a number, such as ``layers_0``, is one only if it has something inside.
+    Siblings are alike if they have the same paths inside, of the same kinds. A word with a number, such as
+    ``layers_0``, is one only if it has something inside. Inside of a layer fewer numbers are: ``wi_0.kernel`` and
+    ``wi_1.kernel``, or the two of a pair of arrays, are not layers but have different parts in one.
 
     Args:
         paths: each with the kind of what is there, such as shape and dtype.
@@ -55,32 +69,34 @@ def equal_layers(paths: Mapping[Path, Hashable], *, same_inside: bool = True) ->
     {('ws', '[0]'): ('ws', '[*]'), ('ws', '[1]'): ('ws', '[*]')}
     """
     found: dict[Path, Path] = {}
-    _fold(list(paths), 0, paths, same_inside, found)
+    _fold(list(paths), 0, paths, same_inside, False, found)
     return found
 
 
 def _fold(
-    paths: Sequence[Path], at: int, kinds: Mapping[Path, Hashable], same_inside: bool, found: dict[Path, Path]
+    paths: Sequence[Path],
+    at: int,
+    kinds: Mapping[Path, Hashable],
+    same_inside: bool,
+    in_layer: bool,
+    found: dict[Path, Path],
 ) -> None:
     children: dict[str, list[Path]] = {}
     for path in paths:
         if len(path) > at:
             children.setdefault(path[at], []).append(path)
-    alike: dict[Hashable, list[str]] = {}
+    alike: dict[tuple[str, Hashable], list[str]] = {}
     for word, below in children.items():
         inside = frozenset((path[at + 1 :], kinds[path]) for path in below) if same_inside else None
-        alike.setdefault((_without_number(word, below, at), inside), []).append(word)
-    for same in alike.values():
+        depth = max(map(len, below)) - at - (not _is_index(word)) - in_layer  # at least 1 where it may be a layer
+        alike.setdefault((_NUMBER.sub("*", word) if depth > 0 else word, inside), []).append(word)
+    for (folded, _), same in alike.items():
+        is_layer = folded not in same and len(same) > 1
         for word in same:
-            folded = _without_number(word, children[word], at)
-            if folded != word and len(same) > 1:
-                found.update({path: (*path[:at], folded, *path[at + 1 :]) for path in children[word]})
-            else:
-                _fold(children[word], at + 1, kinds, same_inside, found)
-
-
-def _without_number(word: str, below: Sequence[Path], at: int) -> str:
-    return _NUMBER.sub("*", word) if _is_index(word) or any(len(path) > at + 1 for path in below) else word
+            _fold(children[word], at + 1, kinds, same_inside, in_layer or is_layer, found)
+            for path in children[word] if is_layer else ():
+                inner = found.get(path, path)
+                found[path] = (*inner[:at], folded, *inner[at + 1 :])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
