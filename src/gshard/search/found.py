@@ -115,7 +115,8 @@ class Found:
 
     def patch(self) -> str:
         """The marks as a change of the source files, for ``git apply``; those that it leaves out in front of it."""
-        return patch_of(self.marks.marks, self.plan.program)
+        paths, defined = ((), None) if self.function is None else (self.function.paths, self.function.defined)
+        return patch_of(self.marks.marks, self.plan.program, paths, defined, self.plan.mesh)
 
     def without(self, i: int) -> PricedPlan:
         """The plan that follows from all of ``marks`` but one, and what it costs.
