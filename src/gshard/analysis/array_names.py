@@ -62,6 +62,7 @@ class ArrayNames:
         self.arguments: dict[Value, ShortName] = {
             v: found[name] for v, name in zip(program.block.inputs, program.names, strict=True)
         }
+        self._module_of = {v: _module(self.arguments[v], name) for v, name in zip(program.block.inputs, program.names)}
         self._made: dict[Value, Value] = {}  # what becomes of an argument, or is added to it: the argument
         self._follow_back(program)
         self._is_scoped = any(self._scopes.values())
@@ -88,11 +89,12 @@ class ArrayNames:
         path = self._scopes.get(e) or scopes_of(e.source_info)
         if path:
             return Module("/".join(path), "/".join(self._folded.get(path, path)))
-        for x in () if self._is_scoped else e.inputs:
-            root = self._roots.get(x) if isinstance(x, Value) else None
-            if root is not None and "." in (name := self.arguments[root]).text and len(root.shape) > 1:
-                return Module(*(text.rpartition(".")[0].replace(".", "/") for text in (name.text, name.alike)))
-        return Module()
+        if self._is_scoped:
+            return Module()
+        read = {self._roots[x] for x in e.inputs if isinstance(x, Value) and x in self._roots}
+        return max(
+            (self._module_of[root] for root in read), key=lambda m: m.text.count("/") + bool(m.text), default=Module()
+        )
 
     def _made_by(self, v: Value) -> str:
         """The operation that makes what this is another form of."""
@@ -202,6 +204,12 @@ class ArrayNames:
                 read = [x for x in e.inputs if isinstance(x, Value) and x.shape == v.shape]
             waiting += [(x, far + 1) for x in read]
         return met, nearest
+
+
+def _module(short: ShortName, name: str) -> Module:
+    """The module of an argument: its name without the last word, if more than the argument itself is left."""
+    text, alike = (name.rpartition(".")[0].replace(".", "/") for name in (short.text, short.alike))
+    return Module(text, alike) if text != tokens_of(name)[0] else Module()
 
 
 def _in_another_form(e: Equation) -> tuple[Value | None, ...]:

@@ -6,7 +6,7 @@ function collectives() {
     { name: "array", kind: "m name", cell: c => above(broken(alike(c)), c.module && broken(`in ${c.module}`)), sort: c => `${c.array} ${c.module}` },
     { name: "bytes", kind: "n", cell: c => bytes(c.bytes), sort: c => c.bytes },
     { name: "time", kind: "n", cell: c => seconds(c.seconds), sort: c => c.seconds },
-    { name: "caused at", cell: c => above(placeLink(c.cause), c.emitted !== c.cause && el("span", {}, "emitted at ", placeLink(c.emitted))), sort: c => c.cause }];
+    { name: "caused at", cell: c => above(placeLink(c.cause), c.emitted !== c.cause && el("span", { title: "emitted at" }, "↳ ", placeLink(c.emitted))), sort: c => c.cause }];
   table("collective-table", columns, rows, {
     show: 12, empty: chosen.line && !chosen.query ? `${chosen.line} causes no communication, and none is emitted there` : "nothing here", details: about, picked: c => c.i === chosen.row,
     pick: c => { chosen.row = c.i; exchange(); document.querySelectorAll("#collective-table tr[data-i]").forEach(r => r.setAttribute("aria-selected", String(Number(r.dataset.i) === c.i))); } });
