@@ -127,6 +127,23 @@ def test_modules_of_linen_without_transformations() -> None:
     assert not any(word in text for word in ("rematted", "jvp", "transpose("))
 
 
+def test_haiku_has_paths_in_keys() -> None:
+    hk = pytest.importorskip("haiku")
+
+    def net(x: Any) -> Any:
+        return hk.nets.MLP([64, 64, 64], name="decoder")(x)
+
+    f = hk.without_apply_rng(hk.transform(net))
+    params = jax.eval_shape(f.init, jax.random.key(0), f32(8, 64))
+    step = jax.grad(lambda params, x: jnp.sum(f.apply(split(params), gshard.split(x, 0, 8)) ** 2))
+    found = gshard.explain(step, params, f32(4096, 64), mesh=MESH)
+    gathered = {(row.array, row.module) for row in found.all_rows if row.kind == "all_gather" and ".w" in row.array}
+    assert gathered == {(f"linear_{i}.w", f"decoder/linear_{i}") for i in range(3)}
+    rows = {(row.kind, row.array): (row.module, row.arrays) for row in found.collectives}
+    assert rows["all_gather", "linear_*.w"] == rows["reduce_scatter", "gradient of linear_*.w"]
+    assert rows["all_gather", "linear_*.w"] == ("decoder/linear_*", 3)
+
+
 def test_a_value_is_named_after_the_argument_it_is_added_to() -> None:
     """Weights and moments of one shape, which leave in another order than they come in."""
 

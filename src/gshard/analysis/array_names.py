@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from gshard.analysis.short_names import Path, ShortName, equal_layers, short_names, tokens_of
+from gshard.analysis.short_names import Path, ShortName, equal_layers, short_names, tokens_of, without_number
 from gshard.core.jax_adapter import is_transposed, scopes_of
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.core.rule import REDUCE
@@ -33,6 +33,11 @@ class Module:
 
     text: str = ""
     alike: str = ""
+
+    @property
+    def any_number(self) -> str:
+        """With ``*`` for the number of each word: which layers are alike is known by other things."""
+        return "/".join(map(without_number, self.text.split("/")))
 
 
 class ArrayNames:
@@ -81,6 +86,10 @@ class ArrayNames:
             return ShortName(what + name.text, what + name.alike)
         text = self._made_by(v)
         return ShortName(text, text)
+
+    def is_named(self, v: Value | None) -> bool:
+        """Whether it is called after an argument."""
+        return v in self._roots or v in self._made
 
     def module(self, e: Equation | None) -> Module:
         """The module of an equation."""

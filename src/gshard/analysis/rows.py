@@ -7,6 +7,7 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 
 from gshard.analysis.array_names import ArrayNames
+from gshard.analysis.short_names import without_number
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Value
@@ -133,7 +134,8 @@ def together(collectives: Sequence[Collective], names: ArrayNames, *, each: bool
     rows: dict[Hashable, list[Collective]] = {}
     for c in collectives:
         array, module = names.array(c.value), names.module(c.cause)
-        which = (array.text, module.text, c.why) if each else (array.alike, module.alike, _without_position(c, c.why))
+        layers = module.any_number if names.is_named(c.value) and array.alike != array.text else module.alike
+        which = (array.text, module.text, c.why) if each else (array.alike, layers, _without_position(c, c.why))
         rows.setdefault((c.kind, c.atoms, c.line, c.shape, *which), []).append(c)
     return list(rows.values())
 
@@ -142,7 +144,8 @@ def called(same: Sequence[Collective], names: ArrayNames) -> tuple[str, str, str
     """What collectives that stand together move, in which module, and why: with ``*`` where they differ."""
     arrays, modules = [names.array(c.value) for c in same], [names.module(c.cause) for c in same]
     array = arrays[0].text if len({x.text for x in arrays}) == 1 else arrays[0].alike
-    module = modules[0].text if len({x.text for x in modules}) == 1 else modules[0].alike
+    words = zip(*(x.text.split("/") for x in modules), strict=True)
+    module = "/".join(every[0] if len(set(every)) == 1 else without_number(every[0]) for every in words)
     why = same[0].why if len({c.why for c in same}) == 1 else _without_position(same[0], same[0].why)
     return array, module, why
 

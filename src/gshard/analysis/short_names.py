@@ -19,13 +19,15 @@ _FEWEST = 2  # words that are left of a name, where it has so many
 
 
 def tokens_of(name: str) -> Path:
-    """The parts of a name as ``jax.tree_util.keystr`` writes it.
+    """The parts of a name as ``jax.tree_util.keystr`` writes it; a key that is a path itself has several.
 
-    >>> tokens_of("state[0]['up'].value")
-    ('state', '[0]', "['up']", '.value')
+    >>> tokens_of("state[0]['up'].value"), tokens_of("params['mlp/linear_1']['w']")
+    (('state', '[0]', "['up']", '.value'), ('params', "['mlp", "/linear_1']", "['w']"))
     """
-    found = tuple(match.group() for match in _TOKEN.finditer(name))
-    return found if "".join(found) == name else (name,)
+    found = [match.group() for match in _TOKEN.finditer(name)]
+    if "".join(found) != name:
+        return (name,)
+    return tuple(part for token in found for part in (re.split(r"(?=/)", token) if _is_key(token) else [token]))
 
 
 def path_of_name(name: str) -> str:
@@ -37,6 +39,19 @@ def path_of_name(name: str) -> str:
     return "/".join(_word(token).strip("[]") for token in tokens_of(name))
 
 
+def without_number(word: str) -> str:
+    """A word with ``*`` in place of its last number.
+
+    >>> without_number("layers_3"), without_number("[3]"), without_number("mlp")
+    ('layers_*', '[*]', 'mlp')
+    """
+    return _NUMBER.sub("*", word)
+
+
+def _is_key(token: str) -> bool:
+    return token[:2] in ("['", '["')
+
+
 def dotted(tokens: Sequence[str]) -> str:
     """Parts of a name with dots between words.
 
@@ -46,12 +61,16 @@ def dotted(tokens: Sequence[str]) -> str:
     text = ""
     for token in tokens:
         word = _word(token)
+        if not word.strip("~"):  # where Haiku's path leaves a constructor
+            continue
         text += word if word.startswith("[") or not text else f".{word}"
     return text
 
 
 def _word(token: str) -> str:
-    return token[2:-2] if token[:2] in ("['", '["') else token.removeprefix(".")
+    if _is_key(token):
+        token = token[2:]
+    return (token[:-2] if token[-2:] in ("']", '"]') else token).removeprefix(".").removeprefix("/")
 
 
 def equal_layers(paths: Mapping[Path, Hashable], *, same_inside: bool = True) -> dict[Path, Path]:
@@ -89,7 +108,7 @@ def _fold(
     for word, below in children.items():
         inside = frozenset((path[at + 1 :], kinds[path]) for path in below) if same_inside else None
         depth = max(map(len, below)) - at - (not _is_index(word)) - in_layer  # at least 1 where it may be a layer
-        alike.setdefault((_NUMBER.sub("*", word) if depth > 0 else word, inside), []).append(word)
+        alike.setdefault((without_number(word) if depth > 0 else word, inside), []).append(word)
     for (folded, _), same in alike.items():
         is_layer = folded not in same and len(same) > 1
         for word in same:
@@ -157,4 +176,4 @@ def _begin(path: Path, shared: Path) -> int:
 
 
 def _is_index(token: str) -> bool:
-    return token.startswith("[") and token[1:2] not in ("'", '"')
+    return token.startswith("[") and not _is_key(token)
