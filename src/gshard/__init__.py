@@ -2,7 +2,7 @@
 
 Mark a few tensors of a program written for one device, and run it on all of them::
 
-    split, replicate, shard     marks: how a tensor is sharded
+    split, replicate, shard     marks: how a tensor is sharded; shard_by_path: those of a pytree
     name, Layout                names of dimensions, and a table of what they mean: marks for all of a program
     jit                         partition and run on all devices; used like jax.jit
     instead_of_jit              a block in which what jax.jit, nnx.jit, eqx.filter_jit ... would compile is partitioned
@@ -31,6 +31,7 @@ from gshard.analysis.hardware import UnknownMachineWarning as UnknownMachineWarn
 from gshard.analysis.machine import Machine as Machine
 from gshard.analysis.machine import MachineError as MachineError
 from gshard.analysis.overlap import Windowed as Windowed
+from gshard.api.by_path import shard_by_path as shard_by_path
 from gshard.api.dimensions import dimensions as dimensions
 from gshard.api.explained import explain as explain
 from gshard.api.instead_of_jit import instead_of_jit as instead_of_jit

@@ -132,6 +132,21 @@ def test_the_keyboard_reaches_everything(opened):
     assert opened.run("document.getElementById('now').textContent") != ""
 
 
+def test_equal_layers_are_one_row_that_opens(opened, tmp_path):
+    opened.open(explained("adam").html(tmp_path / "layers.html", "v3:2x2").as_uri())
+    at = opened.run("D.collectives.findIndex(c => c.layers.length > 1)")
+    opened.run("tables['collective-table'].limit = 999; draw()")
+    row = f"document.querySelector('#collective-table tr[data-i=\"{at}\"]')"
+    layers = opened.run(f"D.collectives[{at}].layers")
+    assert f"×{len(layers)}" in opened.run(f"{row}.textContent")
+    opened.run(f"{row}.click()")
+    listed = opened.run(f"[...{row}.nextSibling.querySelectorAll('details li')].map(item => item.textContent)")
+    assert len(listed) == len(layers)
+    assert all(array in text for (array, *_), text in zip(layers, listed, strict=True))
+    opened.run(f"choose('query', {json.dumps(layers[1][0])})")
+    assert opened.run(f"{row} !== null"), "each layer is found by its own name"
+
+
 def test_columns_are_sorted_by_their_headings(opened):
     opened.run("tables['collective-table'].limit = 999; draw()")
     values = f"[...document.querySelectorAll('{ROWS}')].map(r => D.collectives[r.dataset.i].bytes)"

@@ -70,7 +70,7 @@ def test_one_mark_less_and_one_more() -> None:
         found.with_mark("weights[0][0]", P("x", None, None))
     with pytest.raises(gshard.ArgumentError, match=r"(?s)'x' is no PartitionSpec.*Write P\('x'\)"):
         found.with_mark("weights[0][0]", "x")
-    with pytest.raises(gshard.ArgumentError, match=r"Did you mean 'weights\[\*\]\[\*\]'\?"):
+    with pytest.raises(gshard.ArgumentError, match=r"Did you mean 'weights\[\*\]\[1\]'\?"):
         found.why("weight[*][*]")
     with pytest.raises(gshard.ArgumentError, match="38 is no text"):
         found.why(38)  # type: ignore[arg-type]

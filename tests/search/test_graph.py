@@ -380,8 +380,8 @@ def test_presets_split_one_dimension_of_all_that_have_it() -> None:
     program = gshard.trace(lambda w, v, x: jnp.tanh(x @ w) @ v, shape(64, 256), shape(256, 16), shape(32, 64))
     found = {name: preset[0].plan for name, preset in presets(program, FOUR)}
     w, v, x = program.block.inputs
-    hidden = found["the 256 of w over all devices"]
+    hidden = found["dimension 1 of w, 0 of v (256) over all devices"]
     assert hidden.shardings[w].dims[1] == FOUR.atoms == hidden.shardings[v].dims[0]
-    beside = found["the 256 of w over y, batch over the rest"]
+    beside = found["dimension 1 of w, 0 of v (256) over y, batch over the rest"]
     assert beside.shardings[w].dims[1] == FOUR.atoms_of["y"] == beside.shardings[v].dims[0]
     assert beside.shardings[x].dims[0] == FOUR.atoms_of["x"]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gshard.analysis.array_names import ArrayNames
 from gshard.analysis.cost import Cost, cost
 from gshard.analysis.difference import Difference, difference
 from gshard.analysis.hardware import machine_of, unknown_devices
@@ -32,7 +33,8 @@ from gshard.analysis.proposal import Proposal, proposals
 from gshard.analysis.replicated import notes_of_whole_values, replicated_work
 from gshard.analysis.report.data import report_data
 from gshard.analysis.report.page import page
-from gshard.analysis.rows import CollectiveRow, TensorRow, notes_of_parts, rows_of_collectives
+from gshard.analysis.row_text import collective_lines, tensor_lines
+from gshard.analysis.rows import CollectiveRow, TensorRow, rows_of_collectives, rows_of_equal_layers, rows_of_tensors
 from gshard.analysis.timeline import timeline
 from gshard.analysis.verdict import Verdict, verdict
 from gshard.core.errors import ArgumentError, known_names
@@ -40,7 +42,7 @@ from gshard.core.memory_kinds import is_host_kind
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Program, Value, format_bytes
+from gshard.core.program import Program, format_bytes
 from gshard.core.spmd import SpmdProgram
 
 _SHOWN = 24  # names of arguments in a message
@@ -56,12 +58,14 @@ class Explanation:
         mesh: the devices.
         equations: number of equations, bodies included.
         tensors: all arrays, largest first.
-        collectives: all collectives, most bytes first.
+        collectives: all collectives, most bytes first; those of equal layers in one row;
+        all_rows: and each layer by itself.
         gathered: operations without a rule: line, operation, operands, bytes gathered on every device.
         argument_bytes: bytes of all arguments in the memory of the devices, whole and on one device.
         plan: what it was read from;
         spmd: and the per-device program.
         marked: what all devices would run if the program had other marks.
+        names: what its arrays are called, and in which module each operation is.
         donated: arguments whose memory results may take.
         replicated: operations that every device computes whole although an operand is split: line, how many times its
             share, bytes spared, the mark that forbids it.
@@ -78,11 +82,13 @@ class Explanation:
     equations: int
     tensors: tuple[TensorRow, ...]
     collectives: tuple[CollectiveRow, ...]
+    all_rows: tuple[CollectiveRow, ...]
     gathered: tuple[str, ...]
     argument_bytes: tuple[int, int]
     plan: Plan = dataclasses.field(repr=False)
     spmd: SpmdProgram = dataclasses.field(repr=False)
     marked: Callable[[Program], SpmdProgram] = dataclasses.field(repr=False)
+    names: ArrayNames = dataclasses.field(repr=False)
     donated: frozenset[int] = frozenset()
     replicated: tuple[str, ...] = ()
     layout: tuple[str, ...] = ()
@@ -120,20 +126,20 @@ class Explanation:
         return self._verdict(self.cost(machine))
 
     def _verdict(self, found: Cost) -> Verdict:
-        return verdict(self.plan, found, merged(self.spmd, found), *self._proposals, self.by_bytes, self.machine)
+        rows = merged(self.spmd, found, self.names)
+        return verdict(self.plan, found, rows, *self._proposals, self.by_bytes, self.machine)
 
     @functools.cached_property
     def _proposals(self) -> tuple[tuple[Proposal | None, ...], int]:
         """For each row of ``merged`` a mark, and for how many it was sought."""
-        rows = [
-            dataclasses.replace(same[0], times=sum(c.times for c in same)) for same in rows_of(self.spmd.collectives)
-        ]
+        every = rows_of(self.spmd.collectives, self.names)
+        rows = [dataclasses.replace(same[0], times=sum(c.times for c in same)) for same in every]
         return proposals(rows, self.plan, self.equations, self.marked)
 
     def data(self, machine: Machine | str | None = None) -> dict[str, Any]:
         """Everything the HTML report shows, as lists and dictionaries that JSON can hold."""
         found = self.cost(machine)
-        return report_data(self, found, merged(self.spmd, found), self._proposals[0], self._verdict(found))
+        return report_data(self, found, merged(self.spmd, found, self.names), self._proposals[0], self._verdict(found))
 
     def html(
         self,
@@ -234,20 +240,10 @@ class Explanation:
             lines.append(f"no model of {called}: planned by bytes")
         own = [row for row in self.tensors if row.is_argument]
         inside = [row for row in self.tensors if not row.is_argument]
-        for title, rows in [("arguments", own), ("values inside", inside)] if tensors else []:
-            shown = rows[:tensors]
-            wide = [max(map(len, column)) for column in zip(*((r.name, r.sharding) for r in shown), strict=True)]
-            lines += ["", f"{title} (the largest {len(shown)} of {len(rows)}; bytes of one device's part)"]
-            for r in shown:
-                lines.append(
-                    f"  {r.name:<{wide[0]}}  {r.sharding:<{wide[1]}}  {format_bytes(r.local_bytes):>10}  {r.reason}"
-                )
+        lines += tensor_lines("arguments", own, tensors) if tensors else []
+        lines += tensor_lines("values inside", inside, tensors) if tensors else []
         lines += ["", f"collectives ({sum(r.times for r in self.collectives)} in one call)"]
-        for c in self.collectives[:collectives]:
-            sent = f"{c.kind:<18} x{c.times:<4} {format_bytes(c.bytes):>10}  over {c.axes:<12} {c.shape:<24}"
-            lines.append(f"  {sent} {c.line}  ({c.why})")
-        if rest := self.collectives[collectives:]:
-            lines.append(f"  ... and {len(rest)} more rows with {format_bytes(sum(r.bytes for r in rest))}")
+        lines += collective_lines(self.collectives, collectives)
         kinds = ", ".join(
             f"{kind} {format_bytes(n)}" for kind, n in sorted(self.bytes_by_kind.items(), key=lambda kv: -kv[1])
         )
@@ -279,8 +275,8 @@ class Explanation:
         """The chain of reasons for one tensor, from its sharding back to a mark.
 
         Args:
-            name: as it is printed: an argument, ``%2`` for a value inside, or ``train.py:9`` for the largest value that
-                the line makes.
+            name: as it is printed: an argument, by its short name or its whole path, ``%2`` for a value inside, or
+                ``train.py:9`` for the largest value that the line makes.
 
         Raises:
             ArgumentError: there is no tensor of this name.
@@ -314,12 +310,13 @@ class Explanation:
 
     def _row(self, name: str) -> TensorRow:
         def is_called(row: TensorRow) -> bool:
-            inside = not row.is_argument
-            return row.name == name or (inside and (row.name.startswith(f"{name} ") or f" at {name} (" in row.name))
+            if row.is_argument:
+                return name in (row.name, row.short)
+            return row.name == name or row.name.startswith(f"{name} ") or f" at {name} (" in row.name
 
         if row := next(filter(is_called, self.tensors), None):
             return row
-        arguments = [row.name for row in self.tensors if row.is_argument][:_SHOWN]
+        arguments = [row.short for row in self.tensors if row.is_argument][:_SHOWN]
         raise ArgumentError(
             f"no tensor is called {name!r}.",
             hint=known_names(name, arguments, "Arguments are")
@@ -352,40 +349,22 @@ def explain_program(
         machine: or for which machine.
     """
     program, mesh = plan.program, plan.mesh
-    names: dict[Value, str] = dict(zip(program.block.inputs, program.names, strict=True))
-    for e in program.block.walk():
-        for v in e.outputs:
-            at = f" at {e.line}" if e.line else ""
-            names.setdefault(v, f"%{v.index} {e.name}{at}")
-        for block in e.blocks:
-            for v in block.inputs:
-                names.setdefault(v, f"%{v.index} in {e.name}")
-
-    arguments = frozenset(program.block.inputs)
+    names, replicated = ArrayNames(program), replicated_work(plan)
+    tensors = rows_of_tensors(plan, names, notes_of_whole_values(plan, replicated))
     held = [v for i, v in enumerate(program.block.inputs) if not is_host_kind(program.input_memory(i))]
-    replicated = replicated_work(plan)
-    notes = {**notes_of_whole_values(plan, replicated), **notes_of_parts(program.block)}
-
-    def on_a_device(v: Value) -> int:
-        return local_bytes(v, plan.shardings[v], mesh)
-
-    def row(v: Value) -> TensorRow:
-        chains = [(d, plan.chain(v, d)) for d, atoms in enumerate(plan.shardings[v].dims) if atoms]
-        why = tuple((_reason(plan, v, d), *chain[1:]) for d, chain in chains if chain)
-        return TensorRow(names[v], plan.format(v), v.bytes, on_a_device(v), v in arguments, why, v, notes.get(v, ""))
-
-    tensors = sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))
     return Explanation(
         program.name,
         mesh,
         sum(1 for _ in program.block.walk()),
-        tuple(map(row, tensors)),
-        rows_of_collectives(spmd.collectives, mesh),
+        tensors,
+        rows_of_equal_layers(spmd.collectives, mesh, names),
+        rows_of_collectives(spmd.collectives, mesh, names),
         tuple(plan.gathered_text()),
-        (sum(v.bytes for v in held), sum(map(on_a_device, held))),
+        (sum(v.bytes for v in held), sum(local_bytes(v, plan.shardings[v], mesh) for v in held)),
         plan,
         spmd,
         marked,
+        names,
         donated,
         tuple(map(str, replicated)),
         uses_of_layout(program),
@@ -394,7 +373,3 @@ def explain_program(
         machine,
         tuple(map(str, program.dropped)),
     )
-
-
-def _reason(plan: Plan, value: Value, dim: int) -> str:
-    return f"dimension {dim}: {plan.reasons[value, dim]}" if (value, dim) in plan.reasons else f"dimension {dim}"

@@ -11,7 +11,9 @@ import dataclasses
 from collections import deque
 from collections.abc import Hashable, Sequence
 
+from gshard.analysis.array_names import ArrayNames
 from gshard.analysis.cost import Cost, KernelCost
+from gshard.analysis.rows import together
 from gshard.core.jax_adapter import user_place
 from gshard.core.mesh import Atoms
 from gshard.core.program import Equation
@@ -62,6 +64,7 @@ class MergedCollective:
         kernels: their numbers among the costed kernels.
         pairs: of permutations, which position of a group sends to which, in one of them or another.
         over: the atoms that these groups are over.
+        every: all of them.
     """
 
     collective: Collective
@@ -69,26 +72,38 @@ class MergedCollective:
     kernels: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...] = ()
     over: Atoms = ()
+    every: tuple[Collective, ...] = dataclasses.field(default=(), repr=False)
 
 
-def merged(spmd: SpmdProgram, found: Cost) -> tuple[MergedCollective, ...]:
-    """The collectives of a program, those that send most first."""
+def merged(spmd: SpmdProgram, found: Cost, names: ArrayNames | None = None) -> tuple[MergedCollective, ...]:
+    """The collectives of a program, those that send most first.
+
+    Args:
+        spmd: the program.
+        found: its cost.
+        names: as for ``rows_of``.
+    """
     kernels: dict[int, list[int]] = {}
     for i, c in enumerate(origins(spmd, found)):
         if c is not None:
             kernels.setdefault(id(c), []).append(i)
-    made = [
-        _merge(same, [i for c in same for i in kernels.get(id(c), ())], found) for same in rows_of(spmd.collectives)
-    ]
-    return tuple(made)
+    rows = rows_of(spmd.collectives, names)
+    return tuple(_merge(same, [i for c in same for i in kernels.get(id(c), ())], found) for same in rows)
 
 
-def rows_of(collectives: Sequence[Collective]) -> list[list[Collective]]:
-    """The collectives that differ in nothing but the array, together; those that send most in all first."""
+def rows_of(collectives: Sequence[Collective], names: ArrayNames | None = None) -> list[list[Collective]]:
+    """The collectives that differ in nothing but the array, together; those that send most in all first.
+
+    Args:
+        collectives: of a program.
+        names: what its arrays are called: then those together differ in nothing but the layer.
+    """
     rows: dict[Hashable, list[Collective]] = {}
-    for c in collectives:
-        places = (_place(c.cause), _place(c.emitted))
-        rows.setdefault((c.kind, c.atoms, c.bytes, c.shape, c.line, c.why, places), []).append(c)
+    for i, alike in enumerate([collectives] if names is None else together(collectives, names)):
+        for c in alike:
+            places = (_place(c.cause), _place(c.emitted))
+            why = c.why if names is None else ""
+            rows.setdefault((i, c.kind, c.atoms, c.bytes, c.shape, c.line, why, places), []).append(c)
     return sorted(rows.values(), key=lambda same: -sum(c.total_bytes for c in same))
 
 
@@ -99,7 +114,7 @@ def _merge(same: list[Collective], kernels: list[int], found: Cost) -> MergedCol
     one = dataclasses.replace(same[0], times=times)
     over = costed[0].axes if costed else one.atoms
     pairs = {(int(a), int(b)) for k in costed if k.axes == over for a, b in k.equation.params.get("perm", ())}
-    return MergedCollective(one, seconds, tuple(kernels), tuple(sorted(pairs)), over)
+    return MergedCollective(one, seconds, tuple(kernels), tuple(sorted(pairs)), over, tuple(same))
 
 
 def _place(e: Equation | None) -> tuple[str, int] | None:

@@ -20,6 +20,7 @@ from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter_dispatch import without_our_frames
 from gshard.core.layout import Layout, Names
 from gshard.core.mesh import Mesh
+from gshard.core.paths import place_of_definition
 from gshard.core.planning_tables import tables
 from gshard.core.program import Program
 from gshard.remat.rematerialise import bytes_of
@@ -273,7 +274,7 @@ def _namable(made: Jitted, lowered: Lowered, args: tuple[Any, ...], kwargs: dict
             base = made.under(layout).lower(*args, **kwargs).program
         return with_names_of_arguments(base, said, ())
 
-    return Namable(program, paths_of_arguments(program, lowered.in_tree), told)
+    return Namable(program, paths_of_arguments(program, lowered.in_tree), told, place_of_definition(made))
 
 
 def _meshes(mesh: Any) -> Iterable[Mesh]:

@@ -88,6 +88,20 @@ def is_transposed(source_info: Any) -> bool:
     return "transpose(" in str(getattr(source_info, "name_stack", ""))
 
 
+_OF_JAX = {"rematted_computation"}  # scopes that JAX itself opens
+
+
+def scopes_of(source_info: Any) -> tuple[str, ...]:
+    """The named scopes of an equation, outermost first: modules of Flax Linen and Haiku, and ``jax.named_scope``.
+
+    Transformations that stand between them, such as ``transpose(jvp(...))``, are left out. One scope may name several
+    modules: ``decoder/layers``, or Haiku's ``mlp/~/linear_0``.
+    """
+    stack = getattr(getattr(source_info, "name_stack", None), "stack", ())
+    scopes = (str(part.name) for part in stack if isinstance(part, _source_info_util.Scope))
+    return tuple(word for scope in scopes if scope not in _OF_JAX for word in scope.split("/") if word.strip("~"))
+
+
 @contextlib.contextmanager
 def as_if_at(source_info: Any) -> Iterator[None]:
     """What is traced inside gets the source line and the named scopes of another equation."""

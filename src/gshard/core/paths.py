@@ -9,6 +9,7 @@ and ``**`` for any number of components.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -75,6 +76,19 @@ def parameters_of(f: Callable[..., Any]) -> tuple[str, ...]:
         return tuple(inspect.signature(f).parameters)
     except (TypeError, ValueError):
         return ()
+
+
+def place_of_definition(f: Callable[..., Any]) -> tuple[str, int] | None:
+    """The file and first line (that of a decorator) where a function is defined; None where Python knows of none.
+
+    >>> place_of_definition(len) is None
+    True
+    """
+    f = inspect.unwrap(f)
+    while isinstance(f, functools.partial):
+        f = inspect.unwrap(f.func)
+    code = getattr(f, "__code__", None)
+    return None if code is None else (code.co_filename, code.co_firstlineno)
 
 
 def leaf_names(f: Callable[..., Any], arguments: tuple[Any, Any]) -> tuple[str, ...]:

@@ -9,10 +9,10 @@ are left out. Where marks do not reach the price of the plan, the plan itself do
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from gshard.analysis.array_names import ArrayNames
 from gshard.analysis.proposal import text_of_mark, with_marks
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import is_transposed
@@ -196,14 +196,9 @@ def _candidates(plan: Plan, now: Plan, chosen: Sequence[_Candidate]) -> list[_Ca
 def _named(program: Program) -> Mapping[Value, str]:
     """What a user can mark, by what it is called: those of equal layers alike."""
     first = len(program.captured)
-    arguments = zip(program.block.inputs[first:], program.names[first:], strict=True)
-    names = {v: without_numbers(name) for v, name in arguments}
+    arguments = ArrayNames(program).arguments
+    names = {v: arguments[v].alike for v in program.block.inputs[first:]}
     for e in program.block.walk():
         if e.mark is None and e.line and not is_transposed(e.source_info):
             names.update({v: f"{e.name} at {e.line}" for v in e.outputs if not v.made})
     return {v: f"{v.dtype_name}[{','.join(map(str, v.shape))}] of {name}" for v, name in names.items()}
-
-
-def without_numbers(name: str) -> str:
-    """``params['layers'][3]['w']`` as ``params['layers'][*]['w']``: those of equal layers are called alike."""
-    return re.sub(r"\[\d+\]", "[*]", name)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from gshard.analysis.array_names import ArrayNames
 from gshard.analysis.cost import Cost
 from gshard.analysis.explain import Explanation, explain_program
 from gshard.analysis.proposal import spec_of_cut, with_marks
@@ -26,7 +27,7 @@ from gshard.core.spmd import SpmdProgram
 from gshard.passes.device_program import size
 from gshard.passes.recorded import Recorded
 from gshard.search.alternatives import alternatives, tries
-from gshard.search.as_marks import Marks, marks_of, without_numbers
+from gshard.search.as_marks import Marks, marks_of
 from gshard.search.as_run import as_run
 from gshard.search.find import Best, best_plan
 from gshard.search.how_near import ended, how_near
@@ -112,6 +113,11 @@ class Found:
         return self.best.left_out
 
     @functools.cached_property
+    def names(self) -> ArrayNames:
+        """What the arrays of the program are called where they are printed."""
+        return ArrayNames(self.plan.program)
+
+    @functools.cached_property
     def marks(self) -> Marks:
         """The plan said in few marks, each of them tried: how much of its speed they alone give. Takes a while."""
         return marks_of(self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked))
@@ -132,7 +138,8 @@ class Found:
 
     def patch(self) -> str:
         """The marks as a change of the source files, for ``git apply``; those that it leaves out in front of it."""
-        return patch_of(self.marks.marks, self.plan.program)
+        paths, defined = ((), None) if self.function is None else (self.function.paths, self.function.defined)
+        return patch_of(self.marks.marks, self.plan.program, paths, defined, self.plan.mesh)
 
     def without(self, i: int) -> PricedPlan:
         """The plan that follows from all of ``marks`` but one, and what it costs.
@@ -212,14 +219,16 @@ class Found:
         model, if everything else is chosen anew as it is best then; for a few rows that is solved, and exact.
 
         Args:
-            what: a part of an argument's name (``"['w1']"``) or of a line (``"model.py:38"``).
+            what: a part of an argument's name (``"mlp.w1"``; ``"['w1']"`` of its whole path) or of a line
+                (``"model.py:38"``).
 
         Raises:
             ArgumentError: nothing has that in its name or line, or the search ended before it had solved the problem.
         """
         alike: dict[tuple[str, str], list[tuple[Value, str]]] = {}
         for v, name in self._matching(what):
-            alike.setdefault((without_numbers(name), self._format(v)), []).append((v, name))
+            named = self.names.arguments.get(v)
+            alike.setdefault((name if named is None else named.alike, self._format(v)), []).append((v, name))
         if not alike:
             raise self._unknown(what)
         graph, solution, told = self.best.graph, self.best.solution, []
@@ -241,7 +250,7 @@ class Found:
         return self.plan.shardings[v].format(self.plan.mesh, v.shape, v.dtype_name)
 
     def _unknown(self, what: str) -> ArgumentError:
-        arguments = dict.fromkeys(without_numbers(name) for name in self.plan.program.names)
+        arguments = dict.fromkeys(name.alike for name in self.names.arguments.values())
         return ArgumentError(
             f"nothing is called {what!r}: no argument, and no line of the program.",
             hint=known_names(what, list(arguments)[:_SHOWN], "Arguments are") + " A line is 'model.py:38'.",
@@ -254,12 +263,16 @@ class Found:
                 f"{what!r} is no text to look for in names of arguments and lines.",
                 hint="Give a part of an argument's name (\"['w1']\"), or of a line ('model.py:38').",
             )
-        names = dict(zip(self.plan.program.block.inputs, self.plan.program.names, strict=True))
+        whole = dict(zip(self.plan.program.block.inputs, self.plan.program.names, strict=True))
         producers = {v: e for e in self.plan.program.block.walk() for v in e.outputs}
         for v in self.plan.shardings:
             e = producers.get(v)
-            name = names.get(v) or (f"{e.name} at {e.line}" if e is not None and e.line else "")
-            if name and what in name and v.shape:
+            if (named := self.names.arguments.get(v)) is not None:
+                name, texts = named.text, {named.text, named.alike, whole[v]}
+            else:
+                name = f"{e.name} at {e.line}" if e is not None and e.line else ""
+                texts = {name}
+            if name and v.shape and any(what in text for text in texts):
                 yield v, name
 
     def explain(self) -> Explanation:
@@ -314,8 +327,8 @@ class Found:
             lines.append(f"{how_near(best)}; {best.seconds:.1f} s")
         if best.chosen is not best.searched:
             known = best.searched
-            other = "" if known is None else f"; the searched plan takes {known.cost.seconds * 1e3:.4g} ms"
-            lines.append(f"this is the plan of '{best.chosen.name}'{other}")
+            searched = "" if known is None else f"; the searched plan takes {known.cost.seconds * 1e3:.4g} ms"
+            lines.append(f"this is the plan of '{best.chosen.name}'{searched}")
         lines += ended(best.seconds, best.left_out, best.stopped)
         shown = sorted(best.others, key=lambda o: o.rank(best.limit))[:_PRESETS]
         lines += ["presets"] if shown else []
@@ -343,10 +356,9 @@ class Found:
         """The largest arguments with their shardings; those of equal layers in one row."""
         rows: dict[tuple[str, str], int] = {}
         program = self.plan.program
-        largest = sorted(zip(program.block.inputs, program.names, strict=True), key=lambda pair: -pair[0].bytes)
-        for v, name in largest:
+        for v in sorted(program.block.inputs, key=lambda v: -v.bytes):
             if v.shape:
-                key = without_numbers(name), self.plan.format(v)
+                key = self.names.arguments[v].alike, self.plan.format(v)
                 rows[key] = rows.get(key, 0) + 1
         shown = [f"  {text:<44} {name}{f'  x{n}' if n > 1 else ''}" for (name, text), n in rows.items()]
         return shown[:_SHOWN] + ([f"  and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else [])

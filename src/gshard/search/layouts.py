@@ -59,11 +59,13 @@ class Namable:
         program: as it is, for one mesh.
         paths: of its arguments.
         told: the program under a layout, with names for its arguments (None: none).
+        defined: file and first line of its definition; None where there is none in a file.
     """
 
     program: Program
     paths: tuple[str, ...]
     told: Callable[[Layout, Sequence[Names | None]], Program]
+    defined: tuple[str, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -1,8 +1,9 @@
 """Patch: the marks of a plan as a change of the user's source files, a unified diff.
 
 A mark on what a statement assigns (``h = x @ w``) becomes a statement after it (``h = gshard.shard(h, P("x"))``), one
-on what is returned is put around it. Other marks (of arguments, of parts of expressions) are told in front of the
-diff, where ``git apply`` and ``patch`` pass over them.
+on what is returned is put around it. Marks of arguments are statements in front of the function's first
+(``search.argument_marks``). Other marks (of parts of expressions) are told in front of the diff, where ``git apply``
+and ``patch`` pass over them.
 """
 
 from __future__ import annotations
@@ -14,18 +15,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gshard.core.jax_adapter import is_transposed, user_place
+from gshard.core.mesh import Mesh
 from gshard.core.program import Equation, Program
+from gshard.search.argument_marks import argument_marks
 from gshard.search.as_marks import FoundMark
 
 _SPEC = "from jax.sharding import PartitionSpec as P"
 
 
-def patch_of(marks: Sequence[FoundMark], program: Program) -> str:
+def patch_of(
+    marks: Sequence[FoundMark],
+    program: Program,
+    paths: Sequence[str] = (),
+    defined: tuple[str, int] | None = None,
+    mesh: Mesh | None = None,
+) -> str:
     """The diff; with the marks that it leaves out in lines that begin with ``#``.
 
     Args:
         marks: of values of the program.
         program: as it was traced; its files must be as they were then.
+        paths: of its arguments.
+        defined: file and first line of the function's definition.
+        mesh: the devices.
     """
     producers = {v: e for e in program.block.walk() for v in e.outputs}
     at: dict[tuple[str, int], list[tuple[int, Equation]]] = {}
@@ -35,8 +47,15 @@ def patch_of(marks: Sequence[FoundMark], program: Program) -> str:
             at.setdefault(place, []).append((i, e))
     files: dict[str, _File] = {}
     left: list[str] = []
+    inputs = program.block.inputs[len(program.captured) :]
+    of_arguments = {v: s for mark in marks for v, s in mark.shardings.items() if v in inputs}
+    statements, unsaid = ({}, set(of_arguments)) if mesh is None else argument_marks(of_arguments, inputs, paths, mesh)
+    if statements and not _write_at_the_top(statements, defined, files):
+        of = f"the function {program.name} is in no file, or not in this form: write in front of its first statement"
+        left += [f"# {of}", *(f"#   {line}" for text in statements.values() for line in text.splitlines())]
     for mark in marks:
-        done = [_write(mark.text, producers.get(v), at, files) for v in mark.shardings]
+        others = [v for v in mark.shardings if v not in of_arguments or v in unsaid]
+        done = [v not in of_arguments and _write(mark.text, producers.get(v), at, files) for v in others]
         if not all(done):
             left.append(f"# {mark.text} {mark.at}: not written, do it by hand")
     return "\n".join([*left, *(line for file in files.values() for line in file.diff())]) + "\n"
@@ -65,6 +84,18 @@ def _write(
     return file.mark(statement, text)
 
 
+def _write_at_the_top(statements: Mapping[str, str], defined: tuple[str, int] | None, files: dict[str, _File]) -> bool:
+    """Puts statements for parameters in front of a function's first statement; False where that is not possible."""
+    if defined is None or not Path(defined[0]).is_file():
+        return False
+    path, line = defined
+    file = files.get(path) or _File(path)
+    if not file.begin(line, statements):
+        return False
+    files[path] = file
+    return True
+
+
 class _File:
     """A source file that is being changed."""
 
@@ -75,6 +106,7 @@ class _File:
         self.tree = ast.parse(self.text)
         self.after: dict[int, str] = {}
         self.instead: dict[int, str] = {}
+        self.before: dict[int, str] = {}
 
     def statement(self, line: int) -> ast.stmt | None:
         """The innermost statement at a line that has none inside."""
@@ -85,6 +117,25 @@ class _File:
             and node.lineno <= line <= (node.end_lineno or node.lineno)
         ]
         return max(found, key=lambda node: node.lineno, default=None)
+
+    def begin(self, line: int, statements: Mapping[str, str]) -> bool:
+        """Puts statements in front of the first of a function; False where it has other parameters, or but one line."""
+        for node in ast.walk(self.tree):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            parameters = {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+            first = min((node.lineno, *(decorator.lineno for decorator in node.decorator_list)))
+            if first != line or not parameters >= set(statements):
+                continue
+            is_text = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+            body = node.body[1:] if is_text and len(node.body) > 1 else node.body
+            begin = min((body[0].lineno, *(d.lineno for d in getattr(body[0], "decorator_list", ()))))
+            if self.lines[begin - 1][: body[0].col_offset].strip():
+                return False
+            indent = " " * body[0].col_offset
+            self.before[begin] = "\n".join(indent + part for text in statements.values() for part in text.splitlines())
+            return True
+        return False
 
     def mark(self, statement: ast.stmt, text: str) -> bool:
         """Puts a mark after or around a statement; False where that cannot be said."""
@@ -106,7 +157,7 @@ class _File:
     def diff(self) -> Iterator[str]:
         """The change as lines of a unified diff."""
         needed = [] if self._imports("gshard", None) else ["import gshard"]
-        written = [*self.after.values(), *self.instead.values()]
+        written = [*self.after.values(), *self.instead.values(), *self.before.values()]
         if any(" P(" in text for text in written) and not self._imports("jax.sharding", "P"):
             needed.append(_SPEC)
         new: list[str] = []
@@ -114,6 +165,7 @@ class _File:
             (n.end_lineno or 0 for n in self.tree.body if isinstance(n, ast.Import | ast.ImportFrom)), default=0
         )
         for number, line in enumerate(self.lines, 1):
+            new += self.before[number].splitlines() if number in self.before else []
             new.append(self.instead.get(number, line))
             new += [self.after[number]] if number in self.after else []
             new += needed if number == place else []

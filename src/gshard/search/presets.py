@@ -12,7 +12,8 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from gshard.analysis.dimension_classes import Dimensions, dimensions_of
+from gshard.analysis.dimension_classes import Dimensions
+from gshard.analysis.dimension_names import DimensionNames
 from gshard.analysis.machine import Machine
 from gshard.core.border import AS_MARKED, Border
 from gshard.core.errors import GShardError
@@ -109,7 +110,8 @@ def _marked_as(plan: Plan, marks: tuple[Mark | None, ...]) -> Plan:
 def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator[tuple[str, dict[int, Mark | None]]]:
     """One of the largest dimensions over all devices; and over the last axis, with the batch over the others."""
     axes = {name: atoms for name, atoms in mesh.atoms_of.items() if atoms}
-    found = dimensions_of(program)
+    names = DimensionNames(program)
+    found = names.dimensions
     inputs = program.block.inputs
     everywhere, outside = (_bytes(found, values) for values in (found.labels, inputs))
     first = sorted(found.classes, key=lambda c: -outside.get(c.label, 0))[:_OUTSIDE]
@@ -118,7 +120,7 @@ def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator
         if not c.arguments or c.product:
             continue
         at = {i: found.labels[v].index(c.label) for i, v in enumerate(inputs) if c.label in found.labels[v]}
-        called = c.names[0] if c.names else f"the {c.size} of {c.arguments[0][0]}"
+        called = names.of(c)
         yield f"{called} over all devices", {i: _mark_of(inputs[i], d, mesh.atoms, mesh) for i, d in at.items()}
         if len(axes) > 1:
             *others, last = axes

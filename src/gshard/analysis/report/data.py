@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from gshard.analysis.advice import advice
+from gshard.analysis.array_names import ArrayNames
 from gshard.analysis.cost import Cost
 from gshard.analysis.difference import FORMAT
 from gshard.analysis.network import groups
@@ -15,7 +16,7 @@ from gshard.analysis.origin import MergedCollective, cause_of, origins
 from gshard.analysis.proposal import Proposal
 from gshard.analysis.report.places import Places
 from gshard.analysis.report.tensors import tensor_rows
-from gshard.analysis.rows import TensorRow
+from gshard.analysis.rows import TensorRow, called
 from gshard.analysis.timeline import Event, thinned, timeline
 from gshard.analysis.verdict import Verdict
 from gshard.core.mesh import Mesh
@@ -59,6 +60,8 @@ class Explained(Protocol):
     def unused(self) -> tuple[str, ...]: ...
     @property
     def total_bytes(self) -> int: ...
+    @property
+    def names(self) -> ArrayNames: ...
 
 
 def report_data(
@@ -114,7 +117,7 @@ def report_data(
             "work": verdict.work,
         },
         "collectives": [
-            _collective(row, plan, producers, places) | {"proposal": "" if p is None else str(p)}
+            _collective(row, plan, producers, places, explanation.names) | {"proposal": "" if p is None else str(p)}
             for row, p in zip(rows, proposals, strict=True)
         ],
         "timeline": _timeline(found, owners, rows, places),
@@ -134,9 +137,14 @@ def report_data(
 
 
 def _collective(
-    row: MergedCollective, plan: Plan, producers: Mapping[Value, Equation], places: Places
+    row: MergedCollective, plan: Plan, producers: Mapping[Value, Equation], places: Places, names: ArrayNames
 ) -> dict[str, Any]:
     mesh, c = plan.mesh, row.collective
+    array, module, why = called(row.every, names)
+    layers: dict[tuple[str, str], list[int]] = {}  # of each: times, bytes
+    for one in row.every:
+        sums = layers.setdefault((names.array(one.value).text, names.module(one.cause).text), [0, 0])
+        sums[:] = sums[0] + one.times, sums[1] + one.total_bytes
     moved = ""
     if c.value is not None and c.before is not None and c.after is not None:
         texts = [s.format(mesh, c.value.shape, c.value.dtype_name) for s in (c.before, c.after)]
@@ -149,11 +157,14 @@ def _collective(
         "times": c.times,
         "seconds": row.seconds,
         "shape": c.shape,
+        "array": array,
+        "module": module,
+        "layers": [[*key, *sums] for key, sums in layers.items()] if len(layers) > 1 else [],
         "moved": moved,
         "line": c.line,
         "cause": places.of(c.cause),
         "emitted": places.of(c.emitted),
-        "why": c.why,
+        "why": why,
         "advice": advice(c, plan, producers),
         "pairs": row.pairs,
         "over": row.over,

@@ -33,6 +33,7 @@ def tensor_rows(
         rows.append(
             {
                 "name": row.name,
+                "short": row.short,
                 "sharding": row.sharding,
                 "dtype": v.dtype_name,
                 "spec": _spec(plan, v) if row.is_argument else "",

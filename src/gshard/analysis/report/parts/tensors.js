@@ -22,9 +22,9 @@ const why = t => t.reason || t.note || "replicated: nothing asks to split it";
 const picks = { details: reasons, pick: t => { chosen.tensor = t.i; devices(); } };
 
 function argumentTable() {
-  const rows = D.tensors.map((t, i) => ({ ...t, i })).filter(t => t.argument && (!chosen.line || t.read.includes(chosen.line)) && matches(t.name, t.sharding, t.spec, t.reason));
+  const rows = D.tensors.map((t, i) => ({ ...t, i })).filter(t => t.argument && (!chosen.line || t.read.includes(chosen.line)) && matches(t.name, t.short, t.sharding, t.spec, t.reason));
   table("argument-table", [
-    { name: "path", kind: "m", cell: t => t.name, sort: t => t.name }, { name: "shape", kind: "m", cell: t => `${t.dtype}[${t.shape.join(",")}]`, sort: t => t.shape.length },
+    { name: "name", kind: "m", cell: t => el("span", { title: t.name }, t.short), sort: t => t.short }, { name: "shape", kind: "m", cell: t => `${t.dtype}[${t.shape.join(",")}]`, sort: t => t.shape.length },
     { name: "PartitionSpec", kind: "m", cell: t => t.spec, sort: t => t.spec }, { name: "bytes", kind: "n", cell: t => bytes(t.bytes), sort: t => t.bytes },
     { name: "per device", kind: "n", cell: t => bytes(t.local), sort: t => t.local }, { name: "reason", cell: why, sort: why }],
     rows, { ...picks, show: 30, empty: chosen.line && !chosen.query ? `${chosen.line} reads no argument itself` : "nothing here" });

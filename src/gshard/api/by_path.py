@@ -1,0 +1,65 @@
+"""By path: one mark for many arrays of a pytree, by patterns of their paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from gshard.api.marks import shard
+from gshard.core.errors import ShardingError, known_names
+from gshard.core.jax_adapter import user_line
+from gshard.core.paths import component, is_below
+
+_SHOWN = 12  # paths in a message
+
+
+def shard_by_path(x: Any, assignments: Mapping[str, Any]) -> Any:
+    """Marks how those arrays of a pytree are cut whose paths match a pattern; all others are left open.
+
+    Args:
+        x: pytree of any kind: dictionaries, an NNX state, an Equinox module. The path of ``x["layers"][0]["w1"]`` and
+            of ``x.layers[0].w1`` is ``layers/0/w1``. What no pattern matches need not be an array.
+        assignments: for each pattern what ``shard`` takes for one array, such as a ``PartitionSpec``. In a pattern
+            ``*`` stands for anything inside of a component and ``**`` for any number of components. A pattern is for
+            all that is below the paths that it matches. The first pattern that matches counts.
+
+    Returns:
+        the same values.
+
+    Raises:
+        ShardingError: a pattern matches nothing, or nothing that an earlier one does not match; or an assignment does
+            not fit an array.
+
+    >>> import jax.numpy as jnp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> params = {"layers": [{"w1": jnp.ones((8, 4)), "b": jnp.ones(4)}] * 2}
+    >>> jax.tree.map(jnp.shape, shard_by_path(params, {"layers/*/w1": P("data")}))
+    {'layers': [{'b': (4,), 'w1': (8, 4)}, {'b': (4,), 'w1': (8, 4)}]}
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(x)
+    used: set[str] = set()
+    marked, paths = [], []
+    for keys, leaf in leaves:
+        path = "/".join(map(component, keys))
+        paths.append(path)
+        pattern = next((p for p in assignments if is_below(p, path)), None)
+        if pattern is not None:
+            used.add(pattern)
+            leaf = _sharded(leaf, assignments[pattern], path, pattern)
+        marked.append(leaf)
+    for pattern in assignments:
+        if pattern not in used:
+            hidden = any(is_below(pattern, path) for path in paths)
+            what = "matches only what an earlier pattern matches" if hidden else "matches no path"
+            hint = "Put it in front." if hidden else known_names(pattern, paths[:_SHOWN], "Paths are")
+            raise ShardingError(f"the pattern {pattern!r} {what}.", user_line(), f"a pytree of {len(paths)}", hint)
+    return jax.tree.unflatten(tree, marked)
+
+
+def _sharded(leaf: Any, assignment: Any, path: str, pattern: str) -> Any:
+    try:
+        return shard(leaf, assignment)
+    except ShardingError as error:
+        raise ShardingError(error.what, error.where, f"{path} ({pattern!r}): {error.got}", error.hint) from None
