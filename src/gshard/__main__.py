@@ -25,6 +25,7 @@ from gshard.analysis.difference import difference
 from gshard.analysis.explain import Explanation
 from gshard.analysis.machine import Machine
 from gshard.analysis.report.page import page
+from gshard.analysis.trials import SECONDS
 from gshard.api.explained import explain
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
@@ -68,9 +69,9 @@ def _explain(options: argparse.Namespace) -> None:
     mesh = None if isinstance(f, Jitted) and not options.mesh else _mesh(options.mesh, options.machine)
     on = dict(mesh.axes) if with_xla and mesh is not None else mesh
     found = explain(f, *arguments, mesh=on, finite=options.finite)
-    data = found.data(options.machine)
+    data = found.data(options.machine, options.seconds)
     print(found.format(tensors=0, collectives=8) if options.html else found)
-    print(f"\n{found.verdict(options.machine)}\n\n{found.cost(options.machine)}")
+    print(f"\n{found.verdict(options.machine, options.seconds)}\n\n{found.cost(options.machine)}")
     for name in options.why:
         others = found.instead(name, options.machine) or ["no mark can say otherwise: it has one, or enters a body"]
         print("\n  instead ".join([f"\n{found.why(name)}", *map(str, others)]))
@@ -246,6 +247,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME",
         help="the reasons of one array's sharding, and what a call would take with another",
+    )
+    command.add_argument(
+        "--seconds", type=float, default=SECONDS, help="how long to try marks that would lower what is sent (default: 10)"
     )
     command.add_argument("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
     command.add_argument(

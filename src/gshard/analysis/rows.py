@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
 from gshard.core.program import Block, Value
 from gshard.core.spmd import Collective
 from gshard.tracing.manual_regions import parts_of
@@ -78,6 +79,20 @@ def rows_of_collectives(collectives: Sequence[Collective], mesh: Mesh) -> tuple[
         times, sent = c.times + (old.times if old else 0), c.total_bytes + (old.bytes if old else 0)
         rows[key] = CollectiveRow(c.kind, axes, times, sent, c.shape, c.line, c.why)
     return tuple(sorted(rows.values(), key=lambda r: -r.bytes))
+
+
+def reason_of(plan: Plan, value: Value, dim: int) -> str:
+    """The nearest reason for a dimension that is split."""
+    return f"dimension {dim}: {plan.reasons[value, dim]}" if (value, dim) in plan.reasons else f"dimension {dim}"
+
+
+def text_of_spared(plan: Plan, without: float, taken: float, machine: str) -> str:
+    """What collective matmuls were chosen for: seconds of a call without them and with them, on a machine."""
+    what = f"{len(plan.rings)} product{'s' if len(plan.rings) > 1 else ''}"
+    return (
+        f"{what} taken part by part while other parts are sent (collective matmul): a call on {machine} takes "
+        f"{taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; windowed=False forbids it"
+    )
 
 
 def notes_of_parts(block: Block) -> dict[Value, str]:

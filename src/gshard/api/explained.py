@@ -56,7 +56,10 @@ def explain(f: Callable[..., Any], *args: Any, mesh: Any = None, finite: bool = 
             jitted = jitted if meant is None else jitted.on(meant)
     lowered = jitted.lower(*args, **kwargs)
     by_bytes = lowered.target.machine is None and lowered.target.recorded is None
-    return explain_program(lowered.plan, lowered.spmd, lowered.marked, lowered.donated, by_bytes=by_bytes)
+    return explain_program(
+        lowered.plan, lowered.spmd, lowered.marked, lowered.donated, by_bytes=by_bytes,
+        marked_by_bytes=None if lowered.target.machine is None else lowered.marked_by_bytes,
+    )  # fmt: skip
 
 
 def refuse_finite(asker: str, f: Jitted, finite: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from gshard.analysis.bounds import headline, no_split_pays
 from gshard.analysis.cost import Cost
 from gshard.analysis.explain import Explanation, explain_program
 from gshard.analysis.proposal import spec_of_cut, with_marks
@@ -25,6 +26,7 @@ from gshard.core.program import Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.device_program import size
 from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
 from gshard.passes.recorded import Recorded
 from gshard.search.alternatives import alternatives, tries
 from gshard.search.as_marks import Marks, marks_of, without_numbers
@@ -241,7 +243,11 @@ class Found:
             found, *_ = propagated(program, self.plan.mesh, machine, border=border)
             return found.spmd or partition(found.plan)
 
-        return explain_program(self.plan, partition(self.plan), marked, frozenset(self.donated))
+        def marked_by_bytes(program: Program) -> SpmdProgram:
+            return partition(propagate(program, self.plan.mesh, border=border))
+
+        donated = frozenset(self.donated)
+        return explain_program(self.plan, partition(self.plan), marked, donated, marked_by_bytes=marked_by_bytes)
 
     def html(self, path: str | Path) -> Path:
         """Writes the report of the plan as one page, with what the search tells of it.
@@ -277,6 +283,7 @@ class Found:
             lines.append(f"in the model that was searched ({best.predicted * 1e3:.4g} ms) {near}; {best.seconds:.1f} s")
         else:
             lines.append(f"this is the plan of '{best.chosen.name}': search found none better in {best.seconds:.1f} s")
+        lines += filter(None, (headline(cost), no_split_pays(self.plan, cost)))
         shown = sorted(best.others, key=lambda o: o.rank(best.limit))[:_PRESETS]
         lines += ["presets"] if shown else []
         lines += [f"  {o.name} {o.cost.seconds * 1e3:.4g}{self._note(o.cost)}" for o in shown]
