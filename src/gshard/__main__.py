@@ -249,7 +249,10 @@ def _parser() -> argparse.ArgumentParser:
         help="the reasons of one array's sharding, and what a call would take with another",
     )
     command.add_argument(
-        "--seconds", type=float, default=SECONDS, help="how long to try marks that would lower what is sent (default: 10)"
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help="how long to try marks that would lower what is sent (default: 10)",
     )
     command.add_argument("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
     command.add_argument(

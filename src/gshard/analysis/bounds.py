@@ -100,22 +100,26 @@ def alone(plan: Plan, machine: Machine, donated: Sequence[int] = ()) -> Cost | N
     return cost_of_kernels(kernels_of(plan.program.block), plan.mesh, machine, donated)
 
 
-def no_split_pays(plan: Plan, found: Cost) -> str:
-    """That one device alone would be as fast, if it would; empty where the call is bound by what devices share.
+def does_not_pay(plan: Plan, found: Cost) -> str:
+    """That a call is no faster than on one device alone, if so; empty where it is bound by what devices share.
 
     Args:
-        plan: the program.
-        found: what it takes as it is split.
+        plan: the program, as it is split.
+        found: what a call takes so.
     """
     if plan.mesh.size == 1 or not {"launch", "latency", "network"} & {*bounds_of(found)} or not found.seconds:
         return ""
     one = alone(plan, found.machine, found.donated)
     if one is None or one.seconds > found.seconds or not one.fits:
         return ""
-    return (
-        f"No split pays: one device alone would take {format_seconds(one.seconds)} a call, "
+    text = (
+        f"This split does not pay: one device alone would take {format_seconds(one.seconds)} a call, "
         f"and hold {format_bytes(one.peak)}."
     )
+    launches = one.by_bound.get("launch", 0.0)
+    if launches <= MOST * one.seconds:
+        return text
+    return f"{text} {format_seconds(launches)} of that are kernel launches, which no split makes fewer."
 
 
 def format_seconds(seconds: float) -> str:

@@ -31,7 +31,7 @@ from gshard.analysis.peer_lines import against_xla
 from gshard.analysis.replicated import notes_of_whole_values, replicated_work
 from gshard.analysis.report.data import report_data
 from gshard.analysis.report.page import page
-from gshard.analysis.rows import CollectiveRow, TensorRow, notes_of_parts, reason_of, rows_of_collectives, text_of_spared
+from gshard.analysis.rows import CollectiveRow, TensorRow, notes_of_parts, reason_of, rows_of_collectives, text_of_rings
 from gshard.analysis.timeline import timeline
 from gshard.analysis.trials import SECONDS, Trials, trials
 from gshard.analysis.verdict import Verdict, verdict
@@ -263,7 +263,7 @@ class Explanation:
         )
         lines.append(f"  each device sends {format_bytes(self.total_bytes)} in one call{': ' + kinds if kinds else ''}")
         lines += self.host.lines
-        lines += [] if self.plan.spared is None else ["", text_of_spared(self.plan, *self.plan.spared)]
+        lines += [] if self.plan.spared is None else ["", text_of_rings(self.plan, *self.plan.spared)]
         if self.spmd.recomputed is not None:
             lines += ["", str(self.spmd.recomputed)]
         if self.spmd.prefetched is not None:

@@ -86,7 +86,7 @@ def reason_of(plan: Plan, value: Value, dim: int) -> str:
     return f"dimension {dim}: {plan.reasons[value, dim]}" if (value, dim) in plan.reasons else f"dimension {dim}"
 
 
-def text_of_spared(plan: Plan, without: float, taken: float, machine: str) -> str:
+def text_of_rings(plan: Plan, without: float, taken: float, machine: str) -> str:
     """What collective matmuls were chosen for: seconds of a call without them and with them, on a machine."""
     what = f"{len(plan.rings)} product{'s' if len(plan.rings) > 1 else ''}"
     return (

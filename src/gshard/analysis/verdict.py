@@ -13,7 +13,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from gshard.analysis.bounds import bounds_of, format_seconds, headline, no_split_pays, remedies, shares_of
+from gshard.analysis.bounds import bounds_of, does_not_pay, format_seconds, headline, remedies, shares_of
 from gshard.analysis.cost import Cost
 from gshard.analysis.origin import MergedCollective
 from gshard.analysis.proposal import Proposal
@@ -43,7 +43,7 @@ class Verdict:
         trials: the changes of marks that were tried;
         proposals: those that lower the bytes sent, for each kind of collective, with what a call then takes.
         gap: of the plan (``core.plan``).
-        alone: that one device would be as fast, if it would.
+        alone: that a call is no faster than on one device, if so.
     """
 
     @property
@@ -196,7 +196,7 @@ def verdict(plan: Plan, found: Cost, rows: Sequence[MergedCollective], tried: Tr
     largest = rows[:1] if longest is None or longest is rows[0] else (rows[0], longest)
     return Verdict(
         found, plan.mesh, ideal, work, repeated, sent, tuple(largest), tried, tuple(proposals), plan.gap,
-        no_split_pays(plan, found),
+        does_not_pay(plan, found),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from gshard.analysis.bounds import headline, no_split_pays
+from gshard.analysis.bounds import does_not_pay, headline
 from gshard.analysis.cost import Cost
 from gshard.analysis.explain import Explanation, explain_program
 from gshard.analysis.proposal import spec_of_cut, with_marks
@@ -283,7 +283,7 @@ class Found:
             lines.append(f"in the model that was searched ({best.predicted * 1e3:.4g} ms) {near}; {best.seconds:.1f} s")
         else:
             lines.append(f"this is the plan of '{best.chosen.name}': search found none better in {best.seconds:.1f} s")
-        lines += filter(None, (headline(cost), no_split_pays(self.plan, cost)))
+        lines += filter(None, (headline(cost), does_not_pay(self.plan, cost)))
         shown = sorted(best.others, key=lambda o: o.rank(best.limit))[:_PRESETS]
         lines += ["presets"] if shown else []
         lines += [f"  {o.name} {o.cost.seconds * 1e3:.4g}{self._note(o.cost)}" for o in shown]
