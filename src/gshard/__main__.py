@@ -26,6 +26,7 @@ from gshard.analysis.difference import difference
 from gshard.analysis.explain import Explanation
 from gshard.analysis.machine import Machine
 from gshard.analysis.report.page import page
+from gshard.analysis.trials import SECONDS
 from gshard.api.explained import explain
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
@@ -72,9 +73,9 @@ def _explain(options: argparse.Namespace) -> None:
         f, *arguments, mesh=on, machine=options.machine, finite=options.finite,
         **numbered(f, len(arguments), options.static, options.donate),
     )  # fmt: skip
-    data = found.data(options.machine)
+    data = found.data(options.machine, options.seconds)
     print(found.format(tensors=0, collectives=8) if options.html else found)
-    print(f"\n{found.verdict(options.machine)}\n\n{found.cost(options.machine)}")
+    print(f"\n{found.verdict(options.machine, options.seconds)}\n\n{found.cost(options.machine)}")
     for name in options.why:
         others = found.instead(name, options.machine) or ["no mark can say otherwise: it has one, or enters a body"]
         print("\n  instead ".join([f"\n{found.why(name)}", *map(str, others)]))
@@ -244,6 +245,12 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME",
         help="the reasons of one array's sharding, and what a call would take with another",
+    )
+    command.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help="how long to try marks that would lower what is sent (default: 10)",
     )
     command.add_argument("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
     command.add_argument(

@@ -102,5 +102,8 @@ def test_time_has_its_parts():
     _, found = costed("experts gradient", "v3:2x2")
     for parts in (found.by_bound, found.by_kind, found.by_line):
         assert sum(parts.values()) == pytest.approx(found.seconds)
-    assert set(found.by_bound) == {"compute", "memory", "network"}
+    assert set(found.by_bound) == {"compute", "memory", "network", "latency"}, "a v3 starts kernels in no time"
+    _, found = costed("experts gradient", "h100:1x8")
+    assert set(found.by_bound) == {"compute", "memory", "network", "latency", "launch"}
+    assert all(sum(spent for _, spent in k.parts) == pytest.approx(k.seconds) for k in found.kernels)
     assert found.memory.temporaries == max(m.bytes for m in found.memory.moments)

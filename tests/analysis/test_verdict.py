@@ -7,6 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from analysis.models import f32, model
+from gshard.analysis.bounds import alone
+from gshard.core.program import format_bytes
 
 MESH = gshard.Mesh.abstract(data=4, model=2)
 
@@ -18,7 +20,9 @@ def told(f, *args, machine="h100:1x8", mesh=MESH):
 def test_a_large_product_that_is_split_is_bound_by_compute():
     found = told(lambda x, w: gshard.split(x, 0, "data") @ w, f32(1 << 16, 4096), f32(4096, 4096))
     assert found.bound == "compute"
+    assert found.bounds == ("compute",)
     assert found.headline.startswith("Compute-bound: ")
+    assert "does not pay" not in str(found)
     assert sum(found.shares.values()) == pytest.approx(1.0)
 
 
@@ -67,7 +71,7 @@ def test_the_largest_collective_and_the_mark_that_would_lower_it():
 
 
 def test_programs_without_products_or_communication_have_a_verdict_too():
-    found = told(lambda x: jnp.sin(gshard.split(x, 0, "data")), f32(512, 64))
+    found = told(lambda x: jnp.sin(gshard.split(x, 0, "data")), f32(1 << 20, 64))
     assert found.bound == "memory"
     assert "There is no matrix product." in str(found)
     assert "No device sends anything." in str(found)
@@ -110,3 +114,61 @@ def test_what_the_plan_was_made_for_is_told_where_it_is_priced_for_something_els
     jitted = gshard.jit(step, mesh=mesh, machine="v5e:2x4")
     assert gshard.explain(jitted, *arguments).cost().machine.name == "v5e:2x4"
     assert gshard.explain(jitted, *arguments, machine="h100:1x8").cost().seconds == timed.cost().seconds
+
+
+def test_a_small_program_is_bound_by_launches_and_latency():
+    """A few kernels of nothing and a sum of one number: no bytes, and one device would be as fast."""
+    found = told(lambda x, w: jnp.tanh(gshard.split(x, 0, "data") @ w).sum(), f32(64, 16), f32(16, 16))
+    assert found.bounds == ("launch",)
+    assert found.headline.startswith("Launch-bound: ")
+    assert "kernel launches" in found.headline
+    assert "memory traffic" not in found.headline
+    kernels = [k for k in found.cost.kernels if dict(k.parts).get("launch")]
+    assert found.shares["launch"] == pytest.approx(len(kernels) * found.cost.machine.launch / found.cost.seconds)
+    assert f"Kernel launches: {len(kernels)} kernels take" in str(found)
+    assert "This split does not pay: one device alone would take" in str(found)
+    assert "kernel launches, which no split makes fewer" in str(found)
+
+
+def test_many_small_messages_are_bound_by_latency():
+    def f(x, w):
+        for _ in range(4):
+            x = jnp.tanh(gshard.replicate(gshard.split(x, 1, ("data", "model")) @ w))
+        return x
+
+    found = told(f, f32(8, 64), f32(64, 64), machine="v5e:2x4")
+    assert found.bound == "latency"
+    assert found.headline.startswith("Latency-bound: ")
+    assert "fewer bytes do not" in str(found)
+    assert sum(k.times for k in found.cost.kernels if k.sent) >= 4
+
+
+def test_large_messages_are_bound_by_the_bytes_on_links():
+    large = told(lambda x: gshard.replicate(gshard.split(x, 0, "data")), f32(1 << 14, 1 << 12))
+    assert large.bounds == ("network",)
+    assert large.headline.startswith("Network-bound: ")
+    assert "bytes on links" in large.headline
+    assert f"each device sends {format_bytes(large.sent)}" in str(large)
+
+
+def test_a_mixed_program_is_named_with_the_two_largest():
+    """Nothing takes more than half: both are named, the larger first, each with what would help."""
+    found = told(lambda x, w: gshard.replicate(jnp.sin(gshard.split(x, 0, "data") @ w)), f32(1 << 13, 64), f32(64, 64))
+    first, second = found.bounds
+    assert 0 < found.shares[second] <= found.shares[first] <= 0.5
+    assert found.headline.startswith(f"{first.capitalize()}- and {second}-bound: ")
+    assert [text.split(":")[0] for text in found.sentences[:2]] == [
+        {"compute": "Arithmetic", "memory": "Memory traffic", "network": "Bytes on links", "launch": "Kernel launches",
+         "latency": "Network latency"}[what]
+        for what in found.bounds
+    ]  # fmt: skip
+
+
+def test_what_one_device_alone_takes_has_no_communication():
+    found = gshard.explain(
+        lambda x, w: gshard.replicate(gshard.split(x, 1, "data") @ w), f32(512, 512), f32(512, 512), mesh=MESH
+    )
+    one = alone(found.plan, found.cost("h100:1x8").machine)
+    assert one.sent == 0
+    assert {"network", "latency"}.isdisjoint(one.by_bound)
+    assert one.flops == 2 * 512**3

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -111,3 +112,15 @@ def test_a_page_tells_of_the_search(tmp_path: Path) -> None:
     assert "ms without further marks" not in (tmp_path / "plan.html").read_text()
     assert str(found.marks).splitlines()[0] in found.html(tmp_path / "plan.html").read_text()
     assert repr(found) == str(found)
+
+
+def test_a_plan_that_is_bound_by_launches_says_so():
+    """Of a tiny model no split makes the launches of kernels fewer: one device would be as fast."""
+    found = gshard.search(
+        lambda x, w: jnp.tanh(x @ w).sum(), jnp.ones((64, 16)), jnp.ones((16, 16)),
+        mesh=gshard.Mesh.abstract(data=8), machine="h100:1x8",
+    )  # fmt: skip
+    text = str(found)
+    assert "\nLaunch-bound: " in text
+    assert "This split does not pay: one device alone would take" in text
+    assert "kernel launches, which no split makes fewer." in text

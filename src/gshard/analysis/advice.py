@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gshard.analysis.roots import root_of, root_of_sum
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Value
-from gshard.core.rule import REDUCE
 from gshard.core.spmd import RECOMPUTED, Collective
 
 
@@ -25,18 +25,18 @@ def advice(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> st
     axes = plan.mesh.format_atoms(c.atoms)
     moved = set(c.atoms)
     if moved & {a for a, _ in c.before.unreduced}:
-        root = _root_of_sum(c.value, moved, plan, producers)
+        root = root_of_sum(c.value, moved, plan, producers)
         because = f" ({root})" if root else ""
         return f"A sum over a dimension that is split over {axes}{because} leaves each device a part."
     if c.source is not None and moved.isdisjoint(c.source.atoms):
         summed = [a for a, _ in c.source.unreduced]
-        root = _root_of_sum(c.value, set(summed), plan, producers)
+        root = root_of_sum(c.value, set(summed), plan, producers)
         because = f" ({root})" if root else ""
         return (
             f"Copies over {axes} have shared the work of combining a sum over a dimension that is split over "
             f"{plan.mesh.format_atoms(summed)}{because}; each hands its share to the others."
         )
-    here = _root(c.value, moved, plan)
+    here = root_of(c.value, moved, plan)
     at = [d for d, dim in enumerate(c.before.dims) if moved & set(dim)]
     along = f" along dimension {at[0]}" if at else ""
     held = f"It is split over {axes}{along}" + (f" ({here}). " if here else ". ")
@@ -44,30 +44,3 @@ def advice(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> st
         to = next(d for d, dim in enumerate(c.after.dims) if moved & set(dim))
         return f"{held}What reads it wants dimension {to} split there."
     return f"{held}What reads it needs it whole there."
-
-
-def _root(value: Value, atoms: set[str], plan: Plan) -> str:
-    """The mark or argument at the end of the chain of a dimension that is split over some of the atoms."""
-    for d, dim in enumerate(plan.shardings[value].dims):
-        if atoms & set(dim) and (chain := plan.chain(value, d)):
-            return chain[-1].partition(": ")[2]
-    return ""
-
-
-def _root_of_sum(value: Value, atoms: set[str], plan: Plan, producers: Mapping[Value, Equation]) -> str:
-    """The mark that splits the dimension over which the nearest equation before ``value`` adds up."""
-    seen: set[Equation] = set()
-    at = [value]
-    while at:
-        e = producers.get(at.pop())
-        if e is None or e.rule is None or e in seen:
-            continue
-        seen.add(e)
-        split = plan.splits.get(e, {})
-        for v, dims in zip(e.inputs, e.rule.operands, strict=True):
-            for dim in dims:
-                summed = [f for f in dim if e.rule.factors[f].kind == REDUCE and atoms & set(split.get(f, ()))]
-                if summed and isinstance(v, Value) and (root := _root(v, atoms, plan)):
-                    return root
-        at += [v for v in e.inputs if isinstance(v, Value)]
-    return ""

@@ -6,7 +6,8 @@
 The program that is costed is the one that runs: the emitted equations, read back with their rules (``device_program``).
 A kernel takes the longest of what its products need, what its other arithmetic needs and what its reads and writes
 need (on TPU it ends with what runs element by element on a product's result: ``following``); a collective what the
-links of its axes need (``network``), sums that XLA finishes together one message (``combined``). Nothing overlaps but
+links of its axes need (``network``), sums that XLA finishes together one message (``combined``). Starting a kernel and
+the latency of the network count apart from that: no bandwidth makes them shorter (``by_bound``). Nothing overlaps but
 what the machine's compiler is known to begin early and end late (``hidden``): the sum is an upper bound on the roofline
 and no promise about a clock. Bodies of loops count as often as they run where that is known.
 """
@@ -25,13 +26,17 @@ from gshard.analysis.hidden import hidden_of
 from gshard.analysis.hoisted import hoisted
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
-from gshard.analysis.network import permutation_seconds, seconds
+from gshard.analysis.network import latency, permutation_seconds, seconds
 from gshard.comm.collectives import KINDS, sent_bytes
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Equation, Value, format_bytes, format_flops, short_dtype
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program, flops, size
+
+# What a call is spent on: operations, bytes of the device's memory, bytes on links, starting kernels, and the time that
+# the first byte of a message takes to arrive.
+BOUNDS = "compute", "memory", "network", "launch", "latency"
 
 # Of the time of a program that sends less: what takes longer than so much of it is not worth more bytes.
 WORTH = 0.98
@@ -52,7 +57,7 @@ class KernelCost:
         sent: bytes that the device sends in one run.
         axes: the atoms a collective runs over.
         seconds: of one run; of a collective what is waited for it.
-        bound: what that is spent on: ``compute``, ``memory`` or ``network``.
+        parts: these seconds by what they are spent on, one of ``BOUNDS`` each: their sum is ``seconds``.
         equation: the last of its equations, as emitted.
         hidden: seconds of a collective's run that pass while other kernels run.
     """
@@ -67,9 +72,20 @@ class KernelCost:
     sent: int
     axes: Atoms
     seconds: float
-    bound: str
+    parts: tuple[tuple[str, float], ...]
     equation: Equation
     hidden: float = 0.0
+
+    @property
+    def bound(self) -> str:
+        """What most of the seconds is spent on."""
+        return max(self.parts, key=lambda part: part[1])[0]
+
+    def taking(self, seconds: float, hidden: float = 0.0) -> KernelCost:
+        """The same with other seconds, of which each part has its share."""
+        share = seconds / self.seconds if self.seconds else 0.0
+        parts = tuple((what, spent * share) for what, spent in self.parts)
+        return dataclasses.replace(self, seconds=seconds, parts=parts, hidden=hidden)
 
     @property
     def total_seconds(self) -> float:
@@ -130,8 +146,12 @@ class Cost:
 
     @property
     def by_bound(self) -> dict[str, float]:
-        """Seconds by what they are spent on."""
-        return self._seconds_by(lambda k: k.bound)
+        """Seconds by what they are spent on, one of ``BOUNDS`` each; the largest first."""
+        found = dict.fromkeys(BOUNDS, 0.0)
+        for k in self.kernels:
+            for what, spent in k.parts:
+                found[what] += spent * k.times
+        return dict(sorted(((w, s) for w, s in found.items() if s), key=lambda pair: -pair[1]))
 
     @property
     def by_kind(self) -> dict[str, float]:
@@ -181,20 +201,31 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
     >>> [(k.name, k.flops, k.sent) for k in found.kernels]
     [('dot_general', 262144, 0), ('all_reduce', 0, 14336)]
     """
-    program = device_program(spmd)
-    captured = len(spmd.program.captured)
+    return cost_of_kernels(device_program(spmd), spmd.mesh, machine, [len(spmd.program.captured) + i for i in donated])
+
+
+def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Iterable[int] = ()) -> Cost:
+    """The same for kernels that were read already; ``donated`` counts captured arrays too."""
     joined, anew = combined(program, machine), copied(program, machine) | hoisted(program)
     rows = {
-        kernel: kernel_cost(kernel, times, spmd.mesh, machine, joined.get(kernel, 0), anew.get(kernel, ()))
+        kernel: kernel_cost(kernel, times, mesh, machine, joined.get(kernel, 0), anew.get(kernel, ()))
         for kernel, times in program.walk()
         if kernel.kind != REGION
     }
     alone = {kernel: row.seconds for kernel, row in rows.items()}
     for kernel, taken in following(program, alone, machine).items():
-        rows[kernel], alone[kernel] = dataclasses.replace(rows[kernel], seconds=taken), taken
-    for kernel, hidden in hidden_of(program, alone, spmd.mesh, machine).items():
-        rows[kernel] = dataclasses.replace(rows[kernel], seconds=rows[kernel].seconds - hidden, hidden=hidden)
-    return Cost(machine, tuple(rows.values()), program, tuple(captured + i for i in donated))
+        rows[kernel], alone[kernel] = _as_end(rows[kernel], taken), taken
+    for kernel, hidden in hidden_of(program, alone, mesh, machine).items():
+        rows[kernel] = rows[kernel].taking(rows[kernel].seconds - hidden, hidden)
+    return Cost(machine, tuple(rows.values()), program, tuple(donated))
+
+
+def _as_end(row: KernelCost, taken: float) -> KernelCost:
+    """A kernel as the end of another one, with which it starts."""
+    rest = tuple((what, spent) for what, spent in row.parts if what != "launch")
+    without = dataclasses.replace(row, parts=rest, seconds=sum(spent for _, spent in rest))
+    # Where it takes as long as by itself nothing is spared, its start included.
+    return row.taking(taken) if taken > without.seconds or not without.seconds else without.taking(taken)
 
 
 def kernel_cost(
@@ -212,27 +243,30 @@ def kernel_cost(
     """
     e = kernel.equation
     result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
+    parts: tuple[tuple[str, float], ...]
+    starts = sum(machine.starting(2 * array) for array in anew)
+    copies = sum(map(machine.copying, anew)) - starts
     if kernel.kind == COLLECTIVE:
-        name, atoms, sent, taken = _collective(kernel, mesh, machine, joined)
-        taken += sum(machine.copying(array) for array in anew)
+        name, atoms, sent, taken, first = _collective(kernel, mesh, machine, joined)
         moved = kernel.moved + 2 * sum(anew)
-        return KernelCost(name, COLLECTIVE, e.line, result, times, 0, moved, sent, atoms, taken, "network", e)
+        parts = (("network", taken - first), ("latency", first), ("memory", copies), ("launch", starts))
+        return KernelCost(
+            name, COLLECTIVE, e.line, result, times, 0, moved, sent, atoms, taken + copies + starts, parts, e
+        )
     products = flops(e) if kernel.kind == PRODUCT else 0
     dtype = short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
-    needs = {
-        "compute": products / machine.rate(dtype) + kernel.vector_flops / machine.vector_flops,
-        "memory": kernel.moved / machine.memory_bandwidth,
-    }
-    bound = max(needs, key=lambda what: needs[what])
-    apart = sum(machine.copying(array) for array in anew)
+    computing = products / machine.rate(dtype) + kernel.vector_flops / machine.vector_flops
+    moving, starts = kernel.moved / machine.memory_bandwidth, starts + machine.starting(kernel.moved)
+    longest = ("compute", computing) if computing >= moving else ("memory", moving)
+    parts = (longest, ("memory", copies), ("launch", starts))
     return KernelCost(
         e.name, kernel.kind, e.line, result, times, products + kernel.vector_flops, kernel.moved, 0, (),
-        needs[bound] + machine.starting(kernel.moved) + apart, bound, e,
+        longest[1] + copies + starts, parts, e,
     )  # fmt: skip
 
 
-def _collective(kernel: Kernel, mesh: Mesh, machine: Machine, joined: int) -> tuple[str, Atoms, int, float]:
-    """Kind, atoms, bytes sent and seconds of one run."""
+def _collective(kernel: Kernel, mesh: Mesh, machine: Machine, joined: int) -> tuple[str, Atoms, int, float, float]:
+    """Kind, atoms, bytes sent, seconds of one run, and how many of them are latency."""
     e = kernel.equation
     axes: Any = e.params.get("axes", e.params.get("axis_name"))
     atoms: Atoms = tuple(axes) if isinstance(axes, tuple) else (axes,)
@@ -240,9 +274,12 @@ def _collective(kernel: Kernel, mesh: Mesh, machine: Machine, joined: int) -> tu
     operands: Sequence[int] = [size(v) for v in e.inputs if isinstance(v, Value)]
     sent = sum(sent_bytes(name, operand, mesh.count(atoms)) for operand in operands)
     if "perm" in e.params:
-        return name, atoms, sent, permutation_seconds(sent, _pairs(e.params["perm"], atoms, mesh), machine)
-    before = seconds(name, joined, mesh, machine, atoms)
-    return name, atoms, sent, seconds(name, joined + sum(operands), mesh, machine, atoms) - before
+        pairs = _pairs(e.params["perm"], atoms, mesh)
+        return name, atoms, sent, permutation_seconds(sent, pairs, machine), permutation_seconds(0, pairs, machine)
+    before, together = (seconds(name, n, mesh, machine, atoms) for n in (joined, joined + sum(operands)))
+    # Of what joins a message that is sent anyway no byte is the first.
+    first = latency(name, mesh, machine, atoms) if together and not joined else 0.0
+    return name, atoms, sent, together - before, min(first, together - before)
 
 
 def _pairs(perm: Sequence[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tuple[int, int]]:

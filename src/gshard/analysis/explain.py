@@ -29,13 +29,15 @@ from gshard.analysis.machine import Machine
 from gshard.analysis.named import unused_of_layout, uses_of_layout
 from gshard.analysis.origin import merged, origins, rows_of
 from gshard.analysis.peer_lines import against_xla
-from gshard.analysis.proposal import Proposal, proposals
 from gshard.analysis.replicated import notes_of_whole_values, replicated_work
 from gshard.analysis.report.data import report_data
 from gshard.analysis.report.page import page
 from gshard.analysis.row_text import collective_lines, tensor_lines
-from gshard.analysis.rows import CollectiveRow, TensorRow, rows_of_collectives, rows_of_equal_layers, rows_of_tensors
+from gshard.analysis.rows import (
+    CollectiveRow, TensorRow, rows_of_collectives, rows_of_equal_layers, rows_of_tensors, text_of_rings,
+)  # fmt: skip
 from gshard.analysis.timeline import timeline
+from gshard.analysis.trials import SECONDS, Trials, trials
 from gshard.analysis.verdict import Verdict, verdict
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.memory_kinds import is_host_kind
@@ -64,7 +66,8 @@ class Explanation:
         argument_bytes: bytes of all arguments in the memory of the devices, whole and on one device.
         plan: what it was read from;
         spmd: and the per-device program.
-        marked: what all devices would run if the program had other marks.
+        marked: what all devices would run if the program had other marks;
+        marked_by_bytes: and if it were planned by bytes, where ``marked`` plans for a machine.
         names: what its arrays are called, and in which module each operation is.
         donated: arguments whose memory results may take.
         replicated: operations that every device computes whole although an operand is split: line, how many times its
@@ -96,6 +99,7 @@ class Explanation:
     by_bytes: bool = False
     machine: Machine | None = None
     dropped: tuple[str, ...] = ()
+    marked_by_bytes: Callable[[Program], SpmdProgram] | None = dataclasses.field(default=None, repr=False)
 
     def cost(self, machine: Machine | str | None = None) -> Cost:
         """Time, FLOPs, bytes and memory of one call.
@@ -114,8 +118,12 @@ class Explanation:
         return cost(self.spmd, on, self.donated)
 
     @with_tables
-    def verdict(self, machine: Machine | str | None = None) -> Verdict:
-        """What bounds a call, in a few sentences, and the mark that would lower what is sent; machines as for ``cost``.
+    def verdict(self, machine: Machine | str | None = None, seconds: float = SECONDS) -> Verdict:
+        """What bounds a call, in a few sentences, and the mark that would lower what is sent.
+
+        Args:
+            machine: as for ``cost``.
+            seconds: how long to plan again with other marks, about: 0 tries none, ``math.inf`` all.
 
         >>> import gshard, jax.numpy as jnp
         >>> f = lambda x, w: gshard.split(x, 1, 8) @ w
@@ -123,29 +131,34 @@ class Explanation:
         >>> found.verdict("v3:2x2").bound
         'network'
         """
-        return self._verdict(self.cost(machine))
+        return self._verdict(self.cost(machine), seconds)
 
-    def _verdict(self, found: Cost) -> Verdict:
+    def _verdict(self, found: Cost, seconds: float) -> Verdict:
         rows = merged(self.spmd, found, self.names)
-        return verdict(self.plan, found, rows, *self._proposals, self.by_bytes, self.machine)
+        return verdict(self.plan, found, rows, self._trials(seconds), self.by_bytes, self.machine)
+
+    def _trials(self, seconds: float) -> Trials:
+        if seconds not in self._tried:
+            rows = rows_of(self.spmd.collectives, self.names)
+            self._tried[seconds] = trials(rows, self.plan, self.marked, by_bytes=self.marked_by_bytes, seconds=seconds)
+        return self._tried[seconds]
 
     @functools.cached_property
-    def _proposals(self) -> tuple[tuple[Proposal | None, ...], int]:
-        """For each row of ``merged`` a mark, and for how many it was sought."""
-        every = rows_of(self.spmd.collectives, self.names)
-        rows = [dataclasses.replace(same[0], times=sum(c.times for c in same)) for same in every]
-        return proposals(rows, self.plan, self.equations, self.marked)
+    def _tried(self) -> dict[float, Trials]:
+        return {}
 
-    def data(self, machine: Machine | str | None = None) -> dict[str, Any]:
-        """Everything the HTML report shows, as lists and dictionaries that JSON can hold."""
+    @with_tables
+    def data(self, machine: Machine | str | None = None, seconds: float = SECONDS) -> dict[str, Any]:
+        """Everything the HTML report shows, as JSON can hold it; arguments as for ``verdict``."""
         found = self.cost(machine)
-        return report_data(self, found, merged(self.spmd, found, self.names), self._proposals[0], self._verdict(found))
+        return report_data(self, found, merged(self.spmd, found, self.names), self._verdict(found, seconds))
 
     def html(
         self,
         path: str | Path,
         machine: Machine | str | None = None,
         against: Explanation | Mapping[str, Any] | None = None,
+        seconds: float = SECONDS,
     ) -> Path:
         """Writes the report as one HTML file that needs no network.
 
@@ -153,11 +166,12 @@ class Explanation:
             path: where to.
             machine: as for ``cost``.
             against: shows the difference to this one, line by line; as for ``difference``.
+            seconds: as for ``verdict``.
 
         Returns:
             the path.
         """
-        path, data = Path(path), self.data(machine)
+        path, data = Path(path), self.data(machine, seconds)
         if against is not None:
             data["difference"] = self._difference(data, against, machine).data()
         path.write_text(page(data), "utf-8")
@@ -249,14 +263,7 @@ class Explanation:
         )
         lines.append(f"  each device sends {format_bytes(self.total_bytes)} in one call{': ' + kinds if kinds else ''}")
         lines += self.host.lines
-        if self.plan.spared is not None:
-            without, taken, machine = self.plan.spared
-            what = f"{len(self.plan.rings)} product{'s' if len(self.plan.rings) > 1 else ''}"
-            lines += [
-                "",
-                f"{what} taken part by part while other parts are sent (collective matmul): a call on {machine} takes "
-                f"{taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; windowed=False forbids it",
-            ]
+        lines += [] if self.plan.spared is None else ["", text_of_rings(self.plan, *self.plan.spared)]
         if self.spmd.recomputed is not None:
             lines += ["", str(self.spmd.recomputed)]
         if self.spmd.prefetched is not None:
@@ -338,6 +345,7 @@ def explain_program(
     *,
     by_bytes: bool = False,
     machine: Machine | None = None,
+    marked_by_bytes: Callable[[Program], SpmdProgram] | None = None,
 ) -> Explanation:
     """Reads a plan and its per-device program.
 
@@ -346,7 +354,8 @@ def explain_program(
         marked: and what they make of the program with other marks.
         donated: arguments (counted without captured arrays) whose memory results may take.
         by_bytes: whether the plan was made by bytes;
-        machine: or for which machine.
+        machine: or for which machine;
+        marked_by_bytes: then what ``marked`` would be by bytes, which is made sooner.
     """
     program, mesh = plan.program, plan.mesh
     names, replicated = ArrayNames(program), replicated_work(plan)
@@ -372,4 +381,5 @@ def explain_program(
         by_bytes,
         machine,
         tuple(map(str, program.dropped)),
+        marked_by_bytes,
     )

@@ -146,6 +146,15 @@ def seconds(kind: str, operand: int, mesh: Mesh, machine: Machine, atoms: Atoms)
     return max(_seconds(kind, operand, where) for where in spread) if operand else 0.0
 
 
+def latency(kind: str, mesh: Mesh, machine: Machine, atoms: Atoms) -> float:
+    """Seconds of a collective that its bytes do not change: what the first of them takes to arrive, at most.
+
+    Args:
+        kind, mesh, machine, atoms: as for ``seconds``.
+    """
+    return max(_rounds(kind) * _hops(where) for where in extents(mesh, machine, atoms))
+
+
 def seconds_among(kind: str, operand: int, group: Sequence[int], machine: Machine) -> float:
     """How long one collective takes among some devices of a machine, while all other groups like it run theirs.
 
@@ -161,15 +170,25 @@ def seconds_among(kind: str, operand: int, group: Sequence[int], machine: Machin
 def _seconds(kind: str, operand: int, where: tuple[Extent, ...]) -> float:
     if not where:
         return 0.0
-    hops = sum(
-        e.of.latency * (1 if e.of.is_one_hop else e.members * e.step / (2 if e.kind == RING else 1)) for e in where
-    )
+    hops = _hops(where)
     if kind == "all_to_all":
         return hops + max(_all_to_all(operand, e) for e in where)
     size = math.prod(e.members for e in where)
     whole = operand * size if kind == "all_gather" else operand
-    rounds = 2 if kind == "all_reduce" else 1
+    rounds = _rounds(kind)
     return rounds * hops + _in_rings(whole, rounds, where)
+
+
+def _rounds(kind: str) -> int:
+    """How often a message goes to all: an all-reduce is a reduce-scatter and an all-gather."""
+    return 2 if kind == "all_reduce" else 1
+
+
+def _hops(where: tuple[Extent, ...]) -> float:
+    """Seconds until a message without bytes has arrived everywhere."""
+    return sum(
+        e.of.latency * (1 if e.of.is_one_hop else e.members * e.step / (2 if e.kind == RING else 1)) for e in where
+    )
 
 
 def _all_to_all(operand: int, e: Extent) -> float:

@@ -1,27 +1,23 @@
-"""Proposal: a mark more, or one that asks for less, that makes the devices send less, proven by planning again with it.
+"""Proposal: a mark to add, or one to loosen or remove, with which the devices send less.
 
-A collective moves a value from one sharding to another. Marked where it is made as it is wanted, or, a sum, split over
-the devices that add it up, the value may need no collective, or less of one; or the need may only move elsewhere. Which
-it is, the new plan tells: the bytes of the whole program are compared, and what sends no less is not proposed.
-
-A mark that is there may ask for too much: a dimension that it wants replicated is left open, and what it splits stays.
+``changes`` finds which marks could be changed, ``trials`` plans the program again with each change and keeps those that
+lower the bytes of the whole program. This module has the result, and writes marks into programs and into text.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from gshard.core.errors import GShardError
-from gshard.core.mark import Mark, mark_of_cut
+from gshard.analysis.bounds import format_seconds
+from gshard.analysis.cost import Cost, cost
+from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Plan
-from gshard.core.program import Block, Equation, Program, Value
+from gshard.core.program import Block, Equation, Program, Value, format_bytes
 from gshard.core.sharding import Sharding
-from gshard.core.spmd import Collective, SpmdProgram
+from gshard.core.spmd import SpmdProgram
 from gshard.language.mark_primitive import mark_p
 from gshard.language.region import with_edges
 from gshard.language.registry import Call, rule_of
@@ -29,13 +25,15 @@ from gshard.language.registry import Call, rule_of
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """A mark, and what it brings.
+    """A change of marks, and what it brings.
 
     Attributes:
         mark: as it is written, ``gshard.shard(x, P('data', None))``.
         at: what to mark: an argument's name, or the line and operation that make the value.
-        before, after: bytes that each device sends in one call, without and with the mark.
+        before, after: bytes that each device sends in one call, as the program is and with the change.
         instead: the mark that is there now, if this one takes its place; ``mark`` is empty if it can just go.
+        spmd: the per-device program with the change.
+        costs: what a call takes on a machine, as the program is and with the change (``on``).
     """
 
     mark: str
@@ -43,6 +41,8 @@ class Proposal:
     before: int
     after: int
     instead: str = ""
+    spmd: SpmdProgram | None = dataclasses.field(default=None, repr=False, compare=False)
+    costs: tuple[Cost, Cost] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def change(self) -> str:
@@ -51,138 +51,36 @@ class Proposal:
             return f"{self.mark} on {self.at}"
         return f"{self.mark} instead of {self.instead} at {self.at}" if self.mark else f"no {self.instead} at {self.at}"
 
+    def on(self, now: Cost) -> Proposal:
+        """The same with what a call takes on a machine, by which those that send less but take longer can be told.
+
+        Args:
+            now: what it takes without the change.
+        """
+        if self.spmd is None:
+            return self
+        captured = len(self.spmd.program.captured)
+        return dataclasses.replace(self, costs=(now, cost(self.spmd, now.machine, [i - captured for i in now.donated])))
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether a call takes longer with the change, where that is known."""
+        return self.costs is not None and self.costs[1].seconds > self.costs[0].seconds
+
+    @property
+    def result(self) -> str:
+        """What was found: bytes, and where a machine is known time and memory too."""
+        text = f"planned again so, each device sends {format_bytes(self.after)} instead of {format_bytes(self.before)}"
+        if self.costs is None:
+            return f"{text}."
+        now, then = self.costs
+        times = f"a call takes {format_seconds(then.seconds)} instead of {format_seconds(now.seconds)}"
+        held = f"the peak of memory is {format_bytes(then.peak)} instead of {format_bytes(now.peak)}"
+        same = format_bytes(then.peak) == format_bytes(now.peak)
+        return f"{text}, and {times}." if same else f"{text}, {times}, and {held}."
+
     def __str__(self) -> str:
-        return (
-            f"It would go or be less with {self.change}: planned again so, each device sends "
-            f"{self.after:,} bytes a call instead of {self.before:,}."
-        )
-
-
-WORTH = 0.98  # of what is sent: what spares less is not worth a mark
-REPLANNED = 1000  # equations that are planned again, all in all, to find marks that would remove collectives
-
-
-def proposals(
-    collectives: Sequence[Collective], plan: Plan, equations: int, marked: Callable[[Program], SpmdProgram]
-) -> tuple[tuple[Proposal | None, ...], int]:
-    """For each collective the mark that would lower the bytes sent, if one is found, and for how many it was sought.
-
-    A mark that asks for too much is proposed for the first, which sends most.
-
-    Args:
-        collectives: one of each kind, those that send most first.
-        plan: the plan they were made from.
-        equations: of the program; large ones are planned again for few marks, or for none.
-        marked: what a program with other marks becomes.
-    """
-    sent = sum(c.total_bytes for c in collectives)
-    times = REPLANNED // max(equations, 1)
-    budget = iter(range(times - times // 3))
-    found: list[Proposal | None] = []
-    tried = 0
-    for c in collectives:
-        left = operator.length_hint(budget)
-        found.append(proposal(c, plan, sent, budget, marked) if left else None)
-        tried += operator.length_hint(budget) < left
-    less = _with_less_asked(plan, sent, times // 3 + operator.length_hint(budget), marked) if found and sent else None
-    if less is not None and (found[0] is None or less.after < found[0].after):
-        found[0] = less
-    return tuple(found), tried
-
-
-def _with_less_asked(plan: Plan, sent: int, times: int, marked: Callable[[Program], SpmdProgram]) -> Proposal | None:
-    """The best of the marks inside that want a dimension replicated, without that."""
-    marks: dict[tuple[str, str], list[Equation]] = {}  # a line's, and those of its derivative
-    for e in plan.program.block.walk():
-        if e.mark is not None and e.line and not plan.sharding(e.outputs[0]).unreduced:
-            marks.setdefault((e.line, str(e.mark)), []).append(e)
-    found = None
-    for (line, text), same in list(marks.items())[:times]:
-        dims = plan.sharding(same[0].outputs[0]).dims
-        opened = {e: mark_of_cut([a or None for a in plan.sharding(e.outputs[0]).dims], plan.mesh) for e in same}
-        if all(dims):
-            continue
-        again = _sent(dataclasses.replace(plan.program, block=_with_other_marks(plan.program.block, opened)), marked)
-        if again is not None and again < (found.after if found else WORTH * sent):
-            spec = spec_of_cut(Sharding(dims), plan.mesh)
-            weaker = "" if spec is None or not any(dims) else f"gshard.shard(x, P({_opened(spec)}))"
-            found = Proposal(weaker, line, sent, again, text)
-    return found
-
-
-def _opened(spec: PartitionSpec) -> str:
-    return ", ".join("P.UNCONSTRAINED" if entry is None else repr(entry) for entry in spec)
-
-
-def _with_other_marks(block: Block, marks: Mapping[Equation, Mark]) -> Block:
-    """The block with other marks on values that are marked."""
-    equations = []
-    for e in block.equations:
-        if e in marks:
-            e = dataclasses.replace(e, mark=marks[e], params={"mark": marks[e]})
-        elif e.blocks:
-            bodies = tuple(_with_other_marks(body, marks) for body in e.blocks)
-            if any(a is not b for a, b in zip(bodies, e.blocks, strict=True)):
-                e = with_edges(dataclasses.replace(e, blocks=bodies))
-        equations.append(e)
-    if all(a is b for a, b in zip(equations, block.equations, strict=True)):
-        return block
-    return dataclasses.replace(block, equations=tuple(equations))
-
-
-def proposal(
-    c: Collective, plan: Plan, sent: int, budget: Iterator[int], marked: Callable[[Program], SpmdProgram]
-) -> Proposal | None:
-    """The mark on the value of a collective with which the whole program sends least, if that is much less than now.
-
-    Args:
-        c: the collective.
-        plan: the plan it was made from.
-        sent: bytes that each device sends in one call as it is.
-        budget: one is taken for each time that the program is planned again; where none is left, nothing is proposed.
-        marked: as for ``proposals``.
-    """
-    if c.value is None or c.before is None or c.after is None:
-        return None
-    found = None
-    for sharding in _wanted(c.value, c.before, c.after, plan):
-        text = text_of_mark(sharding, plan.mesh)
-        if text is None or next(budget, None) is None:
-            continue
-        again = _sent_with(plan, c.value, sharding, marked)
-        if again is not None and again < (found.after if found else WORTH * sent):
-            found = Proposal(text, _place(c.value, plan.program), sent, again)
-    return found
-
-
-def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan) -> Iterator[Sharding]:
-    """How the value might be sharded: as it is wanted; a sum, split over those that add it up."""
-    here = plan.sharding(value)
-    seen = {here.dims}
-    whole = Sharding(after.dims)
-    if whole.dims not in seen:
-        seen.add(whole.dims)
-        yield whole
-    summed = tuple(a for a, _ in before.unreduced if a not in whole.atoms)
-    for d, n in enumerate(value.shape if summed else ()):
-        dims = tuple((*atoms, *summed) if i == d else atoms for i, atoms in enumerate(whole.dims))
-        if dims not in seen and n % plan.mesh.count(dims[d]) == 0:
-            seen.add(dims)
-            yield Sharding(dims)
-
-
-def _sent_with(plan: Plan, value: Value, sharding: Sharding, marked: Callable[[Program], SpmdProgram]) -> int | None:
-    """Bytes that each device sends where the value is marked; None if it cannot be marked so."""
-    program = with_marks(plan.program, {value: mark_of_cut(sharding.dims, plan.mesh)})
-    return None if program is None else _sent(program, marked)
-
-
-def _sent(program: Program, marked: Callable[[Program], SpmdProgram]) -> int | None:
-    """Bytes that each device sends in one call; None if its marks cannot be kept."""
-    try:
-        return sum(c.total_bytes for c in marked(program).collectives)
-    except GShardError:
-        return None
+        return f"It would go or be less with {self.change}: {self.result}"
 
 
 def with_marks(program: Program, marks: Mapping[Value, Mark]) -> Program | None:
@@ -245,10 +143,3 @@ def spec_of_cut(sharding: Sharding, mesh: Mesh) -> PartitionSpec | None:
             return None
         entries.append(None if not names else names[0] if len(names) == 1 else tuple(names))
     return PartitionSpec(*entries)
-
-
-def _place(value: Value, program: Program) -> str:
-    if value in program.block.inputs:
-        return f"the argument {program.names[program.block.inputs.index(value)]}"
-    producer = next((e for e in program.block.walk() if value in e.outputs), None)
-    return "" if producer is None else f"the result of {producer.name} at {producer.line}"

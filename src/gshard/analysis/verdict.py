@@ -2,7 +2,7 @@
 
 print(gshard.explain(step, params, batch, mesh=8).verdict("v5e:2x4"))
 
-Network-bound: of 3.21 ms a call on v5e:2x4, 62 % is communication, 30 % arithmetic, 8 % memory traffic.
+Network-bound: 3.21 ms a call on v5e:2x4, 62 % bytes on links, 30 % arithmetic, 8 % memory traffic.
 An even share of the matrix products takes 0.92 ms at the machine's peak rate: 29 % of the call.
 ...
 """
@@ -13,18 +13,20 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from gshard.analysis.bounds import bounds_of, does_not_pay, format_seconds, headline, remedies, shares_of
 from gshard.analysis.cost import Cost
 from gshard.analysis.machine import Machine
 from gshard.analysis.origin import MergedCollective
 from gshard.analysis.proposal import Proposal
+from gshard.analysis.trials import Trials
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, format_bytes, short_dtype
 from gshard.passes.device_program import PRODUCT, flops, kind_of
 from gshard.passes.objective import BY_BYTES
 
-BOUNDS = {"network": "communication", "compute": "arithmetic", "memory": "memory traffic"}
 PROVEN = 1e-6  # of what a plan costs: a smaller gap is none
+ALSO = 2  # other changes of marks that are named
 EVEN = 1.02  # of its share of the products: more is no rounding of uneven parts any more
 
 
@@ -40,12 +42,19 @@ class Verdict:
         repeated: the line whose products exceed their share most, and how many times it; None if none does.
         sent: bytes that each device sends.
         largest: the collectives of a kind at a line that send most and, if they are others, those that take longest.
-        proposal: the mark that lowers the bytes sent most, of those that were tried.
-        tried: for how many collectives marks were tried.
+        trials: the changes of marks that were tried;
+        proposals: those that lower the bytes sent, for each kind of collective, with what a call then takes.
         gap, counted: of the plan (``core.plan``).
         by_bytes: whether the plan was made by bytes;
         planned_for: or for which machine; None if that is not known.
+        alone: that a call is no faster than on one device, if so.
     """
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """The change of marks that lowers the bytes sent most, of those with which a call takes no longer, if any."""
+        made = (p for p in self.proposals if p is not None)
+        return min(made, key=_rank, default=None)
 
     cost: Cost
     mesh: Mesh
@@ -54,23 +63,32 @@ class Verdict:
     repeated: tuple[str, float] | None
     sent: int
     largest: tuple[MergedCollective, ...]
-    proposal: Proposal | None
-    tried: int
+    trials: Trials
+    proposals: tuple[Proposal | None, ...]
     gap: float | None = None
     counted: str = ""
     by_bytes: bool = False
     planned_for: Machine | None = None
+    alone: str = ""
 
     @property
     def shares(self) -> dict[str, float]:
-        """What a call is spent on, ``compute``, ``memory`` and ``network``, as parts of its seconds."""
-        total = self.cost.seconds
-        return {what: self.cost.by_bound.get(what, 0.0) / total if total else 0.0 for what in BOUNDS}
+        """What a call is spent on, as parts of its seconds.
+
+        ``compute`` (operations), ``memory`` (bytes read and written), ``network`` (bytes on links), ``launch``
+        (starting kernels) and ``latency`` (of the network).
+        """
+        return shares_of(self.cost)
 
     @property
     def bound(self) -> str:
         """What most of a call is spent on."""
-        return max(self.shares, key=lambda what: self.shares[what])
+        return self.bounds[0]
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """The same, with the second where the first takes no more than half of the call."""
+        return bounds_of(self.cost)
 
     @property
     def share(self) -> float:
@@ -80,23 +98,24 @@ class Verdict:
     @property
     def headline(self) -> str:
         """The first sentence."""
-        found = self.cost
-        if not found.seconds:
-            return f"Nothing to run: no operation reaches a device of {found.machine.name}."
-        parts = ", ".join(f"{100 * s:.0f} % {BOUNDS[w]}" for w, s in sorted(self.shares.items(), key=lambda p: -p[1]))
-        return f"{self.bound.capitalize()}-bound: {_time(found.seconds)} a call on {found.machine.name}, {parts}."
+        return headline(self.cost)
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """The others."""
         return tuple(
-            text for text in (self._compute(), self._network(), self._hint(), self._choice(), self._memory()) if text
-        )
+            text
+            for text in (
+                *remedies(self.cost), self.alone, self._compute(), self._network(), self._hint(), self._choice(),
+                self._memory(),
+            )
+            if text
+        )  # fmt: skip
 
     def _compute(self) -> str:
         if not self.ideal:
             return "There is no matrix product."
-        text = f"An even share of the matrix products takes {_time(self.ideal)} at the peak rate: "
+        text = f"An even share of the matrix products takes {format_seconds(self.ideal)} at the peak rate: "
         text += f"{100 * self.share:.0f} % of the call (an upper limit of MFU). "
         if self.repeated is None:
             return text + "No product is computed by more than one device."
@@ -115,20 +134,25 @@ class Verdict:
         c = row.collective
         times = f", {c.times} times" if c.times > 1 else ""
         over = self.mesh.format_atoms(c.atoms)
-        return f"{c.kind} of {c.shape} over {over}{times}, {_time(row.seconds)}, caused at {c.line or 'the border'}"
+        taken, line = format_seconds(row.seconds), c.line or "the border"
+        return f"{c.kind} of {c.shape} over {over}{times}, {taken}, caused at {line}"
 
     def _hint(self) -> str:
-        p = self.proposal
+        """The change of marks that lowers the bytes sent most; else how many were tried without success."""
+        tried, p = self.trials, self.proposal
         if p is not None:
-            return (
-                f"Fewer bytes: {p.change}. Planned again so, each device sends {format_bytes(p.after)} "
-                f"instead of {format_bytes(p.before)}."
-            )
-        return (
-            f"No mark more or less lowers this: tried for the {self.tried} largest collectives."
-            if self.tried > 1
-            else ""
-        )
+            slower = ", but slower" if p.is_slower else ""
+            text = f"Fewer bytes{slower}: {p.change}. {p.result[0].upper()}{p.result[1:]}"
+            others = sorted({q for q in self.proposals if q not in (None, p) and not q.is_slower}, key=_rank)[:ALSO]
+            also = "; ".join(f"{q.change} ({format_bytes(q.after)})" for q in others)
+            text += f" Each by itself sends less too: {also}." if also else ""
+            return text if tried.is_complete else f"{text} {tried}"
+        if not tried.changes:
+            return ""
+        if tried.is_complete:
+            return f"{tried} None of them lowers this."
+        more = "With more seconds, verdict(seconds=...), more are tried."
+        return f"{tried} None of these lowers this. {more}" if tried.tried else f"{tried} {more}"
 
     def _choice(self) -> str:
         """What the plan was made for, and how good it is among those that keep the marks."""
@@ -157,8 +181,7 @@ def verdict(
     plan: Plan,
     found: Cost,
     rows: Sequence[MergedCollective],
-    proposals: Sequence[Proposal | None],
-    tried: int,
+    tried: Trials,
     by_bytes: bool = False,
     planned_for: Machine | None = None,
 ) -> Verdict:
@@ -168,8 +191,7 @@ def verdict(
         plan: the program and how it is split.
         found: what it takes on a machine.
         rows: its collectives, those that send most first.
-        proposals: for each a mark that would lower the bytes sent.
-        tried: for how many of them marks were tried.
+        tried: the changes of marks that were tried, for each of these rows.
         by_bytes: whether the plan was made by bytes;
         planned_for: or for which machine.
     """
@@ -188,14 +210,20 @@ def verdict(
     worst = max(extra, key=lambda line: extra[line], default=None)
     repeated = None if worst is None else (worst, own[worst] / whole[worst])
     work = sum(own.values()) / total if total else 1.0
-    best = min((p for p in proposals if p is not None), key=lambda p: p.after, default=None)
+    proposals: list[Proposal | None] = [None] * len(rows)
+    for row, proposal in tried.found:
+        proposals[row] = min(filter(None, (proposals[row], proposal.on(found))), key=_rank)
     sent = sum(row.collective.total_bytes for row in rows)
     longest = max(rows, key=lambda row: row.seconds, default=None)
     largest = rows[:1] if longest is None or longest is rows[0] else (rows[0], longest)
     return Verdict(
-        found, plan.mesh, ideal, work, repeated, sent, tuple(largest), best, tried, plan.gap, plan.counted, by_bytes,
-        planned_for,
+        found, plan.mesh, ideal, work, repeated, sent, tuple(largest), tried, tuple(proposals), plan.gap, plan.counted,
+        by_bytes, planned_for, does_not_pay(plan, found),
     )  # fmt: skip
+
+
+def _rank(proposal: Proposal) -> tuple[bool, int]:
+    return proposal.is_slower, proposal.after
 
 
 def _products(block: Block, times: int = 1) -> Iterator[tuple[Equation, int]]:
@@ -205,10 +233,3 @@ def _products(block: Block, times: int = 1) -> Iterator[tuple[Equation, int]]:
             yield from _products(body, times * e.trip_count)
         if e.rule is not None and flops(e) and kind_of(e) == PRODUCT:
             yield e, times
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"

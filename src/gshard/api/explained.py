@@ -80,13 +80,10 @@ def explain(
     target = lowered.target
     made = target.recorded is None and target.search is False
     return explain_program(
-        lowered.plan,
-        lowered.spmd,
-        lowered.marked,
-        lowered.donated,
-        by_bytes=made and target.machine is None,
-        machine=target.machine,
-    )
+        lowered.plan, lowered.spmd, lowered.marked, lowered.donated,
+        by_bytes=made and target.machine is None, machine=target.machine,
+        marked_by_bytes=None if target.machine is None else lowered.marked_by_bytes,
+    )  # fmt: skip
 
 
 def refuse_options(asker: str, f: Jitted, finite: bool, **own: Any) -> None:

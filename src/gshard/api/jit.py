@@ -321,7 +321,7 @@ def jit(
         inline: taken for ``jax.jit``'s sake; inside another program a partitioned function is one equation in any case.
         compiler_options: XLA's, as for ``jax.jit``.
         device, backend: not taken: the mesh names the devices.
-        machine: what the devices are, such as ``"h100:1x8"``; None takes what the mesh's devices are. The plan is the one
+        machine: what the devices are, such as ``"h100:1x8"``; None takes those of the mesh. The plan is the one
             in which a call takes least time there, and loops gather a round before they need it where the compiler of
             such machines hides that (TPU v5e). For CPUs, abstract meshes, and devices that there is no model of, None
             takes the plan that sends least, and computes no product twice to send less.

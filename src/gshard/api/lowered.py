@@ -92,6 +92,11 @@ class Lowered:
         """What all devices would run if the program had other marks: those that ``program`` has."""
         return dataclasses.replace(self, program=program, target=self.target.by_marks).spmd
 
+    def marked_by_bytes(self, program: Program) -> SpmdProgram:
+        """The same planned by bytes, without a machine: sooner made."""
+        target = dataclasses.replace(self.target.by_marks, machine=None, windowed=None, faster=False)
+        return dataclasses.replace(self, program=program, target=target).spmd
+
     @functools.cached_property
     def argument_shardings(self) -> tuple[Any, ...]:
         """Where each flat argument is expected, as JAX's ``NamedSharding``: what is there is not moved by a call."""

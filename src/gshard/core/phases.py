@@ -27,7 +27,7 @@ _log = logging.getLogger("gshard")
 
 @contextlib.contextmanager
 def phase(doing: str, name: str, devices: int | None = None) -> Iterator[None]:
-    """Logs how many seconds of wall time pass until its end, and has garbage collected seldom. What fails is not logged.
+    """Logs the seconds of wall time that pass until its end, and has garbage collected seldom. A failure is not logged.
 
     Args:
         doing: the phase, such as ``"planning"``.
@@ -40,7 +40,8 @@ def phase(doing: str, name: str, devices: int | None = None) -> Iterator[None]:
     begun = time.perf_counter()
     with collected_seldom():
         yield
-    level = logging.WARNING if jax.config.jax_log_compiles else logging.DEBUG
+    told = jax.config.jax_log_compiles  # type: ignore[attr-defined]
+    level = logging.WARNING if told else logging.DEBUG
     if _log.isEnabledFor(level):
         where = "" if devices is None else f" for {devices} device{'' if devices == 1 else 's'}"
         _log.log(level, "Finished %s %s%s in %.3g s", doing, name, where, time.perf_counter() - begun)

@@ -129,9 +129,10 @@ class Plan:
                 return True
         return False
 
-    def chain(self, value: Value, dim: int) -> list[str]:
-        """The reasons for one dimension's atoms, from the value back to a mark."""
-        lines, seen = [], set()
+    def reasons_back(self, value: Value, dim: int) -> list[tuple[Value, Reason]]:
+        """The reasons for one dimension's atoms, each with the value that it is of, from the value back to a mark."""
+        found: list[tuple[Value, Reason]] = []
+        seen = set()
         at: Value | None = value
         wanted = set(self.shardings[value].dims[dim])
         while at is not None and at not in seen:
@@ -142,9 +143,13 @@ class Plan:
                 break
             dim = dim if dim in dims else dims[0]
             reason, wanted = self.reasons[at, dim], set(self.shardings[at].dims[dim])
-            lines.append(f"{self.format(at)}: {reason}")
+            found.append((at, reason))
             at = reason.source
-        return lines
+        return found
+
+    def chain(self, value: Value, dim: int) -> list[str]:
+        """The reasons for one dimension's atoms, as text, from the value back to a mark."""
+        return [f"{self.format(v)}: {reason}" for v, reason in self.reasons_back(value, dim)]
 
     def __str__(self) -> str:
         lines = [f"plan for {self.program.name} on {self.mesh}"]

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from gshard.analysis.array_names import ArrayNames
+from gshard.analysis.bounds import does_not_pay, headline
 from gshard.analysis.cost import Cost
 from gshard.analysis.explain import Explanation, explain_program
 from gshard.analysis.proposal import spec_of_cut, with_marks
@@ -25,6 +26,8 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.device_program import size
+from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
 from gshard.passes.recorded import Recorded
 from gshard.search.alternatives import alternatives, tries
 from gshard.search.as_marks import Marks, marks_of
@@ -291,8 +294,13 @@ class Found:
             assert found.spmd is not None
             return found.spmd
 
+        def marked_by_bytes(program: Program) -> SpmdProgram:
+            return partition(propagate(program, self.plan.mesh, border=border))
+
         spmd = run(Propagated(self.plan), recomputes=self.best.chosen.recomputed)
-        return explain_program(self.plan, spmd, marked, frozenset(self.donated), machine=machine)
+        return explain_program(
+            self.plan, spmd, marked, frozenset(self.donated), machine=machine, marked_by_bytes=marked_by_bytes
+        )
 
     def html(self, path: str | Path) -> Path:
         """Writes the report of the plan as one page, with what the search tells of it.
@@ -329,6 +337,7 @@ class Found:
             known = best.searched
             searched = "" if known is None else f"; the searched plan takes {known.cost.seconds * 1e3:.4g} ms"
             lines.append(f"this is the plan of '{best.chosen.name}'{searched}")
+        lines += filter(None, (headline(cost), does_not_pay(self.plan, cost)))
         lines += ended(best.seconds, best.left_out, best.stopped)
         shown = sorted(best.others, key=lambda o: o.rank(best.limit))[:_PRESETS]
         lines += ["presets"] if shown else []

@@ -9,11 +9,10 @@ import jax
 
 from gshard.analysis.advice import advice
 from gshard.analysis.array_names import ArrayNames
-from gshard.analysis.cost import Cost
+from gshard.analysis.cost import BOUNDS, Cost
 from gshard.analysis.difference import FORMAT
 from gshard.analysis.network import groups
 from gshard.analysis.origin import MergedCollective, cause_of, origins
-from gshard.analysis.proposal import Proposal
 from gshard.analysis.report.places import Places
 from gshard.analysis.report.tensors import tensor_rows
 from gshard.analysis.rows import TensorRow, called
@@ -28,7 +27,6 @@ from gshard.passes.device_program import COLLECTIVE, size
 MOMENTS = 1500  # points of the curve of memory
 EVENTS = 3000  # stretches of time that are drawn
 PEAK_ROWS = 15
-_BOUNDS = ("compute", "memory", "network")
 
 
 class Explained(Protocol):
@@ -68,7 +66,6 @@ def report_data(
     explanation: Explained,
     found: Cost,
     rows: Sequence[MergedCollective],
-    proposals: Sequence[Proposal | None],
     verdict: Verdict,
 ) -> dict[str, Any]:
     """The report as data that JSON can hold.
@@ -77,7 +74,6 @@ def report_data(
         explanation: the tensors and totals.
         found: the cost on a machine.
         rows: the collectives, merged, those that send most first.
-        proposals: for each the mark that would lower what is sent.
         verdict: what bounds a call.
     """
     places, plan, mesh = Places(), explanation.plan, explanation.mesh
@@ -118,7 +114,7 @@ def report_data(
         },
         "collectives": [
             _collective(row, plan, producers, places, explanation.names) | {"proposal": "" if p is None else str(p)}
-            for row, p in zip(rows, proposals, strict=True)
+            for row, p in zip(rows, verdict.proposals, strict=True)
         ],
         "timeline": _timeline(found, owners, rows, places),
         "tensors": tensor_rows(explanation.tensors, plan, producers, places),
@@ -186,7 +182,8 @@ def _timeline(
 ) -> dict[str, Any]:
     """Events as [start, length, what bounds it, name, place, row of its collective, kernels]; times in µs.
 
-    Names and places are numbers in ``texts``. What bounds an event counts in ``_BOUNDS``; 3: rounds that are not drawn.
+    Names and places are numbers in ``texts``. What bounds an event counts in ``BOUNDS``; the number after the last is
+    for rounds that are not drawn.
     """
     laid = timeline(found)
     row_of = {kernel: i for i, row in enumerate(rows) for kernel in row.kernels}
@@ -198,11 +195,11 @@ def _timeline(
     def event(x: Event, count: int) -> list[Any]:
         when = [float(f"{x.start * 1e6:.7g}"), float(f"{x.seconds * 1e6:.4g}")]
         if x.kernel < 0:
-            return [*when, 3, text(x.name), text(""), -1, count]
+            return [*when, len(BOUNDS), text(x.name), text(""), -1, count]
         k = found.kernels[x.kernel]
         place = places.of(cause_of(k, owners[x.kernel]))
         row = row_of.get(x.kernel, -1)
-        return [*when, _BOUNDS.index(k.bound), text(f"{k.name} {k.result}"), text(place), row, count]
+        return [*when, BOUNDS.index(k.bound), text(f"{k.name} {k.result}"), text(place), row, count]
 
     events = [event(x, count) for x, count in thinned(laid.kernels, EVENTS)]
     loops = [[*event(x, 1)[:2], x.depth, text(x.name)] for x in laid.loops if x.seconds * EVENTS > found.seconds]
@@ -238,13 +235,12 @@ def _time(found: Cost) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for k in found.kernels:
         name = k.name if k.kind == COLLECTIVE else k.kind
-        row = rows.setdefault(
-            name, {"class": name, "compute": 0.0, "memory": 0.0, "network": 0.0, "flops": 0, "moved": 0, "sent": 0}
-        )
-        row[k.bound] += k.total_seconds
+        row = rows.setdefault(name, {"class": name, **dict.fromkeys(BOUNDS, 0.0), "flops": 0, "moved": 0, "sent": 0})
+        for what, spent in k.parts:
+            row[what] += spent * k.times
         for what in ("flops", "moved", "sent"):
             row[what] += getattr(k, what) * k.times
-    return sorted(rows.values(), key=lambda r: -(r["compute"] + r["memory"] + r["network"]))
+    return sorted(rows.values(), key=lambda r: -sum(r[what] for what in BOUNDS))
 
 
 def _sent_in(file: str, lines: Mapping[str, Sequence[float]]) -> float:

@@ -31,14 +31,13 @@ function about(c) {
     el("p", { className: "m soft" }, D.groups[c.group]));
 }
 
-const KINDS = [["compute", "arithmetic"], ["memory", "memory"], ["network", "network"]];
 function times() {
-  const whole = r => r.compute + r.memory + r.network, most = Math.max(...D.time.map(whole), 1e-12);
+  const whole = r => Object.keys(BOUNDS).reduce((sum, what) => sum + r[what], 0), most = Math.max(...D.time.map(whole), 1e-12);
   const columns = [
     { name: "operation", cell: r => ({ fused: "fused elementwise", product: "matrix product", operator: "other operator" })[r.class] || r.class, sort: r => r.class },
     { name: "time", kind: "n", cell: r => seconds(whole(r)), sort: whole },
     { name: "share", kind: "n", cell: r => percent(whole(r) / (D.totals.seconds || 1)), sort: whole },
-    { name: "", cell: r => el("div", { className: "bar" }, ...KINDS.map(([k, name]) => el("i", { className: k, title: `bound by ${name}: ${seconds(r[k])}`, style: { width: `${100 * r[k] / most}%` } }))) },
+    { name: "", cell: r => el("div", { className: "bar" }, ...Object.entries(BOUNDS).map(([k, name]) => el("i", { className: k, title: `${name}: ${seconds(r[k])}`, style: { width: `${100 * r[k] / most}%` } }))) },
     { name: "FLOPs", kind: "n", cell: r => r.flops ? flop(r.flops) : "", sort: r => r.flops },
     { name: "read and written", kind: "n", cell: r => bytes(r.moved), sort: r => r.moved },
     { name: "sent", kind: "n", cell: r => r.sent ? bytes(r.sent) : "", sort: r => r.sent }];

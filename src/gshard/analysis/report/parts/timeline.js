@@ -2,12 +2,12 @@
 const T = D.timeline, END = Math.max(1e-9, ...T.events.map(e => e[0] + e[1]));
 const view = { from: 0, to: END, at: -1 };
 const LANES = { loops: 14, compute: 40, network: 72, axis: 104 }, TALL = 26;
-const COLOURS = ["--compute", "--memory", "--network", "--skip"];
+const COLOURS = [...Object.keys(BOUNDS), "skip"].map(what => `--${what}`), ROUNDS = COLOURS.length - 1, onLinks = e => e[5] >= 0 || e[2] === 2 || e[2] === 4;
 
 function timelineHead() {
   const button = (text, name, act) => { const made = el("button", { "aria-label": name, title: name }, text); made.onclick = act; return made; };
   const canvas = el("canvas", { id: "canvas", tabIndex: 0, role: "img", "aria-label": "Timeline of one call. Arrow keys go from event to event, Enter chooses its line, + and - zoom." });
-  const key = el("span", { className: "key soft" }, ...["compute", "memory", "network"].map(what => el("span", {}, el("i", { className: what }), `bound by ${what}`)));
+  const key = el("span", { className: "key soft" }, ...Object.entries(BOUNDS).map(([what, name]) => el("span", {}, el("i", { className: what }), `mostly ${name}`)));
   $("lanes").replaceChildren(el("div", { className: "lanes-head" }, key, el("span", { className: "now m soft", id: "now" }),
     el("span", {}, button("−", "zoom out", () => zoom(2, 0.5)), " ", button("+", "zoom in", () => zoom(0.5, 0.5)), " ", button("all", "show the whole call", () => { Object.assign(view, { from: 0, to: END }); lanes(); }))), canvas);
   let drag = null;
@@ -78,12 +78,12 @@ function lanes() {
   T.events.forEach((e, i) => {
     const left = x(e[0]), width = Math.max(e[1] / (view.to - view.from) * box.width, 0.6);
     if (left > box.width || left + width < 0) return;
-    const top = e[2] === 2 ? LANES.network : LANES.compute, tall = e[2] === 3 ? LANES.network - LANES.compute + TALL : TALL;
-    g.globalAlpha = isLine(e) ? (e[2] === 3 ? 0.35 : 1) : 0.16;
+    const top = onLinks(e) ? LANES.network : LANES.compute, tall = e[2] === ROUNDS ? LANES.network - LANES.compute + TALL : TALL;
+    g.globalAlpha = isLine(e) ? (e[2] === ROUNDS ? 0.35 : 1) : 0.16;
     g.fillStyle = colours[e[2]]; g.fillRect(left, top, width > 3 ? width - 0.7 : width, tall);
     if (i === view.at) { g.globalAlpha = 1; g.strokeStyle = ink; g.lineWidth = 2; g.strokeRect(left, top, Math.max(width, 2), tall); }
     g.globalAlpha = 1;
-    label(e[2] === 3 ? T.texts[e[3]] : T.texts[e[3]].split(" ")[0], Math.max(0, left), Math.min(width, box.width - left), top + 17, e[2] === 3 ? ink : "#fff");
+    label(e[2] === ROUNDS ? T.texts[e[3]] : T.texts[e[3]].split(" ")[0], Math.max(0, left), Math.min(width, box.width - left), top + 17, e[2] === ROUNDS ? ink : "#fff");
   });
   g.fillStyle = soft;
   for (let i = 0; i <= 4; i++) { const t = view.from + (view.to - view.from) * i / 4, text = seconds(t / 1e6); g.fillText(text, Math.min(x(t) + (i ? -g.measureText(text).width / 2 : 4), box.width - g.measureText(text).width - 4), LANES.axis + 10); }
