@@ -206,10 +206,10 @@ class _Run:
         except KeyboardInterrupt:
             stop.number = stop.number or signal.SIGINT
             # What it left half done may be in the tables: from here on there are new ones.
+            promising = sorted(self.begun, key=lambda one: one.rank)[:1]
             with contextlib.suppress(KeyboardInterrupt):
-                for one in self.begun:
-                    while one.price_solution() is not None:
-                        pass
+                while promising and promising[0].price_solution() is not None:
+                    pass
         bests = self.bests(stop)
         if not bests:
             return None
