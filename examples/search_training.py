@@ -1,4 +1,4 @@
-"""Search instead of marks: the plan of a training step for a machine, and the proof that there is no better one.
+"""Search instead of marks: the plan of a training step for a machine, and how near the best of a model it is.
 
 The machine is invented: slow arithmetic, so that it pays to split it. The plan then runs on eight virtual devices.
 

@@ -34,7 +34,12 @@ from gshard.analysis.report.data import report_data
 from gshard.analysis.report.page import page
 from gshard.analysis.row_text import collective_lines, tensor_lines
 from gshard.analysis.rows import (
-    CollectiveRow, TensorRow, rows_of_collectives, rows_of_equal_layers, rows_of_tensors, text_of_rings,
+    CollectiveRow,
+    TensorRow,
+    rows_of_collectives,
+    rows_of_equal_layers,
+    rows_of_tensors,
+    text_of_rings,
 )  # fmt: skip
 from gshard.analysis.timeline import timeline
 from gshard.analysis.trials import SECONDS, Trials, trials

@@ -207,10 +207,10 @@ class _Run:
         except KeyboardInterrupt:
             stop.number = stop.number or signal.SIGINT
             # What it left half done may be in the tables: from here on there are new ones.
+            promising = sorted(self.begun, key=lambda one: one.rank)[:1]
             with contextlib.suppress(KeyboardInterrupt):
-                for one in self.begun:
-                    while one.price_solution() is not None:
-                        pass
+                while promising and promising[0].price_solution() is not None:
+                    pass
         bests = self.bests(stop)
         if not bests:
             return None
@@ -221,16 +221,17 @@ class _Run:
 
     def _search(self) -> None:
         asked, budget = self.asked, self.budget
-        several = len(asked.meshes) > 1
+        meshes, several = len(asked.meshes), len(asked.meshes) > 1
+        problems = budget.part(_SOLVING) if several else budget
         for i, mesh in enumerate(asked.meshes):
-            if self.begun and budget.is_over:
+            if self.begun and problems.is_over:
                 budget.left_out.append(f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.axes)})")
                 continue
-            share = budget.part(_SOLVING / (len(asked.meshes) - i)) if several else budget
-            one = self._begun(mesh, share)
+            # A problem that is cut is lost: better some of them whole than a part of each.
+            one = self._begun(mesh, problems.part(1 / 2) if i + 1 < meshes else problems)
             if not i:
                 one.price_marked()  # so that there is something to return
-            one.solve(1.0 if len(asked.meshes) <= _FINISHED else _EFFORT)
+            one.solve(1.0 if meshes <= _FINISHED else _EFFORT, 1 / (meshes - i))
             one.budget = budget
         for one in sorted(self.begun, key=lambda one: one.rank)[:_FINISHED]:
             self.finished.append(one)

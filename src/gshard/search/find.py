@@ -161,12 +161,14 @@ class MeshSearch:
             made = propagated(self.program, self.timed, self.machine, border=border)
             self.presets.append(self.pricing.add(AS_IT_IS, *made))
 
-    def solve(self, effort: float = 1.0) -> None:
+    def solve(self, effort: float = 1.0, share: float = 1.0) -> None:
         """Makes the problem and solves it: without a limit of memory, and with it if the solution does not keep to it.
 
         Args:
             effort: as of ``solver.solve``.
+            share: of the time that is left once there is a problem, what solving it may take at most.
         """
+        share = min(share, _SOLVING)
         ways = in_two(self.timed, axes_of(self.timed, self._demands), self._demands)
         found: list[tuple[Graph, list[Solution]]] = []
         for i, way in enumerate(ways):
@@ -175,11 +177,11 @@ class MeshSearch:
                 graph, solved = self._posed(way), list[Solution]()
                 found.append((graph, solved))
                 budget.progress.step(f"solving for mesh ({self._of}): {len(graph.problem.costs):,} choices")
-                solved.append(self._solution(graph.problem, budget.part(_SOLVING), effort))
+                solved.append(self._solution(graph.problem, budget.part(share), effort))
                 self.graph, self._solved = graph, solved
                 if solved[0].peak > self.limit and not solved[0].interrupted:
                     limited = dataclasses.replace(graph.problem, limit=float(int(self.limit)))
-                    solved.append(self._solution(limited, budget.part(_SOLVING), effort))
+                    solved.append(self._solution(limited, budget.part(share), effort))
                 if solved[-1].interrupted:
                     raise KeyboardInterrupt
         found = [(graph, solved) for graph, solved in found if solved]

@@ -335,8 +335,8 @@ class Found:
             lines.append(f"{how_near(best)}; {best.seconds:.1f} s")
         if best.chosen is not best.searched:
             known = best.searched
-            searched = "" if known is None else f"; the searched plan takes {known.cost.seconds * 1e3:.4g} ms"
-            lines.append(f"this is the plan of '{best.chosen.name}'{searched}")
+            beside = "" if known is None else f"; the searched plan takes {known.cost.seconds * 1e3:.4g} ms"
+            lines.append(f"this is the plan of '{best.chosen.name}'{beside}")
         lines += filter(None, (headline(cost), does_not_pay(self.plan, cost)))
         lines += ended(best.seconds, best.left_out, best.stopped)
         shown = sorted(best.others, key=lambda o: o.rank(best.limit))[:_PRESETS]
