@@ -36,7 +36,9 @@ from gshard.solver.problem import Ints, Problem
 from gshard.solver.reduce import reduce
 from gshard.solver.rest import best_of_rest
 
-_ROUNDS = 6  # of messages at most, where a problem is too large to be solved exactly
+# Rounds of messages at most, where a problem is too large to be solved exactly: as many as go through so many entries
+# of tables (half a second), within these bounds.
+_FEWEST, _MOST, _WORK = 6, 32, 8e6
 _ENOUGH = 1e-8  # of the costs: a gap that is none
 _NEARLY = 1e-3  # at which few states are left that could be better
 
@@ -110,7 +112,8 @@ def _solved(problem: Problem) -> tuple[Ints, float]:
     if found := exact(small.problem):
         return small.lift(found[0]), 0.0
     descent = Descent(small.problem, 0)
-    for _ in range(_ROUNDS):
+    entries = sum(table.size for table in small.problem.tables)
+    for _ in range(int(min(_MOST, max(_FEWEST, _WORK / max(entries, 1))))):
         descent.round()
         spared = descent.value - descent.prices.bound
         if spared <= _ENOUGH * descent.value:
