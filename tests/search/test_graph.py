@@ -268,6 +268,33 @@ def test_parts_of_sums_go_where_all_are_linear() -> None:
     assert bundles.of[total] in bundles.unreduced
 
 
+def test_what_others_read_is_not_tied_to_a_product_with_a_sum() -> None:
+    def f(a: Any, b: Any, c: Any) -> Any:
+        x = jnp.tanh(a)
+        return jnp.sin(x), x * (b @ c)
+
+    program = gshard.trace(f, shape(8, 8), shape(8, 4), shape(4, 8))
+    inputs = {*program.block.inputs}
+    bundles = bundles_of(program, inputs, inputs)
+    made = {e.name: bundles.of[e.outputs[0]] for e in program.block.equations}
+    assert made["tanh"] == made["sin"] != made["mul"]
+    assert made["dot_general"] in bundles.unreduced
+
+
+def test_sums_are_combined_before_they_are_widened() -> None:
+    """Two products with weights split along what is summed, and a normalization in float32: one reduce-scatter."""
+
+    def f(a: Any, b: Any, v: Any, w: Any) -> Any:
+        a, b = (gshard.shard(x, P(None, "d")) for x in (a, b))
+        wide = (a @ v + b @ w).astype(jnp.float32)
+        return gshard.split(wide * jnp.mean(wide, axis=-1, keepdims=True), 0, "d")
+
+    arrays = [jax.ShapeDtypeStruct(dims, "bfloat16") for dims in ((64, 256), (64, 256), (256, 128), (256, 128))]
+    step = gshard.jit(f, mesh=gshard.Mesh.abstract(d=8), in_shardings=(P(None, "d"),) * 2 + (P("d"),) * 2)
+    (sent,) = step.lower(*arrays).spmd.collectives
+    assert (sent.kind, sent.total_bytes) == ("reduce_scatter", 64 * 128 * 2 * 7 // 8)
+
+
 def test_ways() -> None:
     found = shardings((8, 6), FOUR, AXES)
     assert found[0] == Sharding(((), ()))

@@ -5,6 +5,8 @@
 To move one of them and not the others would cost a collective and spare nothing that moving all of them does not. A
 value that the user marked, an argument and a value at the border of a loop are bundles of their own: there a sharding
 may change. So is, in ``x + y``, a value that others read, too: what they want it to be need not be what the sum is.
+A sum over devices, and what it is converted to, are two bundles where their elements have not equally many bytes: a
+sum in bfloat16 is combined before it becomes float32, with half the bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from types import MappingProxyType
 import jax.numpy as jnp
 
 from gshard.core.planning_tables import tabulated
-from gshard.core.program import Constant, Equation, Program, Value
+from gshard.core.program import Constant, Equation, Program, Value, itemsize
 from gshard.core.rule import PARALLEL, REDUCE, Rule
 
 _ADDED = frozenset({"add", "mul"})  # what only numbers can be combined by
@@ -118,22 +120,23 @@ def _together(
 ) -> list[Value]:
     """The arrays of an elementwise equation that are cut alike: its result and operands of the same dimensions.
 
-    What may be parts still to be combined is among them only where it may pass, together with the others; of several,
-    what others read is not.
+    What may be parts still to be combined is among them only where it may pass, together with the others, and where
+    elements have as many bytes. Where an equation reads several, what others read is not, even if it alone is left.
     """
     if e.rule is None or e.mark is not None or not (ties := _ties(e.rule)) or e.outputs[0] in alone:
         return []
     result = e.outputs[0]
     own, at = monoids.get(result, ()), {}
+    alike = {v for i, _ in ties if isinstance(v := e.inputs[i], Value) and v.shape == result.shape and v not in alone}
     for i, passing in ties:
         v = e.inputs[i]
-        if isinstance(v, Value) and v.shape == result.shape and v not in alone:
+        if v in alike and not (own and itemsize(v.dtype) != itemsize(result.dtype)):
             if passing.issuperset(own) and passing.issuperset(monoids.get(v, ())):
                 at[i] = v
     for monoid in own:
         at = _passing_together(e.rule, monoid, at, monoids)
     found = list(dict.fromkeys([result, *at.values()]))
-    if len(found) > 2:
+    if len(alike) > 1:
         found = [v for v in found if v not in shared or v is result]
     return found if len(found) > 1 else []
 

@@ -39,7 +39,9 @@ from gshard.solver.reduce import reduce
 from gshard.solver.rest import best_of_rest
 from gshard.solver.tied import tied
 
-_ROUNDS = 6  # of messages at most, where a problem is too large to be solved exactly
+# Rounds of messages at most, where a problem is too large to be solved exactly: as many as go through so many entries
+# of tables (half a second), within these bounds.
+_FEWEST, _MOST, _WORK = 6, 32, 8e6
 _ENOUGH = 1e-8  # of the costs: a gap that is none
 _NEARLY = 1e-3  # at which few states are left that could be better
 _SAME = 1.02  # costs: that layers are alike is worth a little
@@ -145,7 +147,8 @@ def _solved(problem: Problem, start: Ints | None = None) -> tuple[Ints, float]:
     descent = Descent(small.problem, 0)
     if start is not None and math.isfinite(problem.value(start)):
         descent.offer(small.lower(start))
-    for _ in range(_ROUNDS):
+    entries = sum(table.size for table in small.problem.tables)
+    for _ in range(int(min(_MOST, max(_FEWEST, _WORK / max(entries, 1))))):
         descent.round()
         spared = descent.value - descent.prices.bound
         if spared <= _ENOUGH * descent.value:
