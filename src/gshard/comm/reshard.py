@@ -110,10 +110,12 @@ def _search(
         if cost > best[here]:
             continue
         for step, sent in _moves(here, target, blocks, shape, itemsize, mesh):
+            if best.get(step.after, cost + 1) <= cost:
+                continue  # however short the step is
             if mesh.times is None:
                 total = cost + sent + _LATENCY * rounds(step, mesh) + 1
             else:
-                total = cost + mesh.times.seconds(step, shape, itemsize, mesh) + _TIE
+                total = cost + _seconds(step, shape, itemsize, mesh) + _TIE
             if total < best.get(step.after, total + 1) and total < best.get(target, total + 1):
                 best[step.after] = total
                 came[step.after] = step
@@ -126,6 +128,13 @@ def _search(
                     least = mesh.times.least(held, share)
                 heapq.heappush(queue, (total + least, next(order), total, step.after))
     return came
+
+
+@tabulated(65536)
+def _seconds(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
+    """What a step takes on a machine: many searches for an array meet it."""
+    assert mesh.times is not None
+    return mesh.times.seconds(step, shape, itemsize, mesh)
 
 
 def _parts(sharding: Sharding, mesh: Mesh) -> int:

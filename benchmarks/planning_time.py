@@ -1,0 +1,172 @@
+"""Claim: planning takes seconds, however a program is marked: an axis in parts, three axes, with a machine or without.
+
+Programs that once took minutes: a window-attention vision Transformer with its weights split over one axis of 8 while
+it has 2 and 4 heads, a spectral atmosphere model on three axes, a padding whose every way to be split has to be priced.
+Each is traced, planned and priced for devices that need not exist. Counts do not depend on this computer: equations
+that are traced alone to be priced, and shardings from which steps are found.
+
+    python benchmarks/planning_time.py [--programs windows padding] [--machines h100]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import gshard
+from gshard.analysis.machine import Machine
+from gshard.passes import moves
+from gshard.passes.partition import partition
+from gshard.passes.trace import trace
+from gshard.search import emitted
+from gshard.search.propagated import propagated
+from gshard.search.seconds import on_machine
+
+FLOATS = jnp.float32
+WINDOW = 4
+
+
+def normalised(x: Any, scale: Any) -> Any:
+    """Layer normalisation."""
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+def attention(x: Any, p: dict[str, Any], heads: int) -> Any:
+    """Attention within windows of an image [examples, height, width, channels]."""
+    b, h, w, c = x.shape
+    x = x.reshape(b, h // WINDOW, WINDOW, w // WINDOW, WINDOW, c).swapaxes(2, 3).reshape(-1, WINDOW**2, c)
+    projected = x @ gshard.split(p["qkv"], 1, "model")
+    q, k, v = jnp.moveaxis(projected.reshape(-1, WINDOW**2, heads, 3, c // heads).swapaxes(1, 2), 3, 0)
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(c // heads) + p["bias"]
+    mixed = jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores, -1), v).swapaxes(1, 2).reshape(-1, WINDOW**2, c)
+    mixed = (mixed @ p["out"]).reshape(b, h // WINDOW, w // WINDOW, WINDOW, WINDOW, c)
+    return mixed.swapaxes(2, 3).reshape(b, h, w, c)
+
+
+def windows(depth: int = 2) -> tuple[Callable[..., Any], tuple[Any, ...], gshard.Mesh]:
+    """A training step of a vision Transformer of two stages, of 2 and 4 heads."""
+
+    def model(stages: Any, image: Any, head: Any) -> Any:
+        x = image
+        for stage in stages:
+            for i, p in enumerate(stage["layers"]):
+                moved = jnp.roll(normalised(x, p["scale"]), (-WINDOW // 2 * (i % 2),) * 2, (1, 2))
+                x = x + jnp.roll(attention(moved, p, stage["bias"].shape[0]), (WINDOW // 2 * (i % 2),) * 2, (1, 2))
+                x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+            b, h, w, c = x.shape
+            x = x.reshape(b, h // 2, 2, w // 2, 2, c).swapaxes(2, 3).reshape(b, h // 2, w // 2, 4 * c) @ stage["merge"]
+        return x.mean((1, 2)) @ head
+
+    def loss(stages: Any, head: Any, image: Any, labels: Any) -> Any:
+        found = jax.nn.log_softmax(model(stages, image, head))
+        return -jnp.mean(jnp.take_along_axis(found, labels[:, None], 1))
+
+    def step(stages: Any, head: Any, image: Any, labels: Any) -> Any:
+        gradients = jax.grad(loss, (0, 1))(stages, head, image, labels)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, (stages, head), gradients)
+
+    stages = []
+    for channels, heads in ((64, 2), (128, 4)):
+        bias = (heads, WINDOW**2, WINDOW**2)
+        shapes = {
+            "qkv": (channels, 3 * channels), "out": (channels, channels), "bias": bias, "scale": (channels,),
+            "up": (channels, 4 * channels), "down": (4 * channels, channels),
+        }  # fmt: skip
+        layer = {name: jax.ShapeDtypeStruct(shape, FLOATS) for name, shape in shapes.items()}
+        merge = jax.ShapeDtypeStruct((4 * channels, 2 * channels), FLOATS)
+        stages.append({"layers": [layer] * depth, "merge": merge, "bias": layer["bias"]})
+    image, head = jax.ShapeDtypeStruct((4, 32, 32, 64), FLOATS), jax.ShapeDtypeStruct((256, 10), FLOATS)
+    return step, (stages, head, image, jax.ShapeDtypeStruct((4,), jnp.int32)), gshard.Mesh.abstract(model=8)
+
+
+def spectral(steps: int = 2) -> tuple[Callable[..., Any], tuple[Any, ...], gshard.Mesh]:
+    """Vorticity on a sphere: Fourier transforms along longitudes, products with Legendre functions along latitudes."""
+    levels, latitudes, longitudes, waves = 4, 32, 64, 22
+
+    def grid(field: Any, legendre: Any) -> Any:
+        found = jnp.einsum("lmn,jmn->ljm", field, legendre)
+        return jnp.fft.irfft(jnp.pad(found, ((0, 0), (0, 0), (0, longitudes // 2 + 1 - waves))), longitudes)
+
+    def spectrum(field: Any, legendre: Any, weights: Any) -> Any:
+        return jnp.einsum("ljm,jmn,j->lmn", jnp.fft.rfft(field)[..., :waves], legendre, weights)
+
+    def step(state: Any, legendre: Any, weights: Any) -> Any:
+        legendre = gshard.split(legendre, 0, "a")
+        turned = 1j * jnp.arange(waves)[None, :, None]
+        for _ in range(steps):
+            u, v, w = grid(turned * state, legendre), grid(state, legendre), grid(state * state.conj(), legendre)
+            above = jnp.concatenate([w[:1], w[:-1]])
+            flux = spectrum(u * w + above, legendre, weights) * turned + spectrum(
+                v * jnp.cumsum(w, 0), legendre, weights
+            )
+            state = state - 0.1 * flux
+        return state
+
+    state = jax.ShapeDtypeStruct((levels, waves, waves + 1), jnp.complex64)
+    table = jax.ShapeDtypeStruct((latitudes, waves, waves + 1), FLOATS)
+    mesh = gshard.Mesh.abstract(a=2, b=2, c=2)
+    return step, (state, table, jax.ShapeDtypeStruct((latitudes,), FLOATS)), mesh
+
+
+def padding() -> tuple[Callable[..., Any], tuple[Any, ...], gshard.Mesh]:
+    """One padding of three dimensions on three axes."""
+
+    def padded(v: Any, w: Any) -> Any:
+        return jnp.pad(v, [(0, 2), (1, 0), (3, 2)], mode="symmetric"), 2 * gshard.split(w, 0, ("b", "c"))
+
+    shapes = jax.ShapeDtypeStruct((19, 9, 12), jnp.uint32), jax.ShapeDtypeStruct((16, 4), FLOATS)
+    return padded, shapes, gshard.Mesh.abstract(a=2, b=2, c=2)
+
+
+PROGRAMS = {"windows": windows, "spectral": spectral, "padding": padding}
+
+
+def counting(module: Any, name: str, counts: dict[str, int]) -> None:
+    """Counts the calls of a function of a module."""
+    original = getattr(module, name)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        counts[name] = counts.get(name, 0) + 1
+        return original(*args, **options)
+
+    setattr(module, name, counted)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS)
+    parser.add_argument("--machines", nargs="+", default=["none", "h100"], help="kinds of devices; none: by bytes")
+    options = parser.parse_args()
+    counts: dict[str, int] = {}
+    counting(moves, "steps_from", counts)
+    counting(emitted, "emitted_alone", counts)
+    print(f"seconds of CPU time, jax {jax.__version__}")
+    print(f"{'program':10} {'machine':8} equations   trace    plan  traced  steps         sent")
+    for name in options.programs:
+        f, args, mesh = PROGRAMS[name]()
+        for called in options.machines:
+            machine = None if called == "none" else Machine.of(called, mesh.size)
+            counts.clear()
+            start = time.process_time()
+            program = trace(f, *args)
+            traced = time.process_time()
+            found = propagated(program, mesh if machine is None else on_machine(mesh, machine), machine)[0]
+            planned = time.process_time()
+            spmd = found.spmd or partition(found.plan)
+            print(
+                f"{name:10} {called:8} {sum(1 for _ in program.block.walk()):9,} {traced - start:6.2f}s "
+                f"{planned - traced:6.2f}s {counts.get('emitted_alone', 0):7,} {counts.get('steps_from', 0):6,} "
+                f"{sum(c.total_bytes for c in spmd.collectives):10,} B"
+            )
+
+
+if __name__ == "__main__":
+    main()
