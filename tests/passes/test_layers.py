@@ -116,6 +116,14 @@ def test_all_layers_have_the_same_shardings_and_collectives(
     assert {row: n % count for row, n in sent.items()} == dict.fromkeys(sent, 0)
 
 
+def test_of_plans_that_send_as_much_the_one_that_holds_less_is_taken() -> None:
+    """A weight that is gathered in float32 before a loop is as many bytes as in bfloat16 in each of two rounds."""
+    gathers = [c for c in lowered(feed_forward, 4, "bfloat16", True).spmd.collectives if c.kind == "all_gather"]
+    weights = [c for c in gathers if "," in c.shape]
+    assert len(weights) == 8
+    assert {(c.shape[:4], c.times) for c in weights} == {("bf16", 2)}
+
+
 def test_layers_that_are_alike_cost_nearly_what_the_best_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that differ in turn have one sharding each: nothing else is asked of them."""
 

@@ -162,7 +162,7 @@ class Verdict:
             way = "give machine= to gshard.jit or gshard.explain"
             sentences.append(f"This plan was made {made}, not for {name}: to plan for that, {way}.")
         elif self.planned_for is not None and self.counted == BY_BYTES:
-            sentences.append(f"Of the plans that were priced for {name}, the one made by bytes is the fastest.")
+            sentences.append(f"Of the plans that were priced for {name}, the one made by bytes is the best.")
         if self.gap is not None:
             by = "" if self.gap < PROVEN else f" by more than {100 * self.gap:.2g} %"
             sentences.append(f"As planning counts {self.counted}, no other plan that keeps the marks costs less{by}.")

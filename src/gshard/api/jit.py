@@ -321,10 +321,10 @@ def jit(
         inline: taken for ``jax.jit``'s sake; inside another program a partitioned function is one equation in any case.
         compiler_options: XLA's, as for ``jax.jit``.
         device, backend: not taken: the mesh names the devices.
-        machine: what the devices are, such as ``"h100:1x8"``; None takes those of the mesh. The plan is the one
-            in which a call takes least time there, and loops gather a round before they need it where the compiler of
-            such machines hides that (TPU v5e). For CPUs, abstract meshes, and devices that there is no model of, None
-            takes the plan that sends least, and computes no product twice to send less.
+        machine: what the devices are, such as ``"h100:1x8"``; None takes what the mesh's devices are. In the plan a
+            call takes least time there, and loops gather a round before they need it where the compiler of such
+            machines hides that (TPU v5e). For CPUs, abstract meshes, and devices that there is no model of, None takes
+            the plan that sends least, and computes no product twice to send less.
         strict: True refuses operations without a rule instead of gathering their operands, a layout with rows for
             nothing, and what the function says and gshard does not keep (``explain(...).dropped``). A number of bytes
             also refuses a program in which each device sends more than that in one call, and names the lines that do.

@@ -25,7 +25,7 @@ from gshard.passes.bundles import bundles_of, free_to_leave
 from gshard.passes.demands import demands
 from gshard.passes.device_program import PASSING, REGION, Kernel
 from gshard.passes.facts import Facts
-from gshard.passes.graph import CARRIED, STACKED, WHOLE, Brought, Graph
+from gshard.passes.graph import CARRIED, STACKED, Brought, Graph
 from gshard.passes.kinds import kinds_at, kinds_of
 from gshard.passes.objective import Objective
 from gshard.passes.once import Once
@@ -309,8 +309,8 @@ class _Builder:
             if (more := self.room.more(e, crossing.edge, sizes)) is not None and inner not in self.carried:
                 if stacked:  # whoever makes it, it is there until the loop ends: taken as it is, too
                     same, moves = (np.where(self.room.fits(e, more), table, np.inf) for table in (same, moves))
-                taken = more if stacked else np.zeros(len(sizes))
-                self.brought.append(Brought(copy, e, np.concatenate([taken, more]), STACKED if stacked else WHOLE))
+                self.brought.append(self.room.brought(copy, e, more, stacked > 0))
+                self.costs[copy] = times * self.objective.a_byte_stacked * self.brought[-1].more.clip(0)
             self.edges.append((outside, copy, self.once.often(times, np.hstack([same, moves]))))
             equal = np.where(np.eye(len(at_border), dtype=bool), 0.0, np.inf)
             self.edges.append((copy, inside, np.vstack([equal, equal])))

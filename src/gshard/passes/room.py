@@ -17,7 +17,7 @@ from gshard.core.plan import local_bytes
 from gshard.core.program import Edge, Equation
 from gshard.core.sharding import Sharding
 from gshard.passes.facts import Facts
-from gshard.passes.graph import SMALL, largest_of_round
+from gshard.passes.graph import SMALL, STACKED, WHOLE, Brought, largest_of_round
 from gshard.solver.problem import Bools, Floats
 
 
@@ -53,6 +53,15 @@ class Room:
             inside = Sharding(((),) * stacked + known[edge.inner].dims)
             least = max(least, local_bytes(edge.outer, inside, self._mesh))
         return np.array(sizes, float) - least
+
+    def brought(self, node: int, e: Equation, more: Floats, stacked: bool) -> Brought:
+        """What is brought to a loop before it begins, taken as it is or moved, by the states of a node for both.
+
+        What is taken as it is belongs to the loop only where it is a stack: whoever makes it, it is there until the
+        loop ends.
+        """
+        as_it_is = more if stacked else np.zeros(len(more))
+        return Brought(node, e, np.concatenate([as_it_is, more]), STACKED if stacked else WHOLE)
 
     def fits(self, e: Equation, more: Floats) -> Bools:
         """bool [states]: whether so much more is small beside the largest array that a round makes, as marks say."""

@@ -2,7 +2,8 @@
 
 Without a machine it is the plan that sends least. With one there are three: that one, the one that takes least time if
 each message is one by itself, and the one that does if sums share theirs, as those do that are ready together. What
-they share is known when a plan is: all three are partitioned and priced, and the fastest one is taken.
+they share is known when a plan is: all three are partitioned and priced, and the fastest one that fits the machine's
+memory is taken.
 """
 
 from __future__ import annotations
@@ -45,6 +46,16 @@ class Propagated:
         """What it takes, if that had to be known."""
         return math.inf if self.cost is None else self.cost.seconds
 
+    def rank(self, worth: float = 1.0) -> tuple[bool, float]:
+        """Orders priced plans, the better first: by time those that fit the machine's memory, by memory the others.
+
+        Args:
+            worth: by which the number is multiplied, of a plan that is taken unless another one is better by more.
+        """
+        assert self.cost is not None
+        fits = self.cost.fits
+        return not fits, worth * (self.cost.seconds if fits else self.cost.peak)
+
 
 @with_tables
 def propagated(
@@ -85,7 +96,7 @@ def propagated(
         dataclasses.replace(sends_least, plan=alone) if alone.runs_as(least) else priced(alone),
         priced(planned(shared, seconds_on(machine, joined=True, call=sends_least.seconds))),
     ]
-    faster.sort(key=lambda made: made.seconds)
-    if faster[0].seconds < WORTH * sends_least.seconds:
+    faster.sort(key=lambda made: made.rank())
+    if faster[0].rank() < sends_least.rank(WORTH):
         return *faster, sends_least
     return sends_least, *faster
