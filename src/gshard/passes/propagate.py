@@ -26,17 +26,20 @@ from gshard.passes.at_border import at_border
 from gshard.passes.choices import graph_of
 from gshard.passes.demands import demands
 from gshard.passes.facts import Facts, facts_of
+from gshard.passes.followed import followed
 from gshard.passes.graph import Graph, within_rounds
 from gshard.passes.moves import axes_of, joined
 from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.reasons import Reasons
 from gshard.solver.descent import Descent
 from gshard.solver.exact import exact
-from gshard.solver.problem import Ints, Problem
+from gshard.solver.problem import Ints
 from gshard.solver.reduce import reduce
 from gshard.solver.rest import best_of_rest
 
-_ROUNDS = 6  # of messages at most, where a problem is too large to be solved exactly
+# Of messages at most, where a problem is too large to be solved exactly; more where all tables together are so small
+# that some rounds more take a tenth of a second.
+_ROUNDS, _MORE_ROUNDS, _ENTRIES = 6, 24, 2_000_000
 _ENOUGH = 1e-8  # of the costs: a gap that is none
 _NEARLY = 1e-3  # at which few states are left that could be better
 
@@ -80,9 +83,9 @@ def propagate(
     known = {*facts.shardings.values(), *facts.moved.values()}
     costs = objective(mesh, joined(mesh, axes_of(mesh, known), known))
     graph = graph_of(facts.program, costs, facts=facts, border=border)
-    chosen, gap = _solved(graph.problem)
+    chosen, gap = _solved(graph, facts)
     while (less := within_rounds(graph, chosen)) is not None:
-        graph, (chosen, gap) = less, _solved(less.problem)
+        graph, (chosen, gap) = less, _solved(less, facts)
     plan = at_border(dataclasses.replace(decided(graph, chosen, facts), gap=gap), border)
     if strict and plan.gathered:
         e = plan.gathered[0]
@@ -104,13 +107,19 @@ def _whole(facts: Facts) -> Plan:
     return Plan(facts.program, facts.mesh, facts.shardings, splits, {}, facts.orders)
 
 
-def _solved(problem: Problem) -> tuple[Ints, float]:
-    """States that cost least, and the gap: exactly, if the problem is small; else what some rounds of messages find."""
-    small = reduce(problem)
+def _solved(graph: Graph, facts: Facts) -> tuple[Ints, float]:
+    """States that cost least, and the gap: exactly, if the problem is small; else what some rounds of messages find.
+
+    They begin where the marks are followed, so that nothing is found that costs more than that.
+    """
+    small = reduce(graph.problem)
     if found := exact(small.problem):
         return small.lift(found[0]), 0.0
     descent = Descent(small.problem, 0)
-    for _ in range(_ROUNDS):
+    if (begin := followed(graph, facts, small)) is not None:
+        descent.offer(begin)
+    entries = sum(table.size for table in small.problem.tables)
+    for _ in range(max(_ROUNDS, min(_MORE_ROUNDS, _ENTRIES // max(entries, 1)))):
         descent.round()
         spared = descent.value - descent.prices.bound
         if spared <= _ENOUGH * descent.value:
