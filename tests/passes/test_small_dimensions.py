@@ -23,6 +23,7 @@ LINE = Mesh.abstract(x=8)
 XLA = {
     "small/linear_vit": (120, 124_701_160),
     "small/linear_vit_step": (1_587_292, 378_471_872),
+    "small/linear_vit_both_step": (2_922_240, 220_281_312),
     "small/neural_operator": (14_026_752, 471_579_904),
     "small/vorticity_of_one": (1_850_240, None),
     "small/unet_step": (20_034, None),
@@ -30,7 +31,9 @@ XLA = {
     "small/lstm_step": (1_731_072, None),
     "small/experts_step": (259_392, None),
     "small/sampled_batch_1": (1_403_136, None),
+    "small/protein_on_cube_step": (391_488, None),
 }
+SLOW = {"small/protein_on_cube_step"}  # to plan
 
 
 def sent(spmd: SpmdProgram) -> int:
@@ -41,7 +44,7 @@ def lowered(f: Callable[..., Any], *shapes: tuple[int, ...]) -> Any:
     return gshard.jit(f, mesh=LINE).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
 
 
-@pytest.mark.parametrize("name", XLA)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in XLA])
 def test_no_more_is_sent_than_by_xla(name: str) -> None:
     case = SMALL[name]
     spmd = gshard.jit(case.function, mesh=Mesh.abstract(**case.mesh)).lower(*case.arguments).spmd

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from gshard.core.border import AS_MARKED, Border
 from gshard.core.device_order import Order
@@ -27,6 +27,7 @@ from gshard.passes.at_border import at_border
 from gshard.passes.choices import graph_of
 from gshard.passes.demands import demands
 from gshard.passes.facts import Facts, facts_of
+from gshard.passes.followed import followed
 from gshard.passes.graph import Graph, within_rounds
 from gshard.passes.layers import classes_of_layers
 from gshard.passes.moves import axes_of, joined
@@ -36,6 +37,7 @@ from gshard.solver.descent import Descent
 from gshard.solver.exact import exact
 from gshard.solver.problem import Ints, Problem, ProblemError
 from gshard.solver.reduce import reduce
+from gshard.solver.reduced import Reduced
 from gshard.solver.rest import best_of_rest
 from gshard.solver.tied import tied
 
@@ -86,7 +88,7 @@ def propagate(
     known = {*facts.shardings.values(), *facts.moved.values()}
     costs = objective(mesh, joined(mesh, axes_of(mesh, known), known))
     graph = graph_of(facts.program, costs, facts=facts, border=border)
-    graph, chosen, gap = _chosen(graph)
+    graph, chosen, gap = _chosen(graph, facts)
     plan = at_border(dataclasses.replace(decided(graph, chosen, facts), gap=gap, counted=costs.counted), border)
     if strict and plan.gathered:
         e = plan.gathered[0]
@@ -108,18 +110,26 @@ def _whole(facts: Facts) -> Plan:
     return Plan(facts.program, facts.mesh, facts.shardings, splits, {}, facts.orders)
 
 
-def _chosen(graph: Graph) -> tuple[Graph, Ints, float]:
+def _chosen(graph: Graph, facts: Facts) -> tuple[Graph, Ints, float]:
     """The problem with loops that hold no more than they may, states that cost least, and the gap.
 
     Of states that cost nearly the same those are taken in which layers are alike.
     """
     classes = classes_of_layers(graph)
     alike = None if classes is None else _alike(graph, classes)
-    start = None if alike is None else alike[1]
     cost = math.inf if alike is None else alike[0].problem.value(alike[1])
-    best, gap = _solved(graph.problem, start)
+
+    def solved(graph: Graph) -> tuple[Ints, float]:
+        def places(small: Reduced) -> Iterator[Ints | None]:
+            yield followed(graph, facts, small)
+            if alike is not None and math.isfinite(graph.problem.value(alike[1])):
+                yield small.lower(alike[1])
+
+        return _solved(graph.problem, places)
+
+    best, gap = solved(graph)
     while (least := graph.problem.value(best)) * _SAME < cost and (less := within_rounds(graph, best)) is not None:
-        graph, (best, gap) = less, _solved(less.problem, start)
+        graph, (best, gap) = less, solved(less)
     if alike is None or cost > least * _SAME:
         return graph, best, gap
     return *alike, max(0.0, 1 - least * (1 - gap) / cost) if cost else 0.0
@@ -139,14 +149,22 @@ def _alike(graph: Graph, classes: Ints) -> tuple[Graph, Ints] | None:
     return graph, chosen
 
 
-def _solved(problem: Problem, start: Ints | None = None) -> tuple[Ints, float]:
-    """States that cost least, and the gap: exactly, if the problem is small; else what some rounds of messages find."""
+def _solved(
+    problem: Problem, places: Callable[[Reduced], Iterable[Ints | None]] = lambda small: ()
+) -> tuple[Ints, float]:
+    """States that cost least, and the gap: exactly, if the problem is small; else what some rounds of messages find.
+
+    Args:
+        problem: what is solved.
+        places: states of the reduced problem to begin at, so that nothing is found that costs more.
+    """
     small = reduce(problem)
     if found := exact(small.problem):
         return small.lift(found[0]), 0.0
     descent = Descent(small.problem, 0)
-    if start is not None and math.isfinite(problem.value(start)):
-        descent.offer(small.lower(start))
+    for place in places(small):
+        if place is not None:
+            descent.offer(place)
     entries = sum(table.size for table in small.problem.tables)
     for _ in range(int(min(_MOST, max(_FEWEST, _WORK / max(entries, 1))))):
         descent.round()
