@@ -82,7 +82,7 @@ def main() -> None:
     )
     chosen = [case for case in cases() if not options.only or any(text in case.name for text in options.only)]
     rows = [run(case) for case in chosen]
-    slower, open_ = sum(ratio > NEAR for ratio, _ in rows), sum(gap > GAP for _, gap in rows)
+    slower, open_ = sum(ratio > NEAR for ratio, _ in rows), sum(gap > GAP or math.isnan(gap) for _, gap in rows)
     print(f"\nslower than by hand: {slower} of {len(rows)}; gap above {GAP:.1%}: {open_}; jax {jax.__version__}")
 
 
