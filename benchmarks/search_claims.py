@@ -112,7 +112,7 @@ def presets(only: list[str], run: bool) -> int:
         base = max(usual.cost.seconds, 1e-12)
         chosen.append(max(best.chosen.cost.seconds, 1e-12) / base)
         alone.append(max(best.searched.cost.seconds, 1e-12) / base)
-        model.append((best.predicted or 1e-12) / max(best.searched.cost.seconds, 1e-12))
+        model.append((best.solution.value or 1e-12) / max(best.searched.cost.seconds, 1e-12))
         slower = best.chosen.rank(best.limit) > usual.rank(best.limit) or chosen[-1] > SECONDS
         off, near = off_by(case, program, lowered.mesh, best.chosen.plan) if run else (0.0, OFF)
         worse, wrong = worse + slower, wrong + (off > near)

@@ -52,8 +52,8 @@ def test_the_time_of_a_plan_is_predicted(name: str) -> None:
     # The search counts the copy of what was exchanged also where what reads it takes it as it lies.
     exchanged = [k.writes[0] for k, _ in priced.program.walk() if KINDS.get(k.equation.name) == "all_to_all"]
     copies = sum(priced.machine.copying(size(v)) for v in exchanged)
-    assert found.predicted / alone >= 0.95
-    assert found.predicted / (alone + copies) <= 1.05
+    assert found.solution.value / alone >= 0.95
+    assert found.solution.value / (alone + copies) <= 1.05
     assert not copies or name == "moves/reshape_across"
 
 
@@ -88,7 +88,7 @@ def test_a_window_that_several_read_is_counted_once(size: int) -> None:
     assert len(kernels) == (1 if size == 3 else 2)
     alone = each_by_itself(best.searched.cost, EIGHT)
     assert alone > best.searched.cost.seconds, "sums share a message"
-    assert best.predicted / alone == pytest.approx(1, abs=0.02)
+    assert best.solution.value / alone == pytest.approx(1, abs=0.02)
 
 
 def product(x: Any, w: Any) -> Any:
@@ -343,8 +343,8 @@ def test_a_loop_counts_as_often_as_it_runs() -> None:
     arguments = (shape(32, 32), shape(32, 32))
     one = best_plan(gshard.trace(once, *arguments), FOUR, slow())
     twelve = best_plan(gshard.trace(often, *arguments), FOUR, slow())
-    assert 8 < twelve.predicted / one.predicted < 14
-    assert twelve.predicted / twelve.searched.cost.seconds == pytest.approx(1, abs=0.1)
+    assert 8 < twelve.solution.value / one.solution.value < 14
+    assert twelve.solution.value / twelve.searched.cost.seconds == pytest.approx(1, abs=0.1)
 
 
 def test_what_is_donated_comes_back_as_it_was() -> None:

@@ -188,9 +188,9 @@ class _Search:
                 for start in self._starts(keys):
                     self.rows, self.now = {}, None
                     self._take(start)
-                    rows, now = self._better(rows, now)
                     while self.now is not None and self._climb(keys):
-                        rows, now = self._better(rows, now)
+                        pass
+                    rows, now = self._better(rows, now)  # only now: climbing leaves out rows that bring nothing
         except KeyboardInterrupt:
             self.stop.number = self.stop.number or signal.SIGINT
         rows, now = self._better(rows, now)
