@@ -134,8 +134,9 @@ def together(collectives: Sequence[Collective], names: ArrayNames, *, each: bool
     rows: dict[Hashable, list[Collective]] = {}
     for c in collectives:
         array, module = names.array(c.value), names.module(c.cause)
-        layers = module.any_number if names.is_named(c.value) and array.alike != array.text else module.alike
-        which = (array.text, module.text, c.why) if each else (array.alike, layers, _without_position(c, c.why))
+        in_layer = names.is_named(c.value) and array.alike != array.text  # else only its position tells it apart
+        alike = (module.any_number, _without_position(c, c.why)) if in_layer else (module.alike, c.why)
+        which = (array.text, module.text, c.why) if each else (array.alike, *alike)
         rows.setdefault((c.kind, c.atoms, c.line, c.shape, *which), []).append(c)
     return list(rows.values())
 
