@@ -210,13 +210,38 @@ def test_the_order_of_trials_does_not_depend_on_the_time():
 
 
 def test_marks_that_move_an_array_themselves_come_first():
+    """Then those at which most bytes are at stake, and last what planning could have chosen without a mark."""
     found = gshard.explain(*deep(3), mesh=gshard.Mesh.abstract(data=8))
     changes = changes_of(rows_of(found.spmd.collectives), found.plan)
     assert changes[0].instead == "replicate(x)"
     assert changes[0].direct > 0
-    assert [c.direct for c in changes[1:]] != [0] * (len(changes) - 1)
-    rest = [max(c.direct, c.indirect) for c in changes[1:]]
-    assert rest == sorted(rest, reverse=True)
+    turns = [c.turn for c in changes]
+    assert turns == sorted(turns)
+    assert set(turns) == {0, 1, 2}
+    for turn in (1, 2):
+        stake = [max(c.direct, c.indirect) for c in changes if c.turn == turn]
+        assert stake == sorted(stake, reverse=True)
+        assert stake[0] > 0
+
+
+def test_a_result_that_leaves_whole_for_want_of_a_mark():
+    """It is made split, and gathered where it leaves the program: a mark keeps it as it is."""
+
+    def step(p, x, mark=lambda p: p):
+        g = jax.grad(left_over)(p, x)
+        return jax.tree.map(lambda w, g: mark(w - 0.1 * g), p, g)
+
+    mesh = gshard.Mesh.abstract(data=8)
+    found = gshard.explain(step, *TWO, mesh=mesh)
+    rows = rows_of(found.spmd.collectives)
+    border = [i for i, same in enumerate(rows) if same[0].why == "result at the border"]
+    assert border
+    changes = [c for c in changes_of(rows, found.plan) if c.row in border and not c.instead and not c.as_wanted]
+    assert len(changes) == len(border)
+    for change in changes:
+        assert "the result of sub at test_proposal.py:" in change.at
+        again = found.marked(change.program())
+        assert sum(c.total_bytes for c in again.collectives) == found.total_bytes - change.direct
 
 
 def test_nothing_is_said_of_marks_that_were_not_tried():
