@@ -210,13 +210,41 @@ def test_the_order_of_trials_does_not_depend_on_the_time():
 
 
 def test_marks_that_move_an_array_themselves_come_first():
+    """Then those at which most bytes are at stake, and last what planning could have chosen without a mark."""
     found = gshard.explain(*deep(3), mesh=gshard.Mesh.abstract(data=8))
     changes = changes_of(rows_of(found.spmd.collectives), found.plan)
     assert changes[0].instead == "replicate(x)"
     assert changes[0].direct > 0
-    assert [c.direct for c in changes[1:]] != [0] * (len(changes) - 1)
-    rest = [max(c.direct, c.indirect) for c in changes[1:]]
-    assert rest == sorted(rest, reverse=True)
+    turns = [c.turn for c in changes]
+    assert turns == sorted(turns)
+    assert set(turns) == {0, 1, 2}
+    for turn in (1, 2):
+        stake = [max(c.direct, c.indirect) for c in changes if c.turn == turn]
+        assert stake == sorted(stake, reverse=True)
+        assert stake[0] > 0
+
+
+def test_a_result_that_leaves_whole_may_be_marked_as_it_is():
+    """It is made split, and gathered where it leaves the program: the trial is what the mark of a user would do."""
+
+    def step(p, x, mark=lambda w: w):
+        g = jax.grad(left_over)(p, x)
+        new = jax.tree.map(lambda w, g: w - 0.1 * g, p, g)
+        return {**new, "down": mark(new["down"])}
+
+    mesh = gshard.Mesh.abstract(data=8)
+    found = gshard.explain(step, *TWO, mesh=mesh)
+    rows = rows_of(found.spmd.collectives)
+    border = [i for i, same in enumerate(rows) if same[0].why == "result at the border"]
+    changes = {c.row: c for c in changes_of(rows, found.plan) if c.row in border and not c.as_wanted}
+    assert list(changes) == border != []
+    (down,) = (i for i in border if rows[i][0].value.shape == (2048, 512))
+    change = changes[down]
+    assert "the result of sub at test_proposal.py:" in change.at
+    spec = P("data", None) if "P('data', None)" in change.mark else P(None, "data")
+    marked = gshard.explain(lambda p, x: step(p, x, lambda w: gshard.shard(w, spec)), *TWO, mesh=mesh)
+    again = found.marked(change.program())
+    assert sum(c.total_bytes for c in again.collectives) == marked.total_bytes
 
 
 def test_nothing_is_said_of_marks_that_were_not_tried():

@@ -6,8 +6,9 @@ much: its dimensions that are replicated are left open instead, and what it spli
 
 Whether a change helps only planning again can tell (``trials``), which takes time. So the changes are ordered by the
 bytes that are at stake. Marks that themselves move an array come first: few marks do, and most that are left over by
-mistake. Then come all others, by the bytes of the collectives that they are about or that go back to them. What equal
-layers have alike is changed in all of them at once: it is one line of the user's.
+mistake. Then come all others, by the bytes of the collectives that they are about or that go back to them; last marks
+that only ask for what planning could have chosen itself. What equal layers have alike is changed in all of them at
+once: it is one line of the user's.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Change:
         direct: bytes that each device sends in the collectives that it is about;
         indirect: and in all that go back to the mark.
         program: the program with the change.
+        as_wanted: whether it marks a value as what reads it wants it. Planning could have chosen that.
     """
 
     mark: str
@@ -50,6 +52,12 @@ class Change:
     direct: int
     indirect: int
     program: Callable[[], Program | None] = dataclasses.field(repr=False)
+    as_wanted: bool = False
+
+    @property
+    def turn(self) -> int:
+        """When it is tried: first marks that move an array themselves, last what planning could have chosen."""
+        return 0 if self.instead and self.direct else 2 if self.as_wanted else 1
 
 
 def changes_of(rows: Sequence[Sequence[Collective]], plan: Plan) -> list[Change]:
@@ -60,29 +68,21 @@ def changes_of(rows: Sequence[Sequence[Collective]], plan: Plan) -> list[Change]
         plan: the plan they were made from.
     """
     found = [*_loosened(rows, plan), *_added(rows, plan)]
-    # Of equal bytes a mark that is too much comes first: one that is added can only forbid.
-    return sorted(
-        found,
-        key=lambda change: (
-            not (change.instead and change.direct),
-            -max(change.direct, change.indirect),
-            not change.instead,
-        ),
-    )
+    return sorted(found, key=lambda c: (c.turn, -max(c.direct, c.indirect), not c.instead))
 
 
 def _added(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Change]:
     """Marks on the values that collectives move."""
     program = plan.program
     producers = {v: e for e in program.block.walk() for v in e.outputs}
-    free = _unmarked(program)
+    free, results = _unmarked(program), {v for v in program.block.outputs if isinstance(v, Value)}
     seen = set()
     for row, same in enumerate(rows):
         sent = sum(c.total_bytes for c in same)
         wanted: dict[Sharding, dict[Value, None]] = {}
         for c in same:
             if c.value in free and c.before is not None and c.after is not None:
-                for sharding in _wanted(c.value, c.before, c.after, plan):
+                for sharding in _wanted(c.value, c.before, c.after, plan, c.value in results):
                     wanted.setdefault(sharding, {})[c.value] = None
         for sharding, values in wanted.items():
             text, key = text_of_mark(sharding, plan.mesh), (sharding, frozenset(values))
@@ -98,6 +98,7 @@ def _added(rows: Sequence[Sequence[Collective]], plan: Plan) -> Iterator[Change]
                 sent,
                 sent,
                 functools.partial(with_marks, program, marks),
+                same[0].after is not None and sharding.dims == same[0].after.dims,
             )
 
 
@@ -109,9 +110,15 @@ def _unmarked(program: Program) -> set[Value]:
     return found | {v for e in program.block.walk() if e.mark is None for v in e.outputs if not v.made}
 
 
-def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan) -> Iterator[Sharding]:
-    """How the value might be sharded: as it is wanted; a sum, split over those that add it up."""
-    seen = {plan.sharding(value).dims}
+def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan, is_result: bool = False) -> Iterator[Sharding]:
+    """How the value might be sharded: as it is wanted; a sum, split over those that add it up; a result, as it is.
+
+    What no mark says of a result leaves whole, or as an argument of its kind came.
+    """
+    here = plan.sharding(value)
+    seen = {here.dims}
+    if is_result and here.atoms:
+        yield Sharding(here.dims)
     whole = Sharding(after.dims)
     if whole.dims not in seen:
         seen.add(whole.dims)

@@ -134,7 +134,7 @@ class Explanation:
         >>> f = lambda x, w: gshard.split(x, 1, 8) @ w
         >>> found = gshard.explain(f, jnp.ones((64, 512)), jnp.ones((512, 32)), mesh=gshard.Mesh.abstract(devices=8))
         >>> found.verdict("v3:2x2").bound
-        'network'
+        'latency'
         """
         return self._verdict(self.cost(machine), seconds)
 
