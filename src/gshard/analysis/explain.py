@@ -26,6 +26,7 @@ from gshard.analysis.hardware import machine_of, unknown_devices
 from gshard.analysis.host_memory import HostMemory, host_memory
 from gshard.analysis.instead import Instead, instead
 from gshard.analysis.machine import Machine
+from gshard.analysis.moved_instead import moved_instead
 from gshard.analysis.named import unused_of_layout, uses_of_layout
 from gshard.analysis.origin import merged, origins, rows_of
 from gshard.analysis.peer_lines import against_xla
@@ -273,8 +274,10 @@ class Explanation:
             lines += ["", str(self.spmd.recomputed)]
         if self.spmd.prefetched is not None:
             lines += ["", str(self.spmd.prefetched)]
+        moved = tuple(map(str, moved_instead(self.plan)))
         for title, texts in (
             ("work that is not split although an operand is", self.replicated),
+            ("operands gathered because moving the larger arrays sends less", moved),
             ("layout", self.layout),
             ("not used of the layout, most likely by mistake (strict=True refuses it)", self.unused),
             ("no rule, so operands are gathered and every device computes the same", self.gathered),

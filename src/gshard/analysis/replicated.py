@@ -77,13 +77,13 @@ def _row(e: Equation, split: Split, v: Value, dim: int, atoms: Atoms, plan: Plan
     if not wider:
         return None
 
-    best = min(wider, key=lambda s: _sent(rule, s, arrays, mesh))
+    best = min(wider, key=lambda s: sent_by(rule, s, arrays, mesh))
     times = parts(best, mesh) // parts(split, mesh)
-    more = _sent(rule, best, arrays, mesh) - _sent(rule, split, arrays, mesh)
+    more = sent_by(rule, best, arrays, mesh) - sent_by(rule, split, arrays, mesh)
     return Replicated(e, v, dim, mesh.format_atoms(atoms), times, more)
 
 
-def _sent(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> int:
+def sent_by(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> int:
     """Bytes that each device sends to bring operands into place and results to where they belong."""
     moved = 0 if rule.sends is None else rule.sends(mesh, split)
     count = len(rule.operands)
