@@ -102,18 +102,23 @@ def scopes_of(source_info: Any) -> tuple[str, ...]:
     return tuple(word for scope in scopes if scope not in _OF_JAX for word in scope.split("/") if word.strip("~"))
 
 
-@contextlib.contextmanager
-def as_if_at(source_info: Any) -> Iterator[None]:
+class as_if_at:
     """What is traced inside gets the source line and the named scopes of another equation."""
-    traceback_, names = getattr(source_info, "traceback", None), _source_info_util.current_name_stack()
-    if source_info is not None:
-        names = names + source_info.name_stack
-    context = _source_info_util.user_context(traceback_, name_stack=names)
-    context.__enter__()
-    try:
-        yield
-    finally:
-        context.__exit__(None, None, None)  # told of an error, it would rewrite where the error comes from
+
+    __slots__ = ("_context", "_source_info")
+
+    def __init__(self, source_info: Any):
+        self._source_info = source_info
+
+    def __enter__(self) -> None:
+        source, names = self._source_info, _source_info_util.current_name_stack()
+        if source is not None:
+            names = names + source.name_stack
+        self._context = _source_info_util.user_context(getattr(source, "traceback", None), name_stack=names)
+        self._context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(None, None, None)  # told of an error, it would rewrite where the error comes from
 
 
 def mesh_of_context() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:

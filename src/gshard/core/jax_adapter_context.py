@@ -19,6 +19,9 @@ from gshard.core.context import NO_CONTEXT, Context
 from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.planning_tables import tabulated
 
+# The settings that a context is made of.
+_METADATA, _COMPUTE_ON = _config.xla_metadata_context_manager, _config.compute_on_context_manager
+
 
 def context_of(eqn: Any) -> Context:
     """The context of an equation of a jaxpr."""
@@ -40,34 +43,47 @@ def context_of_body(eqn: Any) -> Context:
     return context_of(eqn)
 
 
-@contextlib.contextmanager
-def in_context(context: Context) -> Iterator[None]:
+class in_context(contextlib.ContextDecorator):
     """What is traced inside has this context, and nothing of one that is set already. Also a decorator."""
-    settings = _config.xla_metadata_context_manager, _config.compute_on_context_manager
-    if not context and all(setting.value is None for setting in settings):
-        yield  # so it is nearly everywhere, and what JAX has traced before is found again
-        return
-    metadata = _xla_metadata_lib.XlaMetadata(dict(context.metadata)) if context.metadata else None
-    before = [s.swap_local(new) for s, new in zip(settings, (metadata, context.compute_type), strict=True)]
-    try:
-        yield
-    finally:
-        for setting, value in zip(settings, before, strict=True):
-            setting.set_local(value)
+
+    def __init__(self, context: Context):
+        self._context = context
+        self._before: tuple[Any, Any] | None = None
+
+    def _recreate_cm(self) -> in_context:
+        return in_context(self._context)  # a decorated function may call itself
+
+    def __enter__(self) -> None:
+        context = self._context
+        if not context and _METADATA.value is None and _COMPUTE_ON.value is None:
+            return  # so it is nearly everywhere, and what JAX has traced before is found again
+        metadata = _xla_metadata_lib.XlaMetadata(dict(context.metadata)) if context.metadata else None
+        self._before = _METADATA.swap_local(metadata), _COMPUTE_ON.swap_local(context.compute_type)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            _METADATA.set_local(self._before[0])
+            _COMPUTE_ON.set_local(self._before[1])
 
 
-@contextlib.contextmanager
-def with_settings_of(eqn: Any) -> Iterator[None]:
+def with_settings_of(eqn: Any) -> contextlib.AbstractContextManager[None]:
     """What is traced inside has the settings that an equation was traced with, and no context.
 
     Random bits of the same key are others where ``jax.threefry_partitionable`` is set otherwise.
     """
-    partitionable = _config.threefry_partitionable.swap_local(eqn.ctx.threefry_partitionable)
+    if eqn.ctx.threefry_partitionable == _config.threefry_partitionable.value:
+        return in_context(NO_CONTEXT)
+    return _with_random_bits(eqn.ctx.threefry_partitionable)
+
+
+@contextlib.contextmanager
+def _with_random_bits(partitionable: bool) -> Iterator[None]:
+    before = _config.threefry_partitionable.swap_local(partitionable)
     try:
         with in_context(NO_CONTEXT):
             yield
     finally:
-        _config.threefry_partitionable.set_local(partitionable)
+        _config.threefry_partitionable.set_local(before)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -59,6 +59,11 @@ def looks_for_nans() -> bool:
     return bool(_config.debug_nans.value or _config.debug_infs.value)
 
 
+def logs_compilations() -> bool:
+    """Whether ``jax_log_compiles`` is on."""
+    return bool(_config.log_compiles.value)
+
+
 def nan_found(error: BaseException) -> bool:
     """Whether an error says that ``jax.debug_nans`` or ``jax.debug_infs`` has found something."""
     return isinstance(error, _dispatch.InternalFloatingPointError)

@@ -18,30 +18,29 @@ import logging
 import time
 from collections.abc import Iterator
 
-import jax
-
 from gshard.core.garbage import collected_seldom
+from gshard.core.jax_adapter_dispatch import logs_compilations
 
 _log = logging.getLogger("gshard")
 
 
 @contextlib.contextmanager
 def phase(doing: str, name: str, devices: int | None = None) -> Iterator[None]:
-    """Logs the seconds of wall time that pass until its end, and has garbage collected seldom. A failure is not logged.
+    """Logs how many seconds of wall time pass until its end, if it does not fail. Garbage is collected seldom inside.
 
     Args:
         doing: the phase, such as ``"planning"``.
         name: the name of the function.
         devices: for how many devices; None for a phase that does not depend on the mesh.
 
+    >>> import jax
     >>> with jax.log_compiles(), phase("planning", "step", 8):
     ...     plan = "computed here"
     """
     begun = time.perf_counter()
     with collected_seldom():
         yield
-    told = jax.config.jax_log_compiles  # type: ignore[attr-defined]
-    level = logging.WARNING if told else logging.DEBUG
+    level = logging.WARNING if logs_compilations() else logging.DEBUG
     if _log.isEnabledFor(level):
         where = "" if devices is None else f" for {devices} device{'' if devices == 1 else 's'}"
         _log.log(level, "Finished %s %s%s in %.3g s", doing, name, where, time.perf_counter() - begun)

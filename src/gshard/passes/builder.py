@@ -42,7 +42,7 @@ from gshard.tracing.known import Facts, makes_indices
 from gshard.tracing.look_up import simpler
 from gshard.tracing.looks import Looks
 from gshard.tracing.nested_shardings import with_shardings_as_marks
-from gshard.tracing.opened import opened
+from gshard.tracing.opened import may_be_opened, opened
 from gshard.tracing.partly_manual import opened_region
 from gshard.tracing.permitted import permit_from
 from gshard.tracing.rewritten import rewritten
@@ -139,7 +139,7 @@ class Builder:
             self.context = context_of(eqn).inside(outer)
             name, params = eqn.primitive.name, eqn.params
             # An equation that JAX's own library made inside a call is blamed on the line that called it.
-            source = eqn.source_info if user_line(eqn.source_info) or line is None else line
+            source = eqn.source_info if line is None or user_line(eqn.source_info) else line
             source = source if line is None else in_scopes_of(source, line)
             self.dropped += dropped(eqn, source)
             inputs = tuple(_read(env, v) for v in eqn.invars)
@@ -237,7 +237,7 @@ class Builder:
 
     def _opened(self, eqn: Any) -> tuple[Any, tuple[Any, ...]] | None:
         """What a primitive without a rule is made of; equal equations (those of equal layers) share it."""
-        if eqn.effects:
+        if eqn.effects or not may_be_opened(eqn.primitive, eqn.params):
             return None
         avals = tuple(v.aval for v in eqn.invars), tuple(v.aval for v in eqn.outvars)
         key = (eqn.primitive, tuple(eqn.params.items()), avals)

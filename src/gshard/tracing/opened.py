@@ -25,10 +25,13 @@ from gshard.language.region import REGIONS
 from gshard.language.registry import has_rule
 
 
+def may_be_opened(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether an equation may stand for others: no rule is known for it, and it is no loop or branch."""
+    return primitive.name not in REGIONS and not has_rule(primitive.name, params)
+
+
 def opened(primitive: Any, params: dict[str, Any], in_avals: Sequence[Any], out_avals: Sequence[Any]) -> Any | None:
-    """The jaxpr that an equation of a primitive without a rule stands for; None if it stands for itself."""
-    if primitive.name in REGIONS or has_rule(primitive.name, params):
-        return None
+    """The jaxpr that an equation of a primitive that ``may_be_opened`` stands for; None if it stands for itself."""
     function = function_of(primitive)
     if function is None:
         return None
