@@ -24,7 +24,8 @@ MESH = gshard.Mesh.abstract(data=4, model=2)
 def tried(f, *args, mesh=MESH, seconds=math.inf, **options):
     """What changes of marks bring: an explanation, and the trials of all of them, or within so many seconds."""
     found = gshard.explain(f, *args, mesh=mesh)
-    return found, trials(rows_of(found.spmd.collectives), found.plan, found.marked, seconds=seconds, **options)
+    rows = rows_of(found.spmd.collectives, found.names)
+    return found, trials(rows, found.plan, found.marked, seconds=seconds, **options)
 
 
 def proposals(f, *args, mesh=MESH):
@@ -212,7 +213,7 @@ def test_the_order_of_trials_does_not_depend_on_the_time():
 def test_marks_that_move_an_array_themselves_come_first():
     """Then those at which most bytes are at stake, and last what planning could have chosen without a mark."""
     found = gshard.explain(*deep(3), mesh=gshard.Mesh.abstract(data=8))
-    changes = changes_of(rows_of(found.spmd.collectives), found.plan)
+    changes = changes_of(rows_of(found.spmd.collectives, found.names), found.plan)
     assert changes[0].instead == "replicate(x)"
     assert changes[0].direct > 0
     turns = [c.turn for c in changes]
@@ -234,7 +235,7 @@ def test_a_result_that_leaves_whole_may_be_marked_as_it_is():
 
     mesh = gshard.Mesh.abstract(data=8)
     found = gshard.explain(step, *TWO, mesh=mesh)
-    rows = rows_of(found.spmd.collectives)
+    rows = rows_of(found.spmd.collectives, found.names)
     border = [i for i, same in enumerate(rows) if same[0].why == "result at the border"]
     changes = {c.row: c for c in changes_of(rows, found.plan) if c.row in border and not c.as_wanted}
     assert list(changes) == border != []

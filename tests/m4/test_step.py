@@ -60,11 +60,11 @@ def test_devices_combine_what_micro_batches_add_to_once(rng: np.random.Generator
     state = jax.eval_shape(lambda: initial_state(model, 0))
     mesh = gshard.Mesh.abstract(devices=4)
     found = gshard.explain(make_step(model, TrainConfig(accumulate=4)), state, batch(rng, 32), mesh=mesh)
-    sums = [row for row in found.collectives if row.kind == "all_reduce"]
+    sums = [c for c in found.spmd.collectives if c.kind == "all_reduce"]
     # All but the gates': their weights are marked replicated, and so are the gradients.
-    gradients = [row for row in sums if "," in row.shape and row.shape not in ("f32[16,8]", "s32[8]")]
+    gradients = [c for c in sums if "," in c.shape and c.shape not in ("f32[16,8]", "s32[8]")]
     assert len(gradients) > 30
-    assert {row.times for row in gradients} == {1}, "those of stacked layers too"
+    assert {c.times for c in gradients} == {1}, "those of stacked layers too"
     others = sum(row.bytes for row in found.collectives if row.kind not in ("all_reduce", "all_to_all"))
     assert others < 0.05 * found.total_bytes, "the sentences themselves, where micro-batches are dealt, and masks"
 

@@ -14,7 +14,7 @@ from jax import ShapeDtypeStruct
 
 import gshard
 from gshard.passes import propagate as of_propagate
-from gshard.passes.facts import facts_of
+from gshard.passes.facts import Facts, facts_of
 from gshard.passes.graph import Graph
 from gshard.passes.layers import classes_of_layers
 from gshard.solver.problem import Problem
@@ -141,11 +141,11 @@ def test_layers_that_are_alike_cost_nearly_what_the_best_cost(monkeypatch: pytes
     solved: list[tuple[float, float]] = []
     chosen = of_propagate._chosen
 
-    def both(graph: Graph) -> Any:
+    def both(graph: Graph, facts: Facts) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(of_propagate, "classes_of_layers", lambda graph: None)
-            alone, states, _ = chosen(graph)
-        found = chosen(graph)
+            alone, states, _ = chosen(graph, facts)
+        found = chosen(graph, facts)
         solved.append((found[0].problem.value(found[1]), alone.problem.value(states)))
         return found
 

@@ -207,6 +207,7 @@ def stopped_by(number, at, **options):
             os.kill(os.getpid(), number)
     return searched(600.0, progress=heard, **options)
 signal.signal(signal.SIGTERM, own)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in the background
 found = stopped_by(signal.SIGTERM, "the preset 'state split'")
 print(found.stopped == signal.SIGTERM, found.best.searched is not None, signal.getsignal(signal.SIGTERM) is own)
 print([line for line in str(found).splitlines() if "ended the search" in line][0].split(" after ")[0])

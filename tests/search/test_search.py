@@ -90,7 +90,9 @@ def test_a_plan_that_was_found_computes_the_same(name: str) -> None:
         else:
             np.testing.assert_array_equal(x, y)
     assert found.cost.seconds <= min(other.cost.seconds for other in found.best.others) * (1 + 1e-12)  # sums, rounded
-    assert found.best.predicted >= found.bound * (1 - 1e-9)
+    assert found.best.solution is not None
+    assert found.best.solution.value >= found.bound * (1 - 1e-9)
+    assert found.gap is None or found.gap >= 0
 
 
 def test_megatron_is_found_without_a_mark() -> None:
@@ -189,7 +191,7 @@ def test_a_plan_is_said_in_few_marks_that_were_tried() -> None:
     found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
     (mark,) = found.marks.marks
     assert mark.text == "gshard.shard(x, P(None, 'devices'))"
-    assert mark.at == "f32[2048,8192] of weights[*][*]"
+    assert mark.at == "f32[2048,8192] of weights[*][0]"
     assert mark.values == 3
     written = gshard.jit(
         trained(False), mesh=mesh, in_shardings=([(P(None, "devices"), None)] * 3, None), donate_argnums=0,

@@ -1,5 +1,6 @@
 """Tied: a problem in which all nodes of a class are in one state.
 
+>>> import numpy as np
 >>> p = Problem.of([[0, 3], [1, 0], [9, 9]], [(0, 1, [[0, 5], [5, 0]]), (1, 2, [[1, 2], [3, 4]])])
 >>> small = tied(p, np.array([0, 0, 1]))
 >>> [cost.tolist() for cost in small.costs], small.value([1, 0]) == p.value([1, 1, 0])
