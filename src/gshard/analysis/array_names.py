@@ -44,7 +44,7 @@ class ArrayNames:
     """Names for one program.
 
     Args:
-        program: as it is planned.
+        program: the program of a plan.
 
     Attributes:
         arguments: what each argument is called.
@@ -164,10 +164,10 @@ class ArrayNames:
                 yield from (self._roots[x] for x in arrays if x in self._roots)
 
     def _follow_back(self, program: Program) -> None:
-        """Notes for values that are computed on the way to a result of which argument the result is the next state.
+        """Notes, for the values that lead to a result, the argument that the result replaces in the next step.
 
-        That is the argument nearest to it among those that elementwise equations bring into it; where there is none,
-        as of gradients that are results themselves, the one that is at the same path.
+        It is the nearest argument that elementwise equations bring into the result. Where there is none, as for a
+        gradient that is itself a result, it is the argument at the same path.
         """
         by_path = _by_path(program)
         found: dict[Value, list[tuple[bool, int, int]]] = {}
@@ -222,7 +222,7 @@ def _module(short: ShortName, name: str) -> Module:
 
 
 def _in_another_form(e: Equation) -> tuple[Value | None, ...]:
-    """For each result of an equation the array of which it is another form or a part; () if it computes something."""
+    """For each result, the operand that the equation casts, reshapes or slices; () if it computes new values."""
     if e.rule is None:
         return ()
     if e.rule.passes:

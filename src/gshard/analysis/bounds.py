@@ -88,8 +88,8 @@ def alone(plan: Plan, machine: Machine, donated: Sequence[int] = ()) -> Cost | N
     """What a call takes on one device that holds all of every array, and computes everything.
 
     Args:
-        plan: of which only the program counts.
-        machine: of which only one device counts.
+        plan: gives the program; its shardings are ignored.
+        machine: one of its devices runs the program.
         donated: inputs (captured arrays counted) whose memory results may take.
 
     Returns:

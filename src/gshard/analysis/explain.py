@@ -41,7 +41,7 @@ from gshard.analysis.rows import (
     rows_of_equal_layers,
     rows_of_tensors,
     text_of_rings,
-)  # fmt: skip
+)
 from gshard.analysis.timeline import timeline
 from gshard.analysis.trials import SECONDS, Trials, trials
 from gshard.analysis.verdict import Verdict, verdict

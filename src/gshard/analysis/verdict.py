@@ -50,12 +50,6 @@ class Verdict:
         alone: that a call is no faster than on one device, if so.
     """
 
-    @property
-    def proposal(self) -> Proposal | None:
-        """The change of marks that lowers the bytes sent most, of those with which a call takes no longer, if any."""
-        made = (p for p in self.proposals if p is not None)
-        return min(made, key=_rank, default=None)
-
     cost: Cost
     mesh: Mesh
     ideal: float
@@ -70,6 +64,12 @@ class Verdict:
     by_bytes: bool = False
     planned_for: Machine | None = None
     alone: str = ""
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """The change of marks that lowers the bytes sent most, of those with which a call takes no longer, if any."""
+        made = (p for p in self.proposals if p is not None)
+        return min(made, key=_rank, default=None)
 
     @property
     def shares(self) -> dict[str, float]:

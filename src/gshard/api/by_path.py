@@ -16,7 +16,7 @@ _SHOWN = 12  # paths in a message
 
 
 def shard_by_path(x: Any, assignments: Mapping[str, Any]) -> Any:
-    """Marks how those arrays of a pytree are cut whose paths match a pattern; all others are left open.
+    """Marks the arrays of a pytree whose paths match a pattern; all other arrays stay open.
 
     Args:
         x: pytree of any kind: dictionaries, an NNX state, an Equinox module. The path of ``x["layers"][0]["w1"]`` and

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -148,9 +148,12 @@ class MeshSearch:
     @property
     def rank(self) -> tuple[bool, bool, float]:
         """Orders searches on several meshes, the one that promises most first."""
-        if not self._solved:
+        return self._rank_of(self._solved)
+
+    def _rank_of(self, solved: Sequence[Solution]) -> tuple[bool, bool, float]:
+        if not solved:
             return True, True, 0.0
-        last = self._solved[-1]
+        last = solved[-1]
         fits = last.fits and last.peak <= self.limit
         return False, not fits, float(f"{last.value:.9g}") if fits else last.peak
 
@@ -185,15 +188,11 @@ class MeshSearch:
                 if solved[-1].interrupted:
                     raise KeyboardInterrupt
         found = [(graph, solved) for graph, solved in found if solved]
-        ranks = []
-        for self.graph, self._solved in found:
-            ranks.append(self.rank)
         if not found:
             self.graph = None
             return
-        best = min(range(len(found)), key=ranks.__getitem__)
-        self.graph, self._solved = found[best]
-        others = [self._bound(solved) for k, (_, solved) in enumerate(found) if k != best]
+        self.graph, self._solved = min(found, key=lambda pair: self._rank_of(pair[1]))
+        others = [self._bound(solved) for graph, solved in found if graph is not self.graph]
         self._others_bound = min([math.inf, *others]) if len(found) == len(ways) else 0.0
 
     def _posed(self, way: tuple[Atoms, ...]) -> Graph:

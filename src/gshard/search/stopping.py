@@ -19,13 +19,6 @@ class Stop:
     def __init__(self) -> None:
         self.number: int | None = None
 
-    @property
-    def name(self) -> str:
-        """Of the signal, as people call it."""
-        if self.number is None:
-            return ""
-        return "Ctrl-C" if self.number == signal.SIGINT else signal.Signals(self.number).name
-
     def deliver(self) -> None:
         """Acts on SIGTERM as the process would have without ``stoppable``; called where there is nothing to return."""
         if self.number == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
