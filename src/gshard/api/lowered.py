@@ -32,7 +32,6 @@ from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
 from gshard.passes.compile import Executable, named_sharding
-from gshard.passes.partition import partition
 from gshard.search.propagated import Propagated
 
 
@@ -80,13 +79,13 @@ class Lowered:
         """The one program that all devices run."""
         known = self._planned.cost
         with phase("partitioning", self.program.name, self.mesh.size):
-            made = self.target.fitted(self._all_kept, self.donated, known)
+            made = self.target.fitted(self.plan, self._all_kept, self.donated, known)
         self.target.check(self.plan, made)
         return made
 
     @functools.cached_property
     def _all_kept(self) -> SpmdProgram:
-        return self._planned.spmd or partition(self.plan)
+        return self.target.partitioned(self._planned)
 
     def marked(self, program: Program) -> SpmdProgram:
         """What all devices would run if the program had other marks: those that ``program`` has."""

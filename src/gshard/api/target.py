@@ -25,12 +25,11 @@ from gshard.passes.at_border import at_border
 from gshard.passes.compile import Executable, compile_spmd
 from gshard.passes.propagate import in_best_order
 from gshard.passes.recorded import Recorded
-from gshard.passes.windowed import Policy, windowed
+from gshard.passes.windowed import Policy
 from gshard.remat.fit import compiled_within
-from gshard.remat.rematerialise import rematerialise
-from gshard.search.as_run import in_memory, with_rings
 from gshard.search.find import best_plan
-from gshard.search.propagated import Propagated, propagated
+from gshard.search.pipeline import FITTING, PLANNING, Draft, Settings, run
+from gshard.search.propagated import Propagated
 from gshard.search.seconds import on_machine
 
 
@@ -110,60 +109,63 @@ class Target:
         """The program's plan."""
         if self.strict and self.reorders:  # a derivative, or one half of it, need not have all names
             refuse_unused(program, self.mesh)
-        if self.recorded is not None:
-            return Propagated(self.recorded.plan(program, self.mesh, border))
-        if self.search is not False:
-            return Propagated(self._searched(program, border))
-        made, *_ = propagated(program, self.mesh, self.machine, strict=self.strict, border=border)
-        if self.windowed is None and self.reorders:
-            return made
-        if self.faster and self.machine is not None:
-            donated = [i - len(program.captured) for i in border.donated]
-            made = with_rings(made, self.windowed, self.machine, donated, self.memory_limit)
-        elif (plan := windowed(made.plan, self.windowed)).rings or made.spmd is None:
-            made = Propagated(plan)
+        made = run(PLANNING, Draft(program.name, program), self._settings(program, border)).best
         return made if self.reorders else Propagated(dataclasses.replace(made.plan, orders={}))
 
-    def _searched(self, program: Program, border: Border) -> Plan:
+    def _settings(self, program: Program, border: Border) -> Settings:
+        given = None if self.search is False else self._searched
+        given = given if self.recorded is None else self.recorded.plan_of_settled
+        return Settings(
+            self.mesh, self.machine, self.strict, border, tuple(i - len(program.captured) for i in border.donated),
+            given, self.windowed if given is None else None, self.faster, self.memory_limit,
+        )  # fmt: skip
+
+    def _searched(self, program: Program, mesh: Mesh, border: Border) -> Plan:
         """The plan that a search finds; where there are several processes, the one that the first of them finds.
 
         Every search has an end by the clock, so that two processes need not find the same.
         """
-        on = self.machine or machine_of(self.mesh)
+        on = self.machine or machine_of(mesh)
 
         def searched() -> Plan:
             return best_plan(
-                program, self.mesh, on, donated=[i - len(program.captured) for i in border.donated],
+                program, mesh, on, donated=[i - len(program.captured) for i in border.donated],
                 memory_limit=self.memory_limit, budget_seconds=None if self.search is True else float(self.search),
                 progress=None,
             ).chosen.plan  # fmt: skip
 
-        group = Group.of(self.mesh.devices)
+        group = Group.of(mesh.devices)
         if group is None:
             return at_border(searched(), border)
-        devices = str(self.mesh), self.mesh.order, on
+        devices = str(mesh), mesh.order, on
         options = devices, self.memory_limit, self.search, border, program.argument_marks, program.finite
         key = f"{options}\n{format_block(program.block)}"
         found = group.from_first(program.name, key, lambda: Recorded.of(searched()).as_json())
-        return Recorded.of_json(found).plan(program, self.mesh, border)
+        return Recorded.of_json(found).plan_of_settled(program, mesh, border)
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
         if self.budget is not None:
             self.budget.check(plan, spmd)
 
-    def fitted(self, kept: SpmdProgram, donated: frozenset[int], known: Cost | None = None) -> SpmdProgram:
+    def partitioned(self, made: Propagated) -> SpmdProgram:
+        """The per-device program of a plan, without recomputation and prefetching."""
+        return run((PARTITION,), Draft.of(made), Settings(self.mesh)).spmd
+
+    def fitted(self, plan: Plan, kept: SpmdProgram, donated: frozenset[int], known: Cost | None = None) -> SpmdProgram:
         """A program recomputed as far as the limit of memory asks; with a machine, its loops fetch ahead.
 
         Args:
+            plan: what it was made of.
             kept: the program without recomputation.
             donated: arguments whose memory the results may take.
             known: what ``kept`` costs on the machine, if that is known.
         """
-        limit = self.memory_limit
-        if self.machine is None:
-            return kept if limit is None else rematerialise(kept, limit, self._machine, donated)
-        return in_memory(kept, self.machine, donated, limit, known, recomputes=limit is not None)
+        settings = Settings(
+            self.mesh, self.machine, donated=tuple(donated), memory_limit=self.memory_limit,
+            recomputes=self.memory_limit is not None,
+        )  # fmt: skip
+        return run(FITTING, Draft.of(Propagated(plan, kept, known)), settings).spmd
 
     def compiled(self, spmd: SpmdProgram, kept: SpmdProgram, donated: frozenset[int]) -> Executable:
         """A program's executable; where the compiler needs more than the limit, it recomputes more than ``spmd``."""

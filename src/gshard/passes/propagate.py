@@ -1,10 +1,9 @@
-"""Propagate: from a few marks to a sharding for every value and a split for every equation.
+"""Completes the user's marks to a plan: a sharding for every value and a split for every equation.
 
-What follows from the marks is found first (``passes.facts``). What that leaves open, and where it disagrees with
-itself, is one problem (``passes.graph``): a sharding for every value that is not marked, nor an argument of which the
-facts decide how it comes, and a split for every equation, so that what is sent and computed costs least
-(``passes.objective``). Marks, and shardings that arguments came with, are never changed; among equal plans the one that
-follows the marks is taken.
+Propagation comes first (``passes.settled``). What it leaves open, and where it disagrees with itself, is one problem
+(``passes.graph``): choose a sharding for every value that is not marked, nor an argument whose sharding the marks
+decide, and a split for every equation, so that sending and computing cost least (``passes.objective``). Planning never
+changes marks, nor the shardings of arguments. Of equal plans it takes the one that follows the marks.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ from gshard.core.program import Program
 from gshard.passes.at_border import at_border
 from gshard.passes.choices import graph_of
 from gshard.passes.demands import demands
-from gshard.passes.facts import Facts, facts_of
+from gshard.passes.facts import Facts
 from gshard.passes.followed import followed
 from gshard.passes.graph import Graph, within_rounds
 from gshard.passes.layers import classes_of_layers
 from gshard.passes.moves import axes_of, joined
 from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.reasons import Reasons
+from gshard.passes.settled import settled
 from gshard.solver.descent import Descent
 from gshard.solver.exact import exact
 from gshard.solver.problem import Ints, Problem, ProblemError
@@ -67,12 +67,12 @@ def propagate(
         program: the traced function.
         mesh: the devices.
         strict: refuse primitives that have no rule instead of gathering their operands, and what is dropped.
-        border: what is asked of arguments and results.
-        objective: what choices cost, on the mesh, of which some axes move as wholes.
-        facts: what follows from the marks, if that is known.
+        border: constraints on arguments and results, besides marks.
+        objective: gives the costs of choices, for the mesh and the groups of axes that move together.
+        facts: the settled program with what follows from its marks; None settles it first.
 
     Returns:
-        the plan. In its program some equations are others, as they are split (``passes.decompose``).
+        the plan, of the settled program (``passes.settled``).
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
@@ -82,7 +82,7 @@ def propagate(
         lost = program.dropped[0]
         hint = f"{lost.why} Leave it out, or allow it with strict=False."
         raise PlanError(f"{lost.what} is not kept.", lost.line, f"it is {lost.value}", hint)
-    facts = facts or facts_of(program, mesh)
+    facts = facts or settled(program, mesh)
     if not any(sharding.atoms for sharding in facts.shardings.values()):
         return at_border(_whole(facts), border)
     known = {*facts.shardings.values(), *facts.moved.values()}

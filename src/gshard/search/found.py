@@ -31,13 +31,13 @@ from gshard.passes.propagate import propagate
 from gshard.passes.recorded import Recorded
 from gshard.search.alternatives import alternatives, tries
 from gshard.search.as_marks import Marks, marks_of
-from gshard.search.as_run import as_run
 from gshard.search.find import Best, best_plan
 from gshard.search.how_near import ended, how_near
 from gshard.search.layouts import FoundLayout, Namable, layout_of
 from gshard.search.patch import patch_of
+from gshard.search.pipeline import as_run, propagated
 from gshard.search.priced import PricedPlan, Pricing
-from gshard.search.propagated import Propagated, propagated
+from gshard.search.propagated import Propagated
 from gshard.search.time_budget import TimeBudget
 
 _SHOWN = 24  # rows of arguments
