@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
 from gshard.passes.compile import Executable, named_sharding
+from gshard.passes.propagate import Choice
 from gshard.search.propagated import Propagated
 
 
@@ -73,6 +74,11 @@ class Lowered:
         donated = tuple(first + i for i in sorted(self.donated))
         with phase("planning", self.program.name, self.mesh.size):
             return self.target.planned(self.program, Border(donated, self.padded, self.target.keep_uneven))
+
+    @property
+    def choice(self) -> Callable[[], Choice | None] | None:
+        """Poses the problem again that the plan is a solution of; None for a plan that was given."""
+        return self._planned.choice
 
     @functools.cached_property
     def spmd(self) -> SpmdProgram:

@@ -28,7 +28,7 @@ from gshard.passes.recorded import Recorded
 from gshard.passes.windowed import Policy
 from gshard.remat.fit import compiled_within
 from gshard.search.find import best_plan
-from gshard.search.pipeline import FITTING, PLANNING, Draft, Settings, run
+from gshard.search.pipeline import FITTING, PARTITION, PLANNING, Draft, Settings, run
 from gshard.search.propagated import Propagated
 from gshard.search.seconds import on_machine
 
@@ -110,7 +110,7 @@ class Target:
         if self.strict and self.reorders:  # a derivative, or one half of it, need not have all names
             refuse_unused(program, self.mesh)
         made = run(PLANNING, Draft(program.name, program), self._settings(program, border)).best
-        return made if self.reorders else Propagated(dataclasses.replace(made.plan, orders={}))
+        return made if self.reorders else Propagated(dataclasses.replace(made.plan, orders={}), choice=made.choice)
 
     def _settings(self, program: Program, border: Border) -> Settings:
         given = None if self.search is False else self._searched

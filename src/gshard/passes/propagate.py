@@ -9,8 +9,11 @@ changes marks, nor the shardings of arguments. Of equal plans it takes the one t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
 
 from gshard.core.border import AS_MARKED, Border
 from gshard.core.device_order import Order
@@ -83,13 +86,10 @@ def propagate(
         hint = f"{lost.why} Leave it out, or allow it with strict=False."
         raise PlanError(f"{lost.what} is not kept.", lost.line, f"it is {lost.value}", hint)
     facts = facts or settled(program, mesh)
-    if not any(sharding.atoms for sharding in facts.shardings.values()):
+    if (made := choose(facts, objective, border)) is None:
         return at_border(_whole(facts), border)
-    known = {*facts.shardings.values(), *facts.moved.values()}
-    costs = objective(mesh, joined(mesh, axes_of(mesh, known), known))
-    graph = graph_of(facts.program, costs, facts=facts, border=border)
-    graph, chosen, gap = _chosen(graph, facts)
-    plan = at_border(dataclasses.replace(decided(graph, chosen, facts), gap=gap, counted=costs.counted), border)
+    found = decided(made.graph, made.states, facts)
+    plan = at_border(dataclasses.replace(found, gap=made.gap, counted=made.objective.counted), border)
     if strict and plan.gathered:
         e = plan.gathered[0]
         because = "cannot be split" if e.rule is not None and e.rule.why else "has no rule"
@@ -100,6 +100,91 @@ def propagate(
             "Replace the operation, or allow it with strict=False.",
         )
     return plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choice:
+    """What planning chose in the problem of a program.
+
+    Attributes:
+        graph: the problem, without the states that would have loops hold too much.
+        states: int64 [nodes], those that were chosen.
+        gap: how much of their cost could at most be saved, as a part of it.
+        facts: what follows from the marks.
+        objective: the costs.
+    """
+
+    graph: Graph
+    states: Ints
+    gap: float
+    facts: Facts
+    objective: Objective
+
+    @functools.cached_property
+    def cost(self) -> float:
+        """What the chosen states cost."""
+        return self.graph.problem.value(self.states)
+
+    @functools.cached_property
+    def layers(self) -> Ints | None:
+        """int64 [nodes]: the classes of nodes that equal layers have alike; None if layers were not chosen alike."""
+        classes = classes_of_layers(self.graph)
+        if classes is None:
+            return None
+        of_class = np.zeros(classes.max() + 1, np.int64)
+        of_class[classes] = self.states
+        return classes if (of_class[classes] == self.states).all() else None
+
+    def tied_to(self, node: int) -> list[int]:
+        """The nodes that have the state of this one: those that are alike in equal layers, and itself."""
+        return [node] if self.layers is None else np.flatnonzero(self.layers == self.layers[node]).tolist()
+
+    def with_state(self, node: int, state: int) -> Ints | None:
+        """The states that cost least where a node, and all that are tied to it, have this one; None if none do.
+
+        They are found as the chosen ones were: exactly in a small problem, and in a large one by messages.
+        """
+        if self.states[node] == state:
+            return self.states
+        problem, layers, costs, start = (
+            self.graph.problem,
+            self.layers,
+            list(self.graph.problem.costs),
+            self.states.copy(),
+        )
+        for i in self.tied_to(node):
+            costs[i] = np.where(np.arange(costs[i].size) == state, costs[i], np.inf)
+            start[i] = state
+        graph = dataclasses.replace(self.graph, problem=dataclasses.replace(problem, costs=tuple(costs)))
+        if layers is not None:
+            alike = _alike(graph, layers)
+            return None if alike is None else alike[1]
+        try:
+            found, _ = _solved(graph.problem, _from(graph, self.facts, start))
+            while math.isfinite(graph.problem.value(found)) and (less := within_rounds(graph, found)) is not None:
+                graph, (found, _) = less, _solved(less.problem, _from(less, self.facts, start))
+        except ProblemError:
+            return None
+        return found if math.isfinite(graph.problem.value(found)) else None
+
+
+def choose(
+    facts: Facts,
+    objective: Callable[[Mesh, tuple[Atoms, ...]], Objective] = bytes_on,
+    border: Border = AS_MARKED,
+) -> Choice | None:
+    """Chooses what the marks leave open in a settled program; None if nothing is split, so that nothing is open.
+
+    Args:
+        facts: the settled program with what follows from its marks.
+        objective, border: as of ``propagate``.
+    """
+    if not any(sharding.atoms for sharding in facts.shardings.values()):
+        return None
+    known = {*facts.shardings.values(), *facts.moved.values()}
+    costs = objective(facts.mesh, joined(facts.mesh, axes_of(facts.mesh, known), known))
+    graph, chosen, gap = _chosen(graph_of(facts.program, costs, facts=facts, border=border), facts)
+    return Choice(graph, chosen, gap, facts, costs)
 
 
 def _whole(facts: Facts) -> Plan:
@@ -119,20 +204,24 @@ def _chosen(graph: Graph, facts: Facts) -> tuple[Graph, Ints, float]:
     alike = None if classes is None else _alike(graph, classes)
     cost = math.inf if alike is None else alike[0].problem.value(alike[1])
 
-    def solved(graph: Graph) -> tuple[Ints, float]:
-        def places(small: Reduced) -> Iterator[Ints | None]:
-            yield followed(graph, facts, small)
-            if alike is not None and math.isfinite(graph.problem.value(alike[1])):
-                yield small.lower(alike[1])
-
-        return _solved(graph.problem, places)
-
-    best, gap = solved(graph)
+    start = None if alike is None else alike[1]
+    best, gap = _solved(graph.problem, _from(graph, facts, start))
     while (least := graph.problem.value(best)) * _SAME < cost and (less := within_rounds(graph, best)) is not None:
-        graph, (best, gap) = less, solved(less)
+        graph, (best, gap) = less, _solved(less.problem, _from(less, facts, start))
     if alike is None or cost > least * _SAME:
         return graph, best, gap
     return *alike, max(0.0, 1 - least * (1 - gap) / cost) if cost else 0.0
+
+
+def _from(graph: Graph, facts: Facts, start: Ints | None) -> Callable[[Reduced], Iterator[Ints | None]]:
+    """Where to begin in the reduced problem: where the marks are followed, and at some states of the whole problem."""
+
+    def places(small: Reduced) -> Iterator[Ints | None]:
+        yield followed(graph, facts, small)
+        if start is not None and math.isfinite(graph.problem.value(start)):
+            yield small.lower(start)
+
+    return places
 
 
 def _alike(graph: Graph, classes: Ints) -> tuple[Graph, Ints] | None:
@@ -159,7 +248,9 @@ def _solved(
         places: states of the reduced problem to begin at, so that nothing is found that costs more.
     """
     small = reduce(problem)
-    if found := exact(small.problem):
+    if (found := exact(small.problem)) is not None:
+        if not found:
+            raise ProblemError("No states are allowed together.")
         return small.lift(found[0]), 0.0
     descent = Descent(small.problem, 0)
     for place in places(small):

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 from gshard.analysis.array_names import ArrayNames
 from gshard.analysis.bounds import does_not_pay, headline
 from gshard.analysis.cost import Cost
-from gshard.analysis.explain import Explanation, explain_program
+from gshard.analysis.explain import Explanation
+from gshard.analysis.explain_program import explain_program
 from gshard.analysis.proposal import spec_of_cut, with_marks
 from gshard.analysis.report.page import page
 from gshard.core.border import Border

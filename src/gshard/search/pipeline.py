@@ -112,7 +112,7 @@ class Draft:
 
     def with_program(self, spmd: SpmdProgram) -> Draft:
         """The same with another per-device program for the best plan, not priced yet."""
-        return self.with_best(Propagated(self.best.plan, spmd))
+        return self.with_best(dataclasses.replace(self.best, spmd=spmd, cost=None))
 
     @staticmethod
     def of(made: Propagated) -> Draft:
@@ -156,17 +156,18 @@ def _take_given(draft: Draft, settings: Settings) -> Draft:
 
 def _use_collective_matmuls(draft: Draft, settings: Settings) -> Draft:
     """Where only what is faster counts, both programs are made and priced, as they fetch ahead."""
-    made, plan = draft.best, windowed(draft.best.plan, settings.windowed)
+    plan = windowed(draft.best.plan, settings.windowed)
     if not plan.rings:
         return draft
+    made = dataclasses.replace(draft.best, plan=plan, spmd=None, cost=None)
     if not settings.faster or settings.machine is None:
-        return draft.with_best(Propagated(plan))
+        return draft.with_best(made)
 
     def seconds(one: Draft) -> float:
         ahead = _prefetch(one, settings).spmd.prefetched
         return one.best.seconds if ahead is None else ahead.seconds
 
-    without, other = (draft.with_best(_priced(one, settings)) for one in (made, Propagated(plan)))
+    without, other = (draft.with_best(_priced(one, settings)) for one in (draft.best, made))
     before, after = seconds(without), seconds(other)
     if after >= before:
         return without
@@ -282,4 +283,4 @@ def _priced(made: Propagated, settings: Settings) -> Propagated:
     if made.spmd is not None and made.cost is not None:
         return made
     spmd = made.spmd or partition(made.plan)
-    return Propagated(made.plan, spmd, cost(spmd, settings.on, settings.donated))
+    return dataclasses.replace(made, spmd=spmd, cost=cost(spmd, settings.on, settings.donated))

@@ -9,6 +9,7 @@ fastest one that fits the machine's memory is taken.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -21,7 +22,7 @@ from gshard.core.spmd import SpmdProgram
 from gshard.passes.facts import Facts
 from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
+from gshard.passes.propagate import Choice, choose, propagate
 from gshard.search.seconds import on_machine, seconds_on
 
 
@@ -33,11 +34,14 @@ class Propagated:
         plan: the plan.
         spmd: what it becomes, if that had to be known to choose it;
         cost: and what that costs.
+        choice: poses the problem again that the plan is a solution of, and gives what was chosen in it: None if nothing
+            was to be chosen. None for a plan that was given.
     """
 
     plan: Plan
     spmd: SpmdProgram | None = None
     cost: Cost | None = None
+    choice: Callable[[], Choice | None] | None = None
 
     @property
     def seconds(self) -> float:
@@ -72,25 +76,27 @@ def cheapest(
     program = facts.program
     facts = facts if machine is None else dataclasses.replace(facts, mesh=on_machine(facts.mesh, machine))
 
-    def planned(facts: Facts, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Plan:
-        return propagate(program, facts.mesh, strict=strict, border=border, objective=objective, facts=facts)
+    def planned(facts: Facts, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Propagated:
+        plan = propagate(program, facts.mesh, strict=strict, border=border, objective=objective, facts=facts)
+        return Propagated(plan, choice=functools.partial(choose, facts, objective, border))
 
     least = planned(facts, bytes_on)
-    if machine is None or not least.counted:  # nothing was to be chosen
-        return (Propagated(least),)
+    if machine is None or not least.plan.counted:  # nothing was to be chosen
+        return (least,)
     first = len(program.captured)
 
-    def priced(plan: Plan) -> Propagated:
-        spmd = partition(plan)
-        return Propagated(plan, spmd, cost(spmd, machine, [i - first for i in border.donated]))
+    def priced(made: Propagated) -> Propagated:
+        spmd = partition(made.plan)
+        return dataclasses.replace(made, spmd=spmd, cost=cost(spmd, machine, [i - first for i in border.donated]))
 
     shared = dataclasses.replace(facts, mesh=on_machine(facts.mesh, machine, joined=True))
     sends_least = priced(least)
     alone = planned(facts, seconds_on(machine, call=sends_least.seconds))
-    faster = [
-        dataclasses.replace(sends_least, plan=alone) if alone.runs_as(least) else priced(alone),
-        priced(planned(shared, seconds_on(machine, joined=True, call=sends_least.seconds))),
-    ]
+    if alone.plan.runs_as(least.plan):
+        alone = dataclasses.replace(alone, spmd=sends_least.spmd, cost=sends_least.cost)
+    else:
+        alone = priced(alone)
+    faster = [alone, priced(planned(shared, seconds_on(machine, joined=True, call=sends_least.seconds)))]
     faster.sort(key=lambda made: made.rank())
     if faster[0].rank() < sends_least.rank(WORTH):
         return *faster, sends_least
