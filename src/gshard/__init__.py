@@ -14,8 +14,8 @@ What ``jit`` does, verb by verb, each from one noun to the next::
 
     f, args --trace--> Program --propagate--> Plan --partition--> SpmdProgram --compile--> Executable --> results
 
-``propagate`` is (propagate marks <-> rewrite where split) --> choose --> collective matmuls, and ``partition`` is followed by
-recomputation and prefetching (``search.pipeline``).
+``propagate`` is (propagate marks <-> rewrite where split) --> choose --> collective matmuls; recomputation and
+prefetching follow ``partition`` (``search.pipeline``).
 
 Besides::
 

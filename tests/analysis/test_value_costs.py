@@ -202,5 +202,19 @@ def test_nothing_was_compared_for_a_plan_that_was_given() -> None:
     found, _ = explained("step")
     f, arguments = PROGRAMS["step"]
     given = gshard.explain(gshard.jit(f, mesh=GRID, plan=found.plan), *arguments)
-    with pytest.raises(gshard.ArgumentError, match="plan was given or searched"):
+    with pytest.raises(gshard.ArgumentError, match="plan was given"):
         given.costs("w")
+
+
+def test_a_searched_plan_has_the_costs_that_the_search_compared() -> None:
+    f, arguments = PROGRAMS["step"]
+    found = gshard.search(f, *arguments, mesh=GRID, machine="v5e:2x4", progress=False)
+    explained = found.explain()
+    assert found.best.chosen is found.best.searched
+    costs = explained.costs("w")
+    assert found.best.solution is not None
+    assert costs.counted == "time on v5e:2x4"
+    assert len(costs.rows) > 1
+    assert costs.chosen.cost == costs.rows[0].cost == pytest.approx(found.best.solution.value)
+    assert costs.chosen.sharding == found.plan.format(found.plan.program.block.inputs[1])
+    assert sum(part.cost for part in costs.rows[-1].parts) == pytest.approx(costs.rows[-1].cost)

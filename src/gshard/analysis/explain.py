@@ -40,7 +40,7 @@ from gshard.analysis.rows import (
 )
 from gshard.analysis.timeline import timeline
 from gshard.analysis.trials import SECONDS, Trials, trials
-from gshard.analysis.value_costs import ValueCosts, value_costs
+from gshard.analysis.value_costs import Compared, ValueCosts, value_costs
 from gshard.analysis.verdict import Verdict, verdict
 from gshard.core.errors import ArgumentError
 from gshard.core.mesh import Mesh
@@ -48,7 +48,6 @@ from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program, format_bytes
 from gshard.core.spmd import SpmdProgram
-from gshard.passes.propagate import Choice
 
 _FRAME = "width: 100%; height: 800px; border: 1px solid #8884; border-radius: 8px"
 
@@ -80,7 +79,7 @@ class Explanation:
         machine: what the plan was made for; None if by bytes, or given.
         by_bytes: whether it is the plan that sends least.
         dropped: what the program says and gshard does not keep: line, parameter, value, what is done instead.
-        choice: what planning chose, and from what; None for a plan that was given or searched.
+        choice: what planning or a search chose, and from what; None for a plan that was given, or is a preset.
     """
 
     name: str
@@ -103,7 +102,7 @@ class Explanation:
     machine: Machine | None = None
     dropped: tuple[str, ...] = ()
     marked_by_bytes: Callable[[Program], SpmdProgram] | None = dataclasses.field(default=None, repr=False)
-    choice: Callable[[], Choice | None] | None = dataclasses.field(default=None, repr=False)
+    choice: Callable[[], Compared | None] | None = dataclasses.field(default=None, repr=False)
 
     def cost(self, machine: Machine | str | None = None) -> Cost:
         """Time, FLOPs, bytes and memory of one call.
@@ -334,7 +333,8 @@ class Explanation:
             the shardings, the cheapest first, in the unit of the plan: bytes sent, or seconds on its machine.
 
         Raises:
-            ArgumentError: there is no tensor of this name, or the plan was given, so that nothing was compared.
+            ArgumentError: there is no tensor of this name; the plan was given, or is a preset of a search, so that
+                nothing was compared.
 
         >>> import gshard, jax.numpy as jnp
         >>> f = lambda x, w: gshard.split(x, 0, 8) @ w
@@ -345,8 +345,8 @@ class Explanation:
         row = row_called(self.tensors, name)
         if self.choice is None:
             raise ArgumentError(
-                f"nothing was compared for {name!r}: the plan was given or searched.",
-                hint="Explain the function without plan= and search=, or print what gshard.search found.",
+                f"nothing was compared for {name!r}: the plan was given, or is a preset of a search.",
+                hint="Explain the function without plan= and search=.",
             )
         choice = self.choice()
         group = choice.graph.bundles.of if choice is not None else {}

@@ -10,12 +10,12 @@ from gshard.analysis.machine import Machine
 from gshard.analysis.named import unused_of_layout, uses_of_layout
 from gshard.analysis.replicated import notes_of_whole_values, replicated_work
 from gshard.analysis.rows import rows_of_collectives, rows_of_equal_layers, rows_of_tensors
+from gshard.analysis.value_costs import Compared
 from gshard.core.memory_kinds import is_host_kind
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
-from gshard.passes.propagate import Choice
 
 
 @with_tables
@@ -28,7 +28,7 @@ def explain_program(
     by_bytes: bool = False,
     machine: Machine | None = None,
     marked_by_bytes: Callable[[Program], SpmdProgram] | None = None,
-    choice: Callable[[], Choice | None] | None = None,
+    choice: Callable[[], Compared | None] | None = None,
 ) -> Explanation:
     """Reads a plan and its per-device program.
 

@@ -16,20 +16,53 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from gshard.analysis.machine import Machine
 from gshard.analysis.rows import TensorRow
 from gshard.core.program import Value, format_bytes
 from gshard.passes.causes import Causes
 from gshard.passes.demands import demands
+from gshard.passes.graph import Graph
 from gshard.passes.objective import BY_BYTES, MESSAGE
-from gshard.passes.propagate import Choice
 from gshard.solver.problem import Ints
 
 _MOST = 32  # shardings of a value that are compared: each takes another solution of the problem
 _PARTS, _NAMES = 4, 6  # causes of each that are printed, and names of other values
 _SMALL = 1e-2  # of the largest part: smaller ones are printed in one line
 _NOTHING = 1e-9  # of a cost: what rounding leaves
+
+
+class Compared(Protocol):
+    """What was chosen in the problem of a program (``passes.propagate.Choice``, or what a search found)."""
+
+    @property
+    def graph(self) -> Graph:
+        """The problem."""
+        ...
+
+    @property
+    def states(self) -> Ints:
+        """int64 [nodes], those that were chosen."""
+        ...
+
+    @property
+    def cost(self) -> float:
+        """What they cost."""
+        ...
+
+    @property
+    def counted(self) -> str:
+        """The unit of costs, in words."""
+        ...
+
+    def tied_to(self, node: int) -> list[int]:
+        """The nodes that have the state of this one, and itself."""
+        ...
+
+    def with_state(self, node: int, state: int) -> Ints | None:
+        """The states that cost least where a node, and all that are tied to it, have this one; None if none do."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +160,7 @@ class ValueCosts:
 
 
 def value_costs(
-    choice: Choice | None, row: TensorRow, others: Sequence[str], machine: Machine | None = None
+    choice: Compared | None, row: TensorRow, others: Sequence[str], machine: Machine | None = None
 ) -> ValueCosts:
     """What planning compared for a value.
 
@@ -140,7 +173,7 @@ def value_costs(
     name = row.short or row.name
     if choice is None:
         return ValueCosts(name, "", (), (f"it is {row.sharding}: no mark splits anything, so nothing was compared",))
-    counted, notes = choice.objective.counted, _notes(choice, row, others)
+    counted, notes = choice.counted, _notes(choice, row, others)
     if counted == BY_BYTES:
         counted += f"; a message counts {MESSAGE:.0f} B, operations little"
         if machine is not None:
@@ -151,7 +184,7 @@ def value_costs(
 class _Solutions:
     """The best solution of the problem for each sharding of a value."""
 
-    def __init__(self, choice: Choice, value: Value):
+    def __init__(self, choice: Compared, value: Value):
         self.choice, self.value, self.causes = choice, value, Causes(choice.graph)
         self.group = choice.graph.bundles.of[value]
         self.chosen = int(choice.states[self.group])
@@ -202,13 +235,13 @@ class _Solutions:
         return sorted((CostPart(cost, text) for text, cost in sums.items()), key=lambda part: -abs(part.cost))
 
 
-def _compared(choice: Choice, group: int) -> list[int]:
+def _compared(choice: Compared, group: int) -> list[int]:
     """The states of a group that are compared: the chosen one, then those over few axes."""
     own, chosen = choice.graph.states[group], choice.states[group]
     return sorted(range(len(own)), key=lambda state: (state != chosen, len(own[state].atoms), state))[:_MOST]
 
 
-def _notes(choice: Choice, row: TensorRow, others: Sequence[str]) -> list[str]:
+def _notes(choice: Compared, row: TensorRow, others: Sequence[str]) -> list[str]:
     """Marks that leave no choice, and other values that have the same sharding."""
     graph = choice.graph
     group = graph.bundles.of[row.value]

@@ -120,6 +120,11 @@ class Choice:
     facts: Facts
     objective: Objective
 
+    @property
+    def counted(self) -> str:
+        """The unit of costs, in words: ``bytes sent``, or ``time on h100:1x8``."""
+        return self.objective.counted
+
     @functools.cached_property
     def cost(self) -> float:
         """What the chosen states cost."""
