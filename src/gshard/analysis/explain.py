@@ -320,6 +320,10 @@ class Explanation:
         row = row_called(self.tensors, name)
         return instead(self.plan, row.value, self.cost(machine), sorted(self.donated), self.marked)
 
+    @functools.cached_property
+    def _compared(self) -> Compared | None:
+        return None if self.choice is None else self.choice()
+
     @with_tables
     def costs(self, name: str) -> ValueCosts:
         """The shardings that planning compared for a tensor: the cost of the best plan with each, split by cause.
@@ -348,7 +352,7 @@ class Explanation:
                 f"nothing was compared for {name!r}: the plan was given, or is a preset of a search.",
                 hint="Explain the function without plan= and search=.",
             )
-        choice = self.choice()
+        choice = self._compared
         group = choice.graph.bundles.of if choice is not None else {}
         others = [
             x.short or x.name for x in self.tensors if x is not row and group.get(x.value) == group.get(row.value)

@@ -55,12 +55,14 @@ class Causes:
         self._option: dict[int, tuple[Equation, Component, Sequence[Split]]] = {
             node: (e, component, ways) for (e, component), (node, ways) in graph.options.items()
         }
+        self._producers = {v: e for e in graph.program.block.walk() for v in e.outputs}
         self._moved: dict[int, tuple[Value, Sequence[Sharding], str]] = {
-            node: (v, states, "an array that several operations read is moved once")
+            node: (v, states, f"{self._called(v)}, moved once for several readers")
             for v, (node, states) in graph.readings.items()
         }
-        self._moved |= {node: (v, states, "a result leaves") for v, (node, states) in graph.leaves.items()}
-        self._producers = {v: e for e in graph.program.block.walk() for v in e.outputs}
+        self._moved |= {
+            node: (v, states, f"{self._called(v)}, as it leaves") for v, (node, states) in graph.leaves.items()
+        }
         self._copies = {node: e for node, e, _ in graph.held if node >= len(graph.states)}
         self._computed: dict[int, list[Equation]] = {}
         for e in graph.program.block.walk():
@@ -94,7 +96,7 @@ class Causes:
             return Cause((node,), cost, f"{e.name} computes", line=e.line)
         if node in self._moved:
             v, _, what = self._moved[node]
-            return Cause((node,), cost, f"{what} otherwise than the marks say", line=self._line(v))
+            return Cause((node,), cost, f"{what}: a caller may have to move it", line=self._line(v))
         if node < len(self._graph.states):
             own = self._computed.get(node, [])
             names = ", ".join(dict.fromkeys(e.name for e in own))
@@ -113,7 +115,8 @@ class Causes:
                 if other < len(self._graph.states) and self._graph.bundles.of[value] == other:
                     moves = self._moves(value, self._graph.states[other][states[other]], ways[states[moved]])
                     return Cause((u, v), cost, what, moves, self._line(value))
-                return Cause((u, v), cost, "the next call takes the result as an argument", line=self._line(value))
+                what = f"{self._called(value)}: the next call may take it as an argument"
+                return Cause((u, v), cost, what, line=self._line(value))
         if (e := self._crossings.get(frozenset((u, v)))) is not None:
             return Cause((u, v), cost, f"an array enters or leaves {e.name}", line=e.line)
         return Cause((u, v), cost, self._other(max(u, v)), line=self._line_of_copy(max(u, v)))
@@ -154,6 +157,12 @@ class Causes:
         """A copy at the border of a loop, or a window that several operations share."""
         names = self._graph.problem.names
         return names[node] if node < len(names) else "an array that is held"
+
+    def _called(self, v: Value) -> str:
+        """An array by the operation that makes it, or an argument by its name."""
+        if (e := self._producers.get(v)) is not None:
+            return f"result {e.outputs.index(v)} of {e.name}"
+        return self._other(self._graph.bundles.of[v])
 
     def _line(self, v: Value) -> str:
         return self._producers[v].line if v in self._producers else ""
