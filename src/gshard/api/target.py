@@ -1,4 +1,4 @@
-"""Target: what a function is partitioned for: the devices, and everything else that a user asks of the program."""
+"""Target: the devices and the options that a function is partitioned for."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ class Target:
     Attributes:
         mesh: the devices.
         strict: refuse operations without a rule.
-        budget: what a per-device program may cost; asked once each is made.
-        reorders: whether devices may be put in the order that marks ask for. Under a transformation they may not:
-            what JAX compiles around the program has one order of devices, the mesh's.
-        leaves_by_axes: whether results leave cut over whole axes of the mesh only, as JAX has it of Explicit axes.
+        budget: checks what a per-device program costs, once it is made.
+        reorders: put devices in the order that marks ask for. False under a transformation: the program that JAX
+            compiles around this one has a single order of devices, the mesh's.
+        leaves_by_axes: split results over whole axes of the mesh only, as JAX does for Explicit axes.
         windowed: which contractions are collective matmuls.
-        faster: whether there are such only where a call becomes faster, by the cost model.
-        keep_uneven: whether results leave in padded parts where parts are unequal.
-        memory_limit: bytes that a device may hold; what does not fit is recomputed.
-        machine: what costs are of: planning is by seconds on it (by bytes if None), and what recomputing takes too.
-        keep_unused: whether XLA is given arguments that nothing reads.
+        faster: use a collective matmul only if the cost model predicts a faster call.
+        keep_uneven: return results in padded parts where parts are unequal.
+        memory_limit: bytes that a device may hold; values are recomputed to keep to it.
+        machine: planning and recomputation are by seconds on it; by bytes if None.
+        keep_unused: pass XLA the arguments that nothing reads.
         compiler_options: XLA's, as pairs.
-        recorded: a plan that was found or saved before; None makes one.
-        search: whether it is searched, or for how many seconds; else the marks are propagated.
-        layout: what names of dimensions mean.
-        finite: whether parts of sums of floats are known to be finite.
-        jax_mesh: the mesh of JAX's that was given. Meshes that differ in the types of their axes alone are equal, and
-            results have the types of its axes.
+        recorded: a plan that was found or saved before; None plans.
+        search: search for a plan, or for how many seconds; False propagates the marks.
+        layout: meanings of the names of dimensions.
+        finite: parts of sums of floats are known to be finite.
+        jax_mesh: the JAX mesh that was given. Results have the types of its axes; meshes that differ in nothing but
+            these are equal.
     """
 
     mesh: Mesh
@@ -153,13 +153,13 @@ class Target:
         return run((PARTITION,), Draft.of(made), Settings(self.mesh)).spmd
 
     def fitted(self, plan: Plan, kept: SpmdProgram, donated: frozenset[int], known: Cost | None = None) -> SpmdProgram:
-        """A program recomputed as far as the limit of memory asks; with a machine, its loops fetch ahead.
+        """A program with values recomputed to keep to the limit of memory; with a machine, its loops prefetch.
 
         Args:
-            plan: what it was made of.
+            plan: the plan of ``kept``.
             kept: the program without recomputation.
             donated: arguments whose memory the results may take.
-            known: what ``kept`` costs on the machine, if that is known.
+            known: the cost of ``kept`` on the machine, if it is known.
         """
         settings = Settings(
             self.mesh, self.machine, donated=tuple(donated), memory_limit=self.memory_limit,
@@ -168,7 +168,7 @@ class Target:
         return run(FITTING, Draft.of(Propagated(plan, kept, known)), settings).spmd
 
     def compiled(self, spmd: SpmdProgram, kept: SpmdProgram, donated: frozenset[int]) -> Executable:
-        """A program's executable; where the compiler needs more than the limit, it recomputes more than ``spmd``."""
+        """The executable of a program, which recomputes more than ``spmd`` where the compiler exceeds the limit."""
 
         def make(program: SpmdProgram, donated: frozenset[int]) -> Executable:
             options = dict(self.compiler_options) or None
@@ -185,7 +185,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What ``jit`` was asked for, but for the function and its static and donated arguments.
+    """The options of ``jit``, except the function and its static and donated arguments.
 
     Attributes:
         mesh: the devices; None takes the mesh that is set when the function is called.

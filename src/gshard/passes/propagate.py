@@ -193,7 +193,7 @@ def choose(
 
 
 def _whole(facts: Facts) -> Plan:
-    """The plan of a program without a mark: as ``jax.jit`` runs it, the same on every device."""
+    """The plan of a program without a mark: every device runs the whole program, as with ``jax.jit``."""
     manual = manual_axes(facts.program.block, facts.mesh)
     rules = ((e, e.rule) for e in facts.program.block.walk() if e.rule)
     splits = {e: rule.fixed(facts.mesh) if rule.fixed else manual.pinned(e) for e, rule in rules}
@@ -201,9 +201,9 @@ def _whole(facts: Facts) -> Plan:
 
 
 def _chosen(graph: Graph, facts: Facts) -> tuple[Graph, Ints, float]:
-    """The problem with loops that hold no more than they may, states that cost least, and the gap.
+    """The problem with loops that hold no more than they may, the cheapest states, and the gap.
 
-    Of states that cost nearly the same those are taken in which layers are alike.
+    Prefers states in which equal layers are alike, if these cost nearly as little.
     """
     classes = classes_of_layers(graph)
     alike = None if classes is None else _alike(graph, classes)
@@ -230,7 +230,7 @@ def _from(graph: Graph, facts: Facts, start: Ints | None) -> Callable[[Reduced],
 
 
 def _alike(graph: Graph, classes: Ints) -> tuple[Graph, Ints] | None:
-    """The same of states in which layers are alike; None if they cannot be."""
+    """The same for states in which equal layers are alike; None if there are none."""
     less: Graph | None = graph
     while less is not None:
         try:
@@ -246,11 +246,11 @@ def _alike(graph: Graph, classes: Ints) -> tuple[Graph, Ints] | None:
 def _solved(
     problem: Problem, places: Callable[[Reduced], Iterable[Ints | None]] = lambda small: ()
 ) -> tuple[Ints, float]:
-    """States that cost least, and the gap: exactly, if the problem is small; else what some rounds of messages find.
+    """The cheapest states, and the gap: exact if the problem is small, else found by some rounds of messages.
 
     Args:
         problem: what is solved.
-        places: states of the reduced problem to begin at, so that nothing is found that costs more.
+        places: states of the reduced problem to begin at: the result costs no more than these.
     """
     small = reduce(problem)
     if (found := exact(small.problem)) is not None:
@@ -274,7 +274,7 @@ def _solved(
 
 
 def decided(graph: Graph, chosen: Ints, facts: Facts) -> Plan:
-    """The plan of some states, with the reasons of what is otherwise than the marks say."""
+    """The plan of some states, with the reasons for what differs from the marks."""
     shardings = graph.shardings(chosen)
     readings, leaves = graph.moved(chosen)
     reasons = Reasons(graph.program, shardings, facts)
@@ -286,7 +286,7 @@ def decided(graph: Graph, chosen: Ints, facts: Facts) -> Plan:
 
 @with_tables
 def in_best_order(program: Program, mesh: Mesh) -> Mesh:
-    """The mesh with its devices in the order that the marks ask for, or most bytes of them where they do not agree."""
+    """The mesh with its devices in the order that marks ask for; where marks disagree, in the order of most bytes."""
     asked = {demand.order: None for _, demand, _ in demands(program, mesh) if any(demand.dims)}
     if not set(asked) - {mesh.order} or any(e.rule is not None and not e.rule.is_free for e in program.block.walk()):
         return mesh

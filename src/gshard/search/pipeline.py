@@ -4,7 +4,9 @@
 
 ``PLANNING`` ends with a plan, ``EMITTING`` with the per-device program; ``compile`` takes that. ``jit``, ``explain``,
 ``search`` with its presets, the command line and plans that are read back all run these stages, so one program has one
-plan and one modelled time. Tracing is before the pipeline: a traced program serves several meshes.
+plan and one modelled time. Tracing comes before the pipeline, because a traced program serves several meshes, and so
+does the order of devices (``passes.propagate.in_best_order``), which is a property of the mesh. Where XLA needs more
+memory than was modelled, compiling runs ``recompute`` again with less (``remat.fit``).
 
 Every stage logs what it made as one DEBUG record of the logger ``gshard.stages``::
 
@@ -202,7 +204,7 @@ PROPAGATE_AND_REWRITE = Stage("propagate, rewrite where split", _settle, None)  
 CHOOSE = Stage("choose", _choose, _plan, lambda settings: settings.given is None)
 TAKE_GIVEN = Stage("take the given plan", _take_given, _plan, lambda settings: settings.given is not None)
 COLLECTIVE_MATMULS = Stage(
-    "collective matmuls", _use_collective_matmuls, _plan, lambda settings: bool(settings.windowed)
+    "collective matmuls", _use_collective_matmuls, _plan, lambda settings: settings.windowed is not None
 )
 PARTITION = Stage("partition", _partition, _spmd)
 RECOMPUTE = Stage("recompute", _recompute, _spmd, lambda settings: settings.recomputes)
