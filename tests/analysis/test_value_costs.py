@@ -140,6 +140,14 @@ def test_causes_name_operations_moves_and_lines() -> None:
     assert len(text.splitlines()) < len(found.costs("%4").format(100).splitlines())
 
 
+def test_the_array_of_a_collective_is_found_by_its_name() -> None:
+    found, _ = explained("step")
+    (row,) = (row for row in found.collectives if row.array == "gradient of w")
+    chosen = found.costs("gradient of w").chosen
+    assert f"{row.why}: {row.kind} over {row.axes} at {row.line}" in [part.cause for part in chosen.parts]
+    assert found.why("gradient of w").startswith("%")
+
+
 def test_a_mark_that_leaves_no_choice_is_named() -> None:
     found, _ = explained("step")
     marked = found.costs("%3")

@@ -287,13 +287,14 @@ class Explanation:
         """The chain of reasons for one tensor, from its sharding back to a mark.
 
         Args:
-            name: as it is printed: an argument, by its short name or its whole path, ``%2`` for a value inside, or
-                ``train.py:9`` for the largest value that the line makes.
+            name: as it is printed: an argument, by its short name or its whole path, ``%2`` for a value inside,
+                ``train.py:9`` for the largest value that the line makes, or the array of a collective, such as
+                ``gradient of w``.
 
         Raises:
             ArgumentError: there is no tensor of this name.
         """
-        row = row_called(self.tensors, name)
+        row = self._row(name)
         return "\n".join([f"{row.name}: {row.sharding}", *(f"  {line}" for chain in row.why for line in chain)])
 
     @with_tables
@@ -317,8 +318,11 @@ class Explanation:
         >>> [row.mark for row in found.instead("w", "h100")]
         ["gshard.shard(x, P('devices', None))", "gshard.shard(x, P(None, 'devices'))"]
         """
-        row = row_called(self.tensors, name)
+        row = self._row(name)
         return instead(self.plan, row.value, self.cost(machine), sorted(self.donated), self.marked)
+
+    def _row(self, name: str) -> TensorRow:
+        return row_called(self.tensors, name, self.names, self.spmd.collectives)
 
     @functools.cached_property
     def _compared(self) -> Compared | None:
@@ -346,7 +350,7 @@ class Explanation:
         >>> found.costs("%3").chosen.sharding
         'f32[64@devices,32]'
         """
-        row = row_called(self.tensors, name)
+        row = self._row(name)
         if self.choice is None:
             raise ArgumentError(
                 f"nothing was compared for {name!r}: the plan was given, or is a preset of a search.",

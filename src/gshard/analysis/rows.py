@@ -56,8 +56,15 @@ class TensorRow:
         return "; ".join(texts) or self.note or "nothing asks to split it"
 
 
-def row_called(rows: Sequence[TensorRow], name: str) -> TensorRow:
-    """The first row of a name as it is printed: an argument's path or short name, ``%2``, or ``train.py:9``.
+def row_called(rows: Sequence[TensorRow], name: str, names: ArrayNames, collectives: Sequence[Collective]) -> TensorRow:
+    """The first row of a name as it is printed.
+
+    Args:
+        rows: all arrays.
+        name: an argument's path or short name, ``%2``, ``train.py:9``, or how a collective's row calls its array:
+            ``gradient of w``.
+        names: what arrays are called;
+        collectives: that move them.
 
     Raises:
         ArgumentError: there is none.
@@ -68,13 +75,16 @@ def row_called(rows: Sequence[TensorRow], name: str) -> TensorRow:
             return name in (row.name, row.short)
         return row.name == name or row.name.startswith(f"{name} ") or f" at {name} (" in row.name
 
-    if row := next(filter(is_called, rows), None):
+    moved = {
+        c.value for c in collectives if c.value and name in (names.array(c.value).text, names.array(c.value).alike)
+    }
+    if row := next(filter(is_called, rows), None) or next((row for row in rows if row.value in moved), None):
         return row
     arguments = [row.short for row in rows if row.is_argument][:_NAMED]
     raise ArgumentError(
         f"no tensor is called {name!r}.",
         hint=known_names(name, arguments, "Arguments are")
-        + " The printed table has the others: %2, or train.py:9 for a line.",
+        + " The printed tables have the others: %2, train.py:9 for a line, or the array of a collective.",
     )
 
 
