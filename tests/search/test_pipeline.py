@@ -110,14 +110,14 @@ def test_a_plan_of_a_rewritten_program_is_read_back(name: str) -> None:
     f, arguments = REWRITTEN[name]
     program = gshard.trace(f, *arguments)
     settings = Settings(MESH)
-    made = run(PLANNING, Draft(program.name, program), settings).best
+    made = run(PLANNING, Draft(program), settings).best
     recorded = gshard.Recorded.of_json(gshard.Recorded.of(made.plan).as_json())
     given = Settings(MESH, given=recorded.plan_of_settled)
-    back = run(PLANNING, Draft(program.name, program), given).best.plan
+    back = run(PLANNING, Draft(program), given).best.plan
     assert back.program.block is made.plan.program.block
     assert back.shardings == made.plan.shardings
     assert {e: s for e, s in back.splits.items() if s} == {
         e: {f: atoms for f, atoms in s.items() if atoms} for e, s in made.plan.splits.items() if any(s.values())
     }
     assert recorded.plan(program, MESH).shardings == made.plan.shardings
-    assert run(EMITTING, Draft.of(made), settings).spmd.collectives is not None
+    assert run(EMITTING, Draft(plans=(made,)), settings).spmd.collectives is not None

@@ -109,7 +109,7 @@ class Target:
         """The program's plan."""
         if self.strict and self.reorders:  # a derivative, or one half of it, need not have all names
             refuse_unused(program, self.mesh)
-        made = run(PLANNING, Draft(program.name, program), self._settings(program, border)).best
+        made = run(PLANNING, Draft(program), self._settings(program, border)).best
         return made if self.reorders else Propagated(dataclasses.replace(made.plan, orders={}), choice=made.choice)
 
     def _settings(self, program: Program, border: Border) -> Settings:
@@ -150,7 +150,7 @@ class Target:
 
     def partitioned(self, made: Propagated) -> SpmdProgram:
         """The per-device program of a plan, without recomputation and prefetching."""
-        return run((PARTITION,), Draft.of(made), Settings(self.mesh)).spmd
+        return run((PARTITION,), Draft(plans=(made,)), Settings(self.mesh)).spmd
 
     def fitted(self, plan: Plan, kept: SpmdProgram, donated: frozenset[int], known: Cost | None = None) -> SpmdProgram:
         """A program with values recomputed to keep to the limit of memory; with a machine, its loops prefetch.
@@ -165,7 +165,7 @@ class Target:
             self.mesh, self.machine, donated=tuple(donated), memory_limit=self.memory_limit,
             recomputes=self.memory_limit is not None,
         )  # fmt: skip
-        return run(FITTING, Draft.of(Propagated(plan, kept, known)), settings).spmd
+        return run(FITTING, Draft(plans=(Propagated(plan, kept, known),)), settings).spmd
 
     def compiled(self, spmd: SpmdProgram, kept: SpmdProgram, donated: frozenset[int]) -> Executable:
         """The executable of a program, which recomputes more than ``spmd`` where the compiler exceeds the limit."""

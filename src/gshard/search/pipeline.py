@@ -86,13 +86,11 @@ class Draft:
     """A program between two stages.
 
     Attributes:
-        name: of the function.
-        program: the traced program, until it is settled.
+        program: the traced program; None for a plan that is made.
         facts: the settled program with what follows from its marks.
         plans: plans of it, the best first: later stages work on this one.
     """
 
-    name: str
     program: Program | None = None
     facts: Facts | None = None
     plans: tuple[Propagated, ...] = ()
@@ -116,10 +114,10 @@ class Draft:
         """The same with another per-device program for the best plan, not priced yet."""
         return self.with_best(dataclasses.replace(self.best, spmd=spmd, cost=None))
 
-    @staticmethod
-    def of(made: Propagated) -> Draft:
-        """The draft of a plan that is made."""
-        return Draft(made.plan.program.name, plans=(made,))
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.program.name if self.program is not None else self.best.plan.program.name
 
 
 class Stage(NamedTuple):
@@ -245,7 +243,7 @@ def propagated(
         border: constraints on arguments and results, besides marks.
     """
     settings = Settings(mesh if machine is None else on_machine(mesh, machine), machine, strict, border)
-    return run((PROPAGATE_AND_REWRITE, CHOOSE), Draft(program.name, program), settings).plans
+    return run((PROPAGATE_AND_REWRITE, CHOOSE), Draft(program), settings).plans
 
 
 def as_run(
@@ -275,7 +273,7 @@ def as_run(
     settings = Settings(
         mesh, machine, donated=tuple(donated), windowed=policy, faster=True, memory_limit=limit, recomputes=recomputes
     )
-    draft = run((COLLECTIVE_MATMULS, PARTITION), Draft.of(made), settings)
+    draft = run((COLLECTIVE_MATMULS, PARTITION), Draft(plans=(made,)), settings)
     draft = run(FITTING, draft.with_best(_priced(draft.best, settings)), settings)
     return _priced(draft.best, settings)
 
