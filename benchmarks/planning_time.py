@@ -25,7 +25,7 @@ from gshard.passes import moves
 from gshard.passes.partition import partition
 from gshard.passes.trace import trace
 from gshard.search import emitted
-from gshard.search.propagated import propagated
+from gshard.search.pipeline import propagated
 from gshard.search.seconds import on_machine
 
 FLOATS = jnp.float32

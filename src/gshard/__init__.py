@@ -14,6 +14,9 @@ What ``jit`` does, verb by verb, each from one noun to the next::
 
     f, args --trace--> Program --propagate--> Plan --partition--> SpmdProgram --compile--> Executable --> results
 
+``propagate`` is (propagate marks <-> rewrite where split) --> choose --> collective matmuls; recomputation and
+prefetching follow ``partition`` (``search.pipeline``).
+
 Besides::
 
     Mesh, Sharding              the devices, and how an array is cut over them

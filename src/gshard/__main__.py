@@ -78,7 +78,8 @@ def _explain(options: argparse.Namespace) -> None:
     print(f"\n{found.verdict(options.machine, options.seconds)}\n\n{found.cost(options.machine)}")
     for name in options.why:
         others = found.instead(name, options.machine) or ["no mark can say otherwise: it has one, or enters a body"]
-        print("\n  instead ".join([f"\n{found.why(name)}", *map(str, others)]))
+        compared = f"\n{found.costs(name)}" if found.choice is not None else ""
+        print("\n  instead ".join([f"\n{found.why(name)}{compared}", *map(str, others)]))
     against = found.against_xla(options.machine) if with_xla else None if before is None else difference(before, data)
     if against is not None:
         print(f"\n{against}\n")
@@ -244,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="the reasons of one array's sharding, and what a call would take with another",
+        help="the reasons of one array's sharding, what planning compared, and what a call would take with another",
     )
     command.add_argument(
         "--seconds",

@@ -17,7 +17,7 @@ from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
-from gshard.search.propagated import propagated
+from gshard.search.pipeline import propagated
 from gshard.search.seconds import on_machine, seconds_on
 
 MESH, MACHINE = gshard.Mesh.abstract(x=4, y=2), Machine.of("v5e:2x4")

@@ -20,11 +20,11 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.passes.at_border import at_border
 from gshard.passes.choices import graph_of
-from gshard.passes.facts import facts_of
 from gshard.passes.moves import axes_of
 from gshard.passes.objective import bytes_on
 from gshard.passes.partition import partition
 from gshard.passes.propagate import decided, propagate
+from gshard.passes.settled import settled
 from laws.test_one_mark_more import MESSAGE, planned
 
 MOST = 150  # combinations of a program
@@ -42,7 +42,7 @@ def spent(plan: Plan) -> tuple[int, int]:
 
 def least_of_all(program: Program, mesh: Mesh, most: int) -> int | None:
     """What the best plan of all that compute no more than ``most`` sends; None where there are too many, or none."""
-    facts = facts_of(program, mesh)
+    facts = settled(program, mesh)
     if not any(sharding.atoms for sharding in facts.shardings.values()):
         return None  # it is left alone
     graph = graph_of(facts.program, bytes_on(mesh, axes_of(mesh, facts.shardings.values())), facts=facts)

@@ -14,9 +14,10 @@ from jax import ShapeDtypeStruct
 
 import gshard
 from gshard.passes import propagate as of_propagate
-from gshard.passes.facts import Facts, facts_of
+from gshard.passes.facts import Facts
 from gshard.passes.graph import Graph
 from gshard.passes.layers import classes_of_layers
+from gshard.passes.settled import settled
 from gshard.solver.problem import Problem
 from gshard.solver.tied import tied
 
@@ -162,7 +163,7 @@ def test_layers_that_are_alike_cost_nearly_what_the_best_cost(monkeypatch: pytes
 
 def test_classes_are_of_nodes_with_the_same_states() -> None:
     program = gshard.trace(step_of(feed_forward, "bfloat16", True), weights(feed_forward, 3), f32(2, 64, 128, WIDTH))
-    facts = facts_of(program, MESH)
+    facts = settled(program, MESH)
     graph = of_propagate.graph_of(
         facts.program, of_propagate.bytes_on(MESH, tuple((a,) for a in MESH.atoms)), facts=facts
     )
@@ -173,7 +174,7 @@ def test_classes_are_of_nodes_with_the_same_states() -> None:
     for k, cost in zip(classes.tolist(), graph.problem.costs, strict=True):
         assert sizes.setdefault(k, cost.size) == cost.size
     nothing = gshard.trace(lambda x, w: jnp.tanh(gshard.split(x, 0, "data") @ w), f32(64, 32), f32(32, 16))
-    facts = facts_of(nothing, MESH)
+    facts = settled(nothing, MESH)
     graph = of_propagate.graph_of(
         facts.program, of_propagate.bytes_on(MESH, tuple((a,) for a in MESH.atoms)), facts=facts
     )

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from families import CASES
 from gshard.core.mesh import Mesh
-from gshard.passes.facts import facts_of
 from gshard.passes.propagate import propagate
+from gshard.passes.settled import settled
 from gshard.passes.trace import trace
 
 GRID = Mesh.abstract(x=4, y=2)
@@ -34,7 +34,7 @@ def shapes(*own: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
 
 
 def test_equations_whose_arrays_disagree_leave_their_arguments_undecided() -> None:
-    facts = facts_of(trace(step, *shapes((16, 8), (16, 8), (16, 8))), GRID)
+    facts = settled(trace(step, *shapes((16, 8), (16, 8), (16, 8))), GRID)
     c, a, b = facts.program.block.inputs
     x = frozenset(GRID.atoms_of["x"])
     assert facts.shardings[c].is_replicated
@@ -49,7 +49,7 @@ def test_what_no_array_disagrees_about_is_as_the_facts_say() -> None:
     def loss(w: Any, v: Any, x: Any) -> Any:
         return jnp.sum(jnp.tanh(gshard.split(x, 0, "x") @ w) @ v)
 
-    facts = facts_of(trace(jax.grad(loss, (0, 1)), *shapes((64, 32), (32, 16), (8, 64))), GRID)
+    facts = settled(trace(jax.grad(loss, (0, 1)), *shapes((64, 32), (32, 16), (8, 64))), GRID)
     assert facts.undecided == {}
 
 
@@ -79,7 +79,7 @@ def test_a_mark_on_an_undecided_argument_decides_it() -> None:
     def marked(c: Any, a: Any, b: Any) -> Any:
         return step(gshard.shard(c, P(None, "y")), a, b)
 
-    facts = facts_of(trace(marked, *shapes((16, 8), (16, 8), (16, 8))), GRID)
+    facts = settled(trace(marked, *shapes((16, 8), (16, 8), (16, 8))), GRID)
     c = facts.program.block.inputs[0]
     plan = propagate(trace(marked, *shapes((16, 8), (16, 8), (16, 8))), GRID)
     assert facts.shardings[c].dims == ((), GRID.atoms_of["y"])
@@ -91,6 +91,6 @@ def test_arguments_come_as_the_facts_say(name: str) -> None:
     """Beyond that they are split only where arrays disagree, and over what these disagree about."""
     case = CASES[name]
     lowered = gshard.jit(case.function, mesh=case.jax_mesh).lower(*case.arguments)
-    facts = facts_of(lowered.program, lowered.plan.mesh)
+    facts = settled(lowered.program, lowered.plan.mesh)
     for v, planned in zip(facts.program.block.inputs, lowered.plan.program.block.inputs, strict=True):
         assert facts.allow(v, lowered.plan.shardings[planned])

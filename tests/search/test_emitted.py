@@ -19,7 +19,7 @@ from gshard.passes.trace import trace
 from gshard.passes.ways import components, splits
 from gshard.search import emitted
 from gshard.search.emitted import OwnWays, emitted_alone, has_own_way
-from gshard.search.propagated import propagated
+from gshard.search.pipeline import propagated
 from gshard.search.seconds import on_machine
 
 MESH = Mesh.abstract(a=2, b=2, c=2)

@@ -27,33 +27,28 @@ from gshard.analysis.host_memory import HostMemory, host_memory
 from gshard.analysis.instead import Instead, instead
 from gshard.analysis.machine import Machine
 from gshard.analysis.moved_instead import moved_instead
-from gshard.analysis.named import unused_of_layout, uses_of_layout
 from gshard.analysis.origin import merged, origins, rows_of
 from gshard.analysis.peer_lines import against_xla
-from gshard.analysis.replicated import notes_of_whole_values, replicated_work
 from gshard.analysis.report.data import report_data
 from gshard.analysis.report.page import page
 from gshard.analysis.row_text import collective_lines, tensor_lines
 from gshard.analysis.rows import (
     CollectiveRow,
     TensorRow,
-    rows_of_collectives,
-    rows_of_equal_layers,
-    rows_of_tensors,
+    row_called,
     text_of_rings,
 )
 from gshard.analysis.timeline import timeline
 from gshard.analysis.trials import SECONDS, Trials, trials
+from gshard.analysis.value_costs import Compared, ValueCosts, value_costs
 from gshard.analysis.verdict import Verdict, verdict
-from gshard.core.errors import ArgumentError, known_names
-from gshard.core.memory_kinds import is_host_kind
+from gshard.core.errors import ArgumentError
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Plan, local_bytes
+from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program, format_bytes
 from gshard.core.spmd import SpmdProgram
 
-_SHOWN = 24  # names of arguments in a message
 _FRAME = "width: 100%; height: 800px; border: 1px solid #8884; border-radius: 8px"
 
 
@@ -84,6 +79,7 @@ class Explanation:
         machine: what the plan was made for; None if by bytes, or given.
         by_bytes: whether it is the plan that sends least.
         dropped: what the program says and gshard does not keep: line, parameter, value, what is done instead.
+        choice: what planning or a search chose, and from what; None for a plan that was given, or is a preset.
     """
 
     name: str
@@ -106,6 +102,7 @@ class Explanation:
     machine: Machine | None = None
     dropped: tuple[str, ...] = ()
     marked_by_bytes: Callable[[Program], SpmdProgram] | None = dataclasses.field(default=None, repr=False)
+    choice: Callable[[], Compared | None] | None = dataclasses.field(default=None, repr=False)
 
     def cost(self, machine: Machine | str | None = None) -> Cost:
         """Time, FLOPs, bytes and memory of one call.
@@ -290,8 +287,9 @@ class Explanation:
         """The chain of reasons for one tensor, from its sharding back to a mark.
 
         Args:
-            name: as it is printed: an argument, by its short name or its whole path, ``%2`` for a value inside, or
-                ``train.py:9`` for the largest value that the line makes.
+            name: as it is printed: an argument, by its short name or its whole path, ``%2`` for a value inside,
+                ``train.py:9`` for the largest value that the line makes, or the array of a collective, such as
+                ``gradient of w``.
 
         Raises:
             ArgumentError: there is no tensor of this name.
@@ -324,70 +322,48 @@ class Explanation:
         return instead(self.plan, row.value, self.cost(machine), sorted(self.donated), self.marked)
 
     def _row(self, name: str) -> TensorRow:
-        def is_called(row: TensorRow) -> bool:
-            if row.is_argument:
-                return name in (row.name, row.short)
-            return row.name == name or row.name.startswith(f"{name} ") or f" at {name} (" in row.name
+        return row_called(self.tensors, name, self.names, self.spmd.collectives)
 
-        if row := next(filter(is_called, self.tensors), None):
-            return row
-        arguments = [row.short for row in self.tensors if row.is_argument][:_SHOWN]
-        raise ArgumentError(
-            f"no tensor is called {name!r}.",
-            hint=known_names(name, arguments, "Arguments are")
-            + " The printed table has the others: %2, or train.py:9 for a line.",
-        )
+    @functools.cached_property
+    def _compared(self) -> Compared | None:
+        return None if self.choice is None else self.choice()
+
+    @with_tables
+    def costs(self, name: str) -> ValueCosts:
+        """The shardings that planning compared for a tensor: the cost of the best plan with each, split by cause.
+
+        Each sharding takes another solution of the problem that planning solved.
+
+        Args:
+            name: as for ``why``.
+
+        Returns:
+            the shardings, the cheapest first, in the unit of the plan: bytes sent, or seconds on its machine.
+
+        Raises:
+            ArgumentError: there is no tensor of this name; the plan was given, or is a preset of a search, so that
+                nothing was compared.
+
+        >>> import gshard, jax.numpy as jnp
+        >>> f = lambda x, w: gshard.split(x, 0, 8) @ w
+        >>> found = gshard.explain(f, jnp.ones((64, 512)), jnp.ones((512, 32)), mesh=gshard.Mesh.abstract(devices=8))
+        >>> found.costs("%3").chosen.sharding
+        'f32[64@devices,32]'
+        """
+        row = self._row(name)
+        if self.choice is None:
+            raise ArgumentError(
+                f"nothing was compared for {name!r}: the plan was given, or is a preset of a search.",
+                hint="Explain the function without plan= and search=.",
+            )
+        choice = self._compared
+        group = choice.graph.bundles.of if choice is not None else {}
+        others = [
+            x.short or x.name for x in self.tensors if x is not row and group.get(x.value) == group.get(row.value)
+        ]
+        return value_costs(choice, row, others, self.machine)
 
     def __str__(self) -> str:
         return self.format()
 
     __repr__ = __str__
-
-
-@with_tables
-def explain_program(
-    plan: Plan,
-    spmd: SpmdProgram,
-    marked: Callable[[Program], SpmdProgram],
-    donated: frozenset[int] = frozenset(),
-    *,
-    by_bytes: bool = False,
-    machine: Machine | None = None,
-    marked_by_bytes: Callable[[Program], SpmdProgram] | None = None,
-) -> Explanation:
-    """Reads a plan and its per-device program.
-
-    Args:
-        plan, spmd: what ``propagate`` and ``partition`` made;
-        marked: and what they make of the program with other marks.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-        by_bytes: whether the plan was made by bytes;
-        machine: or for which machine;
-        marked_by_bytes: then what ``marked`` would be by bytes, which is made sooner.
-    """
-    program, mesh = plan.program, plan.mesh
-    names, replicated = ArrayNames(program), replicated_work(plan)
-    tensors = rows_of_tensors(plan, names, notes_of_whole_values(plan, replicated))
-    held = [v for i, v in enumerate(program.block.inputs) if not is_host_kind(program.input_memory(i))]
-    return Explanation(
-        program.name,
-        mesh,
-        sum(1 for _ in program.block.walk()),
-        tensors,
-        rows_of_equal_layers(spmd.collectives, mesh, names),
-        rows_of_collectives(spmd.collectives, mesh, names),
-        tuple(plan.gathered_text()),
-        (sum(v.bytes for v in held), sum(local_bytes(v, plan.shardings[v], mesh) for v in held)),
-        plan,
-        spmd,
-        marked,
-        names,
-        donated,
-        tuple(map(str, replicated)),
-        uses_of_layout(program),
-        unused_of_layout(program, mesh),
-        by_bytes,
-        machine,
-        tuple(map(str, program.dropped)),
-        marked_by_bytes,
-    )

@@ -8,11 +8,14 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from gshard.analysis.array_names import ArrayNames
 from gshard.analysis.short_names import without_number
+from gshard.core.errors import ArgumentError, known_names
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Value
 from gshard.core.spmd import Collective
 from gshard.tracing.manual_regions import parts_of
+
+_NAMED = 24  # names of arguments in a message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +54,38 @@ class TensorRow:
             root = further[-1].partition(": ")[2] if further else ""
             texts.append(nearest if not root or root in nearest else f"{nearest} <- {root}")
         return "; ".join(texts) or self.note or "nothing asks to split it"
+
+
+def row_called(rows: Sequence[TensorRow], name: str, names: ArrayNames, collectives: Sequence[Collective]) -> TensorRow:
+    """The first row of a name as it is printed.
+
+    Args:
+        rows: all arrays.
+        name: an argument's path or short name, ``%2``, ``train.py:9``, or how a collective's row calls its array:
+            ``gradient of w``.
+        names: what arrays are called;
+        collectives: that move them.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+
+    def is_called(row: TensorRow) -> bool:
+        if row.is_argument:
+            return name in (row.name, row.short)
+        return row.name == name or row.name.startswith(f"{name} ") or f" at {name} (" in row.name
+
+    moved = {
+        c.value for c in collectives if c.value and name in (names.array(c.value).text, names.array(c.value).alike)
+    }
+    if row := next(filter(is_called, rows), None) or next((row for row in rows if row.value in moved), None):
+        return row
+    arguments = [row.short for row in rows if row.is_argument][:_NAMED]
+    raise ArgumentError(
+        f"no tensor is called {name!r}.",
+        hint=known_names(name, arguments, "Arguments are")
+        + " The printed tables have the others: %2, train.py:9 for a line, or the array of a collective.",
+    )
 
 
 def rows_of_tensors(plan: Plan, names: ArrayNames, notes: Mapping[Value, str]) -> tuple[TensorRow, ...]:

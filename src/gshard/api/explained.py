@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gshard.analysis.explain import Explanation, explain_program
+from gshard.analysis.explain import Explanation
+from gshard.analysis.explain_program import explain_program
 from gshard.analysis.machine import Machine
 from gshard.api.jit import Jitted, jit
 from gshard.api.specs import told
@@ -82,7 +83,7 @@ def explain(
     return explain_program(
         lowered.plan, lowered.spmd, lowered.marked, lowered.donated,
         by_bytes=made and target.machine is None, machine=target.machine,
-        marked_by_bytes=None if target.machine is None else lowered.marked_by_bytes,
+        marked_by_bytes=None if target.machine is None else lowered.marked_by_bytes, choice=lowered.choice,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
 from gshard.passes.compile import Executable, named_sharding
-from gshard.passes.partition import partition
+from gshard.passes.propagate import Choice
 from gshard.search.propagated import Propagated
 
 
@@ -75,18 +75,23 @@ class Lowered:
         with phase("planning", self.program.name, self.mesh.size):
             return self.target.planned(self.program, Border(donated, self.padded, self.target.keep_uneven))
 
+    @property
+    def choice(self) -> Callable[[], Choice | None] | None:
+        """Poses the problem again that the plan is a solution of; None for a plan that was given."""
+        return self._planned.choice
+
     @functools.cached_property
     def spmd(self) -> SpmdProgram:
         """The one program that all devices run."""
         known = self._planned.cost
         with phase("partitioning", self.program.name, self.mesh.size):
-            made = self.target.fitted(self._all_kept, self.donated, known)
+            made = self.target.fitted(self.plan, self._all_kept, self.donated, known)
         self.target.check(self.plan, made)
         return made
 
     @functools.cached_property
     def _all_kept(self) -> SpmdProgram:
-        return self._planned.spmd or partition(self.plan)
+        return self.target.partitioned(self._planned)
 
     def marked(self, program: Program) -> SpmdProgram:
         """What all devices would run if the program had other marks: those that ``program`` has."""

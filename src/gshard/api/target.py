@@ -1,4 +1,4 @@
-"""Target: what a function is partitioned for: the devices, and everything else that a user asks of the program."""
+"""Target: the devices and the options that a function is partitioned for."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from gshard.passes.at_border import at_border
 from gshard.passes.compile import Executable, compile_spmd
 from gshard.passes.propagate import in_best_order
 from gshard.passes.recorded import Recorded
-from gshard.passes.windowed import Policy, windowed
+from gshard.passes.windowed import Policy
 from gshard.remat.fit import compiled_within
-from gshard.remat.rematerialise import rematerialise
-from gshard.search.as_run import in_memory, with_rings
 from gshard.search.find import best_plan
-from gshard.search.propagated import Propagated, propagated
+from gshard.search.pipeline import FITTING, PARTITION, PLANNING, Draft, Settings, run
+from gshard.search.propagated import Propagated
 from gshard.search.seconds import on_machine
 
 
@@ -48,23 +47,23 @@ class Target:
     Attributes:
         mesh: the devices.
         strict: refuse operations without a rule.
-        budget: what a per-device program may cost; asked once each is made.
-        reorders: whether devices may be put in the order that marks ask for. Under a transformation they may not:
-            what JAX compiles around the program has one order of devices, the mesh's.
-        leaves_by_axes: whether results leave cut over whole axes of the mesh only, as JAX has it of Explicit axes.
+        budget: checks what a per-device program costs, once it is made.
+        reorders: put devices in the order that marks ask for. False under a transformation: the program that JAX
+            compiles around this one has a single order of devices, the mesh's.
+        leaves_by_axes: split results over whole axes of the mesh only, as JAX does for Explicit axes.
         windowed: which contractions are collective matmuls.
-        faster: whether there are such only where a call becomes faster, by the cost model.
-        keep_uneven: whether results leave in padded parts where parts are unequal.
-        memory_limit: bytes that a device may hold; what does not fit is recomputed.
-        machine: what costs are of: planning is by seconds on it (by bytes if None), and what recomputing takes too.
-        keep_unused: whether XLA is given arguments that nothing reads.
+        faster: use a collective matmul only if the cost model predicts a faster call.
+        keep_uneven: return results in padded parts where parts are unequal.
+        memory_limit: bytes that a device may hold; values are recomputed to keep to it.
+        machine: planning and recomputation are by seconds on it; by bytes if None.
+        keep_unused: pass XLA the arguments that nothing reads.
         compiler_options: XLA's, as pairs.
-        recorded: a plan that was found or saved before; None makes one.
-        search: whether it is searched, or for how many seconds; else the marks are propagated.
-        layout: what names of dimensions mean.
-        finite: whether parts of sums of floats are known to be finite.
-        jax_mesh: the mesh of JAX's that was given. Meshes that differ in the types of their axes alone are equal, and
-            results have the types of its axes.
+        recorded: a plan that was found or saved before; None plans.
+        search: search for a plan, or for how many seconds; False propagates the marks.
+        layout: meanings of the names of dimensions.
+        finite: parts of sums of floats are known to be finite.
+        jax_mesh: the JAX mesh that was given. Results have the types of its axes; meshes that differ in nothing but
+            these are equal.
     """
 
     mesh: Mesh
@@ -110,63 +109,66 @@ class Target:
         """The program's plan."""
         if self.strict and self.reorders:  # a derivative, or one half of it, need not have all names
             refuse_unused(program, self.mesh)
-        if self.recorded is not None:
-            return Propagated(self.recorded.plan(program, self.mesh, border))
-        if self.search is not False:
-            return Propagated(self._searched(program, border))
-        made, *_ = propagated(program, self.mesh, self.machine, strict=self.strict, border=border)
-        if self.windowed is None and self.reorders:
-            return made
-        if self.faster and self.machine is not None:
-            donated = [i - len(program.captured) for i in border.donated]
-            made = with_rings(made, self.windowed, self.machine, donated, self.memory_limit)
-        elif (plan := windowed(made.plan, self.windowed)).rings or made.spmd is None:
-            made = Propagated(plan)
-        return made if self.reorders else Propagated(dataclasses.replace(made.plan, orders={}))
+        made = run(PLANNING, Draft(program), self._settings(program, border)).best
+        return made if self.reorders else Propagated(dataclasses.replace(made.plan, orders={}), choice=made.choice)
 
-    def _searched(self, program: Program, border: Border) -> Plan:
+    def _settings(self, program: Program, border: Border) -> Settings:
+        given = None if self.search is False else self._searched
+        given = given if self.recorded is None else self.recorded.plan_of_settled
+        return Settings(
+            self.mesh, self.machine, self.strict, border, tuple(i - len(program.captured) for i in border.donated),
+            given, self.windowed if given is None else None, self.faster, self.memory_limit,
+        )  # fmt: skip
+
+    def _searched(self, program: Program, mesh: Mesh, border: Border) -> Plan:
         """The plan that a search finds; where there are several processes, the one that the first of them finds.
 
         Every search has an end by the clock, so that two processes need not find the same.
         """
-        on = self.machine or machine_of(self.mesh)
+        on = self.machine or machine_of(mesh)
 
         def searched() -> Plan:
             return best_plan(
-                program, self.mesh, on, donated=[i - len(program.captured) for i in border.donated],
+                program, mesh, on, donated=[i - len(program.captured) for i in border.donated],
                 memory_limit=self.memory_limit, budget_seconds=None if self.search is True else float(self.search),
                 progress=None,
             ).chosen.plan  # fmt: skip
 
-        group = Group.of(self.mesh.devices)
+        group = Group.of(mesh.devices)
         if group is None:
             return at_border(searched(), border)
-        devices = str(self.mesh), self.mesh.order, on
+        devices = str(mesh), mesh.order, on
         options = devices, self.memory_limit, self.search, border, program.argument_marks, program.finite
         key = f"{options}\n{format_block(program.block)}"
         found = group.from_first(program.name, key, lambda: Recorded.of(searched()).as_json())
-        return Recorded.of_json(found).plan(program, self.mesh, border)
+        return Recorded.of_json(found).plan_of_settled(program, mesh, border)
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
         if self.budget is not None:
             self.budget.check(plan, spmd)
 
-    def fitted(self, kept: SpmdProgram, donated: frozenset[int], known: Cost | None = None) -> SpmdProgram:
-        """A program recomputed as far as the limit of memory asks; with a machine, its loops fetch ahead.
+    def partitioned(self, made: Propagated) -> SpmdProgram:
+        """The per-device program of a plan, without recomputation and prefetching."""
+        return run((PARTITION,), Draft(plans=(made,)), Settings(self.mesh)).spmd
+
+    def fitted(self, plan: Plan, kept: SpmdProgram, donated: frozenset[int], known: Cost | None = None) -> SpmdProgram:
+        """A program with values recomputed to keep to the limit of memory; with a machine, its loops prefetch.
 
         Args:
+            plan: the plan of ``kept``.
             kept: the program without recomputation.
             donated: arguments whose memory the results may take.
-            known: what ``kept`` costs on the machine, if that is known.
+            known: the cost of ``kept`` on the machine, if it is known.
         """
-        limit = self.memory_limit
-        if self.machine is None:
-            return kept if limit is None else rematerialise(kept, limit, self._machine, donated)
-        return in_memory(kept, self.machine, donated, limit, known, recomputes=limit is not None)
+        settings = Settings(
+            self.mesh, self.machine, donated=tuple(donated), memory_limit=self.memory_limit,
+            recomputes=self.memory_limit is not None,
+        )  # fmt: skip
+        return run(FITTING, Draft(plans=(Propagated(plan, kept, known),)), settings).spmd
 
     def compiled(self, spmd: SpmdProgram, kept: SpmdProgram, donated: frozenset[int]) -> Executable:
-        """A program's executable; where the compiler needs more than the limit, it recomputes more than ``spmd``."""
+        """The executable of a program, which recomputes more than ``spmd`` where the compiler exceeds the limit."""
 
         def make(program: SpmdProgram, donated: frozenset[int]) -> Executable:
             options = dict(self.compiler_options) or None
@@ -183,7 +185,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What ``jit`` was asked for, but for the function and its static and donated arguments.
+    """The options of ``jit``, except the function and its static and donated arguments.
 
     Attributes:
         mesh: the devices; None takes the mesh that is set when the function is called.

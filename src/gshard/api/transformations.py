@@ -50,8 +50,8 @@ from gshard.core.xla_workarounds import runnable
 from gshard.language.mark_primitive import bind_mark
 from gshard.passes.at_border import by_axes
 from gshard.passes.compile import named_sharding
-from gshard.passes.partition import partition
 from gshard.passes.trace import program_of
+from gshard.search.propagated import Propagated
 
 call_p = Primitive("gshard_call")
 call_p.multiple_results = True
@@ -137,7 +137,7 @@ def partitioned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | Non
     if target.leaves_by_axes:
         plan = dataclasses.replace(plan, leave=tuple(by_axes(s, plan.mesh) for s in plan.leave))
     with phase("partitioning", plan.program.name, target.mesh.size):
-        made = partition(plan)
+        made = target.partitioned(Propagated(plan))
     target.check(plan, made)
     return made
 

@@ -16,12 +16,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter_dispatch import logs_compilations
 
+_T = TypeVar("_T")
+
 _log = logging.getLogger("gshard")
+_stages = logging.getLogger("gshard.stages")
+_stages.setLevel(logging.INFO)  # so that DEBUG of ``gshard``, which lists phases, does not print whole programs
 
 
 @contextlib.contextmanager
@@ -44,3 +49,18 @@ def phase(doing: str, name: str, devices: int | None = None) -> Iterator[None]:
     if _log.isEnabledFor(level):
         where = "" if devices is None else f" for {devices} device{'' if devices == 1 else 's'}"
         _log.log(level, "Finished %s %s%s in %.3g s", doing, name, where, time.perf_counter() - begun)
+
+
+def log_stage(stage: str, name: str, made: _T, shown: Callable[[_T], object] = lambda made: made) -> None:
+    """Logs what a stage of the pipeline made: one DEBUG record of the logger ``gshard.stages``, with its text.
+
+    Nothing is formatted unless that logger is enabled for DEBUG.
+
+    Args:
+        stage: such as ``"propagate"``.
+        name: the name of the function.
+        made: what the stage made.
+        shown: what of it is printed, by ``str``.
+    """
+    if _stages.isEnabledFor(logging.DEBUG):
+        _stages.debug("%s: after '%s'\n%s", name, stage, shown(made))

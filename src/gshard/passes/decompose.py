@@ -1,11 +1,13 @@
-"""Decompose: equations that are otherwise a program where what they read or make is split.
+"""Rewrites equations where the arrays that they read or make are split.
 
-A loop over a dimension that is split is an operator whose rounds are split, if they need nothing of each other
-(``tracing.own_rounds``). A transform of several dimensions is one after the other (``tracing.transforms``). A product
-with a table that is nearly all zeros reads a halo (``tracing.bands``). What is computed of arrays that are joined with
-little, or cut a little, where they are split, and in the end reduced, is computed in pieces
-(``tracing.closed_regions``).
-Which they are is known once marks have been propagated; then the program is changed, and propagated again.
+- A loop over a split dimension becomes an operator whose rounds are split, if they are independent
+  (``tracing.own_rounds``).
+- A transform of several dimensions becomes several transforms, one after the other (``tracing.transforms``).
+- A product with a banded table, which is nearly all zeros, reads a halo (``tracing.bands``).
+- Arrays that are joined with little, or cut a little, along a split dimension, and are reduced along it in the end, are
+  computed in pieces (``tracing.closed_regions``).
+
+These rewrites need shardings, and shardings depend on them: ``passes.settled`` alternates them with propagation.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import jax
 from gshard.core.jax_adapter import as_if_at
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.core.sharding import Sharding
 from gshard.language.region import with_edges
 from gshard.passes.trace import equations_of
 from gshard.tracing.bands import products
@@ -34,8 +37,21 @@ from gshard.tracing.written_in_pieces import written
 Dims = Mapping[Value, Sequence[Atoms]]
 
 
-class Decompositions:
-    """What of a program may be taken apart."""
+def rewritten_where_split(program: Program, mesh: Mesh, *known: Mapping[Value, Sharding]) -> Program:
+    """A program in which equations are rewritten where values are split; the very same one if none is.
+
+    Args:
+        program: the program.
+        mesh: the devices.
+        known: shardings of all values. The first of these mappings under which an equation is rewritten decides.
+    """
+    rewrites = _Rewrites(program)
+    made = (rewrites.program_for(shardings, mesh) for shardings in known) if rewrites.has_any else iter(())
+    return next((other for other in made if other is not None), program)
+
+
+class _Rewrites:
+    """The equations of a program that may be rewritten."""
 
     def __init__(self, program: Program):
         self.program = program
@@ -45,19 +61,22 @@ class Decompositions:
         self.blocks = [b for b in _blocks(program.block) if any(map(may_begin, b.equations))]
         self.products = products(program)
 
-    def taken(self, dims: Dims, mesh: Mesh) -> Program | None:
-        """The program that it is where values are split so; None if it is as it is.
+    @property
+    def has_any(self) -> bool:
+        """Whether there are such equations."""
+        return bool(self.loops or self.transforms or self.blocks or self.products)
 
-        Where values are in as many parts as before, it is the very same program: its values are compared by identity.
+    def program_for(self, shardings: Mapping[Value, Sharding], mesh: Mesh) -> Program | None:
+        """The rewritten program where values are split so; None if nothing is rewritten.
+
+        Where values are in as many parts as before, it has the very same block: values are compared by identity.
         """
-        if not (self.loops or self.transforms or self.blocks or self.products):
-            return None
-        block = self.program.block
+        block, dims = self.program.block, {v: s.dims for v, s in shardings.items()}
         parts = tuple(tuple(map(mesh.count, dims[v])) for v in block.values())
-        made = self.program.decomposed.get((block, parts), lambda: self._taken(dims, mesh))
+        made = self.program.decomposed.get((block, parts), lambda: self._block_for(dims, mesh))
         return None if made is None else dataclasses.replace(self.program, block=made)
 
-    def _taken(self, dims: Dims, mesh: Mesh) -> Block | None:
+    def _block_for(self, dims: Dims, mesh: Mesh) -> Block | None:
         instead: dict[Equation, Sequence[Equation]] = {}
         for edge, loop in self.loops:
             inside = (v for body in loop.blocks for v in body.values())

@@ -1,21 +1,20 @@
-"""Facts: what follows from the marks: a sharding for every value that they reach, and why.
+"""Propagates marks: a sharding for every value that the marks reach, and why.
 
-An iterative data-flow analysis over factors, forward and backward at once: whatever sharding one array of an
-equation has is projected on the equation's factors and from there on its other arrays, whose dimensions are only
-ever refined (an atom, once given, stays). Shardings cross the borders of loops and branches along their edges.
+This is an iterative data-flow analysis over factors, forward and backward at once. It projects the sharding of one
+array of an equation on the equation's factors, and from there on the other arrays. It only refines dimensions: an axis,
+once given, stays. Shardings cross the borders of loops and branches along their edges.
 
-Priorities, each run until nothing changes before the next begins; any news returns to the first:
+The analysis runs each priority until nothing changes; any change returns to the first:
 
     1. equations that only move or combine elements where they are, and edges of regions
     2. equations that reduce or communicate with neighbours (contractions, sums, scatters, slices)
-    3. equations that make many elements of few: a mask says less of the scores than what they are made of
+    3. equations that make many elements of few: a mask says less of the scores than the operands of their product
 
-Where a loop runs over a dimension that is split, each device runs the rounds that it has, if these need nothing of each
-other and nothing is split inside (``passes.decompose``). The user's marks, and shardings that arguments came with, are
-set before all this and never changed.
+It sets the user's marks, and the shardings of arguments, first, and never changes them. It never changes the program
+either: ``passes.settled`` alternates it with the rewrites that depend on shardings (``passes.decompose``).
 
-Where the arrays of an equation disagree, or it cannot be split as one of them is, nothing follows. Which dimensions
-could still be split so, there and wherever that leads, is noted (``Facts.undecided``): it is chosen by cost.
+Where the arrays of an equation disagree, or it cannot be split as one of them is, nothing follows. ``Facts.undecided``
+lists which dimensions could still be split so, there and wherever that leads; planning chooses among them by cost.
 """
 
 from __future__ import annotations
@@ -30,16 +29,14 @@ from gshard.core.device_order import Order
 from gshard.core.errors import ShardingError
 from gshard.core.manual_axes import before_any, manual_axes
 from gshard.core.mesh import Atoms, Mesh, common_prefix
-from gshard.core.plan import Reason
+from gshard.core.plan import Plan, Reason
 from gshard.core.program import Program, Value
 from gshard.core.rule import COMMUNICATE, PARALLEL, REPLICATE, Factor, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, place, project
 from gshard.passes.candidates import arrays_of, candidates, spread
-from gshard.passes.decompose import Decompositions
 from gshard.passes.demands import demands
 from gshard.passes.nodes import Change, Node, nodes_of
-from gshard.passes.on_mesh import on_mesh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,9 +44,9 @@ class Facts:
     """What follows from the marks of a program.
 
     Attributes:
-        program: in which some equations are others, as they are split (``passes.decompose``).
+        program: the program.
         mesh: the devices.
-        shardings: of every value; what nothing is known of is replicated.
+        shardings: of every value; a value that no mark reaches is replicated.
         reasons: for each value and dimension that is split, why.
         orders: the order of the devices in which a marked value is to be, where that is not the mesh's.
         undecided: of values, the atoms that open dimensions could get from equations whose arrays disagree.
@@ -77,8 +74,13 @@ class Facts:
 
     @functools.cached_property
     def supposed(self) -> Mapping[Value, Sharding]:
-        """The shardings, what could be moved being so."""
+        """The shardings, with those of ``moved`` in their place."""
         return {**self.shardings, **self.moved}
+
+    def __str__(self) -> str:
+        return (
+            f"shardings from the marks, {Plan(self.program, self.mesh, self.shardings, {}, self.reasons, self.orders)}"
+        )
 
     @functools.cached_property
     def kept(self) -> frozenset[Value]:
@@ -94,28 +96,28 @@ class Facts:
 
 
 def facts_of(program: Program, mesh: Mesh) -> Facts:
-    """Follows the marks of a program to a fixed point.
+    """Propagates the marks of a program to a fixed point.
+
+    Args:
+        program: with the rules of the mesh (``passes.on_mesh``).
+        mesh: the devices.
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
     """
-    program = on_mesh(program, mesh)
     state = _State(program, mesh)
     state.seed()
     state.run()
-    if (other := state.other()) is None:
-        shardings, reasons, moving = state.shardings(), dict(state.reasons), state.moving()
-        undecided, moved = state.undecided(moving), state.moved(shardings) if moving else {}
-        if (other := state.other()) is None:  # of what was moved another equation may be one that is split
-            return Facts(program, mesh, shardings, reasons, state.orders, undecided, moved)
-    return facts_of(other, mesh)
+    shardings, reasons, moving = state.shardings(), dict(state.reasons), state.moving()
+    undecided, moved = state.undecided(moving), state.moved(shardings) if moving else {}
+    return Facts(program, mesh, shardings, reasons, state.orders, undecided, moved)
 
 
 _Moves = Sequence[tuple[int, Atoms]]  # factors, and what may move there
 
 
 class _State:
-    """Shardings as far as they are known, and who is to be asked next."""
+    """The shardings so far, and a queue of nodes for each priority."""
 
     def __init__(self, program: Program, mesh: Mesh):
         self.program, self.mesh, self.manual = program, mesh, manual_axes(program.block, mesh)
@@ -138,11 +140,12 @@ class _State:
                 self.nodes.append(node)
                 for value, _ in node.tensors:
                     self.users.setdefault(value, []).append(node)
-        self.decompositions = Decompositions(program)
         self.queues: tuple[deque[Node], ...] = (deque(), deque(), deque())
         self.pending: set[Node] = set()
-        self.disputed: dict[Node, dict[int, Atoms]] = {}  # of those that were asked, what their arrays contradict
-        # What was found for nodes that are alike, whose arrays are: equal layers are asked once.
+        self.disputed: dict[
+            Node, dict[int, Atoms]
+        ] = {}  # of each visited node, factors about which its arrays disagree
+        # Memo: nodes with equal rules and equal operand shardings share a result, so equal layers are visited once.
         self.found: dict[object, tuple[dict[int, Atoms], Sequence[Change]]] = {}
         self.ways: dict[object, _Moves] = {}
         self.ones: dict[tuple[Atoms, ...], Sharding] = {}
@@ -190,7 +193,7 @@ class _State:
         return self.ones[dims].with_unreduced(dict(self.unreduced.get(value, ())))
 
     def run(self) -> None:
-        """Asks equations until nothing changes."""
+        """Refines the arrays of queued nodes until nothing changes."""
         while (queue := next((queue for queue in self.queues if queue), None)) is not None:
             node = queue.popleft()
             self.pending.discard(node)
@@ -208,12 +211,8 @@ class _State:
             self.disputed[node], changes = self.found[key]
             self._change(node, changes)
 
-    def other(self) -> Program | None:
-        """The program that it is where values are split so; None if it is as it is."""
-        return self.decompositions.taken(self.dims, self.mesh)
-
     def moved(self, known: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
-        """What would be split otherwise than is known; after that, these facts are what is supposed."""
+        """Values that would be split otherwise than ``known``. Changes the state: call it last."""
         for node in self.nodes:
             e = node.equation
             if node in self.disputed and e is not None and e.rule is not None and self._to_be_moved(node):

@@ -1,17 +1,19 @@
-"""Propagate: from a few marks to a sharding for every value and a split for every equation.
+"""Completes the user's marks to a plan: a sharding for every value and a split for every equation.
 
-What follows from the marks is found first (``passes.facts``). What that leaves open, and where it disagrees with
-itself, is one problem (``passes.graph``): a sharding for every value that is not marked, nor an argument of which the
-facts decide how it comes, and a split for every equation, so that what is sent and computed costs least
-(``passes.objective``). Marks, and shardings that arguments came with, are never changed; among equal plans the one that
-follows the marks is taken.
+Propagation comes first (``passes.settled``). What it leaves open, and where it disagrees with itself, is one problem
+(``passes.graph``): choose a sharding for every value that is not marked, nor an argument whose sharding the marks
+decide, and a split for every equation, so that sending and computing cost least (``passes.objective``). Planning never
+changes marks, nor the shardings of arguments. Of equal plans it takes the one that follows the marks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
 
 from gshard.core.border import AS_MARKED, Border
 from gshard.core.device_order import Order
@@ -26,13 +28,14 @@ from gshard.core.program import Program
 from gshard.passes.at_border import at_border
 from gshard.passes.choices import graph_of
 from gshard.passes.demands import demands
-from gshard.passes.facts import Facts, facts_of
+from gshard.passes.facts import Facts
 from gshard.passes.followed import followed
 from gshard.passes.graph import Graph, within_rounds
 from gshard.passes.layers import classes_of_layers
 from gshard.passes.moves import axes_of, joined
 from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.reasons import Reasons
+from gshard.passes.settled import settled
 from gshard.solver.descent import Descent
 from gshard.solver.exact import exact
 from gshard.solver.problem import Ints, Problem, ProblemError
@@ -67,12 +70,12 @@ def propagate(
         program: the traced function.
         mesh: the devices.
         strict: refuse primitives that have no rule instead of gathering their operands, and what is dropped.
-        border: what is asked of arguments and results.
-        objective: what choices cost, on the mesh, of which some axes move as wholes.
-        facts: what follows from the marks, if that is known.
+        border: constraints on arguments and results, besides marks.
+        objective: gives the costs of choices, for the mesh and the groups of axes that move together.
+        facts: the settled program with what follows from its marks; None settles it first.
 
     Returns:
-        the plan. In its program some equations are others, as they are split (``passes.decompose``).
+        the plan, of the settled program (``passes.settled``).
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
@@ -82,14 +85,11 @@ def propagate(
         lost = program.dropped[0]
         hint = f"{lost.why} Leave it out, or allow it with strict=False."
         raise PlanError(f"{lost.what} is not kept.", lost.line, f"it is {lost.value}", hint)
-    facts = facts or facts_of(program, mesh)
-    if not any(sharding.atoms for sharding in facts.shardings.values()):
+    facts = facts or settled(program, mesh)
+    if (made := choose(facts, objective, border)) is None:
         return at_border(_whole(facts), border)
-    known = {*facts.shardings.values(), *facts.moved.values()}
-    costs = objective(mesh, joined(mesh, axes_of(mesh, known), known))
-    graph = graph_of(facts.program, costs, facts=facts, border=border)
-    graph, chosen, gap = _chosen(graph, facts)
-    plan = at_border(dataclasses.replace(decided(graph, chosen, facts), gap=gap, counted=costs.counted), border)
+    found = decided(made.graph, made.states, facts)
+    plan = at_border(dataclasses.replace(found, gap=made.gap, counted=made.objective.counted), border)
     if strict and plan.gathered:
         e = plan.gathered[0]
         because = "cannot be split" if e.rule is not None and e.rule.why else "has no rule"
@@ -102,8 +102,98 @@ def propagate(
     return plan
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choice:
+    """What planning chose in the problem of a program.
+
+    Attributes:
+        graph: the problem, without the states that would have loops hold too much.
+        states: int64 [nodes], those that were chosen.
+        gap: how much of their cost could at most be saved, as a part of it.
+        facts: what follows from the marks.
+        objective: the costs.
+    """
+
+    graph: Graph
+    states: Ints
+    gap: float
+    facts: Facts
+    objective: Objective
+
+    @property
+    def counted(self) -> str:
+        """The unit of costs, in words: ``bytes sent``, or ``time on h100:1x8``."""
+        return self.objective.counted
+
+    @functools.cached_property
+    def cost(self) -> float:
+        """What the chosen states cost."""
+        return self.graph.problem.value(self.states)
+
+    @functools.cached_property
+    def layers(self) -> Ints | None:
+        """int64 [nodes]: the classes of nodes that equal layers have alike; None if layers were not chosen alike."""
+        classes = classes_of_layers(self.graph)
+        if classes is None:
+            return None
+        of_class = np.zeros(classes.max() + 1, np.int64)
+        of_class[classes] = self.states
+        return classes if (of_class[classes] == self.states).all() else None
+
+    def tied_to(self, node: int) -> list[int]:
+        """The nodes that have the state of this one: those that are alike in equal layers, and itself."""
+        return [node] if self.layers is None else np.flatnonzero(self.layers == self.layers[node]).tolist()
+
+    def with_state(self, node: int, state: int) -> Ints | None:
+        """The states that cost least where a node, and all that are tied to it, have this one; None if none do.
+
+        They are found as the chosen ones were: exactly in a small problem, and in a large one by messages.
+        """
+        if self.states[node] == state:
+            return self.states
+        problem, layers, costs, start = (
+            self.graph.problem,
+            self.layers,
+            list(self.graph.problem.costs),
+            self.states.copy(),
+        )
+        for i in self.tied_to(node):
+            costs[i] = np.where(np.arange(costs[i].size) == state, costs[i], np.inf)
+            start[i] = state
+        graph = dataclasses.replace(self.graph, problem=dataclasses.replace(problem, costs=tuple(costs)))
+        if layers is not None:
+            alike = _alike(graph, layers)
+            return None if alike is None else alike[1]
+        try:
+            found, _ = _solved(graph.problem, _from(graph, self.facts, start))
+            while math.isfinite(graph.problem.value(found)) and (less := within_rounds(graph, found)) is not None:
+                graph, (found, _) = less, _solved(less.problem, _from(less, self.facts, start))
+        except ProblemError:
+            return None
+        return found if math.isfinite(graph.problem.value(found)) else None
+
+
+def choose(
+    facts: Facts,
+    objective: Callable[[Mesh, tuple[Atoms, ...]], Objective] = bytes_on,
+    border: Border = AS_MARKED,
+) -> Choice | None:
+    """Chooses what the marks leave open in a settled program; None if nothing is split, so that nothing is open.
+
+    Args:
+        facts: the settled program with what follows from its marks.
+        objective, border: as of ``propagate``.
+    """
+    if not any(sharding.atoms for sharding in facts.shardings.values()):
+        return None
+    known = {*facts.shardings.values(), *facts.moved.values()}
+    costs = objective(facts.mesh, joined(facts.mesh, axes_of(facts.mesh, known), known))
+    graph, chosen, gap = _chosen(graph_of(facts.program, costs, facts=facts, border=border), facts)
+    return Choice(graph, chosen, gap, facts, costs)
+
+
 def _whole(facts: Facts) -> Plan:
-    """The plan of a program without a mark: as ``jax.jit`` runs it, the same on every device."""
+    """The plan of a program without a mark: every device runs the whole program, as with ``jax.jit``."""
     manual = manual_axes(facts.program.block, facts.mesh)
     rules = ((e, e.rule) for e in facts.program.block.walk() if e.rule)
     splits = {e: rule.fixed(facts.mesh) if rule.fixed else manual.pinned(e) for e, rule in rules}
@@ -111,32 +201,36 @@ def _whole(facts: Facts) -> Plan:
 
 
 def _chosen(graph: Graph, facts: Facts) -> tuple[Graph, Ints, float]:
-    """The problem with loops that hold no more than they may, states that cost least, and the gap.
+    """The problem with loops that hold no more than they may, the cheapest states, and the gap.
 
-    Of states that cost nearly the same those are taken in which layers are alike.
+    Prefers states in which equal layers are alike, if these cost nearly as little.
     """
     classes = classes_of_layers(graph)
     alike = None if classes is None else _alike(graph, classes)
     cost = math.inf if alike is None else alike[0].problem.value(alike[1])
 
-    def solved(graph: Graph) -> tuple[Ints, float]:
-        def places(small: Reduced) -> Iterator[Ints | None]:
-            yield followed(graph, facts, small)
-            if alike is not None and math.isfinite(graph.problem.value(alike[1])):
-                yield small.lower(alike[1])
-
-        return _solved(graph.problem, places)
-
-    best, gap = solved(graph)
+    start = None if alike is None else alike[1]
+    best, gap = _solved(graph.problem, _from(graph, facts, start))
     while (least := graph.problem.value(best)) * _SAME < cost and (less := within_rounds(graph, best)) is not None:
-        graph, (best, gap) = less, solved(less)
+        graph, (best, gap) = less, _solved(less.problem, _from(less, facts, start))
     if alike is None or cost > least * _SAME:
         return graph, best, gap
     return *alike, max(0.0, 1 - least * (1 - gap) / cost) if cost else 0.0
 
 
+def _from(graph: Graph, facts: Facts, start: Ints | None) -> Callable[[Reduced], Iterator[Ints | None]]:
+    """Where to begin in the reduced problem: where the marks are followed, and at some states of the whole problem."""
+
+    def places(small: Reduced) -> Iterator[Ints | None]:
+        yield followed(graph, facts, small)
+        if start is not None and math.isfinite(graph.problem.value(start)):
+            yield small.lower(start)
+
+    return places
+
+
 def _alike(graph: Graph, classes: Ints) -> tuple[Graph, Ints] | None:
-    """The same of states in which layers are alike; None if they cannot be."""
+    """The same for states in which equal layers are alike; None if there are none."""
     less: Graph | None = graph
     while less is not None:
         try:
@@ -152,14 +246,16 @@ def _alike(graph: Graph, classes: Ints) -> tuple[Graph, Ints] | None:
 def _solved(
     problem: Problem, places: Callable[[Reduced], Iterable[Ints | None]] = lambda small: ()
 ) -> tuple[Ints, float]:
-    """States that cost least, and the gap: exactly, if the problem is small; else what some rounds of messages find.
+    """The cheapest states, and the gap: exact if the problem is small, else found by some rounds of messages.
 
     Args:
         problem: what is solved.
-        places: states of the reduced problem to begin at, so that nothing is found that costs more.
+        places: states of the reduced problem to begin at: the result costs no more than these.
     """
     small = reduce(problem)
-    if found := exact(small.problem):
+    if (found := exact(small.problem)) is not None:
+        if not found:
+            raise ProblemError("No states are allowed together.")
         return small.lift(found[0]), 0.0
     descent = Descent(small.problem, 0)
     for place in places(small):
@@ -178,7 +274,7 @@ def _solved(
 
 
 def decided(graph: Graph, chosen: Ints, facts: Facts) -> Plan:
-    """The plan of some states, with the reasons of what is otherwise than the marks say."""
+    """The plan of some states, with the reasons for what differs from the marks."""
     shardings = graph.shardings(chosen)
     readings, leaves = graph.moved(chosen)
     reasons = Reasons(graph.program, shardings, facts)
@@ -190,7 +286,7 @@ def decided(graph: Graph, chosen: Ints, facts: Facts) -> Plan:
 
 @with_tables
 def in_best_order(program: Program, mesh: Mesh) -> Mesh:
-    """The mesh with its devices in the order that the marks ask for, or most bytes of them where they do not agree."""
+    """The mesh with its devices in the order that marks ask for; where marks disagree, in the order of most bytes."""
     asked = {demand.order: None for _, demand, _ in demands(program, mesh) if any(demand.dims)}
     if not set(asked) - {mesh.order} or any(e.rule is not None and not e.rule.is_free for e in program.block.walk()):
         return mesh

@@ -25,7 +25,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.passes.at_border import at_border
 from gshard.passes.demands import demands
-from gshard.passes.facts import facts_of
+from gshard.passes.settled import settled
 
 _FORMAT = 3
 _SHOWN = 6  # lines of what has changed,
@@ -89,18 +89,23 @@ class Recorded:
         )
 
     def plan(self, program: Program, mesh: Mesh, border: Border = AS_MARKED) -> Plan:
-        """The plan for a program that reads the same.
+        """The plan for a traced program that reads the same once it is settled (``passes.settled``).
+
+        Raises:
+            ShardingError: a mark does not fit its value or the mesh.
+            PlanError, MeshError: as of ``plan_of_settled``.
+        """
+        self._check_mesh(mesh)
+        return self.plan_of_settled(settled(program, mesh).program, mesh, border)
+
+    def plan_of_settled(self, program: Program, mesh: Mesh, border: Border = AS_MARKED) -> Plan:
+        """The plan for a settled program that reads the same.
 
         Raises:
             PlanError: the program is another one; the message has the first lines that differ.
             MeshError: the mesh has other axes.
         """
-        if mesh.axes != self.axes:
-            raise MeshError(
-                "the plan is for another mesh.",
-                got=f"the plan's axes: {dict(self.axes)}; the mesh's: {dict(mesh.axes)}",
-                hint="Give jit the mesh that the plan was made for, or search again.",
-            )
+        self._check_mesh(mesh)
         if program.finite != self.finite:
             raise PlanError(
                 f"the plan was made {'with' if self.finite else 'without'} finite=True.",
@@ -109,8 +114,6 @@ class Recorded:
             )
         text = format_block(program.block)
         if text != self.program:
-            program = facts_of(program, mesh).program  # some loops may be operators in it
-        if format_block(program.block) != self.program:
             raise PlanError(
                 f"{program.name} is not the program that the plan was made for.",
                 got="\n  ".join(_changes(self.program, text)),
@@ -130,6 +133,14 @@ class Recorded:
             {values[i]: Sharding.parse(text, mesh)[0] for i, text in ways} for ways in (self.readings, self.leaves)
         )
         return dataclasses.replace(plan_of(program, mesh, shardings, splits, readings, leaves, border), rings=rings)
+
+    def _check_mesh(self, mesh: Mesh) -> None:
+        if mesh.axes != self.axes:
+            raise MeshError(
+                "the plan is for another mesh.",
+                got=f"the plan's axes: {dict(self.axes)}; the mesh's: {dict(mesh.axes)}",
+                hint="Give jit the mesh that the plan was made for, or search again.",
+            )
 
     def as_json(self) -> str:
         """As text, to be read by ``Recorded.of_json``."""

@@ -1,8 +1,8 @@
-"""Alternatives: what else a value could be, and what insisting on it costs.
+"""Alternatives: other shardings of a value in a searched plan, and what forcing one of them costs.
 
-The messages of a solution tell for every state of every node what it costs at least (``Solution.alternatives``). For
-the few that are shown the problem is solved again with nothing else allowed: where that ends with a proof, what it
-costs is known.
+The messages of a solution bound from below what each state of each node costs (``Solution.alternatives``). For the few
+alternatives that are printed, the problem is solved again with nothing else allowed. Where that ends with a proof, the
+cost is exact.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
 from gshard.passes.graph import Graph
+from gshard.solver.problem import Ints, ProblemError
 from gshard.solver.solve import Solution, solve
 
 _SHOWN = 4  # of each value, those that cost least
@@ -75,6 +76,45 @@ def alternatives(
             seconds = max(seconds, again.value - solution.value if proven else again.bound - solution.value)
         rows.append(Alternative(texts[i], seconds, proven))
     return sorted(rows, key=lambda row: (row.seconds, row.sharding))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SearchChoice:
+    """What a search chose, and from what, as ``analysis.value_costs`` compares it.
+
+    Attributes:
+        graph: the problem.
+        solution: of it.
+        counted: the unit of its costs, in words.
+    """
+
+    graph: Graph
+    solution: Solution
+    counted: str
+
+    @property
+    def states(self) -> Ints:
+        """int64 [nodes], those that were chosen."""
+        return self.solution.states
+
+    @property
+    def cost(self) -> float:
+        """What they cost."""
+        return self.solution.value
+
+    def tied_to(self, node: int) -> list[int]:
+        """The node itself: a search plans each layer by itself."""
+        return [node]
+
+    def with_state(self, node: int, state: int) -> Ints | None:
+        """The states that cost least where a node has this one; None if none were found that fit."""
+        if self.states[node] == state:
+            return self.states
+        try:
+            found = _with_state(self.solution, node, state)
+        except ProblemError:
+            return None
+        return found.states if found.fits else None
 
 
 def _with_state(solution: Solution, node: int, state: int) -> Solution:

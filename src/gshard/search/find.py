@@ -27,15 +27,16 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.passes.choices import graph_of
 from gshard.passes.demands import demands
-from gshard.passes.facts import facts_of
 from gshard.passes.graph import Graph
 from gshard.passes.moves import axes_of, in_two
 from gshard.passes.recorded import plan_of
+from gshard.passes.settled import settled
 from gshard.search.in_model import in_model
 from gshard.search.loads import with_loads
+from gshard.search.pipeline import propagated
 from gshard.search.presets import AS_IT_IS, marked_presets
 from gshard.search.priced import PricedPlan, Pricing
-from gshard.search.propagated import Propagated, propagated
+from gshard.search.propagated import Propagated
 from gshard.search.seconds import on_machine, seconds_on
 from gshard.search.time_budget import TimeBudget
 from gshard.solver.problem import Problem
@@ -136,7 +137,7 @@ class MeshSearch:
         self.pricing = Pricing(machine, list(donated), self.limit, better)
         self.timed = on_machine(mesh, machine)
         self._demands = [demand.sharding for _, demand, _ in demands(program, mesh)]
-        self.program = facts_of(program, self.timed).program  # loops may be operators in it
+        self.program = settled(program, self.timed).program
         self.graph: Graph | None = None
         self.presets: list[PricedPlan] = []
         self.shown: tuple[PricedPlan, ...] = ()  # the presets of another mesh

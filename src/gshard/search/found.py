@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 from gshard.analysis.array_names import ArrayNames
 from gshard.analysis.bounds import does_not_pay, headline
 from gshard.analysis.cost import Cost
-from gshard.analysis.explain import Explanation, explain_program
+from gshard.analysis.explain import Explanation
+from gshard.analysis.explain_program import explain_program
 from gshard.analysis.proposal import spec_of_cut, with_marks
 from gshard.analysis.report.page import page
 from gshard.core.border import Border
@@ -29,15 +30,15 @@ from gshard.passes.device_program import size
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.passes.recorded import Recorded
-from gshard.search.alternatives import alternatives, tries
+from gshard.search.alternatives import SearchChoice, alternatives, tries
 from gshard.search.as_marks import Marks, marks_of
-from gshard.search.as_run import as_run
 from gshard.search.find import Best, best_plan
 from gshard.search.how_near import ended, how_near
 from gshard.search.layouts import FoundLayout, Namable, layout_of
 from gshard.search.patch import patch_of
+from gshard.search.pipeline import as_run, propagated
 from gshard.search.priced import PricedPlan, Pricing
-from gshard.search.propagated import Propagated, propagated
+from gshard.search.propagated import Propagated
 from gshard.search.time_budget import TimeBudget
 
 _SHOWN = 24  # rows of arguments
@@ -299,8 +300,17 @@ class Found:
 
         spmd = run(Propagated(self.plan), recomputes=self.best.chosen.recomputed)
         return explain_program(
-            self.plan, spmd, marked, frozenset(self.donated), machine=machine, marked_by_bytes=marked_by_bytes
-        )
+            self.plan, spmd, marked, frozenset(self.donated), machine=machine, marked_by_bytes=marked_by_bytes,
+            choice=self._choice,
+        )  # fmt: skip
+
+    @property
+    def _choice(self) -> Callable[[], SearchChoice] | None:
+        """What the search chose, and from what; None for a preset."""
+        best = self.best
+        if best.graph is None or best.solution is None or best.chosen is not best.searched:
+            return None
+        return functools.partial(SearchChoice, best.graph, best.solution, f"time on {self.cost.machine.name}")
 
     def html(self, path: str | Path) -> Path:
         """Writes the report of the plan as one page, with what the search tells of it.

@@ -21,9 +21,10 @@ from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value
-from gshard.passes.facts import facts_of
 from gshard.passes.moves import axes_of, joined
-from gshard.search.propagated import Propagated, propagated
+from gshard.passes.settled import settled
+from gshard.search.pipeline import propagated
+from gshard.search.propagated import Propagated
 
 AS_IT_IS = "as it is marked"
 _OUTSIDE, _INSIDE = 2, 1  # the largest dimensions of arguments, and of all values, for which there are presets
@@ -49,7 +50,7 @@ class Preset:
         Returns:
             axes that move as wholes, once marks part some; and dimensions that marks decide or leave to be decided.
         """
-        facts = facts_of(self.program, mesh)
+        facts = settled(self.program, mesh)
         known = {*facts.shardings.values(), *facts.moved.values()}
         decided = sum(len(s.dims) for s in facts.shardings.values() if s.atoms)
         return len(joined(mesh, axes_of(mesh, known), known)), decided + sum(map(len, facts.undecided.values()))

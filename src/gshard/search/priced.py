@@ -15,8 +15,8 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.passes.windowed import windowed
 from gshard.remat.rematerialise import MemoryLimitError
-from gshard.search.as_run import as_run
-from gshard.search.propagated import Propagated, propagated
+from gshard.search.pipeline import as_run, propagated
+from gshard.search.propagated import Propagated
 
 # Where nothing fits, operands come in parts whose gathered copies are larger than this part of the limit. A copy is
 # there while its product runs, two at a time: smaller ones hold a few percent of what there is, and taking them in

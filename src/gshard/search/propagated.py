@@ -1,14 +1,15 @@
-"""Propagated: the plan that follows from a program's marks, as ``jit``, presets and marks that are tried all make it.
+"""Chooses the plan of a settled program: the stage "choose" of ``search.pipeline``.
 
-Without a machine it is the plan that sends least. With one there are three: that one, the one that takes least time if
-each message is one by itself, and the one that does if sums share theirs, as those do that are ready together. What
-they share is known when a plan is: all three are partitioned and priced, and the fastest one that fits the machine's
-memory is taken.
+Without a machine it is the plan that sends least. With a machine there are three: that one, the one that takes least
+time if each message is sent by itself, and the one that takes least time if sums that are ready together share a
+message. Which sums share one is known only once there is a plan. So all three are partitioned and priced, and the
+fastest one that fits the machine's memory is taken.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -17,13 +18,11 @@ from gshard.analysis.machine import Machine
 from gshard.core.border import AS_MARKED, Border
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
-from gshard.core.planning_tables import with_tables
-from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
-from gshard.passes.facts import Facts, facts_of
+from gshard.passes.facts import Facts
 from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
+from gshard.passes.propagate import Choice, choose, propagate
 from gshard.search.seconds import on_machine, seconds_on
 
 
@@ -35,11 +34,14 @@ class Propagated:
         plan: the plan.
         spmd: what it becomes, if that had to be known to choose it;
         cost: and what that costs.
+        choice: poses the problem again that the plan is a solution of, and gives what was chosen in it: None if nothing
+            was to be chosen. None for a plan that was given.
     """
 
     plan: Plan
     spmd: SpmdProgram | None = None
     cost: Cost | None = None
+    choice: Callable[[], Choice | None] | None = None
 
     @property
     def seconds(self) -> float:
@@ -57,45 +59,44 @@ class Propagated:
         return not fits, worth * (self.cost.seconds if fits else self.cost.peak)
 
 
-@with_tables
-def propagated(
-    program: Program,
-    mesh: Mesh,
-    machine: Machine | None,
-    *,
-    strict: bool = False,
-    border: Border = AS_MARKED,
+def cheapest(
+    facts: Facts, machine: Machine | None, *, strict: bool = False, border: Border = AS_MARKED
 ) -> tuple[Propagated, ...]:
-    """Completes the user's marks to plans, the best first; arguments and errors as of ``passes.propagate``.
+    """The plans of a settled program, the best first.
 
     Args:
-        program: the traced function.
-        mesh: the devices.
-        machine: whose time counts; bytes count if None.
+        facts: the settled program with what follows from its marks.
+        machine: gives the times; bytes count if None.
         strict: refuse primitives that have no rule.
-        border: what is asked of arguments and results.
-    """
-    facts = facts_of(program, mesh if machine is None else on_machine(mesh, machine))
+        border: constraints on arguments and results, besides marks.
 
-    def planned(facts: Facts, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Plan:
-        return propagate(program, facts.mesh, strict=strict, border=border, objective=objective, facts=facts)
+    Raises:
+        PlanError: ``strict``, and a primitive without rule, or something that the program says and gshard drops.
+    """
+    program = facts.program
+    facts = facts if machine is None else dataclasses.replace(facts, mesh=on_machine(facts.mesh, machine))
+
+    def planned(facts: Facts, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Propagated:
+        plan = propagate(program, facts.mesh, strict=strict, border=border, objective=objective, facts=facts)
+        return Propagated(plan, choice=functools.partial(choose, facts, objective, border))
 
     least = planned(facts, bytes_on)
-    if machine is None or not least.counted:  # nothing was to be chosen
-        return (Propagated(least),)
+    if machine is None or not least.plan.counted:  # nothing was to be chosen
+        return (least,)
     first = len(program.captured)
 
-    def priced(plan: Plan) -> Propagated:
-        spmd = partition(plan)
-        return Propagated(plan, spmd, cost(spmd, machine, [i - first for i in border.donated]))
+    def priced(made: Propagated) -> Propagated:
+        spmd = partition(made.plan)
+        return dataclasses.replace(made, spmd=spmd, cost=cost(spmd, machine, [i - first for i in border.donated]))
 
     shared = dataclasses.replace(facts, mesh=on_machine(facts.mesh, machine, joined=True))
     sends_least = priced(least)
     alone = planned(facts, seconds_on(machine, call=sends_least.seconds))
-    faster = [
-        dataclasses.replace(sends_least, plan=alone) if alone.runs_as(least) else priced(alone),
-        priced(planned(shared, seconds_on(machine, joined=True, call=sends_least.seconds))),
-    ]
+    if alone.plan.runs_as(least.plan):
+        alone = dataclasses.replace(alone, spmd=sends_least.spmd, cost=sends_least.cost)
+    else:
+        alone = priced(alone)
+    faster = [alone, priced(planned(shared, seconds_on(machine, joined=True, call=sends_least.seconds)))]
     faster.sort(key=lambda made: made.rank())
     if faster[0].rank() < sends_least.rank(WORTH):
         return *faster, sends_least

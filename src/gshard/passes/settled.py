@@ -1,0 +1,42 @@
+"""Settled: propagates marks and rewrites equations where they are split, in turn, until neither changes anything.
+
+    program, mesh ──▶ rules of the mesh ──▶ propagate ⇄ rewrite where split ──▶ Facts, of the program that is planned
+
+Propagation (``passes.facts``) reads a program and leaves it unchanged. The rewrites (``passes.decompose``) read the
+shardings that it found: a loop over a dimension becomes an operator only where that dimension is split. A rewritten
+program is propagated again, because its equations pass other shardings on. Every rewrite removes an equation that could
+be rewritten, so this ends.
+"""
+
+from __future__ import annotations
+
+from gshard.core.mesh import Mesh
+from gshard.core.phases import log_stage
+from gshard.core.program import Program
+from gshard.passes.decompose import rewritten_where_split
+from gshard.passes.facts import Facts, facts_of
+from gshard.passes.on_mesh import on_mesh
+
+
+def settled(program: Program, mesh: Mesh) -> Facts:
+    """The program to plan, ``Facts.program``, and what follows from its marks.
+
+    A settled program is a fixed point: ``settled(found.program, mesh).program is found.program``.
+
+    Args:
+        program: the traced function.
+        mesh: the devices.
+
+    Raises:
+        ShardingError: a mark does not fit its value or the mesh.
+        RuleError: what a user said of an operator contradicts it.
+    """
+    while True:
+        program = on_mesh(program, mesh)
+        facts = facts_of(program, mesh)
+        log_stage("propagate", program.name, facts)
+        rewritten = rewritten_where_split(program, mesh, facts.shardings, facts.supposed)
+        if rewritten is program:
+            return facts
+        log_stage("rewrite where split", program.name, rewritten)
+        program = rewritten
