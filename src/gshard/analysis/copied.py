@@ -55,7 +55,7 @@ def _layouts(kernel: Kernel, operand: Value, result: Value, machine: Machine) ->
         cut, joined = params["split_axis"], params["concat_axis"]
         part = tuple(min(a, b) for a, b in zip(operand.shape, result.shape, strict=True))
         return False, math.prod(operand.shape) > 0 and is_turned(part, cut, joined)
-    if kind not in _ALONG or not machine.copies_for_collectives:
+    if kind not in _ALONG or not machine.compiler.copies_for_collectives:
         return False, False
     own = is_strided(operand.shape, params[_ALONG[kind]])
     return own, own

@@ -27,12 +27,13 @@ from gshard.analysis.hoisted import hoisted
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.analysis.network import latency, permutation_seconds, seconds
+from gshard.analysis.roofline import copy_seconds, dtype_of, launch_seconds, roofline
 from gshard.comm.collectives import KINDS, sent_bytes
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Equation, Value, format_bytes, format_flops, short_dtype
+from gshard.core.program import Equation, Value, format_bytes, format_flops
 from gshard.core.spmd import SpmdProgram
-from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program, flops, size
+from gshard.passes.device_program import COLLECTIVE, REGION, Kernel, Kernels, device_program, size
 
 # What a call is spent on: operations, bytes of the device's memory, bytes on links, starting kernels, and the time that
 # the first byte of a message takes to arrive.
@@ -112,7 +113,9 @@ class Cost:
     @functools.cached_property
     def memory(self) -> Memory:
         """What a device holds, moment by moment."""
-        return memory_of(self.program, self.donated, keeps_low_precision_copies=self.machine.keeps_low_precision_copies)
+        return memory_of(
+            self.program, self.donated, keeps_low_precision_copies=self.machine.compiler.keeps_low_precision_copies
+        )
 
     @property
     def seconds(self) -> float:
@@ -244,8 +247,8 @@ def kernel_cost(
     e = kernel.equation
     result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
     parts: tuple[tuple[str, float], ...]
-    starts = sum(machine.starting(2 * array) for array in anew)
-    copies = sum(map(machine.copying, anew)) - starts
+    starts = sum(launch_seconds(machine, 2 * array) for array in anew)
+    copies = sum(copy_seconds(machine, array) for array in anew) - starts
     if kernel.kind == COLLECTIVE:
         name, atoms, sent, taken, first = _collective(kernel, mesh, machine, joined)
         moved = kernel.moved + 2 * sum(anew)
@@ -253,15 +256,14 @@ def kernel_cost(
         return KernelCost(
             name, COLLECTIVE, e.line, result, times, 0, moved, sent, atoms, taken + copies + starts, parts, e
         )
-    products = flops(e) if kernel.kind == PRODUCT else 0
-    dtype = short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
-    computing = products / machine.rate(dtype) + kernel.vector_flops / machine.vector_flops
-    moving, starts = kernel.moved / machine.memory_bandwidth, starts + machine.starting(kernel.moved)
-    longest = ("compute", computing) if computing >= moving else ("memory", moving)
-    parts = (longest, ("memory", copies), ("launch", starts))
+    products, others, moved = kernel.product_flops, kernel.vector_flops, kernel.moved
+    own = roofline(machine, dtype_of(e), products, others, moved)
+    starts += own.launch
+    bound = "compute" if own.compute >= own.memory else "memory"
+    parts = ((bound, own.work), ("memory", copies), ("launch", starts))
     return KernelCost(
-        e.name, kernel.kind, e.line, result, times, products + kernel.vector_flops, kernel.moved, 0, (),
-        longest[1] + copies + starts, parts, e,
+        e.name, kernel.kind, e.line, result, times, products + others, moved, 0, (), own.work + copies + starts,
+        parts, e,
     )  # fmt: skip
 
 

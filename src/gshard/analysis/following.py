@@ -11,14 +11,14 @@ import math
 from collections.abc import Mapping
 
 from gshard.analysis.machine import Machine
-from gshard.core.program import Value, short_dtype
+from gshard.analysis.roofline import dtype_of, roofline
+from gshard.core.program import Value
 from gshard.passes.device_program import (
     FUSED,
     OPERATOR,
     PRODUCT,
     Kernel,
     Kernels,
-    flops,
     moves_elements,
     readers_of,
     size,
@@ -34,7 +34,7 @@ def following(program: Kernels, seconds: Mapping[Kernel, float], machine: Machin
         machine: the devices.
     """
     found: dict[Kernel, float] = {}
-    if not machine.hides:  # the schedules of libtpu for TPU v4 and later show it; others have not been read
+    if not machine.compiler.fuses_epilogues:
         return found
     readers = readers_of(program)
     kept = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
@@ -55,7 +55,6 @@ def _after(
     machine: Machine,
 ) -> dict[Kernel, float]:
     found: dict[Kernel, float] = {}
-    e = product.equation
     moved, vector, taken = product.moved, product.vector_flops, seconds[product]
     last = product
     while len(last.writes) == 1 and last.writes[0] not in kept and len(readers.get(last.writes[0], ())) == 1:
@@ -68,8 +67,7 @@ def _after(
         else:
             break
         moved, vector = moved + more, vector + kernel.vector_flops
-        compute = flops(e) / machine.rate(short_dtype(e.inputs[0].dtype)) + vector / machine.vector_flops
-        longest = max(compute, moved / machine.memory_bandwidth) + machine.launch
+        longest = roofline(machine, dtype_of(product.equation), product.product_flops, vector, moved).seconds
         found[kernel] = min(seconds[kernel], max(0.0, longest - taken))
         taken, last = taken + found[kernel], kernel
         if kernel.kind == OPERATOR:

@@ -24,8 +24,6 @@ Sources, all per device and one direction, without sparsity:
 
 No vendor gives the time of a hop and of a launch. Those of ``h100`` stand for all GPUs, 1 µs a hop for all TPUs.
 
-What a TPU's compiler lets run beside products is read from the schedules of libtpu 0.0.42 (``benchmarks/overlap.py``).
-
 A product of float32 arrays runs in one bfloat16 pass on TPU (JAX's default precision), in TF32 on NVIDIA's GPUs, and in
 float32 on AMD's, where XLA does not use TF32. TPUs without a rate for 8-bit integers multiply them as bfloat16.
 """
@@ -41,18 +39,56 @@ PERMUTE = "collective_permute"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compiler:
-    """What XLA does on one platform, whatever the size of its devices; each field as in ``Machine``."""
+    """What a compiler does with a per-device program, whatever the speed of the devices.
 
+    The cost model reads compiler behaviour from these fields only. A measured machine has the compiler of its kind.
+
+    Attributes:
+        source: the compiler, its version, and where its behaviour was read.
+        combines: the kinds of collectives of which it puts several into one message (``combined``).
+        combined_bytes: the largest such message, in bytes of one device's operands.
+        hides: the kinds of collectives that it begins before kernels which do not need them, and ends after them
+            (``hidden``); None if that is not known.
+        hides_beside_products: those of them that overlap with products only, because they become part of these.
+        fuses_epilogues: whether elementwise work on the result of a product is part of the product (``following``).
+        copies_for_collectives: whether what is gathered or scattered has that dimension first, so that arrays are
+            copied (``copied``).
+        keeps_low_precision_copies: whether products of float32 run in one bfloat16 pass, and what only they read is
+            stored in bfloat16 (``narrow``).
+        gathers_split_stack_writes: whether a product that a gather overlaps with no longer writes its result straight
+            into the stack of a loop (``remat.prefetch``). Six training loops on libtpu won nothing by fetching ahead.
+    """
+
+    source: str
     combines: tuple[str, ...] = ("all_reduce",)
+    combined_bytes: int = 30 << 20
+    hides: tuple[str, ...] | None = None
+    hides_beside_products: tuple[str, ...] = ()
+    fuses_epilogues: bool = False
     copies_for_collectives: bool = True
     keeps_low_precision_copies: bool = False
+    gathers_split_stack_writes: bool = True
 
 
-# By ``jax.Device.platform``. Other platforms are taken to be like the CPU.
+def _libtpu(*hides: str, schedules_read: bool = True) -> Compiler:
+    return Compiler(
+        "libtpu 0.0.42: schedules of compiled programs (benchmarks/overlap.py)",
+        hides=hides,
+        hides_beside_products=("all_gather",),
+        fuses_epilogues=schedules_read,
+        copies_for_collectives=False,
+        keeps_low_precision_copies=True,
+    )
+
+
+# By ``jax.Device.platform``. Other platforms are taken to be like the CPU. ``combined_bytes`` is XLA's default of
+# ``xla_gpu_all_reduce_combine_threshold_bytes`` and of the thresholds beside it.
 COMPILERS = {
-    "cpu": Compiler(),
-    "gpu": Compiler(combines=("all_reduce", "all_gather", "reduce_scatter")),
-    "tpu": Compiler(copies_for_collectives=False, keeps_low_precision_copies=True),
+    "cpu": Compiler("XLA:CPU of jaxlib 0.10.2: compiled programs (tests/analysis/test_cost.py)"),
+    "gpu": Compiler(
+        "XLA:GPU: its source; no program was read", combines=("all_reduce", "all_gather", "reduce_scatter")
+    ),
+    "tpu": dataclasses.replace(_libtpu(schedules_read=False), hides=None),
 }
 
 
@@ -61,7 +97,7 @@ class Kind:
     """What a chip or GPU is like.
 
     Attributes:
-        flops, vector_flops, memory_bandwidth, memory, launch, hides: as in ``Machine``, of one device.
+        flops, vector_flops, memory_bandwidth, memory, launch: as in ``Machine``, of one device.
         compiler: what its compiler does.
         link: bytes a second of one link in one direction; of a switch, what one device can send.
         dimensions: of the network of chips.
@@ -88,7 +124,6 @@ class Kind:
     node: int = 0
     inside: str = SWITCH
     between_nodes: float = 0.0
-    hides: tuple[str, ...] | None = None
     compiler: Compiler = COMPILERS["cpu"]
 
 
@@ -96,14 +131,11 @@ _T, _G, _GIB = 1e12, 1e9, 2**30
 
 
 def _tpu(
-    bf16: float, s8: float, bandwidth: float, gib: int, link: float, dimensions: int, wraps: int, *hides: str
+    bf16: float, s8: float, bandwidth: float, gib: int, link: float, dimensions: int, wraps: int, compiler: Compiler
 ) -> Kind:
     # The vector unit does about a sixteenth of the matrix unit's work in float32.
     rates = {"bf16": bf16 * _T, "f32": bf16 * _T, "s8": s8 * _T}
-    return Kind(
-        rates, bf16 * _T / 16, bandwidth * _G, gib * _GIB, link * _G, dimensions, wraps, hides=hides,
-        compiler=COMPILERS["tpu"],
-    )  # fmt: skip
+    return Kind(rates, bf16 * _T / 16, bandwidth * _G, gib * _GIB, link * _G, dimensions, wraps, compiler=compiler)
 
 
 def _gpu(
@@ -159,13 +191,13 @@ def _cdna4(f64: float, f32: float, bf16: float, s8: float) -> Kind:
 # A core of v3 and tpu7x has half of the chip; both send over the chip's links. Dimensions of v4, v5p and tpu7x close to
 # rings when they are made of whole cubes of 4; v3, v5e and v6e close them at the size of a pod.
 KINDS = {
-    "v3": dataclasses.replace(_tpu(61.5, 61.5, 450, 16, 82, 2, 32), cores=2),
-    "v4": _tpu(275, 275, 1200, 32, 50, 3, 4, PERMUTE),
-    "v5e": _tpu(197, 393, 819, 16, 50, 2, 16, PERMUTE, "all_gather"),
-    "v5p": _tpu(459, 918, 2765, 95, 100, 3, 4, PERMUTE),
-    "v6e": _tpu(918, 1836, 1638, 32, 100, 2, 16, PERMUTE),
+    "v3": dataclasses.replace(_tpu(61.5, 61.5, 450, 16, 82, 2, 32, _libtpu(schedules_read=False)), cores=2),
+    "v4": _tpu(275, 275, 1200, 32, 50, 3, 4, _libtpu(PERMUTE)),
+    "v5e": _tpu(197, 393, 819, 16, 50, 2, 16, _libtpu(PERMUTE, "all_gather")),
+    "v5p": _tpu(459, 918, 2765, 95, 100, 3, 4, _libtpu(PERMUTE)),
+    "v6e": _tpu(918, 1836, 1638, 32, 100, 2, 16, _libtpu(PERMUTE)),
     "tpu7x": dataclasses.replace(
-        _tpu(1153.5, 1153.5, 3690, 96, 100, 3, 4, PERMUTE), cores=2, between_cores=600 * _G
+        _tpu(1153.5, 1153.5, 3690, 96, 100, 3, 4, _libtpu(PERMUTE)), cores=2, between_cores=600 * _G
     ),
     "a100_40gb": _a100(1555, 40),
     "a100": _a100(2039, 80),

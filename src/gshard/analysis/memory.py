@@ -84,7 +84,7 @@ def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precis
         program: its kernels.
         donated: positions of inputs whose place results may take.
         keeps_low_precision_copies: whether the compiler keeps bfloat16 copies of what loops read, as
-            ``Machine.keeps_low_precision_copies`` says.
+            ``Compiler.keeps_low_precision_copies`` says.
     """
     block = program.block
     results = [v for v in dict.fromkeys(block.outputs) if isinstance(v, Value)]

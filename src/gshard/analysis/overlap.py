@@ -22,13 +22,14 @@ import numpy as np
 from gshard.analysis.machine import Machine
 from gshard.analysis.machine_kinds import PERMUTE
 from gshard.analysis.network import coordinates, goes_one_way, permuting, seconds
+from gshard.analysis.roofline import dtype_of, roofline
 from gshard.analysis.waits import bytes_of, local_sizes, product_seconds, waits
 from gshard.comm.route import pairs
 from gshard.core.errors import PlanError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import tabulated
-from gshard.core.program import Equation, itemsize, short_dtype
+from gshard.core.program import Equation, itemsize
 from gshard.core.ring import Ring, entering, leaving
 from gshard.core.split import parts
 from gshard.passes.windowed import Offer, together
@@ -67,7 +68,7 @@ class Windowed:
         >>> Windowed.of(False, mesh), Windowed.of(True, mesh) == Windowed(), Windowed.of(2**28, mesh).above
         (None, True, 268435456)
         """
-        if given is None and machine is not None and PERMUTE in (machine.hides or ()):
+        if given is None and machine is not None and PERMUTE in (machine.compiler.hides or ()):
             return Windowed(machine=machine)
         if given is None or given is False:
             return None
@@ -167,8 +168,7 @@ class Chooser:
             moved[count] *= max(1.0, itemsize(jnp.float32) / itemsize(values[count].dtype))
         moved[count] *= 2 if summed or ring.result else 1
         flops = e.rule.flops / parts(split, mesh)
-        rate = machine.rate(short_dtype(e.inputs[0].dtype))
-        one = max(flops / steps / rate, sum(moved) / machine.memory_bandwidth) + lanes * machine.launch
+        one = roofline(machine, dtype_of(e), flops / steps, moved=sum(moved)).work + lanes * machine.launch
         (atoms,) = ring.rotating
         if ring.result:
             sent = bytes_of(values[count], taken[count], mesh)
@@ -179,10 +179,12 @@ class Chooser:
             sent, waited = bytes_of(values[i], taken[i], mesh), self._waits.get((e, i), 0.0)
         way = _way(ring.rotating, ring.order, mesh, machine)
         sending = (1 + bool(ring.result)) * way.latency + sent * way.a_byte / (1 + ring.both_ways)
-        hides = machine.hides is None or PERMUTE in machine.hides
+        hides = machine.compiler.hides is None or PERMUTE in machine.compiler.hides
         step = max(one, sending) if hides else one + sending
         left = bytes_of(values[count], taken[count], mesh)
-        again = 2 * left / machine.memory_bandwidth  # what reads the result is not part of the product any more
+        again = roofline(
+            machine, dtype_of(e), moved=2 * left
+        ).memory  # what reads the result is not part of the product any more
         return product_seconds(e, plan, machine) + waited - ((steps - 1) * step + one + again)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, permuting, seconds
+from gshard.analysis.roofline import copy_seconds
 from gshard.comm.exchange import exchange
 from gshard.comm.runs import is_turned, laid_out
 from gshard.comm.steps import (
@@ -69,13 +70,12 @@ class StepTimes:
             among: the mesh and the atoms that the network knows, where ``mesh`` is a coarser one.
         """
         if step.kind in LOCAL:
-            copied = 2 * math.prod(step.after.local_shape(mesh, shape)) * itemsize
-            return self.machine.launch + copied / self.machine.memory_bandwidth
+            return copy_seconds(self.machine, math.prod(step.after.local_shape(mesh, shape)) * itemsize)
         taken = self._sent(step, shape, itemsize, mesh, among or (mesh, step.atoms)) + _SPLITS * self.machine.launch
         anew = self._copied(step, shape, itemsize, mesh)
         if step.kind == ALL_REDUCE and anew:
             taken += _ORDERED * sum(anew) / itemsize / self.machine.vector_flops
-        return taken + sum(map(self.machine.copying, anew))
+        return taken + sum(copy_seconds(self.machine, array) for array in anew)
 
     def price_class(self, step: Step, mesh: Mesh, places: Mapping[str, tuple[int, ...]]) -> Hashable:
         """Steps of one class take the same where their parts have the same sizes, before and after.
@@ -104,7 +104,7 @@ class StepTimes:
             whole, tiles = math.prod(step.after.local_shape(mesh, shape)) * itemsize, rounds(step, mesh)
             return [whole / 2, *2 * tiles * [whole / tiles]]  # the empty array before them is only written
         if step.kind != ALL_TO_ALL:
-            share = 1.0 if self.machine.copies_for_collectives else _COPIES
+            share = 1.0 if self.machine.compiler.copies_for_collectives else _COPIES
             return [share * elements * itemsize for elements in laid_out(step, shape, mesh)]
         before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
         if is_of_tiles(step):
@@ -129,7 +129,7 @@ class StepTimes:
         kept = step.after if is_of_tiles(step) else step.before  # what is free is cut before anything is sent
         local = math.prod(kept.local_shape(mesh, shape)) * itemsize
         # A message of a byte has no length, only a latency.
-        others = 1 if self.joined and step.kind in self.machine.combines else 0
+        others = 1 if self.joined and step.kind in self.machine.compiler.combines else 0
         before = seconds(step.kind, others, known, self.machine, atoms)
         return seconds(step.kind, others + local, known, self.machine, atoms) - before
 

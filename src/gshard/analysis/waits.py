@@ -13,11 +13,12 @@ from typing import Any
 from gshard.analysis.hidden import Step, hidden
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import seconds
+from gshard.analysis.roofline import dtype_of, roofline
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.steps import LOCAL, PERMUTE
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Block, Equation, Value, itemsize, short_dtype
+from gshard.core.program import Block, Equation, Value, itemsize
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, parts, result_sharding
 from gshard.passes.objective import is_product
@@ -52,7 +53,7 @@ def _of_block(block: Block, plan: Plan, machine: Machine) -> dict[tuple[Equation
             reads += [v, (v, target)]
         product = is_product(e.rule)
         steps.append(Step(product_seconds(e, plan, machine) if product else 0.0, reads, e.outputs, product=product))
-    beside = hidden(steps, machine.hides or ())
+    beside = hidden(steps, machine.compiler)
     return {key: sum(steps[k].seconds - beside[k] for k in ks) for key, ks in brings.items() if ks}
 
 
@@ -74,8 +75,8 @@ def _moves(v: Value, target: Sharding, plan: Plan, machine: Machine) -> list[Ste
 def product_seconds(e: Equation, plan: Plan, machine: Machine) -> float:
     """One run of a product on one device, with its operands there."""
     assert e.rule is not None
-    compute = e.rule.flops / parts(plan.splits[e], plan.mesh) / machine.rate(short_dtype(e.inputs[0].dtype))
-    return max(compute, sum(local_sizes(e, plan)) / machine.memory_bandwidth) + machine.launch
+    products = e.rule.flops / parts(plan.splits[e], plan.mesh)
+    return roofline(machine, dtype_of(e), products, moved=sum(local_sizes(e, plan))).seconds
 
 
 def local_sizes(e: Equation, plan: Plan) -> list[int]:
