@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from gshard.analysis.bounds import bounds_of, does_not_pay, format_seconds, headline, remedies, shares_of
 from gshard.analysis.cost import Cost
 from gshard.analysis.machine import Machine
-from gshard.analysis.origin import MergedCollective
+from gshard.analysis.merged_collectives import MergedCollective
 from gshard.analysis.proposal import Proposal
 from gshard.analysis.roofline import dtype_of, roofline
 from gshard.analysis.trials import Trials

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec
 
 from gshard.analysis.cost import Cost
 from gshard.analysis.dimension_classes import Dimensions, dimensions_of, of_equal_layers
-from gshard.analysis.proposal import spec_of_cut
 from gshard.core.deadline import OutOfTime
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.layout import Layout, Names, Row
@@ -32,6 +31,7 @@ from gshard.core.paths import is_below, matches
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
+from gshard.passes.added_marks import spec_of_cut
 from gshard.search.find import Best
 from gshard.search.how_near import ended
 from gshard.search.priced import PricedPlan, Pricing
