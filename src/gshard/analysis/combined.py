@@ -1,8 +1,8 @@
-"""Combined: the collectives that XLA makes one message of.
+"""Combiner: the collectives that XLA sends in one message.
 
-XLA puts all-reduces of one kind among the same devices together, up to some size, if none needs what another gives: the
-gradients of many weights are one message, whose latency counts once. On GPU it does so with all-gathers and
-reduce-scatters, too.
+XLA combines all-reduces of one monoid and dtype among the same devices, up to a number of bytes, unless one needs the
+result of another: the gradients of many weights are one message, and its latency counts once. On GPU it also combines
+all-gathers and reduce-scatters (``Compiler.combines``).
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
     found.seconds, found.peak, found.by_kind
 
 The program that is costed is the one that runs: the emitted equations, read back with their rules (``device_program``).
-A kernel takes the longest of what its products need, what its other arithmetic needs and what its reads and writes
-need (on TPU it ends with what runs element by element on a product's result: ``following``); a collective what the
-links of its axes need (``network``), sums that XLA finishes together one message (``combined``). Starting a kernel and
-the latency of the network count apart from that: no bandwidth makes them shorter (``by_bound``). Nothing overlaps but
-what the machine's compiler is known to begin early and end late (``hidden``): the sum is an upper bound on the roofline
-and no promise about a clock. Bodies of loops count as often as they run where that is known.
+A kernel takes the longer of its arithmetic and its memory traffic (``roofline``), together with its epilogue where the
+compiler fuses that (``epilogues``). A collective takes what the links of its axes need (``network``); collectives that
+XLA combines are one message (``combiner``). Starting a kernel and the latency of the network count apart, because no
+bandwidth makes them shorter (``by_bound``). Only the collectives that the machine's compiler hides overlap with kernels
+(``async_overlap``), so the sum is an upper bound on the roofline and no promise about a clock. Bodies of loops
+count as often as they run where that is known.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gshard.analysis.combined import combined
-from gshard.analysis.copied import copied
-from gshard.analysis.following import following
+from gshard.analysis.copied import layout_copies
+from gshard.analysis.following import epilogues
 from gshard.analysis.hidden import hidden_of
-from gshard.analysis.hoisted import hoisted
+from gshard.analysis.hoisted import hoisted_operands
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.analysis.network import latency, permutation_seconds, seconds
@@ -209,14 +209,14 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
 
 def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Iterable[int] = ()) -> Cost:
     """The same for kernels that were read already; ``donated`` counts captured arrays too."""
-    joined, anew = combined(program, machine), copied(program, machine) | hoisted(program)
+    joined, anew = combined(program, machine), layout_copies(program, machine) | hoisted_operands(program)
     rows = {
         kernel: kernel_cost(kernel, times, mesh, machine, joined.get(kernel, 0), anew.get(kernel, ()))
         for kernel, times in program.walk()
         if kernel.kind != REGION
     }
     alone = {kernel: row.seconds for kernel, row in rows.items()}
-    for kernel, taken in following(program, alone, machine).items():
+    for kernel, taken in epilogues(program, alone, machine).items():
         rows[kernel], alone[kernel] = _as_end(rows[kernel], taken), taken
     for kernel, hidden in hidden_of(program, alone, mesh, machine).items():
         rows[kernel] = rows[kernel].taking(rows[kernel].seconds - hidden, hidden)

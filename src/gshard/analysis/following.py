@@ -1,8 +1,9 @@
-"""Following: what runs element by element on the result of a product is the end of the product, on TPU.
+"""Epilogues: elementwise work on the result of a product that the compiler makes part of the product.
 
     relu(x @ w), y + x @ w, y.at[rows].set(x @ w)          one kernel each: no result of the product reaches memory
 
-libtpu does so where nothing else reads that result; all that is read and written besides counts.
+A compiler with ``Compiler.fuses_epilogues`` does so where nothing else reads that result. What the epilogue reads and
+writes besides counts.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from gshard.passes.device_program import (
 )
 
 
-def following(program: Kernels, seconds: Mapping[Kernel, float], machine: Machine) -> dict[Kernel, float]:
-    """The kernels that are the end of a product, and what they take more than that, in one run.
+def epilogues(program: Kernels, seconds: Mapping[Kernel, float], machine: Machine) -> dict[Kernel, float]:
+    """The kernels that are epilogues of a product, and the seconds of one run that each adds to the product.
 
     Args:
         program: a block, and what is inside of its loops and branches.
@@ -40,7 +41,7 @@ def following(program: Kernels, seconds: Mapping[Kernel, float], machine: Machin
     kept = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
     for kernel in program.kernels:
         for body in kernel.bodies:
-            found.update(following(body, seconds, machine))
+            found.update(epilogues(body, seconds, machine))
         if kernel.kind == PRODUCT:
             found.update(_after(kernel, readers, kept, program.home, seconds, machine))
     return found

@@ -1,13 +1,13 @@
-"""Hidden: how much of a collective passes while a device computes, where its compiler begins it early and ends it late.
+"""Async overlap: the seconds of collectives that pass while a device computes.
 
-A device computes one kernel after the other, and its links carry one collective after the other. A collective that the
-compiler hides (``Compiler.hides``) begins as soon as what it sends is there, but no earlier than the first kernel that
-reads what the one before brought: one thing is fetched ahead, not everything. Its first reader waits for what is left
-of it. All others run by themselves.
+A device runs one kernel after another, and its links carry one collective after another. The compiler starts a
+collective that it hides (``Compiler.hides``) as soon as its operand is there, but not before the first kernel that
+reads the result of the previous collective: it fetches one array ahead, not all. The first reader waits for the rest.
+All other collectives run alone.
 
     gather w1, x @ w1, gather w2, y @ w2         the second gather passes while x @ w1 is computed
 
-A collective may overlap with products only (``Compiler.hides_beside_products``), others overlap with any kernel.
+Some collectives overlap with products only (``Compiler.hides_beside_products``), others with any kernel.
 """
 
 from __future__ import annotations

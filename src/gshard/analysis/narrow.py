@@ -1,8 +1,8 @@
-"""Narrow: in what form the TPU compiler keeps a value from one kernel to the next.
+"""BF16 storage: the values that the TPU compiler stores in bfloat16, or as one byte, between kernels.
 
-Products of float32 run in one bfloat16 pass, so what only products read is kept in bfloat16, whoever writes it; a
-collective that only moves it moves half as much. Of what is only compared later the outcome is kept, one byte an
-element. A product whose only reader works element by element is computed in one kernel with it.
+Products of float32 run in one bfloat16 pass, so a value that only products read is stored in bfloat16, whatever kernel
+writes it, and a collective that only moves it moves half of the bytes. Of a value that is only compared later, the
+outcome is stored, one byte an element. A product whose only reader is elementwise is one kernel with it.
 
     h = x @ w;  y = max(h, 0) @ v;  g = where(h > 0, ...)      h: 4 bytes until y's operand is made, then 1
 """

@@ -23,7 +23,7 @@ from gshard.analysis.machine import Machine
 from gshard.analysis.machine_kinds import PERMUTE
 from gshard.analysis.network import coordinates, goes_one_way, permuting, seconds
 from gshard.analysis.roofline import dtype_of, roofline
-from gshard.analysis.waits import bytes_of, local_sizes, product_seconds, waits
+from gshard.analysis.waits import bytes_of, gather_stalls, local_sizes, product_seconds
 from gshard.comm.route import pairs
 from gshard.core.errors import PlanError
 from gshard.core.mesh import Atoms, Mesh
@@ -140,9 +140,9 @@ class Chooser:
         return found
 
     @functools.cached_property
-    def _waits(self) -> dict[tuple[Equation, int], float]:
+    def _stalls(self) -> dict[tuple[Equation, int], float]:
         assert self.machine is not None
-        return waits(self.plan, self.machine)
+        return gather_stalls(self.plan, self.machine)
 
     def _gain(self, ring: Ring, e: Equation, whole: bool) -> float:
         """Seconds that a ring with one array that rotates spares, if the roofline is right.
@@ -176,7 +176,7 @@ class Chooser:
             waited -= seconds("all_gather", sent, mesh, machine, atoms) if whole else 0.0
         else:
             i = ring.operands[0][0]
-            sent, waited = bytes_of(values[i], taken[i], mesh), self._waits.get((e, i), 0.0)
+            sent, waited = bytes_of(values[i], taken[i], mesh), self._stalls.get((e, i), 0.0)
         way = _way(ring.rotating, ring.order, mesh, machine)
         sending = (1 + bool(ring.result)) * way.latency + sent * way.a_byte / (1 + ring.both_ways)
         hides = machine.compiler.hides is None or PERMUTE in machine.compiler.hides

@@ -10,7 +10,7 @@ import numpy as np
 
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, permuting, seconds
-from gshard.analysis.roofline import copy_seconds
+from gshard.analysis.roofline import copy_seconds, roofline
 from gshard.comm.exchange import exchange
 from gshard.comm.runs import is_turned, laid_out
 from gshard.comm.steps import (
@@ -70,7 +70,10 @@ class StepTimes:
             among: the mesh and the atoms that the network knows, where ``mesh`` is a coarser one.
         """
         if step.kind in LOCAL:
-            return copy_seconds(self.machine, math.prod(step.after.local_shape(mesh, shape)) * itemsize)
+            # With a launch also of a few numbers, which ``cost`` leaves out: of eight training steps planned for h100
+            # without it, two took 0.3 % longer and one 0.1 % less.
+            moved = 2 * math.prod(step.after.local_shape(mesh, shape)) * itemsize
+            return roofline(self.machine, "f32", moved=moved).work + self.machine.launch
         taken = self._sent(step, shape, itemsize, mesh, among or (mesh, step.atoms)) + _SPLITS * self.machine.launch
         anew = self._copied(step, shape, itemsize, mesh)
         if step.kind == ALL_REDUCE and anew:

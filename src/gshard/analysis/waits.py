@@ -1,7 +1,8 @@
-"""Waits: what the products of a plan wait for, where their compiler hides some collectives behind the products before.
+"""Gather stalls: the seconds for which the products of a plan wait for their gathered operands.
 
-A plan's equations are taken in order, products by their roofline; what else runs takes no time here, and so hides
-nothing. An operand that is gathered for several equations is waited for by the first of them.
+The compiler overlaps some collectives with the products before them (``Compiler.hides``). This takes the equations of a
+plan in order and prices products by their roofline; other equations count no time, and so hide nothing. Where several
+equations read a gathered operand, the first one waits for it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from gshard.core.split import operand_sharding, parts, result_sharding
 from gshard.passes.objective import is_product
 
 
-def waits(plan: Plan, machine: Machine) -> dict[tuple[Equation, int], float]:
-    """For equations and which of their operands: seconds that are waited until it is there as they take it."""
+def gather_stalls(plan: Plan, machine: Machine) -> dict[tuple[Equation, int], float]:
+    """For each equation and operand index: seconds for which the equation waits for that operand."""
     found: dict[tuple[Equation, int], float] = {}
     for block in (plan.program.block, *(body for e in plan.program.block.walk() for body in e.blocks)):
         found.update(_of_block(block, plan, machine))
