@@ -241,8 +241,8 @@ def kernel_cost(
         times: how often it runs in one call.
         mesh, machine: the devices.
         joined: bytes of the message that a collective joins (``combined``): it takes what that takes longer.
-        anew: bytes of arrays that are written and read again: laid out anew for a collective (``copied``), or small
-            and repeated by a kernel (``hoisted``).
+        anew: bytes of arrays that are written and read once more: copied into the layout of a collective
+            (``copied``), or small and broadcast by a kernel (``hoisted``).
     """
     e = kernel.equation
     result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
