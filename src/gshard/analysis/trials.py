@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from gshard.analysis.bounds import format_seconds
 from gshard.analysis.changes import Change, changes_of
+from gshard.analysis.cost import WORTH
 from gshard.analysis.instead import Planner, replanned
 from gshard.analysis.proposal import Proposal
 from gshard.core.plan import Plan
@@ -26,7 +27,6 @@ from gshard.core.program import Program
 from gshard.core.spmd import Collective, SpmdProgram
 
 SECONDS = 10.0  # for all trials, if nothing else is asked for
-WORTH = 0.98  # of what is sent: what spares less is not worth a mark
 _SCREENING = 0.5  # of the seconds, in which changes are tried by bytes where the plan is for a machine
 
 
