@@ -97,9 +97,10 @@ class StepTimes:
         return step.kind, tuple(map(sum, zip(*(places[a] for a in step.atoms), strict=True))), step.monoid
 
     def _copied(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
-        """Bytes of the arrays that are copied: into another layout (``copied``), as if neither the kernel before nor
-        the one after spared that; the tiles of an exchange, cut and put in their places; or, where a maximum of floats
-        is combined, integers in the same order.
+        """Bytes of the arrays that are copied.
+
+        Into another layout (``copied``), as if neither the kernel before nor the one after spared that; the tiles of an
+        exchange, cut and put in their places; or, where a maximum of floats is combined, integers in the same order.
         """
         if step.kind == ALL_REDUCE and step.monoid in ("max", "min"):
             return [math.prod(step.before.local_shape(mesh, shape)) * itemsize]
