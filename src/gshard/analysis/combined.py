@@ -29,7 +29,7 @@ class Messages:
         """The message in which a collective is sent, and the bytes that others send in it already.
 
         Args:
-            key: collectives of which this is equal may be sent together.
+            key: collectives with equal keys may be sent together.
             own: bytes of one device's operands.
             needed: the messages that it depends on.
         """

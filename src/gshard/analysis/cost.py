@@ -39,7 +39,7 @@ from gshard.passes.device_program import COLLECTIVE, REGION, Kernel, Kernels, de
 # the first byte of a message takes to arrive.
 BOUNDS = "compute", "memory", "network", "launch", "latency"
 
-# Of the time, or of the bytes, of a program as it is: another plan, a loop that prefetches, or a mark must spare 2 %.
+# Part of the time, or of the bytes, of a program: another plan, a prefetching loop, or another mark must spare 2 %.
 WORTH = 0.98
 
 
@@ -83,7 +83,7 @@ class KernelCost:
         return max(self.parts, key=lambda part: part[1])[0]
 
     def taking(self, seconds: float, hidden: float = 0.0) -> KernelCost:
-        """The same with other seconds, of which each part has its share."""
+        """The same with other seconds; each part keeps its share."""
         share = seconds / self.seconds if self.seconds else 0.0
         parts = tuple((what, spent * share) for what, spent in self.parts)
         return dataclasses.replace(self, seconds=seconds, parts=parts, hidden=hidden)
@@ -209,9 +209,9 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
 
 def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Iterable[int] = ()) -> Cost:
     """The same for kernels that were read already; ``donated`` counts captured arrays too."""
-    joined, anew = combined(program, machine), layout_copies(program, machine) | hoisted_operands(program)
+    joined, copied = combined(program, machine), layout_copies(program, machine) | hoisted_operands(program)
     rows = {
-        kernel: kernel_cost(kernel, times, mesh, machine, joined.get(kernel, 0), anew.get(kernel, ()))
+        kernel: kernel_cost(kernel, times, mesh, machine, joined.get(kernel, 0), copied.get(kernel, ()))
         for kernel, times in program.walk()
         if kernel.kind != REGION
     }
@@ -232,7 +232,7 @@ def _as_end(row: KernelCost, taken: float) -> KernelCost:
 
 
 def kernel_cost(
-    kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined: int = 0, anew: Sequence[int] = ()
+    kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined: int = 0, copied: Sequence[int] = ()
 ) -> KernelCost:
     """What one kernel that is no region takes.
 
@@ -241,17 +241,17 @@ def kernel_cost(
         times: how often it runs in one call.
         mesh, machine: the devices.
         joined: bytes of the message that a collective joins (``combined``): it takes what that takes longer.
-        anew: bytes of arrays that are written and read once more: copied into the layout of a collective
+        copied: bytes of arrays that are written and read once more: copied into the layout of a collective
             (``copied``), or small and broadcast by a kernel (``hoisted``).
     """
     e = kernel.equation
     result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
     parts: tuple[tuple[str, float], ...]
-    starts = sum(launch_seconds(machine, 2 * array) for array in anew)
-    copies = sum(copy_seconds(machine, array) for array in anew) - starts
+    starts = sum(launch_seconds(machine, 2 * array) for array in copied)
+    copies = sum(copy_seconds(machine, array) for array in copied) - starts
     if kernel.kind == COLLECTIVE:
         name, atoms, sent, taken, first = _collective(kernel, mesh, machine, joined)
-        moved = kernel.moved + 2 * sum(anew)
+        moved = kernel.moved + 2 * sum(copied)
         parts = (("network", taken - first), ("latency", first), ("memory", copies), ("launch", starts))
         return KernelCost(
             name, COLLECTIVE, e.line, result, times, 0, moved, sent, atoms, taken + copies + starts, parts, e

@@ -33,10 +33,10 @@ def hoisted_operands(program: Kernels) -> dict[Kernel, tuple[int, ...]]:
 
 
 def _apart(kernel: Kernel, position: Mapping[Equation, int]) -> list[Value]:
-    """The small arrays of which a kernel repeats something that takes long."""
+    """The small arrays that a kernel broadcasts after an expensive operation on them."""
     found: dict[Value, None] = {}
     slow: set[Value] = set()  # what was computed of a small array, and takes long
-    repeated: dict[Value, Value] = {}  # of which smaller array a value is a repetition
+    repeated: dict[Value, Value] = {}  # the smaller array that a value broadcasts
     for e in sorted((*kernel.fused, kernel.equation), key=lambda e: position.get(e, 0)):
         if e.rule is None or not e.outputs:
             continue

@@ -31,9 +31,9 @@ class Instead:
 
     Attributes:
         sharding: as text.
-        mark: as it is written.
+        mark: as text.
         cost: of the program with that mark;
-        now: and of the program as it is.
+        now: of the program without it.
     """
 
     sharding: str
@@ -64,7 +64,7 @@ def instead(plan: Plan, value: Value, now: Cost, donated: Sequence[int], marked:
     """The other shardings of a value over whole axes, the fastest first; none for one that cannot be marked.
 
     Args:
-        plan: as it is.
+        plan: the plan without another mark.
         value: one of its values.
         now: what a call takes.
         donated: arguments (captured arrays not counted) whose memory results may take.

@@ -41,7 +41,7 @@ class Compiler:
 
     Attributes:
         source: the compiler, its version, and where its behaviour was read.
-        combines: the kinds of collectives of which it puts several into one message (``combined``).
+        combines: the kinds of collectives that it puts into one message with others (``combined``).
         combined_bytes: the largest such message, in bytes of one device's operands.
         hides: the kinds of collectives that it begins before kernels which do not need them, and ends after them
             (``hidden``); None if that is not known.

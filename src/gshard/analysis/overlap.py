@@ -3,10 +3,10 @@
     gshard.jit(f, mesh=8, windowed=2**28)                              # what would be larger than 256 MiB when gathered
     gshard.jit(f, mesh=mesh, windowed=Windowed(machine="v4:4x4x4"))    # where a step hides the next part's way
 
-On a machine a contraction that waits for a gather takes the sum of both; as a collective matmul it takes the longer of
-both, once for each part, and a step more. But each step starts anew, and reads again what does not come in parts, and
-what follows the product is not part of it any more. Of a gather that the compiler hides anyway only what is still
-waited for counts (``hidden``); where the compiler hides no permutation, there is nothing to win.
+A contraction that waits for a gather takes the sum of both times. As a collective matmul it takes the longer of both
+for each part, and one step more. But each step launches a kernel and reads again the operands that do not come in
+parts, and elementwise work on the result is not part of the product any more. Where the compiler hides gathers, only
+the stall that it leaves counts (``gather_stalls``). Where it hides no permutation, there is nothing to win.
 """
 
 from __future__ import annotations

@@ -75,10 +75,10 @@ class StepTimes:
             moved = 2 * math.prod(step.after.local_shape(mesh, shape)) * itemsize
             return roofline(self.machine, "f32", moved=moved).work + self.machine.launch
         taken = self._sent(step, shape, itemsize, mesh, among or (mesh, step.atoms)) + _SPLITS * self.machine.launch
-        anew = self._copied(step, shape, itemsize, mesh)
-        if step.kind == ALL_REDUCE and anew:
-            taken += _ORDERED * sum(anew) / itemsize / self.machine.vector_flops
-        return taken + sum(copy_seconds(self.machine, array) for array in anew)
+        copied = self._copied(step, shape, itemsize, mesh)
+        if step.kind == ALL_REDUCE and copied:
+            taken += _ORDERED * sum(copied) / itemsize / self.machine.vector_flops
+        return taken + sum(copy_seconds(self.machine, array) for array in copied)
 
     def price_class(self, step: Step, mesh: Mesh, places: Mapping[str, tuple[int, ...]]) -> Hashable:
         """Steps of one class take the same where their parts have the same sizes, before and after.

@@ -8,7 +8,7 @@
 A compiler that hides gathers behind products (``Compiler.hides``) finds none in front of the first product of a round.
 The barrier keeps what is fetched from being sent beside an earlier product, which has a gather of its own. The last
 round fetches the last slice again, so that a loop sends one gather more than it has rounds. (To run the last round by
-itself, after the loop, spares that; but then libtpu lays out anew what the loop has stacked.)
+itself, after the loop, spares that; but then libtpu copies the stacks of the loop into another layout.)
 
 A round holds what it multiplies by and what the next product needs, as before. Where its only product reads what is
 held, two rounds are written out, so that what arrives is not copied to where the other one was.
@@ -58,7 +58,7 @@ def prefetched(
         machine: tells what takes how long, and which collectives its compiler hides.
         donated: arguments (counted without captured arrays) whose memory results may take.
         limit: bytes that a device may hold at the peak; None if there is no limit.
-        known: what the program costs, if somebody has asked already.
+        known: what the program costs, if that is known.
     """
     if ALL_GATHER not in (machine.compiler.hides or ()):
         return spmd
