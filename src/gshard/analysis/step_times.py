@@ -99,8 +99,8 @@ class StepTimes:
     def _copied(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
         """Bytes of the arrays that are copied.
 
-        Into another layout (``copied``), as if neither the kernel before nor the one after spared that; the tiles
-        of an exchange, cut and put in their places; or, for a maximum of floats, integers in the same order.
+        Into another layout (``copied``), as if no elementwise kernel beside it spared that; the tiles of an
+        exchange, cut and put in their places; or, for a maximum of floats, integers in the same order.
         """
         if step.kind == ALL_REDUCE and step.monoid in ("max", "min"):
             return [math.prod(step.before.local_shape(mesh, shape)) * itemsize]
