@@ -19,7 +19,7 @@ PYTEST_OPTIONS := --numprocesses $(WORKERS) --maxprocesses 4
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-full test-newest lint format types docs operators gallery screenshots demo bench jax-tests lock clean
+.PHONY: help setup test test-full test-newest lint format types docs operators machines gallery screenshots demo bench jax-tests lock clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -64,6 +64,9 @@ docs: $(STAMP)  ## build the documentation in docs/_build; a warning is an error
 
 operators: $(STAMP)  ## write docs/operators.md anew from the rules
 	$(BIN)/python scripts/operators.py
+
+machines: $(STAMP)  ## write the table of docs/machines.md anew from the kinds of machines
+	$(BIN)/python scripts/machines.py
 
 gallery: $(STAMP)  ## write docs/gallery.md anew from examples/
 	$(BIN)/python scripts/gallery.py

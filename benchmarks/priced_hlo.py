@@ -19,6 +19,7 @@ from gshard.analysis.combined import Messages
 from gshard.analysis.hlo_parser import Computation, Instruction, Module, read_module, trip_count, type_bytes
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import permutation_seconds, seconds_among
+from gshard.analysis.roofline import launch_seconds, roofline
 
 FREE = frozenset(
     """
@@ -47,7 +48,7 @@ def seconds(text: str, machine: Machine) -> float:
             total += times * kernel_seconds(module, computation, made, machine)
             whole = id(computation), is_cut_for(computation, made)
             if whole[1] and whole in cutting:  # begun already
-                total -= times * machine.starting(bytes_moved(module, computation, made))
+                total -= times * launch_seconds(machine, bytes_moved(module, computation, made))
             cutting.add(whole)
     return total
 
@@ -72,12 +73,12 @@ def joins(
     computation: Computation, sent: Mapping[str, hlo_collectives.CompiledCollective], machine: Machine
 ) -> Iterator[tuple[str, int]]:
     """The collectives that join the message of others, and the bytes of these; sums are in one message already."""
-    messages = Messages()
+    messages = Messages(machine.compiler.combined_bytes)
     needs: dict[str, frozenset[int]] = {}
     for made in computation.instructions.values():
         needed = frozenset[int]().union(*(needs.get(o, frozenset()) for o in made.operands))
         c = sent.get(made.name)
-        if c is not None and c.kind != "all_reduce" and c.kind in machine.combines:
+        if c is not None and c.kind != "all_reduce" and c.kind in machine.compiler.combines:
             key = c.kind, c.group, c.group_size, made.type.split("[")[0]
             message, before = messages.send(key, c.operand_bytes, needed)
             if before:
@@ -150,8 +151,7 @@ def kernel_seconds(module: Module, computation: Computation, made: Instruction, 
     moved = bytes_moved(module, computation, made)
     everything = flops.of_instruction(module, computation, made)
     products, dtype = flops.products_of(module, computation, made)
-    computing = products / machine.rate(NAMES.get(dtype, "f32")) + (everything - products) / machine.vector_flops
-    return max(computing, moved / machine.memory_bandwidth) + machine.starting(moved)
+    return roofline(machine, NAMES.get(dtype, "f32"), products, everything - products, moved).seconds
 
 
 def bytes_moved(module: Module, computation: Computation, made: Instruction) -> int:

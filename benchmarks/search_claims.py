@@ -46,9 +46,9 @@ from search_cases import cases, memory_of, step_of, transformer
 
 import gshard
 from families import CASES
-from gshard.analysis.proposal import spec_of_cut
 from gshard.core.program import Block, Constant, Program, Value
 from gshard.language.region import with_edges
+from gshard.passes.added_marks import spec_of_cut
 from gshard.passes.compile import compile_spmd, named_sharding
 from gshard.passes.partition import partition
 from gshard.planning import configured, searched

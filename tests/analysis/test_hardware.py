@@ -100,8 +100,8 @@ def test_without_a_model_bytes_and_operations_are_weighed() -> None:
     assert machine_to_order(mesh_of()).memory > 1 << 50  # no limit is known, and none is made up
     assert machine.rate("bf16") == machine.rate("f32") == 256 * machine.memory_bandwidth
     assert machine.memory_bandwidth == 8 * machine.network[0].bandwidth
-    assert "reduce_scatter" in machine.combines  # what XLA does on GPUs
-    assert not machine_to_order(mesh_of(device_kind="TPU v99", platform="tpu")).copies_for_collectives
+    assert "reduce_scatter" in machine.compiler.combines  # what XLA does on GPUs
+    assert not machine_to_order(mesh_of(device_kind="TPU v99", platform="tpu")).compiler.copies_for_collectives
     # Each accelerator of the table is nearer to these weights than to those of a CPU.
     for kind in ("v5e", "v6e", "tpu7x", "a100", "h100", "b200", "mi300x"):
         of = Machine.of(kind, 8)

@@ -5,7 +5,8 @@ import pytest
 
 import gshard
 from analysis.models import f32, model
-from gshard.analysis.origin import merged, origins
+from gshard.analysis.merged_collectives import merged
+from gshard.analysis.origin import origins
 from gshard.passes.device_program import COLLECTIVE
 
 

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from analysis.models import f32, model
 from gshard.analysis.changes import changes_of
-from gshard.analysis.origin import rows_of
-from gshard.analysis.proposal import with_marks
+from gshard.analysis.merged_collectives import rows_of
 from gshard.analysis.trials import trials
 from gshard.core.mark import Mark
+from gshard.passes.added_marks import with_marks
 from gshard.passes.propagate import propagate
 
 MESH = gshard.Mesh.abstract(data=4, model=2)

@@ -10,6 +10,7 @@ import pytest
 
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import gathered_at_least, seconds
+from gshard.analysis.roofline import copy_seconds
 from gshard.analysis.step_times import StepTimes
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, Step, is_exchange
@@ -70,21 +71,25 @@ def test_steps_take_what_they_copy_and_what_they_make_a_message_longer(named: st
 
     rows, columns = Sharding((mesh.atoms, ())), Sharding(((), mesh.atoms))
     gathers = [Step(ALL_GATHER, mesh.atoms, cut, whole, d) for d, cut in enumerate((rows, columns))]
-    copies = machine.copying(local) + machine.copying(local * n) if machine.copies_for_collectives else 0.0
+    copies = (
+        copy_seconds(machine, local) + copy_seconds(machine, local * n)
+        if machine.compiler.copies_for_collectives
+        else 0.0
+    )
     assert taken(gathers[1]) - taken(gathers[0]) >= copies
     sums, largest = (
         Step(ALL_REDUCE, mesh.atoms, whole.with_unreduced(dict.fromkeys(mesh.atoms, monoid)), whole, monoid=monoid)
         for monoid in ("add", "max")
     )
     assert taken(largest) - taken(sums) == pytest.approx(
-        machine.copying(local * n) + 14 * 256 * 512 / machine.vector_flops
+        copy_seconds(machine, local * n) + 14 * 256 * 512 / machine.vector_flops
     )
     latency = seconds(ALL_REDUCE, 1, mesh, machine, mesh.atoms)
     assert taken(sums) - taken(sums, joined) == pytest.approx(latency, rel=1e-3)
     exchange = Step(ALL_TO_ALL, mesh.atoms, rows, columns, 0, 1)
     assert taken(exchange, joined) == taken(exchange), "no compiler puts these together"
     tiles = dataclasses.replace(exchange, dim=-1, to=-1)
-    assert taken(tiles) >= seconds(ALL_TO_ALL, local, mesh, machine, mesh.atoms) + machine.copying(local)
+    assert taken(tiles) >= seconds(ALL_TO_ALL, local, mesh, machine, mesh.atoms) + copy_seconds(machine, local)
 
 
 def test_tiles_of_an_exchange_are_cut_and_put_in_place() -> None:

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
-from gshard.analysis.proposal import with_marks
 from gshard.core.mark import mark_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program, Value
+from gshard.passes.added_marks import with_marks
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.passes.ways import shardings

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
-from gshard.analysis.proposal import spec_of_cut, with_marks
 from gshard.api.names import paths_of_arguments
 from gshard.core.mark import mark_of_cut
 from gshard.core.paths import place_of_definition
 from gshard.core.sharding import Sharding
+from gshard.passes.added_marks import spec_of_cut, with_marks
 from gshard.search.argument_marks import argument_marks
 from gshard.search.as_marks import FoundMark
 from gshard.search.patch import patch_of

@@ -19,6 +19,7 @@ from every_choice import every_choice
 from families import CASES
 from gshard.analysis.cost import Cost, cost, kernel_cost
 from gshard.analysis.machine import Machine
+from gshard.analysis.roofline import copy_seconds
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Program, Value
 from gshard.core.sharding import Sharding
@@ -51,7 +52,7 @@ def test_the_time_of_a_plan_is_predicted(name: str) -> None:
     priced, alone = found.searched.cost, each_by_itself(found.searched.cost, lowered.mesh)
     # The search counts the copy of what was exchanged also where what reads it takes it as it lies.
     exchanged = [k.writes[0] for k, _ in priced.program.walk() if KINDS.get(k.equation.name) == "all_to_all"]
-    copies = sum(priced.machine.copying(size(v)) for v in exchanged)
+    copies = sum(copy_seconds(priced.machine, size(v)) for v in exchanged)
     assert found.solution.value / alone >= 0.95
     assert found.solution.value / (alone + copies) <= 1.05
     assert not copies or name == "moves/reshape_across"

@@ -9,7 +9,6 @@ platform.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,8 +61,7 @@ def calibrate(devices: Sequence[Any] | None = None, *, side: int = 1024, element
     name = f"{devices[0].device_kind} x {len(devices)}"
     return Machine(
         name, rates, vector, 2 * 4 * elements / copied, memory, (_network(mesh, elements),), launch, measured=True,
-        hides=None if kind is None else KINDS[kind].hides, **dataclasses.asdict(compiler),
-        kind=kind or str(devices[0].device_kind),
+        compiler=compiler, kind=kind or str(devices[0].device_kind),
     )  # fmt: skip
 
 

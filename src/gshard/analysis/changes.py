@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from gshard.analysis.proposal import spec_of_cut, text_of_mark, with_marks
 from gshard.analysis.roots import direct_roots, roots
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import is_transposed
@@ -30,6 +29,7 @@ from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import Collective
 from gshard.language.region import with_edges
+from gshard.passes.added_marks import spec_of_cut, text_of_mark, with_marks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ def changes_of(rows: Sequence[Sequence[Collective]], plan: Plan) -> list[Change]
     """The changes that are worth a try, those at which most bytes are at stake first.
 
     Args:
-        rows: the collectives, those that differ in nothing but the array together (``origin.rows_of``).
+        rows: the collectives, those that differ in nothing but the array together (``merged_collectives.rows_of``).
         plan: the plan they were made from.
     """
     found = [*_loosened(rows, plan), *_added(rows, plan)]

@@ -1,8 +1,8 @@
-"""Combined: the collectives that XLA makes one message of.
+"""Combiner: the collectives that XLA sends in one message.
 
-XLA puts all-reduces of one kind among the same devices together, up to some size, if none needs what another gives: the
-gradients of many weights are one message, whose latency counts once. On GPU it does so with all-gathers and
-reduce-scatters, too.
+XLA combines all-reduces of one monoid and dtype among the same devices, up to a number of bytes, unless one needs the
+result of another: the gradients of many weights are one message, and its latency counts once. On GPU it also combines
+all-gathers and reduce-scatters (``Compiler.combines``).
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from gshard.comm.collectives import KINDS
 from gshard.core.program import Value, short_dtype
 from gshard.passes.device_program import COLLECTIVE, Kernel, Kernels, size
 
-LARGEST = 30 << 20  # bytes of a message that others may still join: XLA's threshold
-
 
 class Messages:
-    """Which collectives join which message, told of all of them in the order in which they run."""
+    """Which collectives join which message: send them in the order in which they run.
 
-    def __init__(self) -> None:
+    Args:
+        largest: bytes of one device's operands in one message, at most.
+    """
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
         self._bytes: list[int] = []
         self._latest: dict[object, int] = {}
 
@@ -26,13 +29,13 @@ class Messages:
         """The message in which a collective is sent, and the bytes that others send in it already.
 
         Args:
-            key: collectives of which this is equal may be sent together.
+            key: collectives with equal keys may be sent together.
             own: bytes of one device's operands.
             needed: the messages that it depends on.
         """
         message = self._latest.get(key)
         # What depends on a message that was begun later would make the two depend on each other.
-        if message is None or self._bytes[message] + own > LARGEST or max(needed, default=-1) >= message:
+        if message is None or self._bytes[message] + own > self._largest or max(needed, default=-1) >= message:
             message = self._latest[key] = len(self._bytes)
             self._bytes.append(0)
         before = self._bytes[message]
@@ -43,13 +46,13 @@ class Messages:
 def combined(program: Kernels, machine: Machine) -> dict[Kernel, int]:
     """The collectives that join the message of others, and the bytes of these, of one device's operands."""
     found: dict[Kernel, int] = {}
-    messages = Messages()
+    messages = Messages(machine.compiler.combined_bytes)
     needs: dict[Value, frozenset[int]] = {}  # which messages a value depends on
     for kernel in program.kernels:
         for body in kernel.bodies:
             found |= combined(body, machine)
         needed = frozenset[int]().union(*(needs.get(program.home.get(v, v), frozenset()) for v in kernel.reads))
-        if kernel.kind == COLLECTIVE and KINDS[kernel.equation.name] in machine.combines:
+        if kernel.kind == COLLECTIVE and KINDS[kernel.equation.name] in machine.compiler.combines:
             e = kernel.equation
             own = sum(size(v) for v in e.inputs if isinstance(v, Value))
             among = str(e.params.get("axes", e.params.get("axis_name")))

@@ -1,9 +1,9 @@
-"""Copied: what is laid out anew around collectives.
+"""Layout copies: the arrays that XLA copies into another memory layout before or after a collective.
 
-Where the network's library knows of one run of bytes, XLA gives what is gathered or scattered along a dimension a
-layout in which that dimension is the first, and what is exchanged comes part after part. An operand in another layout
-is copied before, a result that is wanted in another one after: a kernel each. A kernel that goes element by element
-writes, or reads, any layout, and spares the copy.
+Where the network library takes one run of bytes, XLA gives what is gathered or scattered along a dimension a layout in
+which that dimension comes first; what an all-to-all exchanges comes part after part. XLA copies an operand in another
+layout before the collective, and a result that its reader needs in another one after it: a kernel each. An elementwise
+kernel writes and reads any layout, and needs no copy.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from gshard.passes.device_program import COLLECTIVE, FUSED, REDUCTION, Kernel, K
 _ALONG = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
 
 
-def copied(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int, ...]]:
-    """The bytes of each array that is laid out anew for a collective."""
+def layout_copies(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int, ...]]:
+    """The bytes of each array that is copied into another layout, for each collective."""
     writers = {v: k for k in program.kernels for v in k.writes}
     readers = readers_of(program)
     ends = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
     found: dict[Kernel, tuple[int, ...]] = {}
     for kernel in program.kernels:
         for body in kernel.bodies:
-            found |= copied(body, machine)
+            found |= layout_copies(body, machine)
         if kernel.kind != COLLECTIVE:
             continue
         operand, (result,) = kernel.equation.inputs[0], kernel.writes[:1]
@@ -55,7 +55,7 @@ def _layouts(kernel: Kernel, operand: Value, result: Value, machine: Machine) ->
         cut, joined = params["split_axis"], params["concat_axis"]
         part = tuple(min(a, b) for a, b in zip(operand.shape, result.shape, strict=True))
         return False, math.prod(operand.shape) > 0 and is_turned(part, cut, joined)
-    if kind not in _ALONG or not machine.copies_for_collectives:
+    if kind not in _ALONG or not machine.compiler.copies_for_collectives:
         return False, False
     own = is_strided(operand.shape, params[_ALONG[kind]])
     return own, own

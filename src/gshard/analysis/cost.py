@@ -4,12 +4,12 @@
     found.seconds, found.peak, found.by_kind
 
 The program that is costed is the one that runs: the emitted equations, read back with their rules (``device_program``).
-A kernel takes the longest of what its products need, what its other arithmetic needs and what its reads and writes
-need (on TPU it ends with what runs element by element on a product's result: ``following``); a collective what the
-links of its axes need (``network``), sums that XLA finishes together one message (``combined``). Starting a kernel and
-the latency of the network count apart from that: no bandwidth makes them shorter (``by_bound``). Nothing overlaps but
-what the machine's compiler is known to begin early and end late (``hidden``): the sum is an upper bound on the roofline
-and no promise about a clock. Bodies of loops count as often as they run where that is known.
+A kernel takes the longer of its arithmetic and its memory traffic (``roofline``), together with its epilogue where the
+compiler fuses that (``epilogues``). A collective takes what the links of its axes need (``network``); collectives that
+XLA combines are one message (``combiner``). Starting a kernel and the latency of the network count apart, because no
+bandwidth makes them shorter (``by_bound``). Only the collectives that the machine's compiler hides overlap with kernels
+(``async_overlap``), so the sum is an upper bound on the roofline and no promise about a clock. Bodies of loops
+count as often as they run where that is known.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gshard.analysis.combined import combined
-from gshard.analysis.copied import copied
-from gshard.analysis.following import following
+from gshard.analysis.copied import layout_copies
+from gshard.analysis.following import epilogues
 from gshard.analysis.hidden import hidden_of
-from gshard.analysis.hoisted import hoisted
+from gshard.analysis.hoisted import hoisted_operands
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.analysis.network import latency, permutation_seconds, seconds
+from gshard.analysis.roofline import copy_seconds, dtype_of, launch_seconds, roofline
 from gshard.comm.collectives import KINDS, sent_bytes
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Equation, Value, format_bytes, format_flops, short_dtype
+from gshard.core.program import Equation, Value, format_bytes, format_flops
 from gshard.core.spmd import SpmdProgram
-from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program, flops, size
+from gshard.passes.device_program import COLLECTIVE, REGION, Kernel, Kernels, device_program, size
 
 # What a call is spent on: operations, bytes of the device's memory, bytes on links, starting kernels, and the time that
 # the first byte of a message takes to arrive.
 BOUNDS = "compute", "memory", "network", "launch", "latency"
 
-# Of the time of a program that sends less: what takes longer than so much of it is not worth more bytes.
+# Part of the time, or of the bytes, of a program: another plan, a prefetching loop, or another mark must spare 2 %.
 WORTH = 0.98
 
 
@@ -82,7 +83,7 @@ class KernelCost:
         return max(self.parts, key=lambda part: part[1])[0]
 
     def taking(self, seconds: float, hidden: float = 0.0) -> KernelCost:
-        """The same with other seconds, of which each part has its share."""
+        """The same with other seconds; each part keeps its share."""
         share = seconds / self.seconds if self.seconds else 0.0
         parts = tuple((what, spent * share) for what, spent in self.parts)
         return dataclasses.replace(self, seconds=seconds, parts=parts, hidden=hidden)
@@ -112,7 +113,9 @@ class Cost:
     @functools.cached_property
     def memory(self) -> Memory:
         """What a device holds, moment by moment."""
-        return memory_of(self.program, self.donated, keeps_low_precision_copies=self.machine.keeps_low_precision_copies)
+        return memory_of(
+            self.program, self.donated, keeps_low_precision_copies=self.machine.compiler.keeps_low_precision_copies
+        )
 
     @property
     def seconds(self) -> float:
@@ -206,14 +209,14 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
 
 def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Iterable[int] = ()) -> Cost:
     """The same for kernels that were read already; ``donated`` counts captured arrays too."""
-    joined, anew = combined(program, machine), copied(program, machine) | hoisted(program)
+    joined, copied = combined(program, machine), layout_copies(program, machine) | hoisted_operands(program)
     rows = {
-        kernel: kernel_cost(kernel, times, mesh, machine, joined.get(kernel, 0), anew.get(kernel, ()))
+        kernel: kernel_cost(kernel, times, mesh, machine, joined.get(kernel, 0), copied.get(kernel, ()))
         for kernel, times in program.walk()
         if kernel.kind != REGION
     }
     alone = {kernel: row.seconds for kernel, row in rows.items()}
-    for kernel, taken in following(program, alone, machine).items():
+    for kernel, taken in epilogues(program, alone, machine).items():
         rows[kernel], alone[kernel] = _as_end(rows[kernel], taken), taken
     for kernel, hidden in hidden_of(program, alone, mesh, machine).items():
         rows[kernel] = rows[kernel].taking(rows[kernel].seconds - hidden, hidden)
@@ -229,7 +232,7 @@ def _as_end(row: KernelCost, taken: float) -> KernelCost:
 
 
 def kernel_cost(
-    kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined: int = 0, anew: Sequence[int] = ()
+    kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined: int = 0, copied: Sequence[int] = ()
 ) -> KernelCost:
     """What one kernel that is no region takes.
 
@@ -238,30 +241,29 @@ def kernel_cost(
         times: how often it runs in one call.
         mesh, machine: the devices.
         joined: bytes of the message that a collective joins (``combined``): it takes what that takes longer.
-        anew: bytes of arrays that are written and read again: laid out anew for a collective (``copied``), or small
-            and repeated by a kernel (``hoisted``).
+        copied: bytes of arrays that are written and read once more: copied into the layout of a collective
+            (``copied``), or small and broadcast by a kernel (``hoisted``).
     """
     e = kernel.equation
     result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
     parts: tuple[tuple[str, float], ...]
-    starts = sum(machine.starting(2 * array) for array in anew)
-    copies = sum(map(machine.copying, anew)) - starts
+    starts = sum(launch_seconds(machine, 2 * array) for array in copied)
+    copies = sum(copy_seconds(machine, array) for array in copied) - starts
     if kernel.kind == COLLECTIVE:
         name, atoms, sent, taken, first = _collective(kernel, mesh, machine, joined)
-        moved = kernel.moved + 2 * sum(anew)
+        moved = kernel.moved + 2 * sum(copied)
         parts = (("network", taken - first), ("latency", first), ("memory", copies), ("launch", starts))
         return KernelCost(
             name, COLLECTIVE, e.line, result, times, 0, moved, sent, atoms, taken + copies + starts, parts, e
         )
-    products = flops(e) if kernel.kind == PRODUCT else 0
-    dtype = short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
-    computing = products / machine.rate(dtype) + kernel.vector_flops / machine.vector_flops
-    moving, starts = kernel.moved / machine.memory_bandwidth, starts + machine.starting(kernel.moved)
-    longest = ("compute", computing) if computing >= moving else ("memory", moving)
-    parts = (longest, ("memory", copies), ("launch", starts))
+    products, others, moved = kernel.product_flops, kernel.vector_flops, kernel.moved
+    own = roofline(machine, dtype_of(e), products, others, moved)
+    starts += own.launch
+    bound = "compute" if own.compute >= own.memory else "memory"
+    parts = ((bound, own.work), ("memory", copies), ("launch", starts))
     return KernelCost(
-        e.name, kernel.kind, e.line, result, times, products + kernel.vector_flops, kernel.moved, 0, (),
-        longest[1] + copies + starts, parts, e,
+        e.name, kernel.kind, e.line, result, times, products + others, moved, 0, (), own.work + copies + starts,
+        parts, e,
     )  # fmt: skip
 
 

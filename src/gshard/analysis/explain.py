@@ -26,8 +26,9 @@ from gshard.analysis.hardware import machine_of, unknown_devices
 from gshard.analysis.host_memory import HostMemory, host_memory
 from gshard.analysis.instead import Instead, instead
 from gshard.analysis.machine import Machine
+from gshard.analysis.merged_collectives import merged, rows_of
 from gshard.analysis.moved_instead import moved_instead
-from gshard.analysis.origin import merged, origins, rows_of
+from gshard.analysis.origin import origins
 from gshard.analysis.peer_lines import against_xla
 from gshard.analysis.report.data import report_data
 from gshard.analysis.report.page import page

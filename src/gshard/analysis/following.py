@@ -1,8 +1,9 @@
-"""Following: what runs element by element on the result of a product is the end of the product, on TPU.
+"""Epilogues: elementwise work on the result of a product that the compiler makes part of the product.
 
     relu(x @ w), y + x @ w, y.at[rows].set(x @ w)          one kernel each: no result of the product reaches memory
 
-libtpu does so where nothing else reads that result; all that is read and written besides counts.
+A compiler with ``Compiler.fuses_epilogues`` does so where nothing else reads that result. What the epilogue reads and
+writes besides counts.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ import math
 from collections.abc import Mapping
 
 from gshard.analysis.machine import Machine
-from gshard.core.program import Value, short_dtype
+from gshard.analysis.roofline import dtype_of, roofline
+from gshard.core.program import Value
 from gshard.passes.device_program import (
     FUSED,
     OPERATOR,
     PRODUCT,
     Kernel,
     Kernels,
-    flops,
     moves_elements,
     readers_of,
     size,
 )
 
 
-def following(program: Kernels, seconds: Mapping[Kernel, float], machine: Machine) -> dict[Kernel, float]:
-    """The kernels that are the end of a product, and what they take more than that, in one run.
+def epilogues(program: Kernels, seconds: Mapping[Kernel, float], machine: Machine) -> dict[Kernel, float]:
+    """The kernels that are epilogues of a product, and the seconds of one run that each adds to the product.
 
     Args:
         program: a block, and what is inside of its loops and branches.
@@ -34,13 +35,13 @@ def following(program: Kernels, seconds: Mapping[Kernel, float], machine: Machin
         machine: the devices.
     """
     found: dict[Kernel, float] = {}
-    if not machine.hides:  # the schedules of libtpu for TPU v4 and later show it; others have not been read
+    if not machine.compiler.fuses_epilogues:
         return found
     readers = readers_of(program)
     kept = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
     for kernel in program.kernels:
         for body in kernel.bodies:
-            found.update(following(body, seconds, machine))
+            found.update(epilogues(body, seconds, machine))
         if kernel.kind == PRODUCT:
             found.update(_after(kernel, readers, kept, program.home, seconds, machine))
     return found
@@ -55,7 +56,6 @@ def _after(
     machine: Machine,
 ) -> dict[Kernel, float]:
     found: dict[Kernel, float] = {}
-    e = product.equation
     moved, vector, taken = product.moved, product.vector_flops, seconds[product]
     last = product
     while len(last.writes) == 1 and last.writes[0] not in kept and len(readers.get(last.writes[0], ())) == 1:
@@ -68,8 +68,7 @@ def _after(
         else:
             break
         moved, vector = moved + more, vector + kernel.vector_flops
-        compute = flops(e) / machine.rate(short_dtype(e.inputs[0].dtype)) + vector / machine.vector_flops
-        longest = max(compute, moved / machine.memory_bandwidth) + machine.launch
+        longest = roofline(machine, dtype_of(product.equation), product.product_flops, vector, moved).seconds
         found[kernel] = min(seconds[kernel], max(0.0, longest - taken))
         taken, last = taken + found[kernel], kernel
         if kernel.kind == OPERATOR:

@@ -104,7 +104,6 @@ def machine_to_order(mesh: Mesh) -> Machine:
         return machine_of(mesh)
     _warn(called)
     assert mesh.devices is not None, "an abstract mesh is known"
-    compiler = compiler_of(mesh.devices[0])
     operations = OPERATIONS_A_BYTE * _A_SECOND
     return Machine(
         f"{called} (no model)",
@@ -113,9 +112,7 @@ def machine_to_order(mesh: Mesh) -> Machine:
         _A_SECOND,
         memory_of(mesh.devices[0]) or sys.maxsize,
         (Dimension(mesh.size, SWITCH, _A_SECOND / BYTES_FOR_ONE_SENT, 0.0),),
-        combines=compiler.combines,
-        copies_for_collectives=compiler.copies_for_collectives,
-        keeps_low_precision_copies=compiler.keeps_low_precision_copies,
+        compiler=compiler_of(mesh.devices[0]),
         kind=called,
     )
 

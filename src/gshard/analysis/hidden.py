@@ -1,13 +1,13 @@
-"""Hidden: how much of a collective passes while a device computes, where its compiler begins it early and ends it late.
+"""Async overlap: the seconds of collectives that pass while a device computes.
 
-A device computes one kernel after the other, and its links carry one collective after the other. A collective that the
-compiler hides (``Machine.hides``) begins as soon as what it sends is there, but no earlier than the first kernel that
-reads what the one before brought: one thing is fetched ahead, not everything. Its first reader waits for what is left
-of it. All others run by themselves.
+A device runs one kernel after another, and its links carry one collective after another. The compiler starts a
+collective that it hides (``Compiler.hides``) as soon as its operand is there, but not before the first kernel that
+reads the result of the previous collective: it fetches one array ahead, not all. The first reader waits for the rest.
+All other collectives run alone.
 
     gather w1, x @ w1, gather w2, y @ w2         the second gather passes while x @ w1 is computed
 
-Of libtpu: a permutation passes beside any kernel, an all-gather beside products alone, as it becomes part of them.
+Some collectives overlap with products only (``Compiler.hides_beside_products``), others with any kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from gshard.analysis.machine import Machine
-from gshard.analysis.machine_kinds import PERMUTE
+from gshard.analysis.machine_kinds import PERMUTE, Compiler
 from gshard.analysis.network import goes_one_way
 from gshard.comm.collectives import KINDS
 from gshard.core.mesh import Mesh
@@ -49,13 +49,14 @@ class Step:
     region: bool = False
 
 
-def hidden(steps: Sequence[Step], hides: Sequence[str]) -> list[float]:
+def hidden(steps: Sequence[Step], compiler: Compiler) -> list[float]:
     """Seconds of each step that pass while others run.
 
     Args:
         steps: what a device does, in order.
-        hides: the kinds of collectives that the compiler begins early.
+        compiler: tells which collectives it begins early, and beside what.
     """
+    hides = compiler.hides or ()
     under_way: collections.deque[int] = collections.deque()
     left = [s.seconds if s.kind in hides else 0.0 for s in steps]
     found = list(left)
@@ -85,7 +86,7 @@ def hidden(steps: Sequence[Step], hides: Sequence[str]) -> list[float]:
         spent = step.seconds
         while under_way and spent > 0:
             group = _together(under_way, steps)
-            if steps[group[0]].kind != PERMUTE and not step.product:
+            if not step.product and steps[group[0]].kind in compiler.hides_beside_products:
                 break
             passed = min(spent, max(left[i] for i in group))
             spent -= passed
@@ -133,7 +134,7 @@ def hidden_of(program: Kernels, seconds: Mapping[Kernel, float], mesh: Mesh, mac
         seconds: of each kernel that is no region.
         mesh, machine: the devices.
     """
-    if not machine.hides:
+    if not machine.compiler.hides:
         return {}
     steps = []
     for kernel in program.kernels:
@@ -141,7 +142,7 @@ def hidden_of(program: Kernels, seconds: Mapping[Kernel, float], mesh: Mesh, mac
         way = _way(kernel.equation.params["perm"], mesh, machine) if kind == PERMUTE else None
         product, region = kernel.kind == PRODUCT, kernel.kind == REGION
         steps.append(Step(seconds.get(kernel, 0.0), kernel.reads, kernel.writes, kind, product, way, region))
-    found = dict(zip(program.kernels, hidden(steps, machine.hides), strict=True))
+    found = dict(zip(program.kernels, hidden(steps, machine.compiler), strict=True))
     for kernel in program.kernels:
         for body in kernel.bodies:
             found.update(hidden_of(body, seconds, mesh, machine))

@@ -1,4 +1,4 @@
-"""Hoisted: what a compiler computes apart, lest it be computed again for each element that reads it.
+"""Hoisted operands: small arrays that XLA computes in a kernel of their own instead of once for each element.
 
 x / x.sum(1, keepdims=True)     1 / sum is a kernel of its own: a division for each row, not for each element
 """
@@ -15,14 +15,14 @@ from gshard.passes.device_program import COLLECTIVE, REGION, Kernel, Kernels, si
 _MOVES = frozenset((monoid, frozenset(operands)) for monoid, operands in moves(0))
 
 
-def hoisted(program: Kernels) -> dict[Kernel, tuple[int, ...]]:
-    """The bytes of each array that a kernel reads although its equations would be fused: a small one, repeated."""
+def hoisted_operands(program: Kernels) -> dict[Kernel, tuple[int, ...]]:
+    """The bytes of the small arrays that each kernel reads, and broadcasts, instead of computing them itself."""
     found: dict[Kernel, tuple[int, ...]] = {}
     position = {e: i for i, e in enumerate(program.block.equations)}
     known: set[Value] = set()
     for kernel in program.kernels:
         for body in kernel.bodies:
-            found |= hoisted(body)
+            found |= hoisted_operands(body)
         if kernel.kind in (COLLECTIVE, REGION):
             continue
         apart = [v for v in _apart(kernel, position) if v not in known]
@@ -33,10 +33,10 @@ def hoisted(program: Kernels) -> dict[Kernel, tuple[int, ...]]:
 
 
 def _apart(kernel: Kernel, position: Mapping[Equation, int]) -> list[Value]:
-    """The small arrays of which a kernel repeats something that takes long."""
+    """The small arrays that a kernel broadcasts after an expensive operation on them."""
     found: dict[Value, None] = {}
     slow: set[Value] = set()  # what was computed of a small array, and takes long
-    repeated: dict[Value, Value] = {}  # of which smaller array a value is a repetition
+    repeated: dict[Value, Value] = {}  # the smaller array that a value broadcasts
     for e in sorted((*kernel.fused, kernel.equation), key=lambda e: position.get(e, 0)):
         if e.rule is None or not e.outputs:
             continue

@@ -1,6 +1,7 @@
-"""Instead: what else an array could be, and what a call would then take.
+"""What if: the program planned again under other marks, and what a call then takes.
 
-Each sharding is tried as a user would try it: the program is planned again with one mark more, partitioned and priced.
+``instead`` tries the other shardings of one value, ``trials`` the changes of marks that may remove a collective. Both
+plan, partition and price the whole program, as a user would who edits the mark.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from gshard.analysis.cost import Cost, cost
-from gshard.analysis.proposal import text_of_mark, with_marks
 from gshard.core.errors import GShardError
 from gshard.core.mark import mark_of_cut
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
+from gshard.passes.added_marks import text_of_mark, with_marks
 from gshard.passes.ways import shardings
+
+Planner = Callable[[Program], SpmdProgram]
 
 _EQUATIONS = 40_000  # that are planned again, all in all,
 _MOST = 24  # and shardings that are tried
@@ -28,9 +31,9 @@ class Instead:
 
     Attributes:
         sharding: as text.
-        mark: as it is written.
+        mark: as text.
         cost: of the program with that mark;
-        now: and of the program as it is.
+        now: of the program without it.
     """
 
     sharding: str
@@ -49,13 +52,19 @@ class Instead:
         return f"{self.sharding}: {self.seconds * 1e3:+.3g} ms a call, {', '.join(amounts)}   {self.mark}"
 
 
-def instead(
-    plan: Plan, value: Value, now: Cost, donated: Sequence[int], marked: Callable[[Program], SpmdProgram]
-) -> tuple[Instead, ...]:
+def replanned(planner: Planner, program: Program | None) -> SpmdProgram | None:
+    """What a program with other marks becomes; None where there is none, or where its marks fit no plan."""
+    try:
+        return None if program is None else planner(program)
+    except GShardError:
+        return None
+
+
+def instead(plan: Plan, value: Value, now: Cost, donated: Sequence[int], marked: Planner) -> tuple[Instead, ...]:
     """The other shardings of a value over whole axes, the fastest first; none for one that cannot be marked.
 
     Args:
-        plan: as it is.
+        plan: the plan without another mark.
         value: one of its values.
         now: what a call takes.
         donated: arguments (captured arrays not counted) whose memory results may take.
@@ -67,9 +76,7 @@ def instead(
     return tuple(sorted(found, key=lambda row: (row.cost.seconds, row.cost.sent, row.sharding)))
 
 
-def _tried(
-    plan: Plan, value: Value, now: Cost, donated: Sequence[int], marked: Callable[[Program], SpmdProgram]
-) -> Iterator[Instead]:
+def _tried(plan: Plan, value: Value, now: Cost, donated: Sequence[int], marked: Planner) -> Iterator[Instead]:
     axes = tuple(atoms for atoms in plan.mesh.atoms_of.values() if atoms)
     ways = shardings(value.shape, plan.mesh, axes, even=value in plan.program.block.inputs)
     # Those over the fewest axes first: the others come last where not all can be tried.
@@ -78,9 +85,8 @@ def _tried(
         program = with_marks(plan.program, {value: mark_of_cut(way.dims, plan.mesh)})
         if way.dims == plan.sharding(value).dims or text is None or program is None:
             continue
-        try:
-            spmd = marked(program)
-        except GShardError:  # it does not fit another mark
+        spmd = replanned(marked, program)
+        if spmd is None:
             continue
         shown = way.format(plan.mesh, value.shape, value.dtype_name)
         yield Instead(shown, text, cost(spmd, now.machine, donated), now)

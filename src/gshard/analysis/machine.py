@@ -24,10 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.analysis.machine_kinds import COMPILERS, DIRECT, KINDS, LINE, RING, SWITCH, Kind
+from gshard.analysis.machine_kinds import COMPILERS, DIRECT, KINDS, LINE, RING, SWITCH, Compiler, Kind
 from gshard.core.errors import GShardError
-
-_NUMBERS = 32  # bytes of a few numbers: of the indices into an array of up to eight dimensions, int32 each
 
 
 class MachineError(GShardError):
@@ -76,13 +74,7 @@ class Machine:
         network: dimensions, major to minor; the product of their sizes is the number of devices.
         launch: seconds that starting an operator takes.
         measured: whether ``calibrate`` made it.
-        hides: the kinds of collectives that the compiler begins before products which do not need them, and ends after;
-            None if that is not known.
-        combines: the compiler puts several collectives of these kinds into one message (``combined``).
-        copies_for_collectives: whether what is gathered or scattered has that dimension first, so that arrays are
-            copied (``copied``): XLA on CPU and GPU. libtpu gathers along any dimension where it lies.
-        keeps_low_precision_copies: whether the compiler keeps bfloat16 copies of the float32 stacks that products in
-            loops read in slices: libtpu, whose products run in one bfloat16 pass.
+        compiler: what its compiler does.
         kind: what the devices are: one of the kinds that ``of`` reads, or what JAX calls them. Modelled times are
             compared on machines of one kind.
         topology: what libtpu calls this arrangement of chips; empty if it has no word for it.
@@ -96,10 +88,7 @@ class Machine:
     network: tuple[Dimension, ...]
     launch: float = 0.0
     measured: bool = False
-    hides: tuple[str, ...] | None = None
-    combines: tuple[str, ...] = COMPILERS["cpu"].combines
-    copies_for_collectives: bool = COMPILERS["cpu"].copies_for_collectives
-    keeps_low_precision_copies: bool = COMPILERS["cpu"].keeps_low_precision_copies
+    compiler: Compiler = COMPILERS["cpu"]
     kind: str = ""
     topology: str = ""
 
@@ -111,17 +100,6 @@ class Machine:
     def rate(self, dtype: str) -> float:
         """Operations a second of products in a dtype (short name)."""
         return self.flops.get(dtype) or self.flops["f32"]
-
-    def starting(self, moved: float) -> float:
-        """Seconds that starting an operator takes which reads and writes so many bytes.
-
-        What is made of a few numbers (the place of a device, an offset) is computed where it is needed.
-        """
-        return self.launch if moved > _NUMBERS else 0.0
-
-    def copying(self, array: float) -> float:
-        """Seconds that a copy of so many bytes takes, a kernel by itself."""
-        return 2 * array / self.memory_bandwidth + self.starting(2 * array)
 
     @staticmethod
     def of(text: str, devices: int | None = None) -> Machine:
@@ -209,7 +187,7 @@ def _build(called: str, kind: Kind, shape: tuple[int, ...]) -> Machine:
         network = [Dimension(math.prod(shape), SWITCH, kind.link, kind.latency)]
     return Machine(
         name, dict(kind.flops), kind.vector_flops, kind.memory_bandwidth, kind.memory, tuple(network), kind.launch,
-        hides=kind.hides, **dataclasses.asdict(kind.compiler), kind=called, topology=name if kind.wraps else "",
+        compiler=kind.compiler, kind=called, topology=name if kind.wraps else "",
     )  # fmt: skip
 
 
@@ -218,16 +196,16 @@ def _load(path: Path) -> Machine:
     try:
         data: dict[str, Any] = json.loads(path.read_text("utf-8"))
         network = tuple(Dimension(**d) for d in data.pop("network"))
-        data |= {name: tuple(data[name]) for name in ("hides", "combines") if data.get(name) is not None}
-        machine = Machine(network=network, **data)
+        if data.get("measured") and not (data.get("kind") and "compiler" in data):
+            raise MachineError(f"{path} is of an older version, which did not write what the compiler does.", hint=hint)
+        if "compiler" in data:
+            lists = {name: tuple(x) for name, x in data["compiler"].items() if isinstance(x, list)}
+            data["compiler"] = Compiler(**data["compiler"] | lists)
+        return Machine(network=network, **data)
     except OSError as error:
         raise MachineError(f"{path} cannot be read: {error.strerror}.", hint=hint) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise MachineError(f"{path} does not describe a machine: {error}.", hint=hint) from error
-    if machine.measured and not machine.kind:
-        # What its compiler does is not in it, and would be taken to be what XLA does on CPU.
-        raise MachineError(f"{path} is of an older version, which did not write the kind of the devices.", hint=hint)
-    return machine
 
 
 def _hint(name: str, kind: Kind, devices: int | None) -> str:

@@ -5,7 +5,7 @@ a result of the same size), everything else from the kernel that makes it to the
 is made, its place is free for what is no longer needed by then. A loop's body
 runs on top of what is alive around the loop; what it carries has one place, before, in every round, and after.
 
-The TPU compiler keeps less of a value where less of it is read (``narrow``), and adds copies of its own: a float32
+The TPU compiler keeps less of a value where less of it is read (``narrow``), and adds copies: a float32
 stack that products in loops read slice by slice is converted to bfloat16 as a whole, before the first loop, and kept
 until the last one. With float32 weights that is half as much memory again as the layers' weights.
 """
@@ -84,7 +84,7 @@ def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precis
         program: its kernels.
         donated: positions of inputs whose place results may take.
         keeps_low_precision_copies: whether the compiler keeps bfloat16 copies of what loops read, as
-            ``Machine.keeps_low_precision_copies`` says.
+            ``Compiler.keeps_low_precision_copies`` says.
     """
     block = program.block
     results = [v for v in dict.fromkeys(block.outputs) if isinstance(v, Value)]

@@ -1,8 +1,8 @@
-"""Narrow: in what form the TPU compiler keeps a value from one kernel to the next.
+"""BF16 storage: the values that the TPU compiler stores in bfloat16, or as one byte, between kernels.
 
-Products of float32 run in one bfloat16 pass, so what only products read is kept in bfloat16, whoever writes it; a
-collective that only moves it moves half as much. Of what is only compared later the outcome is kept, one byte an
-element. A product whose only reader works element by element is computed in one kernel with it.
+Products of float32 run in one bfloat16 pass, so a value that only products read is stored in bfloat16, whatever kernel
+writes it, and a collective that only moves it moves half of the bytes. Of a value that is only compared later, the
+outcome is stored, one byte an element. A product whose only reader is elementwise is one kernel with it.
 
     h = x @ w;  y = max(h, 0) @ v;  g = where(h > 0, ...)      h: 4 bytes until y's operand is made, then 1
 """
@@ -31,7 +31,7 @@ class Narrow:
     """What is kept of a value.
 
     Attributes:
-        whole_until: the last kernel that reads it as it is; before the first one if none does.
+        whole_until: the last kernel that reads it in float32; before the first one if none does.
         bytes: of what later ones read.
     """
 
@@ -49,7 +49,7 @@ def narrow_forms(program: Kernels) -> dict[Value, Narrow]:
             readers.setdefault(v, []).append(i)
     made = {v: i for i, kernel in enumerate(kernels) for v in kernel.writes}
     found: dict[Value, Narrow] = {}
-    forms: dict[Value, set[str] | None] = {}  # narrow ones, None where some reader wants it as it is
+    forms: dict[Value, set[str] | None] = {}  # narrow ones, None where some reader needs float32
     for v in sorted(made, key=lambda v: -made[v]):
         if v in leaves or str(v.dtype) != _WIDE or v not in readers:
             continue
@@ -67,7 +67,7 @@ def narrow_forms(program: Kernels) -> dict[Value, Narrow]:
 def _read_as(
     kernel: Kernel, v: Value, home: Mapping[Value, Value], forms: Mapping[Value, set[str] | None]
 ) -> set[str] | None:
-    """The narrow forms in which a kernel can read a value; None if it needs it as it is."""
+    """The narrow forms in which a kernel can read a value; None if it needs float32."""
     inside = (*kernel.fused, kernel.equation)
     found: set[str] = set()
     pending = [v]
@@ -91,7 +91,7 @@ def _read_as(
 
 
 def _form(e: Equation, kernel: Kernel, forms: Mapping[Value, set[str] | None]) -> set[str] | None:
-    """The forms in which an equation reads an operand: none if as its result is read, None if as it is."""
+    """The forms in which an equation can read an operand: empty for those of its result, None for float32."""
     if e is kernel.equation:
         if kernel.kind == PRODUCT:
             return {_BF16} if _in_one_pass(e) else None

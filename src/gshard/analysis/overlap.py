@@ -3,10 +3,10 @@
     gshard.jit(f, mesh=8, windowed=2**28)                              # what would be larger than 256 MiB when gathered
     gshard.jit(f, mesh=mesh, windowed=Windowed(machine="v4:4x4x4"))    # where a step hides the next part's way
 
-On a machine a contraction that waits for a gather takes the sum of both; as a collective matmul it takes the longer of
-both, once for each part, and a step more. But each step starts anew, and reads again what does not come in parts, and
-what follows the product is not part of it any more. Of a gather that the compiler hides anyway only what is still
-waited for counts (``hidden``); where the compiler hides no permutation, there is nothing to win.
+A contraction that waits for a gather takes the sum of both times. As a collective matmul it takes the longer of both
+for each part, and one step more. But each step launches a kernel and reads again the operands that do not come in
+parts, and elementwise work on the result is not part of the product any more. Where the compiler hides gathers, only
+the stall that it leaves counts (``gather_stalls``). Where it hides no permutation, there is nothing to win.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import numpy as np
 from gshard.analysis.machine import Machine
 from gshard.analysis.machine_kinds import PERMUTE
 from gshard.analysis.network import coordinates, goes_one_way, permuting, seconds
-from gshard.analysis.waits import bytes_of, local_sizes, product_seconds, waits
+from gshard.analysis.roofline import dtype_of, roofline
+from gshard.analysis.waits import bytes_of, gather_stalls, local_sizes, product_seconds
 from gshard.comm.route import pairs
 from gshard.core.errors import PlanError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import tabulated
-from gshard.core.program import Equation, itemsize, short_dtype
+from gshard.core.program import Equation, itemsize
 from gshard.core.ring import Ring, entering, leaving
 from gshard.core.split import parts
 from gshard.passes.windowed import Offer, together
@@ -67,7 +68,7 @@ class Windowed:
         >>> Windowed.of(False, mesh), Windowed.of(True, mesh) == Windowed(), Windowed.of(2**28, mesh).above
         (None, True, 268435456)
         """
-        if given is None and machine is not None and PERMUTE in (machine.hides or ()):
+        if given is None and machine is not None and PERMUTE in (machine.compiler.hides or ()):
             return Windowed(machine=machine)
         if given is None or given is False:
             return None
@@ -139,9 +140,9 @@ class Chooser:
         return found
 
     @functools.cached_property
-    def _waits(self) -> dict[tuple[Equation, int], float]:
+    def _stalls(self) -> dict[tuple[Equation, int], float]:
         assert self.machine is not None
-        return waits(self.plan, self.machine)
+        return gather_stalls(self.plan, self.machine)
 
     def _gain(self, ring: Ring, e: Equation, whole: bool) -> float:
         """Seconds that a ring with one array that rotates spares, if the roofline is right.
@@ -167,8 +168,7 @@ class Chooser:
             moved[count] *= max(1.0, itemsize(jnp.float32) / itemsize(values[count].dtype))
         moved[count] *= 2 if summed or ring.result else 1
         flops = e.rule.flops / parts(split, mesh)
-        rate = machine.rate(short_dtype(e.inputs[0].dtype))
-        one = max(flops / steps / rate, sum(moved) / machine.memory_bandwidth) + lanes * machine.launch
+        one = roofline(machine, dtype_of(e), flops / steps, moved=sum(moved)).work + lanes * machine.launch
         (atoms,) = ring.rotating
         if ring.result:
             sent = bytes_of(values[count], taken[count], mesh)
@@ -176,13 +176,15 @@ class Chooser:
             waited -= seconds("all_gather", sent, mesh, machine, atoms) if whole else 0.0
         else:
             i = ring.operands[0][0]
-            sent, waited = bytes_of(values[i], taken[i], mesh), self._waits.get((e, i), 0.0)
+            sent, waited = bytes_of(values[i], taken[i], mesh), self._stalls.get((e, i), 0.0)
         way = _way(ring.rotating, ring.order, mesh, machine)
         sending = (1 + bool(ring.result)) * way.latency + sent * way.a_byte / (1 + ring.both_ways)
-        hides = machine.hides is None or PERMUTE in machine.hides
+        hides = machine.compiler.hides is None or PERMUTE in machine.compiler.hides
         step = max(one, sending) if hides else one + sending
         left = bytes_of(values[count], taken[count], mesh)
-        again = 2 * left / machine.memory_bandwidth  # what reads the result is not part of the product any more
+        again = roofline(
+            machine, dtype_of(e), moved=2 * left
+        ).memory  # what reads the result is not part of the product any more
         return product_seconds(e, plan, machine) + waited - ((steps - 1) * step + one + again)
 
 

@@ -18,18 +18,16 @@ from collections.abc import Callable, Sequence
 
 from gshard.analysis.bounds import format_seconds
 from gshard.analysis.changes import Change, changes_of
+from gshard.analysis.cost import WORTH
+from gshard.analysis.instead import Planner, replanned
 from gshard.analysis.proposal import Proposal
-from gshard.core.errors import GShardError
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.core.spmd import Collective, SpmdProgram
 
 SECONDS = 10.0  # for all trials, if nothing else is asked for
-WORTH = 0.98  # of what is sent: what spares less is not worth a mark
 _SCREENING = 0.5  # of the seconds, in which changes are tried by bytes where the plan is for a machine
-
-Planner = Callable[[Program], SpmdProgram]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +118,7 @@ def _proposal(change: Change, before: int, after: int, spmd: SpmdProgram) -> Pro
 
 def _sent(planner: Planner, program: Program | None) -> tuple[int, SpmdProgram] | None:
     """Bytes that each device sends in one call of a program, and what it becomes; None if its marks do not fit."""
-    try:
-        made = None if program is None else planner(program)
-    except GShardError:
-        return None
+    made = replanned(planner, program)
     return None if made is None else (sum(c.total_bytes for c in made.collectives), made)
 
 

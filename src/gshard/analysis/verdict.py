@@ -16,12 +16,13 @@ from collections.abc import Iterator, Sequence
 from gshard.analysis.bounds import bounds_of, does_not_pay, format_seconds, headline, remedies, shares_of
 from gshard.analysis.cost import Cost
 from gshard.analysis.machine import Machine
-from gshard.analysis.origin import MergedCollective
+from gshard.analysis.merged_collectives import MergedCollective
 from gshard.analysis.proposal import Proposal
+from gshard.analysis.roofline import dtype_of, roofline
 from gshard.analysis.trials import Trials
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Block, Equation, format_bytes, short_dtype
+from gshard.core.program import Block, Equation, format_bytes
 from gshard.passes.device_program import PRODUCT, flops, kind_of
 from gshard.passes.objective import BY_BYTES
 
@@ -200,7 +201,7 @@ def verdict(
     ideal = 0.0
     for e, times in _products(plan.program.block):
         whole[e.line] += flops(e) * times
-        ideal += flops(e) * times / machine.rate(short_dtype(e.inputs[0].dtype)) / devices
+        ideal += roofline(machine, dtype_of(e), flops(e) * times).compute / devices
     own: Counter[str] = Counter()
     for k in found.kernels:
         if k.kind == PRODUCT:

@@ -1,7 +1,8 @@
-"""Waits: what the products of a plan wait for, where their compiler hides some collectives behind the products before.
+"""Gather stalls: the seconds for which the products of a plan wait for their gathered operands.
 
-A plan's equations are taken in order, products by their roofline; what else runs takes no time here, and so hides
-nothing. An operand that is gathered for several equations is waited for by the first of them.
+The compiler overlaps some collectives with the products before them (``Compiler.hides``). This takes the equations of a
+plan in order and prices products by their roofline; other equations count no time, and so hide nothing. Where several
+equations read a gathered operand, the first one waits for it.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from typing import Any
 from gshard.analysis.hidden import Step, hidden
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import seconds
+from gshard.analysis.roofline import dtype_of, roofline
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.steps import LOCAL, PERMUTE
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Block, Equation, Value, itemsize, short_dtype
+from gshard.core.program import Block, Equation, Value, itemsize
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, parts, result_sharding
 from gshard.passes.objective import is_product
 
 
-def waits(plan: Plan, machine: Machine) -> dict[tuple[Equation, int], float]:
-    """For equations and which of their operands: seconds that are waited until it is there as they take it."""
+def gather_stalls(plan: Plan, machine: Machine) -> dict[tuple[Equation, int], float]:
+    """For each equation and operand index: seconds for which the equation waits for that operand."""
     found: dict[tuple[Equation, int], float] = {}
     for block in (plan.program.block, *(body for e in plan.program.block.walk() for body in e.blocks)):
         found.update(_of_block(block, plan, machine))
@@ -52,7 +54,7 @@ def _of_block(block: Block, plan: Plan, machine: Machine) -> dict[tuple[Equation
             reads += [v, (v, target)]
         product = is_product(e.rule)
         steps.append(Step(product_seconds(e, plan, machine) if product else 0.0, reads, e.outputs, product=product))
-    beside = hidden(steps, machine.hides or ())
+    beside = hidden(steps, machine.compiler)
     return {key: sum(steps[k].seconds - beside[k] for k in ks) for key, ks in brings.items() if ks}
 
 
@@ -74,8 +76,8 @@ def _moves(v: Value, target: Sharding, plan: Plan, machine: Machine) -> list[Ste
 def product_seconds(e: Equation, plan: Plan, machine: Machine) -> float:
     """One run of a product on one device, with its operands there."""
     assert e.rule is not None
-    compute = e.rule.flops / parts(plan.splits[e], plan.mesh) / machine.rate(short_dtype(e.inputs[0].dtype))
-    return max(compute, sum(local_sizes(e, plan)) / machine.memory_bandwidth) + machine.launch
+    products = e.rule.flops / parts(plan.splits[e], plan.mesh)
+    return roofline(machine, dtype_of(e), products, moved=sum(local_sizes(e, plan))).seconds
 
 
 def local_sizes(e: Equation, plan: Plan) -> list[int]:

@@ -38,8 +38,9 @@ from gshard.core.memory_kinds import shape_of_type
 from gshard.core.planning_tables import tabulated
 
 # Frames of the partitioner are not the user's; the model library's are, since it is written as users write.
-for _folder in ("core", "comm", "language", "rules", "tracing", "passes", "analysis", "remat", "api"):
-    _public_source_info.register_exclusion(os.path.join(os.path.dirname(os.path.dirname(__file__)), _folder))
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+for _folder in sorted(entry.name for entry in os.scandir(_PACKAGE) if entry.is_dir() and entry.name != "moe"):
+    _public_source_info.register_exclusion(os.path.join(_PACKAGE, _folder))
 
 
 # A layer of a framework's is one line of it for all layers of a model; the line that calls it tells them apart.

@@ -54,6 +54,11 @@ class Kernel:
     in_place: bool = False
 
     @property
+    def product_flops(self) -> int:
+        """Operations of products, in one run."""
+        return flops(self.equation) if self.kind == PRODUCT else 0
+
+    @property
     def vector_flops(self) -> int:
         """Operations outside of products, in one run."""
         own = 0 if self.kind in (PRODUCT, REGION, COLLECTIVE) else flops(self.equation)

@@ -5,17 +5,17 @@
     w = gather(ws[0])
     scan: ... next, y = barrier(ws[i + 1], y); x = y @ v; w = gather(next)
 
-A compiler that hides gathers behind products (``Machine.hides``) finds none in front of the first product of a round.
+A compiler that hides gathers behind products (``Compiler.hides``) finds none in front of the first product of a round.
 The barrier keeps what is fetched from being sent beside an earlier product, which has a gather of its own. The last
 round fetches the last slice again, so that a loop sends one gather more than it has rounds. (To run the last round by
-itself, after the loop, spares that; but then libtpu lays out anew what the loop has stacked.)
+itself, after the loop, spares that; but then libtpu copies the stacks of the loop into another layout.)
 
 A round holds what it multiplies by and what the next product needs, as before. Where its only product reads what is
 held, two rounds are written out, so that what arrives is not copied to where the other one was.
 
-Which loops: those with which a call is faster by the cost model, by enough to be worth the gather, and that stack
-nothing but what they carry. libtpu writes what a product makes to a stack as a part of the product, but not of one that
-carries a gather on: training loops that keep what their layers made won nothing, on average of six.
+A loop fetches ahead where a call is then faster by the cost model, by enough to be worth the gather. A loop that stacks
+what its products make does not, where the compiler then writes the stack in a kernel of its own
+(``Compiler.gathers_split_stack_writes``).
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def prefetched(
         machine: tells what takes how long, and which collectives its compiler hides.
         donated: arguments (counted without captured arrays) whose memory results may take.
         limit: bytes that a device may hold at the peak; None if there is no limit.
-        known: what the program costs, if somebody has asked already.
+        known: what the program costs, if that is known.
     """
-    if ALL_GATHER not in (machine.hides or ()):
+    if ALL_GATHER not in (machine.compiler.hides or ()):
         return spmd
     before = known or cost(spmd, machine, donated)
     chosen: dict[Equation, _Ahead] = {}
     best, priced = spmd, before
-    for ahead in _aheads(before):
+    for ahead in _aheads(before, stacks=not machine.compiler.gathers_split_stack_writes):
         made = _rewritten(spmd, before, {**chosen, ahead.loop: ahead})
         taken = cost(made, machine, donated)
         if taken.seconds < WORTH * priced.seconds and (limit is None or taken.peak <= limit):
@@ -95,8 +95,8 @@ class _Ahead:
     operand: Value
 
 
-def _aheads(found: Cost) -> Iterator[_Ahead]:
-    """The loops whose rounds begin with waiting for gathers of slices."""
+def _aheads(found: Cost, *, stacks: bool) -> Iterator[_Ahead]:
+    """The loops whose rounds begin with waiting for gathers of slices; ``stacks``: also those that stack new values."""
     waited = {row.equation for row in found.kernels if row.kind == COLLECTIVE and row.seconds > 0}
 
     def loops(program: Kernels) -> Iterator[Kernel]:
@@ -108,15 +108,20 @@ def _aheads(found: Cost) -> Iterator[_Ahead]:
 
     for kernel in loops(found.program):
         e = kernel.equation
-        if e.name == "scan" and e.params["length"] > 1 and (ahead := _ahead(e, kernel.bodies[0], waited)):
+        if (
+            e.name == "scan"
+            and e.params["length"] > 1
+            and (ahead := _ahead(e, kernel.bodies[0], waited, stacks=stacks))
+        ):
             yield ahead
 
 
-def _ahead(loop: Equation, body: Kernels, waited: set[Equation]) -> _Ahead | None:
+def _ahead(loop: Equation, body: Kernels, waited: set[Equation], *, stacks: bool) -> _Ahead | None:
     products = [k for k in body.kernels if k.kind == PRODUCT]
     consts, carry = scan_counts(loop.params)
     inputs, outputs = loop.blocks[0].inputs, loop.blocks[0].outputs
-    if not products or any(isinstance(v, Value) and v not in inputs for v in outputs[carry:]):
+    stacked = any(isinstance(v, Value) and v not in inputs for v in outputs[carry:])
+    if not products or (stacked and not stacks):
         return None
     sliced = set(inputs[consts + carry :])  # what is computed of slices, and of constants,
     early = {*inputs[:consts], *sliced}  # or of either: what is there before its round

@@ -81,7 +81,7 @@ def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iter
     before = device_program(spmd)
     lent = [len(spmd.program.captured) + i for i in donated]
     first, own, target = (
-        memory_of(before, lent, keeps_low_precision_copies=machine.keeps_low_precision_copies).peak,
+        memory_of(before, lent, keeps_low_precision_copies=machine.compiler.keeps_low_precision_copies).peak,
         _flops(before),
         limit,
     )
@@ -95,7 +95,7 @@ def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iter
             return spmd
         made = replayed(spmd, before, found)
         after = device_program(made)
-        memory = memory_of(after, lent, keeps_low_precision_copies=machine.keeps_low_precision_copies)
+        memory = memory_of(after, lent, keeps_low_precision_copies=machine.compiler.keeps_low_precision_copies)
         if memory.peak <= limit:
             again = max(0, _flops(after) - own)
             report = Recomputed(limit, first, memory.peak, own, again, tuple(search.chosen))
@@ -128,7 +128,9 @@ class _Search:
     def run(self) -> Block:
         """The block that fits."""
         program = self.program
-        memory = memory_of(program, self.donated, keeps_low_precision_copies=self.machine.keeps_low_precision_copies)
+        memory = memory_of(
+            program, self.donated, keeps_low_precision_copies=self.machine.compiler.keeps_low_precision_copies
+        )
         while memory.peak > self.limit:
             step = self._step(program, memory)
             if step is None:
@@ -149,7 +151,7 @@ class _Search:
                     block = _with_body(kernels, kernels.kernels[at].equation, below.block, block)
                 changed = kernels_of(block)
                 after = memory_of(
-                    changed, self.donated, keeps_low_precision_copies=self.machine.keeps_low_precision_copies
+                    changed, self.donated, keeps_low_precision_copies=self.machine.compiler.keeps_low_precision_copies
                 )
                 if _is_less(after, memory):
                     self.chosen += [_noted(item, liveness) for item in batch]

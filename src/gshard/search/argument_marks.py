@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from gshard.analysis.proposal import spec_of_cut
 from gshard.analysis.short_names import equal_layers
 from gshard.core.mesh import Mesh
 from gshard.core.paths import is_below
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
+from gshard.passes.added_marks import spec_of_cut
 
 _WIDE = 100  # columns of a line
 

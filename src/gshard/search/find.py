@@ -38,14 +38,12 @@ from gshard.search.presets import AS_IT_IS, marked_presets
 from gshard.search.priced import PricedPlan, Pricing
 from gshard.search.propagated import Propagated
 from gshard.search.seconds import on_machine, seconds_on
-from gshard.search.time_budget import TimeBudget
+from gshard.search.time_budget import EFFORT, EQUATIONS, TimeBudget
 from gshard.solver.problem import Problem
 from gshard.solver.solve import Solution, solve
 
 _ROUNDS = 7  # of solving, each after the second with other memory
-_EFFORT = 0.2  # for these others
 _USUAL = 4  # presets that are always priced, the usual ones
-_PRESETS = 20_000  # equations of the presets together: of a large program only some more are priced
 _SOLVING = 0.6  # of the time that is left, what one solving may take: its plan has to be priced, and the presets
 _ROUNDED = 1e-9  # of a time: a difference that is none
 _NEAR = 1.02  # limits of memory between which no further one is tried
@@ -226,7 +224,7 @@ class MeshSearch:
         if not self.presets:
             self.price_marked()
         border = self.pricing.border(self.program)
-        most = max(_USUAL, _PRESETS // (1 + sum(1 for _ in self.program.block.walk()))) - 1
+        most = max(_USUAL, EQUATIONS // (1 + sum(1 for _ in self.program.block.walk()))) - 1
         some = list(itertools.islice(marked_presets(self.program, self.timed, border), most))
         work = {preset: preset.work(self.timed) for preset in some if not self.budget.is_over}
         for preset in sorted(some, key=lambda one: work.get(one, (0, 0))):
@@ -272,7 +270,7 @@ class MeshSearch:
                 return
             with self.budget.step(f"solving with less memory for mesh ({self._of})"):
                 less = dataclasses.replace(solution.problem, limit=float(int(now)))
-                self._solved.append(self._solution(less, self.budget.part(_SOLVING), _EFFORT))
+                self._solved.append(self._solution(less, self.budget.part(_SOLVING), EFFORT))
                 if self._solved[-1].interrupted:
                     raise KeyboardInterrupt
 

@@ -16,7 +16,6 @@ from gshard.analysis.bounds import does_not_pay, headline
 from gshard.analysis.cost import Cost
 from gshard.analysis.explain import Explanation
 from gshard.analysis.explain_program import explain_program
-from gshard.analysis.proposal import spec_of_cut, with_marks
 from gshard.analysis.report.page import page
 from gshard.core.border import Border
 from gshard.core.errors import ArgumentError, known_names
@@ -26,6 +25,7 @@ from gshard.core.partition_spec import entries_of
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
+from gshard.passes.added_marks import spec_of_cut, with_marks
 from gshard.passes.device_program import size
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec
 
 from gshard.analysis.cost import Cost
 from gshard.analysis.dimension_classes import Dimensions, dimensions_of, of_equal_layers
-from gshard.analysis.proposal import spec_of_cut
 from gshard.core.deadline import OutOfTime
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.layout import Layout, Names, Row
@@ -32,19 +31,18 @@ from gshard.core.paths import is_below, matches
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
+from gshard.passes.added_marks import spec_of_cut
 from gshard.search.find import Best
 from gshard.search.how_near import ended
 from gshard.search.priced import PricedPlan, Pricing
 from gshard.search.stopping import Stop
-from gshard.search.time_budget import TimeBudget
+from gshard.search.time_budget import EFFORT, EQUATIONS, TimeBudget
 from gshard.solver.problem import Problem, ProblemError
 from gshard.solver.solve import solve
 
-_EFFORT = 0.2  # for solving with what a table asks for
 _SOLVING = 0.25  # of the time that is left, what that may take
 _KEYS = 12  # rows that may be written, those of most bytes
-_WORK = 20_000  # equations of all programs that are planned, if no time is given,
-_LEAST, _MOST = 24, 80  # and so many programs at least, and at most
+_LEAST, _MOST = 24, 80  # programs that are planned, at least and at most, if no time is given
 
 _Key = tuple[str, str]  # at which argument (anywhere: ""), which name
 _Axes = tuple[str, ...]
@@ -171,7 +169,7 @@ class _Search:
         self.pricing = Pricing(best.chosen.cost.machine, list(donated), best.limit)
         self.known: dict[frozenset[tuple[_Key, _Axes | None]], PricedPlan | None] = {}
         equations = 1 + sum(1 for _ in program.block.walk())
-        self.most = 1 << 30 if budget.uses_all else min(max(_LEAST, _WORK // equations), _MOST)
+        self.most = 1 << 30 if budget.uses_all else min(max(_LEAST, EQUATIONS // equations), _MOST)
         self.budget, self.stop = budget, stop
         self.rows: _Rows = {}
         self.now: PricedPlan | None = None
@@ -297,7 +295,7 @@ class _Search:
         costs = [*problem.costs, *(np.zeros(len(every)) for _ in keys)]
         loads = [(load.node, load.start, load.end, load.bytes) for load in problem.loads]
         try:
-            found = solve(Problem.of(costs, edges, loads, problem.limit), effort=_EFFORT,
+            found = solve(Problem.of(costs, edges, loads, problem.limit), effort=EFFORT,
                           most_seconds=self.budget.part(_SOLVING).left)  # fmt: skip
         except ProblemError:  # marks of the user's allow no sharding that is the same for all of a name
             return {}

@@ -11,6 +11,7 @@ import numpy as np
 
 from gshard.analysis.machine import Machine
 from gshard.analysis.network import interchangeable
+from gshard.analysis.roofline import dtype_of, launch_seconds, roofline
 from gshard.analysis.step_times import StepTimes
 from gshard.comm.steps import Step
 from gshard.core.mesh import Atoms, Mesh
@@ -19,7 +20,7 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Value, short_dtype
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
-from gshard.passes.device_program import PRODUCT, Kernel, flops, is_looked_up, kernels_of
+from gshard.passes.device_program import Kernel, is_looked_up, kernels_of
 from gshard.passes.moves import Moves, has_many
 from gshard.passes.objective import Windows
 from gshard.passes.ways import share
@@ -95,7 +96,7 @@ class Seconds(Moves):
             more = 0.0
             if emitted is not None:
                 more = emitted.seconds - self.work(e, *_of(as_kernel(e), part), made + sum(read.values()))
-            taken.append(max(self.work(e, *_of(kernel, part), moved) + more, self.machine.starting(moved)))
+            taken.append(max(self.work(e, *_of(kernel, part), moved) + more, launch_seconds(self.machine, moved)))
         return np.array(taken)
 
     def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
@@ -123,15 +124,12 @@ class Seconds(Moves):
             others: all other operations.
             moved: bytes that it reads and writes.
         """
-        dtype = short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
-        computing = products / self.machine.rate(dtype) + others / self.machine.vector_flops
-        return max(computing, moved / self.machine.memory_bandwidth) + self.machine.starting(moved)
+        return roofline(self.machine, dtype_of(e), products, others, moved).seconds
 
 
 def _of(kernel: Kernel, part: float) -> tuple[float, float]:
     """The operations of products, and all others, in a part of a kernel."""
-    products = flops(kernel.equation) if kernel.kind == PRODUCT else 0
-    return products * part, kernel.vector_flops * part
+    return kernel.product_flops * part, kernel.vector_flops * part
 
 
 def seconds_on(

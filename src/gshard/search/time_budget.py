@@ -16,6 +16,8 @@ from gshard.core.deadline import OutOfTime, until
 from gshard.search.progress import Progress
 
 DEFAULT_SECONDS = 300.0  # of a search for which the user gives none
+EQUATIONS = 20_000  # of all programs that are planned for the presets, or for tables of names: few of large programs
+EFFORT = 0.2  # of the solver, for the problems after the first
 
 
 @dataclasses.dataclass(eq=False)

@@ -11,8 +11,9 @@ from gshard.analysis.advice import advice
 from gshard.analysis.array_names import ArrayNames
 from gshard.analysis.cost import BOUNDS, Cost
 from gshard.analysis.difference import FORMAT
+from gshard.analysis.merged_collectives import MergedCollective
 from gshard.analysis.network import groups
-from gshard.analysis.origin import MergedCollective, cause_of, origins
+from gshard.analysis.origin import cause_of, origins
 from gshard.analysis.report.places import Places
 from gshard.analysis.report.tensors import tensor_rows
 from gshard.analysis.rows import TensorRow, called

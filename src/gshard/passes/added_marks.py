@@ -1,0 +1,81 @@
+"""Added marks: a program with more marks on its values, and a mark as text.
+
+``explain`` and ``search`` plan a program again under other marks. They add them here and print them here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec
+
+from gshard.core.mark import Mark
+from gshard.core.mesh import Mesh
+from gshard.core.program import Block, Equation, Program, Value
+from gshard.core.sharding import Sharding
+from gshard.language.mark_primitive import mark_p
+from gshard.language.region import with_edges
+from gshard.language.registry import Call, rule_of
+
+
+def with_marks(program: Program, marks: Mapping[Value, Mark]) -> Program | None:
+    """The program with these values marked too; None where one cannot be.
+
+    It is marked already, an input of a body, or not an array of the user's.
+    """
+    if any(v.made for v in marks):
+        return None
+    inputs, captured = program.block.inputs, len(program.captured)
+    arguments = list(program.argument_marks)
+    wanted = dict(marks)
+    for i, v in enumerate(inputs):
+        if v in wanted:
+            if i < captured or arguments[i - captured] is not None:
+                return None
+            arguments[i - captured] = wanted.pop(v)
+    block = _marked(program.block, wanted) if wanted else program.block
+    return None if wanted else dataclasses.replace(program, block=block, argument_marks=tuple(arguments))
+
+
+def _marked(block: Block, wanted: dict[Value, Mark]) -> Block:
+    """The block with these of its values marked, which are taken from what is wanted."""
+    now: dict[Value, Value] = {}
+    equations = []
+    for e in block.equations:
+        bodies = tuple(_marked(body, wanted) for body in e.blocks)
+        reads = tuple(now.get(x, x) if isinstance(x, Value) else x for x in e.inputs)
+        if any(a is not b for a, b in zip((*bodies, *reads), (*e.blocks, *e.inputs), strict=True)):
+            e = dataclasses.replace(e, blocks=bodies, inputs=reads)
+            e = with_edges(e) if e.blocks else e
+        equations.append(e)
+        for value in e.outputs if e.mark is None else ():
+            if value in wanted:
+                mark = wanted.pop(value)
+                marked = now[value] = Value(value.shape, value.dtype, value.index)
+                call = Call(mark_p.name, {"mark": mark}, (value.shape,), (value.shape,), (value.dtype,), mark_p)
+                rule = rule_of(call, None)
+                equations.append(Equation(mark_p, {"mark": mark}, (value,), (marked,), rule, e.source_info, mark=mark))
+    if len(equations) == len(block.equations) and all(a is b for a, b in zip(equations, block.equations, strict=True)):
+        return block
+    outputs = tuple(now.get(v, v) if isinstance(v, Value) else v for v in block.outputs)
+    return Block(block.inputs, tuple(equations), outputs)
+
+
+def text_of_mark(sharding: Sharding, mesh: Mesh) -> str | None:
+    """The mark as users write it; None where it is about a part of an axis that has no name."""
+    spec = spec_of_cut(sharding, mesh)
+    if spec is None:
+        return None
+    return f"gshard.shard(x, P({', '.join(map(repr, spec))}))" if sharding.atoms else "gshard.replicate(x)"
+
+
+def spec_of_cut(sharding: Sharding, mesh: Mesh) -> PartitionSpec | None:
+    """How the dimensions are cut as a ``PartitionSpec``; None where it takes a part of an axis that has no name."""
+    entries = []
+    for atoms in sharding.dims:
+        names = mesh.format_atoms(atoms).split(",") if atoms else []
+        if any(name not in mesh.atoms_of for name in names):
+            return None
+        entries.append(None if not names else names[0] if len(names) == 1 else tuple(names))
+    return PartitionSpec(*entries)
