@@ -311,6 +311,48 @@ def test_files_are_named_for_their_idea(folder: str) -> None:
     assert not wrong, wrong
 
 
+# Folders of tests that belong to no folder of src, each with its reason.
+MORE_TESTS = {
+    "m4",  # of src/m4
+    "scripts",  # of the scripts beside src
+    "laws",  # what holds of every program, whichever module has a part in it
+    "sweep",  # JAX's own table of operators
+    "jax_api",  # JAX's own tests of jax.jit
+}
+# Tests of something else than the module that has the same name, with what they test.
+NAMESAKES = {
+    "analysis/test_dimensions.py",  # analysis/dimension_classes
+    "api/test_host_memory.py",  # arguments and results in host memory
+    "api/test_stages.py",  # Traced, Lowered and Compiled
+    "moe/test_names.py",  # names of the dimensions of a model
+    "passes/test_device_order.py",  # plans on meshes whose devices are in any order
+    "search/test_search.py",  # gshard.search
+    "test_command_line.py",  # __main__
+}
+
+
+def test_tests_mirror_the_source() -> None:
+    """A test file is in the folder of what it tests: a file named for a module is where the module is."""
+    folders = {path.parent.relative_to(SRC / "gshard").parts[:1] for path in GSHARD} | {(name,) for name in MORE_TESTS}
+    homes: dict[str, set[tuple[str, ...]]] = {}
+    for path in FILES:
+        package, *parents, stem = path.relative_to(SRC).with_suffix("").parts
+        if stem == "__init__" and parents:
+            stem = parents.pop()
+        homes.setdefault(stem, set()).add(tuple(parents[:1]) if package == "gshard" else ("m4",))
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        place = path.relative_to(ROOT / "tests")
+        folder, stem = place.parent.parts, path.stem.removeprefix("test_")
+        if folder not in folders:
+            wrong.append(f"tests/{place}: there is no src/gshard/{place.parent}")
+        elif folder != ("laws",) and folder not in homes.get(stem, {folder}) and place.as_posix() not in NAMESAKES:
+            wrong.append(f"tests/{place}: {stem}.py is in {sorted('/'.join(home) or '.' for home in homes[stem])}")
+    assert not wrong, "\n".join(["a test file is in the folder of what it tests", *wrong])
+    gone = [place for place in sorted(NAMESAKES) if not (ROOT / "tests" / place).exists()]
+    assert not gone, f"take these from NAMESAKES: {gone}"
+
+
 def test_nothing_is_left_undone_or_tied_to_a_machine() -> None:
     def wrong(path: Path) -> Iterator[str]:
         for number, line in enumerate(text_of(path).splitlines(), 1):
