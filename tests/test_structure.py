@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import pytest
 from jax.extend.core import primitives as jax_primitives
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -242,11 +241,12 @@ CHANGING = re.compile(
 
 def test_no_state_in_modules() -> None:
     """A plan does not depend on what was planned before: tables belong to whoever plans (``core/planning_tables``)."""
-    for path in GSHARD:
-        attributes = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Attribute))
-        cached = {ast.unparse(n) for n in attributes if n.attr in ("lru_cache", "cache")}
-        assert not cached & {"functools.lru_cache", "functools.cache"} or path.name == "planning_tables.py", path
-        rebound = {name for n in ast.walk(tree_of(path)) if isinstance(n, ast.Global) for name in n.names}
+
+    def wrong(path: Path) -> Iterator[str]:
+        cached = {name for name, _ in attributes(path)} & {"functools.lru_cache", "functools.cache"}
+        if cached and path.name != "planning_tables.py":
+            yield f"{sorted(cached)}"
+        rebound = {name for node in nodes_of(path) if isinstance(node, ast.Global) for name in node.names}
         for statement in tree_of(path).body:
             if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
                 continue
@@ -257,7 +257,10 @@ def test_no_state_in_modules() -> None:
             empty = (isinstance(value, ast.Dict) and not value.keys) or made in ("set", "dict", "list")
             empty |= isinstance(value, ast.List | ast.Set) and not value.elts
             if (names & rebound) or empty or CHANGING.match(made):
-                assert names <= STATE.get(name_of(path), set()), f"{name_of(path)}: {names} changes"
+                if changing := names - STATE.get(name_of(path), set()):
+                    yield f"line {statement.lineno}: {sorted(changing)} changes"
+
+    check(GSHARD, wrong, "modules hold no state but that in STATE")
 
 
 def test_primitives_are_named_in_rules_only() -> None:
@@ -301,10 +304,10 @@ def test_files_are_short() -> None:
     assert not long, f"lines: {long}: which second idea can leave?"
 
 
-@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples"])
-def test_files_are_named_for_their_idea(folder: str) -> None:
+def test_files_are_named_for_their_idea() -> None:
     wrong = [
         str(path.relative_to(ROOT))
+        for folder in ("src", "tests", "benchmarks", "examples")
         for path in (ROOT / folder).rglob("*.py")
         if set(path.stem.split("_")) & BANNED_STEMS or path.parent.name in BANNED_STEMS
     ]

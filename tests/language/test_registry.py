@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator
 
 import jax.numpy as jnp
 import pytest
@@ -20,41 +21,68 @@ def equations(row: Row) -> list[Equation]:
     return [e for e in trace(row.function, *row.arguments).block.walk() if e.rule is not None]
 
 
-@pytest.mark.parametrize("row", [pytest.param(r, id=r.name) for r in rows()])
-def test_factors_add_up(row: Row) -> None:
-    for e in equations(row):
-        assert e.rule is not None
-        tensors = list(zip((*e.inputs, *e.outputs), (*e.rule.operands, *e.rule.results), strict=True))
-        for value, dims in tensors:
-            assert len(value.shape) == len(dims)
-            for n, dim in zip(value.shape, dims, strict=True):
-                kinds = {e.rule.factors[f].kind for f in dim}
-                size = math.prod(e.rule.factors[f].size for f in dim)
+@pytest.fixture(scope="module")
+def traced() -> dict[str, list[Equation]]:
+    """The equations of every row of the table that have a rule."""
+    return {row.name: equations(row) for row in rows()}
+
+
+def check(traced: dict[str, list[Equation]], wrong_with: Callable[[Equation, Rule], Iterable[str]]) -> None:
+    """Fails with all that is wrong with the rule of any equation."""
+    assert len(traced) > 400
+    wrong = [
+        f"{name}: {found}: {e.rule}"
+        for name, own in traced.items()
+        for e in own
+        if e.rule is not None
+        for found in wrong_with(e, e.rule)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_factors_add_up(traced: dict[str, list[Equation]]) -> None:
+    def wrong(e: Equation, rule: Rule) -> Iterator[str]:
+        arrays = list(zip((*e.inputs, *e.outputs), (*rule.operands, *rule.results), strict=True))
+        for value, dims in arrays:
+            if len(value.shape) != len(dims):
+                yield f"{value} has {len(dims)} dimensions"
+            for n, dim in zip(value.shape, dims, strict=False):
+                kinds = {rule.factors[f].kind for f in dim}
+                size = math.prod(rule.factors[f].size for f in dim)
                 if COMMUNICATE in kinds or (kinds == {REPLICATE} and size != n):
-                    assert len(dim) == 1, "what is communicated (or would be, were it not of keys) is its own dimension"
-                    assert n <= size
-                elif not (e.rule.masks_itself and REDUCE in kinds):
-                    assert size == n or not dim, e.rule
+                    if len(dim) != 1:
+                        yield "what is communicated (or would be, were it not of keys) is its own dimension"
+                    if n > size:
+                        yield f"a factor of {size} has {n} elements"
+                elif not (rule.masks_itself and REDUCE in kinds) and dim and size != n:
+                    yield f"factors of a dimension of {n} multiply to {size}"
             used = [f for dim in dims for f in dim]
-            assert len(set(used)) == len(used), "a factor stands once in an array"
-        mentioned = {f for _, dims in tensors for dim in dims for f in dim}
-        assert mentioned == set(range(len(e.rule.factors))), f"a factor that no array has: {e.rule}"
+            if len(set(used)) != len(used):
+                yield f"a factor stands twice in {value}"
+        if {f for _, dims in arrays for dim in dims for f in dim} != set(range(len(rule.factors))):
+            yield "a factor that no array has"
+
+    check(traced, wrong)
 
 
-@pytest.mark.parametrize("row", [pytest.param(r, id=r.name) for r in rows()])
-def test_kinds_and_monoids(row: Row) -> None:
-    for e in equations(row):
-        assert e.rule is not None
-        for f, factor in enumerate(e.rule.factors):
-            assert factor.kind in (PARALLEL, REDUCE, COMMUNICATE, REPLICATE)
-            assert (factor.monoid is not None) == (factor.kind == REDUCE)
-            if factor.kind == REDUCE:
-                assert not any(f in dim for dims in e.rule.results for dim in dims), "what is reduced is no result"
-            others = [g for g in range(len(e.rule.factors)) if e.rule.component[g] != e.rule.component[f]]
-            for dims in (*e.rule.operands, *e.rule.results):
+def test_kinds_and_monoids(traced: dict[str, list[Equation]]) -> None:
+    def wrong(e: Equation, rule: Rule) -> Iterator[str]:
+        for f, factor in enumerate(rule.factors):
+            if factor.kind not in (PARALLEL, REDUCE, COMMUNICATE, REPLICATE):
+                yield f"a kind {factor.kind}"
+            if (factor.monoid is not None) != (factor.kind == REDUCE):
+                yield f"a {factor.kind} factor has the monoid {factor.monoid}"
+            if factor.kind == REDUCE and any(f in dim for dims in rule.results for dim in dims):
+                yield f"the factor {f} is reduced and in a result"
+            others = {g for g in range(len(rule.factors)) if rule.component[g] != rule.component[f]}
+            for dims in (*rule.operands, *rule.results):
                 here = {g for dim in dims for g in dim}
-                assert f not in here or not here & set(others), "factors of one array compete for atoms"
-        assert e.rule.flops >= 0
+                if f in here and here & others:
+                    yield "factors of one array do not compete for atoms"
+        if rule.flops < 0:
+            yield f"{rule.flops} FLOPs"
+
+    check(traced, wrong)
 
 
 def test_a_primitive_without_a_rule_is_whole_in_every_factor() -> None:
