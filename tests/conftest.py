@@ -35,7 +35,11 @@ GOLDEN = Path(__file__).parent / "golden"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/*.txt instead of comparing")
     parser.addoption(
-        "--one-in", type=int, default=1, metavar="N", help="of the cases of each test, run the first and one in N"
+        "--one-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the cases of a test, run the first and one in N; all of a test that is marked quick",
     )
 
 
@@ -46,7 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept, left_out = [], []
     for item in items:
         function, _, _ = item.nodeid.partition("[")
-        drawn = function not in seen or zlib.crc32(item.nodeid.encode()) % n == 0
+        first, whole = function not in seen, item.get_closest_marker("quick")
+        drawn = first or whole or zlib.crc32(item.nodeid.encode()) % n == 0
         seen.add(function)
         (kept if drawn else left_out).append(item)
     items[:] = kept

@@ -59,6 +59,7 @@ def parts_of(x: Any, sharding: Sharding) -> list[Any]:
     return testing.parts_of(x, sharding, MESH)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", [r.name for r in sampled_rows(ROWS.values(), "rules_sound")])
 def test_every_split_computes_the_whole(name: str) -> None:
     check(ROWS[name], SPLITS_ELEMENTWISE if name in ELEMENTWISE else SPLITS)
