@@ -34,6 +34,28 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/*.txt instead of comparing")
+    parser.addoption(
+        "--one-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the cases of a test, run the first and one in N; all of a test that is marked quick",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Draws the sample of ``--one-in``, which is the same at every run."""
+    n = config.getoption("--one-in")
+    seen: set[str] = set()
+    kept, left_out = [], []
+    for item in items:
+        function, _, _ = item.nodeid.partition("[")
+        first, whole = function not in seen, item.get_closest_marker("quick")
+        drawn = first or whole or zlib.crc32(item.nodeid.encode()) % n == 0
+        seen.add(function)
+        (kept if drawn else left_out).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(autouse=True)

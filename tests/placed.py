@@ -8,6 +8,7 @@ A way of placing takes a NumPy array and the mesh of the function that is called
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -47,28 +48,33 @@ def turned(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(devices, [a for a, _ in axes], axis_types=(AxisType.Auto,) * len(axes))
 
 
+# Compiled once for all calls.
+_sum_of_bits = jax.jit(
+    lambda v: sum(jnp.where(v & (1 << k), 1 << k, 0) for k in range(31)) + jnp.where(v < 0, -(2**31), 0)
+)
+_times_one = jax.jit(lambda v: v * 1)
+
+
+@functools.cache
+def _split(dim: int, mesh: jax.sharding.Mesh | tuple[tuple[str, int], ...], uneven: str) -> Callable[[Any], Any]:
+    """A function that returns its argument split in eight along ``dim``, or along its last dimension."""
+    on = dict(mesh) if isinstance(mesh, tuple) else mesh
+    return gshard.jit(lambda v: gshard.split(v * 1, min(dim, v.ndim - 1), 8), mesh=on, uneven=uneven)
+
+
 def _weak(x: np.ndarray) -> jax.Array:
     """Of a weak type: a sum of numbers of Python, one for each bit."""
-    if x.dtype != np.int32:
-        return jnp.asarray(x)
-    return jax.jit(
-        lambda v: sum(jnp.where(v & (1 << k), 1 << k, 0) for k in range(31)) + jnp.where(v < 0, -(2**31), 0)
-    )(x)
+    return _sum_of_bits(x) if x.dtype == np.int32 else jnp.asarray(x)
 
 
-def _kept(dim: int, mesh: Any = None) -> Place:
+def _kept(dim: int, mesh: tuple[tuple[str, int], ...] | None = None) -> Place:
     """As another function returns it in padded parts."""
-
-    def place(x: np.ndarray, own: jax.sharding.Mesh) -> Any:
-        on = own if mesh is None else mesh
-        return gshard.jit(lambda v: gshard.split(v * 1, min(dim, v.ndim - 1), 8), mesh=on, uneven="keep")(x)
-
-    return place
+    return lambda x, own: _split(dim, mesh or own, "keep")(x)
 
 
 def _result(dim: int) -> Place:
     """As another function of gshard's returns it, on the same mesh."""
-    return lambda x, mesh: gshard.jit(lambda v: gshard.split(v * 1, min(dim, v.ndim - 1), 8), mesh=mesh)(x)
+    return lambda x, mesh: _split(dim, mesh, "gather")(x)
 
 
 # Their order matters to derandomized tests: add at the end.
@@ -101,10 +107,10 @@ PLACES: dict[str, Place] = {
     "two devices, same axis": lambda x, mesh: cut(x, mesh_of(order=(1, 3), **{mesh.axis_names[0]: 2}), 0),
     "result, rows": _result(0),
     "result, columns": _result(1),
-    "result of jax.jit": lambda x, mesh: jax.jit(lambda v: v * 1)(cut(x, mesh, 1, 0)),
+    "result of jax.jit": lambda x, mesh: _times_one(cut(x, mesh, 1, 0)),
     "kept rows": _kept(0),
     "kept columns": _kept(1),
-    "kept rows of another mesh": _kept(0, {"p": 4, "q": 2}),
+    "kept rows of another mesh": _kept(0, (("p", 4), ("q", 2))),
     "host memory": lambda x, mesh: jax.device_put(x, NamedSharding(mesh, P(), memory_kind="pinned_host")),
     "explicit, rows": lambda x, mesh: cut(x, mesh_of(explicit=True, p=8), 0),
     "explicit, whole": lambda x, mesh: cut(x, mesh_of(explicit=True, p=2, q=4)),

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import pytest
 from jax.extend.core import primitives as jax_primitives
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -242,11 +241,12 @@ CHANGING = re.compile(
 
 def test_no_state_in_modules() -> None:
     """A plan does not depend on what was planned before: tables belong to whoever plans (``core/planning_tables``)."""
-    for path in GSHARD:
-        attributes = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Attribute))
-        cached = {ast.unparse(n) for n in attributes if n.attr in ("lru_cache", "cache")}
-        assert not cached & {"functools.lru_cache", "functools.cache"} or path.name == "planning_tables.py", path
-        rebound = {name for n in ast.walk(tree_of(path)) if isinstance(n, ast.Global) for name in n.names}
+
+    def wrong(path: Path) -> Iterator[str]:
+        cached = {name for name, _ in attributes(path)} & {"functools.lru_cache", "functools.cache"}
+        if cached and path.name != "planning_tables.py":
+            yield f"{sorted(cached)}"
+        rebound = {name for node in nodes_of(path) if isinstance(node, ast.Global) for name in node.names}
         for statement in tree_of(path).body:
             if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
                 continue
@@ -257,7 +257,10 @@ def test_no_state_in_modules() -> None:
             empty = (isinstance(value, ast.Dict) and not value.keys) or made in ("set", "dict", "list")
             empty |= isinstance(value, ast.List | ast.Set) and not value.elts
             if (names & rebound) or empty or CHANGING.match(made):
-                assert names <= STATE.get(name_of(path), set()), f"{name_of(path)}: {names} changes"
+                if changing := names - STATE.get(name_of(path), set()):
+                    yield f"line {statement.lineno}: {sorted(changing)} changes"
+
+    check(GSHARD, wrong, "modules hold no state but that in STATE")
 
 
 def test_primitives_are_named_in_rules_only() -> None:
@@ -301,14 +304,56 @@ def test_files_are_short() -> None:
     assert not long, f"lines: {long}: which second idea can leave?"
 
 
-@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples"])
-def test_files_are_named_for_their_idea(folder: str) -> None:
+def test_files_are_named_for_their_idea() -> None:
     wrong = [
         str(path.relative_to(ROOT))
+        for folder in ("src", "tests", "benchmarks", "examples")
         for path in (ROOT / folder).rglob("*.py")
         if set(path.stem.split("_")) & BANNED_STEMS or path.parent.name in BANNED_STEMS
     ]
     assert not wrong, wrong
+
+
+# Folders of tests that belong to no folder of src, each with its reason.
+MORE_TESTS = {
+    "m4",  # of src/m4
+    "scripts",  # of the scripts beside src
+    "laws",  # what holds of every program, whichever module has a part in it
+    "sweep",  # JAX's own table of operators
+    "jax_api",  # JAX's own tests of jax.jit
+}
+# Tests of something else than the module that has the same name, with what they test.
+NAMESAKES = {
+    "analysis/test_dimensions.py",  # analysis/dimension_classes
+    "api/test_host_memory.py",  # arguments and results in host memory
+    "api/test_stages.py",  # Traced, Lowered and Compiled
+    "moe/test_names.py",  # names of the dimensions of a model
+    "passes/test_device_order.py",  # plans on meshes whose devices are in any order
+    "search/test_search.py",  # gshard.search
+    "test_command_line.py",  # __main__
+}
+
+
+def test_tests_mirror_the_source() -> None:
+    """A test file is in the folder of what it tests: a file named for a module is where the module is."""
+    folders = {path.parent.relative_to(SRC / "gshard").parts[:1] for path in GSHARD} | {(name,) for name in MORE_TESTS}
+    homes: dict[str, set[tuple[str, ...]]] = {}
+    for path in FILES:
+        package, *parents, stem = path.relative_to(SRC).with_suffix("").parts
+        if stem == "__init__" and parents:
+            stem = parents.pop()
+        homes.setdefault(stem, set()).add(tuple(parents[:1]) if package == "gshard" else ("m4",))
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        place = path.relative_to(ROOT / "tests")
+        folder, stem = place.parent.parts, path.stem.removeprefix("test_")
+        if folder not in folders:
+            wrong.append(f"tests/{place}: there is no src/gshard/{place.parent}")
+        elif folder != ("laws",) and folder not in homes.get(stem, {folder}) and place.as_posix() not in NAMESAKES:
+            wrong.append(f"tests/{place}: {stem}.py is in {sorted('/'.join(home) or '.' for home in homes[stem])}")
+    assert not wrong, "\n".join(["a test file is in the folder of what it tests", *wrong])
+    gone = [place for place in sorted(NAMESAKES) if not (ROOT / "tests" / place).exists()]
+    assert not gone, f"take these from NAMESAKES: {gone}"
 
 
 def test_nothing_is_left_undone_or_tied_to_a_machine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -114,7 +115,8 @@ def model(name: str) -> Model:
 WITH_EXPERTS = ("experts gradient", "experts recomputed", "experts einsum")
 
 
+@functools.cache
 def explained(name: str) -> gshard.Explanation:
-    """A model's explanation, on its mesh without devices."""
+    """A model's explanation, on its mesh without devices; made once for all tests that read it."""
     f, args, axes, donated = model(name)
     return gshard.explain(gshard.jit(f, mesh=gshard.Mesh.abstract(**axes), donate_argnums=donated), *args)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from analysis.models import f32, model
+from analysis import models
+from analysis.models import f32
 from gshard.analysis.difference import DifferenceError, Figures, difference
 
 MESH = gshard.Mesh.abstract(d=4)
@@ -86,8 +87,7 @@ def test_a_line_that_is_gone_is_told():
 
 
 def test_nothing_differs_from_itself():
-    f, args, axes, _ = model("attention")
-    found = gshard.explain(f, *args, mesh=gshard.Mesh.abstract(**axes))
+    found = models.explained("attention")
     same = found.difference(found)
     assert same.lines == ()
     assert same.before == same.after

@@ -34,7 +34,7 @@ def redistributions(draw: st.DrawFn) -> tuple[Mesh, tuple[Chunk, ...]]:
     return mesh, tuple(chunks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(redistributions())
 def test_chunks_arrive(drawn: tuple[Mesh, tuple[Chunk, ...]]) -> None:
     mesh, chunks = drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import re
@@ -23,6 +24,7 @@ ALL = ("a", "b")
 MESHES = Mesh.abstract(a=2, b=2, c=2), Mesh.abstract(a=2, b=3)
 
 
+@functools.cache
 def pairs(mesh: Mesh, rank: int = 3) -> list[tuple[Sharding, Sharding]]:
     """Shardings, of which one follows from the other by one all-to-all of tiles."""
     shape = (mesh.size,) * rank

@@ -248,6 +248,14 @@ def test_any_program(steps: list[Step], shapes: list[tuple[int, ...]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.quick
+@given(st.lists(steps, min_size=1, max_size=3), all_shapes)
+@settings(max_examples=100, phases=PHASES)
+def test_a_hundred_small_programs(steps: list[Step], shapes: list[tuple[int, ...]]) -> None:
+    check(steps, shapes)
+
+
+@pytest.mark.slow
 @given(programs, all_shapes)
 @settings(max_examples=600, phases=PHASES)
 def test_very_many_programs(steps: list[Step], shapes: list[tuple[int, ...]]) -> None:

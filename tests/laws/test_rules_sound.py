@@ -59,6 +59,7 @@ def parts_of(x: Any, sharding: Sharding) -> list[Any]:
     return testing.parts_of(x, sharding, MESH)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", [r.name for r in sampled_rows(ROWS.values(), "rules_sound")])
 def test_every_split_computes_the_whole(name: str) -> None:
     check(ROWS[name], SPLITS_ELEMENTWISE if name in ELEMENTWISE else SPLITS)
@@ -98,14 +99,14 @@ def test_every_rule_has_a_row() -> None:
         "enter_manual", "leave_manual", "manual_axis_index", "manual_psum", "manual_pmax", "manual_pmin",
         "manual_ppermute", "manual_all_gather", "manual_psum_scatter", "manual_all_to_all",
         "manual_reduce_scatter",
-        "manual_ragged_all_to_all",  # need a mesh; see tests/rules/test_partly_manual.py
+        "manual_ragged_all_to_all",  # need a mesh; see tests/tracing/test_partly_manual.py
         "custom_partitioning",  # the same; see tests/rules/test_custom_partitioning.py
         "pure_callback", "io_callback", "debug_callback", "debug_print",  # tests/rules/test_callback.py
         "xla_metadata_value",  # elementwise; tests/passes/test_contexts.py
-        "inspect_sharding",  # no program runs it; tests/api/test_looks.py
+        "inspect_sharding",  # no program runs it; tests/tracing/test_looks.py
         "platform_index",  # no arrays; see "calls" in tests/passes/test_programs.py
         "sharding_constraint", "device_put",  # need a mesh; see tests/passes/test_programs.py
-        "reshard", "layout_constraint",  # the same; see tests/api/test_user_mesh.py, tests/rules/test_expand.py
+        "reshard", "layout_constraint",  # the same; see tests/api/test_user_mesh.py, tests/tracing/test_expand.py
         "select_and_scatter",  # made by JAX itself while lowering; batch dimensions only
         "cholesky_update", "eig", "hessenberg", "householder_product", "lu_pivots_to_permutation", "geqrf", "geqp3",
         "schur", "symmetric_product", "tridiagonal",  # batch dimensions only, as qr

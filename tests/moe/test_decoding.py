@@ -14,10 +14,11 @@ from gshard.moe import (
     decode_step,
     encode,
     forward,
-    init,
     init_cache,
+    param_specs,
     project_memory,
 )
+from moe import naive
 
 DENSE = TransformerConfig(20, 18, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2, decoder_layers=4)
 # Training capacities of this model drop tokens; decoding must not.
@@ -37,11 +38,10 @@ FAST = {"xla_backend_optimization_level": 0}
 step = jax.jit(decode_step, static_argnums=0, static_argnames="dropless", compiler_options=FAST)
 run = jax.jit(forward, static_argnums=0, compiler_options=FAST)
 run_encoder = jax.jit(encode, static_argnums=0, static_argnames="dropless", compiler_options=FAST)
-initial = jax.jit(init, static_argnums=0, compiler_options=FAST)
 
 
 def case(config, sentences=4):
-    params = initial(config, jax.random.key(0))
+    params = naive.values(param_specs(config))
     source_BL = jax.random.randint(jax.random.key(1), (sentences, 6), 2, 20, jnp.int32).at[1, 3:].set(0)
     target_in_BL = jax.random.randint(jax.random.key(2), (sentences, 5), 2, 18, jnp.int32).at[:, 0].set(0)
     return params, source_BL, target_in_BL

@@ -30,7 +30,7 @@ def case(seed, G, S, E):
         [(1, 4, 3), (2, 5, 4), (3, 4, 16), (4, 4, 7), (6, 9, 5)],
         ["softmax", "sigmoid"],
         [(True, 1.0, False), (False, 2.5, True), (True, 0.5, True)],
-        one_in=3,
+        one_in=6,
     ),
 )
 def test_equals_a_loop_over_tokens(sizes, gates, weights):
@@ -75,8 +75,8 @@ def test_equals_a_loop_over_tokens(sizes, gates, weights):
 )  # fmt: skip
 def test_the_papers_gating_is_bit_for_bit_what_it_was(routing, second_expert):
     choices = {"routing": routing, "second_expert": second_expert}
-    old = jax.jit(functools.partial(top2_gating_before, **choices), static_argnums=1)
-    new = jax.jit(functools.partial(top2_gating, **choices), static_argnums=1)
+    old = jax.jit(functools.partial(top2_gating_before, **choices), static_argnums=1, compiler_options=FAST)
+    new = jax.jit(functools.partial(top2_gating, **choices), static_argnums=1, compiler_options=FAST)
     for seed, (G, S, E, capacity) in enumerate([(1, 1, 2, 1), (3, 8, 4, 3), (2, 33, 8, 5), (4, 16, 16, 2)]):
         logits, valid = case(seed, G, S, E)
         expected = old(logits, capacity, key=jax.random.key(seed), valid_GS=valid)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import gshard
-from gshard.moe import TransformerConfig, forward, init, loss
+from gshard.moe import TransformerConfig, forward, init, loss, param_specs
+from moe import naive
 
 DENSE = TransformerConfig(
     20, 18, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2, decoder_layers=2, dropout=0.0
@@ -22,7 +23,7 @@ DROPLESS = dataclasses.replace(MOE, capacity_factor=math.inf)
 FAST = {"xla_backend_optimization_level": 0}
 run = jax.jit(forward, static_argnums=0, compiler_options=FAST)
 run_loss = jax.jit(loss, static_argnums=0, static_argnames="label_smoothing", compiler_options=FAST)
-initial = jax.jit(init, static_argnums=0, compiler_options=FAST)
+initial = jax.jit(init, static_argnums=0, compiler_options=FAST)  # where it matters what a model starts with
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
@@ -43,13 +44,18 @@ def batch(seed=0, sentences=4, source_length=6, target_length=8):
     return {"source": side(20, source_length), "target": side(18, target_length)}
 
 
+def values(config):
+    """Parameters, drawn by numpy: no program that draws them is compiled."""
+    return naive.values(param_specs(config))
+
+
 def shifted(target_BL):
     return jnp.pad(target_BL, ((0, 0), (1, 0)))[:, :-1]
 
 
 @pytest.mark.parametrize("config", [DENSE, DROPLESS], ids=["dense", "dropless"])
 def test_no_position_sees_a_later_one(config):
-    params = initial(config, jax.random.key(0))
+    params = values(config)
     source_BL = batch()["source"]
     target_BL = jax.random.randint(jax.random.key(1), (4, 8), 2, 18, jnp.int32)
     logits_BLV, _ = run(config, params, source_BL, target_BL)
@@ -61,7 +67,7 @@ def test_no_position_sees_a_later_one(config):
 @pytest.mark.parametrize("config", [DENSE, DROPLESS], ids=["dense", "dropless"])
 def test_padding_changes_nothing(config):
     """A longer, emptier batch of the same sentences has the same loss and metrics."""
-    params = initial(config, jax.random.key(0))
+    params = values(config)
     small = batch(sentences=4)
     wide = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 4), (0, 4))), small)
     _, expected = run_loss(config, params, small)
@@ -91,7 +97,7 @@ def packed(data, rows, source_length, target_length):
 )
 def test_a_packed_batch_is_its_sentences(config):
     """Several sentences in a row have the loss, the gradients and the routing of rows of their own."""
-    params = initial(config, jax.random.key(0))
+    params = values(config)
     data = batch(sentences=10)
     full = packed(data, 3, 28, 36)
     assert (np.asarray(full["target"]) == 1).sum(1).tolist() == [4, 3, 3]
@@ -107,7 +113,7 @@ def test_a_packed_batch_is_its_sentences(config):
 
 
 def test_loss_by_hand():
-    params = initial(MOE, jax.random.key(0))
+    params = values(MOE)
     data = batch()
     value, metrics = run_loss(MOE, params, data)
     logits_BLV, of_layers = run(MOE, params, data["source"], shifted(data["target"]))
@@ -133,7 +139,7 @@ def test_a_new_model_knows_nothing():
 
 
 def test_dense_metrics_have_the_same_names():
-    _, metrics = run_loss(DENSE, initial(DENSE, jax.random.key(0)), batch())
+    _, metrics = run_loss(DENSE, values(DENSE), batch())
     assert {"loss", "cross_entropy", "aux_loss", "dropped_share", "load_entropy", "tokens"} <= set(metrics)
     assert all(value.shape == () and value.dtype == jnp.float32 for value in metrics.values())
 
@@ -144,7 +150,7 @@ def test_dense_metrics_have_the_same_names():
 def test_keys_decide_what_is_random(name):
     """The same key gives the same result, another one another."""
     config = dataclasses.replace(DROPLESS, **{name: "random" if name == "second_expert" else 0.3})
-    params, data = initial(config, jax.random.key(0)), batch()
+    params, data = values(config), batch()
     first, again, other = (float(run_loss(config, params, data, key=jax.random.key(seed))[0]) for seed in (1, 1, 2))
     plain = float(run_loss(DROPLESS, params, data)[0])
     assert first == again
@@ -153,21 +159,21 @@ def test_keys_decide_what_is_random(name):
 
 def test_typed_and_raw_keys_agree():
     config = dataclasses.replace(DROPLESS, dropout=0.3)
-    params, data = initial(config, jax.random.key(0)), batch()
+    params, data = values(config), batch()
     typed, raw = (run_loss(config, params, data, key=key)[0] for key in (jax.random.key(1), jax.random.PRNGKey(1)))
     assert float(typed) == float(raw)
 
 
 def test_without_a_key_nothing_is_random():
     config = dataclasses.replace(DROPLESS, dropout=0.3, attention_dropout=0.3, second_expert="random")
-    params, data = initial(config, jax.random.key(0)), batch()
+    params, data = values(config), batch()
     assert float(run_loss(config, params, data)[0]) == float(run_loss(DROPLESS, params, data)[0])
 
 
 def test_layers_draw_different_numbers():
     """No logit is the same for all keys: no branch is left out, and none is dropped in the same places."""
     config = dataclasses.replace(DENSE, dropout=0.5, encoder_layers=4)
-    params = initial(config, jax.random.key(0))
+    params = values(config)
     keys = jax.random.split(jax.random.key(3), 4)
     results = jax.vmap(lambda key: run(config, params, *batch().values(), key=key)[0])(keys)
     assert float(jnp.std(results, axis=0).min()) > 0
@@ -177,7 +183,7 @@ def test_layers_draw_different_numbers():
 def test_gradients_do_not_depend_on_how():
     """Recomputing, marking, and multiplying instead of gathering; and every parameter has one."""
     config = dataclasses.replace(MOE, dropout=0.1)
-    params, data, key = initial(config, jax.random.key(0)), batch(), jax.random.key(1)
+    params, data, key = values(config), batch(), jax.random.key(1)
     expected = gradient(config, params, data, key)
     assert all(bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(expected))
     got = gradient(dataclasses.replace(config, remat=True, partitions=2, dispatch="einsum"), params, data, key)
@@ -187,7 +193,7 @@ def test_gradients_do_not_depend_on_how():
 def test_branches_are_recomputed_but_not_what_experts_are_sent():
     """The same gradients; on four devices what is sent to experts, and back, is sent forward and backward only."""
     config = dataclasses.replace(MOE, source_vocabulary=0, encoder_layers=0, dropout=0.1, partitions=4)
-    params, data, key = initial(config, jax.random.key(0)), batch(), jax.random.key(1)
+    params, data, key = values(config), batch(), jax.random.key(1)
     sent, found = {}, {}
     for remat in (True, "branches"):
         changed = dataclasses.replace(config, remat=remat)
@@ -224,7 +230,7 @@ def test_learns_to_copy():
 
 
 def test_an_id_outside_the_vocabulary_shows():
-    params, data = initial(DENSE, jax.random.key(0)), batch()
+    params, data = values(DENSE), batch()
     logits_BLV, _ = run(DENSE, params, data["source"].at[0, 0].set(20), shifted(data["target"]))
     assert bool(jnp.isnan(logits_BLV[0]).any())
     assert bool(jnp.isfinite(logits_BLV[1:]).all())

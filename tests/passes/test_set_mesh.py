@@ -52,7 +52,7 @@ REDUCED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name, n, kind", crossed(list(REDUCED), [8, 13], [AxisType.Auto, AxisType.Explicit], one_in=2))
+@pytest.mark.parametrize("name, n, kind", crossed(list(REDUCED), [8, 13], [AxisType.Auto, AxisType.Explicit], one_in=4))
 def test_reductions_by_a_computation_of_ones_own(name: str, n: int, kind: AxisType) -> None:
     f, x = REDUCED[name], np.arange(-3, n - 3, dtype=np.int32)
     want = jax.tree.map(np.asarray, jax.jit(f)(x))
@@ -104,7 +104,7 @@ KEYS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize(
     "name, impl, kind",
-    crossed(list(KEYS), ["rbg", "unsafe_rbg", "threefry2x32"], [AxisType.Auto, AxisType.Explicit], one_in=3),
+    crossed(list(KEYS), ["rbg", "unsafe_rbg", "threefry2x32"], [AxisType.Auto, AxisType.Explicit], one_in=6),
 )
 def test_random_keys(name: str, impl: str, kind: AxisType) -> None:
     def f(x: Any) -> Any:

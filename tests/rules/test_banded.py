@@ -69,7 +69,7 @@ def check(f: Function, x: Any, dim: int = 0, rounding: float = 4.0) -> None:
     np.testing.assert_allclose(a, b, rtol=0, atol=rounding * tolerance * finite, equal_nan=True)
 
 
-@pytest.mark.parametrize(("sizes", "method"), crossed(SIZES, METHODS[:2], one_in=2))
+@pytest.mark.parametrize(("sizes", "method"), crossed(SIZES, METHODS[:2], one_in=4))
 def test_images_in_another_size(sizes: tuple[int, int], method: str, rng: np.random.Generator) -> None:
     n, m = sizes
     check(resized(m, method), columns(rng, n))

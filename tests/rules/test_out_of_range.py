@@ -93,7 +93,7 @@ def x() -> np.ndarray:
     return np.arange(-20, 24, dtype=np.float32).reshape(4, 11)
 
 
-@pytest.mark.parametrize("name, mode, dim", crossed(list(LOOKED_UP), list(MODES), [0, 1], one_in=3))
+@pytest.mark.parametrize("name, mode, dim", crossed(list(LOOKED_UP), list(MODES), [0, 1], one_in=6))
 def test_look_ups_and_their_gradients(name: str, mode: str, dim: int, x: np.ndarray) -> None:
     f = LOOKED_UP[name](MODES[mode])
 
@@ -109,7 +109,7 @@ def test_look_ups_and_their_gradients(name: str, mode: str, dim: int, x: np.ndar
     same_in_three_calls(jax.grad(marked(dim, loss)), slopes, x)
 
 
-@pytest.mark.parametrize("name, mode, dim", crossed(list(WRITTEN), list(MODES), [0, 1], one_in=3))
+@pytest.mark.parametrize("name, mode, dim", crossed(list(WRITTEN), list(MODES), [0, 1], one_in=6))
 def test_updates(name: str, mode: str, dim: int, x: np.ndarray) -> None:
     f = WRITTEN[name](MODES[mode])
     with jax.disable_jit():

@@ -158,7 +158,7 @@ def test_what_is_no_number_and_infinite(how: str, what: str, rng: np.random.Gene
     crossed(
         [jnp.int32, jnp.int8, jnp.uint32, jnp.bfloat16, jnp.bool_],
         ["in front", "at both ends", "less in front", "less at the end", "a number in front"],
-        one_in=3,
+        one_in=6,
     ),
 )
 def test_other_types(dtype: Any, how: str) -> None:
@@ -180,7 +180,7 @@ def test_other_types(dtype: Any, how: str) -> None:
         ["fill", "clip", "promise_in_bounds"],
         ["in front", "less in front", "less at the end", "at both ends"],
         [False, True],
-        one_in=3,
+        one_in=6,
     ),
 )
 def test_labels_out_of_range(mode: str, how: str, differentiated: bool) -> None:

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FAKE = """
 import json, pathlib, sys, time
 kind, found = sys.argv[1], sys.argv[sys.argv.index("--found") + 1]

@@ -1,0 +1,109 @@
+"""The table of rules, and what every rule owes whoever reads it: factors that add up to the shapes they stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import jax.numpy as jnp
+import pytest
+
+from gshard.core.errors import RuleError
+from gshard.core.program import Equation
+from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule
+from gshard.language.registry import Call, known_primitives, rule, rule_of
+from gshard.passes.trace import trace
+from harness import Row, rows
+from invented import invented
+
+
+def equations(row: Row) -> list[Equation]:
+    return [e for e in trace(row.function, *row.arguments).block.walk() if e.rule is not None]
+
+
+@pytest.fixture(scope="module")
+def traced() -> dict[str, list[Equation]]:
+    """The equations of every row of the table that have a rule."""
+    return {row.name: equations(row) for row in rows()}
+
+
+def check(traced: dict[str, list[Equation]], wrong_with: Callable[[Equation, Rule], Iterable[str]]) -> None:
+    """Fails with all that is wrong with the rule of any equation."""
+    assert len(traced) > 400
+    wrong = [
+        f"{name}: {found}: {e.rule}"
+        for name, own in traced.items()
+        for e in own
+        if e.rule is not None
+        for found in wrong_with(e, e.rule)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_factors_add_up(traced: dict[str, list[Equation]]) -> None:
+    def wrong(e: Equation, rule: Rule) -> Iterator[str]:
+        arrays = list(zip((*e.inputs, *e.outputs), (*rule.operands, *rule.results), strict=True))
+        for value, dims in arrays:
+            if len(value.shape) != len(dims):
+                yield f"{value} has {len(dims)} dimensions"
+            for n, dim in zip(value.shape, dims, strict=False):
+                kinds = {rule.factors[f].kind for f in dim}
+                size = math.prod(rule.factors[f].size for f in dim)
+                if COMMUNICATE in kinds or (kinds == {REPLICATE} and size != n):
+                    if len(dim) != 1:
+                        yield "what is communicated (or would be, were it not of keys) is its own dimension"
+                    if n > size:
+                        yield f"a factor of {size} has {n} elements"
+                elif not (rule.masks_itself and REDUCE in kinds) and dim and size != n:
+                    yield f"factors of a dimension of {n} multiply to {size}"
+            used = [f for dim in dims for f in dim]
+            if len(set(used)) != len(used):
+                yield f"a factor stands twice in {value}"
+        if {f for _, dims in arrays for dim in dims for f in dim} != set(range(len(rule.factors))):
+            yield "a factor that no array has"
+
+    check(traced, wrong)
+
+
+def test_kinds_and_monoids(traced: dict[str, list[Equation]]) -> None:
+    def wrong(e: Equation, rule: Rule) -> Iterator[str]:
+        for f, factor in enumerate(rule.factors):
+            if factor.kind not in (PARALLEL, REDUCE, COMMUNICATE, REPLICATE):
+                yield f"a kind {factor.kind}"
+            if (factor.monoid is not None) != (factor.kind == REDUCE):
+                yield f"a {factor.kind} factor has the monoid {factor.monoid}"
+            if factor.kind == REDUCE and any(f in dim for dims in rule.results for dim in dims):
+                yield f"the factor {f} is reduced and in a result"
+            others = {g for g in range(len(rule.factors)) if rule.component[g] != rule.component[f]}
+            for dims in (*rule.operands, *rule.results):
+                here = {g for dim in dims for g in dim}
+                if f in here and here & others:
+                    yield "factors of one array do not compete for atoms"
+        if rule.flops < 0:
+            yield f"{rule.flops} FLOPs"
+
+    check(traced, wrong)
+
+
+def test_a_primitive_without_a_rule_is_whole_in_every_factor() -> None:
+    (e,) = equations(Row("invented", "invented", invented, (jnp.ones((4, 3)),)))
+    assert e.rule is not None
+    assert not e.rule.known
+    assert {factor.kind for factor in e.rule.factors} == {REPLICATE}
+    assert str(e.rule) == "a b -> c d; replicate a b c d"
+
+
+def test_a_primitive_has_one_rule() -> None:
+    before = known_primitives()
+
+    def again(call: Call) -> Rule:
+        raise AssertionError("never asked")
+
+    with pytest.raises(RuleError, match="'transpose' has a rule already"):
+        rule("transpose")(again)
+    assert known_primitives() == before
+
+
+def test_keys_are_told_from_numbers() -> None:
+    assert not Call("slice", {}, ((3,),), ((2,),), (jnp.dtype(jnp.float32),)).on_keys
+    assert not rule_of(Call("nobody_knows", {}, ((3,),), ((2,),), ("f4",))).known
