@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from families import CASES
+from gshard.core.plan import local_bytes
 from steps import STEPS
 
 LAYERS, MODEL, HIDDEN = 6, 256, 512
@@ -120,3 +122,23 @@ def test_steps_of_todays_training_code(name: str) -> None:
         np.testing.assert_allclose(x, y, atol=(0.05 if "bfloat16" in str(step.model) else 1e-3) * scale)
     temps = [f.lower(*step.arguments()).compile().memory_analysis().temp_size_in_bytes for f in (ours, theirs)]
     assert temps[0] <= 1.1 * temps[1]
+
+
+@pytest.mark.parametrize("name", ["embedding_one_hot", "embedding_one_hot'", "loss_one_hot'"])
+def test_arrays_take_no_more_than_the_marks_say_to_send_a_little_less(name: str) -> None:
+    """A device has one-hot rows of its tokens and its part of the vocabulary, not all of them to send a little less."""
+    case = CASES[f"vocabulary/{name}"]
+    lowered = gshard.jit(case.function, mesh=gshard.Mesh.abstract(x=2, y=4)).lower(*case.arguments)
+    values = [v for v in lowered.program.block.values() if v.shape]
+    assert max(local_bytes(v, lowered.plan.shardings[v], lowered.mesh) for v in values) <= 16 * 32 * 1024 * 4 / 8
+
+
+def test_arrays_take_more_than_the_marks_say_where_that_sends_much_less() -> None:
+    """Of an outer sum the small operand is gathered, not the large result."""
+
+    def f(x: Any, w: Any) -> Any:
+        return gshard.replicate(jnp.exp(gshard.split(x, 0, 8)[:, None] + w))
+
+    vector = jax.ShapeDtypeStruct((512,), jnp.float32)
+    explanation = gshard.explain(f, vector, vector, mesh=gshard.Mesh.abstract(data=8))
+    assert explanation.total_bytes == 512 * 4 * 7 / 8

@@ -208,6 +208,11 @@ def test_the_same_numbers_and_what_is_counted_is_emitted(name: str) -> None:
     assert emitted(spmd.jaxpr, spmd.mesh.atom_sizes) == reported(spmd.collectives)
 
 
+def test_the_gradient_of_a_scan_sends_no_more_than_under_xla() -> None:
+    mesh, f, args = CASES["in a scan, gradient"]
+    assert gshard.explain(f, *args, mesh=mesh).total_bytes <= 1512  # XLA's, of JAX 0.10.2
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_automatic_axes_share_the_work_and_split_the_results(kind: AxisType) -> None:
     mesh = mesh_of(kind, stage=2, fsdp=4)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from gshard.analysis.short_names import Path, ShortName, equal_layers, short_names, tokens_of, without_number
+from gshard.comm.collectives import KINDS
 from gshard.core.jax_adapter import is_transposed, scopes_of
-from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import REDUCE
 
 GRADIENT, UPDATE = "gradient of ", "update of "
@@ -45,13 +46,14 @@ class ArrayNames:
 
     Args:
         program: the program of a plan.
+        called: a name for each of its inputs; without, short forms of the program's names.
 
     Attributes:
         arguments: what each argument is called.
         read: the arguments that products and look-ups read: weights and data, not biases or moments.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, called: Sequence[ShortName] = ()) -> None:
         self._producers = {v: e for e in program.block.walk() for v in e.outputs}
         self._scopes: dict[Equation, Path] = {}
         self._backward: set[Equation] = set()
@@ -63,15 +65,27 @@ class ArrayNames:
         kinds = {name: (v.shape, v.dtype) for v, name in zip(program.block.inputs, program.names, strict=True)}
         self.read = frozenset(self._read_by_products(program.block))
         weights = [name for v, name in zip(program.block.inputs, program.names, strict=True) if v in self.read]
-        found = short_names(kinds, weights)
-        self.arguments: dict[Value, ShortName] = {
-            v: found[name] for v, name in zip(program.block.inputs, program.names, strict=True)
-        }
+        short = {} if called else short_names(kinds, weights)
+        called = called or [short[name] for name in program.names]
+        self.arguments: dict[Value, ShortName] = dict(zip(program.block.inputs, called, strict=True))
         self._module_of = {v: _module(self.arguments[v], name) for v, name in zip(program.block.inputs, program.names)}
         self._made: dict[Value, Value] = {}  # what becomes of an argument, or is added to it: the argument
         self._follow_back(program)
         self._is_scoped = any(self._scopes.values())
         self._folded = equal_layers(dict.fromkeys(self._scopes.values()), same_inside=False)
+
+    @staticmethod
+    def of_devices(block: Block, program: Program, names: ArrayNames | None = None) -> ArrayNames:
+        """Names for the arrays of a per-device program; its arguments are called as those of ``program``.
+
+        Args:
+            block: one device's equations, collectives among them.
+            program: the program that it runs.
+            names: those of ``program``, where they are known.
+        """
+        known = ArrayNames(program) if names is None else names
+        called = [known.arguments[v] for v in program.block.inputs]
+        return ArrayNames(dataclasses.replace(program, block=block), called)
 
     def array(self, v: Value | None) -> ShortName:
         """What an array is called; empty for what is no value of the program."""
@@ -222,10 +236,10 @@ def _module(short: ShortName, name: str) -> Module:
 
 
 def _in_another_form(e: Equation) -> tuple[Value | None, ...]:
-    """For each result, the operand that the equation casts, reshapes or slices; () if it computes new values."""
+    """For each result, the operand that the equation casts, reshapes, slices or sends; () if it computes new values."""
     if e.rule is None:
         return ()
-    if e.rule.passes:
+    if e.rule.passes or (e.name in KINDS and len(e.inputs) == len(e.outputs)):
         return tuple(x if isinstance(x, Value) else None for x in e.inputs)
     arrays = [(i, x) for i, x in enumerate(e.inputs) if isinstance(x, Value) and x.shape]
     if len(arrays) != 1 or len(e.outputs) != 1:
@@ -239,11 +253,15 @@ def _in_another_form(e: Equation) -> tuple[Value | None, ...]:
 
 
 def _is_elementwise(e: Equation) -> bool:
+    """Whether each element of the result follows from one of each operand; operands may be broadcast."""
     if e.rule is None or len(e.outputs) != 1 or not e.rule.known:
         return False
     (dims,) = e.rule.results
     arrays = zip(e.inputs, e.rule.operands, strict=True)
-    return all(not x.shape or own == dims for x, own in arrays if isinstance(x, Value | Constant))
+    return all(
+        not x.shape or (len(own) == len(dims) and all(a == b or not a for a, b in zip(own, dims, strict=True)))
+        for x, own in arrays
+    )
 
 
 def _by_path(program: Program) -> dict[int, Value]:

@@ -67,6 +67,7 @@ class _Builder:
         self.border = border
         self.program, self.objective, self.mesh, self.facts = program, objective, objective.mesh, facts
         self.times, self.inputs = dict(program.block.runs()), frozenset(program.block.inputs)
+        self.made = {v: times for e, times in self.times.items() for v in e.outputs}
         self.manual, self.said = manual_axes(program.block, objective.mesh), dict[Value, list[Demand]]()
         for v, demand, _ in demands(program, self.mesh):
             self.said.setdefault(v, []).append(demand)
@@ -90,8 +91,7 @@ class _Builder:
         self.costs: list[Floats] = [self._otherwise(k, own) for k, own in enumerate(alike)]
         self.edges: list[tuple[int, int, Floats]] = []
         named = dict(zip(program.block.inputs, program.names, strict=True))
-        groups = self.bundles.members
-        self.names = [next((named[v] for v in own if v in named), f"%{own[0].index}") for own in groups]
+        self.names = [next((named[v] for v in own if v in named), f"%{own[0].index}") for own in self.bundles.members]
         self.windows = SharedWindows(program.block)
         self.ways: dict[object, tuple[tuple[Split, ...], float]] = {}
         self.options: dict[tuple[Equation, Component], tuple[int, tuple[Split, ...]]] = {}
@@ -167,15 +167,17 @@ class _Builder:
         return as_demanded(found, said, self.manual.of_any(group))
 
     def _otherwise(self, k: int, kinds: tuple[int, ...]) -> Floats:
-        """float64 [states]: a little for what is otherwise than the facts say."""
+        """float64 [states]: a little for what is otherwise than the facts say, and the price of bytes beyond these."""
         states, group, facts = self.states[k], self.bundles.members[k], self.facts
+        made = max(self.made.get(v, 0) for v in group)
 
         def find() -> Floats:
             free = facts is None or any(v in facts.undecided for v in group)
             known = set() if free or facts is None else {facts.shardings[v] for v in group}
-            return np.array([0.0 if free or s in known else self.objective.tie for s in states])
+            follows = np.array([0.0 if free or s in known else self.objective.tie for s in states])
+            return follows + made * self.objective.a_byte_beyond * self.room.beyond(group, states)
 
-        return self.once.table(("otherwise", kinds, id(states)), find)
+        return self.once.table(("otherwise", kinds, made, id(states)), find)
 
     def _ways(self, e: Equation, component: Component) -> tuple[tuple[Split, ...], float]:
         """The splits of an equation, and the largest share of its work that a device has as the marks ask."""
@@ -231,8 +233,7 @@ class _Builder:
         states = self.states[self.bundles.of[v]]
 
         def find() -> Floats:
-            made = [result_sharding(rule, i, split) for split in ways]
-            return self._going(v, made, states).T
+            return self._going(v, [result_sharding(rule, i, split) for split in ways], states).T
 
         key = "making", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), self._cut_kind(v)
         return self.once.often(self.times[e], self.once.table(key, find))
@@ -319,9 +320,8 @@ class _Builder:
             moves = self._move_costs(self.states[outside], at_border, outer)
             self.edges.append((outside, inside, self.once.often(times, moves)))
         else:
-            self.edges.append(
-                (outside, inside, self.once.often(times, self._move_costs(at_border, self.states[outside], outer).T))
-            )
+            moves = self._move_costs(at_border, self.states[outside], outer).T
+            self.edges.append((outside, inside, self.once.often(times, moves)))
             if stacked or inner in self.carried:
                 self.held.append((inside, e, sizes))
                 if (more := self.room.more(e, crossing.edge, sizes)) is not None:

@@ -39,6 +39,9 @@ MESSAGE = 256.0
 # A byte that a loop stacks, and holds until it has ended. So the gradients of large weights, which are sums, are
 # scattered in the rounds of a loop, not all of them after it: more messages, as many bytes, no stack of whole ones.
 _STACKED = 1 / 512
+# A byte of an array beyond the bytes that a device has of it as the marks say. It is written and read at least once,
+# and no machine's memory is more than 256 times as fast as its network.
+_BEYOND = 1 / 128
 # A byte that is copied into place, where what is gathered or cut is more than one run of bytes.
 _COPIED = 1 / 1024
 BY_BYTES = "bytes sent"  # what is counted without a machine, for messages
@@ -68,6 +71,7 @@ class Objective(Protocol):
     tie: float  # what decides between equals only: the one that follows the marks
     a_byte: float  # held for a call: among equals the one that takes less memory
     a_byte_stacked: float  # by a loop, until it has ended
+    a_byte_beyond: float  # of an array that is larger on a device than the marks say, each time it is made
     fuses: bool  # whether ``kernels`` are of several equations
     counted: str  # what it counts, for messages
 
@@ -108,7 +112,7 @@ class Objective(Protocol):
 class Bytes(Moves):
     """Bytes that each device sends, with messages and operations counted as bytes."""
 
-    a_byte, a_byte_stacked, tie, fuses = 1e-9, _STACKED, 1e-3, False
+    a_byte, a_byte_stacked, a_byte_beyond, tie, fuses = 1e-9, _STACKED, _BEYOND, 1e-3, False
     counted = BY_BYTES
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:

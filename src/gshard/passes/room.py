@@ -1,4 +1,4 @@
-"""Room: how much more than the marks say a loop may hold while it runs.
+"""Room: how many more bytes than the marks say arrays take, and how many of these a loop may hold while it runs.
 
 A loop holds what is brought there before it begins, what its rounds stack, and what they carry. Weights that marks
 split are gathered one layer at a time, and their gradients scattered in the rounds that make them, also where they are
@@ -14,7 +14,7 @@ import numpy as np
 
 from gshard.core.mesh import Mesh
 from gshard.core.plan import local_bytes
-from gshard.core.program import Edge, Equation
+from gshard.core.program import Edge, Equation, Value
 from gshard.core.sharding import Sharding
 from gshard.passes.facts import Facts
 from gshard.passes.graph import SMALL, STACKED, WHOLE, Brought, largest_of_round
@@ -53,6 +53,19 @@ class Room:
             inside = Sharding(((),) * stacked + known[edge.inner].dims)
             least = max(least, local_bytes(edge.outer, inside, self._mesh))
         return np.array(sizes, float) - least
+
+    def beyond(self, group: Sequence[Value], states: Sequence[Sharding]) -> Floats:
+        """float64 [states]: by how many bytes the largest of some values is more than the marks say; else zero.
+
+        Args:
+            group: values that are sharded alike.
+            states: how.
+        """
+        if self._facts is None:
+            return np.zeros(len(states))
+        v = max(group, key=lambda v: v.bytes)
+        sizes = np.array([local_bytes(v, s, self._mesh) for s in states], float)
+        return (sizes - local_bytes(v, self._facts.shardings[v], self._mesh)).clip(0)
 
     def brought(self, node: int, e: Equation, more: Floats, stacked: bool) -> Brought:
         """What is brought to a loop before it begins, taken as it is or moved, by the states of a node for both.

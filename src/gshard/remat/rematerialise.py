@@ -16,12 +16,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from gshard.analysis.cost import kernel_cost
+from gshard.analysis.held import held_at_peak
 from gshard.analysis.machine import Machine
 from gshard.analysis.memory import Memory, memory_of
 from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Block, Equation, Value, format_bytes
+from gshard.core.program import Block, Equation, Program, Value, format_bytes
 from gshard.core.spmd import Recomputation, Recomputed, SpmdProgram
 from gshard.language.region import with_edges
 from gshard.passes.device_program import REGION, Kernel, Kernels, device_program, flops, kernels_of, size
@@ -90,7 +91,7 @@ def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iter
         try:
             found = search.run()
         except _StuckError as error:
-            raise _does_not_fit(error.memory, limit) from None
+            raise _does_not_fit(error.memory, error.block, spmd.program, limit) from None
         if found is before.block:
             return spmd
         made = replayed(spmd, before, found)
@@ -106,9 +107,9 @@ def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iter
 class _StuckError(Exception):
     """The search found nothing more to drop."""
 
-    def __init__(self, memory: Memory):
+    def __init__(self, memory: Memory, block: Block):
         super().__init__()
-        self.memory = memory
+        self.memory, self.block = memory, block
 
 
 def _flops(kernels: Kernels) -> int:
@@ -134,7 +135,7 @@ class _Search:
         while memory.peak > self.limit:
             step = self._step(program, memory)
             if step is None:
-                raise _StuckError(memory)
+                raise _StuckError(memory, program.block)
             program, memory = step
         return program.block
 
@@ -228,11 +229,8 @@ class _Search:
         return self.known[kernel]
 
 
-def _does_not_fit(memory: Memory, limit: int) -> MemoryLimitError:
-    held = [
-        f"{v.dtype_name}[{','.join(map(str, v.shape))}] ({format_bytes(size(v))}) of {e.name} at {e.line}"
-        for v, e in memory.alive[:5]
-    ]
+def _does_not_fit(memory: Memory, block: Block, program: Program, limit: int) -> MemoryLimitError:
+    held = [f"{row} ({format_bytes(row.bytes)})" for row in held_at_peak(memory, block, program)[:5]]
     fixed = memory.arguments + memory.results - memory.shared
     return MemoryLimitError(
         f"the program needs {format_bytes(memory.peak)} on a device whatever is recomputed: "

@@ -16,6 +16,7 @@ from gshard.analysis.bounds import does_not_pay, headline
 from gshard.analysis.cost import Cost
 from gshard.analysis.explain import Explanation
 from gshard.analysis.explain_program import explain_program
+from gshard.analysis.held import held_at_peak
 from gshard.analysis.report.page import page
 from gshard.core.border import Border
 from gshard.core.errors import ArgumentError, known_names
@@ -26,7 +27,6 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.passes.added_marks import spec_of_cut, with_marks
-from gshard.passes.device_program import size
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.passes.recorded import Recorded
@@ -362,11 +362,10 @@ class Found:
 
     def _held(self) -> list[str]:
         """What takes most memory at the peak."""
-        held = [
-            (size(v), f"{v.dtype_name}[{','.join(map(str, v.shape))}] of {e.name} at {e.line}")
-            for v, e in self.cost.memory.alive
-        ]
-        return [f"  {format_bytes(n):>10} {what}" for n, what in [(self.cost.memory.arguments, "arguments"), *held[:5]]]
+        memory = self.cost.memory
+        held = held_at_peak(memory, self.cost.program.block, self.plan.program, self.names)
+        rows = [(memory.arguments, "arguments"), *((row.bytes, str(row)) for row in held[:5])]
+        return [f"  {format_bytes(n):>10} {what}" for n, what in rows]
 
     def _note(self, cost: Cost) -> str:
         return " ms" if cost.peak <= self.best.limit else " ms, does not fit"

@@ -49,6 +49,7 @@ class Seconds(Moves):
         super().__init__(mesh, axes)
         self.machine, self.tie, self.fuses, self.counted = machine, _FOLLOWS, True, f"time on {machine.name}"
         self.a_byte = self.a_byte_stacked = _TIE / machine.memory_bandwidth
+        self.a_byte_beyond = 0.0  # kernels count what they read and write
         self.times = StepTimes(machine, joined)
         # How many of each of the atoms that can take each other's places an axis has.
         alike = interchangeable(mesh, machine)

@@ -11,6 +11,7 @@ from gshard.analysis.advice import advice
 from gshard.analysis.array_names import ArrayNames
 from gshard.analysis.cost import BOUNDS, Cost
 from gshard.analysis.difference import FORMAT
+from gshard.analysis.held import held_at_peak
 from gshard.analysis.merged_collectives import MergedCollective
 from gshard.analysis.network import groups
 from gshard.analysis.origin import cause_of, origins
@@ -21,9 +22,9 @@ from gshard.analysis.timeline import Event, thinned, timeline
 from gshard.analysis.verdict import Verdict
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Equation, Value
+from gshard.core.program import Equation, Program, Value
 from gshard.core.spmd import Collective, SpmdProgram
-from gshard.passes.device_program import COLLECTIVE, size
+from gshard.passes.device_program import COLLECTIVE
 
 MOMENTS = 1500  # points of the curve of memory
 EVENTS = 3000  # stretches of time that are drawn
@@ -119,7 +120,7 @@ def report_data(
         ],
         "timeline": _timeline(found, owners, rows, places),
         "tensors": tensor_rows(explanation.tensors, plan, producers, places),
-        "memory": _memory(found, places),
+        "memory": _memory(found, places, plan.program, explanation.names),
         "time": _time(found),
         "gathered": list(explanation.gathered),
         "dropped": list(explanation.dropped),
@@ -207,18 +208,13 @@ def _timeline(
     return {"events": events, "loops": loops, "texts": list(texts)}
 
 
-def _memory(found: Cost, places: Places) -> dict[str, Any]:
+def _memory(found: Cost, places: Places, program: Program, names: ArrayNames) -> dict[str, Any]:
     """The curve of temporaries (thinned to its maxima where it is long) and what makes the peak."""
     memory = found.memory
     every = max(1, -(-len(memory.moments) // MOMENTS))
     kept = [max(memory.moments[i : i + every], key=lambda m: m.bytes) for i in range(0, len(memory.moments), every)]
-    alive: dict[tuple[str, str, str], list[int]] = {}
-    for v, e in memory.alive:
-        row = alive.setdefault((f"{v.dtype_name}[{','.join(map(str, v.shape))}]", e.name, places.of(e)), [0, 0])
-        row[0] += size(v)
-        row[1] += 1
-    pairs = sorted(alive.items(), key=lambda pair: -pair[1][0])
-    rows: list[list[Any]] = [[what, total, name, at, count] for (what, name, at), (total, count) in pairs]
+    held = held_at_peak(memory, found.program.block, program, names)
+    rows = [[h.type, h.bytes, h.name, places.of(h.equation), h.count] for h in held]
     return {
         "fixed": memory.arguments + memory.results - memory.shared,
         "arguments": memory.arguments,

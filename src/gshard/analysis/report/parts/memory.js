@@ -16,7 +16,7 @@ function memory() {
   $("curve").replaceChildren(told, picture, now);
   const columns = [
     { name: "alive at the peak", kind: "m", cell: a => a[0], sort: a => a[0] }, { name: "count", kind: "n", cell: a => a[4], sort: a => a[4] },
-    { name: "bytes", kind: "n", cell: a => bytes(a[1]), sort: a => a[1] }, { name: "made by", cell: a => a[2], sort: a => a[2] }, { name: "line", cell: a => lineLink(a[3]), sort: a => a[3] }];
+    { name: "bytes", kind: "n", cell: a => bytes(a[1]), sort: a => a[1] }, { name: "array", cell: a => a[2], sort: a => a[2] }, { name: "line", cell: a => lineLink(a[3]), sort: a => a[3] }];
   table("alive", columns, M.alive.filter(a => (!chosen.line || a[3] === chosen.line) && matches(...a)));
   if (M.more[0]) $("alive").append(el("p", { className: "soft" }, `and ${M.more[0]} smaller ones with ${bytes(M.more[1])}`));
 }
