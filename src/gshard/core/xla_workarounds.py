@@ -55,7 +55,7 @@ def opaque_identity(arrays: Sequence[Any], late: Any) -> list[Any]:
 
 
 def opaque_for_slice(x: Any, dim: int, size: int) -> Any:
-    """An array of which ``size`` elements along ``dim`` are about to be taken, hidden from XLA where it would err.
+    """Hides an array from XLA before ``size`` elements along ``dim`` are taken, where XLA would err.
 
     XLA on CPU loses the factor of ``dynamic_slice(dynamic_slice(x) * 3)`` if the result is one integer.
     """
