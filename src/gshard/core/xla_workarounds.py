@@ -161,7 +161,7 @@ def _moved_as_integers(move: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_widened(dtype: Any) -> bool:
     """Whether XLA for CPU converts a dtype to a wider one for collectives; floats of 4 bits have no such integers."""
-    return jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float16 and jnp.finfo(dtype).bits in (8, 16)
+    return bool(jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float16 and jnp.finfo(dtype).bits in (8, 16))
 
 
 def _like(of_jax: Any, on_cpu: Callable[..., Any]) -> Primitive:
