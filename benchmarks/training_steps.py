@@ -5,9 +5,9 @@ or written out, in float32 and bfloat16, recomputed or not, with fully sharded d
 and data parallelism, a pipeline, a split optimizer state, and accumulated gradients. Each goes through ``gshard.jit``
 and through ``jax.jit`` with the same constraints, argument and result shardings and donated state.
 
-Of both compiled programs: bytes that each device sends and messages (``hlo_collectives``), FLOPs that it executes
-(``tests/flops.py``), temporary memory (``memory_analysis``), and the CPU seconds that tracing, planning, partitioning
-and compiling take. Small steps also run: the losses of two steps are compared.
+Of both compiled programs: bytes that each device sends (``as_written.py``), messages (``hlo_collectives``), FLOPs that
+it executes (``tests/flops.py``), temporary memory (``memory_analysis``), and the CPU seconds that tracing, planning,
+partitioning and compiling take. Small steps also run: the losses of two steps are compared.
 
     python benchmarks/training_steps.py                          small steps on 8 devices: some minutes on two cores
     python benchmarks/training_steps.py --true-size              8B and 70B parameters on 64 devices, compiled only
@@ -32,6 +32,7 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={64 if TRUE_S
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import jax
+from as_written import bytes_sent
 from children import measured as measured_by_children
 
 import flops
@@ -56,9 +57,11 @@ def side_of(name: str, step: Step) -> dict[str, Any]:
     made = time.process_time()
     compiled = lowered.compile()
     done = time.process_time()
-    kinds = hlo_collectives.summary(hlo_collectives.collectives(compiled.as_text()))
+    text = compiled.as_text()
+    kinds = hlo_collectives.summary(hlo_collectives.collectives(text))
     found = {
-        "bytes": sum(n for _, n in kinds.values()),
+        "bytes": bytes_sent(text),
+        "bytes on CPU": sum(n for _, n in kinds.values()),
         "messages": sum(n for n, _ in kinds.values()),
         "flops": flops.executed(compiled),
         "temps": compiled.memory_analysis().temp_size_in_bytes,

@@ -113,3 +113,14 @@ def test_few_shardings_are_looked_at_on_a_mesh_of_hundreds(monkeypatch: pytest.M
     chain = plan_reshard(source, target, (64, 32, 8, 16), 4, mesh)
     assert [step.kind for step in chain] == [REDUCE_SCATTER, REDUCE_SCATTER, ALL_TO_ALL, ALL_GATHER]
     assert 0 < len(looked_at) < 200
+
+
+def test_parts_are_gathered_along_the_outer_axis_first_and_scattered_along_it_last() -> None:
+    mesh = Mesh.abstract(outer=4, inner=4)
+    outer, inner = mesh.atoms_of["outer"], mesh.atoms_of["inner"]
+    cut, whole = Sharding((inner, (), outer)), Sharding(((), (), ()))
+    gathers = plan_reshard(cut, whole, (64, 8, 64), 4, mesh)
+    assert [(s.kind, s.atoms) for s in gathers] == [("all_gather", outer), ("all_gather", inner)]
+    parts = whole.with_unreduced(dict.fromkeys(mesh.atoms, "add"))
+    scatters = plan_reshard(parts, cut, (64, 8, 64), 4, mesh)
+    assert [(s.kind, s.atoms) for s in scatters] == [("reduce_scatter", inner), ("reduce_scatter", outer)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -14,9 +15,11 @@ from jax import lax
 from gshard.core.mesh import Mesh
 from gshard.core.xla_workarounds import (
     AS_WRITTEN,
+    all_gather,
     all_to_all,
     opaque_for_slice,
     opaque_identity,
+    ppermute,
     row_major,
     runnable,
     taken,
@@ -156,6 +159,35 @@ def test_all_to_all_with_a_dimension_in_front_is_the_same(split: int, joined: in
     np.testing.assert_array_equal(
         found, mapped(lambda part: lax.all_to_all(part, mesh.atoms, split_axis=split, concat_axis=joined, tiled=True))
     )
+
+
+PAIRS = [(0, 1), (1, 0)]
+MOVES: dict[str, tuple[Any, Any]] = {
+    "all-gather": (lambda x: lax.all_gather(x, "x", axis=0, tiled=True), lambda x: all_gather(x, ("x",), 0)),
+    "all-to-all": (lambda x: lax.all_to_all(x, "x", 0, 0, tiled=True), lambda x: all_to_all(x, ("x",), 0, 0)),
+    "collective-permute": (lambda x: lax.ppermute(x, "x", PAIRS), lambda x: ppermute(x, ["x"], PAIRS)),
+}
+
+
+@pytest.mark.parametrize(("dtype", "plain", "ours"), [("bfloat16", "f32", "u16"), ("float8_e5m2", "f16", "u8")])
+@pytest.mark.parametrize("kind", MOVES)
+def test_collectives_that_only_move_elements_convert_narrow_floats(
+    kind: str, dtype: str, plain: str, ours: str
+) -> None:
+    mesh, spec = Mesh.of({"x": 2}).jax_mesh, jax.sharding.PartitionSpec("x")
+    width = 8 * jnp.dtype(dtype).itemsize
+    bits = np.arange(2**width, dtype=f"uint{width}")  # all of them, those of infinities and NaNs included
+    x = bits.view(jnp.dtype(dtype))
+    for move, sent in zip(MOVES[kind], (plain, ours), strict=True):
+        mapped = jax.jit(jax.shard_map(move, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+        (types,) = re.findall(rf"= (.*) {kind}\(", mapped.lower(x).compile().as_text())
+        assert re.findall(r"\w+(?=\[)", types)[0] == sent
+        found = np.asarray(mapped(x))
+        want = {"all-gather": np.tile(x, 2), "all-to-all": x.reshape(2, 2, -1).swapaxes(0, 1).ravel()}
+        wanted = want.get(kind, np.roll(x, len(x) // 2))
+        numbers = ~np.isnan(wanted.astype(np.float32))
+        np.testing.assert_array_equal(found[numbers].view(bits.dtype), wanted[numbers].view(bits.dtype))
+        assert np.isnan(found[~numbers].astype(np.float32)).all()
 
 
 def test_a_program_that_reads_empty_arrays_only_does_not_compile() -> None:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.analysis.cost import cost
 from gshard.analysis.machine import Machine
+from gshard.comm.reshard import MESSAGE
 from gshard.core.mark import mark_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program, Value
@@ -29,7 +30,6 @@ from gshard.passes.ways import shardings
 
 SIZES = 256, 512, 1024, 2048
 LEAST = 0.99
-MESSAGE = 256  # bytes that a message counts besides its own
 QUICK, ALL = 8, 100
 
 

@@ -31,7 +31,7 @@ from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms
 from gshard.core.ring import Ring
-from gshard.core.xla_workarounds import opaque_for_slice
+from gshard.core.xla_workarounds import opaque_for_slice, ppermute
 
 Note = Callable[[Atoms, Any, int, int | None], None]
 
@@ -174,7 +174,7 @@ class _Steps:
         n, mesh = self.parts, self.shards.mesh
         moves = [(source(a, b) % n * n + b, a * n + b) for a in range(n) for b in range(n)]
         self.note((*atoms, *others[0]), x, 1, i)
-        return lax.ppermute(x, mesh.atoms, pairs(moves, (*atoms, *others[0]), mesh))
+        return ppermute(x, mesh.atoms, pairs(moves, (*atoms, *others[0]), mesh))
 
     def _onward(self, moving: list[Any], lane: _Lane) -> list[Any]:
         """The next part of every rotating operand."""
@@ -185,7 +185,7 @@ class _Steps:
         n, mesh = self.parts, self.shards.mesh
         order = self.ring.order or range(n)
         moves = [(order[(a + lane.sign) % n], order[a]) for a in range(n)]
-        return lax.ppermute(x, mesh.atoms, pairs(moves, atoms, mesh))
+        return ppermute(x, mesh.atoms, pairs(moves, atoms, mesh))
 
     def _step(self, staying: list[Any], moving: list[Any], lane: _Lane, t: Any) -> tuple[Any, Any]:
         """What a lane makes in step t, and where the elements that it makes it of begin."""

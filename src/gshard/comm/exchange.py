@@ -27,6 +27,7 @@ from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
+from gshard.core.xla_workarounds import ppermute
 
 Ints = NDArray[np.int64]
 
@@ -150,7 +151,7 @@ def changed(x: Any, before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: M
 
     for chunks in found.messages():
         sent = lax.dynamic_slice(x, begin({p.source: p.low for p in chunks}, found.held), tile)
-        sent = lax.ppermute(sent, mesh.atoms, pairs([(p.source, p.receiver) for p in chunks], found.atoms, mesh))
+        sent = ppermute(sent, mesh.atoms, pairs([(p.source, p.receiver) for p in chunks], found.atoms, mesh))
         place = begin({p.receiver: p.at for p in chunks}, found.wanted)
         result = lax.dynamic_update_slice(result, sent, place)
     return result

@@ -35,7 +35,7 @@ from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
-from gshard.core.xla_workarounds import opaque_for_slice
+from gshard.core.xla_workarounds import opaque_for_slice, ppermute
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ def received(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> tupl
         if shift.distance:
             chunk = _cut(x, shift.low, shift.high, dim)
             ends = pairs([(i + shift.distance, i) for i in shift.receivers], atoms, mesh)
-            chunks.append(lax.ppermute(chunk, mesh.atoms, ends) if ends else jnp.zeros_like(chunk))
+            chunks.append(ppermute(chunk, mesh.atoms, ends) if ends else jnp.zeros_like(chunk))
     return tuple(chunks)
 
 

@@ -25,7 +25,7 @@ from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
-from gshard.core.xla_workarounds import opaque_for_slice
+from gshard.core.xla_workarounds import opaque_for_slice, ppermute
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -
                 high = size if i == len(alike) - 1 else high
             chunk = lax.slice_in_dim(x, low, high, axis=dim)
             ends = [(p.source, p.receiver) for p in is_sent]
-            found.append(lax.ppermute(chunk, mesh.atoms, pairs(ends, atoms, mesh)) if ends else chunk)
+            found.append(ppermute(chunk, mesh.atoms, pairs(ends, atoms, mesh)) if ends else chunk)
         whole = lax.concatenate(found, dim)
         return whole if whole.shape[dim] == room else lax.slice_in_dim(whole, before, before + room, axis=dim)
     result = jnp.zeros([*x.shape[:dim], room, *x.shape[dim + 1 :]], x.dtype)
@@ -142,7 +142,7 @@ def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -
         begin = here(chunks, lambda p: p.source, functools.partial(_slice_start, length=length, size=size))
         chunk = _slice(x, dim, begin, length)
         if i >= len(route.stay):
-            chunk = lax.ppermute(chunk, mesh.atoms, pairs([(p.source, p.receiver) for p in chunks], atoms, mesh))
+            chunk = ppermute(chunk, mesh.atoms, pairs([(p.source, p.receiver) for p in chunks], atoms, mesh))
         # The chunk in a frame of the result's size; beyond the longest of either there is nothing to see.
         frame = here(chunks, lambda p: p.receiver, functools.partial(_frame, length=length, size=size))
         wide = jnp.pad(chunk, [(room, room) if d == dim else (0, 0) for d in range(x.ndim)])

@@ -26,7 +26,7 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Equation, itemsize
 from gshard.core.rule import REDUCE, Rule
 from gshard.core.split import Split, place
-from gshard.core.xla_workarounds import taken
+from gshard.core.xla_workarounds import all_gather, taken
 
 Fetched = dict[tuple[int, Any], tuple[Any, Any]]
 
@@ -165,7 +165,7 @@ class Shards:
         if self.note is not None and x.size:
             self.note("all_gather", atoms, x.size * x.dtype.itemsize * (self.mesh.count(atoms) - 1), x)
         return (
-            lax.all_gather(x, atoms, axis=dim, tiled=True)
+            all_gather(x, atoms, dim)
             if x.size
             else jnp.zeros((*x.shape[:dim], x.shape[dim] * self.mesh.count(atoms), *x.shape[dim + 1 :]), x.dtype)
         )

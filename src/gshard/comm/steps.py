@@ -43,7 +43,7 @@ from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
-from gshard.core.xla_workarounds import all_to_all
+from gshard.core.xla_workarounds import all_gather, all_to_all, ppermute
 
 ALL_SLICE, ALL_GATHER, ALL_TO_ALL = "all_slice", "all_gather", "all_to_all"
 PERMUTE, REDUCE_SCATTER, ALL_REDUCE = "collective_permute", "reduce_scatter", "all_reduce"
@@ -163,7 +163,7 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
             way, room = _lined_up(step, shape[step.dim], mesh)
             if way is not None:
                 x = carry(x, step.dim, step.before.dims[step.dim], mesh, way, room)
-            whole = _as_first(x, step.dim, lambda y, d: lax.all_gather(y, step.atoms, axis=d, tiled=True))
+            whole = _as_first(x, step.dim, lambda y, d: all_gather(y, step.atoms, d))
             return _trim(whole, step.dim, local[step.dim])
         case "all_to_all" if is_of_tiles(step):
             return exchanged(x, step.before.dims, step.after.dims, mesh)
@@ -173,7 +173,7 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
         case "collective_permute" if is_exchange(step, mesh):
             return changed(x, step.before.dims, step.after.dims, mesh)
         case "collective_permute":
-            return lax.ppermute(x, mesh.atoms, permutation(step.before, step.after, mesh))
+            return ppermute(x, mesh.atoms, permutation(step.before, step.after, mesh))
         case "reduce_scatter":
             padded = _pad(x, step.dim, g * local[step.dim])
             bits, back = _as_bits(padded, step.dim) if step.monoid == "pick" else (padded, lambda summed: summed)

@@ -29,7 +29,9 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax._src.lax.lax import _convert_element_type
 from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
+from jax._src.lax.parallel import all_gather_p as all_gather_p
 from jax._src.lax.parallel import all_to_all_p as all_to_all_p
+from jax._src.lax.parallel import ppermute_p as ppermute_p
 from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info

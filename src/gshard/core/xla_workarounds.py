@@ -10,6 +10,8 @@
     AS_WRITTEN        the same; and CPU reads what it has overwritten in place            openxla/xla#49176
     row_major         CPU: a transform beside a gather is given an order that it refuses  no issue
     all_to_all        CPU: one that sends on what another has sent may not compile        no issue
+    all_gather,       CPU: what only moves elements converts bfloat16 to float32          no issue
+    ppermute
     runnable          a shard_map that reads empty arrays only may not compile            no issue
 """
 
@@ -25,7 +27,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from gshard.core.jax_adapter import all_to_all_p
+from gshard.core.jax_adapter import all_gather_p, all_to_all_p, ppermute_p
 
 # Whether XLA for CPU leaves barriers in their place, as it does for other devices.
 _LEAVES_BARRIERS = jax.__version_info__[:2] >= (0, 12)
@@ -53,7 +55,7 @@ def opaque_identity(arrays: Sequence[Any], late: Any) -> list[Any]:
 
 
 def opaque_for_slice(x: Any, dim: int, size: int) -> Any:
-    """An array of which ``size`` elements along ``dim`` are about to be taken, hidden from XLA where it would err.
+    """Hides an array from XLA before ``size`` elements along ``dim`` are taken, where XLA would err.
 
     XLA on CPU loses the factor of ``dynamic_slice(dynamic_slice(x) * 3)`` if the result is one integer.
     """
@@ -123,9 +125,21 @@ def all_to_all(x: Any, atoms: Sequence[str], split: int, joined: int) -> Any:
     return _all_to_all_p.bind(x, **params, axis_index_groups=None, tiled=True)
 
 
-_all_to_all_p = Primitive("all_to_all")
-_all_to_all_p.def_effectful_abstract_eval(all_to_all_p.abstract_eval)
-mlir.register_lowering(_all_to_all_p, mlir.lower_fun(all_to_all_p.bind, multiple_results=False))
+def all_gather(x: Any, atoms: Sequence[str], dim: int) -> Any:
+    """``lax.all_gather`` in tiles along a dimension.
+
+    XLA for CPU converts bfloat16 to float32, and floats of 8 bits to float16, before each collective, and back after
+    it: twice the bytes, and two more kernels. So collectives that only move elements move integers of the same width
+    there. This is part of the lowering for CPU, so that programs are the same for all devices until then.
+    """
+    atoms = tuple(atoms)
+    params = {"all_gather_dimension": dim, "axis_name": atoms, "axis_index_groups": None, "tiled": True}
+    return _all_gather_p.bind(x, **params, axis_size=lax.axis_size(atoms))
+
+
+def ppermute(x: Any, atoms: Sequence[str], pairs: Sequence[tuple[int, int]]) -> Any:
+    """``lax.ppermute``, on CPU as integers of the same width (``all_gather``)."""
+    return _ppermute_p.bind(x, axis_name=tuple(atoms), perm=tuple(map(tuple, pairs)))
 
 
 def _with_one_in_front(x: Any, *, split_axis: int, concat_axis: int, **params: Any) -> Any:
@@ -134,7 +148,34 @@ def _with_one_in_front(x: Any, *, split_axis: int, concat_axis: int, **params: A
     return lax.reshape(found, found.shape[1:])
 
 
-mlir.register_lowering(_all_to_all_p, mlir.lower_fun(_with_one_in_front, multiple_results=False), platform="cpu")
+def _moved_as_integers(move: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that only moves elements; it moves floats that XLA for CPU would widen as integers."""
+
+    def moved(x: Any, **params: Any) -> Any:
+        if not _is_widened(x.dtype):
+            return move(x, **params)
+        return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, _bits(x.dtype)), **params), x.dtype)
+
+    return moved
+
+
+def _is_widened(dtype: Any) -> bool:
+    """Whether XLA for CPU converts a dtype to a wider one for collectives; floats of 4 bits have no such integers."""
+    return bool(jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float16 and jnp.finfo(dtype).bits in (8, 16))
+
+
+def _like(of_jax: Any, on_cpu: Callable[..., Any]) -> Primitive:
+    """A primitive with the name, type and lowering of one of JAX's, and with another lowering for CPU."""
+    made = Primitive(of_jax.name)
+    made.def_effectful_abstract_eval(of_jax.abstract_eval)
+    mlir.register_lowering(made, mlir.lower_fun(of_jax.bind, multiple_results=False))
+    mlir.register_lowering(made, mlir.lower_fun(_moved_as_integers(on_cpu), multiple_results=False), platform="cpu")
+    return made
+
+
+_all_to_all_p = _like(all_to_all_p, _with_one_in_front)
+_all_gather_p = _like(all_gather_p, all_gather_p.bind)
+_ppermute_p = _like(ppermute_p, ppermute_p.bind)
 
 
 def runnable(program: Any) -> Callable[..., Sequence[Any]]:

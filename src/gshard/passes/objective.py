@@ -1,7 +1,7 @@
-"""Objective: what a plan costs: the sum of what its equations and its moves cost.
+"""Objective: the cost of a plan, which is the sum of the costs of its equations and of its moves.
 
-Without a machine that is bytes sent, with operations and messages counted as bytes: ``Bytes``. With one it is seconds
-(``search.seconds``).
+Without a machine the cost is bytes sent; operations and messages count as bytes (``Bytes``). With a machine it is
+seconds (``search.seconds``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from gshard.comm.reshard import MESSAGE
 from gshard.comm.runs import laid_out
 from gshard.comm.steps import LOCAL, Step, bytes_sent, rounds
 from gshard.core.mesh import Atoms, Mesh
@@ -33,9 +34,6 @@ PRODUCT, _SPARED = 1.0, 1e-3
 # Other operations decide between equals only: the compiler fuses them into passes over memory, and to split an
 # optimizer's update of whole gradients, say, brings gathers of its results.
 OTHER = 1e-4
-# A message besides its bytes. On every real network it is more; then small programs would be planned otherwise than
-# large ones.
-MESSAGE = 256.0
 # A byte that a loop stacks, and holds until it has ended. So the gradients of large weights, which are sums, are
 # scattered in the rounds of a loop, not all of them after it: more messages, as many bytes, no stack of whole ones.
 _STACKED = 1 / 512
@@ -90,13 +88,13 @@ class Objective(Protocol):
         ...
 
     def alike(self, kernel: Kernel) -> Hashable:
-        """Kernels of which this is equal cost alike, where they are split alike."""
+        """A key: kernels with equal keys have equal costs, where they are split alike."""
         ...
 
     def of_splits(self, kernel: Kernel, ways: Sequence[Split], asked: float) -> Floats:
         """float64 [ways]: one run of a kernel, its equation split so.
 
-        ``asked`` is the largest share of its work that a device has as the marks ask; ``inf`` where that is not known.
+        ``asked`` is the largest share of its work that a device has under the marks; ``inf`` where that is unknown.
         """
         ...
 
@@ -127,7 +125,7 @@ class Bytes(Moves):
         return step.kind, self._coarse.count(step.atoms), step.monoid, rounds(step, self._coarse)
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
-        """Each equation by itself: nothing is known of what a compiler fuses."""
+        """Each equation by itself: without a machine there is no model of fusion."""
         for e, times in block.runs():
             yield Kernel(e, kind_of(e), (), (), e.outputs), times
 

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from gshard.comm.collective_matmul import Note, collective_matmul
@@ -41,6 +40,7 @@ from gshard.core.split import operand_sharding, result_sharding
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.core.uneven import padded_shape
 from gshard.core.wide import wide_enough_for
+from gshard.core.xla_workarounds import ppermute
 from gshard.language.apart import apart, moved_over
 from gshard.language.region import REGIONS
 from gshard.language.transfer import in_memory_of, is_handed_on, transferred
@@ -359,7 +359,7 @@ class _Emitter:
         why = f"{'result' if leaving else 'argument'} in the order of devices {','.join(map(str, order))}"
         sent = x.size * itemsize(value.dtype)
         self._note(PERMUTE, mesh.atoms, sent, self.trip_count, local, why, self.here)
-        return lax.ppermute(x, mesh.atoms, [(b, a) for a, b in pairs] if leaving else pairs)
+        return ppermute(x, mesh.atoms, [(b, a) for a, b in pairs] if leaving else pairs)
 
     def step_to(
         self,

@@ -26,6 +26,7 @@ from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
 from gshard.core.split import Split
+from gshard.core.xla_workarounds import ppermute
 from gshard.language.registry import Call, rule
 
 
@@ -179,7 +180,7 @@ def _mirrored(shards: Shards, x: Any, atoms: Atoms) -> Any:
         shards.note(PERMUTE, atoms, x.size * x.dtype.itemsize, x)
     # From the other end every atom counts backwards, whatever their order; JAX wants that of the mesh.
     last = shards.mesh.count(atoms) - 1
-    return lax.ppermute(x, tuple(a for a in shards.mesh.atoms if a in atoms), [(i, last - i) for i in range(last + 1)])
+    return ppermute(x, tuple(a for a in shards.mesh.atoms if a in atoms), [(i, last - i) for i in range(last + 1)])
 
 
 @rule("concatenate")
