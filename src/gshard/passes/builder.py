@@ -28,7 +28,11 @@ from gshard.language.ledger import check_arrays, dropped
 from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
-from gshard.tracing.added_in_rounds import added_in_rounds
+from gshard.rewrite.cse import common_key
+from gshard.rewrite.dce import without_unread
+from gshard.rewrite.rewrites import rewritten
+from gshard.rewrite.scale_in_rounds import added_in_rounds
+from gshard.rewrite.segments import in_segments
 from gshard.tracing.demanded import demanded
 from gshard.tracing.expand import (
     expansion,
@@ -45,10 +49,6 @@ from gshard.tracing.nested_shardings import with_shardings_as_marks
 from gshard.tracing.opened import may_be_opened, opened
 from gshard.tracing.partly_manual import opened_region
 from gshard.tracing.permitted import permit_from
-from gshard.tracing.rewritten import rewritten
-from gshard.tracing.segments import in_segments
-from gshard.tracing.subexpression import common_key
-from gshard.tracing.unread import without_unread
 
 
 @dataclasses.dataclass

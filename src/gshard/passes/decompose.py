@@ -1,10 +1,10 @@
 """Decompose: equations that are otherwise a program where what they read or make is split.
 
 A loop over a dimension that is split is an operator whose rounds are split, if they need nothing of each other
-(``tracing.own_rounds``). A transform of several dimensions is one after the other (``tracing.transforms``). A product
-with a table that is nearly all zeros reads a halo (``tracing.bands``). What is computed of arrays that are joined with
-little, or cut a little, where they are split, and in the end reduced, is computed in pieces
-(``tracing.closed_regions``).
+(``rewrite.shard_scan``). A transform of several dimensions is one after the other (``rewrite.fft_by_dimension``).
+A product with a table that is nearly all zeros reads a halo (``rewrite.banded_product``). What is computed of arrays
+that are joined with little, or cut a little, where they are split, and in the end reduced, is computed in pieces
+(``rewrite.piecewise_region``).
 Which they are is known once marks have been propagated; then the program is changed, and propagated again.
 """
 
@@ -23,13 +23,13 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.language.region import with_edges
 from gshard.passes.trace import equations_of
-from gshard.tracing.bands import products
-from gshard.tracing.closed_regions import closed_regions, may_begin
-from gshard.tracing.own_rounds import rule_of_rounds
+from gshard.rewrite.banded_product import products
+from gshard.rewrite.dce import without_unread
+from gshard.rewrite.fft_by_dimension import is_transform, one_by_one
+from gshard.rewrite.piecewise_emit import written
+from gshard.rewrite.piecewise_region import closed_regions, may_begin
+from gshard.rewrite.shard_scan import rule_of_rounds
 from gshard.tracing.permitted import permitted
-from gshard.tracing.transforms import is_transform, one_by_one
-from gshard.tracing.unread import without_unread
-from gshard.tracing.written_in_pieces import written
 
 Dims = Mapping[Value, Sequence[Atoms]]
 

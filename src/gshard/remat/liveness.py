@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from gshard.core.program import Equation, Value
 from gshard.passes.device_program import REGION, Kernel, Kernels
-from gshard.tracing.subexpression import is_repeatable
+from gshard.rewrite.cse import is_repeatable
 
 # Seconds of one run of a kernel, bodies and rounds of loops included.
 Seconds = Callable[[Kernel], float]

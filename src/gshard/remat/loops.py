@@ -20,7 +20,7 @@ from gshard.language.region import with_edges
 from gshard.passes.device_program import REGION, Kernel, size
 from gshard.remat.liveness import Liveness, Seconds
 from gshard.remat.straight_line import without_dead_code
-from gshard.tracing.subexpression import common_key, is_repeatable
+from gshard.rewrite.cse import common_key, is_repeatable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

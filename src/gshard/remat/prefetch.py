@@ -40,7 +40,7 @@ from gshard.language.interpret import Interpreter, value_of
 from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
 from gshard.remat.replay import run_by
 from gshard.remat.straight_line import without_dead_code
-from gshard.tracing.subexpression import is_repeatable
+from gshard.rewrite.cse import is_repeatable
 
 
 @with_tables

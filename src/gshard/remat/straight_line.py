@@ -16,7 +16,7 @@ from gshard.core.program import Block, Constant, Equation, Value
 from gshard.language.registry import Call, rule_of
 from gshard.passes.device_program import PASSING, kind_of, size
 from gshard.remat.liveness import Liveness, Seconds
-from gshard.tracing.subexpression import is_repeatable
+from gshard.rewrite.cse import is_repeatable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""In pieces: what an equation computes of arrays in pieces (``tracing.pieces``).
+"""In pieces: what an equation computes of arrays in pieces (``rewrite.piecewise_layout``).
 
 Where its rule says that a dimension is parallel, it computes each piece by itself. Where it reduces the dimension, it
 reduces each piece, and the parts are combined by the monoid; outside of its window a frame is filled first with what
@@ -27,11 +27,11 @@ from gshard.comm.shards import identity
 from gshard.core.jax_adapter import bind
 from gshard.core.program import Equation
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE
+from gshard.rewrite.cse import is_repeatable
+from gshard.rewrite.piecewise_layout import Layout, Piece, Source, starts_of
 from gshard.rules.concatenate_slices import with_zero
 from gshard.rules.indexing import drops, over_windows, signed, with_column
 from gshard.rules.reductions import COMBINE
-from gshard.tracing.pieces import Layout, Piece, Source, starts_of
-from gshard.tracing.subexpression import is_repeatable
 
 Dim = int | None
 Parts = list[Any]

@@ -22,9 +22,9 @@ from jax import lax
 
 from gshard.core.program import Equation, Value
 from gshard.language.region import with_edges
-from gshard.tracing.fine import ELEMENTWISE, HOW, Array, Fine, Groups, flat, groups_of
-from gshard.tracing.subexpression import is_repeatable
-from gshard.tracing.unread import without_unread
+from gshard.rewrite.cse import is_repeatable
+from gshard.rewrite.dce import without_unread
+from gshard.rewrite.merged_dims import ELEMENTWISE, HOW, Array, Fine, Groups, flat, groups_of
 
 
 def unmerged(

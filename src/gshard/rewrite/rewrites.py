@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gshard.core.program import Equation, Value
-from gshard.tracing.framed import in_frames
-from gshard.tracing.in_a_row import one_equation_each
-from gshard.tracing.moved_first import moved_first
-from gshard.tracing.padded import padded_by_windows
-from gshard.tracing.scanned import scanned
-from gshard.tracing.sums_of_updates import sums_of_updates
-from gshard.tracing.swapped import products_as_wanted
-from gshard.tracing.tables import made_of_positions
-from gshard.tracing.turned import searched_as_they_lie
-from gshard.tracing.unmerged import unmerged
+from gshard.rewrite.compose_movement import one_equation_each
+from gshard.rewrite.fold_pad_into_window import padded_by_windows
+from gshard.rewrite.fold_table import made_of_positions
+from gshard.rewrite.match_associative_scan import scanned
+from gshard.rewrite.search_of_rev import searched_as_they_lie
+from gshard.rewrite.sink_elementwise import moved_first
+from gshard.rewrite.sink_pad import in_frames
+from gshard.rewrite.split_merged_dims import unmerged
+from gshard.rewrite.sum_of_scatter import sums_of_updates
+from gshard.rewrite.transpose_of_dot import products_as_wanted
 
 
 def rewritten(

@@ -1,4 +1,4 @@
-"""Written in pieces: the equations of a closed region (``tracing.closed_regions``), one in the place of each.
+"""Written in pieces: the equations of a closed region (``rewrite.piecewise_region``), one in the place of each.
 
 y = concatenate(cls, x)                      (nothing)
 s = y @ q                                    s0 = cls @ q; s1 = x @ q
@@ -13,9 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from gshard.core.program import Block, Constant, Equation, Value
-from gshard.tracing.closed_regions import Moves, Region
-from gshard.tracing.in_pieces import Touch, brought, in_pieces, joined, moved
-from gshard.tracing.pieces import is_whole
+from gshard.rewrite.piecewise_equation import Touch, brought, in_pieces, joined, moved
+from gshard.rewrite.piecewise_layout import is_whole
+from gshard.rewrite.piecewise_region import Moves, Region
 
 Array = Value | Constant
 Write = Callable[[Callable[..., Sequence[Any]], Equation, Sequence[Value], Sequence[Value]], Sequence[Equation]]

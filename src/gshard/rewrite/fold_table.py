@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 import jax.numpy as jnp
 
 from gshard.core.program import Constant, Equation, Value
+from gshard.rewrite.cse import is_repeatable
+from gshard.rewrite.dce import without_unread
 from gshard.rules.table import ELEMENTWISE, MOVERS, PLACED, Table, table_p
-from gshard.tracing.subexpression import is_repeatable
-from gshard.tracing.unread import without_unread
 
 _MOST = 64  # equations of a table
 _LARGEST = 2**31  # elements: positions are int32

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from gshard.core.program import Constant, Equation, Value
-from gshard.tracing.subexpression import is_repeatable
-from gshard.tracing.unread import without_unread
+from gshard.rewrite.cse import is_repeatable
+from gshard.rewrite.dce import without_unread
 
 Array = Value | Constant
 

@@ -27,8 +27,8 @@ from gshard.core.jax_adapter import bind
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.language.region import REGIONS
+from gshard.rewrite.cse import is_repeatable
 from gshard.rules.banded import MOST, Band, banded_p
-from gshard.tracing.subexpression import is_repeatable
 
 _LARGEST = 1 << 26  # elements of a table that is computed once: what takes a moment;
 _READ = 1 << 20  # of an array that the program closed over, which may be a model's weights, and comes from a device

@@ -24,10 +24,10 @@ import numpy as np
 from jax import lax
 
 from gshard.core.program import Constant, Equation, Value
+from gshard.rewrite.cse import is_repeatable
+from gshard.rewrite.dce import without_unread
+from gshard.rewrite.element_source import Array, Segment, Window, cut, ends, is_zero, tidy
 from gshard.rules.concatenate_slices import concatenate_slices_p
-from gshard.tracing.came_from import Array, Segment, Window, cut, ends, is_zero, tidy
-from gshard.tracing.subexpression import is_repeatable
-from gshard.tracing.unread import without_unread
 
 _MOST, _FEW = 32, 3  # segments that a result is followed to; the same where the result is there anyway
 _SUMS = ("add", "add_any")

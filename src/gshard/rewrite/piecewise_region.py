@@ -1,4 +1,4 @@
-"""Closed regions: what is computed of arrays in pieces (``tracing.pieces``) until the dimension is gone.
+"""Closed regions: what is computed of arrays in pieces (``rewrite.piecewise_layout``) until the dimension is gone.
 
 A region begins where arrays are joined, cut or padded along a dimension, and takes in what is computed of them, and
 what that is computed with. It is closed if the dimension is reduced in the end, or if arrays leave as they came. Then
@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gshard.core.program import Block, Constant, Equation, Value
-from gshard.tracing.in_pieces import Touch, may_be_in_pieces, touched
-from gshard.tracing.pieces import Layout, Source, is_whole, segments_of, sources_of, starts_of, whole
+from gshard.rewrite.piecewise_equation import Touch, may_be_in_pieces, touched
+from gshard.rewrite.piecewise_layout import Layout, Source, is_whole, segments_of, sources_of, starts_of, whole
 
 Array = Value | Constant
 Split = Callable[[Value, int], int]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gshard.core.program import Constant, Equation, Value
-from gshard.tracing.subexpression import is_repeatable
-from gshard.tracing.unread import without_unread
+from gshard.rewrite.cse import is_repeatable
+from gshard.rewrite.dce import without_unread
 
 
 def searched_as_they_lie(

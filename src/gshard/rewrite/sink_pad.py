@@ -25,8 +25,8 @@ from jax import lax
 
 from gshard.core.program import Constant, Equation, Value
 from gshard.core.rule import REDUCE
+from gshard.rewrite.cse import is_repeatable
 from gshard.rules.elementwise import N_ARY, UNARY
-from gshard.tracing.subexpression import is_repeatable
 
 Array = Value | Constant
 
@@ -123,7 +123,7 @@ class _Frames:
                 self.needed.update(e.inputs)
             if e.mark is None and (_sums(e) or (e.rule and e.rule.linear and not self.summed.isdisjoint(e.inputs))):
                 self.summed.update(e.outputs)
-        # Where what is padded is moved on, it is not made at all (``tracing.in_a_row``).
+        # Where what is padded is moved on, it is not made at all (``rewrite.compose_movement``).
         self.moved = {x for e in equations if self._moves(e) for x in e.inputs}
 
     def _moves(self, e: Equation) -> bool:

@@ -17,10 +17,10 @@ from jax import lax
 
 from gshard.core.jax_adapter import jaxpr_without_dead_code
 from gshard.core.program import Constant, Equation, Value
+from gshard.rewrite.cse import is_repeatable
+from gshard.rewrite.dce import without_unread
 from gshard.rules.elementwise import COMPUTED
 from gshard.rules.prefixes import Combination, associative_scan_p
-from gshard.tracing.subexpression import is_repeatable
-from gshard.tracing.unread import without_unread
 
 Array = Value | Constant
 

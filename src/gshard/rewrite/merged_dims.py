@@ -1,4 +1,4 @@
-"""Fine form: an array whose merged dimensions are apart, and what equations on such arrays are (``tracing.unmerged``).
+"""Operators on arrays whose merged dimensions are apart (``rewrite.split_merged_dims``): the fine form of an array.
 
     (B * S, D)      in fine form (B, S, D), its groups ((B, S), (D,))
 

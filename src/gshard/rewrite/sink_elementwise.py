@@ -17,11 +17,11 @@ import numpy as np
 from jax import lax
 
 from gshard.core.program import Constant, Equation, Value
+from gshard.rewrite.cse import common_key, is_repeatable
+from gshard.rewrite.dce import without_unread
+from gshard.rewrite.element_source import is_zero
 from gshard.rules.concatenate_slices import concatenate_slices_p
 from gshard.rules.elementwise import COMPUTED
-from gshard.tracing.came_from import is_zero
-from gshard.tracing.subexpression import common_key, is_repeatable
-from gshard.tracing.unread import without_unread
 
 Array = Value | Constant
 
