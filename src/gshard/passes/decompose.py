@@ -24,7 +24,7 @@ from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.language.region import with_edges
 from gshard.passes.trace import equations_of
 from gshard.rewrite.banded_product import products
-from gshard.rewrite.dce import without_unread
+from gshard.rewrite.dce import without_dead_code
 from gshard.rewrite.fft_by_dimension import is_transform, one_by_one
 from gshard.rewrite.piecewise_emit import written
 from gshard.rewrite.piecewise_region import closed_regions, may_begin
@@ -128,7 +128,7 @@ def with_others(
             return block
         equations = (q for e in block.equations for q in made(e))
         return Block(
-            block.inputs, tuple(without_unread(equations, block.outputs, needless.__contains__)), block.outputs
+            block.inputs, tuple(without_dead_code(equations, block.outputs, needless.__contains__)), block.outputs
         )
 
     def made(e: Equation) -> Sequence[Equation]:

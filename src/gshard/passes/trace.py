@@ -126,6 +126,7 @@ def program_of(
         return Program(
             block, tuple(consts), marks, every, out_tree, name, weak, tuple(builder.named), layout, mutable,
             finite=finite, input_memories=come, output_memories=leave, dropped=tuple(dict.fromkeys(builder.dropped)),
+            fired=tuple(builder.fired),
         )  # fmt: skip
 
     program = made(looks.plain, looks)

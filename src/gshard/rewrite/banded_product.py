@@ -27,7 +27,7 @@ from gshard.core.jax_adapter import bind
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.language.region import REGIONS
-from gshard.rewrite.cse import is_repeatable
+from gshard.rewrite.cse import is_pure
 from gshard.rules.banded import MOST, Band, banded_p
 
 _LARGEST = 1 << 26  # elements of a table that is computed once: what takes a moment;
@@ -151,7 +151,7 @@ class _Known:
                 self.same.update(zip(body.inputs, (e.inputs[i] for i in at), strict=False))
             for body in e.blocks:
                 self.read(body, found)
-            if not e.blocks and e.mark is None and is_repeatable(e) and all(map(self._is_known, e.inputs)):
+            if not e.blocks and e.mark is None and is_pure(e) and all(map(self._is_known, e.inputs)):
                 self.makers.update(dict.fromkeys(e.outputs, e))
                 self.order[e] = len(self.order)
 

@@ -1,77 +1,56 @@
-"""In a row: slices, paddings and concatenations that follow each other become one equation, so that elements move once.
+"""Composes slices, pads and concatenations that follow each other into one equation, so that elements move once.
 
-Rotations (``jnp.roll``), borders (``jnp.pad``, also ``mode="wrap"``), shifts and stencils are written as cuts that are
-joined, and what is joined is cut again. Taken one by one each result would be spread evenly over the devices: an array
-of one element more has other parts, and nearly all elements move for nothing. So each result is followed to where its
-elements come from, one dimension after the other:
+Rotations (``jnp.roll``), borders (``jnp.pad``, also ``mode="wrap"``), shifts and stencils are cuts that are joined, and
+joins that are cut again. One by one, each result would be spread evenly over the devices: an array that is longer by
+one element has other parts, and nearly all elements would move. So each result is followed to the sources of its
+elements, one dimension after the other:
 
     pad(x[:-1], (1, 0))                       a number, x[0:7]           pad by 1 and -1
     concatenate([x[-1:], x, x[:1]])[2:]       x[1:8], x[0:1]             concatenate_slices
     concatenate([first, x])[1:]               x[0:8]                     a slice of everything
     pad(a, (0, 3)) + pad(b, (5, 0))           a, b (in derivatives)      concatenate_slices
 
-What many segments make and others read is there anyway, and not followed further.
+A value with many segments and other readers is computed anyway, and not followed further.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax import lax
 
 from gshard.core.program import Constant, Equation, Value
-from gshard.rewrite.cse import is_repeatable
-from gshard.rewrite.dce import without_unread
-from gshard.rewrite.element_source import Array, Segment, Window, cut, ends, is_zero, tidy
+from gshard.rewrite.driver import over
+from gshard.rewrite.element_source import Segment, Window, cut, ends, is_zero, tidy
+from gshard.rewrite.graph import Array, Graph, Others
 from gshard.rules.concatenate_slices import concatenate_slices_p
 
-_MOST, _FEW = 32, 3  # segments that a result is followed to; the same where the result is there anyway
+_MOST, _FEW = 32, 3  # segments that a result is followed to; the same where the result is computed anyway
 _SUMS = ("add", "add_any")
 
 
-def one_equation_each(
-    equations: Iterable[Equation],
-    outputs: Sequence[Array],
-    fresh: Callable[[tuple[int, ...], Any], Value],
-    equation: Callable[..., Equation],
-) -> list[Equation]:
-    """The equations with what moves elements in a row as one equation each; what nobody reads any more is gone.
-
-    Args:
-        equations: of one block.
-        outputs: the block's results.
-        fresh: a new value of a shape and a dtype.
-        equation: an equation of a primitive, its parameters, operands, results, and the source that it is blamed on.
-    """
-    equations = list(equations)
-    row = _Row(equations, outputs, fresh, equation)
-    made = [row.instead_of(e) for e in equations]
-    if all(new is None for new in made):
-        return equations
-    now = [e for old, new in zip(equations, made, strict=True) for e in (new or [old])]
-    return without_unread(now, outputs, is_repeatable)
+@over("slice", "pad", "split", "concatenate")
+def compose_movement(graph: Graph) -> Others:
+    """Equations that move elements which others moved before become one each."""
+    movement = _Movement(graph)
+    tried = ((e, movement.instead_of(e)) for e in graph.equations)
+    return {e: new for e, new in tried if new is not None}
 
 
-class _Row:
-    """The equations of a block, and where what they make comes from."""
+class _Movement:
+    """The sources of the elements of a block's values."""
 
-    def __init__(
-        self,
-        equations: Sequence[Equation],
-        outputs: Sequence[Array],
-        fresh: Callable[..., Value],
-        equation: Callable[..., Equation],
-    ):
-        self.fresh, self.equation = fresh, equation
+    def __init__(self, graph: Graph):
+        self.graph = graph
         self.producers: dict[Any, Equation] = {}
         self.numbers: dict[Any, Array] = {}  # scalars, and arrays of copies of one
         self.result: Value | None = None  # what is being made
-        self.needed: set[Any] = set(outputs)  # what is there anyway
-        for e in equations:
+        self.needed: set[Any] = set(graph.outputs)  # values that are computed anyway
+        for e in graph.equations:
             if (number := self._number(e)) is not None:
                 self.numbers[e.outputs[0]] = number
             if self._is_followed(e):
@@ -79,11 +58,11 @@ class _Row:
             else:
                 self.needed.update(e.inputs)
         self.segments: dict[tuple[Any, int, bool], list[Segment]] = {}
-        self.made: dict[Any, Array] = {}  # what windows have become, and what those of one equation become
+        self.made: dict[Any, Array] = {}  # values of windows, and those of windows of one equation
         self.made_now: dict[Any, Array] = {}
 
     def instead_of(self, e: Equation) -> list[Equation] | None:
-        """The equations that stand for one, or None if it stays."""
+        """The equations that replace one; None if it stays."""
         if not e.outputs:
             return None
         result = e.outputs[0]
@@ -279,7 +258,7 @@ class _Row:
         primitive = concatenate_slices_p
         if entire and not added:
             params, primitive = {"dimension": axis}, lax.concatenate_p
-        return self._note(x, self.equation(primitive, params, given, (target,), e.source_info), out)
+        return self._note(x, self.graph.writer.equation(primitive, params, given, (target,), e.source_info), out)
 
     def _as_window(self, x: Array | Window) -> tuple[Value, list[tuple[int, int]], Any] | None:
         """An array as what ``lax.pad`` can make of another one, if it can."""
@@ -310,14 +289,14 @@ class _Row:
     ) -> Equation:
         if number is not None:
             params: dict[str, Any] = {"padding_config": tuple((low, high, 0) for low, high in config)}
-            return self.equation(lax.pad_p, params, (source, number), (result,), e.source_info)
+            return self.graph.writer.equation(lax.pad_p, params, (source, number), (result,), e.source_info)
         starts = tuple(-low for low, _ in config)
         limits = tuple(n + high for n, (_, high) in zip(source.shape, config, strict=True))
         params = {"start_indices": starts, "limit_indices": limits, "strides": None}
-        return self.equation(lax.slice_p, params, (source,), (result,), e.source_info)
+        return self.graph.writer.equation(lax.slice_p, params, (source,), (result,), e.source_info)
 
     def _result(self, x: Array | Window, result: Value | None, source: Array) -> Value:
-        return self.fresh(x.shape, source.dtype) if result is None else result
+        return self.graph.writer.fresh(x.shape, source.dtype) if result is None else result
 
     def _note(self, x: Array | Window, e: Equation, out: list[Equation]) -> Value:
         out.append(e)

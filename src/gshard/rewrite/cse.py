@@ -1,4 +1,4 @@
-"""Common subexpressions: equations that compute the same are computed once; which may be computed twice."""
+"""Common-subexpression elimination: the key that equal equations share, and which equations are pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gshard.comm.collectives import KINDS
 from gshard.core.context import Context
 from gshard.core.program import Constant, Equation, Value
 
-# Each use of them may be sharded as it likes: made once for all they would tie together what is far apart. What is
-# fetched from the host twice need not stay on the device in between.
-_MADE_ANEW = ("broadcast_in_dim", "optimization_barrier", "rng_uniform", "device_put")
+# Each use may have a sharding of its own: one array for all uses would tie them together. What is fetched from the host
+# twice need not stay on the device in between.
+_NOT_SHARED = ("broadcast_in_dim", "optimization_barrier", "rng_uniform", "device_put")
 
-# Each run of them is another: it draws other numbers, or somebody outside notices it.
-_ONCE = (
+# Each run draws other numbers, or has an effect outside of the program.
+_IMPURE = (
     "rng_uniform",
     "pure_callback",
     "io_callback",
@@ -28,26 +28,26 @@ _ONCE = (
     "outfeed",
 )
 
-# No rule is known for them, for they are of devices and not of arrays. Each run of them is the same.
-_OF_DEVICES = (*KINDS, "axis_index")
+# They have no rule, because they work on devices and not on arrays. Each run gives the same results.
+_ON_DEVICES = (*KINDS, "axis_index")
 
 
-def is_repeatable(e: Equation) -> bool:
-    """Whether an equation may run once more, with the same results and without anybody noticing."""
-    if e.name in _ONCE or (e.rule is not None and not e.rule.known and e.name not in _OF_DEVICES):
+def is_pure(e: Equation) -> bool:
+    """Whether an equation may run once more, or not at all: it gives the same results and has no effects."""
+    if e.name in _IMPURE or (e.rule is not None and not e.rule.known and e.name not in _ON_DEVICES):
         return False
-    return all(is_repeatable(inner) for block in e.blocks for inner in block.equations)
+    return all(is_pure(inner) for block in e.blocks for inner in block.equations)
 
 
 def common_key(primitive: Any, params: dict[str, Any], inputs: Sequence[Value | Constant], context: Context) -> Any:
-    """What two equations have in common that compute the same; None for those that are left apart."""
-    if primitive.name in _MADE_ANEW or not any(isinstance(x, Value) for x in inputs):
+    """The key that equations share if they compute the same; None for equations that stay separate."""
+    if primitive.name in _NOT_SHARED or not any(isinstance(x, Value) for x in inputs):
         return None
     operands = tuple(x if isinstance(x, Value) else _literal(x) for x in inputs)
     key = primitive, tuple(params.items()), operands, context
     try:
         hash(key)
-    except TypeError:  # a parameter that cannot be compared
+    except TypeError:  # a parameter without a hash
         return None
     return key
 

@@ -1,0 +1,176 @@
+"""Graph of a block: which equation produces a value, which ones read it, and how new equations are written.
+
+Rewrites (``rewrite.driver``) look at equations through it. None builds maps of producers and readers of its own, and
+none writes the parameters of JAX's primitives by hand: ``write`` traces a function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from gshard.core.jax_adapter import as_if_at, bind, closed
+from gshard.core.program import Constant, Equation, Value
+from gshard.language.region import with_edges
+from gshard.rewrite.dce import without_dead_code
+
+Array = Value | Constant
+Others = Mapping[Equation, Sequence[Equation]]
+"""For equations of a block those that replace them."""
+
+
+class Writer(Protocol):
+    """Adds values and equations to a program (``passes.builder``)."""
+
+    def fresh(self, shape: tuple[int, ...], dtype: Any) -> Value:
+        """A new value."""
+        ...
+
+    def equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
+        """An equation with its rule, blamed on a line of the user's."""
+        ...
+
+    def made_of(
+        self, jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Array], line: Any = None
+    ) -> tuple[list[Equation], list[Array]]:
+        """The equations of a jaxpr on some arrays, and its results."""
+        ...
+
+
+class Graph:
+    """The equations of a block, or of a segment of one.
+
+    Attributes:
+        equations: in order.
+        outputs: the values that are read outside of these equations, as keys in order.
+    """
+
+    def __init__(self, equations: Sequence[Equation], outputs: Sequence[Array], writer: Writer):
+        self.equations, self.outputs, self.writer = tuple(equations), dict.fromkeys(outputs), writer
+
+    @functools.cached_property
+    def _producers(self) -> dict[Array, Equation]:
+        return {v: e for e in self.equations for v in e.outputs}
+
+    @functools.cached_property
+    def _readers(self) -> dict[Array, list[Equation]]:
+        readers: dict[Array, list[Equation]] = {}
+        for e in self.equations:
+            for x in e.inputs:
+                readers.setdefault(x, []).append(e)
+        return readers
+
+    def producer(self, x: Array, *names: str) -> Equation | None:
+        """The equation that produces an array, if it has one of these names (any, if there are none) and no mark."""
+        e = self._producers.get(x)
+        return e if e is not None and e.mark is None and (not names or e.name in names) else None
+
+    def readers(self, x: Array) -> Sequence[Equation]:
+        """The equations that read an array, once for each operand that it is."""
+        return self._readers.get(x, ())
+
+    def is_read_once(self, x: Array) -> bool:
+        """Whether one operand of one equation is an array, and nothing outside reads it."""
+        return len(self.readers(x)) == 1 and x not in self.outputs
+
+    def add(
+        self, out: list[Equation], at: Equation, primitive: Any, params: dict[str, Any], inputs: Sequence[Array],
+        shape: tuple[int, ...], dtype: Any, result: Value | None = None,
+    ) -> Value:  # fmt: skip
+        """Appends one equation with one result, and returns the result.
+
+        Args:
+            out: the list that is appended to.
+            at: the equation whose line of the user's is kept.
+            primitive, params, inputs: of the new equation.
+            shape, dtype: of its result.
+            result: the value that it produces; a new one if there is none.
+        """
+        value = self.writer.fresh(shape, dtype) if result is None else result
+        out.append(self.writer.equation(primitive, params, tuple(inputs), (value,), at.source_info))
+        return value
+
+    def changed(self, e: Equation, inputs: Sequence[Array], **params: Any) -> Equation:
+        """An equation with other operands, and other values for some of its parameters."""
+        return self.writer.equation(e.primitive, {**e.params, **params}, tuple(inputs), e.outputs, e.source_info)
+
+    def write(
+        self, function: Callable[..., Any], inputs: Sequence[Array], outputs: Sequence[Value], at: Equation
+    ) -> list[Equation]:
+        """The equations of a function, traced by JAX.
+
+        Args:
+            function: takes arrays, gives a list of arrays or one.
+            inputs: its operands; numbers are passed as numbers.
+            outputs: the values that its results become. Each is produced by an equation of its own.
+            at: the equation that is replaced: the new ones are blamed on its line.
+        """
+        return written(self.writer, function, inputs, outputs, at)
+
+    def replaced(self, others: Others) -> list[Equation]:
+        """The equations with others in the place of some, without dead code."""
+        return without_dead_code([q for e in self.equations for q in others.get(e, (e,))], self.outputs)
+
+
+def written(
+    writer: Writer, function: Callable[..., Any], inputs: Sequence[Array], outputs: Sequence[Value], at: Equation
+) -> list[Equation]:
+    """The equations of a function; see `Graph.write`."""
+    arrays = [x for x in inputs if isinstance(x, Value)]
+
+    def of_arrays(*given: Any) -> Any:
+        rest = iter(given)
+        return function(*(next(rest) if isinstance(x, Value) else x.value for x in inputs))
+
+    with as_if_at(at.source_info):
+        whole = jax.make_jaxpr(of_arrays)(*map(_shape_of, arrays))
+    return of_jaxpr(writer, whole, arrays, outputs, at, line=None)
+
+
+def again(e: Equation, operands: Sequence[Any], **params: Any) -> Any:
+    """The result of an equation on other operands, inside of a function that is written; it keeps its line."""
+    with as_if_at(e.source_info, alone=True):
+        (result,) = bind(e.primitive, {**e.params, **params}, operands)
+    return result
+
+
+def of_jaxpr(
+    writer: Writer, whole: Any, inputs: Sequence[Array], outputs: Sequence[Value], at: Equation, line: Any
+) -> list[Equation]:
+    """The equations of a closed jaxpr on some arrays, its results as the values that they become.
+
+    Args:
+        writer: adds the equations to the program.
+        whole: the jaxpr.
+        inputs, outputs: its operands and results.
+        at: the equation that is replaced.
+        line: the source that equations without a line of the user's are blamed on.
+    """
+    made, results = writer.made_of(*closed(whole), inputs, line)
+    own = {v for q in made for v in q.outputs}
+    result: dict[Any, Any] = {}
+    for x, v in zip(results, outputs, strict=True):
+        if x in own and x not in result:
+            result[x] = v
+            continue
+        # Two results may be one after CSE, and a result may be an operand: a copy gives each a value of its own.
+        copied = jax.make_jaxpr(jax.numpy.copy)(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=v.weak))
+        copies, (copy,) = writer.made_of(*closed(copied), (x,), line)
+        made, result[copy] = [*made, *copies], v
+    names = {v: dataclasses.replace(v, made=True) for q in made for v in q.outputs} | result
+    return list(_renamed(made, names, at.file))
+
+
+def _renamed(equations: Sequence[Equation], names: Mapping[Any, Any], file: str) -> Iterator[Equation]:
+    for q in equations:
+        inputs, outputs = (tuple(names.get(x, x) for x in arrays) for arrays in (q.inputs, q.outputs))
+        new = dataclasses.replace(q, inputs=inputs, outputs=outputs, file=file)
+        yield with_edges(new) if q.blocks else new
+
+
+def _shape_of(x: Value) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak)
