@@ -276,9 +276,9 @@ class Builder:
         hidden = dict(zip(at, fresh, strict=True))
         return tuple(hidden.get(i, x) for i, x in enumerate(inputs))
 
-    def fresh(self, shape: tuple[int, ...], dtype: Any) -> Value:
+    def fresh(self, shape: tuple[int, ...], dtype: Any, weak: bool = False) -> Value:
         """A new value that stands for none of the user's arrays."""
-        return Value(shape, dtype, next(self.counter), made=True)
+        return Value(shape, dtype, next(self.counter), weak, made=True)
 
     def _new(self, env: dict[Any, Any], var: Any) -> Value:
         aval = var.aval

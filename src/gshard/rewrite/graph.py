@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import jax
 
+from gshard.core.context import Context
 from gshard.core.jax_adapter import as_if_at, bind, closed
 from gshard.core.program import Constant, Equation, Value
 from gshard.language.region import with_edges
@@ -26,7 +27,10 @@ Others = Mapping[Equation, Sequence[Equation]]
 class Writer(Protocol):
     """Adds values and equations to a program (``passes.builder``)."""
 
-    def fresh(self, shape: tuple[int, ...], dtype: Any) -> Value:
+    context: Context
+    """That of new equations."""
+
+    def fresh(self, shape: tuple[int, ...], dtype: Any, weak: bool = False) -> Value:
         """A new value."""
         ...
 
@@ -150,6 +154,7 @@ def of_jaxpr(
         at: the equation that is replaced.
         line: the source that equations without a line of the user's are blamed on.
     """
+    writer.context = at.context
     made, results = writer.made_of(*closed(whole), inputs, line)
     own = {v for q in made for v in q.outputs}
     result: dict[Any, Any] = {}
@@ -158,7 +163,8 @@ def of_jaxpr(
             result[x] = v
             continue
         # Two results may be one after CSE, and a result may be an operand: a copy gives each a value of its own.
-        copied = jax.make_jaxpr(jax.numpy.copy)(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=v.weak))
+        with as_if_at(at.source_info):
+            copied = jax.make_jaxpr(jax.numpy.copy)(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=v.weak))
         copies, (copy,) = writer.made_of(*closed(copied), (x,), line)
         made, result[copy] = [*made, *copies], v
     names = {v: dataclasses.replace(v, made=True) for q in made for v in q.outputs} | result
