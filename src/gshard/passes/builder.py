@@ -31,7 +31,7 @@ from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
 from gshard.rewrite.cse import common_key
 from gshard.rewrite.dce import without_dead_code
-from gshard.rewrite.driver import run
+from gshard.rewrite.driver import Rewrite, run
 from gshard.rewrite.rewrites import TRACE
 from gshard.rewrite.scale_in_rounds import added_in_rounds
 from gshard.rewrite.segments import in_segments
@@ -71,6 +71,7 @@ class Builder:
     layout: Layout | None = None
     context: Context = NO_CONTEXT
     dropped: list[Dropped] = dataclasses.field(default_factory=list)
+    rewrites: Sequence[Rewrite] = TRACE
     fired: list[Fired] = dataclasses.field(default_factory=list)
     named: list[Named] = dataclasses.field(default_factory=list)
     facts: Facts = dataclasses.field(default_factory=Facts)
@@ -113,7 +114,7 @@ class Builder:
     def _rewritten(self, context: Context, equations: Sequence[Equation], outputs: Sequence[Any]) -> Sequence[Equation]:
         """The equations of a segment after all rewrites."""
         self.context = context
-        rewritten, fired = run(TRACE, equations, outputs, self)
+        rewritten, fired = run(self.rewrites, equations, outputs, self)
         self.fired += fired
         return rewritten
 
@@ -187,7 +188,7 @@ class Builder:
             if key is not None:
                 out.known[key] = out.equations[-1]
             if len(outputs) == 1:
-                self.facts.note(name, params, inputs, outputs[0])
+                self.facts.note(out.equations[-1])
             self._kept_in_parts(eqn, env, out, source)
         if self.looks:
             self.looks.note(env)

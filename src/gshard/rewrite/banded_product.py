@@ -29,7 +29,7 @@ from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.language.region import REGIONS
 from gshard.rewrite.dce import is_removable
 from gshard.rewrite.driver import Split, where_split
-from gshard.rewrite.graph import Others, written
+from gshard.rewrite.equation_graph import Others, written
 from gshard.rules.banded import MOST, Band, banded_p
 
 _LARGEST = 1 << 26  # elements of a table that is computed once: what takes a moment;

@@ -24,10 +24,12 @@ import numpy as np
 from jax import lax
 
 from gshard.core.program import Constant, Equation, Value
+from gshard.core.rule import Span
 from gshard.rewrite.driver import over
 from gshard.rewrite.element_source import Segment, Window, cut, ends, is_zero, tidy
-from gshard.rewrite.graph import Array, Graph, Others
+from gshard.rewrite.equation_graph import Array, Graph, Others
 from gshard.rules.concatenate_slices import concatenate_slices_p
+from gshard.rules.movement import index_of
 
 _MOST, _FEW = 32, 3  # segments that a result is followed to; the same where the result is computed anyway
 _SUMS = ("add", "add_any")
@@ -94,13 +96,11 @@ class _Movement:
         return found
 
     def _is_followed(self, e: Equation) -> bool:
-        if e.name == "slice":
-            return all(n == 1 for n in e.params["strides"] or ())
-        if e.name == "pad":
-            return all(int(interior) == 0 for _, _, interior in e.params["padding_config"])
         if e.name in _SUMS:
             return all(x in self.producers and self.producers[x].name in ("pad", *_SUMS) for x in e.inputs)
-        return bool(e.outputs) and (e.name in ("split", "concatenate") or e.outputs[0] in self.numbers)
+        if (index := index_of(e)) is not None and not e.params.get("added"):
+            return all(span.step == 1 for own in index for spans in own for span in spans)
+        return bool(e.outputs) and e.outputs[0] in self.numbers
 
     def _number(self, e: Equation) -> Array | None:
         """The number of which all that an equation makes are copies, if that is so."""
@@ -145,45 +145,38 @@ class _Movement:
         e = self.producers.get(x)
         if x in self.numbers:
             return [Segment(self.numbers[x], 0, x.shape[axis])]
-        if e is None or e.name in _SUMS:
+        index = None if e is None else index_of(e)
+        if e is None or index is None:
             return None
-        if e.name == "concatenate":
-            if e.params["dimension"] != axis:
-                return None
-            return [p for y in e.inputs for p in self.along(y, axis)]
-        if e.name == "pad" and not self._is_of_one_number(e):
+        own = index[e.outputs.index(x)]  # type: ignore[arg-type]
+        moved = [d for d, spans in enumerate(own) if spans]
+        if moved == [axis]:
+            return [p for span in own[axis] for p in self._spanned(self._scalar(e.inputs[span.operand]), axis, span)]
+        if any(sum(bool(e.inputs[span.operand].shape) for span in own[d]) != 1 for d in moved):
             return None
-        return self.along(self._windows(e, x), axis)
+        source, number = e.inputs[0], self._scalar(e.inputs[-1])
+        if len(moved) > 1 and not number.shape:
+            around = (p for d in moved for p in self.along(source, d) if p.is_number)
+            if not all(p.is_like(Segment(number, 0, 1)) for p in around):
+                return None  # the corners of what is padded along several dimensions differ
+        window: Array | Window = source
+        for d in moved:
+            (at,) = (i for i, span in enumerate(own[d]) if e.inputs[span.operand].shape)
+            span, before, after = own[d][at], own[d][:at], own[d][at + 1 :]
+            low = sum(p.count for p in before) - span.start
+            high = sum(p.count for p in after) - (source.shape[d] - span.start - span.count)
+            window = Window(window, d, low, high, number if max(low, high) > 0 else None)
+        return self.along(window, axis)
 
-    def _windows(self, e: Equation, x: Array) -> Array | Window:
-        """A slice, a part of a split or a padding as windows, one dimension after the other."""
-        source: Array | Window = e.inputs[0]
-        whole, number = source.shape, None
-        if e.name == "pad":
-            config, number = [(int(low), int(high)) for low, high, _ in e.params["padding_config"]], self._number_of(e)
-        elif e.name == "slice":
-            bounds = zip(e.params["start_indices"], e.params["limit_indices"], whole, strict=True)
-            config = [(-int(a), int(b) - n) for a, b, n in bounds]
-        else:
-            starts = list(itertools.accumulate(map(int, e.params["sizes"]), initial=0))
-            i, n = e.outputs.index(x), starts[-1]
-            config = [(0, 0)] * len(whole)
-            config[e.params["axis"]] = -starts[i], starts[i + 1] - n
-        for d, (low, high) in enumerate(config):
-            if (low, high) != (0, 0):
-                source = Window(source, d, low, high, number if max(low, high) > 0 else None)
-        return source
+    def _scalar(self, x: Array) -> Array:
+        """The number that an array consists of copies of; itself if there is none."""
+        return self.numbers.get(x, x)
 
-    def _number_of(self, e: Equation) -> Array:
-        """What an array is padded with."""
-        return self.numbers.get(e.inputs[1], e.inputs[1])
-
-    def _is_of_one_number(self, e: Equation) -> bool:
-        """Whether the corners of what is padded along several dimensions are all alike."""
-        source, number = e.inputs[0], self._number_of(e)
-        padded = [d for d, (low, high, _) in enumerate(e.params["padding_config"]) if (low, high) != (0, 0)]
-        around = (p for d in padded for p in self.along(source, d) if p.is_number)
-        return len(padded) == 1 or all(p.is_like(Segment(number, 0, 1)) for p in around)
+    def _spanned(self, x: Array, axis: int, span: Span) -> list[Segment]:
+        """The segments of a span of an operand."""
+        if not x.shape:
+            return [Segment(x, 0, span.count)]
+        return cut(self.along(x, axis), span.start, span.start + span.count)
 
     def _addends(self, result: Value) -> tuple[int, list[Segment]] | None:
         """Along which dimension a sum is of arrays side by side, zeros in the place of the others; the arrays."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from gshard.core.fired import Fired
 from gshard.core.program import Equation, Program, Value
-from gshard.rewrite.graph import Array, Graph, Others, Writer
+from gshard.rewrite.equation_graph import Array, Graph, Others, Writer
 
 _MOST = 1000  # rewrites of one block
 

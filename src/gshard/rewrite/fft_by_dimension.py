@@ -27,7 +27,7 @@ from jax import lax
 
 from gshard.core.program import Equation, Program, Value
 from gshard.rewrite.driver import Split, where_split
-from gshard.rewrite.graph import Others, written
+from gshard.rewrite.equation_graph import Others, written
 
 _LEAST = 4096  # elements of a single dimension that is taken apart
 

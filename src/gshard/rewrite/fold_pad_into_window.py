@@ -14,7 +14,7 @@ import numpy as np
 from gshard.comm.shards import identity
 from gshard.core.program import Constant, Equation
 from gshard.rewrite.driver import at
-from gshard.rewrite.graph import Graph
+from gshard.rewrite.equation_graph import Graph
 
 _MONOIDS = {"reduce_window_sum": "add", "reduce_window_max": "max", "reduce_window_min": "min"}
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from gshard.core.program import Equation, Value
 from gshard.rewrite.dce import is_removable
 from gshard.rewrite.driver import over
-from gshard.rewrite.graph import Graph, Others
+from gshard.rewrite.equation_graph import Graph, Others
 from gshard.rules.table import ELEMENTWISE, MOVERS, PLACED, Table, table_p
 
 _MOST = 64  # equations of a table

@@ -18,8 +18,9 @@ from jax import lax
 from gshard.core.jax_adapter import jaxpr_without_dead_code
 from gshard.core.program import Constant, Equation, Value
 from gshard.rewrite.driver import over
-from gshard.rewrite.graph import Array, Graph, Others
+from gshard.rewrite.equation_graph import Array, Graph, Others
 from gshard.rules.elementwise import COMPUTED
+from gshard.rules.movement import one_array
 from gshard.rules.prefixes import Combination, associative_scan_p
 
 Scan = tuple[Combination, list[Value], int, dict[int, Value]]
@@ -55,19 +56,14 @@ def _levels(equations: Iterable[Equation]) -> int:
 
 def _every_second(e: Equation) -> int | None:
     """With which element a slice of every second one begins, and None if it is none."""
-    if e.name != "slice" or sorted(e.params["strides"] or ())[-1:] != [2]:
+    if e.name != "slice":
         return None
-    strides, shape = e.params["strides"], e.inputs[0].shape
-    axis = strides.index(2)
-    others = (
-        (int(a), int(b), int(s)) == (0, n, 1)
-        for d, (a, b, s, n) in enumerate(
-            zip(e.params["start_indices"], e.params["limit_indices"], strides, shape, strict=True)
-        )
-        if d != axis
-    )
-    begin, end = int(e.params["start_indices"][axis]), int(e.params["limit_indices"][axis])
-    return begin if all(others) and end == shape[axis] - 1 + begin and begin < 2 else None
+    cuts = zip(one_array(e)[0], e.inputs[0].shape, strict=True)
+    moved = [(cut, n) for cut, n in cuts if (cut.start, cut.count) != (0, n)]
+    if len(moved) != 1:
+        return None
+    ((cut, n),) = moved
+    return cut.start if (cut.step, cut.count) == (2, n // 2) and cut.start < 2 else None
 
 
 def _scan_from(graph: Graph, begin: int) -> Scan | None:

@@ -9,7 +9,6 @@ from: what was one dimension in its parameters is then a group of them.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,7 +16,9 @@ from typing import Any, Protocol
 from jax import lax
 
 from gshard.core.program import Constant, Equation, Value
+from gshard.core.rule import Span
 from gshard.rules.elementwise import N_ARY, UNARY
+from gshard.rules.movement import one_array
 
 Array = Value | Constant
 Groups = tuple[tuple[int, ...], ...]  # for each dimension the sizes of those that it was merged from
@@ -147,33 +148,24 @@ def _along_one(a: Maker, e: Equation) -> bool:
     return a.note(e, a.add(e, params, (own.array,), own.array.shape, e.outputs[0].dtype), own.groups)
 
 
-def _slice(a: Maker, e: Equation) -> bool:
-    steps = e.params["strides"] or (1,) * len(e.inputs[0].shape)
-    cuts = list(zip(e.params["start_indices"], e.params["limit_indices"], steps, strict=True))
-    made = _cut(a, e, [tuple(map(int, cut)) for cut in cuts])
-    return made is not None and a.note(e, *made)
+def _parts(a: Maker, e: Equation) -> bool:
+    made = [_cut(a, e, cuts) for cuts in one_array(e)]
+    return None not in made and all([a.note(e, *own, i) for i, own in enumerate(made) if own is not None])
 
 
-def _split(a: Maker, e: Equation) -> bool:
-    axis, ends = e.params["axis"], list(itertools.accumulate(map(int, e.params["sizes"])))
-    full = [(0, n, 1) for n in e.inputs[0].shape]
-    cuts = [(start, end, 1) for start, end in zip([0, *ends], ends, strict=False)]
-    parts = [made for cut in cuts if (made := _cut(a, e, [*full[:axis], cut, *full[axis + 1 :]])) is not None]
-    return len(parts) == len(cuts) and all([a.note(e, *made, i) for i, made in enumerate(parts)])
-
-
-def _cut(a: Maker, e: Equation, cuts: Sequence[tuple[int, ...]]) -> tuple[Value, Groups] | None:
+def _cut(a: Maker, e: Equation, cuts: Sequence[Span]) -> tuple[Value, Groups] | None:
     """A part of an array: of a merged dimension all, or one of the first that it was merged from."""
     own, out = a.either(e.inputs[0]), e.outputs[0]
     every: list[tuple[int, int, int]] = []
     groups: list[tuple[int, ...]] = []
     dropped: list[int] = []
-    for d, (group, (start, end, step)) in enumerate(zip(own.groups, cuts, strict=True)):
+    for d, (group, span) in enumerate(zip(own.groups, cuts, strict=True)):
+        start, step, end = span.start, span.step, span.start + span.step * (span.count - 1) + 1
         inner = [(0, n, 1) for n in group[1:]]
         m = math.prod(group[1:])
         if len(group) == 1:
             every.append((start, end, step))
-            groups.append((-(-(end - start) // step),))
+            groups.append((span.count,))
         elif (start, end, step) == (0, math.prod(group), 1):
             every += [(0, group[0], 1), *inner]
             groups.append(group)
@@ -296,8 +288,8 @@ HOW: Mapping[str, Callable[[Maker, Equation], bool]] = {
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
     "dot_general": _dot,
-    "slice": _slice,
-    "split": _split,
+    "slice": _parts,
+    "split": _parts,
     "pad": _pad,
     "concatenate": _concatenate,
     "squeeze": _squeeze,

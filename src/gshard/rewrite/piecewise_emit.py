@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.rewrite.driver import Split, where_split
-from gshard.rewrite.graph import Array, Others, Writer, written
+from gshard.rewrite.equation_graph import Array, Others, Writer, written
 from gshard.rewrite.piecewise_equation import Touch, brought, in_pieces, joined, moved
 from gshard.rewrite.piecewise_layout import is_whole
 from gshard.rewrite.piecewise_region import Moves, Region, closed_regions, may_begin

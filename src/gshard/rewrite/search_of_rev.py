@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from gshard.core.program import Equation
 from gshard.rewrite.driver import at
-from gshard.rewrite.graph import Graph
+from gshard.rewrite.equation_graph import Graph
 
 
 @at("searchsorted")

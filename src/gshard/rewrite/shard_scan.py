@@ -20,7 +20,7 @@ from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.language.interpret import Interpreter
 from gshard.language.transfer import changes_memory, in_memory_of, is_handed_on, transferred
 from gshard.rewrite.driver import Split, where_split
-from gshard.rewrite.graph import Others
+from gshard.rewrite.equation_graph import Others
 
 
 def _stacked(program: Program) -> list[tuple[Equation, Edge]]:

@@ -19,7 +19,7 @@ from gshard.core.program import Equation
 from gshard.rewrite.cse import common_key
 from gshard.rewrite.driver import at
 from gshard.rewrite.element_source import is_zero
-from gshard.rewrite.graph import Array, Graph, again
+from gshard.rewrite.equation_graph import Array, Graph, again
 from gshard.rules.concatenate_slices import concatenate_slices_p
 from gshard.rules.elementwise import COMPUTED
 

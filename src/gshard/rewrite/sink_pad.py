@@ -26,8 +26,9 @@ from jax import lax
 from gshard.core.program import Constant, Equation, Value
 from gshard.core.rule import REDUCE
 from gshard.rewrite.driver import over
-from gshard.rewrite.graph import Array, Graph, Others, again
+from gshard.rewrite.equation_graph import Array, Graph, Others, again
 from gshard.rules.elementwise import N_ARY, UNARY
+from gshard.rules.movement import one_array
 
 _ELEMENTWISE = frozenset((*UNARY, *N_ARY)) - {"copy_p", "name", "optimization_barrier"}
 _TIMES = 4  # elements that are computed for one that is kept
@@ -151,14 +152,12 @@ class _Frames:
         if not x.shape or frame.is_all_of(x) or e is None or len(nodes) > _NODES:
             return _Node(frame, x)
         if e.name == "slice":
-            steps = [int(s) for s in e.params["strides"] or (1,) * len(x.shape)]
-            if any(s % own for s, own in zip(frame.steps, steps, strict=True)):
+            cuts = one_array(e)[0]
+            if any(s % cut.step for s, cut in zip(frame.steps, cuts, strict=True)):
                 return _Node(frame, x)
-            wide = [s // own for s, own in zip(frame.steps, steps, strict=True)]
-            starts = zip(frame.offsets, e.params["start_indices"], wide, strict=True)
-            return self.node(
-                e.inputs[0], _Frame(frame.shape, tuple(o - int(a) * w for o, a, w in starts), tuple(wide)), nodes
-            )
+            wide = tuple(s // cut.step for s, cut in zip(frame.steps, cuts, strict=True))
+            offsets = tuple(o - cut.start * w for o, cut, w in zip(frame.offsets, cuts, wide, strict=True))
+            return self.node(e.inputs[0], _Frame(frame.shape, offsets, wide), nodes)
         if e.name == "broadcast_in_dim":
             if any(d for d in e.inputs[0].shape):
                 return _Node(frame, x)

@@ -23,7 +23,7 @@ from jax import lax
 from gshard.core.program import Equation, Value
 from gshard.language.region import with_edges
 from gshard.rewrite.driver import over
-from gshard.rewrite.graph import Array, Graph, Others
+from gshard.rewrite.equation_graph import Array, Graph, Others
 from gshard.rewrite.merged_dims import ELEMENTWISE, HOW, Fine, Groups, flat, groups_of
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from gshard.core.jax_adapter import bind
 from gshard.core.program import Constant, Equation
 from gshard.rewrite.driver import at
-from gshard.rewrite.graph import Graph
+from gshard.rewrite.equation_graph import Graph
 
 
 @at("reduce_sum")

@@ -13,7 +13,7 @@ from jax import lax
 
 from gshard.core.program import Equation
 from gshard.rewrite.driver import at
-from gshard.rewrite.graph import Graph, Others
+from gshard.rewrite.equation_graph import Graph, Others
 
 
 @at("transpose")
