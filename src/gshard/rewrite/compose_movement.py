@@ -98,7 +98,7 @@ class _Movement:
     def _is_followed(self, e: Equation) -> bool:
         if e.name in _SUMS:
             return all(x in self.producers and self.producers[x].name in ("pad", *_SUMS) for x in e.inputs)
-        if (index := index_of(e)) is not None and not e.params.get("added"):
+        if (index := index_of(e)) is not None and e.primitive is not concatenate_slices_p:
             return all(span.step == 1 for own in index for spans in own for span in spans)
         return bool(e.outputs) and e.outputs[0] in self.numbers
 

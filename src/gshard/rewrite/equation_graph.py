@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -38,9 +38,7 @@ class Writer(Protocol):
         """An equation with its rule, blamed on a line of the user's."""
         ...
 
-    def made_of(
-        self, jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Array], line: Any = None
-    ) -> tuple[list[Equation], list[Array]]:
+    def made_of(self, jaxpr: Any, consts: Any, arrays: Any, line: Any = None) -> tuple[list[Equation], list[Array]]:
         """The equations of a jaxpr on some arrays, and its results."""
         ...
 
@@ -105,14 +103,7 @@ class Graph:
     def write(
         self, function: Callable[..., Any], inputs: Sequence[Array], outputs: Sequence[Value], at: Equation
     ) -> list[Equation]:
-        """The equations of a function, traced by JAX.
-
-        Args:
-            function: takes arrays, gives a list of arrays or one.
-            inputs: its operands; numbers are passed as numbers.
-            outputs: the values that its results become. Each is produced by an equation of its own.
-            at: the equation that is replaced: the new ones are blamed on its line.
-        """
+        """The equations of a function; see `written`."""
         return written(self.writer, function, inputs, outputs, at)
 
     def replaced(self, others: Others) -> list[Equation]:
@@ -123,16 +114,41 @@ class Graph:
 def written(
     writer: Writer, function: Callable[..., Any], inputs: Sequence[Array], outputs: Sequence[Value], at: Equation
 ) -> list[Equation]:
-    """The equations of a function; see `Graph.write`."""
+    """The equations of a function, traced by JAX.
+
+    Args:
+        writer: adds the equations to the program.
+        function: takes arrays, gives a list of arrays or one.
+        inputs: its operands; constants are passed as numbers.
+        outputs: the values that its results become. Each is produced by an equation of its own.
+        at: the equation that is replaced: the new ones are blamed on its line.
+    """
     arrays = [x for x in inputs if isinstance(x, Value)]
 
     def of_arrays(*given: Any) -> Any:
         rest = iter(given)
         return function(*(next(rest) if isinstance(x, Value) else x.value for x in inputs))
 
-    with as_if_at(at.source_info):
-        whole = jax.make_jaxpr(of_arrays)(*map(_shape_of, arrays))
-    return of_jaxpr(writer, whole, arrays, outputs, at, line=None)
+    def traced(f: Callable[..., Any], given: Sequence[Value], names: Sequence[Array]) -> Any:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak) for x in given]
+        with as_if_at(at.source_info):
+            jaxpr, consts = closed(jax.make_jaxpr(f)(*shapes))
+        return writer.made_of(jaxpr, consts, names)
+
+    writer.context = at.context
+    made, results = traced(of_arrays, arrays, arrays)
+    own = {v for q in made for v in q.outputs}
+    names: dict[Any, Any] = {v: dataclasses.replace(v, made=True) for v in own}
+    taken: set[Any] = set()
+    for x, v in zip(results, outputs, strict=True):
+        if x in own and x not in taken:
+            taken.add(x)
+            names[x] = v
+            continue
+        # Two results may be one after CSE, and a result may be an operand: a copy gives each a value of its own.
+        copies, (copy,) = traced(jax.numpy.copy, [dataclasses.replace(v, shape=x.shape, dtype=x.dtype)], [x])
+        made, names[copy] = [*made, *copies], v
+    return [_renamed(q, names, at.file) for q in made]
 
 
 def again(e: Equation, operands: Sequence[Any], **params: Any) -> Any:
@@ -142,41 +158,7 @@ def again(e: Equation, operands: Sequence[Any], **params: Any) -> Any:
     return result
 
 
-def of_jaxpr(
-    writer: Writer, whole: Any, inputs: Sequence[Array], outputs: Sequence[Value], at: Equation, line: Any
-) -> list[Equation]:
-    """The equations of a closed jaxpr on some arrays, its results as the values that they become.
-
-    Args:
-        writer: adds the equations to the program.
-        whole: the jaxpr.
-        inputs, outputs: its operands and results.
-        at: the equation that is replaced.
-        line: the source that equations without a line of the user's are blamed on.
-    """
-    writer.context = at.context
-    made, results = writer.made_of(*closed(whole), inputs, line)
-    own = {v for q in made for v in q.outputs}
-    result: dict[Any, Any] = {}
-    for x, v in zip(results, outputs, strict=True):
-        if x in own and x not in result:
-            result[x] = v
-            continue
-        # Two results may be one after CSE, and a result may be an operand: a copy gives each a value of its own.
-        with as_if_at(at.source_info):
-            copied = jax.make_jaxpr(jax.numpy.copy)(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=v.weak))
-        copies, (copy,) = writer.made_of(*closed(copied), (x,), line)
-        made, result[copy] = [*made, *copies], v
-    names = {v: dataclasses.replace(v, made=True) for q in made for v in q.outputs} | result
-    return list(_renamed(made, names, at.file))
-
-
-def _renamed(equations: Sequence[Equation], names: Mapping[Any, Any], file: str) -> Iterator[Equation]:
-    for q in equations:
-        inputs, outputs = (tuple(names.get(x, x) for x in arrays) for arrays in (q.inputs, q.outputs))
-        new = dataclasses.replace(q, inputs=inputs, outputs=outputs, file=file)
-        yield with_edges(new) if q.blocks else new
-
-
-def _shape_of(x: Value) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak)
+def _renamed(e: Equation, names: Mapping[Any, Any], file: str) -> Equation:
+    inputs, outputs = (tuple(names.get(x, x) for x in arrays) for arrays in (e.inputs, e.outputs))
+    new = dataclasses.replace(e, inputs=inputs, outputs=outputs, file=file)
+    return with_edges(new) if e.blocks else new

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 from jax import lax
 
-from gshard.core.program import Constant, Equation, Value
+from gshard.core.program import Equation, Value
 from gshard.core.rule import Span
+from gshard.rewrite.equation_graph import Array
 from gshard.rules.elementwise import N_ARY, UNARY
 from gshard.rules.movement import one_array
 
-Array = Value | Constant
 Groups = tuple[tuple[int, ...], ...]  # for each dimension the sizes of those that it was merged from
 
 ELEMENTWISE = frozenset((*UNARY, *N_ARY)) - {"copy_p", "name", "optimization_barrier"}
@@ -53,7 +53,7 @@ class Fine:
 
 
 class Maker(Protocol):
-    """Who makes the equations."""
+    """Interface of the rewriter (``rewrite.split_merged_dims``)."""
 
     def either(self, x: Array) -> Fine:
         """An array in fine form, or one none of whose dimensions was merged."""
@@ -63,16 +63,9 @@ class Maker(Protocol):
         """The operands of an equation with their dimensions as in some groups; None if one was merged from others."""
         ...
 
-    def add(
-        self,
-        at: Equation,
-        params: dict[str, Any],
-        inputs: Sequence[Any],
-        shape: tuple[int, ...],
-        dtype: Any,
-        primitive: Any = None,
-    ) -> Value:
-        """One more equation, of the primitive of ``at`` or another one; its result."""
+    def add(self, at: Equation, params: dict[str, Any], inputs: Sequence[Array], shape: tuple[int, ...], dtype: Any,
+            primitive: Any = None) -> Value:  # fmt: skip
+        """Appends an equation, of the primitive of ``at`` or another one, and returns its result."""
         ...
 
     def note(self, e: Equation, array: Value, groups: Groups, which: int = 0) -> bool:
@@ -111,11 +104,14 @@ def groups_of(fine: Sequence[int], merged: Sequence[int]) -> Groups | None:
     return tuple(groups)
 
 
+def _emit(a: Maker, e: Equation, inputs: Sequence[Array], groups: Groups, **params: Any) -> bool:
+    """Computes an equation in fine form, with some parameters changed; True."""
+    return a.note(e, a.add(e, {**e.params, **params}, inputs, flat(groups), e.outputs[0].dtype), groups)
+
+
 def _transpose(a: Maker, e: Equation) -> bool:
     own, order = a.either(e.inputs[0]), e.params["permutation"]
-    groups = tuple(own.groups[d] for d in order)
-    made = a.add(e, {**e.params, "permutation": own.all_dims(order)}, (own.array,), flat(groups), e.outputs[0].dtype)
-    return a.note(e, made, groups)
+    return _emit(a, e, (own.array,), tuple(own.groups[d] for d in order), permutation=own.all_dims(order))
 
 
 def _broadcast(a: Maker, e: Equation) -> bool:
@@ -126,9 +122,9 @@ def _broadcast(a: Maker, e: Equation) -> bool:
             groups[d] = group
         elif len(group) > 1:
             return False
-    place = Fine(e.outputs[0], tuple(groups), frozenset())
-    params = {**e.params, "shape": flat(tuple(groups)), "broadcast_dimensions": place.all_dims(dims)}
-    return a.note(e, a.add(e, params, (own.array,), params["shape"], e.outputs[0].dtype), tuple(groups))
+    made = Fine(e.outputs[0], tuple(groups), frozenset())
+    sizes = {"shape": flat(made.groups), "broadcast_dimensions": made.all_dims(dims)}
+    return _emit(a, e, (own.array,), made.groups, **sizes)
 
 
 def _reduce(a: Maker, e: Equation) -> bool:
@@ -136,16 +132,12 @@ def _reduce(a: Maker, e: Equation) -> bool:
     if len(e.inputs) > 1 or (e.name.startswith("arg") and any(len(own.groups[d]) > 1 for d in axes)):
         return False
     groups = tuple(g for d, g in enumerate(own.groups) if d not in axes)
-    made = a.add(e, {**e.params, "axes": own.all_dims(axes)}, (own.array,), flat(groups), e.outputs[0].dtype)
-    return a.note(e, made, groups)
+    return _emit(a, e, (own.array,), groups, axes=own.all_dims(axes))
 
 
 def _along_one(a: Maker, e: Equation) -> bool:
     own, axis = a.either(e.inputs[0]), e.params["axis"]
-    if len(own.groups[axis]) > 1:
-        return False
-    params = {**e.params, "axis": own.dims(axis)[0]}
-    return a.note(e, a.add(e, params, (own.array,), own.array.shape, e.outputs[0].dtype), own.groups)
+    return len(own.groups[axis]) == 1 and _emit(a, e, (own.array,), own.groups, axis=own.dims(axis)[0])
 
 
 def _parts(a: Maker, e: Equation) -> bool:
@@ -189,8 +181,8 @@ def _pad(a: Maker, e: Equation) -> bool:
     if any(len(g) > 1 and any(c) for g, c in zip(own.groups, config, strict=True)):
         return False
     groups = tuple(g if len(g) > 1 else (n,) for g, n in zip(own.groups, out.shape, strict=True))
-    params = {"padding_config": tuple(c for g, c in zip(groups, config, strict=True) for _ in g)}
-    return a.note(e, a.add(e, params, (own.array, e.inputs[1]), flat(groups), out.dtype), groups)
+    every = tuple(c for g, c in zip(groups, config, strict=True) for _ in g)
+    return _emit(a, e, (own.array, e.inputs[1]), groups, padding_config=every)
 
 
 def _concatenate(a: Maker, e: Equation) -> bool:
@@ -203,14 +195,12 @@ def _concatenate(a: Maker, e: Equation) -> bool:
         return tuple((n,) if i == d else g for i, g in enumerate(own.groups))
 
     arrays, groups = a.operands(e, [with_own(x.shape[d]) for x in e.inputs]), with_own(out.shape[d])
-    return arrays is not None and a.note(
-        e, a.add(e, {"dimension": own.dims(d)[0]}, arrays, flat(groups), out.dtype), groups
-    )
+    return arrays is not None and _emit(a, e, arrays, groups, dimension=own.dims(d)[0])
 
 
 def _dot(a: Maker, e: Equation) -> bool:
     lhs, rhs = map(a.either, e.inputs)
-    (summed, batch), out = e.params["dimension_numbers"], e.outputs[0]
+    summed, batch = e.params["dimension_numbers"]
     for ours, theirs in (*zip(*summed, strict=True), *zip(*batch, strict=True)):
         if lhs.groups[ours] != rhs.groups[theirs]:
             return False
@@ -218,15 +208,13 @@ def _dot(a: Maker, e: Equation) -> bool:
     free = [[g for d, g in enumerate(x.groups) if d not in (*own, *shared)]
             for x, own, shared in zip((lhs, rhs), summed, batch, strict=True)]  # fmt: skip
     groups = (*(lhs.groups[d] for d in batch[0]), *free[0], *free[1])
-    params = {**e.params, "dimension_numbers": numbers}
-    return a.note(e, a.add(e, params, (lhs.array, rhs.array), flat(groups), out.dtype), groups)
+    return _emit(a, e, (lhs.array, rhs.array), groups, dimension_numbers=numbers)
 
 
 def _squeeze(a: Maker, e: Equation) -> bool:
     own, dims = a.either(e.inputs[0]), {d % len(e.inputs[0].shape) for d in e.params["dimensions"]}
     groups = tuple(g for d, g in enumerate(own.groups) if d not in dims)
-    made = a.add(e, {"dimensions": own.all_dims(sorted(dims))}, (own.array,), flat(groups), e.outputs[0].dtype)
-    return a.note(e, made, groups)
+    return _emit(a, e, (own.array,), groups, dimensions=own.all_dims(sorted(dims)))
 
 
 def _gather(a: Maker, e: Equation) -> bool:
@@ -251,13 +239,12 @@ def _gather(a: Maker, e: Equation) -> bool:
         start_indices_batching_dims=at.all_dims(numbers.start_indices_batching_dims),
     )
     slices = tuple(n for d, g in enumerate(x.groups) for n in ((1,) * len(g) if d in batch else (sizes[d],)))
-    params = {**e.params, "dimension_numbers": numbers, "slice_sizes": slices}
-    return a.note(e, a.add(e, params, arrays, flat(groups), out.dtype), groups)
+    return _emit(a, e, arrays, groups, dimension_numbers=numbers, slice_sizes=slices)
 
 
 def _scatter(a: Maker, e: Equation) -> bool:
     """Each row of merged ones is written to in its own row."""
-    (x, at, updates), numbers, out = e.inputs, e.params["dimension_numbers"], e.outputs[0]
+    (x, at, updates), numbers = e.inputs, e.params["dimension_numbers"]
     places = a.either(at)
     batch = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     groups = tuple(places.groups[batch[d]] if d in batch else (n,) for d, n in enumerate(x.shape))
@@ -274,8 +261,7 @@ def _scatter(a: Maker, e: Equation) -> bool:
         operand_batching_dims=own.all_dims(numbers.operand_batching_dims),
         scatter_indices_batching_dims=places.all_dims(numbers.scatter_indices_batching_dims),
     )
-    made = a.add(e, {**e.params, "dimension_numbers": numbers}, arrays, flat(groups), out.dtype)
-    return a.note(e, made, groups)
+    return _emit(a, e, arrays, groups, dimension_numbers=numbers)
 
 
 def _interleaved(windows: Sequence[tuple[int, ...]], rest: Sequence[tuple[int, ...]], at: Sequence[int]) -> Groups:

@@ -16,28 +16,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
-from gshard.core.program import Constant, Equation, Value
+from gshard.core.program import Equation, Value
 from gshard.core.rule import REDUCE
 from gshard.rewrite.driver import over
 from gshard.rewrite.equation_graph import Array, Graph, Others, again
 from gshard.rules.elementwise import N_ARY, UNARY
 from gshard.rules.movement import one_array
+from gshard.tracing.known import Facts
 
 _ELEMENTWISE = frozenset((*UNARY, *N_ARY)) - {"copy_p", "name", "optimization_barrier"}
 _TIMES = 4  # elements that are computed for one that is kept
 _NEARLY = 1.25  # where it is hardly more than one
 _NODES = 64  # arrays that are followed
-_OF_PLACES: dict[str, Callable[..., Any]] = {
-    "ge": np.greater_equal, "le": np.less_equal, "eq": np.equal, "and": np.logical_and, "sub": np.subtract,
-    "rem": np.fmod,
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +87,15 @@ class _Frames:
                 self.summed.update(e.outputs)
         # A padded array that is moved on is not computed at all (``rewrite.compose_movement``).
         self.moved = {x for e in graph.equations if self._moves(e) for x in e.inputs}
+
+    @functools.cached_property
+    def known(self) -> Facts:
+        """The values that follow from positions along one dimension."""
+        facts = Facts(most=2**31)
+        for e in self.graph.equations:
+            if len(e.outputs) == 1 and len(e.outputs[0].shape) <= 1:
+                facts.note(e)
+        return facts
 
     def _moves(self, e: Equation) -> bool:
         if e.name in ("add", "add_any"):
@@ -184,8 +190,8 @@ class _Frames:
         """Where flags at known places may be true: bool [n] for some dimensions."""
         e = self.producer(x)
         if len(x.shape) == 1:
-            line = self.line(x)
-            return {} if line is None or line.shape != x.shape else {0: line}
+            line = self.known.of(x)
+            return {} if line is None or not line.whole else {0: line.values}
         if e is not None and e.name == "broadcast_in_dim":
             dims, own = e.params["broadcast_dimensions"], self.places(e.inputs[0])
             return {dims[d]: line for d, line in own.items() if len(line) == x.shape[dims[d]]}
@@ -193,20 +199,6 @@ class _Frames:
             return {}
         a, b = map(self.places, e.inputs)
         return {d: a[d] & b[d] if d in a and d in b else a.get(d, b.get(d)) for d in {**a, **b}}
-
-    def line(self, x: Array) -> Any:
-        """A number, or what is computed along one dimension of its positions; None if more is needed."""
-        if isinstance(x, Constant):
-            return np.asarray(x.value) if x.shape == () else None
-        e = self.producer(x)
-        if e is None or len(x.shape) > 1:
-            return None
-        if e.name == "iota":
-            return np.arange(x.shape[0], dtype=x.dtype)
-        operands = [self.line(y) for y in e.inputs]
-        if e.name not in _OF_PLACES or any(y is None for y in operands):
-            return None
-        return _OF_PLACES[e.name](*operands)
 
 
 def _computed(node: _Node, arrays: Mapping[Array, Any], known: dict[Any, Any]) -> Any:

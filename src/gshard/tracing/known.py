@@ -46,9 +46,14 @@ class Known:
 
 
 class Facts:
-    """What is known of the values of a program, while it is being read."""
+    """The known values of a program that is traced.
 
-    def __init__(self) -> None:
+    Args:
+        most: elements of an array that is followed.
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
         self._known: dict[Value, Known] = {}
         self.windows: set[Array] = set()  # numbers, what is cut out of arrays, and what is computed of both
 
@@ -77,7 +82,7 @@ class Facts:
         if name == "slice" or of_a_number or (arrays and name in _ELEMENTWISE and self.windows.issuperset(arrays)):
             self.windows.add(output)
         kind = getattr(output.dtype, "kind", "")
-        if (kind not in ("i", "u", "b") and output.dtype != np.float32) or math.prod(output.shape) > _MOST:
+        if (kind not in ("i", "u", "b") and output.dtype != np.float32) or math.prod(output.shape) > self._most:
             return
         if name == "iota":
             shape, d = params["shape"], params["dimension"]
@@ -109,6 +114,8 @@ def _followed(e: Equation, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
     floats = any(x.dtype.kind == "f" for x in arrays)
     if name == "div" and not (floats and all(np.frexp(x)[0] in (0.5, -0.5) for x in np.unique(arrays[1]))):
         return None  # some devices multiply by the inverse
+    if name == "rem" and not arrays[1].all():
+        return None
     with np.errstate(all="ignore"):
         wide = [x.astype(np.float64) if x.dtype.kind == "f" else x for x in arrays]
         values = np.asarray(_FOLLOWED[name](e.params, *wide) if index is None else elements(index[0], wide))
@@ -174,6 +181,8 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
     "add": _plain(np.add),
     "sub": _plain(np.subtract),
     "mul": _plain(np.multiply),
+    "rem": _plain(np.fmod),
+    "and": _plain(np.bitwise_and),
     "max": _plain(np.maximum),
     "min": _plain(np.minimum),
     "clamp": _plain(lambda low, x, high: np.minimum(np.maximum(x, low), high)),
