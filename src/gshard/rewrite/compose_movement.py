@@ -215,7 +215,7 @@ class _Movement:
             source, config, number = window
             if result is None and all(c == (0, 0) for c in config):
                 return source
-            return self._note(x, self._moved(source, config, number, self._result(x, result, source), e), out)
+            return self._moved(x, source, config, number, e, out, result)
         ways = [(axis, self.along(x, axis)) for axis in range(len(x.shape))]
         ways = [(axis, segments) for axis, segments in ways if segments[0].source != x]
         if any(all(p.is_number for p in segments) for _, segments in ways):
@@ -228,30 +228,18 @@ class _Movement:
             return self._make(segments[0].source, result, e, out)
         return self._join(x, axis, segments, e, out, result=result)
 
-    def _join(
-        self,
-        x: Array | Window,
-        axis: int,
-        segments: Sequence[Segment],
-        e: Equation,
-        out: list[Equation],
-        *,
-        result: Value | None = None,
-        added: bool = False,
-    ) -> Array | None:
+    def _join(self, x: Array | Window, axis: int, segments: Sequence[Segment], e: Equation, out: list[Equation], *,
+              result: Value | None = None, added: bool = False) -> Array | None:  # fmt: skip
         sources = [p.source if p.is_number else self._make(p.source, None, e, out) for p in segments]
         if any(s is None for s in sources):
             return None
         given = tuple(s for s in sources if isinstance(s, Value | Constant))
         array = next(s for s in given if s.shape)
-        target = self._result(x, result, array)
-        entire = all(p.is_all_of(axis) for p in segments)
+        if not added and all(p.is_all_of(axis) for p in segments):
+            return self._add(x, lax.concatenate_p, {"dimension": axis}, given, array.dtype, e, out, result)
         cuts = tuple((p.start, p.end) for p in segments)
-        params: dict[str, Any] = {"dimension": axis, "slices": cuts, "added": added}
-        primitive = concatenate_slices_p
-        if entire and not added:
-            params, primitive = {"dimension": axis}, lax.concatenate_p
-        return self._note(x, self.graph.writer.equation(primitive, params, given, (target,), e.source_info), out)
+        params = {"dimension": axis, "slices": cuts, "added": added}
+        return self._add(x, concatenate_slices_p, params, given, array.dtype, e, out, result)
 
     def _as_window(self, x: Array | Window) -> tuple[Value, list[tuple[int, int]], Any] | None:
         """An array as what ``lax.pad`` can make of another one, if it can."""
@@ -277,22 +265,17 @@ class _Movement:
                 return None
         return None if source is x else (source, config, None if number is None else number.source)
 
-    def _moved(
-        self, source: Value, config: Sequence[tuple[int, int]], number: Array | None, result: Value, e: Equation
-    ) -> Equation:
+    def _moved(self, x: Array | Window, source: Value, config: Sequence[tuple[int, int]], number: Array | None,
+               e: Equation, out: list[Equation], result: Value | None) -> Value:  # fmt: skip
         if number is not None:
             params: dict[str, Any] = {"padding_config": tuple((low, high, 0) for low, high in config)}
-            return self.graph.writer.equation(lax.pad_p, params, (source, number), (result,), e.source_info)
+            return self._add(x, lax.pad_p, params, (source, number), source.dtype, e, out, result)
         starts = tuple(-low for low, _ in config)
         limits = tuple(n + high for n, (_, high) in zip(source.shape, config, strict=True))
         params = {"start_indices": starts, "limit_indices": limits, "strides": None}
-        return self.graph.writer.equation(lax.slice_p, params, (source,), (result,), e.source_info)
+        return self._add(x, lax.slice_p, params, (source,), source.dtype, e, out, result)
 
-    def _result(self, x: Array | Window, result: Value | None, source: Array) -> Value:
-        return self.graph.writer.fresh(x.shape, source.dtype) if result is None else result
-
-    def _note(self, x: Array | Window, e: Equation, out: list[Equation]) -> Value:
-        out.append(e)
-        (v,) = e.outputs
-        self.made_now[x] = v
-        return v
+    def _add(self, x: Array | Window, primitive: Any, params: dict[str, Any], inputs: Sequence[Array], dtype: Any,
+             e: Equation, out: list[Equation], result: Value | None) -> Value:  # fmt: skip
+        self.made_now[x] = value = self.graph.add(out, e, primitive, params, inputs, x.shape, dtype, result)
+        return value

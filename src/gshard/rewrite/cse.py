@@ -16,16 +16,8 @@ from gshard.core.program import Constant, Equation, Value
 _NOT_SHARED = ("broadcast_in_dim", "optimization_barrier", "rng_uniform", "device_put")
 
 # Each run draws other numbers, or has an effect outside of the program.
-_IMPURE = (
-    "rng_uniform",
-    "pure_callback",
-    "io_callback",
-    "debug_callback",
-    "debug_print",
-    "inspect_sharding",
-    "ffi_call",
-    "infeed",
-    "outfeed",
+_IMPURE = frozenset(
+    "rng_uniform pure_callback io_callback debug_callback debug_print inspect_sharding ffi_call infeed outfeed".split()
 )
 
 # They have no rule, because they work on devices and not on arrays. Each run gives the same results.

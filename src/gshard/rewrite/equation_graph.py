@@ -32,15 +32,12 @@ class Writer(Protocol):
 
     def fresh(self, shape: tuple[int, ...], dtype: Any, weak: bool = False) -> Value:
         """A new value."""
-        ...
 
     def equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
         """An equation with its rule, blamed on a line of the user's."""
-        ...
 
     def made_of(self, jaxpr: Any, consts: Any, arrays: Any, line: Any = None) -> tuple[list[Equation], list[Array]]:
         """The equations of a jaxpr on some arrays, and its results."""
-        ...
 
 
 class Graph:

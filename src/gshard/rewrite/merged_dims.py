@@ -57,20 +57,16 @@ class Maker(Protocol):
 
     def either(self, x: Array) -> Fine:
         """An array in fine form, or one none of whose dimensions was merged."""
-        ...
 
     def operands(self, e: Equation, groups: Sequence[Groups]) -> list[Array] | None:
         """The operands of an equation with their dimensions as in some groups; None if one was merged from others."""
-        ...
 
     def add(self, at: Equation, params: dict[str, Any], inputs: Sequence[Array], shape: tuple[int, ...], dtype: Any,
             primitive: Any = None) -> Value:  # fmt: skip
         """Appends an equation, of the primitive of ``at`` or another one, and returns its result."""
-        ...
 
     def note(self, e: Equation, array: Value, groups: Groups, which: int = 0) -> bool:
         """Notes what a result of an equation is in fine form."""
-        ...
 
 
 def flat(groups: Groups) -> tuple[int, ...]:

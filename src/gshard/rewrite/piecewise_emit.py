@@ -40,11 +40,6 @@ class _Emitter:
         self.region, self.writer = region, writer
         self.pieces: dict[Array, list[Value]] = {}
 
-    def write(
-        self, function: Callable[..., Any], e: Equation, inputs: Sequence[Value], outputs: Sequence[Value]
-    ) -> list[Equation]:
-        return written(self.writer, function, inputs, outputs, e)
-
     def instead_of(self, e: Equation) -> list[Equation]:
         out: list[Equation] = []
         for x in dict.fromkeys(e.inputs):
@@ -68,13 +63,13 @@ class _Emitter:
     def bring(self, x: Array, e: Equation) -> Sequence[Equation]:
         dim, layout = self.region.dims[x], self.region.layouts[x]
         if isinstance(x, Value):
-            return self.write(lambda array: brought(array, dim, layout), e, [x], self.pieces[x])
+            return written(self.writer, lambda array: brought(array, dim, layout), [x], self.pieces[x], e)
         array = x.value
-        return self.write(lambda: brought(jnp.asarray(array), dim, layout), e, [], self.pieces[x])
+        return written(self.writer, lambda: brought(jnp.asarray(array), dim, layout), [], self.pieces[x], e)
 
     def join(self, v: Value, e: Equation) -> Sequence[Equation]:
         dim, layout = self.region.dims[v], self.region.layouts[v]
-        return self.write(lambda *parts: [joined(parts, dim, layout)], e, self.pieces[v], [v])
+        return written(self.writer, lambda *parts: [joined(parts, dim, layout)], self.pieces[v], [v], e)
 
     def computed(self, e: Equation, t: Touch) -> list[Equation]:
         layout = next(self.region.layouts[x] for x, d in _touched(e, t) if d is not None)
@@ -131,7 +126,7 @@ class _Emitter:
             ]
             return [y for found in function(operands) for y in (found if isinstance(found, list) else [found])]
 
-        return list(self.write(flat, e, given, made))
+        return written(self.writer, flat, given, made, e)
 
 
 def _touched(e: Equation, t: Touch) -> list[tuple[Array, int | None]]:

@@ -166,32 +166,19 @@ def _plain(f: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *arrays: f(*arrays)
 
 
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "convert_element_type": lambda x: x, "select_n": _selected, "floor": np.floor, "ceil": np.ceil, "div": np.divide,
+    "neg": np.negative, "add": np.add, "sub": np.subtract, "mul": np.multiply, "rem": np.fmod, "and": np.bitwise_and,
+    "max": np.maximum, "min": np.minimum, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+}  # fmt: skip
 _FOLLOWED: dict[str, Callable[..., Any]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": lambda params, x: x.reshape(params["new_sizes"]),
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     "transpose": lambda params, x: x.transpose(params["permutation"]),
     "rev": lambda params, x: np.flip(x, tuple(params["dimensions"])),
-    "convert_element_type": _plain(lambda x: x),
-    "select_n": _plain(_selected),
-    "floor": _plain(np.floor),
-    "ceil": _plain(np.ceil),
-    "div": _plain(np.divide),
-    "neg": _plain(np.negative),
-    "add": _plain(np.add),
-    "sub": _plain(np.subtract),
-    "mul": _plain(np.multiply),
-    "rem": _plain(np.fmod),
-    "and": _plain(np.bitwise_and),
-    "max": _plain(np.maximum),
-    "min": _plain(np.minimum),
-    "clamp": _plain(lambda low, x, high: np.minimum(np.maximum(x, low), high)),
-    "lt": _plain(np.less),
-    "le": _plain(np.less_equal),
-    "gt": _plain(np.greater),
-    "ge": _plain(np.greater_equal),
-    "eq": _plain(np.equal),
-    "ne": _plain(np.not_equal),
+    **{name: _plain(f) for name, f in _PLAIN.items()},
 }
 
 
