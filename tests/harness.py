@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas
 
+from gshard.rewrite.banded_product import band_of
 from gshard.rules.banded import banded_p
-from gshard.tracing.bands import band_of
 
 
 @dataclasses.dataclass(frozen=True)

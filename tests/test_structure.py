@@ -18,8 +18,8 @@ SRC = ROOT / "src"
 
 # An import may point to an earlier layer or to its own.
 LAYERS = [
-    "core", "comm", "language", "rules", "tracing", "solver", "passes", "analysis", "remat", "search", "simulator",
-    "testing", "api", "moe", "ahead_of_time", "planning", "named_target", "baselines", "__main__",
+    "core", "comm", "language", "rules", "tracing", "rewrite", "solver", "passes", "analysis", "remat", "search",
+    "simulator", "testing", "api", "moe", "ahead_of_time", "planning", "named_target", "baselines", "__main__",
 ]  # fmt: skip
 MAX_LINES = 400
 LONG_FILES: set[str] = set()  # exceptions, each with its reason
@@ -28,7 +28,7 @@ OPTIONAL = {"matplotlib", "rich", "scipy"}
 # May be the name of several modules.
 TWINS = {"__init__"}
 BANNED_STEMS = {"utils", "util", "helpers", "helper", "common", "misc"}
-MAY_NAME_PRIMITIVES = ("rules/", "language/", "tracing/", "core/jax_adapter", "simulator/")
+MAY_NAME_PRIMITIVES = ("rules/", "language/", "tracing/", "rewrite/", "core/jax_adapter", "simulator/")
 # Collectives are JAX primitives too, but these words are the names of our steps and reductions.
 COLLECTIVES = {"all_gather", "all_to_all", "psum_scatter", "reduce_scatter", "axis_index"}
 # "add" may be a reduction, "dot_general" cannot.

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from gshard.rewrite.banded_product import band_of
 from gshard.rules.banded import Band, banded_p
-from gshard.tracing.bands import band_of
 from sampled import crossed
 
 METHODS = "linear", "cubic", "lanczos3"

@@ -13,8 +13,8 @@ from jax import lax
 
 from gshard.core.program import Equation, Program, Value
 from gshard.passes.trace import trace
-from gshard.tracing.in_pieces import Touch, in_pieces, may_be_in_pieces, touched
-from gshard.tracing.pieces import Layout, Piece, segments_of, sources_of, starts_of, whole
+from gshard.rewrite.piecewise_equation import Touch, in_pieces, may_be_in_pieces, touched
+from gshard.rewrite.piecewise_layout import Layout, Piece, segments_of, sources_of, starts_of, whole
 from harness import Row, rows
 from sampled import sampled_rows
 

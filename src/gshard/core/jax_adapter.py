@@ -106,17 +106,22 @@ def scopes_of(source_info: Any) -> tuple[str, ...]:
 
 
 class as_if_at:
-    """What is traced inside gets the source line and the named scopes of another equation."""
+    """What is traced inside gets the source line and the named scopes of another equation.
 
-    __slots__ = ("_context", "_source_info")
+    Args:
+        source_info: the equation's.
+        alone: whether it gets no other scopes, such as those of an outer ``as_if_at``.
+    """
 
-    def __init__(self, source_info: Any):
-        self._source_info = source_info
+    __slots__ = ("_alone", "_context", "_source_info")
+
+    def __init__(self, source_info: Any, *, alone: bool = False):
+        self._source_info, self._alone = source_info, alone
 
     def __enter__(self) -> None:
         source, names = self._source_info, _source_info_util.current_name_stack()
         if source is not None:
-            names = names + source.name_stack
+            names = source.name_stack if self._alone else names + source.name_stack
         self._context = _source_info_util.user_context(getattr(source, "traceback", None), name_stack=names)
         self._context.__enter__()
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from gshard.core.context import NO_CONTEXT, Context
 from gshard.core.dropped import Dropped
+from gshard.core.fired import Fired
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.layout import Layout, Named
@@ -216,6 +217,7 @@ class Program:
         input_memories: for each input the memory kind in which it comes; those of its type if it is empty.
         output_memories: the same for each result.
         dropped: what the function says and the program does not keep.
+        fired: the rewrites that fired (``gshard.rewrite``), in order.
     """
 
     block: Block
@@ -235,6 +237,7 @@ class Program:
     input_memories: tuple[str, ...] = ()
     output_memories: tuple[str, ...] = ()
     dropped: tuple[Dropped, ...] = ()
+    fired: tuple[Fired, ...] = ()
 
     def input_memory(self, i: int) -> str:
         """The memory kind in which an input comes."""

@@ -41,6 +41,20 @@ def moves(*positions: int) -> list[tuple[str, tuple[int, ...]]]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """Elements of an operand along one dimension: every ``step``-th from ``start`` on; of a number, copies of it."""
+
+    operand: int
+    start: int
+    count: int
+    step: int = 1
+
+
+Index = tuple[tuple[Span, ...], ...]
+"""For each dimension of a result the spans that it consists of, in order; none where nothing moves."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Factor:
     """One loop: its global size, kind, and for a ``reduce`` factor the monoid that combines parts.
 
@@ -108,6 +122,8 @@ class Rule:
         on_mesh: ``on_mesh(mesh)``: the rule that takes this one's place on a mesh, where it depends on that.
         why: why nothing can be split, where ``known`` is False for another reason than that there is no rule.
         manual: what it has to do with the manual axes of a ``shard_map``, if it is at its border or communicates in it.
+        index: for each result where its elements come from, if the equation does nothing but move them along
+            dimensions, in order; None otherwise. Along several dimensions only those of one array move.
     """
 
     factors: tuple[Factor, ...]
@@ -131,6 +147,7 @@ class Rule:
     on_mesh: Callable[..., Rule] | None = None
     why: str = ""
     manual: Manual | None = None
+    index: tuple[Index, ...] | None = None
 
     def permitting(self, more: Iterable[tuple[Way, frozenset[str] | None]]) -> Rule:
         """The rule with more ways in which parts may pass, each limited to some mesh axes (None: to none).
@@ -241,6 +258,7 @@ class RuleMaker:
         on_mesh: Callable[..., Rule] | None = None,
         why: str = "",
         manual: Manual | None = None,
+        index: Iterable[Index] | None = None,
     ) -> Rule:
         """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
         if flops is None:
@@ -269,6 +287,7 @@ class RuleMaker:
             on_mesh,
             why,
             manual,
+            None if index is None else tuple(index),
         )
 
 

@@ -9,7 +9,7 @@ infinities, nor flush to zero, where it would not do so to the sum:
                         sums come near the largest number of the dtype
     multiplications     of integers (modulo 2^n all of it is exact), not of floats: 10 makes infinities of 3e38 and
                         -3e38, 1/8 makes zero of 2e-38, and 0 makes NaN of infinities. In loops that add up what they
-                        have scaled there is an exception (``tracing.added_in_rounds``)
+                        have scaled there is an exception (``rewrite.scale_in_rounds``)
     wider types         that end where the narrower one does: bfloat16 to float32. A sum of float32 that is infinite
                         would be finite in float64
     what was looked up  is picked, not added: one device holds it, the others zero bits. It passes what leaves zero as

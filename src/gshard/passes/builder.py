@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 
 from gshard.core.context import NO_CONTEXT, Context
 from gshard.core.dropped import Dropped
+from gshard.core.fired import Fired
 from gshard.core.jax_adapter import (
     as_if_at,
     closed,
@@ -28,7 +29,12 @@ from gshard.language.ledger import check_arrays, dropped
 from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
-from gshard.tracing.added_in_rounds import added_in_rounds
+from gshard.rewrite.cse import common_key
+from gshard.rewrite.dce import without_dead_code
+from gshard.rewrite.driver import Rewrite, run
+from gshard.rewrite.rewrites import TRACE
+from gshard.rewrite.scale_in_rounds import added_in_rounds
+from gshard.rewrite.segments import in_segments
 from gshard.tracing.demanded import demanded
 from gshard.tracing.expand import (
     expansion,
@@ -45,10 +51,6 @@ from gshard.tracing.nested_shardings import with_shardings_as_marks
 from gshard.tracing.opened import may_be_opened, opened
 from gshard.tracing.partly_manual import opened_region
 from gshard.tracing.permitted import permit_from
-from gshard.tracing.rewritten import rewritten
-from gshard.tracing.segments import in_segments
-from gshard.tracing.subexpression import common_key
-from gshard.tracing.unread import without_unread
 
 
 @dataclasses.dataclass
@@ -69,6 +71,8 @@ class Builder:
     layout: Layout | None = None
     context: Context = NO_CONTEXT
     dropped: list[Dropped] = dataclasses.field(default_factory=list)
+    rewrites: Sequence[Rewrite] = TRACE
+    fired: list[Fired] = dataclasses.field(default_factory=list)
     named: list[Named] = dataclasses.field(default_factory=list)
     facts: Facts = dataclasses.field(default_factory=Facts)
     looks: Looks | None = None
@@ -101,16 +105,18 @@ class Builder:
         body = _Body()
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
-        equations = without_unread(body.equations, outputs, makes_indices)
+        equations = without_dead_code(body.equations, outputs, makes_indices)
         around = self.context
         equations = in_segments(equations, outputs, self._rewritten)
         self.context = around
         return Block(tuple(inputs), tuple(equations), outputs)
 
     def _rewritten(self, context: Context, equations: Sequence[Equation], outputs: Sequence[Any]) -> Sequence[Equation]:
-        """The equations of a segment as those that they become."""
+        """The equations of a segment after all rewrites."""
         self.context = context
-        return rewritten(equations, outputs, self._fresh, self._equation, self.made_of)
+        rewritten, fired = run(self.rewrites, equations, outputs, self)
+        self.fired += fired
+        return rewritten
 
     def made_of(self, jaxpr: Any, consts: Any, arrays: Any, line: Any = None) -> tuple[list[Equation], list[Any]]:
         """The equations of a jaxpr on some arrays, and its results."""
@@ -178,17 +184,18 @@ class Builder:
                 continue
             check_arrays(eqn, source)
             outputs = tuple(self._new(env, v) for v in eqn.outvars)
-            out.equations.append(self._equation(eqn.primitive, params, inputs, outputs, source))
+            out.equations.append(self.equation(eqn.primitive, params, inputs, outputs, source))
             if key is not None:
                 out.known[key] = out.equations[-1]
             if len(outputs) == 1:
-                self.facts.note(name, params, inputs, outputs[0])
+                self.facts.note(out.equations[-1])
             self._kept_in_parts(eqn, env, out, source)
         if self.looks:
             self.looks.note(env)
         self.context = outer
 
-    def _equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
+    def equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
+        """An equation with its rule, or its region, blamed on a line of the user's."""
         region = REGIONS.get(primitive.name)
         if region is not None:
             same = itertools.chain(region.same(params), itertools.repeat(range(0)))
@@ -229,7 +236,7 @@ class Builder:
         key = common_key(mark_p, params, (x,), self.context)
         made = None if key is None else out.known.get(key)
         if made is None:
-            made = self._equation(mark_p, params, (x,), (self._new({}, variable),), source)
+            made = self.equation(mark_p, params, (x,), (self._new({}, variable),), source)
             out.equations.append(made)
             if key is not None:
                 out.known[key] = made
@@ -266,12 +273,13 @@ class Builder:
         at = [i for i, x in enumerate(inputs) if isinstance(x, Value)]
         given = tuple(inputs[i] for i in at)
         fresh = tuple(Value(x.shape, x.dtype, next(self.counter), on_host=x.on_host) for x in given)
-        out.equations.append(self._equation(optimization_barrier_p, {}, given, fresh, source))
+        out.equations.append(self.equation(optimization_barrier_p, {}, given, fresh, source))
         hidden = dict(zip(at, fresh, strict=True))
         return tuple(hidden.get(i, x) for i, x in enumerate(inputs))
 
-    def _fresh(self, shape: tuple[int, ...], dtype: Any) -> Value:
-        return Value(shape, dtype, next(self.counter), made=True)
+    def fresh(self, shape: tuple[int, ...], dtype: Any, weak: bool = False) -> Value:
+        """A new value that stands for none of the user's arrays."""
+        return Value(shape, dtype, next(self.counter), weak, made=True)
 
     def _new(self, env: dict[Any, Any], var: Any) -> Value:
         aval = var.aval

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from gshard import rules as _rules
 from gshard.core.garbage import collected_seldom
@@ -28,7 +27,7 @@ from gshard.core.mark import Mark
 from gshard.core.memory_kinds import is_on_host, kind_in_space
 from gshard.core.paths import leaf_names
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Block, Equation, Program, Value
+from gshard.core.program import Block, Program
 from gshard.core.wide import dtypes_in, wide_enough_for
 from gshard.passes.builder import Builder
 from gshard.tracing.by_jax import closed_of, name_of
@@ -126,6 +125,7 @@ def program_of(
         return Program(
             block, tuple(consts), marks, every, out_tree, name, weak, tuple(builder.named), layout, mutable,
             finite=finite, input_memories=come, output_memories=leave, dropped=tuple(dict.fromkeys(builder.dropped)),
+            fired=tuple(builder.fired),
         )  # fmt: skip
 
     program = made(looks.plain, looks)
@@ -140,29 +140,3 @@ def block_of(jaxpr: Any, program: Program | None) -> Block:
     """The equations of a jaxpr that is there already, such as that of the per-device program of a program."""
     block = Builder().block(jaxpr_without_dead_code(jaxpr))
     return with_names_of_files(block, None if program is None else program.block)
-
-
-@no_mesh_set()
-def equations_of(whole: Any, e: Equation, numbers: Iterator[int]) -> tuple[Equation, ...]:
-    """The equations of a closed jaxpr that stands for an equation; new values are numbered so."""
-    builder = Builder(numbers, context=e.context)
-    made, results = builder.made_of(*closed(whole), e.inputs, e.source_info)
-    own = {v for q in made for v in q.outputs}
-    result: dict[Any, Value] = {}
-    for x, v in zip(results, e.outputs, strict=True):
-        if x in own and x not in result:
-            result[x] = v
-            continue
-        # What is computed twice was computed once, and what is given back as it came not at all: a copy has its name.
-        copied = jax.make_jaxpr(jnp.copy)(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=v.weak))
-        copies, (copy,) = builder.made_of(*closed(copied), (x,), e.source_info)
-        made, result[copy] = [*made, *copies], v
-    return tuple(
-        dataclasses.replace(
-            q,
-            inputs=tuple(result.get(x, x) for x in q.inputs),
-            outputs=tuple(result.get(x, x) for x in q.outputs),
-            file=e.file,
-        )
-        for q in made
-    )

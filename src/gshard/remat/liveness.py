@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from gshard.core.program import Equation, Value
 from gshard.passes.device_program import REGION, Kernel, Kernels
-from gshard.tracing.subexpression import is_repeatable
+from gshard.rewrite.cse import is_pure
 
 # Seconds of one run of a kernel, bodies and rounds of loops included.
 Seconds = Callable[[Kernel], float]
@@ -66,7 +66,7 @@ class Liveness:
             kernel = self.kernel(pending.pop())
             if kernel in found:
                 continue
-            if kernel.kind == REGION or not all(map(is_repeatable, (kernel.equation, *kernel.fused))):
+            if kernel.kind == REGION or not all(map(is_pure, (kernel.equation, *kernel.fused))):
                 return None
             found[kernel] = None
             if len(found) > 64:

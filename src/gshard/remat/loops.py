@@ -20,7 +20,7 @@ from gshard.language.region import with_edges
 from gshard.passes.device_program import REGION, Kernel, size
 from gshard.remat.liveness import Liveness, Seconds
 from gshard.remat.straight_line import without_dead_code
-from gshard.tracing.subexpression import common_key, is_repeatable
+from gshard.rewrite.cse import common_key, is_pure
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ def _read(loop: Equation) -> Iterator[tuple[tuple[bool, Value | Constant], Value
 
 
 def _key(e: Equation, inputs: Sequence[Value | Constant]) -> Any:
-    return common_key(e.primitive, e.params, inputs, e.context) if is_repeatable(e) else None
+    return common_key(e.primitive, e.params, inputs, e.context) if is_pure(e) else None
 
 
 def _pairs(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> Iterator[_Pair]:
@@ -168,7 +168,7 @@ def _backward_slice(pair: _Pair, dropped: set[Value]) -> tuple[list[Equation], s
         if x not in producer:
             inputs.add(x)
         elif producer[x] not in equations:
-            if not is_repeatable(producer[x]):
+            if not is_pure(producer[x]):
                 return None
             equations[producer[x]] = None
             pending += producer[x].inputs

@@ -40,7 +40,7 @@ from gshard.language.interpret import Interpreter, value_of
 from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
 from gshard.remat.replay import run_by
 from gshard.remat.straight_line import without_dead_code
-from gshard.tracing.subexpression import is_repeatable
+from gshard.rewrite.cse import is_pure
 
 
 @with_tables
@@ -128,7 +128,7 @@ def _ahead(loop: Equation, body: Kernels, waited: set[Equation], *, stacks: bool
     able = []
     for e in loop.blocks[0].equations:
         reads = {v for v in e.inputs if isinstance(v, Value)}
-        if reads <= early and e.rule is not None and e.name not in KINDS and is_repeatable(e):
+        if reads <= early and e.rule is not None and e.name not in KINDS and is_pure(e):
             able.append(e)
             early.update(e.outputs)
             sliced.update(e.outputs if reads & sliced else ())

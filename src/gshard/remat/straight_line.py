@@ -16,7 +16,7 @@ from gshard.core.program import Block, Constant, Equation, Value
 from gshard.language.registry import Call, rule_of
 from gshard.passes.device_program import PASSING, kind_of, size
 from gshard.remat.liveness import Liveness, Seconds
-from gshard.tracing.subexpression import is_repeatable
+from gshard.rewrite.cse import is_pure
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,7 +178,7 @@ def without_dead_code(block: Block) -> Block:
     needed = {v for v in block.outputs if isinstance(v, Value)}
     kept = []
     for e in reversed(block.equations):
-        if needed.isdisjoint(e.outputs) and is_repeatable(e):
+        if needed.isdisjoint(e.outputs) and is_pure(e):
             continue
         kept.append(e)
         needed.update(v for v in e.inputs if isinstance(v, Value))

@@ -5,7 +5,7 @@ image's rows are split, a device needs what its own results read, a halo, and no
 
     y[j] = sum over k of weights[j, k] * x[starts[j] + k]       1/4 x[3] + 3/4 x[4], 3/4 x[4] + 1/4 x[5], ...
 
-``tracing.bands`` says which products are such. Results that are read in one pattern (``p`` of them for every ``q``
+``rewrite.banded_product`` finds such products. Results that are read in one pattern (``p`` of them for every ``q``
 elements) are sums of slices with stride ``q``, laid side by side; others are looked up.
 
 The product multiplies every element by a number, be it zero, and zero times infinity is NaN. So elements that are not

@@ -1,4 +1,4 @@
-"""Concatenation of slices as one equation, so that each element moves once (``tracing.in_a_row`` finds them).
+"""Concatenation of slices as one equation, so that each element moves once (``rewrite.compose_movement`` finds them).
 
 It communicates: part ``i`` of the result takes from each operand the window where its segment and the part overlap. An
 operand without dimensions is a number; as many copies of it as its segment is long are made in place. In derivatives a

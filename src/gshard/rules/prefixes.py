@@ -2,8 +2,8 @@
 
 It is written as a recursion over pairs of neighbours: slices of every second element, which are combined, scanned and
 interleaved again, in as many levels as the number of elements can be halved. Split, each level has parts of its own.
-As one equation (``tracing.scanned`` finds it) it takes two steps: every device scans its part, and what all before it
-come to, one element of each device, is combined with all of it.
+As one equation (``rewrite.match_associative_scan`` finds it) it takes two steps: every device scans its part, and what
+all before it come to, one element of each device, is combined with all of it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from gshard.comm.steps import PERMUTE
 from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
+from gshard.core.rule import REDUCE, Rule, RuleMaker, Span, moves
 from gshard.core.split import Split
 from gshard.core.xla_workarounds import ppermute
 from gshard.language.registry import Call, rule
@@ -96,7 +96,15 @@ def slice_(call: Call) -> Rule:
                 shape[d] = target[d]
         return total
 
-    return make.rule([dims], [result], local=local, masks_itself=True, sends=sends, linear=moves(0))
+    spans = zip(source, starts, target, strides, strict=True)
+    index = tuple(_taken(n, int(start), m, int(stride)) for n, start, m, stride in spans)
+    linear = moves(0)
+    return make.rule([dims], [result], local=local, masks_itself=True, sends=sends, linear=linear, index=[index])
+
+
+def _taken(n: int, start: int, count: int, step: int = 1) -> tuple[Span, ...]:
+    """The spans of one dimension of the first operand; none for all of it."""
+    return () if (start, count, step) == (0, n, 1) else (Span(0, start, count, step),)
 
 
 def _element(shards: Shards, x: Any, dim: int, index: int, factor: int) -> Any:
@@ -136,7 +144,19 @@ def pad(call: Call) -> Rule:
         return [lax.pad(x, value, remaining)]
 
     sends = sends_of(call, 0, dims, moved, window)
-    return make.rule([dims, []], [dims], local=local, sends=sends, linear=moves(0, 1))
+    index = tuple(_filled(*c, n) for c, n in zip(config, source, strict=True))
+    left = [n + min(low, 0) + min(high, 0) for n, (low, high, _) in zip(source, config, strict=True)]
+    in_order = min(left, default=0) > 0 and not any(interior for _, _, interior in config)
+    linear = moves(0, 1)
+    return make.rule([dims, []], [dims], local=local, sends=sends, linear=linear, index=[index] if in_order else None)
+
+
+def _filled(low: int, high: int, interior: int, n: int) -> tuple[Span, ...]:
+    """The spans of one dimension that is padded: copies of the number, the elements that are left, and copies."""
+    if (low, high, interior) == (0, 0, 0):
+        return ()
+    kept = Span(0, max(-low, 0), n + min(low, 0) + min(high, 0))
+    return tuple(span for span in (Span(1, 0, low), kept, Span(1, 0, high)) if span.count > 0)
 
 
 @rule("rev")
@@ -238,7 +258,9 @@ def joined(call: Call, axis: int, chunks: Sequence[tuple[int, int]]) -> Rule:
 
     linear = moves(*range(len(call.in_shapes)))
     operands = [dims if shape else [] for shape in call.in_shapes]
-    return make.rule(operands, [dims], local=local, sends=sends, linear=linear)
+    spans = tuple(Span(i, int(start), int(end - start)) for i, (start, end) in enumerate(chunks))
+    index = tuple(spans if d == axis else () for d in range(len(target)))
+    return make.rule(operands, [dims], local=local, sends=sends, linear=linear, index=[index])
 
 
 @rule("split")
@@ -273,7 +295,10 @@ def split(call: Call) -> Rule:
         rest = rest_bytes(source, call.in_dtypes[0], axis, dims, split, mesh)
         return rest * sum(route(parts).messages) if parts > 1 else 0
 
-    return make.rule([dims], [dims for _ in sizes], local=local, sends=sends, linear=moves(0))
+    ends = itertools.accumulate(sizes)
+    spans = [_taken(source[axis], end - size, size) for end, size in zip(ends, sizes, strict=True)]
+    index = [tuple(own if d == axis else () for d in range(len(source))) for own in spans]
+    return make.rule([dims], [dims for _ in sizes], local=local, sends=sends, linear=moves(0), index=index)
 
 
 def _moved(

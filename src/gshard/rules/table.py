@@ -1,4 +1,4 @@
-"""Tables: arrays that follow from the positions of their elements alone; ``tracing.tables`` makes one equation of each.
+"""Tables: arrays that follow from the positions of their elements alone (``rewrite.fold_table`` finds them).
 
 Sines and cosines side by side, a ramp that is filled up with ones, counters that run backwards: each device computes
 its own part, and nothing is sent. What a part is made of is told by vectors of positions, one for each dimension that

@@ -17,6 +17,7 @@ import numpy as np
 
 from gshard.core.program import Constant, Equation, Value
 from gshard.rules.elementwise import N_ARY, UNARY
+from gshard.rules.movement import elements, index_of
 
 _ELEMENTWISE = frozenset((*UNARY, *N_ARY))
 _MOST = 1 << 18  # elements of an array that is followed
@@ -45,9 +46,14 @@ class Known:
 
 
 class Facts:
-    """What is known of the values of a program, while it is being read."""
+    """The known values of a program that is traced.
 
-    def __init__(self) -> None:
+    Args:
+        most: elements of an array that is followed.
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
         self._known: dict[Value, Known] = {}
         self.windows: set[Array] = set()  # numbers, what is cut out of arrays, and what is computed of both
 
@@ -68,14 +74,15 @@ class Facts:
         if known is not None and known.whole:
             self._known[value] = Known(known.values)
 
-    def note(self, name: str, params: Mapping[str, Any], inputs: Sequence[Array], output: Value) -> None:
-        """Follows one equation."""
+    def note(self, e: Equation) -> None:
+        """Follows one equation with one result."""
+        name, params, inputs, (output,) = e.name, e.params, e.inputs, e.outputs
         arrays = [x for x in inputs if x.shape]
         of_a_number = name == "broadcast_in_dim" and not arrays
         if name == "slice" or of_a_number or (arrays and name in _ELEMENTWISE and self.windows.issuperset(arrays)):
             self.windows.add(output)
         kind = getattr(output.dtype, "kind", "")
-        if (kind not in ("i", "u", "b") and output.dtype != np.float32) or math.prod(output.shape) > _MOST:
+        if (kind not in ("i", "u", "b") and output.dtype != np.float32) or math.prod(output.shape) > self._most:
             return
         if name == "iota":
             shape, d = params["shape"], params["dimension"]
@@ -85,8 +92,8 @@ class Facts:
         given = [_number(x) or self.of(x) for x in inputs]
         if name == "concatenate" and params["dimension"] == len(output.shape) - 1:
             found = _concatenated(inputs, given, output)
-        elif name in _FOLLOWED and all(x is not None and x.whole for x in given):
-            values = _followed(name, params, [x.values for x in given if x is not None], output.dtype)
+        elif (name in _FOLLOWED or index_of(e)) and all(x is not None and x.whole for x in given):
+            values = _followed(e, [x.values for x in given if x is not None])
             found = None if values is None else Known(values)
         else:
             return
@@ -101,14 +108,17 @@ def _number(x: Array) -> Known | None:
     return None
 
 
-def _followed(name: str, params: Mapping[str, Any], arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray | None:
-    """The results of an equation; None if they may depend on how a device rounds."""
+def _followed(e: Equation, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+    """The result of an equation; None if it may depend on how a device rounds."""
+    name, dtype, index = e.name, e.outputs[0].dtype, index_of(e)
     floats = any(x.dtype.kind == "f" for x in arrays)
     if name == "div" and not (floats and all(np.frexp(x)[0] in (0.5, -0.5) for x in np.unique(arrays[1]))):
         return None  # some devices multiply by the inverse
+    if name == "rem" and not arrays[1].all():
+        return None
     with np.errstate(all="ignore"):
         wide = [x.astype(np.float64) if x.dtype.kind == "f" else x for x in arrays]
-        values = np.asarray(_FOLLOWED[name](params, *wide))
+        values = np.asarray(_FOLLOWED[name](e.params, *wide) if index is None else elements(index[0], wide))
         if floats and np.dtype(dtype).kind in "iu":
             values = np.trunc(values)
         found = values.astype(dtype, copy=False)
@@ -147,11 +157,6 @@ def _broadcast(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     return np.broadcast_to(x.reshape(spread), shape)
 
 
-def _sliced(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
-    steps = params["strides"] or (1,) * x.ndim
-    return x[tuple(map(slice, params["start_indices"], params["limit_indices"], steps))]
-
-
 def _selected(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     at = np.clip(np.broadcast_to(which, cases[0].shape).astype(np.int64), 0, len(cases) - 1)
     return np.take_along_axis(np.stack(cases), at[None], 0)[0]
@@ -161,35 +166,22 @@ def _plain(f: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *arrays: f(*arrays)
 
 
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "convert_element_type": lambda x: x, "select_n": _selected, "floor": np.floor, "ceil": np.ceil, "div": np.divide,
+    "neg": np.negative, "add": np.add, "sub": np.subtract, "mul": np.multiply, "rem": np.fmod, "and": np.bitwise_and,
+    "max": np.maximum, "min": np.minimum, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+}  # fmt: skip
 _FOLLOWED: dict[str, Callable[..., Any]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": lambda params, x: x.reshape(params["new_sizes"]),
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     "transpose": lambda params, x: x.transpose(params["permutation"]),
     "rev": lambda params, x: np.flip(x, tuple(params["dimensions"])),
-    "slice": _sliced,
-    "concatenate": lambda params, *arrays: np.concatenate(arrays, params["dimension"]),
-    "convert_element_type": _plain(lambda x: x),
-    "select_n": _plain(_selected),
-    "floor": _plain(np.floor),
-    "ceil": _plain(np.ceil),
-    "div": _plain(np.divide),
-    "neg": _plain(np.negative),
-    "add": _plain(np.add),
-    "sub": _plain(np.subtract),
-    "mul": _plain(np.multiply),
-    "max": _plain(np.maximum),
-    "min": _plain(np.minimum),
-    "clamp": _plain(lambda low, x, high: np.minimum(np.maximum(x, low), high)),
-    "lt": _plain(np.less),
-    "le": _plain(np.less_equal),
-    "gt": _plain(np.greater),
-    "ge": _plain(np.greater_equal),
-    "eq": _plain(np.equal),
-    "ne": _plain(np.not_equal),
+    **{name: _plain(f) for name, f in _PLAIN.items()},
 }
 
 
 def makes_indices(e: Equation) -> bool:
-    """Whether an equation is of those that may have made indices for a look-up which needs them no more."""
-    return e.name in _FOLLOWED or e.name == "iota"
+    """Whether an equation may have made indices for a look-up that needs them no more."""
+    return e.name in _FOLLOWED or e.name == "iota" or index_of(e) is not None

@@ -33,7 +33,7 @@ from gshard.tracing.known import Array, Facts, Known
 _KEYS = jax.dtypes.extended
 _RUNS = 32  # slices in a row that stand for a look-up
 _WRITTEN = 0.75  # of a dimension: where what is written spans as much, it is cut as the array is, but for a halo
-_OF_ITSELF = 0.25  # the same where it is computed of windows, which need not be cut out (``tracing.framed``)
+_OF_ITSELF = 0.25  # the same where it is computed of windows, which need not be cut out (``rewrite.sink_pad``)
 
 
 def simpler(

@@ -1,14 +1,14 @@
-"""Scanned: what ``lax.associative_scan`` makes is found in a block, and becomes one equation (``rules.prefixes``).
+"""Finds the equations of a ``lax.associative_scan``, and replaces them by one (``rules.prefixes``).
 
-It begins with every second element of some arrays, and those beside them. What combines the two is read off the
-equations between these slices and the next. Then JAX is asked what it makes of such a scan; if all of that is there,
-equation by equation, it is one.
+They begin with every second element of some arrays, and the elements beside them. The equations between these slices
+and the next ones combine two elements. JAX traces a scan with that combination; if the block has all of its equations,
+they are a scan.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,72 +17,58 @@ from jax import lax
 
 from gshard.core.jax_adapter import jaxpr_without_dead_code
 from gshard.core.program import Constant, Equation, Value
+from gshard.rewrite.driver import over
+from gshard.rewrite.equation_graph import Array, Graph, Others
 from gshard.rules.elementwise import COMPUTED
+from gshard.rules.movement import one_array
 from gshard.rules.prefixes import Combination, associative_scan_p
-from gshard.tracing.subexpression import is_repeatable
-from gshard.tracing.unread import without_unread
 
-Array = Value | Constant
+Scan = tuple[Combination, list[Value], int, dict[int, Value]]
+"""The combination, the arrays, their dimension, and for the results that are needed their values."""
 
 _LEAST = 8  # elements: with fewer there are no two levels to compare
 
 
-def scanned(
-    equations: Sequence[Equation],
-    outputs: Sequence[Array],
-    fresh: Callable[[tuple[int, ...], Any], Value],
-    equation: Callable[..., Equation],
-    equations_of: Callable[[Any, Sequence[Any], Sequence[Array]], tuple[Sequence[Equation], Sequence[Array]]],
-) -> list[Equation]:
-    """The equations with scans as one equation each; what nobody reads any more is gone.
-
-    Args:
-        equations: of one block.
-        outputs: the block's results.
-        fresh: a new value of a shape and a dtype.
-        equation: an equation of a primitive, its parameters, operands, results, and the source that it is blamed on.
-        equations_of: the equations of a jaxpr with constants on some arrays, and its results.
-    """
-    equations = list(equations)
-    at = 0
-    while (begin := next((i for i in range(at, len(equations)) if _every_second(equations[i]) == 0), None)) is not None:
-        at = begin + 1
-        found = _scan_from(equations, begin, equations_of)
+@over("slice")
+def match_associative_scan(graph: Graph) -> Others:
+    """The equations of a scan become one ``associative_scan``."""
+    begins = (i for i, e in enumerate(graph.equations) if _every_second(e) == 0)
+    for begin in begins:
+        found = _scan_from(graph, begin)
         if found is None:
             continue
         combination, arrays, axis, results = found
-        made = [results.get(i) or fresh(x.shape, x.dtype) for i, x in enumerate(arrays)]
-        params = {"combination": combination, "axis": axis}
-        one = equation(associative_scan_p, params, tuple(arrays), tuple(made), equations[begin].source_info)
-        rest = [e for e in equations[begin:] if not set(e.outputs) & set(results.values())]
-        new = without_unread([*equations[:begin], one, *rest], outputs, is_repeatable)
-        # What is needed of the levels in between is there anyway, as in derivatives: then nothing is gained.
-        if sum(_every_second(e) is not None for e in new) < sum(_every_second(e) is not None for e in equations):
-            equations, at = new, 0
-    return equations
+        made = [results.get(i) or graph.writer.fresh(x.shape, x.dtype) for i, x in enumerate(arrays)]
+        params, first = {"combination": combination, "axis": axis}, graph.equations[begin]
+        scan = graph.writer.equation(associative_scan_p, params, tuple(arrays), tuple(made), first.source_info)
+        own = set(results.values())
+        others: dict[Equation, list[Equation]] = {e: [] for e in graph.equations[begin:] if own & {*e.outputs}}
+        others[first] = [scan, *others.get(first, [first])]
+        # Derivatives need the levels in between. They are computed anyway then, and nothing is gained.
+        if _levels(graph.replaced(others)) < _levels(graph.equations):
+            return others
+    return {}
+
+
+def _levels(equations: Iterable[Equation]) -> int:
+    return sum(_every_second(e) is not None for e in equations)
 
 
 def _every_second(e: Equation) -> int | None:
     """With which element a slice of every second one begins, and None if it is none."""
-    if e.name != "slice" or sorted(e.params["strides"] or ())[-1:] != [2]:
+    if e.name != "slice":
         return None
-    strides, shape = e.params["strides"], e.inputs[0].shape
-    axis = strides.index(2)
-    others = (
-        (int(a), int(b), int(s)) == (0, n, 1)
-        for d, (a, b, s, n) in enumerate(
-            zip(e.params["start_indices"], e.params["limit_indices"], strides, shape, strict=True)
-        )
-        if d != axis
-    )
-    begin, end = int(e.params["start_indices"][axis]), int(e.params["limit_indices"][axis])
-    return begin if all(others) and end == shape[axis] - 1 + begin and begin < 2 else None
+    cuts = zip(one_array(e)[0], e.inputs[0].shape, strict=True)
+    moved = [(cut, n) for cut, n in cuts if (cut.start, cut.count) != (0, n)]
+    if len(moved) != 1:
+        return None
+    ((cut, n),) = moved
+    return cut.start if (cut.step, cut.count) == (2, n // 2) and cut.start < 2 else None
 
 
-def _scan_from(
-    equations: Sequence[Equation], begin: int, equations_of: Callable[..., Any]
-) -> tuple[Combination, list[Value], int, dict[int, Value]] | None:
-    """The scan that begins with an equation: its combination, arrays, dimension, and the results that are needed."""
+def _scan_from(graph: Graph, begin: int) -> Scan | None:
+    """The scan that begins with an equation."""
+    equations = graph.equations
     cuts = list(itertools.takewhile(lambda e: _every_second(e) is not None, equations[begin:]))
     first = list(itertools.takewhile(lambda e: _every_second(e) == 0, cuts))
     count = len(first)
@@ -101,7 +87,7 @@ def _scan_from(
     combination = Combination(tuple(body), _results(first), _results(second), results)  # type: ignore[arg-type]
     if not _is_elementwise(combination):
         return None
-    return _found(equations, combination, [x for x in arrays if isinstance(x, Value)], axis, equations_of)
+    return _found(graph, combination, [x for x in arrays if isinstance(x, Value)], axis)
 
 
 def _results(equations: Sequence[Equation]) -> tuple[Value, ...]:
@@ -123,15 +109,9 @@ def _is_elementwise(c: Combination) -> bool:
     return len(c.results) == len(c.left) and known.issuperset(c.results) and all(alike)
 
 
-def _found(
-    equations: Sequence[Equation],
-    combination: Combination,
-    arrays: list[Value],
-    axis: int,
-    equations_of: Callable[..., Any],
-) -> tuple[Combination, list[Value], int, dict[int, Value]] | None:
-    """The scan, if all that JAX makes of it is there."""
-    there = {key: e for e in equations if (key := _key(e, e.inputs)) is not None}
+def _found(graph: Graph, combination: Combination, arrays: list[Value], axis: int) -> Scan | None:
+    """The scan, if the block has all of its equations."""
+    there = {key: e for e in graph.equations if (key := _key(e, e.inputs)) is not None}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     for needed in _subsets(len(arrays)):
 
@@ -140,7 +120,7 @@ def _found(
             return [made[i] for i in needed]
 
         whole = jax.make_jaxpr(scan)(*shapes)
-        expected, results = equations_of(jaxpr_without_dead_code(whole.jaxpr), whole.consts, arrays)
+        expected, results = graph.writer.made_of(jaxpr_without_dead_code(whole.jaxpr), whole.consts, arrays)
         real: dict[Any, Any] = {x: x for x in arrays}
         for e in expected:
             if all(0 in x.shape for x in e.outputs):  # at the last level; made in other ways, they are the same

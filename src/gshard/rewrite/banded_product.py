@@ -1,9 +1,9 @@
-"""Bands: products with a table that follows from positions alone and is nearly all zeros but for a band.
+"""Replaces a product with a banded table by one that exchanges halos. The table follows from positions alone.
 
     y = resize(x, (2 * n, ...), "linear")       a product with a table [n, 2 * n], two numbers in each column
 
-Where the dimension that is summed over is split, ``rules.banded`` fetches a halo instead (``passes.decompose`` knows
-what is split). To learn where the zeros are, the table is computed once, as the program would.
+Where the dimension that is summed over is split, ``rules.banded`` fetches a halo instead. To find its zeros, the table
+is computed once, as the program would.
 
 Results read in one pattern as far as sizes say so: of ``n`` elements and ``m`` results with the greatest common divisor
 ``g``, each group of ``m / g`` results reads as the group before does, ``n / g`` elements further on. Where that would
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,10 @@ from gshard.core.jax_adapter import bind
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.language.region import REGIONS
+from gshard.rewrite.dce import is_removable
+from gshard.rewrite.driver import Split, where_split
+from gshard.rewrite.equation_graph import Others, written
 from gshard.rules.banded import MOST, Band, banded_p
-from gshard.tracing.subexpression import is_repeatable
 
 _LARGEST = 1 << 26  # elements of a table that is computed once: what takes a moment;
 _READ = 1 << 20  # of an array that the program closed over, which may be a model's weights, and comes from a device
@@ -48,14 +50,12 @@ class Product:
         equation: the ``dot_general``.
         operand: which of its operands is the array.
         dim: the dimension of the array that is summed over.
-        made: the equations that make the table.
         table: computes it.
     """
 
     equation: Equation
     operand: int
     dim: int
-    made: tuple[Equation, ...]
     table: Callable[[], Any]
 
     @property
@@ -65,8 +65,8 @@ class Product:
         assert isinstance(x, Value)
         return x
 
-    def in_parts(self, parts: int) -> Any:
-        """The product as one that exchanges halos, a closed jaxpr; None if that sends no less than a whole part."""
+    def in_parts(self, parts: int) -> Callable[[Any], Any] | None:
+        """The product as one that exchanges halos; None if that sends no less than a whole part."""
         e = self.equation
         found = _found()
         band = found[e] if e in found else found.setdefault(e, self._band())
@@ -77,7 +77,7 @@ class Product:
         def made(x: Any) -> Any:
             return jnp.moveaxis(banded_p.bind(x, band=band, dim=self.dim, dtype=e.outputs[0].dtype), self.dim, at)
 
-        return jax.make_jaxpr(made)(jax.ShapeDtypeStruct(self.array.shape, self.array.dtype))
+        return made
 
     def _band(self) -> Band | None:
         (summed,) = self.equation.params["dimension_numbers"][0][1 - self.operand]
@@ -85,6 +85,23 @@ class Product:
         with jax.ensure_compile_time_eval():  # also where somebody traces
             table = np.asarray(compute())
         return band_of(table if summed else table.T)
+
+
+def _products(program: Program) -> list[Product]:
+    """The products of a program, also inside of loops, whose table follows from positions."""
+    captured = zip(program.block.inputs, program.captured, strict=False)
+    known = _Known({v: x for v, x in captured if _is_here(x)})
+    found: list[Product] = []
+    known.read(program.block, found)
+    return found
+
+
+@where_split(_products)
+def banded_product(product: Product, split: Split) -> Iterator[Others]:
+    """A product over a split dimension becomes one that exchanges halos."""
+    e, parts = product.equation, split.parts(product.array, product.dim)
+    if parts > 1 and (function := product.in_parts(parts)) is not None:
+        yield {e: written(split.writer, function, (product.array,), e.outputs, e)}
 
 
 def band_of(table: np.ndarray) -> Band | None:
@@ -124,15 +141,6 @@ def _by_themselves(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, int]:
     return starts, int((high - low)[there].max()) + 1
 
 
-def products(program: Program) -> list[Product]:
-    """The products of a program, also inside of loops, whose table follows from positions."""
-    captured = zip(program.block.inputs, program.captured, strict=False)
-    known = _Known({v: x for v, x in captured if _is_here(x)})
-    found: list[Product] = []
-    known.read(program.block, found)
-    return found
-
-
 class _Known:
     """What is known of the values of a program before it runs, and how it is made."""
 
@@ -151,7 +159,7 @@ class _Known:
                 self.same.update(zip(body.inputs, (e.inputs[i] for i in at), strict=False))
             for body in e.blocks:
                 self.read(body, found)
-            if not e.blocks and e.mark is None and is_repeatable(e) and all(map(self._is_known, e.inputs)):
+            if not e.blocks and is_removable(e) and all(map(self._is_known, e.inputs)):
                 self.makers.update(dict.fromkeys(e.outputs, e))
                 self.order[e] = len(self.order)
 
@@ -174,9 +182,8 @@ class _Known:
             x, table = e.inputs[operand], e.inputs[1 - operand]
             (dim,) = sums[operand]
             if len(table.shape) == 2 and 0 < math.prod(table.shape) <= _LARGEST and self._is_known(table):
-                made = self._made(table)
                 if isinstance(x, Value):
-                    return Product(e, operand, dim, made, functools.partial(self._array, table, made))
+                    return Product(e, operand, dim, functools.partial(self._array, table, self._made(table)))
         return None
 
     def _made(self, x: Value | Constant) -> tuple[Equation, ...]:

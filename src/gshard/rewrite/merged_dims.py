@@ -1,4 +1,4 @@
-"""Fine form: an array whose merged dimensions are apart, and what equations on such arrays are (``tracing.unmerged``).
+"""Operators on arrays whose merged dimensions are apart (``rewrite.split_merged_dims``): the fine form of an array.
 
     (B * S, D)      in fine form (B, S, D), its groups ((B, S), (D,))
 
@@ -9,17 +9,18 @@ from: what was one dimension in its parameters is then a group of them.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jax import lax
 
-from gshard.core.program import Constant, Equation, Value
+from gshard.core.program import Equation, Value
+from gshard.core.rule import Span
+from gshard.rewrite.equation_graph import Array
 from gshard.rules.elementwise import N_ARY, UNARY
+from gshard.rules.movement import one_array
 
-Array = Value | Constant
 Groups = tuple[tuple[int, ...], ...]  # for each dimension the sizes of those that it was merged from
 
 ELEMENTWISE = frozenset((*UNARY, *N_ARY)) - {"copy_p", "name", "optimization_barrier"}
@@ -52,31 +53,20 @@ class Fine:
 
 
 class Maker(Protocol):
-    """Who makes the equations."""
+    """Interface of the rewriter (``rewrite.split_merged_dims``)."""
 
     def either(self, x: Array) -> Fine:
         """An array in fine form, or one none of whose dimensions was merged."""
-        ...
 
     def operands(self, e: Equation, groups: Sequence[Groups]) -> list[Array] | None:
         """The operands of an equation with their dimensions as in some groups; None if one was merged from others."""
-        ...
 
-    def add(
-        self,
-        at: Equation,
-        params: dict[str, Any],
-        inputs: Sequence[Any],
-        shape: tuple[int, ...],
-        dtype: Any,
-        primitive: Any = None,
-    ) -> Value:
-        """One more equation, of the primitive of ``at`` or another one; its result."""
-        ...
+    def add(self, at: Equation, params: dict[str, Any], inputs: Sequence[Array], shape: tuple[int, ...], dtype: Any,
+            primitive: Any = None) -> Value:  # fmt: skip
+        """Appends an equation, of the primitive of ``at`` or another one, and returns its result."""
 
     def note(self, e: Equation, array: Value, groups: Groups, which: int = 0) -> bool:
         """Notes what a result of an equation is in fine form."""
-        ...
 
 
 def flat(groups: Groups) -> tuple[int, ...]:
@@ -110,11 +100,14 @@ def groups_of(fine: Sequence[int], merged: Sequence[int]) -> Groups | None:
     return tuple(groups)
 
 
+def _emit(a: Maker, e: Equation, inputs: Sequence[Array], groups: Groups, **params: Any) -> bool:
+    """Computes an equation in fine form, with some parameters changed; True."""
+    return a.note(e, a.add(e, {**e.params, **params}, inputs, flat(groups), e.outputs[0].dtype), groups)
+
+
 def _transpose(a: Maker, e: Equation) -> bool:
     own, order = a.either(e.inputs[0]), e.params["permutation"]
-    groups = tuple(own.groups[d] for d in order)
-    made = a.add(e, {**e.params, "permutation": own.all_dims(order)}, (own.array,), flat(groups), e.outputs[0].dtype)
-    return a.note(e, made, groups)
+    return _emit(a, e, (own.array,), tuple(own.groups[d] for d in order), permutation=own.all_dims(order))
 
 
 def _broadcast(a: Maker, e: Equation) -> bool:
@@ -125,9 +118,9 @@ def _broadcast(a: Maker, e: Equation) -> bool:
             groups[d] = group
         elif len(group) > 1:
             return False
-    place = Fine(e.outputs[0], tuple(groups), frozenset())
-    params = {**e.params, "shape": flat(tuple(groups)), "broadcast_dimensions": place.all_dims(dims)}
-    return a.note(e, a.add(e, params, (own.array,), params["shape"], e.outputs[0].dtype), tuple(groups))
+    made = Fine(e.outputs[0], tuple(groups), frozenset())
+    sizes = {"shape": flat(made.groups), "broadcast_dimensions": made.all_dims(dims)}
+    return _emit(a, e, (own.array,), made.groups, **sizes)
 
 
 def _reduce(a: Maker, e: Equation) -> bool:
@@ -135,45 +128,32 @@ def _reduce(a: Maker, e: Equation) -> bool:
     if len(e.inputs) > 1 or (e.name.startswith("arg") and any(len(own.groups[d]) > 1 for d in axes)):
         return False
     groups = tuple(g for d, g in enumerate(own.groups) if d not in axes)
-    made = a.add(e, {**e.params, "axes": own.all_dims(axes)}, (own.array,), flat(groups), e.outputs[0].dtype)
-    return a.note(e, made, groups)
+    return _emit(a, e, (own.array,), groups, axes=own.all_dims(axes))
 
 
 def _along_one(a: Maker, e: Equation) -> bool:
     own, axis = a.either(e.inputs[0]), e.params["axis"]
-    if len(own.groups[axis]) > 1:
-        return False
-    params = {**e.params, "axis": own.dims(axis)[0]}
-    return a.note(e, a.add(e, params, (own.array,), own.array.shape, e.outputs[0].dtype), own.groups)
+    return len(own.groups[axis]) == 1 and _emit(a, e, (own.array,), own.groups, axis=own.dims(axis)[0])
 
 
-def _slice(a: Maker, e: Equation) -> bool:
-    steps = e.params["strides"] or (1,) * len(e.inputs[0].shape)
-    cuts = list(zip(e.params["start_indices"], e.params["limit_indices"], steps, strict=True))
-    made = _cut(a, e, [tuple(map(int, cut)) for cut in cuts])
-    return made is not None and a.note(e, *made)
+def _parts(a: Maker, e: Equation) -> bool:
+    made = [_cut(a, e, cuts) for cuts in one_array(e)]
+    return None not in made and all([a.note(e, *own, i) for i, own in enumerate(made) if own is not None])
 
 
-def _split(a: Maker, e: Equation) -> bool:
-    axis, ends = e.params["axis"], list(itertools.accumulate(map(int, e.params["sizes"])))
-    full = [(0, n, 1) for n in e.inputs[0].shape]
-    cuts = [(start, end, 1) for start, end in zip([0, *ends], ends, strict=False)]
-    parts = [made for cut in cuts if (made := _cut(a, e, [*full[:axis], cut, *full[axis + 1 :]])) is not None]
-    return len(parts) == len(cuts) and all([a.note(e, *made, i) for i, made in enumerate(parts)])
-
-
-def _cut(a: Maker, e: Equation, cuts: Sequence[tuple[int, ...]]) -> tuple[Value, Groups] | None:
+def _cut(a: Maker, e: Equation, cuts: Sequence[Span]) -> tuple[Value, Groups] | None:
     """A part of an array: of a merged dimension all, or one of the first that it was merged from."""
     own, out = a.either(e.inputs[0]), e.outputs[0]
     every: list[tuple[int, int, int]] = []
     groups: list[tuple[int, ...]] = []
     dropped: list[int] = []
-    for d, (group, (start, end, step)) in enumerate(zip(own.groups, cuts, strict=True)):
+    for d, (group, span) in enumerate(zip(own.groups, cuts, strict=True)):
+        start, step, end = span.start, span.step, span.start + span.step * (span.count - 1) + 1
         inner = [(0, n, 1) for n in group[1:]]
         m = math.prod(group[1:])
         if len(group) == 1:
             every.append((start, end, step))
-            groups.append((-(-(end - start) // step),))
+            groups.append((span.count,))
         elif (start, end, step) == (0, math.prod(group), 1):
             every += [(0, group[0], 1), *inner]
             groups.append(group)
@@ -197,8 +177,8 @@ def _pad(a: Maker, e: Equation) -> bool:
     if any(len(g) > 1 and any(c) for g, c in zip(own.groups, config, strict=True)):
         return False
     groups = tuple(g if len(g) > 1 else (n,) for g, n in zip(own.groups, out.shape, strict=True))
-    params = {"padding_config": tuple(c for g, c in zip(groups, config, strict=True) for _ in g)}
-    return a.note(e, a.add(e, params, (own.array, e.inputs[1]), flat(groups), out.dtype), groups)
+    every = tuple(c for g, c in zip(groups, config, strict=True) for _ in g)
+    return _emit(a, e, (own.array, e.inputs[1]), groups, padding_config=every)
 
 
 def _concatenate(a: Maker, e: Equation) -> bool:
@@ -211,14 +191,12 @@ def _concatenate(a: Maker, e: Equation) -> bool:
         return tuple((n,) if i == d else g for i, g in enumerate(own.groups))
 
     arrays, groups = a.operands(e, [with_own(x.shape[d]) for x in e.inputs]), with_own(out.shape[d])
-    return arrays is not None and a.note(
-        e, a.add(e, {"dimension": own.dims(d)[0]}, arrays, flat(groups), out.dtype), groups
-    )
+    return arrays is not None and _emit(a, e, arrays, groups, dimension=own.dims(d)[0])
 
 
 def _dot(a: Maker, e: Equation) -> bool:
     lhs, rhs = map(a.either, e.inputs)
-    (summed, batch), out = e.params["dimension_numbers"], e.outputs[0]
+    summed, batch = e.params["dimension_numbers"]
     for ours, theirs in (*zip(*summed, strict=True), *zip(*batch, strict=True)):
         if lhs.groups[ours] != rhs.groups[theirs]:
             return False
@@ -226,15 +204,13 @@ def _dot(a: Maker, e: Equation) -> bool:
     free = [[g for d, g in enumerate(x.groups) if d not in (*own, *shared)]
             for x, own, shared in zip((lhs, rhs), summed, batch, strict=True)]  # fmt: skip
     groups = (*(lhs.groups[d] for d in batch[0]), *free[0], *free[1])
-    params = {**e.params, "dimension_numbers": numbers}
-    return a.note(e, a.add(e, params, (lhs.array, rhs.array), flat(groups), out.dtype), groups)
+    return _emit(a, e, (lhs.array, rhs.array), groups, dimension_numbers=numbers)
 
 
 def _squeeze(a: Maker, e: Equation) -> bool:
     own, dims = a.either(e.inputs[0]), {d % len(e.inputs[0].shape) for d in e.params["dimensions"]}
     groups = tuple(g for d, g in enumerate(own.groups) if d not in dims)
-    made = a.add(e, {"dimensions": own.all_dims(sorted(dims))}, (own.array,), flat(groups), e.outputs[0].dtype)
-    return a.note(e, made, groups)
+    return _emit(a, e, (own.array,), groups, dimensions=own.all_dims(sorted(dims)))
 
 
 def _gather(a: Maker, e: Equation) -> bool:
@@ -259,13 +235,12 @@ def _gather(a: Maker, e: Equation) -> bool:
         start_indices_batching_dims=at.all_dims(numbers.start_indices_batching_dims),
     )
     slices = tuple(n for d, g in enumerate(x.groups) for n in ((1,) * len(g) if d in batch else (sizes[d],)))
-    params = {**e.params, "dimension_numbers": numbers, "slice_sizes": slices}
-    return a.note(e, a.add(e, params, arrays, flat(groups), out.dtype), groups)
+    return _emit(a, e, arrays, groups, dimension_numbers=numbers, slice_sizes=slices)
 
 
 def _scatter(a: Maker, e: Equation) -> bool:
     """Each row of merged ones is written to in its own row."""
-    (x, at, updates), numbers, out = e.inputs, e.params["dimension_numbers"], e.outputs[0]
+    (x, at, updates), numbers = e.inputs, e.params["dimension_numbers"]
     places = a.either(at)
     batch = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     groups = tuple(places.groups[batch[d]] if d in batch else (n,) for d, n in enumerate(x.shape))
@@ -282,8 +257,7 @@ def _scatter(a: Maker, e: Equation) -> bool:
         operand_batching_dims=own.all_dims(numbers.operand_batching_dims),
         scatter_indices_batching_dims=places.all_dims(numbers.scatter_indices_batching_dims),
     )
-    made = a.add(e, {**e.params, "dimension_numbers": numbers}, arrays, flat(groups), out.dtype)
-    return a.note(e, made, groups)
+    return _emit(a, e, arrays, groups, dimension_numbers=numbers)
 
 
 def _interleaved(windows: Sequence[tuple[int, ...]], rest: Sequence[tuple[int, ...]], at: Sequence[int]) -> Groups:
@@ -296,8 +270,8 @@ HOW: Mapping[str, Callable[[Maker, Equation], bool]] = {
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
     "dot_general": _dot,
-    "slice": _slice,
-    "split": _split,
+    "slice": _parts,
+    "split": _parts,
     "pad": _pad,
     "concatenate": _concatenate,
     "squeeze": _squeeze,

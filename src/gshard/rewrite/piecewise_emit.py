@@ -1,4 +1,4 @@
-"""Written in pieces: the equations of a closed region (``tracing.closed_regions``), one in the place of each.
+"""Computes a closed region (``rewrite.piecewise_region``) in pieces.
 
 y = concatenate(cls, x)                      (nothing)
 s = y @ q                                    s0 = cls @ q; s1 = x @ q
@@ -7,41 +7,37 @@ m = max(s)                                   m = max(max(s0), max(s1))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from gshard.core.program import Block, Constant, Equation, Value
-from gshard.tracing.closed_regions import Moves, Region
-from gshard.tracing.in_pieces import Touch, brought, in_pieces, joined, moved
-from gshard.tracing.pieces import is_whole
-
-Array = Value | Constant
-Write = Callable[[Callable[..., Sequence[Any]], Equation, Sequence[Value], Sequence[Value]], Sequence[Equation]]
-"""The equations of a function, in the place of an equation, of these operands with these results."""
+from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.rewrite.driver import Split, where_split
+from gshard.rewrite.equation_graph import Array, Others, Writer, written
+from gshard.rewrite.piecewise_equation import Touch, brought, in_pieces, joined, moved
+from gshard.rewrite.piecewise_layout import is_whole
+from gshard.rewrite.piecewise_region import Moves, Region, closed_regions, may_begin
 
 
-def written(
-    region: Region, block: Block, fresh: Callable[[Array, tuple[int, ...]], Value], write: Write
-) -> Mapping[Equation, Sequence[Equation]]:
-    """The equations of a region in pieces, in the place of those that they stand for.
-
-    Args:
-        region: what is in pieces.
-        block: the block that it is of.
-        fresh: a new value like another one, of a shape.
-        write: the equations of a function.
-    """
-    writer = _Writer(region, fresh, write)
-    return {e: writer.instead_of(e) for e in block.equations if e in region.equations}
+def _blocks(program: Program) -> list[Block]:
+    every = [program.block, *(block for e in program.block.walk() for block in e.blocks)]
+    return [block for block in every if any(map(may_begin, block.equations))]
 
 
-class _Writer:
-    """The pieces of a region, as far as they are made."""
+@where_split(_blocks)
+def piecewise(block: Block, split: Split) -> Iterator[Others]:
+    """Equations on arrays that are joined or cut along a split dimension become equations on pieces."""
+    for region in closed_regions(block, split.parts):
+        emitter = _Emitter(region, split.writer)
+        yield {e: emitter.instead_of(e) for e in block.equations if e in region.equations}
 
-    def __init__(self, region: Region, fresh: Callable[[Array, tuple[int, ...]], Value], write: Write):
-        self.region, self.fresh, self.write = region, fresh, write
+
+class _Emitter:
+    """The pieces of a region, as far as they are computed."""
+
+    def __init__(self, region: Region, writer: Writer):
+        self.region, self.writer = region, writer
         self.pieces: dict[Array, list[Value]] = {}
 
     def instead_of(self, e: Equation) -> list[Equation]:
@@ -61,18 +57,19 @@ class _Writer:
         return [self.piece(x, dim, p.size) for p in self.region.layouts[x]]
 
     def piece(self, x: Array, dim: int, size: int) -> Value:
-        return self.fresh(x, (*x.shape[:dim], size, *x.shape[dim + 1 :]))
+        weak = isinstance(x, Value) and x.weak
+        return self.writer.fresh((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype, weak)
 
     def bring(self, x: Array, e: Equation) -> Sequence[Equation]:
         dim, layout = self.region.dims[x], self.region.layouts[x]
         if isinstance(x, Value):
-            return self.write(lambda array: brought(array, dim, layout), e, [x], self.pieces[x])
+            return written(self.writer, lambda array: brought(array, dim, layout), [x], self.pieces[x], e)
         array = x.value
-        return self.write(lambda: brought(jnp.asarray(array), dim, layout), e, [], self.pieces[x])
+        return written(self.writer, lambda: brought(jnp.asarray(array), dim, layout), [], self.pieces[x], e)
 
     def join(self, v: Value, e: Equation) -> Sequence[Equation]:
         dim, layout = self.region.dims[v], self.region.layouts[v]
-        return self.write(lambda *parts: [joined(parts, dim, layout)], e, self.pieces[v], [v])
+        return written(self.writer, lambda *parts: [joined(parts, dim, layout)], self.pieces[v], [v], e)
 
     def computed(self, e: Equation, t: Touch) -> list[Equation]:
         layout = next(self.region.layouts[x] for x, d in _touched(e, t) if d is not None)
@@ -129,7 +126,7 @@ class _Writer:
             ]
             return [y for found in function(operands) for y in (found if isinstance(found, list) else [found])]
 
-        return list(self.write(flat, e, given, made))
+        return written(self.writer, flat, given, made, e)
 
 
 def _touched(e: Equation, t: Touch) -> list[tuple[Array, int | None]]:

@@ -1,56 +1,44 @@
-"""Unmerged: what is computed along a merged dimension is computed along those that it was merged from.
+"""Computes along the dimensions that a dimension was merged from, instead of along the merged one.
 
-Split along the inner one of two dimensions, their product is in strides, which no sharding says. So such an array
-would have to move before it is merged, and back after it is parted. Merged later, or never, it need not:
+Split along the inner one of two dimensions, their product would be in strides, which no sharding expresses. The array
+would have to move before the dimensions are merged, and back after they are parted. Merged later or never, it stays:
 
     reshape(x, (B * S, D)) @ w, and reshaped back       einsum("bsd,df->bsf", x, w)       nothing is sent
     mean over B * S of losses of merged tokens          sums over b and s
 
 An array in *fine* form has for each of its dimensions one or several, those that were merged. It is followed through
-what treats them all alike (elementwise, products, sums, transpositions, look-ups of each row), and merged where it
-meets anything else. Where nothing is gained by that (as much is merged as before) the program stays as it was.
+operators that treat them all alike (elementwise, products, sums, transposes, look-ups of each row), and merged at any
+other operator. Where that merges as much as before, the program stays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
 
 from gshard.core.program import Equation, Value
 from gshard.language.region import with_edges
-from gshard.tracing.fine import ELEMENTWISE, HOW, Array, Fine, Groups, flat, groups_of
-from gshard.tracing.subexpression import is_repeatable
-from gshard.tracing.unread import without_unread
+from gshard.rewrite.driver import over
+from gshard.rewrite.equation_graph import Array, Graph, Others
+from gshard.rewrite.merged_dims import ELEMENTWISE, HOW, Fine, Groups, flat, groups_of
 
 
-def unmerged(
-    equations: Iterable[Equation],
-    outputs: Sequence[Array],
-    fresh: Callable[[tuple[int, ...], Any], Value],
-    equation: Callable[..., Equation],
-) -> list[Equation]:
-    """The equations with merged dimensions apart, where fewer arrays are merged then.
-
-    Args:
-        equations: of one block.
-        outputs: the block's results.
-        fresh: a new value of a shape and a dtype.
-        equation: an equation of a primitive, its parameters, operands, results, and the source that it is blamed on.
-    """
-    equations = list(equations)
+@over("reshape")
+def split_merged_dims(graph: Graph) -> Others:
+    """Equations on merged dimensions become equations on the dimensions apart, where fewer arrays are merged then."""
     kept: frozenset[Value] = frozenset()  # merged where they were
-    while any(_merges(e) and e.outputs[0] not in kept for e in equations):
-        attempt = _Attempt(equations, outputs, fresh, equation, kept)
-        made = attempt.run()
+    while any(_merges(e) and e.outputs[0] not in kept for e in graph.equations):
+        attempt = _Attempt(graph, kept)
+        others = attempt.run()
         in_vain = attempt.in_vain()
         if not in_vain:
-            return made
+            return others
         kept |= in_vain
-    return equations
+    return {}
 
 
 def _merges(e: Equation) -> bool:
@@ -94,17 +82,8 @@ _DEEP = 8  # equations that are made anew for one
 class _Attempt:
     """One block, with all that is merged apart but what is kept."""
 
-    def __init__(
-        self,
-        equations: Sequence[Equation],
-        outputs: Sequence[Array],
-        fresh: Callable[..., Value],
-        equation: Callable[..., Equation],
-        kept: frozenset[Value],
-    ):
-        self.equations, self.outputs, self.kept = equations, dict.fromkeys(outputs), kept
-        self.fresh, self.equation = fresh, equation
-        self.producers: dict[Array, Equation] = {y: e for e in equations for y in e.outputs}
+    def __init__(self, graph: Graph, kept: frozenset[Value]):
+        self.graph, self.kept = graph, kept
         self.fine: dict[Array, Fine] = {}
         self.is_there: set[Array] = set()  # of those in fine form, which are merged as well
         self.instead: dict[Array, Any] = {}  # another array, where that is the same
@@ -113,16 +92,19 @@ class _Attempt:
         self.made: list[Equation] = []
         self.mine: set[Array] = set()  # results of new equations
 
-    def run(self) -> list[Equation]:
-        for e in self.equations:
+    def run(self) -> Others:
+        made: dict[Equation, list[Equation]] = {}
+        for e in self.graph.equations:
             if not self.follow(e):
                 for x in e.inputs:
                     self.merge(x)
                 self.made.append(e)
-        for x in self.outputs:
+            made[e], self.made = self.made, []
+        for x in self.graph.outputs:
             self.merge(x)
-        renamed = [self.renamed(e) for e in self.made]
-        return without_unread(renamed, self.outputs, lambda e: e.mark is None and is_repeatable(e))
+        made[e] += self.made
+        renamed = ((e, [self.renamed(q) for q in new]) for e, new in made.items())
+        return {e: new for e, new in renamed if new != [e]}
 
     def in_vain(self) -> frozenset[Value]:
         """Places where merging later is no less of it."""
@@ -147,26 +129,28 @@ class _Attempt:
 
     def add(self, at: Equation, params: dict[str, Any], inputs: Sequence[Array], shape: tuple[int, ...], dtype: Any,
             primitive: Any = None) -> Value:  # fmt: skip
-        """One more equation; its result."""
-        value = self.fresh(shape, dtype)
+        """Appends an equation, and returns its result."""
+        value = self.graph.add(self.made, at, primitive or at.primitive, params, inputs, shape, dtype)
         self.mine.add(value)
-        self.made.append(self.equation(primitive or at.primitive, params, tuple(inputs), (value,), at.source_info))
         return value
 
-    def reshaped(self, at: Equation, x: Array, shape: tuple[int, ...]) -> Array:
-        if x.shape == shape:
+    def reshaped(self, at: Equation, x: Array, shape: tuple[int, ...], result: Value | None = None) -> Array:
+        """An array in another shape, as ``result`` or as a new value."""
+        if x.shape == shape and result is None:
             return x
-        return self.add(at, {"new_sizes": shape, "dimensions": None, "sharding": None}, (x,), shape, x.dtype,
-                        lax.reshape_p)  # fmt: skip
+        params = {"new_sizes": shape, "dimensions": None, "sharding": None}
+        value = self.graph.add(self.made, at, lax.reshape_p, params, (x,), shape, x.dtype, result)
+        self.mine.add(value)
+        return value
 
     def merge(self, x: Array) -> None:
-        """Makes an array that is in fine form as it was in the program."""
+        """Computes a value of the program whose fine form is known."""
         if x not in self.fine or x in self.is_there:
             return
+        own, at = self.fine[x], self.graph.producer(x)
         assert isinstance(x, Value)
-        own, at = self.fine[x], self.producers[x]
-        params = {"new_sizes": x.shape, "dimensions": None, "sharding": None}
-        self.made.append(self.equation(lax.reshape_p, params, (own.array,), (x,), at.source_info))
+        assert at is not None
+        self.reshaped(at, own.array, x.shape, x)
         self.is_there.add(x)
         self.merged.append((own.roots, _joints(own.groups) * math.prod(x.shape)))
 
@@ -215,10 +199,10 @@ class _Attempt:
             self.fine[y] = Fine(self.reshaped(e, source, flat(groups)), groups, roots)
         elif source.shape == y.shape and source in self.mine and source not in self.instead:
             self.instead[source] = y
-        elif source.shape == y.shape and y not in self.outputs:
+        elif source.shape == y.shape and y not in self.graph.outputs:
             self.instead[y] = self.instead.get(source, source)
         else:
-            self.made.append(self.equation(e.primitive, e.params, (source,), (y,), e.source_info))
+            self.made.append(self.graph.changed(e, (source,)))
         return True
 
     def elementwise(self, e: Equation) -> bool:
@@ -262,8 +246,8 @@ class _Attempt:
             return self.reshaped(e, own.array, shape) if alike else None
         if all(len(g) == 1 or n == 1 for g, n in zip(groups, x.shape, strict=True)):
             return self.reshaped(e, x, shape)
-        at = self.producers.get(x)
-        return None if at is None or at.mark is not None or depth == 0 else self.anew(at, _groups(groups, x), depth)
+        at = self.graph.producer(x)
+        return None if at is None or depth == 0 else self.anew(at, _groups(groups, x), depth)
 
     def anew(self, at: Equation, wanted: Groups, depth: int) -> Array | None:
         """What follows from no array, or from smaller ones, made once more."""

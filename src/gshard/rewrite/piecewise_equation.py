@@ -1,4 +1,4 @@
-"""In pieces: what an equation computes of arrays in pieces (``tracing.pieces``).
+"""In pieces: what an equation computes of arrays in pieces (``rewrite.piecewise_layout``).
 
 Where its rule says that a dimension is parallel, it computes each piece by itself. Where it reduces the dimension, it
 reduces each piece, and the parts are combined by the monoid; outside of its window a frame is filled first with what
@@ -27,11 +27,11 @@ from gshard.comm.shards import identity
 from gshard.core.jax_adapter import bind
 from gshard.core.program import Equation
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE
+from gshard.rewrite.cse import is_pure
+from gshard.rewrite.piecewise_layout import Layout, Piece, Source, starts_of
 from gshard.rules.concatenate_slices import with_zero
 from gshard.rules.indexing import drops, over_windows, signed, with_column
 from gshard.rules.reductions import COMBINE
-from gshard.tracing.pieces import Layout, Piece, Source, starts_of
-from gshard.tracing.subexpression import is_repeatable
 
 Dim = int | None
 Parts = list[Any]
@@ -93,9 +93,7 @@ def may_be_in_pieces(t: Touch, layout: Layout) -> bool:
     e = t.equation
     if e.rule is None or not e.rule.known or not e.rule.is_free or e.mark is not None or e.blocks:
         return False
-    if not is_repeatable(e) or any(
-        jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in (*e.inputs, *e.outputs)
-    ):
+    if not is_pure(e) or any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in (*e.inputs, *e.outputs)):
         return False
     if e.name == "gather":
         return _is_looked_up(t) or t.kind == PARALLEL

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from gshard.core.program import Equation
+from gshard.rules.movement import index_of
 
 _TIMES = 1.25  # elements of a frame for one of its window: what lies outside is computed for nothing
 _MOST = 8  # pieces of an array
@@ -89,29 +90,12 @@ def segments_of(e: Equation, dim: int) -> list[list[tuple[int, int, int]]] | Non
         for each result, the operands' positions with the elements from where up to where (of one without dimensions,
         copies); None for what does nothing of the kind, or more.
     """
-    params, n = e.params, e.inputs[0].shape[dim] if e.inputs and dim < len(e.inputs[0].shape) else 0
-    if e.name == "slice":
-        own = zip(params["start_indices"], params["limit_indices"], e.inputs[0].shape, strict=True)
-        moved = [d for d, (a, b, m) in enumerate(own) if (a, b) != (0, m)]
-        if moved != [dim] or any(s != 1 for s in params["strides"] or ()):
+    found = []
+    for index in index_of(e) or ():
+        if [d for d, spans in enumerate(index) if spans] != [dim] or any(span.step != 1 for span in index[dim]):
             return None
-        return [[(0, int(params["start_indices"][dim]), int(params["limit_indices"][dim]))]]
-    if e.name == "split" and params["axis"] == dim:
-        ends = [sum(map(int, params["sizes"][: i + 1])) for i in range(len(params["sizes"]))]
-        return [[(0, end - int(size), end)] for end, size in zip(ends, params["sizes"], strict=True)]
-    if e.name == "pad":
-        config = [tuple(map(int, c)) for c in params["padding_config"]]
-        low, high, interior = config[dim]
-        if interior or [d for d, c in enumerate(config) if c != (0, 0, 0)] != [dim]:
-            return None
-        if low + n <= 0 or high + n <= 0:
-            return None
-        return [[(1, 0, max(low, 0)), (0, max(-low, 0), n - max(-high, 0)), (1, 0, max(high, 0))]]
-    if e.name == "concatenate" and params["dimension"] == dim:
-        return [[(i, 0, x.shape[dim]) for i, x in enumerate(e.inputs)]]
-    if e.name == "concatenate_slices" and params["dimension"] == dim:
-        return [[(i, int(a), int(b)) for i, (a, b) in enumerate(params["slices"])]]
-    return None
+        found.append([(span.operand, span.start, span.start + span.count) for span in index[dim]])
+    return found or None
 
 
 def sources_of(segments: Sequence[tuple[int, int, int]], layouts: Sequence[Layout | None]) -> list[Source] | None:

@@ -1,55 +1,45 @@
-"""Tables: what follows from the positions of elements alone is one equation, of which each device computes its part.
+"""Folds what follows from positions alone into one equation, a table: each device computes its part.
 
     concatenate([sin(a), cos(a)]), where a is made of iotas and numbers        table, reading nothing but numbers
 
-Taken one by one, what is put side by side, padded or reversed would be made in equal parts and then moved.
+Computed one by one, arrays that are concatenated, padded or reversed would be made in equal parts and then moved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
 
 import jax.numpy as jnp
 
-from gshard.core.program import Constant, Equation, Value
+from gshard.core.program import Equation, Value
+from gshard.rewrite.dce import is_removable
+from gshard.rewrite.driver import over
+from gshard.rewrite.equation_graph import Graph, Others
 from gshard.rules.table import ELEMENTWISE, MOVERS, PLACED, Table, table_p
-from gshard.tracing.subexpression import is_repeatable
-from gshard.tracing.unread import without_unread
 
 _MOST = 64  # equations of a table
 _LARGEST = 2**31  # elements: positions are int32
 
 
-def made_of_positions(
-    equations: Iterable[Equation], outputs: Sequence[Value | Constant], equation: Callable[..., Equation]
-) -> list[Equation]:
-    """The equations, with those that move elements of tables as tables; what nobody reads any more is gone.
-
-    Args:
-        equations: of one block.
-        outputs: the block's results.
-        equation: an equation of a primitive, its parameters, operands, results, and the source that it is blamed on.
-    """
-    equations = list(equations)
+@over(*MOVERS)
+def fold_table(graph: Graph) -> Others:
+    """Equations that move elements of tables become tables."""
     makers: dict[Value, Equation] = {}  # of tables
-    instead: dict[Equation, Equation] = {}
-    for e in equations:
+    others: dict[Equation, list[Equation]] = {}
+    for e in graph.equations:
         if not _is_table(e, makers):
             continue
         makers[e.outputs[0]] = e
         if e.name in MOVERS and (table := _table(e, makers)) is not None:
-            instead[e] = equation(table_p, {"table": table}, table.numbers, e.outputs, e.source_info)
-    if not instead:
-        return equations
-    made = {*makers.values(), *instead.values()}
-    return without_unread((instead.get(e, e) for e in equations), outputs, made.__contains__)
+            params = {"table": table}
+            others[e] = [graph.writer.equation(table_p, params, table.numbers, e.outputs, e.source_info)]
+    return others
 
 
 def _is_table(e: Equation, makers: dict[Value, Equation]) -> bool:
     if e.name not in ELEMENTWISE and e.name not in PLACED:
         return False
-    if len(e.outputs) != 1 or not e.outputs[0].shape or e.mark is not None or not is_repeatable(e):
+    if len(e.outputs) != 1 or not e.outputs[0].shape or not is_removable(e):
         return False
     shape, dtype = e.outputs[0].shape, e.outputs[0].dtype
     if not 0 < math.prod(shape) < _LARGEST or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):

@@ -1,4 +1,4 @@
-"""Closed regions: what is computed of arrays in pieces (``tracing.pieces``) until the dimension is gone.
+"""Closed regions: what is computed of arrays in pieces (``rewrite.piecewise_layout``) until the dimension is gone.
 
 A region begins where arrays are joined, cut or padded along a dimension, and takes in what is computed of them, and
 what that is computed with. It is closed if the dimension is reduced in the end, or if arrays leave as they came. Then
@@ -18,21 +18,21 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gshard.core.program import Block, Constant, Equation, Value
-from gshard.tracing.in_pieces import Touch, may_be_in_pieces, touched
-from gshard.tracing.pieces import Layout, Source, is_whole, segments_of, sources_of, starts_of, whole
+from gshard.core.program import Block, Equation, Value
+from gshard.rewrite.equation_graph import Array
+from gshard.rewrite.piecewise_equation import Touch, may_be_in_pieces, touched
+from gshard.rewrite.piecewise_layout import Layout, Source, is_whole, segments_of, sources_of, starts_of, whole
+from gshard.rules.movement import index_of
 
-Array = Value | Constant
 Split = Callable[[Value, int], int]
 """In how many parts a dimension of a value is split."""
 
 _MOST = 512  # arrays in pieces
-_MOVERS = frozenset(("concatenate", "concatenate_slices", "pad", "slice", "split"))
 
 
 def may_begin(e: Equation) -> bool:
     """Whether a region may begin with an equation."""
-    return e.name in _MOVERS and e.mark is None and bool(e.outputs)
+    return index_of(e) is not None and e.mark is None and bool(e.outputs)
 
 
 class _OpenError(Exception):
@@ -224,7 +224,7 @@ class _Search:
     def keep(self, x: Array) -> None:
         """Finds a way for an array that is read elsewhere, too."""
         e = self.producers[x]
-        if len(e.outputs) == 1 and e.name not in _MOVERS and not any(y in self.dims for y in e.inputs):
+        if len(e.outputs) == 1 and index_of(e) is None and not any(y in self.dims for y in e.inputs):
             self.kept.add(x)
         else:
             self.choice.taken.append(x)

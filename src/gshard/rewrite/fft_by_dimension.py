@@ -1,4 +1,4 @@
-"""Transforms: a Fourier transform of several dimensions as one of each, so that no device needs all of them at once.
+"""Replaces a Fourier transform of several dimensions by one of each, so that no device needs all of them at once.
 
 A transform mixes all elements of the dimensions that it transforms: whole, they are gathered on every device, which
 then transforms all of it. One dimension after the other, each is whole while another one is cut, and between them the
@@ -18,25 +18,35 @@ units in the last place of the largest of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.core.program import Equation
+from gshard.core.program import Equation, Program, Value
+from gshard.rewrite.driver import Split, where_split
+from gshard.rewrite.equation_graph import Others, written
 
 _LEAST = 4096  # elements of a single dimension that is taken apart
 
 
-def is_transform(e: Equation) -> bool:
-    """Whether an equation may be taken apart."""
-    return e.name == "fft"
+def _transforms(program: Program) -> list[Equation]:
+    return [e for e in program.block.walk() if e.name == "fft"]
 
 
-def one_by_one(e: Equation, parts: Sequence[Mapping[int, int]]) -> Any:
-    """A transform as transforms of one dimension each, a closed jaxpr; None if it stays as it is.
+@where_split(_transforms)
+def fft_by_dimension(e: Equation, split: Split) -> Iterator[Others]:
+    """A transform of split dimensions becomes transforms of one dimension each."""
+    cuts = ({d: n for d in range(len(v.shape)) if (n := split.parts(v, d)) > 1} for v in (*e.inputs, *e.outputs)
+            if isinstance(v, Value))  # fmt: skip
+    if (function := _one_by_one(e, [*cuts])) is not None:
+        yield {e: written(split.writer, function, e.inputs, e.outputs, e)}
+
+
+def _one_by_one(e: Equation, parts: Sequence[Mapping[int, int]]) -> Callable[[Any], Any] | None:
+    """A transform as transforms of one dimension each; None if it stays.
 
     Args:
         e: a transform.
@@ -48,15 +58,13 @@ def one_by_one(e: Equation, parts: Sequence[Mapping[int, int]]) -> Any:
     if not any(d >= first for cut in parts for d in cut) or 0 in x.shape or 0 in y.shape:
         return None
     if len(lengths) > 1:
-        made: Any = lambda x: _each(x, kind, lengths, first, *parts)  # noqa: E731
-    else:
-        count, n = max(cut.get(first, 1) for cut in parts), lengths[0]
-        others = [m for cut in parts if first in cut for d, m in enumerate(x.shape[:first]) if d not in cut]
-        a = _two(n, count)
-        if kind not in _COMPLEX or n < _LEAST or a is None or any(m % count == 0 for m in others):
-            return None  # short, or a dimension beside it can be cut instead
-        made = lambda x: _long(x, kind, a, n // a)  # noqa: E731
-    return jax.make_jaxpr(made)(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return lambda x: _each(x, kind, lengths, first, *parts)
+    count, n = max(cut.get(first, 1) for cut in parts), lengths[0]
+    others = [m for cut in parts if first in cut for d, m in enumerate(x.shape[:first]) if d not in cut]
+    a = _two(n, count)
+    if kind not in _COMPLEX or n < _LEAST or a is None or any(m % count == 0 for m in others):
+        return None  # short, or a dimension beside it can be cut instead
+    return lambda x: _long(x, kind, a, n // a)
 
 
 _FFT, _IFFT, _RFFT, _IRFFT = (jax.lax.FftType[name] for name in ("FFT", "IFFT", "RFFT", "IRFFT"))

@@ -1,77 +1,58 @@
-"""In a row: slices, paddings and concatenations that follow each other become one equation, so that elements move once.
+"""Composes slices, pads and concatenations that follow each other into one equation, so that elements move once.
 
-Rotations (``jnp.roll``), borders (``jnp.pad``, also ``mode="wrap"``), shifts and stencils are written as cuts that are
-joined, and what is joined is cut again. Taken one by one each result would be spread evenly over the devices: an array
-of one element more has other parts, and nearly all elements move for nothing. So each result is followed to where its
-elements come from, one dimension after the other:
+Rotations (``jnp.roll``), borders (``jnp.pad``, also ``mode="wrap"``), shifts and stencils are cuts that are joined, and
+joins that are cut again. One by one, each result would be spread evenly over the devices: an array that is longer by
+one element has other parts, and nearly all elements would move. So each result is followed to the sources of its
+elements, one dimension after the other:
 
     pad(x[:-1], (1, 0))                       a number, x[0:7]           pad by 1 and -1
     concatenate([x[-1:], x, x[:1]])[2:]       x[1:8], x[0:1]             concatenate_slices
     concatenate([first, x])[1:]               x[0:8]                     a slice of everything
     pad(a, (0, 3)) + pad(b, (5, 0))           a, b (in derivatives)      concatenate_slices
 
-What many segments make and others read is there anyway, and not followed further.
+A value with many segments and other readers is computed anyway, and not followed further.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax import lax
 
 from gshard.core.program import Constant, Equation, Value
+from gshard.core.rule import Span
+from gshard.rewrite.driver import over
+from gshard.rewrite.element_source import Segment, Window, cut, ends, is_zero, tidy
+from gshard.rewrite.equation_graph import Array, Graph, Others
 from gshard.rules.concatenate_slices import concatenate_slices_p
-from gshard.tracing.came_from import Array, Segment, Window, cut, ends, is_zero, tidy
-from gshard.tracing.subexpression import is_repeatable
-from gshard.tracing.unread import without_unread
+from gshard.rules.movement import index_of
 
-_MOST, _FEW = 32, 3  # segments that a result is followed to; the same where the result is there anyway
+_MOST, _FEW = 32, 3  # segments that a result is followed to; the same where the result is computed anyway
 _SUMS = ("add", "add_any")
 
 
-def one_equation_each(
-    equations: Iterable[Equation],
-    outputs: Sequence[Array],
-    fresh: Callable[[tuple[int, ...], Any], Value],
-    equation: Callable[..., Equation],
-) -> list[Equation]:
-    """The equations with what moves elements in a row as one equation each; what nobody reads any more is gone.
-
-    Args:
-        equations: of one block.
-        outputs: the block's results.
-        fresh: a new value of a shape and a dtype.
-        equation: an equation of a primitive, its parameters, operands, results, and the source that it is blamed on.
-    """
-    equations = list(equations)
-    row = _Row(equations, outputs, fresh, equation)
-    made = [row.instead_of(e) for e in equations]
-    if all(new is None for new in made):
-        return equations
-    now = [e for old, new in zip(equations, made, strict=True) for e in (new or [old])]
-    return without_unread(now, outputs, is_repeatable)
+@over("slice", "pad", "split", "concatenate")
+def compose_movement(graph: Graph) -> Others:
+    """Equations that move elements which others moved before become one each."""
+    movement = _Movement(graph)
+    tried = ((e, movement.instead_of(e)) for e in graph.equations)
+    return {e: new for e, new in tried if new is not None}
 
 
-class _Row:
-    """The equations of a block, and where what they make comes from."""
+class _Movement:
+    """The sources of the elements of a block's values."""
 
-    def __init__(
-        self,
-        equations: Sequence[Equation],
-        outputs: Sequence[Array],
-        fresh: Callable[..., Value],
-        equation: Callable[..., Equation],
-    ):
-        self.fresh, self.equation = fresh, equation
+    def __init__(self, graph: Graph):
+        self.graph = graph
         self.producers: dict[Any, Equation] = {}
         self.numbers: dict[Any, Array] = {}  # scalars, and arrays of copies of one
         self.result: Value | None = None  # what is being made
-        self.needed: set[Any] = set(outputs)  # what is there anyway
-        for e in equations:
+        self.needed: set[Any] = set(graph.outputs)  # values that are computed anyway
+        for e in graph.equations:
             if (number := self._number(e)) is not None:
                 self.numbers[e.outputs[0]] = number
             if self._is_followed(e):
@@ -79,11 +60,11 @@ class _Row:
             else:
                 self.needed.update(e.inputs)
         self.segments: dict[tuple[Any, int, bool], list[Segment]] = {}
-        self.made: dict[Any, Array] = {}  # what windows have become, and what those of one equation become
+        self.made: dict[Any, Array] = {}  # values of windows, and those of windows of one equation
         self.made_now: dict[Any, Array] = {}
 
     def instead_of(self, e: Equation) -> list[Equation] | None:
-        """The equations that stand for one, or None if it stays."""
+        """The equations that replace one; None if it stays."""
         if not e.outputs:
             return None
         result = e.outputs[0]
@@ -115,13 +96,11 @@ class _Row:
         return found
 
     def _is_followed(self, e: Equation) -> bool:
-        if e.name == "slice":
-            return all(n == 1 for n in e.params["strides"] or ())
-        if e.name == "pad":
-            return all(int(interior) == 0 for _, _, interior in e.params["padding_config"])
         if e.name in _SUMS:
             return all(x in self.producers and self.producers[x].name in ("pad", *_SUMS) for x in e.inputs)
-        return bool(e.outputs) and (e.name in ("split", "concatenate") or e.outputs[0] in self.numbers)
+        if (index := index_of(e)) is not None and e.primitive is not concatenate_slices_p:
+            return all(span.step == 1 for own in index for spans in own for span in spans)
+        return bool(e.outputs) and e.outputs[0] in self.numbers
 
     def _number(self, e: Equation) -> Array | None:
         """The number of which all that an equation makes are copies, if that is so."""
@@ -166,45 +145,38 @@ class _Row:
         e = self.producers.get(x)
         if x in self.numbers:
             return [Segment(self.numbers[x], 0, x.shape[axis])]
-        if e is None or e.name in _SUMS:
+        index = None if e is None else index_of(e)
+        if e is None or index is None:
             return None
-        if e.name == "concatenate":
-            if e.params["dimension"] != axis:
-                return None
-            return [p for y in e.inputs for p in self.along(y, axis)]
-        if e.name == "pad" and not self._is_of_one_number(e):
+        own = index[e.outputs.index(x)]  # type: ignore[arg-type]
+        moved = [d for d, spans in enumerate(own) if spans]
+        if moved == [axis]:
+            return [p for span in own[axis] for p in self._spanned(self._scalar(e.inputs[span.operand]), axis, span)]
+        if any(sum(bool(e.inputs[span.operand].shape) for span in own[d]) != 1 for d in moved):
             return None
-        return self.along(self._windows(e, x), axis)
+        source, number = e.inputs[0], self._scalar(e.inputs[-1])
+        if len(moved) > 1 and not number.shape:
+            around = (p for d in moved for p in self.along(source, d) if p.is_number)
+            if not all(p.is_like(Segment(number, 0, 1)) for p in around):
+                return None  # the corners of what is padded along several dimensions differ
+        window: Array | Window = source
+        for d in moved:
+            (at,) = (i for i, span in enumerate(own[d]) if e.inputs[span.operand].shape)
+            span, before, after = own[d][at], own[d][:at], own[d][at + 1 :]
+            low = sum(p.count for p in before) - span.start
+            high = sum(p.count for p in after) - (source.shape[d] - span.start - span.count)
+            window = Window(window, d, low, high, number if max(low, high) > 0 else None)
+        return self.along(window, axis)
 
-    def _windows(self, e: Equation, x: Array) -> Array | Window:
-        """A slice, a part of a split or a padding as windows, one dimension after the other."""
-        source: Array | Window = e.inputs[0]
-        whole, number = source.shape, None
-        if e.name == "pad":
-            config, number = [(int(low), int(high)) for low, high, _ in e.params["padding_config"]], self._number_of(e)
-        elif e.name == "slice":
-            bounds = zip(e.params["start_indices"], e.params["limit_indices"], whole, strict=True)
-            config = [(-int(a), int(b) - n) for a, b, n in bounds]
-        else:
-            starts = list(itertools.accumulate(map(int, e.params["sizes"]), initial=0))
-            i, n = e.outputs.index(x), starts[-1]
-            config = [(0, 0)] * len(whole)
-            config[e.params["axis"]] = -starts[i], starts[i + 1] - n
-        for d, (low, high) in enumerate(config):
-            if (low, high) != (0, 0):
-                source = Window(source, d, low, high, number if max(low, high) > 0 else None)
-        return source
+    def _scalar(self, x: Array) -> Array:
+        """The number that an array consists of copies of; itself if there is none."""
+        return self.numbers.get(x, x)
 
-    def _number_of(self, e: Equation) -> Array:
-        """What an array is padded with."""
-        return self.numbers.get(e.inputs[1], e.inputs[1])
-
-    def _is_of_one_number(self, e: Equation) -> bool:
-        """Whether the corners of what is padded along several dimensions are all alike."""
-        source, number = e.inputs[0], self._number_of(e)
-        padded = [d for d, (low, high, _) in enumerate(e.params["padding_config"]) if (low, high) != (0, 0)]
-        around = (p for d in padded for p in self.along(source, d) if p.is_number)
-        return len(padded) == 1 or all(p.is_like(Segment(number, 0, 1)) for p in around)
+    def _spanned(self, x: Array, axis: int, span: Span) -> list[Segment]:
+        """The segments of a span of an operand."""
+        if not x.shape:
+            return [Segment(x, 0, span.count)]
+        return cut(self.along(x, axis), span.start, span.start + span.count)
 
     def _addends(self, result: Value) -> tuple[int, list[Segment]] | None:
         """Along which dimension a sum is of arrays side by side, zeros in the place of the others; the arrays."""
@@ -243,7 +215,7 @@ class _Row:
             source, config, number = window
             if result is None and all(c == (0, 0) for c in config):
                 return source
-            return self._note(x, self._moved(source, config, number, self._result(x, result, source), e), out)
+            return self._moved(x, source, config, number, e, out, result)
         ways = [(axis, self.along(x, axis)) for axis in range(len(x.shape))]
         ways = [(axis, segments) for axis, segments in ways if segments[0].source != x]
         if any(all(p.is_number for p in segments) for _, segments in ways):
@@ -256,30 +228,18 @@ class _Row:
             return self._make(segments[0].source, result, e, out)
         return self._join(x, axis, segments, e, out, result=result)
 
-    def _join(
-        self,
-        x: Array | Window,
-        axis: int,
-        segments: Sequence[Segment],
-        e: Equation,
-        out: list[Equation],
-        *,
-        result: Value | None = None,
-        added: bool = False,
-    ) -> Array | None:
+    def _join(self, x: Array | Window, axis: int, segments: Sequence[Segment], e: Equation, out: list[Equation], *,
+              result: Value | None = None, added: bool = False) -> Array | None:  # fmt: skip
         sources = [p.source if p.is_number else self._make(p.source, None, e, out) for p in segments]
         if any(s is None for s in sources):
             return None
         given = tuple(s for s in sources if isinstance(s, Value | Constant))
         array = next(s for s in given if s.shape)
-        target = self._result(x, result, array)
-        entire = all(p.is_all_of(axis) for p in segments)
+        if not added and all(p.is_all_of(axis) for p in segments):
+            return self._add(x, lax.concatenate_p, {"dimension": axis}, given, array.dtype, e, out, result)
         cuts = tuple((p.start, p.end) for p in segments)
-        params: dict[str, Any] = {"dimension": axis, "slices": cuts, "added": added}
-        primitive = concatenate_slices_p
-        if entire and not added:
-            params, primitive = {"dimension": axis}, lax.concatenate_p
-        return self._note(x, self.equation(primitive, params, given, (target,), e.source_info), out)
+        params = {"dimension": axis, "slices": cuts, "added": added}
+        return self._add(x, concatenate_slices_p, params, given, array.dtype, e, out, result)
 
     def _as_window(self, x: Array | Window) -> tuple[Value, list[tuple[int, int]], Any] | None:
         """An array as what ``lax.pad`` can make of another one, if it can."""
@@ -305,22 +265,17 @@ class _Row:
                 return None
         return None if source is x else (source, config, None if number is None else number.source)
 
-    def _moved(
-        self, source: Value, config: Sequence[tuple[int, int]], number: Array | None, result: Value, e: Equation
-    ) -> Equation:
+    def _moved(self, x: Array | Window, source: Value, config: Sequence[tuple[int, int]], number: Array | None,
+               e: Equation, out: list[Equation], result: Value | None) -> Value:  # fmt: skip
         if number is not None:
             params: dict[str, Any] = {"padding_config": tuple((low, high, 0) for low, high in config)}
-            return self.equation(lax.pad_p, params, (source, number), (result,), e.source_info)
+            return self._add(x, lax.pad_p, params, (source, number), source.dtype, e, out, result)
         starts = tuple(-low for low, _ in config)
         limits = tuple(n + high for n, (_, high) in zip(source.shape, config, strict=True))
         params = {"start_indices": starts, "limit_indices": limits, "strides": None}
-        return self.equation(lax.slice_p, params, (source,), (result,), e.source_info)
+        return self._add(x, lax.slice_p, params, (source,), source.dtype, e, out, result)
 
-    def _result(self, x: Array | Window, result: Value | None, source: Array) -> Value:
-        return self.fresh(x.shape, source.dtype) if result is None else result
-
-    def _note(self, x: Array | Window, e: Equation, out: list[Equation]) -> Value:
-        out.append(e)
-        (v,) = e.outputs
-        self.made_now[x] = v
-        return v
+    def _add(self, x: Array | Window, primitive: Any, params: dict[str, Any], inputs: Sequence[Array], dtype: Any,
+             e: Equation, out: list[Equation], result: Value | None) -> Value:  # fmt: skip
+        self.made_now[x] = value = self.graph.add(out, e, primitive, params, inputs, x.shape, dtype, result)
+        return value

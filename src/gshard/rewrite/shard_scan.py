@@ -1,12 +1,13 @@
-"""Own rounds: a scan whose rounds need nothing of each other runs on each device the rounds whose slices it holds.
+"""Runs on each device the rounds of a scan whose slices it holds, if rounds are independent.
 
-``lax.map`` over a dimension that is split, its derivative, and every scan that only adds to what it carries: nothing
-is moved from round to round, and what was added up is combined once, at the end. Inside nothing is split.
+Such scans are ``lax.map`` over a split dimension, its derivative, and every scan that only adds to its carry. Nothing
+moves from round to round, and sums are combined once, at the end. Inside nothing is split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,10 +15,25 @@ from jax import lax
 
 from gshard.comm.shards import Shards, identity
 from gshard.core.jax_adapter import scan_counts
-from gshard.core.program import Block, Constant, Equation, Value
+from gshard.core.program import Block, Constant, Edge, Equation, Program, Value
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.language.interpret import Interpreter
 from gshard.language.transfer import changes_memory, in_memory_of, is_handed_on, transferred
+from gshard.rewrite.driver import Split, where_split
+from gshard.rewrite.equation_graph import Others
+
+
+def _stacked(program: Program) -> list[tuple[Equation, Edge]]:
+    return [(e, edge) for e in program.block.walk() for edge in e.edges if edge.stacked]
+
+
+@where_split(_stacked)
+def shard_scan(candidate: tuple[Equation, Edge], split: Split) -> Iterator[Others]:
+    """A scan over a split dimension becomes an operator without a body."""
+    loop, edge = candidate
+    inside = (v for body in loop.blocks for v in body.values())
+    if split.parts(edge.outer, 0) > 1 and not any(map(split.is_split, inside)) and (rule := rule_of_rounds(loop)):
+        yield {loop: [dataclasses.replace(loop, rule=rule, blocks=(), edges=())]}
 
 
 def rule_of_rounds(e: Equation) -> Rule | None:

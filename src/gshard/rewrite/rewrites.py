@@ -1,0 +1,35 @@
+"""The rewrites, in the order in which they run. CONTRIBUTING says how to add one."""
+
+from __future__ import annotations
+
+from gshard.rewrite.banded_product import banded_product
+from gshard.rewrite.compose_movement import compose_movement
+from gshard.rewrite.fft_by_dimension import fft_by_dimension
+from gshard.rewrite.fold_pad_into_window import fold_pad_into_window
+from gshard.rewrite.fold_table import fold_table
+from gshard.rewrite.match_associative_scan import match_associative_scan
+from gshard.rewrite.piecewise_emit import piecewise
+from gshard.rewrite.search_of_rev import search_of_rev
+from gshard.rewrite.shard_scan import shard_scan
+from gshard.rewrite.sink_elementwise import sink_elementwise
+from gshard.rewrite.sink_pad import sink_pad
+from gshard.rewrite.split_merged_dims import split_merged_dims
+from gshard.rewrite.sum_of_scatter import sum_of_scatter
+from gshard.rewrite.transpose_of_dot import transpose_of_dot
+
+TRACE = (
+    match_associative_scan,
+    fold_table,
+    sum_of_scatter,
+    split_merged_dims,
+    sink_elementwise,
+    sink_pad,
+    compose_movement,
+    fold_pad_into_window,
+    transpose_of_dot,
+    search_of_rev,
+)
+"""Rewrites while a program is traced: they do not depend on how values are split."""
+
+SPLIT = (shard_scan, fft_by_dimension, banded_product, piecewise)
+"""Rewrites once marks are propagated: they depend on how values are split. Of two for one equation the first counts."""

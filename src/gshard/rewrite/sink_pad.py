@@ -1,0 +1,270 @@
+"""Sinks elementwise operators on slices below the pad of their result, so that the slices need not move.
+
+A stencil, or an update of the inside of an array, cuts windows, computes with them and pads the result. Each window
+would be spread evenly over the devices, so that nearly all of its elements move, and those of the result move back.
+Elementwise operators give the same in the frame of the result, where a mask keeps what lies inside:
+
+    pad(x[2:] + x[:-2], 1)               where(inside, pad(x, (-1, 1)) + pad(x, (1, -1)), 0)     two halos
+    pad(sin(x[1:-1]), 1)                 where(inside, sin(x), 0)                                nothing is sent
+    pad(2 * x[::2], interior=1)          where(inside, 2 * x, 0)                                 nothing is sent
+
+Elements outside are computed for nothing, so windows have to be a good part of their frame.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from gshard.core.program import Equation, Value
+from gshard.core.rule import REDUCE
+from gshard.rewrite.driver import over
+from gshard.rewrite.equation_graph import Array, Graph, Others, again
+from gshard.rules.elementwise import N_ARY, UNARY
+from gshard.rules.movement import one_array
+from gshard.tracing.known import Facts
+
+_ELEMENTWISE = frozenset((*UNARY, *N_ARY)) - {"copy_p", "name", "optimization_barrier"}
+_TIMES = 4  # elements that are computed for one that is kept
+_NEARLY = 1.25  # where it is hardly more than one
+_NODES = 64  # arrays that are followed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Frame:
+    """Where an array's elements stand in a larger one: element ``k`` at ``offset + step * k``."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    def is_all_of(self, x: Array) -> bool:
+        return x.shape == self.shape and not any(self.offsets) and all(s == 1 for s in self.steps)
+
+    def padding(self, x: Array) -> tuple[tuple[int, int, int], ...]:
+        """As ``lax.pad`` has it."""
+        ends = [o + s * (m - 1) + 1 for o, s, m in zip(self.offsets, self.steps, x.shape, strict=True)]
+        found = zip(self.offsets, self.shape, ends, self.steps, strict=True)
+        return tuple((o, n - end, s - 1) for o, n, end, s in found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Node:
+    """An array in a frame: an equation on arrays in frames, or (without one) an array that is put there."""
+
+    frame: _Frame
+    array: Array
+    equation: Equation | None = None
+    operands: tuple[_Node, ...] = ()
+
+
+@over("pad")
+def sink_pad(graph: Graph) -> Others:
+    """Pads of what is computed of slices become computations on pads."""
+    frames = _Frames(graph)
+    tried = ((e, frames.instead_of(e)) for e in graph.equations)
+    return {e: new for e, new in tried if new is not None}
+
+
+class _Frames:
+    """The equations of a block, and which of them can be computed in a frame."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.needed: set[Any] = set(graph.outputs)  # values that are computed anyway
+        self.summed: set[Any] = set()  # values that may be in parts of sums
+        for e in graph.equations:
+            if e.name not in _ELEMENTWISE and e.name not in ("slice", "pad"):
+                self.needed.update(e.inputs)
+            if e.mark is None and (_sums(e) or (e.rule and e.rule.linear and not self.summed.isdisjoint(e.inputs))):
+                self.summed.update(e.outputs)
+        # A padded array that is moved on is not computed at all (``rewrite.compose_movement``).
+        self.moved = {x for e in graph.equations if self._moves(e) for x in e.inputs}
+
+    @functools.cached_property
+    def known(self) -> Facts:
+        """The values that follow from positions along one dimension."""
+        facts = Facts(most=2**31)
+        for e in self.graph.equations:
+            if len(e.outputs) == 1 and len(e.outputs[0].shape) <= 1:
+                facts.note(e)
+        return facts
+
+    def _moves(self, e: Equation) -> bool:
+        if e.name in ("add", "add_any"):
+            return all(self.producer(x, "pad") for x in e.inputs)
+        return e.name not in _ELEMENTWISE
+
+    def producer(self, x: Array, *names: str) -> Equation | None:
+        e = self.graph.producer(x, *names)
+        return e if e is not None and len(e.outputs) == 1 else None
+
+    def instead_of(self, e: Equation) -> list[Equation] | None:
+        """The equations that replace a pad; None if it stays."""
+        if e.name != "pad" or e.mark is not None or _is_key(e.outputs[0]):
+            return None
+        u, result = e.inputs[0], e.outputs[0]
+        config = [tuple(map(int, c)) for c in e.params["padding_config"]]
+        maker = self.producer(u)
+        if 0 in u.shape or maker is None or maker.name not in self.starts(result) or any(min(c) < 0 for c in config):
+            return None
+        frame = _Frame(result.shape, tuple(low for low, _, _ in config), tuple(i + 1 for _, _, i in config))
+        nodes: dict[Any, _Node] = {}
+        top = self.node(u, frame, nodes)
+        times = math.prod(result.shape) / math.prod(u.shape)
+        if top.equation is None or not _is_worth_it(nodes.values(), times):
+            return None
+        # Of sums that are still to be finished a part is less than all.
+        if times > _NEARLY and any(not x.equation and x.array in self.summed for x in nodes.values()):
+            return None
+        # Every second element, and the one beside each: both are on the same device as they are.
+        in_step = [s > 1 and s * m == n for n, m, s in zip(frame.shape, u.shape, frame.steps, strict=True)]
+        if any(not x.equation and x.array.shape and any(o for o, s in zip(x.frame.offsets, in_step, strict=True) if s)
+               for x in nodes.values()):  # fmt: skip
+            return None
+        inside = result not in self.needed and self.is_chosen_inside(frame, u, result)
+        leaves = list({x.array: None for x in nodes.values() if x.equation is None})
+
+        def sunk(number: Any, *arrays: Any) -> Any:
+            whole = _computed(top, dict(zip(leaves, arrays, strict=True)), {})
+            if inside:
+                return whole
+            return lax.select(_inside(frame, u.shape), whole, lax.broadcast_in_dim(number, frame.shape, ()))
+
+        return self.graph.write(sunk, (e.inputs[1], *leaves), (result,), e)
+
+    def starts(self, result: Value) -> Iterable[str]:
+        """What may make an array that is padded to ``result``."""
+        return _ELEMENTWISE if result in self.moved else _ELEMENTWISE | {"broadcast_in_dim"}
+
+    # What an array is in a frame.
+
+    def node(self, x: Array, frame: _Frame, nodes: dict[Any, _Node]) -> _Node:
+        key = x, frame
+        if key not in nodes:
+            nodes[key] = _Node(frame, x)  # those under way count, too
+            nodes[key] = self._node(x, frame, nodes)
+        return nodes[key]
+
+    def _node(self, x: Array, frame: _Frame, nodes: dict[Any, _Node]) -> _Node:
+        e = self.producer(x)
+        if not x.shape or frame.is_all_of(x) or e is None or len(nodes) > _NODES:
+            return _Node(frame, x)
+        if e.name == "slice":
+            cuts = one_array(e)[0]
+            if any(s % cut.step for s, cut in zip(frame.steps, cuts, strict=True)):
+                return _Node(frame, x)
+            wide = tuple(s // cut.step for s, cut in zip(frame.steps, cuts, strict=True))
+            offsets = tuple(o - cut.start * w for o, cut, w in zip(frame.offsets, cuts, wide, strict=True))
+            return self.node(e.inputs[0], _Frame(frame.shape, offsets, wide), nodes)
+        if e.name == "broadcast_in_dim":
+            if any(d for d in e.inputs[0].shape):
+                return _Node(frame, x)
+            return _Node(frame, x, e, (self.node(e.inputs[0], frame, nodes),))
+        same = e.name in _ELEMENTWISE and all(y.shape in ((), x.shape) and not _is_key(y) for y in e.inputs)
+        if not same or x in self.needed:
+            return _Node(frame, x)
+        return _Node(frame, x, e, tuple(self.node(y, frame, nodes) for y in e.inputs))
+
+    def is_chosen_inside(self, frame: _Frame, u: Array, result: Value) -> bool:
+        """Whether all that is read of a padding is what it holds of ``u``: it is chosen from at known places."""
+        readers = self.graph.readers(result)
+        if len(readers) != 1 or readers[0].name != "select_n" or readers[0].inputs.index(result) != 2:
+            return False
+        chosen = self.places(readers[0].inputs[0])
+        for d, (n, o, s, m) in enumerate(zip(frame.shape, frame.offsets, frame.steps, u.shape, strict=True)):
+            outside = np.ones(n, bool)
+            outside[o : o + s * (m - 1) + 1 : s] = False
+            if outside.any() and (d not in chosen or (chosen[d] & outside).any()):
+                return False
+        return True
+
+    def places(self, x: Array) -> dict[int, Any]:
+        """Where flags at known places may be true: bool [n] for some dimensions."""
+        e = self.producer(x)
+        if len(x.shape) == 1:
+            line = self.known.of(x)
+            return {} if line is None or not line.whole else {0: line.values}
+        if e is not None and e.name == "broadcast_in_dim":
+            dims, own = e.params["broadcast_dimensions"], self.places(e.inputs[0])
+            return {dims[d]: line for d, line in own.items() if len(line) == x.shape[dims[d]]}
+        if e is None or e.name != "and":
+            return {}
+        a, b = map(self.places, e.inputs)
+        return {d: a[d] & b[d] if d in a and d in b else a.get(d, b.get(d)) for d in {**a, **b}}
+
+
+def _computed(node: _Node, arrays: Mapping[Array, Any], known: dict[Any, Any]) -> Any:
+    """The array of a node in its frame, inside of a function that is written."""
+    key = node.array, node.frame
+    if key not in known:
+        known[key] = _in_frame(node, arrays, known)
+    return known[key]
+
+
+def _in_frame(node: _Node, arrays: Mapping[Array, Any], known: dict[Any, Any]) -> Any:
+    e = node.equation
+    if e is None:
+        x = arrays[node.array]
+        if not node.array.shape or node.frame.is_all_of(node.array):
+            return x
+        return lax.pad(x, np.zeros((), node.array.dtype), node.frame.padding(node.array))
+    operands = [_computed(x, arrays, known) for x in node.operands]
+    shape = {"shape": node.frame.shape, "broadcast_dimensions": ()} if e.name == "broadcast_in_dim" else {}
+    return again(e, operands, **shape)
+
+
+def _inside(frame: _Frame, shape: tuple[int, ...]) -> Any:
+    """Which elements of a frame are those of an array of a shape."""
+    masks = []
+    for d, (n, o, s, m) in enumerate(zip(frame.shape, frame.offsets, frame.steps, shape, strict=True)):
+        if (n, o, s) != (m, 0, 1):
+            masks.append(lax.broadcast_in_dim(_along(n, o, s, m), frame.shape, (d,)))
+    return functools.reduce(lax.bitwise_and, masks)
+
+
+def _along(n: int, offset: int, step: int, count: int) -> Any:
+    """Which of ``n`` elements are among ``count`` from an offset on, a step apart: bool [n]."""
+    place, last, found = lax.iota(np.int32, n), offset + step * (count - 1), []
+    if offset > 0:
+        found.append(place >= np.int32(offset))
+    if last < n - 1:
+        found.append(place <= np.int32(last))
+    if step > 1:
+        found.append(lax.rem(place - np.int32(offset % step), np.int32(step)) == np.int32(0))
+    return functools.reduce(lax.bitwise_and, found)
+
+
+def _is_worth_it(nodes: Iterable[_Node], times: float) -> bool:
+    """Whether more is saved than computed for nothing: less has to move than the one array that is padded."""
+    computed = [node.equation.name for node in nodes if node.equation is not None]
+    put = [node for node in nodes if node.equation is None and node.array.shape]
+    if len(computed) == 1 and not put:
+        return True  # a number
+    if times > _TIMES:
+        return False
+    far = sum(not _is_near(node) for node in put)
+    return far <= (1 if len({node.array for node in put}) > 1 else 0)
+
+
+def _is_near(node: _Node) -> bool:
+    """Whether an array is in its frame already, but for few elements at its ends."""
+    near = zip(node.frame.offsets, node.frame.shape, node.array.shape, node.frame.steps, strict=True)
+    return all(s == 1 and 8 * max(abs(o), abs(n - m - o)) <= max(n, 16) and m >= n for o, n, m, s in near)
+
+
+def _sums(e: Equation) -> bool:
+    """Whether parts of sums may come out."""
+    return bool(e.blocks) or (e.rule is not None and any(f.kind == REDUCE for f in e.rule.factors))
+
+
+def _is_key(x: Array) -> bool:
+    """Whether it holds keys of random numbers, of which there is no zero."""
+    return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended))

@@ -1,0 +1,163 @@
+"""Each rewrite fires on its example, and not on a near miss; a rewritten program computes the same."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import gshard
+from gshard.core.program import Program
+from gshard.language.interpret import Interpreter
+from gshard.passes.builder import Builder
+from gshard.rewrite.driver import run
+from gshard.rewrite.rewrites import SPLIT, TRACE
+
+MESH = gshard.Mesh.abstract(x=4)
+
+
+def whole(*shape: int) -> np.ndarray:
+    """Integers, whose sums are exact in any order."""
+    return np.random.default_rng(shape).integers(-9, 9, shape).astype(np.float32)
+
+
+class Example(NamedTuple):
+    """A program that a rewrite fires on, one that it does not, and the arguments of both."""
+
+    fires: Callable[..., Any]
+    near: Callable[..., Any]
+    arguments: tuple[np.ndarray, ...]
+
+
+def rows_split(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *others: f(gshard.split(x, 0, "x"), *others)
+
+
+def scattered(x: Any, labels: Any, start: float) -> Any:
+    return jnp.full((8, 13), start, x.dtype).at[jnp.arange(8)[:, None], labels].add(x[:, :2]).sum(1)
+
+
+def halves(f: Callable[[Any], Any], x: Any) -> Any:
+    return jnp.concatenate([f(x[4:]), x[:4]])
+
+
+def averaged(x: Any, start: float) -> Any:
+    padded = lax.pad(x, np.float32(start), ((0, 1, 1), (0, 0, 0)))
+    return lax.reduce_window(padded, np.float32(0), lax.add, (2, 1), (1, 1), "VALID")
+
+
+def mean_of_neighbours(x: Any) -> Any:
+    return jnp.pad(x[2:] + x[:-2], ((1, 1), (0, 0)))
+
+
+def few_of_many(x: Any) -> Any:
+    return jnp.pad(x[1:2] + x[3:4], ((0, 15), (0, 0)))
+
+
+def with_token(x: Any, reduce: Callable[[Any], Any] = jnp.sum) -> Any:
+    return reduce(jnp.sin(jnp.concatenate([jnp.ones((1, x.shape[1])), x])))
+
+
+X = whole(8, 6)
+IMAGE = whole(64, 4)
+EXAMPLES: Mapping[str, Example] = {
+    "match_associative_scan": Example(
+        lambda x: lax.associative_scan(jnp.add, x), lambda x: x[::2] + x[1::2], (whole(16, 3),)
+    ),
+    "fold_table": Example(
+        lambda x: x * jnp.concatenate([jnp.sin(jnp.arange(4.0)), jnp.cos(jnp.arange(2.0))]),
+        lambda x: x * jnp.concatenate([jnp.sin(x[0, :4]), jnp.cos(jnp.arange(2.0))]),
+        (X,),
+    ),
+    "sum_of_scatter": Example(
+        functools.partial(scattered, start=0.0),
+        functools.partial(scattered, start=2.0),
+        (X, np.array([0, 12, 5, 13, -1, 3, 3, 9] * 2, np.int32).reshape(8, 2)),
+    ),
+    "split_merged_dims": Example(
+        lambda x, w: (x.reshape(-1, 6) @ w).reshape(2, 8, 5),
+        lambda x, w: jnp.sort(x.reshape(-1, 6), 0) @ w,
+        (whole(2, 8, 6), whole(6, 5)),
+    ),
+    "sink_elementwise": Example(functools.partial(halves, jnp.negative), functools.partial(halves, lambda x: x), (X,)),
+    "sink_pad": Example(mean_of_neighbours, few_of_many, (whole(8, 3),)),
+    "compose_movement": Example(
+        lambda x: jnp.roll(jnp.roll(x, 1, 0), 1, 0), lambda x: lax.concatenate([x, x], 0), (X,)
+    ),
+    "fold_pad_into_window": Example(
+        functools.partial(averaged, start=0.0), functools.partial(averaged, start=1.0), (X,)
+    ),
+    "transpose_of_dot": Example(lambda x, w: (x @ w).T, lambda x, w: [y := x @ w, y.T], (X, whole(6, 5))),
+    "search_of_rev": Example(
+        lambda x, a: jnp.searchsorted(a[::-1], x), lambda x, a: jnp.searchsorted(a, x)[::-1], (X, np.arange(16.0)[::-1])
+    ),
+    "shard_scan": Example(
+        rows_split(lambda x: lax.map(jnp.sum, x)),
+        rows_split(lambda x: lax.scan(lambda c, r: (c * r, c), x[0], x)[1]),
+        (X,),
+    ),
+    "fft_by_dimension": Example(rows_split(jnp.fft.fft2), rows_split(lambda x: jnp.fft.fft(x, axis=1)), (X,)),
+    "banded_product": Example(
+        rows_split(lambda x: jax.image.resize(x, (128, 4), "linear")),
+        rows_split(lambda x: jnp.sin(jnp.outer(jnp.arange(32.0), jnp.arange(64.0))) @ x),
+        (IMAGE,),
+    ),
+    "piecewise": Example(
+        rows_split(with_token), rows_split(functools.partial(with_token, reduce=lambda x: x)), (whole(64, 3),)
+    ),
+}  # fmt: skip
+
+
+def rewritten(f: Callable[..., Any], arguments: tuple[np.ndarray, ...]) -> Program:
+    return gshard.propagate(gshard.trace(f, *arguments), MESH).program
+
+
+def fired(program: Program) -> set[str]:
+    return {one.rewrite for one in program.fired}
+
+
+def test_every_rewrite_has_an_example() -> None:
+    assert EXAMPLES.keys() == {row.name for row in (*TRACE, *SPLIT)}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_it_fires(name: str) -> None:
+    assert name in fired(rewritten(EXAMPLES[name].fires, EXAMPLES[name].arguments))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_it_does_not_fire_on_a_near_miss(name: str) -> None:
+    assert name not in fired(rewritten(EXAMPLES[name].near, EXAMPLES[name].arguments))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_it_computes_the_same(name: str) -> None:
+    f, _, arguments = EXAMPLES[name]
+    program = gshard.trace(f, *arguments)
+    with jax.disable_jit():
+        want = jax.tree.leaves(f(*arguments))
+    for got, one in zip(Interpreter().run(program.block, [*program.captured, *arguments]), want, strict=True):
+        np.testing.assert_allclose(got, one, rtol=1e-6, atol=1e-6)
+
+
+def test_what_fired_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    f, _, arguments = EXAMPLES["sink_pad"]
+    with caplog.at_level(logging.DEBUG, "gshard"):
+        (one,) = gshard.trace(f, *arguments).fired
+    assert str(one).startswith("sink_pad at test_fires.py:")
+    assert "pad -> 2 pad, add" in str(one)
+    assert f"Rewrote {one}" in caplog.messages
+
+
+def test_a_fixed_point_is_reached() -> None:
+    for f, _, arguments in EXAMPLES.values():
+        block = gshard.trace(f, *arguments).block
+        assert not run(TRACE, block.equations, block.outputs, Builder(itertools.count(10_000)))[1]
