@@ -34,6 +34,7 @@ from gshard.api.target import Options, Target
 from gshard.api.traced import Traced
 from gshard.api.transformations import call, refuse_inside_shard_map, refuse_references
 from gshard.api.wrapped import Wrapped, refuse_device
+from gshard.core.bare_specs import with_mesh_for_specs
 from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import (
@@ -234,7 +235,7 @@ class Jitted(OneObject):
                 f = with_marked_results(f, self._options.out_shardings, even=not self._options.keep_uneven)
             args, kwargs = signature.arguments()
             with phase("tracing", name_of(self._f)):
-                made = closed_of(f, *args, **kwargs)
+                made = with_mesh_for_specs(lambda: closed_of(f, *args, **kwargs), self._options.mesh)
             return made if tokens or all(hasattr(a, "shape") for a in made[0].out_avals) else trace(True)
 
         key = signature.traced, marked

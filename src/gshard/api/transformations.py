@@ -109,7 +109,7 @@ def refuse_references(arguments: Sequence[Any], name: str = "a partitioned funct
 
 def _on(x: Any, mesh: Any) -> Any:
     """Tells ``jax.jit`` on which devices a result is; its sharding is left open, where its type does not have one."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or not jax.typeof(x).sharding.mesh.empty:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or explicit_sharding(jax.typeof(x)) is not None:
         return x
     anything = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * np.ndim(x))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, anything))
