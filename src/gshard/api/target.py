@@ -63,6 +63,7 @@ class Target:
         search: whether it is searched, or for how many seconds; else the marks are propagated.
         layout: what names of dimensions mean.
         finite: whether parts of sums of floats are known to be finite.
+        around: the mesh of the ``jax.shard_map`` that the function is called in, with its manual axes; None outside.
         jax_mesh: the mesh of JAX's that was given. Meshes that differ in the types of their axes alone are equal, and
             results have the types of its axes.
     """
@@ -83,6 +84,7 @@ class Target:
     search: bool | float = False
     layout: Layout | None = None
     finite: bool = False
+    around: jax.sharding.AbstractMesh | None = None
     jax_mesh: Any = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:

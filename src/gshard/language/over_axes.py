@@ -1,0 +1,88 @@
+"""Runs a per-device program over the axes of the user's mesh instead of over atoms.
+
+    psum over ("c.0",) of an axis c=4        psum over ("c",), axis_index_groups=[[0, 2], [1, 3]]
+
+Inside of ``jax.shard_map`` JAX knows the axes of the mesh that the user gave and no others. A collective over atoms that
+are whole axes is one over these. Over a part of an axis it runs in groups of the devices along the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.core.errors import RuleError
+from gshard.core.jax_adapter import bind, user_line
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.sharding import Sharding
+from gshard.language.per_device import Rewritten, check_known
+
+
+class OverAxes(Rewritten):
+    """Every collective over atoms becomes one over the axes of a mesh that these are parts of."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+
+    def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
+        """The same collective over axes.
+
+        Raises:
+            RuleError: JAX's collective is not known, or runs in groups already.
+        """
+        check_known(eqn, name, axes)
+        along, groups = axes_and_groups(axes, self._mesh)
+        if name == "axis_index":
+            return [_index(along, groups)]
+        key = "axes" if "axes" in eqn.params else "axis_name"
+        params = {**eqn.params, key: along}
+        if groups is None:
+            return bind(eqn.primitive, params, operands)
+        if params.get("axis_index_groups"):
+            raise RuleError(f"'{name}' inside of jax.shard_map runs in groups of groups.", user_line(eqn.source_info))
+        if name == "ppermute":
+            moves = tuple((int(group[i]), int(group[j])) for group in groups for i, j in params["perm"])
+            return bind(eqn.primitive, {**params, "perm": moves}, operands)
+        return bind(eqn.primitive, {**params, "axis_index_groups": tuple(map(tuple, groups.tolist()))}, operands)
+
+    def cut(self, x: Any, have: Sharding, wanted: Sharding) -> Any:
+        """The part of an array that a device has, from one that is cut over fewer atoms: the first of each dimension."""
+        for d, (own, atoms) in enumerate(zip(have.dims, wanted.dims, strict=True)):
+            if rest := atoms[len(own) :]:
+                size = x.shape[d] // self._mesh.count(rest)
+                x = lax.dynamic_slice_in_dim(x, _index(*axes_and_groups(rest, self._mesh)) * size, size, d)
+        return x
+
+
+def axes_and_groups(atoms: Atoms, mesh: Mesh) -> tuple[tuple[str, ...], np.ndarray | None]:
+    """The axes that atoms are parts of, and the groups of positions along these axes; None where all are one group.
+
+    >>> axes_and_groups(("c.0",), Mesh.abstract(a=2, c=4))
+    (('c',), array([[0, 2],
+           [1, 3]]))
+    >>> axes_and_groups(("c.0", "c.1", "a"), Mesh.abstract(a=2, c=4))
+    (('c', 'a'), None)
+    """
+    axes = tuple(dict.fromkeys(name for a in atoms for name, own in mesh.atoms_of.items() if a in own))
+    every = tuple(a for name in axes for a in mesh.atoms_of[name])
+    if every == tuple(atoms):
+        return axes, None
+    sizes = [mesh.atom_sizes[a] for a in every]
+    positions = np.arange(int(np.prod(sizes))).reshape(sizes)
+    within = [every.index(a) for a in atoms]
+    between = [i for i in range(len(every)) if i not in within]
+    return axes, positions.transpose(*between, *within).reshape(-1, int(np.prod([sizes[i] for i in within])))
+
+
+def _index(axes: tuple[str, ...], groups: np.ndarray | None) -> Any:
+    """The position of a device in its group."""
+    here = lax.axis_index(axes)
+    if groups is None:
+        return here
+    places = np.empty(groups.size, np.int32)
+    places[groups.ravel()] = np.tile(np.arange(groups.shape[1]), groups.shape[0])
+    return jnp.asarray(places)[here]
