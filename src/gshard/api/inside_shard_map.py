@@ -2,9 +2,9 @@
 
     jax.shard_map(lambda x: gshard.jit(f, mesh=mesh)(x), mesh=mesh, in_specs=P("stage"), ..., axis_names={"stage"})
 
-The function is planned on the whole mesh as the body of such a region (``tracing.partly_manual``): nothing in it is split
-over manual axes, and marks name automatic ones. Its per-device program becomes a ``jax.shard_map`` over the automatic
-axes, inside of the user's.
+The function is planned on the whole mesh as the body of such a region (``tracing.partly_manual``): nothing in it is
+split over manual axes, and marks name automatic ones. Its per-device program becomes a ``jax.shard_map`` over the
+automatic axes, inside of the user's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+from gshard.api.operands import tell_unknown
 from gshard.api.target import Target
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import as_traced_here, closed, no_mesh_set, shapes_of, user_line
@@ -37,8 +38,8 @@ def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
         name: the function's.
 
     Raises:
-        TraceError: the region leaves no axis automatic, or none that the target's mesh has; or the function has effects,
-            communicates over manual axes, or has a plan that was made for another mesh.
+        TraceError: the region leaves no axis automatic, or none that the target's mesh has; or the function has
+            effects, communicates over manual axes, or has a plan that was made for another mesh.
     """
     around = jax.sharding.get_abstract_mesh()
     if not around.manual_axes:
@@ -48,7 +49,7 @@ def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
     own = {n: s for n, s in target.mesh.axes if s > 1}
     if not automatic:
         why = "all axes of its mesh are manual: arrays are one device's parts."
-        hint = "Call the function there without gshard.jit, or leave axes automatic: jax.shard_map(..., axis_names={...})."
+        hint = "Call the function there without gshard.jit, or leave axes automatic: shard_map(..., axis_names={...})."
     elif any(n in around.explicit_axes for n in automatic):
         why = "its other axes are of type Explicit."
         hint = "Make them of type Auto, or call gshard.jit outside, of the function that holds the jax.shard_map."
@@ -60,7 +61,7 @@ def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
         hint = "Move callbacks, and collectives over manual axes, out of gshard.jit."
     elif target.recorded is not None or target.search:
         why = "the plan is searched or given for a mesh without manual axes."
-        hint = "Leave plan= and search= out, or use them in a gshard.jit outside, of the function that holds the region."
+        hint = "Leave plan= and search= out, or use them in a gshard.jit of the function that holds the jax.shard_map."
     else:
         # Costs in seconds are those of a whole machine, which runs other positions along the manual axes as well.
         mesh = target.mesh if target.mesh.axes == tuple(sizes.items()) else Mesh.of(_automatic(around))
@@ -79,30 +80,30 @@ def run_inside(arrays: Sequence[Any], jaxpr: Any, target: Target, planned: Calla
         target: from ``target_inside``.
         planned: makes the per-device program of a closed jaxpr for a target.
     """
-    spmd = planned(_as_region(jaxpr, target.around), dataclasses.replace(target, leaves_by_axes=True))
-    mesh, over_axes = spmd.mesh, OverAxes(spmd.mesh)
+    around = target.around
+    assert around is not None
+    spmd = planned(_as_region(jaxpr, around), dataclasses.replace(target, leaves_by_axes=True))
+    mesh, over_axes, captured = spmd.mesh, OverAxes(spmd.mesh), spmd.program.captured
+    come = spmd.in_shardings[len(captured) :]
+    tell_unknown(jaxpr, target, [Sharding(s.dims[1:]) for s in come])
     outer, constants = closed(spmd.jaxpr)
     (mapping,) = outer.eqns
     run = over_axes.function(mapping.params["jaxpr"])
-    taken = [by_axes(s, mesh) for s in spmd.in_shardings]
+    taken = [by_axes(s, mesh) for s in come]
 
     def on_device(*parts: Any) -> list[Any]:
-        cut = (
-            over_axes.cut(x[None], have, s) for x, have, s in zip(parts, taken, spmd.in_shardings, strict=True)
-        )
-        env = dict(zip((*outer.constvars, *outer.invars), (*constants, *cut), strict=True))
+        held = map(over_axes.cut, captured, (Sharding.replicated(x.ndim) for x in captured), spmd.in_shardings)
+        given = map(over_axes.cut, (x[None] for x in parts), taken, come)
+        env = dict(zip((*outer.constvars, *outer.invars), (*constants, *held, *given), strict=True))
         env.update(zip(mapping.outvars, run(*(env[v] for v in mapping.invars)), strict=True))
         return [env[v][0] for v in outer.outvars]
 
     def specs(shardings: Sequence[Sharding]) -> list[Any]:
-        return [mesh.spec_of(s.dims[1:]) for s in shardings]
+        return [mesh.spec_of(s.dims[1:]) for s in shardings]  # the first dimension is that of positions
 
-    names = {n for n in target.around.axis_names if n not in target.around.manual_axes}
-    return list(
-        jax.shard_map(
-            on_device, in_specs=tuple(specs(taken)), out_specs=specs(spmd.out_shardings), axis_names=names, check_vma=False
-        )(*arrays)
-    )
+    names, out = {*around.axis_names} - {*around.manual_axes}, specs(spmd.out_shardings)
+    mapped = jax.shard_map(on_device, in_specs=tuple(specs(taken)), out_specs=out, axis_names=names, check_vma=False)
+    return list(mapped(*arrays))
 
 
 def _as_region(jaxpr: Any, around: Any) -> Any:
@@ -113,10 +114,10 @@ def _as_region(jaxpr: Any, around: Any) -> Any:
     def body(*parts: Any) -> list[Any]:
         return [x[None] for x in jaxpr_as_fun(as_traced_here(jaxpr))(*(x[0] for x in parts))]
 
-    mapped = jax.shard_map(
-        body, mesh=_automatic(around), in_specs=spec, out_specs=spec, axis_names=set(around.manual_axes), check_vma=False
-    )
-    shapes = (jax.ShapeDtypeStruct((positions, *x.shape), x.dtype, weak_type=x.weak_type) for x in shapes_of(jaxpr.in_avals))
+    manual, mesh = {*around.manual_axes}, _automatic(around)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual, check_vma=False)
+    types = shapes_of(jaxpr.in_avals)
+    shapes = (jax.ShapeDtypeStruct((positions, *x.shape), x.dtype, weak_type=x.weak_type) for x in types)
     with no_mesh_set():
         return jax.make_jaxpr(mapped)(*shapes)
 

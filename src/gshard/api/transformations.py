@@ -155,7 +155,8 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
         if may_wait(ctx, jaxpr, target) and cut_alike(ctx, target):
             program = _planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False)).program
             return lowered_at_partitioning(ctx, arguments, jaxpr, target, program, _partitioned_and_told)
-        tell_unknown(jaxpr, target, partitioned(jaxpr, target))
+        made = partitioned(jaxpr, target)
+        tell_unknown(jaxpr, target, made.in_shardings[len(made.program.captured) :])
     spmd = _partitioned_and_told(jaxpr, target, marks)
 
     def inline(*arrays: Any) -> list[Any]:

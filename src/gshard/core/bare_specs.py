@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gshard.core.jax_adapter import mesh_of_context, mesh_set
+from gshard.core.jax_adapter import mesh_of_context
+from gshard.core.jax_adapter_context import mesh_set
 from gshard.core.mesh import Mesh
 
 _NEEDS_A_MESH = (

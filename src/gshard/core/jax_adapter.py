@@ -17,10 +17,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
+from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import batching as _batching
@@ -36,8 +36,6 @@ from jax.extend import source_info_util as _public_source_info
 
 from gshard.core.memory_kinds import shape_of_type
 from gshard.core.planning_tables import tabulated
-
-_MESH_SET = getattr(_mesh, "device_context", None) or _config.device_context  # newer JAX has it in another module
 
 # Frames of the partitioner are not the user's; the model library's are, since it is written as users write.
 for _folder in ("core", "comm", "language", "rules", "tracing", "passes", "analysis", "remat", "api"):
@@ -140,20 +138,9 @@ def no_mesh_set() -> Iterator[None]:
     What gshard traces for itself is about arrays of no mesh, or about those of one device. JAX gives everything that is
     made while a mesh is set a type over that mesh, also constants, and refuses to mix such types with others.
     """
-    with mesh_set(_mesh.empty_concrete_mesh):
+    concrete = _sharding_impls._internal_use_concrete_mesh(_mesh.empty_concrete_mesh)
+    with concrete, jax.sharding.use_abstract_mesh(_mesh.empty_abstract_mesh):
         yield
-
-
-@contextlib.contextmanager
-def mesh_set(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[None]:
-    """Sets a mesh, as ``jax.set_mesh`` does, also while a function is traced and for a mesh without devices."""
-    abstract = mesh.abstract_mesh if isinstance(mesh, jax.sharding.Mesh) else mesh
-    before = _MESH_SET.swap_local(mesh)
-    try:
-        with jax.sharding.use_abstract_mesh(abstract):
-            yield
-    finally:
-        _MESH_SET.set_local(before)
 
 
 def is_mapped(x: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Carries gshard's errors through XLA: what is raised while XLA partitions a program comes to the user as it is.
+"""Carries errors of gshard through XLA: what gshard raises while XLA partitions a program reaches the user unchanged.
 
-XLA asks Python for the per-device program of an operator (``api.at_partitioning``). An exception there becomes text in a
-``JaxRuntimeError``. The text holds the fields of a ``GShardError``; a handler that JAX calls when a compilation fails
-makes the error from them again.
+XLA calls Python for the per-device program of an operator (``api.at_partitioning``). It turns an exception there into
+text of a ``JaxRuntimeError``. The text holds the fields of the ``GShardError``; JAX calls a handler when a compilation
+fails, and the handler makes the error from these fields.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The part of the JAX adapter about types of arrays inside of ``jax.shard_map``: over which axes they vary.
 
-JAX keeps track of that unless ``check_vma=False``. An equation that gshard binds there takes operands that vary over the
-same axes, so that the derivative of what makes them vary (a sum over these axes) stays JAX's.
+JAX checks these types unless ``check_vma=False``. An equation that gshard binds there takes operands that vary over
+the same axes. So the derivative of the cast that makes them vary (a sum over these axes) stays JAX's.
 """
 
 from __future__ import annotations

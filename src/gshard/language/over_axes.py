@@ -2,8 +2,8 @@
 
     psum over ("c.0",) of an axis c=4        psum over ("c",), axis_index_groups=[[0, 2], [1, 3]]
 
-Inside of ``jax.shard_map`` JAX knows the axes of the mesh that the user gave and no others. A collective over atoms that
-are whole axes is one over these. Over a part of an axis it runs in groups of the devices along the axis.
+Inside of ``jax.shard_map`` JAX knows the axes of the user's mesh only. A collective over atoms that are whole axes is
+one over these axes. Over a part of an axis it runs in groups of the devices along the axis.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OverAxes(Rewritten):
         return bind(eqn.primitive, {**params, "axis_index_groups": tuple(map(tuple, groups.tolist()))}, operands)
 
     def cut(self, x: Any, have: Sharding, wanted: Sharding) -> Any:
-        """The part of an array that a device has, from one that is cut over fewer atoms: the first of each dimension."""
+        """Cuts an array that is cut over the first atoms of each dimension over all of them."""
         for d, (own, atoms) in enumerate(zip(have.dims, wanted.dims, strict=True)):
             if rest := atoms[len(own) :]:
                 size = x.shape[d] // self._mesh.count(rest)
