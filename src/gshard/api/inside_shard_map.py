@@ -82,10 +82,10 @@ def run_inside(arrays: Sequence[Any], jaxpr: Any, target: Target, planned: Calla
     """
     around = target.around
     assert around is not None
-    spmd = planned(_as_region(jaxpr, around), dataclasses.replace(target, leaves_by_axes=True))
+    spmd = planned(as_region(jaxpr, around), dataclasses.replace(target, leaves_by_axes=True))
     mesh, over_axes, captured = spmd.mesh, OverAxes(spmd.mesh), spmd.program.captured
     come = spmd.in_shardings[len(captured) :]
-    tell_unknown(jaxpr, target, [Sharding(s.dims[1:]) for s in come])
+    tell_unknown(jaxpr, target, [in_region(s) for s in come])
     outer, constants = closed(spmd.jaxpr)
     (mapping,) = outer.eqns
     run = over_axes.function(mapping.params["jaxpr"])
@@ -99,15 +99,22 @@ def run_inside(arrays: Sequence[Any], jaxpr: Any, target: Target, planned: Calla
         return [env[v][0] for v in outer.outvars]
 
     def specs(shardings: Sequence[Sharding]) -> list[Any]:
-        return [mesh.spec_of(s.dims[1:]) for s in shardings]  # the first dimension is that of positions
+        return [mesh.spec_of(in_region(s).dims) for s in shardings]
 
     names, out = {*around.axis_names} - {*around.manual_axes}, specs(spmd.out_shardings)
     mapped = jax.shard_map(on_device, in_specs=tuple(specs(taken)), out_specs=out, axis_names=names, check_vma=False)
     return list(mapped(*arrays))
 
 
-def _as_region(jaxpr: Any, around: Any) -> Any:
-    """A closed jaxpr as the body of a ``jax.shard_map``, which has its arrays of all positions side by side."""
+def as_region(jaxpr: Any, around: Any) -> Any:
+    """Makes a closed jaxpr the body of a ``jax.shard_map``.
+
+    Its arrays get a first dimension for the positions along the manual axes.
+
+    Args:
+        jaxpr: the function of the arrays of one position.
+        around: the mesh, with its manual axes.
+    """
     spec = PartitionSpec(tuple(around.manual_axes))
     positions = math.prod(around.shape[n] for n in around.manual_axes)
 
@@ -120,6 +127,11 @@ def _as_region(jaxpr: Any, around: Any) -> Any:
     shapes = (jax.ShapeDtypeStruct((positions, *x.shape), x.dtype, weak_type=x.weak_type) for x in types)
     with no_mesh_set():
         return jax.make_jaxpr(mapped)(*shapes)
+
+
+def in_region(sharding: Sharding) -> Sharding:
+    """The sharding of an array of one position, from that of ``as_region``."""
+    return Sharding(sharding.dims[1:])
 
 
 def _automatic(around: Any) -> jax.sharding.AbstractMesh:

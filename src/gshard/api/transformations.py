@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from gshard.api.at_partitioning import lowered_at_partitioning, may_wait
 from gshard.api.boundary import mark_of_sharding
 from gshard.api.call_back import call_back
-from gshard.api.inside_shard_map import run_inside
+from gshard.api.inside_shard_map import as_region, in_region, run_inside
 from gshard.api.lowered import Lowered
 from gshard.api.operands import cut_alike, marks_of_operands, tell_unknown
 from gshard.api.reference_arguments import arrays_of
@@ -293,8 +293,9 @@ def _linearize_split(jaxpr: Any, target: Target, nonzero_tangents: tuple[int, ..
 
     first = jax.make_jaxpr(forward)(*_shapes(jaxpr.in_avals))
     residuals = _shapes(first.out_avals[len(jaxpr.out_avals) :])
-    plan = _planned(first, target)
-    marks = [_mark(plan.sharding(v), target.mesh) for v in plan.program.block.outputs[len(jaxpr.out_avals) :]]
+    plan = _planned(first if target.around is None else as_region(first, target.around), target)
+    shardings = map(plan.sharding, plan.program.block.outputs[len(jaxpr.out_avals) :])
+    marks = [_mark(s if target.around is None else in_region(s), target.mesh) for s in shardings]
 
     def tangents_of(*arguments: Any) -> list[Any]:
         sharded = [bind_mark(x, m) for x, m in zip(arguments[: len(residuals)], marks, strict=True)]

@@ -43,8 +43,11 @@ class OverAxes(Rewritten):
         if groups is None:
             return bind(eqn.primitive, params, operands)
         if params.get("axis_index_groups"):
-            raise RuleError(f"'{name}' inside of jax.shard_map runs in groups of groups.", user_line(eqn.source_info))
+            what = f"'{name}' in groups over a part of an axis cannot run inside of another jax.shard_map."
+            raise RuleError(what, user_line(eqn.source_info), hint="Leave axis_index_groups out, or run it outside.")
         if name == "ppermute":
+            # JAX 0.10 counts the positions of a ppermute in the mesh's order, whatever the order of its axes.
+            assert list(axes) == [a for a in self._mesh.atoms if a in axes]
             moves = tuple((int(group[i]), int(group[j])) for group in groups for i, j in params["perm"])
             return bind(eqn.primitive, {**params, "perm": moves}, operands)
         return bind(eqn.primitive, {**params, "axis_index_groups": tuple(map(tuple, groups.tolist()))}, operands)
@@ -59,15 +62,17 @@ class OverAxes(Rewritten):
 
 
 def axes_and_groups(atoms: Atoms, mesh: Mesh) -> tuple[tuple[str, ...], np.ndarray | None]:
-    """The axes that atoms are parts of, and the groups of positions along these axes; None where all are one group.
+    """The axes that atoms are parts of, in the mesh's order, and the groups of positions along them.
+
+    The groups are None where all positions are one group, in this order.
 
     >>> axes_and_groups(("c.0",), Mesh.abstract(a=2, c=4))
     (('c',), array([[0, 2],
            [1, 3]]))
-    >>> axes_and_groups(("c.0", "c.1", "a"), Mesh.abstract(a=2, c=4))
-    (('c', 'a'), None)
+    >>> axes_and_groups(("a", "c.0", "c.1"), Mesh.abstract(a=2, c=4))
+    (('a', 'c'), None)
     """
-    axes = tuple(dict.fromkeys(name for a in atoms for name, own in mesh.atoms_of.items() if a in own))
+    axes = tuple(name for name, own in mesh.atoms_of.items() if any(a in own for a in atoms))
     every = tuple(a for name in axes for a in mesh.atoms_of[name])
     if every == tuple(atoms):
         return axes, None
