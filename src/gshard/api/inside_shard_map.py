@@ -49,7 +49,7 @@ def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
     own = {n: s for n, s in target.mesh.axes if s > 1}
     if not automatic:
         why = "all axes of its mesh are manual: arrays are one device's parts."
-        hint = "Call the function there without gshard.jit, or leave axes automatic: shard_map(..., axis_names={...})."
+        hint = "Leave axes automatic (axis_names={...}), or partition outside: gshard.jit of what holds the shard_map."
     elif any(n in around.explicit_axes for n in automatic):
         why = "its other axes are of type Explicit."
         hint = "Make them of type Auto, or call gshard.jit outside, of the function that holds the jax.shard_map."
@@ -66,9 +66,9 @@ def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
         # Costs in seconds are those of a whole machine, which runs other positions along the manual axes as well.
         mesh = target.mesh if target.mesh.axes == tuple(sizes.items()) else Mesh.of(_automatic(around))
         return dataclasses.replace(target, mesh=mesh, around=around, reorders=False, windowed=None, machine=None)
-    manual = " ".join(map(str, around.manual_axes))
+    manual = ", ".join(map(str, around.manual_axes))
     got = f"manual axes: {manual}; automatic: {_text(automatic)}; mesh of {name}: {target.mesh}"
-    raise TraceError(f"{name} is called inside of a jax.shard_map, and {why}", user_line(), got, hint)
+    raise TraceError(f"{name} is called inside jax.shard_map, and {why}", user_line(), got, hint)
 
 
 def run_inside(arrays: Sequence[Any], jaxpr: Any, target: Target, planned: Callable[..., SpmdProgram]) -> list[Any]:
@@ -140,4 +140,4 @@ def _automatic(around: Any) -> jax.sharding.AbstractMesh:
 
 
 def _text(axes: dict[str, int]) -> str:
-    return " ".join(f"{n}={s}" for n, s in axes.items()) or "none"
+    return ", ".join(f"{n}={s}" for n, s in axes.items()) or "none"
