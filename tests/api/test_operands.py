@@ -134,3 +134,18 @@ def test_where_operands_cannot_be_seen_the_log_is_told_and_strict_refuses(caplog
     np.testing.assert_allclose(strict(x, w), 2 * loss(X, W), rtol=1e-5)
     with pytest.raises(gshard.ShardingError, match=r"(?s)nothing says.*at test_operands.py.*in_shardings"):
         jax.export.export(strict)(x, w)
+
+
+@pytest.mark.parametrize("place", ["nested jit", pytest.param("scan", marks=pytest.mark.slow)])
+def test_an_error_at_xlas_partitioning_is_ours_with_the_users_line(place: str) -> None:
+    """XLA asks for the program of a call in a body; what is refused then is no text in an error of XLA's."""
+    mesh = MESHES[AxisType.Auto]
+    inside = PLACES[place](gshard.jit(lambda x, w: jnp.mean(jnp.tanh(x @ x.T @ x @ w)), mesh=mesh, strict=100.0))
+    run = jax.jit(lambda x, w: inside(x, w))
+    for spec in (P("d"), P(None, "d"), P("d")):
+        x, w = jax.device_put(X, NamedSharding(mesh, spec)), jax.device_put(W, NamedSharding(mesh, P()))
+        with pytest.raises(gshard.PlanError, match="each device would send") as refused:
+            run(x, w)
+        assert refused.value.where.startswith("test_operands.py:")
+        assert refused.value.hint == "Mark these otherwise, or allow more."
+        assert "custom_partitioner" not in str(refused.value)

@@ -215,6 +215,56 @@ def test_a_program_of_one_device_adds_its_parts(details: dict[str, Any]) -> None
     assert {c.kind for c in partitioned.lower(x, y).spmd.collectives} == {"all_reduce"}
 
 
+def combined(combine: Callable[..., Any], function: Callable[..., Any], after: Callable[..., Any]) -> Any:
+    """Rows reduced by a program of one device that combines its results, and does something with them."""
+
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        i, k = operands[0].sharding.spec
+
+        def lower(x: Any) -> Any:
+            found = function(x, 1)
+            return after(combine(found, k) if k else found)
+
+        return mesh, lower, NamedSharding(mesh, P(i)), (operands[0].sharding,)
+
+    op = custom_partitioning(lambda x: after(function(x, 1)))
+    op.def_partition(partition=partition, sharding_rule="i k -> i", reduction_factors=("k",))
+    return op
+
+
+def identity(x: Any) -> Any:
+    return x
+
+
+@pytest.mark.parametrize(
+    "op, expected",
+    [
+        (combined(lax.psum, jnp.sum, identity), {"reduce_scatter"}),
+        (combined(lax.pmax, jnp.max, identity), {"all_reduce"}),  # XLA scatters sums only
+        (combined(lax.psum, jnp.sum, jnp.sin), {"all_reduce"}),  # a sum that is read is finished where it is
+        (combined(lax.psum, jnp.sum, lambda x: x + 0 * x), {"all_reduce"}),
+    ],
+    ids=["sum", "max", "sine of a sum", "read twice"],
+)
+def test_results_that_a_program_combines_last_are_combined_where_the_plan_says(op: Any, expected: set[str]) -> None:
+    check_rule(op, normal(4, 8), mesh={"a": 2, "b": 2}, tolerance=1e-5)
+    mesh = mesh_of((8,))
+    run = gshard.jit(lambda x: gshard.split(op(x), 0, "a"), mesh=mesh)
+    x = normal(16, 24)
+    for spec in ((None, "a"), (), ("a",), (None, "a")):
+        same(run(put(x, mesh, *spec)), np.asarray(jax.jit(op)(x)))
+    assert {c.kind for c in run.lower(put(x, mesh, None, "a")).spmd.collectives} == expected
+
+
+def test_parts_of_sums_of_two_operators_are_added_before_they_are_sent() -> None:
+    op, mesh = matmul(sharding_rule="i k, k j -> i j", reduction_factors=("k",)), mesh_of((8,))
+    run = gshard.jit(lambda x, y: gshard.split(op(x, y) + op(x + 1, y), 0, "a"), mesh=mesh)
+    x, y = put(normal(16, 64), mesh, None, "a"), put(normal(64, 32), mesh, "a")
+    (sent,) = run.lower(x, y).spmd.collectives
+    assert (sent.kind, sent.total_bytes) == ("reduce_scatter", 16 * 32 * 4 * 7 // 8)
+    same(run(x, y), (2 * np.asarray(x) + 1) @ np.asarray(y), 1e-4)
+
+
 def test_what_is_declared_as_reduced_and_is_not_added_stays_whole() -> None:
     """A program of one device that adds nothing gives wrong sums under ``jax.jit``; here the factor is not split."""
 

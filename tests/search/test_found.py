@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.analysis.machine import Machine
+from gshard.passes.partition import partition
 from gshard.search.alternatives import alternatives
 from search.test_search import RESIDUAL, shape, small, trained
 
@@ -124,3 +125,26 @@ def test_a_plan_that_is_bound_by_launches_says_so():
     assert "\nLaunch-bound: " in text
     assert "This split does not pay: one device alone would take" in text
     assert "kernel launches, which no split makes fewer." in text
+
+
+def test_a_mark_may_ask_for_parts_of_sums() -> None:
+    """Of y = x u v w over a split of the first sum: a finished y u is sent, an unreduced one is not."""
+
+    def chain(x: Any, u: Any, v: Any) -> Any:
+        x = gshard.split(x, 1, "x")
+        h = jnp.dot(x, u)
+        return jnp.dot(h, gshard.replicate(v))
+
+    mesh = gshard.Mesh.abstract(x=8)
+    found = gshard.search(chain, shape(1024, 1024), shape(1024, 1024), shape(1024, 8), mesh=mesh, machine="h100:1x8")
+    (line,) = {e.line for e in found.plan.program.block.equations if e.outputs[0].shape == (1024, 1024) and not e.mark}
+    where = line.split(" ")[0]
+    finished, in_parts = (found.with_mark(where, spec).plan for spec in (P(), P(unreduced={"x"})))
+    (marked,) = (e for e in in_parts.program.block.equations if e.mark and e.mark.unreduced)
+    assert in_parts.sharding(marked.outputs[0]).unreduced == tuple((a, "add") for a in mesh.atoms)
+    sent = [sum(c.total_bytes for c in partition(plan).collectives) for plan in (finished, in_parts)]
+    assert sent == [7 * (1024 // 8) * 1024 * 4 + 7 * (1024 // 8) * (1024 // 8) * 4, 7 * 1024 * 8 * 4 // 8]
+    with pytest.raises(gshard.ArgumentError, match="'u' is an argument"):
+        found.with_mark("u", P(unreduced={"x"}))
+    with pytest.raises(gshard.ShardingError, match="no axis 'z'"):
+        found.with_mark(where, P(unreduced={"z"}))

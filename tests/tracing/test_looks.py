@@ -80,6 +80,25 @@ def region(look: F, x: Any) -> Any:
     return jax.shard_map(body, mesh=mesh(d=8), in_specs=P("d"), out_specs=P("d"))(x)
 
 
+def partly_manual(look: F, x: Any) -> Any:
+    """A look at an array that is computed there, in a loop too; and at one that only the look reads."""
+
+    def body(x: Any) -> Any:
+        h = gshard.split(jnp.tanh(x), 1, "b")
+        look(h)
+        h = lax.scan(lambda c, _: (doubled(look, c), None), h, length=2)[0]
+        look(jnp.cos(h))
+        return h
+
+    split = {"in_specs": P("a"), "out_specs": P("a"), "axis_names": {"a"}}
+    return jax.shard_map(body, mesh=mesh(a=4, b=2), **split)(x)
+
+
+def nested_with_shardings(look: F, x: Any) -> Any:
+    shardings = NamedSharding(mesh(d=8), P("d"))
+    return jax.jit(lambda x: doubled(look, x), in_shardings=shardings, out_shardings=shardings)(x)
+
+
 def reference(look: F, x: Any) -> Any:
     r = jax.new_ref(x)
     r[...] *= 2
@@ -106,6 +125,7 @@ CASES: list[tuple[F, list[P]]] = [
     (again, [P("d")]),
     (unread, [P(None, "d")]),
     (region, [P()]),
+    (nested_with_shardings, [P("d")]),
     (reference, [P("d")]),
     (rewritten, [P("d")]),
 ]
@@ -137,6 +157,21 @@ def test_a_look_tells_the_plan_once_and_changes_nothing(f: F, expected: list[P])
     without = plain.lower(x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes == without.memory_analysis().temp_size_in_bytes
     assert compiled.cost_analysis().get("flops") == without.cost_analysis().get("flops")
+
+
+def test_a_look_in_a_region_tells_the_plan_over_automatic_axes(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[NamedSharding] = []
+    looking = gshard.jit(
+        lambda x: partly_manual(lambda y: jax.debug.inspect_array_sharding(y, callback=seen.append), x), mesh(a=4, b=2)
+    )
+    for place in (P(), P("a"), P(None, "b"), P("b", "a")):
+        del seen[:]
+        with caplog.at_level(logging.WARNING, logger="gshard"):
+            result = looking(jax.device_put(X, NamedSharding(mesh(a=4, b=2), place)))
+        np.testing.assert_allclose(result, np.sin(np.sin(np.tanh(X)) * 2) * 2, rtol=1e-5, atol=1e-6)
+        assert [s.spec for s in seen] in ([P(None, "b")] * 3, [])  # nothing where an executable serves already
+        assert caplog.text.count("is not computed as such") == (1 if seen else 0)
+        caplog.clear()
 
 
 @pytest.mark.parametrize(

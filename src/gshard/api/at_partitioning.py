@@ -25,6 +25,7 @@ from gshard.analysis.dimension_classes import dimensions_of
 from gshard.api.target import Target
 from gshard.core.jax_adapter import closed, no_mesh_set, shapes_of
 from gshard.core.jax_adapter_dispatch import weakly_cached
+from gshard.core.jax_adapter_errors import carried_through_xla
 from gshard.core.jax_adapter_lowering import ThreadSettings, has_devices, lowered_with_devices, under_settings
 from gshard.core.mark import Mark
 from gshard.core.program import Constant, Program, Value
@@ -69,7 +70,7 @@ def lowered_at_partitioning(
     settings = ThreadSettings.here()  # XLA may ask in a thread of its own
 
     def partition(_: Any, arrays: Sequence[Any], results: list[Any]) -> Any:
-        with no_mesh_set(), settings.set():
+        with carried_through_xla(), no_mesh_set(), settings.set():
             spmd = planned(_with_marked_results(jaxpr, _marks(results)), target, _marks(arrays[first:]))
         said = [[over_atoms(spmd.mesh, s) for s in side] for side in (spmd.in_shardings, spmd.out_shardings)]
         return spmd.mesh.jax_mesh, _on_one_device(spmd, settings), said[1], tuple(said[0])

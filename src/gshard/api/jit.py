@@ -23,6 +23,7 @@ from gshard.analysis.machine import Machine
 from gshard.analysis.overlap import Windowed
 from gshard.api.border_memories import memories
 from gshard.api.boundary import marks_of_arguments, marks_of_in_shardings, with_marked_arguments, with_marked_results
+from gshard.api.inside_shard_map import target_inside
 from gshard.api.lowered import Lowered
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
 from gshard.api.one_object import OneObject
@@ -32,8 +33,9 @@ from gshard.api.specs import told
 from gshard.api.static_leaves import freed, has_fixed
 from gshard.api.target import Options, Target
 from gshard.api.traced import Traced
-from gshard.api.transformations import call, refuse_inside_shard_map, refuse_references
+from gshard.api.transformations import call, refuse_references
 from gshard.api.wrapped import Wrapped, refuse_device
+from gshard.core.bare_specs import with_mesh_for_specs
 from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import (
@@ -213,13 +215,13 @@ class Jitted(OneObject):
                 user_line(),
                 hint="Take the gradient inside: gshard.jit(jax.grad(f), mesh=..., memory_limit=...).",
             )
-        refuse_inside_shard_map(name_of(self._f))
         whole, out_tree = self._closed(signature, marked=True)
         jaxpr, constants = without_constants(whole)
+        target = target_inside(self._options.target(), jaxpr, name_of(self._f))
         leaves = [*constants, *(x.whole() if isinstance(x, UnevenArray) else x for x in leaves)]
         if not is_staging():
             refuse_references(leaves, name_of(self._f))
-        return jax.tree.unflatten(out_tree, call(jaxpr, self._options.target(), leaves))
+        return jax.tree.unflatten(out_tree, call(jaxpr, target, leaves))
 
     def _closed(self, signature: Signature, marked: bool = False) -> tuple[Any, Any]:
         """The function's jaxpr for a kind of arguments; ``marked`` with its ``in_shardings`` on the arguments."""
@@ -234,7 +236,7 @@ class Jitted(OneObject):
                 f = with_marked_results(f, self._options.out_shardings, even=not self._options.keep_uneven)
             args, kwargs = signature.arguments()
             with phase("tracing", name_of(self._f)):
-                made = closed_of(f, *args, **kwargs)
+                made = with_mesh_for_specs(lambda: closed_of(f, *args, **kwargs), self._options.mesh)
             return made if tokens or all(hasattr(a, "shape") for a in made[0].out_avals) else trace(True)
 
         key = signature.traced, marked

@@ -18,7 +18,7 @@ from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_lowering import LoweredSharding, meshes_of, sharding_of_lowered
 from gshard.core.mark import Mark
-from gshard.core.spmd import SpmdProgram
+from gshard.core.sharding import Sharding
 from gshard.tracing.expand import mark_of_type
 
 _log = logging.getLogger("gshard")
@@ -72,22 +72,24 @@ def _mark_of(found: LoweredSharding, ndim: int, target: Target) -> Mark | None:
     return Mark("spec", spec=spec, axes=found.axes, devices=devices)
 
 
-def tell_unknown(jaxpr: Any, target: Target, spmd: SpmdProgram) -> None:
+def tell_unknown(jaxpr: Any, target: Target, come: Sequence[Sharding]) -> None:
     """Logs that a call was planned without a way to see how its operands are split, or refuses it.
 
-    That is so in a program that is exported; and in a loop or a nested ``jax.jit``, of random keys, of functions with
-    effects, and where arguments are on a mesh with smaller axes. What is split may be gathered.
+    That is so in a program that is exported; inside of ``jax.shard_map``; and in a loop or a nested ``jax.jit``, of
+    random keys, of functions with effects, and where arguments are on a mesh with smaller axes. What is split may be
+    gathered.
 
     Args:
         jaxpr: the function.
         target: what it is partitioned for.
-        spmd: what it came to.
+        come: how its program takes the operands.
 
     Raises:
         ShardingError: the target is strict.
     """
-    entry = spmd.in_shardings[len(spmd.program.captured) :]
-    whole = [a.str_short(short_dtypes=True) for a, s in zip(jaxpr.in_avals, entry, strict=True) if not any(s.dims)]
+    whole = [
+        a.str_short(short_dtypes=True) for a, s in zip(jaxpr.in_avals, come, strict=True) if a.shape and not any(s.dims)
+    ]
     if not whole or not target.takes_arguments_as_marks:
         return
     what = "a partitioned function is called where nothing says how its operands are split."

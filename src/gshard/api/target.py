@@ -62,6 +62,7 @@ class Target:
         search: search for a plan, or for how many seconds; False propagates the marks.
         layout: meanings of the names of dimensions.
         finite: parts of sums of floats are known to be finite.
+        around: the mesh of the ``jax.shard_map`` that calls the function, with its manual axes; None outside.
         jax_mesh: the JAX mesh that was given. Results have the types of its axes; meshes that differ in nothing but
             these are equal.
     """
@@ -82,6 +83,7 @@ class Target:
     search: bool | float = False
     layout: Layout | None = None
     finite: bool = False
+    around: jax.sharding.AbstractMesh | None = None
     jax_mesh: Any = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from gshard.api.at_partitioning import lowered_at_partitioning, may_wait
 from gshard.api.boundary import mark_of_sharding
 from gshard.api.call_back import call_back
+from gshard.api.inside_shard_map import as_region, in_region, run_inside
 from gshard.api.lowered import Lowered
 from gshard.api.operands import cut_alike, marks_of_operands, tell_unknown
 from gshard.api.reference_arguments import arrays_of
@@ -36,6 +37,7 @@ from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import checked_by, expanded_by, is_staging, mapped, mapped_by, weakly_cached
 from gshard.core.jax_adapter_lowering import Unknown
+from gshard.core.jax_adapter_manual import types_alike, varying_alike
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import is_on_host, space
@@ -60,6 +62,8 @@ call_p.multiple_results = True
 @with_tables
 def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     """Calls a function (a closed jaxpr), partitioned, with flat arguments of which some belong to a transformation."""
+    if target.around is not None:
+        return call_p.bind(*varying_alike(arguments), jaxpr=jaxpr, target=target)  # type: ignore[no-any-return]
     here = mesh_of_context()
     named = here is not None and bool(here.explicit_axes)  # JAX names axes of this mesh for results, or refuses them
     given = target.leaves_by_axes
@@ -78,21 +82,6 @@ def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     return [_on(x, own if ours else target.mesh.jax_mesh) for x in results]
 
 
-def refuse_inside_shard_map(name: str) -> None:
-    """Refuses a call where arrays are one device's parts.
-
-    Raises:
-        TraceError: it is inside of ``jax.shard_map``.
-    """
-    if manual := jax.sharding.get_abstract_mesh().manual_axes:
-        raise TraceError(
-            f"{name} is called inside jax.shard_map, where arrays are one device's parts.",
-            user_line(),
-            f"manual axes: {', '.join(map(str, manual))}",
-            "Partition outside: gshard.jit of the function that holds the jax.shard_map keeps it as it is written.",
-        )
-
-
 def refuse_references(arguments: Sequence[Any], name: str = "a partitioned function") -> None:
     """Refuses a call with references that is differentiated or mapped: a derivative would write to them twice.
 
@@ -109,7 +98,7 @@ def refuse_references(arguments: Sequence[Any], name: str = "a partitioned funct
 
 def _on(x: Any, mesh: Any) -> Any:
     """Tells ``jax.jit`` on which devices a result is; its sharding is left open, where its type does not have one."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or not jax.typeof(x).sharding.mesh.empty:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or explicit_sharding(jax.typeof(x)) is not None:
         return x
     anything = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * np.ndim(x))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, anything))
@@ -155,6 +144,10 @@ def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 
 def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
     """The per-device program in the place of the equation. Its mesh is that of the atoms, whatever mesh is set."""
+    if target.around is not None:
+        with no_mesh_set(), jax.sharding.use_abstract_mesh(target.around):
+            run = functools.partial(_run_inside, jaxpr=jaxpr, target=target)
+            return mlir.lower_fun(run, multiple_results=True)(ctx, *arguments)
     marks: tuple[Mark | None, ...] | None = None
     try:
         marks = marks_of_operands(ctx, arguments, target)
@@ -162,7 +155,8 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
         if may_wait(ctx, jaxpr, target) and cut_alike(ctx, target):
             program = _planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False)).program
             return lowered_at_partitioning(ctx, arguments, jaxpr, target, program, _partitioned_and_told)
-        tell_unknown(jaxpr, target, partitioned(jaxpr, target))
+        made = partitioned(jaxpr, target)
+        tell_unknown(jaxpr, target, made.in_shardings[len(made.program.captured) :])
     spmd = _partitioned_and_told(jaxpr, target, marks)
 
     def inline(*arrays: Any) -> list[Any]:
@@ -171,6 +165,10 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
     with no_mesh_set(), jax.sharding.use_abstract_mesh(target.mesh.abstract_jax_mesh):
         plain = ctx.replace(avals_in=_untyped(ctx.avals_in), avals_out=_untyped(ctx.avals_out))
         return mlir.lower_fun(inline, multiple_results=True)(plain, *arguments)
+
+
+def _run_inside(*arrays: Any, jaxpr: Any, target: Target) -> list[Any]:
+    return run_inside(arrays, jaxpr, target, partitioned)
 
 
 def _untyped(avals: Sequence[Any]) -> list[Any]:
@@ -220,6 +218,8 @@ def _lowered(jaxpr: Any, target: Target, shardings: tuple[Any, ...]) -> Lowered:
 
 @call_p.def_effectful_abstract_eval
 def _abstract(*arguments: Any, jaxpr: Any, target: Target) -> tuple[Any, Any]:
+    if target.around is not None:
+        return types_alike(jaxpr.out_avals, arguments), effects_of_call(jaxpr)
     return list(jaxpr.out_avals), effects_of_call(jaxpr)
 
 
@@ -293,8 +293,9 @@ def _linearize_split(jaxpr: Any, target: Target, nonzero_tangents: tuple[int, ..
 
     first = jax.make_jaxpr(forward)(*_shapes(jaxpr.in_avals))
     residuals = _shapes(first.out_avals[len(jaxpr.out_avals) :])
-    plan = _planned(first, target)
-    marks = [_mark(plan.sharding(v), target.mesh) for v in plan.program.block.outputs[len(jaxpr.out_avals) :]]
+    plan = _planned(first if target.around is None else as_region(first, target.around), target)
+    shardings = map(plan.sharding, plan.program.block.outputs[len(jaxpr.out_avals) :])
+    marks = [_mark(s if target.around is None else in_region(s), target.mesh) for s in shardings]
 
     def tangents_of(*arguments: Any) -> list[Any]:
         sharded = [bind_mark(x, m) for x, m in zip(arguments[: len(residuals)], marks, strict=True)]

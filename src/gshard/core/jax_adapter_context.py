@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_metadata_lib as _xla_metadata_lib
 from jax._src.compute_on import compute_on_p as compute_on_p
@@ -21,6 +22,7 @@ from gshard.core.planning_tables import tabulated
 
 # The settings that a context is made of.
 _METADATA, _COMPUTE_ON = _config.xla_metadata_context_manager, _config.compute_on_context_manager
+_MESH = getattr(_mesh, "device_context", None) or _config.device_context  # newer JAX has it in another module
 
 
 def context_of(eqn: Any) -> Context:
@@ -118,6 +120,17 @@ def _defaults() -> tuple[tuple[str, Any], ...]:
 def names_of_settings() -> tuple[str, ...]:
     """The parts that a context of an equation has in this version of JAX."""
     return tuple(name for name in _core.JaxprEqnContext.__slots__ if not name.startswith("_"))
+
+
+@contextlib.contextmanager
+def mesh_set(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[None]:
+    """Sets a mesh, as ``jax.set_mesh`` does, also while a function is traced and for a mesh without devices."""
+    before = _MESH.swap_local(mesh)
+    try:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, jax.sharding.Mesh) else mesh):
+            yield
+    finally:
+        _MESH.set_local(before)
 
 
 def is_unspecified(value: Any) -> bool:

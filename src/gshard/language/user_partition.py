@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.custom_partitioning import SdyShardingRule
+from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gshard.comm.collectives import collectives_of
@@ -34,6 +35,7 @@ from gshard.language.sharding_rule import Factors, factors_of, independent
 
 # The sharding of every operand, then of every result: for each dimension its atoms.
 Arrays = tuple[tuple[Atoms, ...], ...]
+_COMBINES = {"psum": "add", "pmax": "max", "pmin": "min"}
 _ROUNDS = 8  # in which shardings are what partition makes of the ones before
 
 
@@ -94,11 +96,29 @@ class DeviceProgram:
         run: it, on a device's parts, its axes replaced by atoms.
         sent: bytes that each device sends.
         over: the atoms over which it communicates.
+        unfinished: the same without the collective that combines its results in the end, if all of them are combined
+            over the same atoms.
     """
 
     run: Callable[..., list[Any]]
     sent: int
     over: frozenset[str]
+    unfinished: Unfinished | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unfinished:
+    """A program of which the results are still to be combined.
+
+    Attributes:
+        program: it.
+        monoid: what combines them.
+        atoms: over which.
+    """
+
+    program: DeviceProgram
+    monoid: str
+    atoms: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -211,8 +231,31 @@ class OnMesh:
             # JAX 0.10 counts the positions of a ppermute in the mesh's order, whatever the order of its axes.
             self.refusal = "the program of one device permutes over axes in another order than the mesh's"
             return None
-        over = frozenset(a for _, atoms, _, _ in sent for a in atoms)
-        return DeviceProgram(run, sum(each for _, _, each, _ in sent), over)
+        return dataclasses.replace(self._program(run, sent), unfinished=self._unfinished(again))
+
+    @staticmethod
+    def _program(run: Callable[..., list[Any]], sent: Sequence[tuple[str, Atoms, int, Any]]) -> DeviceProgram:
+        return DeviceProgram(
+            run, sum(each for _, _, each, _ in sent), frozenset(a for _, own, _, _ in sent for a in own)
+        )
+
+    def _unfinished(self, made: Any) -> Unfinished | None:
+        """A program over atoms without its last collective; None if none combines all results in the end."""
+        body, _ = closed(made)
+        last = [e for e in body.eqns if e.primitive.name in _COMBINES and not {*e.outvars}.isdisjoint(body.outvars)]
+        parts = {v: x for e in last for v, x in zip(e.outvars, e.invars, strict=True)}
+        found = {(e.primitive.name, frozenset(e.params["axes"])) for e in last}
+        read = {id(x) for e in body.eqns for x in e.invars}
+        if len(found) != 1 or any(e.params["axis_index_groups"] for e in last) or any(id(v) in read for v in parts):
+            return None
+        if any(isinstance(v, Literal) or v not in parts for v in body.outvars):
+            return None
+        ((name, atoms),) = found
+        body = body.replace(eqns=[e for e in body.eqns if e not in last], outvars=[parts[v] for v in body.outvars])
+        jaxpr = ClosedJaxpr(body, closed(made)[1])
+        sent = list(collectives_of(jaxpr, self.mesh.atom_sizes))
+        run = renamed(jaxpr, {a: (a,) for a in self.mesh.atoms})
+        return Unfinished(self._program(run, sent), _COMBINES[name], atoms)
 
     def _in_order(self, atoms: Atoms) -> bool:
         return [a for a in self.mesh.atoms if a in atoms] == list(atoms)

@@ -17,12 +17,16 @@ from gshard.core.sharding import Sharding
 from gshard.language.mark_primitive import mark_p
 from gshard.language.region import with_edges
 from gshard.language.registry import Call, rule_of
+from gshard.tracing.permitted import permitted
 
 
 def with_marks(program: Program, marks: Mapping[Value, Mark]) -> Program | None:
     """The program with these values marked too; None where one cannot be.
 
     It is marked already, an input of a body, or not an array of the user's.
+
+    Raises:
+        ShardingError: a mark asks for unreduced values of a dtype that cannot be combined so.
     """
     if any(v.made for v in marks):
         return None
@@ -35,6 +39,8 @@ def with_marks(program: Program, marks: Mapping[Value, Mark]) -> Program | None:
                 return None
             arguments[i - captured] = wanted.pop(v)
     block = _marked(program.block, wanted) if wanted else program.block
+    if any(mark.unreduced for mark in marks.values()):
+        block = permitted(block, finite=program.finite)
     return None if wanted else dataclasses.replace(program, block=block, argument_marks=tuple(arguments))
 
 

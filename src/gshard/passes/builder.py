@@ -26,6 +26,7 @@ from gshard.core.memory_kinds import is_on_host
 from gshard.core.program import Block, Constant, Equation, Value
 from gshard.core.rule import Rule
 from gshard.language.ledger import check_arrays, dropped
+from gshard.language.look_primitive import look_at_p
 from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS
 from gshard.language.registry import Call, rule_of
@@ -149,6 +150,11 @@ class Builder:
             source = source if line is None else in_scopes_of(source, line)
             self.dropped += dropped(eqn, source)
             inputs = tuple(_read(env, v) for v in eqn.invars)
+            if eqn.primitive is look_at_p:
+                env[eqn.outvars[0]] = inputs[0]
+                if self.looks is not None:
+                    self.looks.note(params["number"], inputs[0])
+                continue
             if eqn.primitive is name_p:
                 self._named(eqn, inputs[0], env, out, source)
                 continue
@@ -190,8 +196,6 @@ class Builder:
             if len(outputs) == 1:
                 self.facts.note(out.equations[-1])
             self._kept_in_parts(eqn, env, out, source)
-        if self.looks:
-            self.looks.note(env)
         self.context = outer
 
     def equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:

@@ -6,6 +6,9 @@ split, and which only together, the user's functions tell once there is a mesh: 
 is split, it is the function itself.
 
     i k, k j -> i j     "sharding_rule"; partition refuses k, or its program adds the parts up over the axes of k
+
+Where a program ends by adding its results up over the axes of a factor (``jax.lax.psum``), that is left to the plan:
+each device runs the program without it, and the results are parts of sums.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from gshard.comm.shards import Shards
 from gshard.core.errors import RuleError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
-from gshard.core.rule import COMMUNICATE, PARALLEL, REPLICATE, Factor, Rule, RuleMaker
+from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Factor, Rule, RuleMaker
 from gshard.core.split import Split, place, project
 from gshard.language.per_device import renamed
 from gshard.language.registry import Call, rule
@@ -81,6 +84,7 @@ class _OfUser:
         self.made = {f for dims in self.factors.dims[len(said.in_types) :] for dim in dims for f in dim}
         self.group = list(range(len(self.table)))  # factors that are split together have the number of the first
         self.kinds: dict[int, str] = {}  # of the groups that can be split
+        self.monoids: dict[int, str] = {}  # of those over which programs end by combining their results
 
     def rule(self) -> Rule:
         """The factors that can be split, and how the equation runs then."""
@@ -91,33 +95,44 @@ class _OfUser:
         for f in range(len(self.table)):
             own = [g for g in range(len(self.table)) if self.group[g] == f]
             if own:
-                numbers[f] = make.factor(max(self.factors.sizes[g] for g in own), self.kinds.get(f, REPLICATE))[0]
+                size = max(self.factors.sizes[g] for g in own)
+                numbers[f] = make.factor(size, self.kinds.get(f, REPLICATE), self.monoids.get(f))[0]
+        combined = {numbers[f] for f in self.monoids}
         dims = [[tuple(numbers[self.group[f]] for f in dim) for dim in own] for own in self.factors.dims]
         operands, results = dims[: len(self.said.in_types)], dims[len(self.said.in_types) :]
 
         def arrays_of(split: Mapping[int, Atoms]) -> Arrays:
             return tuple(place(tuple(own), split) for own in dims)
 
+        def program_of(split: Mapping[int, Atoms]) -> DeviceProgram | None:
+            """What each device runs: without its last collective, if the plan combines the results."""
+            program = self.user.program(arrays_of(split))
+            atoms = frozenset(a for f in combined for a in split.get(f, ()))
+            if program is None or not atoms:
+                return program
+            rest = program.unfinished
+            return rest.program if rest is not None and rest.atoms == atoms else None
+
         def allowed(mesh: Mesh, split: Split) -> bool:
             if not any(split.values()):
                 return True
             try:
-                program = self.user.program(arrays_of(split))
+                program = program_of(split)
             except RuleError:
                 return False
-            made = {f for own in results for dim in own for f in dim}
+            made = {f for own in results for dim in own for f in dim} | combined
             return program is not None and all(
                 f in made or program.over.issuperset(atoms) for f, atoms in split.items()
             )
 
         def sends(mesh: Mesh, split: Split) -> int:
-            program = self.user.program(arrays_of(split)) if any(split.values()) else None
+            program = program_of(split) if any(split.values()) else None
             return 0 if program is None else program.sent
 
         def local(shards: Shards, *arrays: Any) -> list[Any]:
             if not any(shards.split.values()):
                 return _whole(shards, *arrays)
-            program = self.user.program(arrays_of(shards.split))
+            program = program_of(shards.split)
             if program is None:
                 raise RuleError("partition does not take this split", hint=self.user.refusal or None)
             return _run(program, shards, arrays)
@@ -213,16 +228,22 @@ class _OfUser:
             members = sorted({g for f, own in split.items() if own == atoms for g in self._members(f)})
             if not self._can_be_one(members):
                 continue
-            kind = PARALLEL
+            kind, monoid = PARALLEL, None
             sizes = {self.factors.sizes[g] for g in members}
             if program.over.intersection(atoms) or len(sizes) > 1 or self.factors.communicated.intersection(members):
                 kind = COMMUNICATE
             if not self.made.intersection(members):
                 kind = COMMUNICATE
+                rest = program.unfinished
+                if rest is not None and rest.atoms == frozenset(atoms) and len(sizes) == 1:
+                    kind, monoid = REDUCE, rest.monoid
             for g in members:
                 self.kinds.pop(self.group[g], None)
+                self.monoids.pop(self.group[g], None)
                 self.group[g] = members[0]
             self.kinds[members[0]] = kind
+            if monoid is not None:
+                self.monoids[members[0]] = monoid
 
     def _can_be_one(self, members: Sequence[int]) -> bool:
         """Whether no array has two of these factors, nor a product one of another size."""

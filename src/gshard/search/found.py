@@ -22,7 +22,7 @@ from gshard.core.border import Border
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Mesh
-from gshard.core.partition_spec import entries_of
+from gshard.core.partition_spec import words_of
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
@@ -173,15 +173,16 @@ class Found:
 
         Args:
             what: the values: a part of an argument's name or of a line, as for ``why``; all that match are marked.
-            sharding: a ``PartitionSpec`` over the axes of ``mesh``.
+            sharding: a ``PartitionSpec`` over the axes of ``mesh``; with ``unreduced={...}`` the values stay parts of
+                sums over these axes, and so may what is computed from them (they are finite).
 
         Returns:
             what is found then. To run its plan, write the mark into the program.
 
         Raises:
             ArgumentError: nothing matches, or what matches cannot be marked (it is marked already, or enters a loop)
-                or has fewer dimensions; the sharding is no ``PartitionSpec``.
-            ShardingError: the mark does not fit the mesh.
+                or has fewer dimensions; the sharding is no ``PartitionSpec``, or asks for an argument in parts.
+            ShardingError: the mark does not fit the mesh, or the dtype.
         """
         matching = [v for v, _ in self._matching(what)]
         if not matching:
@@ -200,7 +201,14 @@ class Found:
                 got=f"{self._format(least)}; {len(matching)} values match",
                 hint="Give an entry for each dimension at most, or more of the name.",
             )
-        mark = Mark("spec", spec=entries_of(sharding), axes=tuple(self.mesh.axes))
+        entries, more = words_of(sharding)
+        mark = Mark("spec", spec=entries, axes=tuple(self.mesh.axes), **more)
+        if mark.unreduced and not {*matching}.isdisjoint(self.plan.program.block.inputs):
+            raise ArgumentError(
+                f"{what!r} is an argument, and what comes into a program is finished.",
+                got=f"found.with_mark({what!r}, {sharding!r})",
+                hint="Give a line that computes what is to stay in parts, for example 'model.py:38'.",
+            )
         marked = with_marks(self.plan.program, dict.fromkeys(matching, mark))
         if marked is None:
             raise ArgumentError(

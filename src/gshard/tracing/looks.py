@@ -1,8 +1,9 @@
 """Looks: ``jax.debug.inspect_array_sharding`` and ``visualize_array_sharding`` inside of a function.
 
-A look is taken out of the jaxpr before anything is planned, so the program is the one without it: what only a look
-reads is not computed. The builder of the program notes which values the looks are at. A value that the program does not
-hold is looked for in a second program, the *watched* one, in which each look is an equation that reads its operand.
+Before anything is planned each look becomes an identity (``language.look_primitive``), of which what follows reads the
+result. The builder of the program notes its value and makes no equation of it. So the program is the one without looks:
+what only a look reads is not computed. A value that the program does not hold is looked for in a second program, the
+*watched* one, in which each look is an equation that reads its operand.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from gshard.core.jax_adapter import closed, user_line
 from gshard.core.look import Look
 from gshard.core.program import Constant, Value
+from gshard.language.look_primitive import look_at_p
 from gshard.tracing.partly_manual import has_automatic_axes
 
 _LOOK = "inspect_sharding"
@@ -33,13 +35,12 @@ class Looks:
     """The looks of a jaxpr, and the jaxpr without them.
 
     Attributes:
-        plain: the jaxpr without looks.
+        plain: the jaxpr, each look an identity; without those inside of ``shard_map``.
         watched: the jaxpr with them, each callback a ``Numbered``; without those inside of ``shard_map``.
     """
 
     def __init__(self, whole: Any):
         self._looks: list[Look] = []
-        self._at: dict[Any, list[int]] = {}  # the numbers of the looks at a variable
         self._values: dict[int, list[Value | Constant]] = {}
         self._bodies: dict[tuple[Any, bool], tuple[Any, Any]] = {}
         self.plain, self.watched = self._parted(whole, False)
@@ -47,11 +48,9 @@ class Looks:
     def __bool__(self) -> bool:
         return bool(self._looks)
 
-    def note(self, env: Mapping[Any, Value | Constant]) -> None:
-        """Notes the values that variables stand for, as far as looks are at them."""
-        for variable in self._at.keys() & env.keys():
-            for number in self._at[variable]:
-                self._values.setdefault(number, []).append(env[variable])
+    def note(self, number: int, value: Value | Constant) -> None:
+        """Notes a value that a look is at."""
+        self._values.setdefault(number, []).append(value)
 
     def found(self) -> tuple[Look, ...]:
         """The looks in order, with the values that were noted."""
@@ -61,7 +60,7 @@ class Looks:
         )
 
     def _parted(self, jaxpr: Any, manual: bool) -> tuple[Any, Any]:
-        """A (closed) jaxpr without looks, and with numbered ones; itself where it has none."""
+        """A (closed) jaxpr with identities for looks, and one with numbered looks; itself where it has none."""
         body, _ = closed(jaxpr)
         if (body, manual) not in self._bodies:
             self._bodies[body, manual] = self._parted_body(body, manual)
@@ -74,23 +73,36 @@ class Looks:
 
     def _parted_body(self, body: Any, manual: bool) -> tuple[Any, Any]:
         plain, watched = [], []
+        seen: dict[Any, Any] = {}  # for each variable that a look is at, the result of its identity
+
+        def read(v: Any) -> Any:
+            return v if isinstance(v, Literal) else seen.get(v, v)
+
         for e in body.eqns:
             if e.primitive.name == _LOOK:
                 made = self._look(e, manual)
                 watched += [] if manual else [made]
+                (operand,) = e.invars
+                if not manual and not isinstance(operand, Literal):
+                    result, number = Var(operand.aval), {"number": made.params["callback"].number}
+                    same = made.replace(primitive=look_at_p, params=number, effects=type(made.effects)())
+                    plain.append(same.replace(invars=[read(operand)], outvars=[result]))
+                    seen[operand] = result
                 continue
             parts = {k: self._parameter(v, manual or _is_manual(e)) for k, v in e.params.items()}
+            inputs = list(map(read, e.invars)) if seen else e.invars
             if all(a is e.params[k] for k, (a, _) in parts.items()):
-                plain.append(e)
+                plain.append(e if not seen else e.replace(invars=inputs))
                 watched.append(e)
                 continue
             params = {k: a for k, (a, _) in parts.items()}
-            plain.append(e.replace(params=params, effects=_effects_of(e.effects, _bodies_in(params))))
+            effects = _effects_of(e.effects, _bodies_in(params))
+            plain.append(e.replace(invars=inputs, params=params, effects=effects))
             watched.append(e.replace(params={k: b for k, (_, b) in parts.items()}))
         if all(a is b for a, b in zip(plain, body.eqns, strict=False)) and len(plain) == len(body.eqns):
             return body, body
         return (
-            body.replace(eqns=plain, effects=_effects_of(body.effects, plain)),
+            body.replace(eqns=plain, outvars=list(map(read, body.outvars)), effects=_effects_of(body.effects, plain)),
             body.replace(eqns=watched),
         )
 
@@ -98,8 +110,6 @@ class Looks:
         (operand,) = e.invars
         number, callback = len(self._looks), e.params["callback"]
         constant = (Constant(operand.val),) if isinstance(operand, Literal) else ()
-        if not constant:
-            self._at.setdefault(operand, []).append(number)
         look = Look(callback, tuple(operand.aval.shape), user_line(e.source_info), manual, constant)
         self._looks.append(look)
         return e.replace(params={**e.params, "callback": Numbered(number, callback)})
