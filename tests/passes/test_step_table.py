@@ -13,12 +13,13 @@ from gshard.analysis.machine import Machine
 from gshard.comm.reshard import single_steps
 from gshard.comm.steps import PERMUTE, TO_PARTIAL, Step
 from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import tables
 from gshard.core.sharding import Sharding
 from gshard.passes import moves as moves_module
 from gshard.passes.moves import Moves, axes_of, swapped
 from gshard.passes.objective import bytes_on
 from gshard.passes.ways import shardings
-from gshard.search.seconds import seconds_on
+from gshard.search.seconds import Seconds, on_machine, seconds_on
 
 SHAPES = [((8, 16), 4), ((6, 5), 2), ((1, 3), 4), ((0, 8), 4), ((7,), 8), ((), 4), ((4, 1, 6), 1), ((12, 9, 2), 4)]
 MESHES = [
@@ -91,3 +92,27 @@ def test_steps_are_found_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) ->
         moves.table(states, states, (n, 8, 16), itemsize)
     assert found
     assert len(found) == len(set(found))
+
+
+def test_steps_are_found_once_for_messages_alone_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both objectives of a machine share them; what they take differs, as if each had its own."""
+    found: list[Sharding] = []
+    original = moves_module.even_steps
+
+    def counted(here: Sharding, *rest: Any) -> Any:
+        found.append(here)
+        return original(here, *rest)
+
+    monkeypatch.setattr(moves_module, "even_steps", counted)
+    mesh, machine = Mesh.abstract(a=2, b=2, c=2), Machine.of("h100", 8)
+    axes, shape = axes_of(mesh), (8, 12, 16)
+    states = shardings(shape, mesh, axes, unreduced="add")
+    with tables():
+        alone, joined = (
+            seconds_on(machine, joined=both)(on_machine(mesh, machine, joined=both), axes) for both in (False, True)
+        )
+        costs = [objective.table(states, states, shape, 4) for objective in (alone, joined)]
+        assert len(found) == len(set(found))
+    own = Seconds(mesh, machine, axes, joined=True).table(states, states, shape, 4)
+    assert np.array_equal(costs[1], own)
+    assert (costs[1] < costs[0]).any()

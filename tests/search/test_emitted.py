@@ -59,6 +59,30 @@ def test_axes_across_a_network_keep_their_places() -> None:
     assert all(len(alike) == 1 for alike in interchangeable(MESH, Machine.of("v5p", 8)))
 
 
+def test_of_parallel_factors_only_the_sizes_of_parts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many ways to split a roll few are traced, and each takes what it takes if it is traced itself."""
+    machine = Machine.of("h100", MESH.size)
+    mesh, traced = on_machine(MESH, machine), list[Any]()
+
+    def counted(*args: Any) -> Any:
+        traced.append(args)
+        return emitted_alone(*args)
+
+    monkeypatch.setattr(emitted, "emitted_alone", counted)
+    ways = OwnWays(mesh, machine)
+    rolled = trace(lambda x: jnp.roll(x, -2, 1), jax.ShapeDtypeStruct((4, 16, 8, 16), jnp.float32))
+    with tables():
+        (e,) = (e for e in rolled.block.walk() if e.rule is not None)
+        own = [s for s in splits(e.rule, components(e.rule)[0], mesh, axes_of(mesh)) if has_own_way(e.rule, s)]
+        found = [ways.of(e, split) for split in own]
+        assert 0 < 4 * len(traced) <= len(own)
+        for split, got in list(zip(own, found, strict=True))[::9]:
+            want = emitted_alone(e, split, mesh, machine)
+            assert got is not None
+            assert got.seconds == pytest.approx(want.seconds, rel=1e-12)
+            assert [w[:2] for w in got.windows] == [w[:2] for w in want.windows]
+
+
 @pytest.mark.parametrize("mode", ["wrap", pytest.param("symmetric", marks=pytest.mark.slow)])
 def test_few_ways_of_a_padding_are_traced(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some thousand ways to split the equations of one padding, on three axes."""

@@ -14,6 +14,7 @@ from gshard.passes.facts import Facts
 from gshard.passes.graph import Graph
 from gshard.solver.descent import Descent
 from gshard.solver.exact import exact
+from gshard.solver.few import LARGE, best_of_few, entries
 from gshard.solver.problem import Ints, ProblemError
 from gshard.solver.reduce import reduce
 from gshard.solver.reduced import Reduced
@@ -49,6 +50,9 @@ def followed(graph: Graph, facts: Facts, small: Reduced) -> Ints | None:
     if (chosen := exact(rest.problem)) is not None:
         return rest.lift(chosen[0]) if chosen else None
     descent = Descent(rest.problem, 0)
-    for _ in range(_ROUNDS):
+    is_large = entries(rest.problem) >= LARGE
+    for _ in range(1 if is_large else _ROUNDS):
         descent.round()
+    if is_large:
+        best_of_few(descent)
     return None if descent.states is None else rest.lift(descent.states)

@@ -220,6 +220,12 @@ class Moves:
         """What one step costs, for an array of this global shape; its atoms may be axes, which ``mesh`` tells."""
         raise NotImplementedError
 
+    def share_steps(self, other: Moves) -> None:
+        """Uses the steps that ``other`` finds: of the same mesh and axes, with the same classes of prices."""
+        assert (self.mesh.axes, self.axes) == (other.mesh.axes, other.axes)
+        assert self._visited is None, "of many axes, moves lead over the shardings of one plan only"
+        self._steps, self._classes, self._tables = other._steps, other._classes, other._tables
+
     def price_class(self, step: Step) -> Hashable:
         """Steps of one class cost the same where their parts have the same sizes, before and after."""
         raise NotImplementedError

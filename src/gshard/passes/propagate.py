@@ -38,6 +38,7 @@ from gshard.passes.reasons import Reasons
 from gshard.passes.settled import settled
 from gshard.solver.descent import Descent
 from gshard.solver.exact import exact
+from gshard.solver.few import LARGE, best_of_few, entries
 from gshard.solver.problem import Ints, Problem, ProblemError
 from gshard.solver.reduce import reduce
 from gshard.solver.reduced import Reduced
@@ -45,8 +46,9 @@ from gshard.solver.rest import best_of_rest
 from gshard.solver.tied import tied
 
 # Rounds of messages at most, where a problem is too large to be solved exactly: as many as go through so many entries
-# of tables (half a second), within these bounds.
-_FEWEST, _MOST, _WORK = 6, 32, 8e6
+# of tables (half a second), within these bounds. Large problems end after a round that brings little.
+_FEWEST, _MOST, _WORK = 3, 32, 8e6
+_LITTLE = 5e-3  # of the costs: what a round over all states of a large problem spares is not worth another
 _ENOUGH = 1e-8  # of the costs: a gap that is none
 _NEARLY = 1e-3  # at which few states are left that could be better
 _SAME = 1.02  # costs: that layers are alike is worth a little
@@ -248,6 +250,8 @@ def _solved(
 ) -> tuple[Ints, float]:
     """The cheapest states, and the gap: exact if the problem is small, else found by some rounds of messages.
 
+    Each round of a large problem is followed by many rounds over the few most promising states of each node.
+
     Args:
         problem: what is solved.
         places: states of the reduced problem to begin at: the result costs no more than these.
@@ -261,11 +265,15 @@ def _solved(
     for place in places(small):
         if place is not None:
             descent.offer(place)
-    entries = sum(table.size for table in small.problem.tables)
-    for _ in range(int(min(_MOST, max(_FEWEST, _WORK / max(entries, 1))))):
+    work = entries(small.problem)
+    for done in range(int(min(_MOST, max(_FEWEST, _WORK / max(work, 1))))):
+        before = descent.value
         descent.round()
+        if work >= LARGE:
+            best_of_few(descent)
         spared = descent.value - descent.prices.bound
-        if spared <= _ENOUGH * descent.value:
+        ends = done > 0 and work >= LARGE and descent.value >= before * (1 - _LITTLE)
+        if ends or spared <= _ENOUGH * descent.value:
             break
         if spared <= _NEARLY * descent.value and (best := best_of_rest(descent, _ENOUGH)) is not None:
             return small.lift(best), 0.0

@@ -20,6 +20,7 @@ from gshard.core.sharding import Sharding
 from gshard.solver.problem import Floats, Ints
 
 _OTHER, _CUT, _GATHERED, _SCATTERED, _TURNED, _EXCHANGED = range(6)
+_CACHED, _FEWEST = 150_000, 64  # lengths that stay in the processor's cache, and sources for which more are held
 _KINDS = {ALL_SLICE: _CUT, ALL_GATHER: _GATHERED, REDUCE_SCATTER: _SCATTERED, ALL_TO_ALL: _TURNED}
 
 
@@ -168,6 +169,9 @@ def shortest(begins: Ints, ends: Ints, costs: Floats, places: int, sources: Ints
         places: how many there are.
         sources: from which of them.
     """
+    if sources.size > (most := max(_FEWEST, _CACHED // max(places, 1))):
+        parts = np.split(sources, range(most, sources.size, most))
+        return np.vstack([shortest(begins, ends, costs, places, own) for own in parts])
     # Steps in layers, in each of which every place is entered once: a layer is one numpy operation for all sources.
     order = np.argsort(ends, kind="stable")
     entered, first = np.unique(ends[order], return_index=True)

@@ -9,6 +9,7 @@ so what they take is told apart.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -57,8 +58,7 @@ class Emitted:
 class OwnWays:
     """What is emitted for equations that run on shards in ways of their own, on a machine; what was priced is known.
 
-    Splits that differ only by atoms that can take each other's places (``network.interchangeable``) take the same time:
-    one of them is traced.
+    Splits that take the same time are traced once (``_class_of``).
     """
 
     def __init__(self, mesh: Mesh, machine: Machine):
@@ -72,12 +72,17 @@ class OwnWays:
         assert rule is not None
         if not has_own_way(rule, split):
             return None
-        names = self._renamed(split)
-        renamed = {f: tuple(names[a] for a in atoms) for f, atoms in split.items()}
+        ordered = sorted((f, atoms) for f, atoms in split.items() if atoms)
+        parallel = {f: atoms for f, atoms in ordered if f >= 0 and rule.factors[f].kind == PARALLEL}
+        others = {f: atoms for f, atoms in ordered if f not in parallel}
+        names = self._renamed(others)
+        renamed = {f: tuple(names[a] for a in atoms) for f, atoms in others.items()}
         arrays = tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
-        key = rule, tuple(sorted(renamed.items())), arrays
+        key = rule, tuple(sorted(renamed.items())), _class_of(rule, parallel, self._mesh), arrays
         if key not in self._known:
             check_deadline()
+            names = self._renamed(others | parallel)
+            renamed |= {f: tuple(names[a] for a in atoms) for f, atoms in parallel.items()}
             self._known[key] = emitted_alone(e, renamed, self._mesh, self._machine)
         found = self._known[key]
         if not found.windows or all(a == b for a, b in names.items()):
@@ -87,16 +92,34 @@ class OwnWays:
         return dataclasses.replace(found, windows=tuple(windows))
 
     def _renamed(self, split: Split) -> dict[str, str]:
-        """For the atoms of a split those that stand for them: of atoms that are alike the first ones."""
+        """For the atoms of a split those that stand for them: of atoms that are alike the first ones.
+
+        Atoms are alike if they can take each other's places (``network.interchangeable``).
+        """
         names: dict[str, str] = {}
         taken: dict[Atoms, int] = {}
-        for _, atoms in sorted(split.items()):
+        for atoms in split.values():
             for a in atoms:
                 if a not in names:
                     alike = self._alike[a]
                     names[a] = alike[taken.get(alike, 0)]
                     taken[alike] = taken.get(alike, 0) + 1
         return names
+
+
+def _class_of(rule: Rule, split: Split, mesh: Mesh) -> Hashable:
+    """Splits of parallel factors with an equal class take the same time, the split of all other factors being the same.
+
+    Nothing is sent over their atoms, so that only the sizes of the parts count: that of each array, and which factors
+    have one element left, since arrays are not laid out anew across those. Unequal parts are padded, factor by factor.
+    """
+    sizes = {
+        f: -(-own.size // mesh.count(split.get(f, ()))) for f, own in enumerate(rule.factors) if own.kind == PARALLEL
+    }
+    parts = {f: mesh.count(atoms) for f, atoms in split.items()}
+    unequal = tuple(sorted((f, n) for f, n in parts.items() if rule.factors[f].size % n))
+    arrays = ([f for dim in dims for f in dim if f in sizes] for dims in (*rule.operands, *rule.results))
+    return tuple(math.prod(sizes[f] for f in own) for own in arrays), tuple(n == 1 for n in sizes.values()), unequal
 
 
 def _with_atoms(what: Hashable, names: Mapping[str, str]) -> Hashable:

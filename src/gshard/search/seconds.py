@@ -161,4 +161,7 @@ def on_machine(mesh: Mesh, machine: Machine, *, joined: bool = False) -> Mesh:
 
 @tabulated(16)
 def _shared_seconds(machine: Machine, joined: bool, mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
-    return Seconds(mesh, machine, axes, joined=joined)
+    found = Seconds(mesh, machine, axes, joined=joined)
+    if joined:  # what messages share changes what steps take, but not which of them take the same
+        found.share_steps(_shared_seconds(machine, False, on_machine(mesh, machine), axes))
+    return found
