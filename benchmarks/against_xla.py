@@ -35,12 +35,12 @@ import numpy as np
 
 import gshard
 from gshard import moe
-from gshard.analysis import hlo_collectives
-from gshard.analysis.peer import xla_function
 from gshard.passes.compile import compile_spmd, named_sharding
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
 from gshard.passes.trace import trace
+from gshard.xla import hlo_collectives
+from gshard.xla.peer import xla_function
 from m4 import optimizer
 
 

@@ -54,10 +54,10 @@ from priced_hlo import seconds
 import flops
 import gshard
 from families import CASES, SMALL, Case
-from gshard.analysis import hlo_collectives, hlo_parser
-from gshard.analysis.machine import Machine
-from gshard.analysis.peer import xla_function
+from gshard.device.machine import Machine
 from gshard.passes.compile import named_sharding
+from gshard.xla import hlo_collectives, hlo_parser
+from gshard.xla.peer import xla_function
 
 MACHINES = "cpu:8", "v5e:2x4", "h100:1x8"
 DEVICES, ONES = 8, {"cpu:8": "", "v5e:2x4": "1x", "h100:1x8": "1x"}

@@ -8,8 +8,8 @@ whoever partitioned the program.
 
 from __future__ import annotations
 
-from gshard.analysis.hlo_collectives import OPCODE, collective_of, executed
-from gshard.analysis.hlo_parser import Computation, Instruction, Module, read_module, type_bytes
+from gshard.xla.hlo_collectives import OPCODE, collective_of, executed
+from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, type_bytes
 
 NARROW = "bf16", "f8"
 MOVES = frozenset("bitcast copy transpose reshape slice dynamic-slice concatenate pad".split())

@@ -48,8 +48,8 @@ from twins.program import PARTS, Program
 
 import flops
 import gshard
-from gshard.analysis import hlo_collectives
-from gshard.analysis.hlo_parser import read_module
+from gshard.xla import hlo_collectives
+from gshard.xla.hlo_parser import read_module
 
 FEW = 64  # bytes sent that count as none
 PAGE = 4096  # less temporary memory counts as much as this

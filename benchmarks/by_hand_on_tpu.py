@@ -6,9 +6,9 @@ partitioner's, which has two chances (the function as it is written, and as gsha
 counts, in bytes and in time apart. Of the schedule that libtpu made is read:
 
 - bytes that a device sends, and messages, in all rounds of loops: asynchronous collectives count once, and what libtpu
-  fused into others counts there (``gshard.analysis.schedule``);
+  fused into others counts there (``gshard.xla.schedule``);
 - cycles, the compiler's own estimate, which counts no collective, and temporaries;
-- seconds: the cycles, and for each collective what the links need (``gshard.analysis.network``), less the cycles that
+- seconds: the cycles, and for each collective what the links need (``gshard.device.network``), less the cycles that
   the compiler put between its start and its end, but never less than a microsecond for a message: as in ``overlap.py``;
   for kernels of which libtpu estimates nothing (sorts, look-ups, scatters, windows, strided slices) what their memory
   traffic and arithmetic take (``priced_hlo``), of a sort those of a sorting network: ``log2(n) * (log2(n) + 1) / 2``
@@ -36,12 +36,12 @@ from twins.program import Program
 import gshard
 from flops import elements_of
 from gshard.ahead_of_time import topology_mesh
-from gshard.analysis.cycles import cycles_of, estimated_cycles
-from gshard.analysis.hlo_collectives import OPCODE
-from gshard.analysis.hlo_parser import Module, read_module
-from gshard.analysis.machine import Machine
-from gshard.analysis.peer import xla_function
-from gshard.analysis.schedule import schedule
+from gshard.device.machine import Machine
+from gshard.xla.cycles import cycles_of, estimated_cycles
+from gshard.xla.hlo_collectives import OPCODE
+from gshard.xla.hlo_parser import Module, read_module
+from gshard.xla.peer import xla_function
+from gshard.xla.schedule import schedule
 
 SIDES = "ours", "by hand", "XLA", "XLA, opened"
 FEW = 64  # bytes sent that count as none

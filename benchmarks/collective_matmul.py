@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import shard, split
-from gshard.analysis import hlo_collectives
+from gshard.xla import hlo_collectives
 
 
 def gathered(x: Any, w: Any) -> Any:

@@ -34,9 +34,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.analysis.calibrate import calibrate
-from gshard.analysis.cost import cost
-from gshard.analysis.machine import Machine
+from gshard.device.cost import cost
+from gshard.device.machine import Machine
+from gshard.xla.calibrate import calibrate
 
 SEARCHED = "searched"
 APART = 1.1  # modelled times that are nearer than that do not count

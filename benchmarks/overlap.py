@@ -5,7 +5,7 @@ that products become collective matmuls where the cost model expects that to be 
 (``windowed=False``); and by XLA's own partitioner with the same marks and shardings of arguments, which makes windowed
 einsums by itself. Of the compiled schedule is read: the compiler's estimate of cycles, which counts no collective; the
 MiB that a device sends while products run, and those for which everything waits; and the time that both make. For that
-a collective takes what the links need (``analysis.network``, the same for all three), less the cycles that the compiler
+a collective takes what the links need (``device.network``, the same for all three), less the cycles that the compiler
 put between its start and its end; a cycle is what the matrix units do in one over the peak rate.
 
     pip install libtpu    # the version that belongs to jaxlib
@@ -34,12 +34,12 @@ import numpy as np
 import gshard
 from gshard import split
 from gshard.ahead_of_time import topology_mesh
-from gshard.analysis.cycles import estimated_cycles
-from gshard.analysis.machine import Machine
-from gshard.analysis.network import seconds_among
-from gshard.analysis.peer import xla_function
-from gshard.analysis.schedule import Scheduled, schedule
+from gshard.device.machine import Machine
+from gshard.device.network import seconds_among
 from gshard.passes.compile import named_sharding
+from gshard.xla.cycles import estimated_cycles
+from gshard.xla.peer import xla_function
+from gshard.xla.schedule import Scheduled, schedule
 
 # Multiplications and additions that the matrix units of one device finish in a cycle: units of 128 x 128.
 MATRIX_UNITS = {"v3": 2, "v5e": 4}

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gshard
-from gshard.analysis.network import seconds
+from gshard.device.network import seconds
 from gshard.moe.config import TABLE_1
 from gshard.moe.param import parameter_count
 from gshard.moe.transformer import param_specs

@@ -32,16 +32,16 @@ import jax
 
 import gshard
 from gshard.ahead_of_time import topology_mesh
-from gshard.analysis import hlo_collectives
-from gshard.analysis.cycles import estimated_cycles
-from gshard.analysis.hlo_parser import Computation, Instruction, Module, read_module, type_bytes
-from gshard.analysis.peer import xla_function
 from gshard.moe.config import TransformerConfig
 from gshard.moe.transformer import param_specs
 from gshard.passes.compile import named_sharding
 from gshard.planning import configured, lower, lowered_as_searched
 from gshard.remat.fit import peak_of
 from gshard.remat.rematerialise import MemoryLimitError
+from gshard.xla import hlo_collectives
+from gshard.xla.cycles import estimated_cycles
+from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, type_bytes
+from gshard.xla.peer import xla_function
 
 MODELS = ("MoE(128E, 12L)", "v3:8x8", "MoE(2048E, 12L)", "v3:32x32", "MoE(2048E, 36L)", "v3:32x32")
 _TILE = (8, 128)  # of the last two dimensions of an array on a TPU

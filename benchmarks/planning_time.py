@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import gshard
-from gshard.analysis.machine import Machine
+from gshard.device.machine import Machine
 from gshard.passes import moves
 from gshard.passes.partition import partition
 from gshard.passes.trace import trace

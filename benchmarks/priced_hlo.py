@@ -3,7 +3,7 @@
 Each instruction that XLA did not fuse into another one is a kernel: it takes the longer of its arithmetic and its
 memory traffic, and its start. A collective takes what the network takes, among the devices that it runs over; those
 that the compiler of the machine makes one message of, and the one for CPU does not, what the message takes. Nothing
-overlaps. That is how ``gshard.analysis.cost`` prices our own programs; here both sides are read from what XLA compiled
+overlaps. That is how ``gshard.device.cost`` prices our own programs; here both sides are read from what XLA compiled
 (for CPU, whose fusions are not those of an accelerator), so that only ratios mean anything.
 """
 
@@ -14,12 +14,12 @@ import re
 from collections.abc import Iterator, Mapping
 
 import flops
-from gshard.analysis import hlo_collectives
-from gshard.analysis.combined import Messages
-from gshard.analysis.hlo_parser import Computation, Instruction, Module, read_module, trip_count, type_bytes
-from gshard.analysis.machine import Machine
-from gshard.analysis.network import permutation_seconds, seconds_among
-from gshard.analysis.roofline import launch_seconds, roofline
+from gshard.device.combiner import Messages
+from gshard.device.machine import Machine
+from gshard.device.network import permutation_seconds, seconds_among
+from gshard.device.roofline import launch_seconds, roofline
+from gshard.xla import hlo_collectives
+from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, trip_count, type_bytes
 
 FREE = frozenset(
     """

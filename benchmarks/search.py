@@ -33,7 +33,7 @@ import jax
 from search_cases import Case, cases, memory_of, step_of
 
 import gshard
-from gshard.analysis.cost import cost
+from gshard.device.cost import cost
 
 NEAR = 1.001  # of the time by hand: more is slower
 GAP = 0.005

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.analysis.cost import cost
+from gshard.device.cost import cost
 
 _NHWC = ("NHWC", "HWIO", "NHWC")
 

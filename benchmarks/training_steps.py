@@ -37,7 +37,7 @@ from children import measured as measured_by_children
 
 import flops
 import gshard
-from gshard.analysis import hlo_collectives
+from gshard.xla import hlo_collectives
 from steps import STEPS, TRUE_SIZES, Step
 
 SIDES = "ours", "xla"

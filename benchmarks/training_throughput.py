@@ -35,8 +35,8 @@ import jax
 import numpy as np
 
 import gshard
-from gshard.analysis.peer import xla_function
 from gshard.passes.trace import trace
+from gshard.xla.peer import xla_function
 from m4.config import PRESETS, ModelChoice, TrainConfig
 from m4.step import initial_state, make_step
 

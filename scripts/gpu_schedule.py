@@ -25,10 +25,10 @@ from jax.experimental import topologies
 from resumable import Asked, Found, answer
 
 import gshard
-from gshard.analysis import hlo_collectives
-from gshard.analysis.hlo_parser import Computation, Instruction, read_module
-from gshard.analysis.peer import xla_function
 from gshard.passes.trace import trace
+from gshard.xla import hlo_collectives
+from gshard.xla.hlo_parser import Computation, Instruction, read_module
+from gshard.xla.peer import xla_function
 from m4.config import ModelChoice, TrainConfig
 from m4.step import initial_state, make_step
 

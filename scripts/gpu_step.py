@@ -28,9 +28,9 @@ from resumable import ROOT, Asked, Found, answer
 
 import gshard
 from gshard import moe
-from gshard.analysis.cost import cost
-from gshard.analysis.hardware import kind_called
-from gshard.analysis.machine import Machine
+from gshard.device.cost import cost
+from gshard.device.hardware import kind_called
+from gshard.device.machine import Machine
 from gshard.moe.feed_forward import feed_forward, feed_forward_specs
 from m4.config import ModelChoice, TrainConfig
 from m4.step import initial_state, make_step
@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from priced_hlo import FREE, kernels
 
-from gshard.analysis.hlo_parser import Instruction, read_module
+from gshard.xla.hlo_parser import Instruction, read_module
 
 DROPLESS = ("blocks", "ragged")
 WORDS, TOKENS, LENGTH, GROUP = 32_000, 16_384, 64, 1024

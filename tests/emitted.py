@@ -1,4 +1,4 @@
-"""What a per-device program says to other devices, read off its jaxpr; see ``gshard.analysis.jaxpr_collectives``."""
+"""What a per-device program says to other devices, read off its jaxpr; see ``gshard.device.jaxpr_collectives``."""
 
-from gshard.analysis.jaxpr_collectives import emitted as emitted
-from gshard.analysis.jaxpr_collectives import reported as reported
+from gshard.device.jaxpr_collectives import emitted as emitted
+from gshard.device.jaxpr_collectives import reported as reported

@@ -1,7 +1,7 @@
 """FLOPs that one device executes in one call of a compiled program: XLA's own count, with the rounds of loops.
 
 ``compiled.cost_analysis()["flops"]`` counts the body of a loop once, however often it runs. Here the text of the
-program tells how often (``gshard.analysis.hlo_parser``), and what the further rounds execute is added, counted as XLA
+program tells how often (``gshard.xla.hlo_parser``), and what the further rounds execute is added, counted as XLA
 counts: two for each multiplication and addition of a product, one for each element of an elementwise operation.
 
     loop = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda i, x: x @ x, x)).lower(jnp.ones((8, 8))).compile()
@@ -18,7 +18,7 @@ import math
 import re
 from typing import Any
 
-from gshard.analysis.hlo_parser import Computation, Instruction, Module, read_module, trip_count
+from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, trip_count
 
 ELEMENTWISE = frozenset(
     """

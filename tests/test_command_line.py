@@ -13,12 +13,12 @@ import pytest
 
 import gshard
 from gshard.__main__ import main
-from gshard.analysis.calibrate import calibrate
-from gshard.analysis.machine import Machine
 from gshard.core.mesh import Mesh
+from gshard.device.machine import Machine
 from gshard.moe.config import TABLE_1
 from gshard.named_target import mesh_of, shape_of
 from gshard.planning import configured, lower, plan
+from gshard.xla.calibrate import calibrate
 
 MODEL = """
 import gshard, jax, jax.numpy as jnp

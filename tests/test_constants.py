@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "gshard"
-FOLDERS = ("analysis", "remat", "search")
+FOLDERS = ("naming", "device", "remat", "search", "xla", "explanation")
 PAGE = (ROOT / "docs" / "constants.md").read_text("utf-8")
 STEERING, SHOWN = PAGE.split("## Constants of the output\n")
 ROW = re.compile(r"^\| `([\w/]+\.py)` `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from gshard.__main__ import main
-from gshard.analysis.cost import cost
 from gshard.core.mesh import Mesh
 from gshard.core.plan import local_bytes
+from gshard.device.cost import cost
 from gshard.moe import param_specs, parameter_count
-from gshard.passes.device_program import PRODUCT
+from gshard.passes.fusion_model import PRODUCT
 from gshard.planning import configured, lower, mesh_for, searched
 
 SMALL = {"decoder_layers": 2, "model_dim": 256, "hidden_dim": 512, "heads": 4, "kv_heads": 2, "head_dim": 64,

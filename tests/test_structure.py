@@ -18,8 +18,9 @@ SRC = ROOT / "src"
 
 # An import may point to an earlier layer or to its own.
 LAYERS = [
-    "core", "comm", "language", "rules", "tracing", "rewrite", "solver", "passes", "analysis", "remat", "search",
-    "simulator", "testing", "api", "moe", "ahead_of_time", "planning", "named_target", "baselines", "__main__",
+    "core", "comm", "language", "rules", "tracing", "rewrite", "solver", "passes", "naming", "device", "remat",
+    "search", "xla", "explanation", "simulator", "testing", "api", "moe", "ahead_of_time", "planning", "named_target",
+    "baselines", "__main__",
 ]  # fmt: skip
 MAX_LINES = 400
 LONG_FILES: set[str] = set()  # exceptions, each with its reason
@@ -229,7 +230,7 @@ STATE = {
     "gshard/api/jit.py": {"_CACHES"},
     "gshard/core/jax_adapter_jit.py": {"_HOOKS"},  # how many blocks are entered
     "gshard/simulator/simulated_runs.py": {"_COMPILED"},
-    "gshard/analysis/hardware.py": {"_WARNED"},  # told once
+    "gshard/device/hardware.py": {"_WARNED"},  # told once
     "gshard/core/garbage.py": {"_lock", "_inside", "_usual"},  # a setting of the process
     "gshard/core/planning_tables.py": {"_current"},  # of one thread
     "gshard/core/deadline.py": {"_current"},  # of one thread, while a search runs
@@ -324,7 +325,6 @@ MORE_TESTS = {
 }
 # Tests of something else than the module that has the same name, with what they test.
 NAMESAKES = {
-    "analysis/test_dimensions.py",  # analysis/dimension_classes
     "api/test_host_memory.py",  # arguments and results in host memory
     "api/test_stages.py",  # Traced, Lowered and Compiled
     "moe/test_names.py",  # names of the dimensions of a model

@@ -27,13 +27,6 @@ Besides::
 """
 
 from gshard import testing as testing
-from gshard.analysis.cost import Cost as Cost
-from gshard.analysis.dimension_classes import Dimensions as Dimensions
-from gshard.analysis.explain import Explanation as Explanation
-from gshard.analysis.hardware import UnknownMachineWarning as UnknownMachineWarning
-from gshard.analysis.machine import Machine as Machine
-from gshard.analysis.machine import MachineError as MachineError
-from gshard.analysis.overlap import Windowed as Windowed
 from gshard.api.by_path import shard_by_path as shard_by_path
 from gshard.api.dimensions import dimensions as dimensions
 from gshard.api.explained import explain as explain
@@ -67,8 +60,16 @@ from gshard.core.rule import RuleMaker as RuleMaker
 from gshard.core.sharding import Sharding as Sharding
 from gshard.core.spmd import SpmdProgram as SpmdProgram
 from gshard.core.uneven import UnevenArray as UnevenArray
+from gshard.device.cost import Cost as Cost
+from gshard.device.hardware import UnknownMachineWarning as UnknownMachineWarning
+from gshard.device.machine import Machine as Machine
+from gshard.device.machine import MachineError as MachineError
+from gshard.device.overlap import Windowed as Windowed
+from gshard.explanation.explain import Explanation as Explanation
+from gshard.explanation.found import Found as Found
 from gshard.language.custom import rule as rule
 from gshard.language.registry import Call as Call
+from gshard.naming.dimension_classes import Dimensions as Dimensions
 from gshard.passes import compile as _compile
 from gshard.passes.compile import Executable as Executable
 from gshard.passes.partition import partition as partition
@@ -76,6 +77,5 @@ from gshard.passes.propagate import propagate as propagate
 from gshard.passes.recorded import Recorded as Recorded
 from gshard.passes.trace import trace as trace
 from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
-from gshard.search.found import Found as Found
 
 compile = _compile.compile_spmd

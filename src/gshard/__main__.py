@@ -21,12 +21,6 @@ from typing import Any
 
 import jax
 
-from gshard.analysis.calibrate import calibrate
-from gshard.analysis.difference import difference
-from gshard.analysis.explain import Explanation
-from gshard.analysis.machine import Machine
-from gshard.analysis.report.page import page
-from gshard.analysis.trials import SECONDS
 from gshard.api.explained import explain
 from gshard.api.jit import Jitted, jit
 from gshard.api.search import search
@@ -34,9 +28,15 @@ from gshard.baselines import SIGNALLED, CheckFailed, check_fits, check_sent, end
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
+from gshard.device.machine import Machine
+from gshard.explanation.difference import difference
+from gshard.explanation.explain import Explanation
+from gshard.explanation.report.page import page
+from gshard.explanation.trials import SECONDS
 from gshard.moe.models import ModelError
 from gshard.named_target import TargetError, load, mesh_of, need_folder, numbered, place_of, play_devices
 from gshard.planning import plan
+from gshard.xla.calibrate import calibrate
 
 FAILED = 3  # exit status
 

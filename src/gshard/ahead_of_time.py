@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from gshard.analysis.cycles import estimated_cycles
-from gshard.analysis.machine import Machine
 from gshard.api.lowered import Lowered
 from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
+from gshard.device.machine import Machine
 from gshard.remat.fit import peak_of
+from gshard.xla.cycles import estimated_cycles
 
 CYCLES_A_SECOND = {"v3": 940e6}
 

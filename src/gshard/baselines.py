@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.analysis.difference import difference
 from gshard.core.program import format_bytes
+from gshard.explanation.difference import difference
 from gshard.named_target import TargetError
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 

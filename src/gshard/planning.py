@@ -23,9 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.ahead_of_time import compiled_by_libtpu, topology_mesh
-from gshard.analysis.cost import Cost, KernelCost
-from gshard.analysis.cost import cost as cost_of
-from gshard.analysis.machine import Machine
 from gshard.api.jit import jit
 from gshard.api.lowered import Lowered
 from gshard.api.search import search
@@ -34,13 +31,16 @@ from gshard.core.mesh import Mesh
 from gshard.core.plan import local_bytes
 from gshard.core.program import format_bytes
 from gshard.core.spmd import Recomputed
+from gshard.device.cost import Cost, KernelCost
+from gshard.device.cost import cost as cost_of
+from gshard.device.machine import Machine
+from gshard.explanation.found import Found
 from gshard.moe.config import TransformerConfig
 from gshard.moe.models import MODELS, model_name
 from gshard.moe.param import Param, shapes
 from gshard.moe.transformer import loss, param_specs
-from gshard.passes.device_program import PRODUCT
+from gshard.passes.fusion_model import PRODUCT
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
-from gshard.search.found import Found
 from gshard.search.meshes import meshes
 
 # Table 3: "Batch sz. (Tokens)", per side of the translation, by number of experts. The paper does not say how long

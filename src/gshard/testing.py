@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.analysis.jaxpr_collectives import emitted, reported
 from gshard.comm.steps import identity
 from gshard.core.border import Border
 from gshard.core.errors import RuleError
@@ -32,6 +31,7 @@ from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, operand_sharding, passing
 from gshard.core.spmd import SpmdProgram
+from gshard.device.jaxpr_collectives import emitted, reported
 from gshard.language.interpret import value_of
 from gshard.passes.at_border import at_border
 from gshard.passes.on_mesh import on_mesh

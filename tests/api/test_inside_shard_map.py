@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.analysis.hlo_collectives import collectives
+from gshard.xla.hlo_collectives import collectives
 
 MESH = jax.make_mesh((2, 4), ("stage", "model"), axis_types=(AxisType.Auto,) * 2)
 RANDOM = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.analysis.hlo_collectives import collectives
+from gshard.xla.hlo_collectives import collectives
 
 X = np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((16, 16)).astype(np.float32) / 4

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gshard
-from gshard.analysis.hlo_collectives import collectives
+from gshard.xla.hlo_collectives import collectives
 
 Weights = dict[str, Any]
 

@@ -13,12 +13,12 @@ import math
 import pytest
 
 from every_choice import every_choice
-from gshard.analysis.cost import cost
-from gshard.analysis.machine import Machine
 from gshard.comm.reshard import MESSAGE
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
+from gshard.device.cost import cost
+from gshard.device.machine import Machine
 from gshard.passes.at_border import at_border
 from gshard.passes.choices import graph_of
 from gshard.passes.moves import axes_of

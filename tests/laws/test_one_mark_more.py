@@ -17,12 +17,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.analysis.cost import cost
-from gshard.analysis.machine import Machine
 from gshard.comm.reshard import MESSAGE
 from gshard.core.mark import mark_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program, Value
+from gshard.device.cost import cost
+from gshard.device.machine import Machine
 from gshard.passes.added_marks import with_marks
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from emitted import emitted, reported
 from gshard import shard, split
-from gshard.analysis import hlo_collectives
+from gshard.xla import hlo_collectives
 from placed import in_every_way
 
 

@@ -14,8 +14,8 @@ import pytest
 
 import gshard
 from families import CASES
-from gshard.analysis.cost import cost
-from gshard.analysis.machine import Machine
+from gshard.device.cost import cost
+from gshard.device.machine import Machine
 
 DEVICES = 8
 

@@ -17,12 +17,12 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.analysis.cost import cost
-from gshard.analysis.machine import Machine
 from gshard.comm.collectives import KINDS
 from gshard.core.context import NO_CONTEXT, Context
 from gshard.core.jax_adapter import closed, sub_jaxprs
 from gshard.core.jax_adapter_context import context_of, in_context
+from gshard.device.cost import cost
+from gshard.device.machine import Machine
 
 W = jnp.arange(64.0).reshape(8, 8) % 3
 

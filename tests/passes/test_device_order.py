@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import shard
-from gshard.analysis.hlo_collectives import collectives
+from gshard.xla.hlo_collectives import collectives
 
 X = np.random.default_rng(0).standard_normal((8, 24)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((24, 16)).astype(np.float32)

@@ -17,15 +17,15 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from every_choice import every_choice
 from families import CASES
-from gshard.analysis.cost import Cost, cost, kernel_cost
-from gshard.analysis.machine import Machine
-from gshard.analysis.roofline import copy_seconds
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Program, Value
 from gshard.core.sharding import Sharding
+from gshard.device.cost import Cost, cost, kernel_cost
+from gshard.device.machine import Machine
+from gshard.device.roofline import copy_seconds
 from gshard.passes.bundles import bundles_of
 from gshard.passes.choices import graph_of
-from gshard.passes.device_program import REGION, size
+from gshard.passes.fusion_model import REGION, size
 from gshard.passes.graph import Graph
 from gshard.passes.moves import axes_of
 from gshard.passes.partition import partition

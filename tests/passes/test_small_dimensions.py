@@ -12,10 +12,10 @@ import pytest
 
 import gshard
 from families import SMALL
-from gshard.analysis.cost import cost
-from gshard.analysis.machine import Machine
 from gshard.core.mesh import Mesh
 from gshard.core.spmd import SpmdProgram
+from gshard.device.cost import cost
+from gshard.device.machine import Machine
 from gshard.passes.ways import share
 
 LINE = Mesh.abstract(x=8)

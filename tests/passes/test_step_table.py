@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gshard.analysis.machine import Machine
 from gshard.comm.reshard import single_steps
 from gshard.comm.steps import PERMUTE, TO_PARTIAL, Step
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
 from gshard.core.sharding import Sharding
+from gshard.device.machine import Machine
 from gshard.passes import moves as moves_module
 from gshard.passes.moves import Moves, axes_of, swapped
 from gshard.passes.objective import bytes_on

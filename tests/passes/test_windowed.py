@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from emitted import emitted, reported
 from gshard import Windowed, shard, split
-from gshard.analysis import hlo_collectives
 from gshard.passes.partition import partition
 from gshard.passes.recorded import Recorded
+from gshard.xla import hlo_collectives
 
 GRID = ("data", "model")
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import gshard
-from analysis.models import f32
-from gshard.analysis.cost import Cost, cost
-from gshard.analysis.jaxpr_collectives import emitted, reported
-from gshard.analysis.machine import Machine
-from gshard.passes.device_program import device_program
+from device.models import f32
+from gshard.device.cost import Cost, cost
+from gshard.device.jaxpr_collectives import emitted, reported
+from gshard.device.machine import Machine
+from gshard.passes.fusion_model import device_program
 from gshard.remat.prefetch import prefetched
 
 # Products take long enough to hide what is gathered.

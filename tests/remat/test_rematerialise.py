@@ -14,14 +14,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import gshard
-from analysis.models import f32, model
-from gshard.analysis.cost import cost
-from gshard.analysis.jaxpr_collectives import emitted, reported
-from gshard.analysis.machine import Machine
-from gshard.analysis.memory import memory_of
+from device.models import f32, model
 from gshard.core.spmd import RECOMPUTED, SpmdProgram
+from gshard.device.cost import cost
+from gshard.device.jaxpr_collectives import emitted, reported
+from gshard.device.machine import Machine
+from gshard.device.memory import memory_of
 from gshard.passes.compile import compile_spmd
-from gshard.passes.device_program import device_program
+from gshard.passes.fusion_model import device_program
 from gshard.remat.fit import compiled_within, peak_of
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of, rematerialise
 from laws.test_any_program import PHASES, Step, all_shapes, check, programs

@@ -12,12 +12,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.analysis.cost import cost
-from gshard.analysis.machine import Machine
 from gshard.api.names import paths_of_arguments
 from gshard.core.mark import mark_of_cut
 from gshard.core.paths import place_of_definition
 from gshard.core.sharding import Sharding
+from gshard.device.cost import cost
+from gshard.device.machine import Machine
 from gshard.passes.added_marks import spec_of_cut, with_marks
 from gshard.search.argument_marks import argument_marks
 from gshard.search.as_marks import FoundMark

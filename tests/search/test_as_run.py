@@ -14,7 +14,7 @@ from jax import ShapeDtypeStruct
 
 import gshard
 from gshard.__main__ import main
-from gshard.analysis.cost import cost
+from gshard.device.cost import cost
 
 MESH = gshard.Mesh.abstract(data=8)
 

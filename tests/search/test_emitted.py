@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from gshard.analysis.machine import Machine
-from gshard.analysis.network import interchangeable
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
 from gshard.core.program import Program
+from gshard.device.machine import Machine
+from gshard.device.network import interchangeable
 from gshard.passes.moves import axes_of
 from gshard.passes.trace import trace
 from gshard.passes.ways import components, splits

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.analysis.cost import cost
-from gshard.analysis.machine import Machine
+from gshard.device.cost import cost
+from gshard.device.machine import Machine
 from gshard.search.layouts import FoundLayout
 from search.test_search import RESIDUAL, shape, small, trained
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from gshard.analysis.cost import cost
-from gshard.analysis.machine import Machine
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
+from gshard.device.cost import cost
+from gshard.device.machine import Machine
 from gshard.search.as_marks import FoundMark
 from gshard.search.patch import patch_of
 from search.test_search import shape

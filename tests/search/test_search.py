@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from families import CASES
-from gshard.analysis.cost import cost
-from gshard.analysis.machine import Machine
+from gshard.device.cost import cost
+from gshard.device.machine import Machine
 from gshard.search.find import best_plan
 
 f32 = jnp.float32

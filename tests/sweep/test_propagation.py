@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from families import CASES
-from gshard.analysis.peer import xla_function
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.passes.propagate import propagate
 from gshard.passes.trace import trace
+from gshard.xla.peer import xla_function
 from sweep import shardy
 from sweep.harnesses import Harness, excluded, harnesses
 from sweep.runs import EVEN

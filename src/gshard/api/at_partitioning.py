@@ -21,7 +21,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from gshard.analysis.dimension_classes import dimensions_of
 from gshard.api.target import Target
 from gshard.core.jax_adapter import closed, no_mesh_set, shapes_of
 from gshard.core.jax_adapter_dispatch import weakly_cached
@@ -31,6 +30,7 @@ from gshard.core.mark import Mark
 from gshard.core.program import Constant, Program, Value
 from gshard.core.spmd import SpmdProgram
 from gshard.language.mark_primitive import bind_mark
+from gshard.naming.dimension_classes import dimensions_of
 from gshard.passes.compile import over_atoms
 from gshard.tracing.expand import mark_of_any_sharding
 

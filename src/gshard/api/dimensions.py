@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from gshard.analysis.dimension_classes import Dimensions, dimensions_of
 from gshard.api.jit import Jitted
 from gshard.api.names import names_of_arguments, paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError
+from gshard.naming.dimension_classes import Dimensions, dimensions_of
 from gshard.passes.trace import trace
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gshard.analysis.explain import Explanation
-from gshard.analysis.explain_program import explain_program
-from gshard.analysis.machine import Machine
 from gshard.api.jit import Jitted, jit
 from gshard.api.specs import told
 from gshard.api.wrapped import mesh_that_is_meant
@@ -15,6 +12,9 @@ from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import without_our_frames
 from gshard.core.planning_tables import with_tables
+from gshard.device.machine import Machine
+from gshard.explanation.explain import Explanation
+from gshard.explanation.explain_program import explain_program
 
 
 @without_our_frames

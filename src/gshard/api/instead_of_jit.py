@@ -18,9 +18,6 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from gshard.analysis.budget import Budget
-from gshard.analysis.machine import Machine
-from gshard.analysis.overlap import Windowed
 from gshard.api.jit import Jitted
 from gshard.api.lowered import Lowered
 from gshard.api.placement import by_dispatch, placed_arguments
@@ -33,6 +30,9 @@ from gshard.core.jax_adapter_dispatch import trace_settings, weakly_cached
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
+from gshard.device.machine import Machine
+from gshard.device.overlap import Windowed
+from gshard.explanation.budget import Budget
 from gshard.language.registry import rules_version
 from gshard.remat.rematerialise import bytes_of
 

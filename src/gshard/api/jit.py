@@ -18,9 +18,6 @@ from typing import Any
 
 import jax
 
-from gshard.analysis.budget import Budget
-from gshard.analysis.machine import Machine
-from gshard.analysis.overlap import Windowed
 from gshard.api.border_memories import memories
 from gshard.api.boundary import marks_of_arguments, marks_of_in_shardings, with_marked_arguments, with_marked_results
 from gshard.api.inside_shard_map import target_inside
@@ -59,6 +56,9 @@ from gshard.core.plan import Plan
 from gshard.core.planning_tables import Tables, with_tables
 from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
+from gshard.device.machine import Machine
+from gshard.device.overlap import Windowed
+from gshard.explanation.budget import Budget
 from gshard.language.registry import cleared_with_rules
 from gshard.passes.recorded import Recorded
 from gshard.passes.trace import program_of

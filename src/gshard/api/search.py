@@ -10,8 +10,6 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from gshard.analysis.hardware import machine_of
-from gshard.analysis.machine import Machine
 from gshard.api.explained import refuse_options
 from gshard.api.jit import Jitted, jit
 from gshard.api.lowered import Lowered
@@ -23,9 +21,11 @@ from gshard.core.mesh import Mesh
 from gshard.core.paths import place_of_definition
 from gshard.core.planning_tables import tables
 from gshard.core.program import Program
+from gshard.device.hardware import machine_of
+from gshard.device.machine import Machine
+from gshard.explanation.found import Found
 from gshard.remat.rematerialise import bytes_of
 from gshard.search.find import Best, MeshSearch
-from gshard.search.found import Found
 from gshard.search.layouts import FoundLayout, Namable, layout_of
 from gshard.search.meshes import meshes
 from gshard.search.priced import PricedPlan

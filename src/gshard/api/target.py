@@ -8,12 +8,6 @@ from typing import Any, Protocol
 
 import jax
 
-from gshard.analysis.budget import Budget
-from gshard.analysis.cost import Cost
-from gshard.analysis.hardware import machine_of, machine_to_order, machine_to_plan_for
-from gshard.analysis.machine import Machine
-from gshard.analysis.named import refuse_unused
-from gshard.analysis.overlap import Windowed
 from gshard.core.border import AS_MARKED, Border
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
@@ -21,6 +15,12 @@ from gshard.core.plan import Plan
 from gshard.core.processes import Group
 from gshard.core.program import Program, format_block
 from gshard.core.spmd import SpmdProgram
+from gshard.device.cost import Cost
+from gshard.device.hardware import machine_of, machine_to_order, machine_to_plan_for
+from gshard.device.machine import Machine
+from gshard.device.overlap import Windowed
+from gshard.explanation.budget import Budget
+from gshard.explanation.layout_usage import refuse_unused
 from gshard.passes.at_border import at_border
 from gshard.passes.compile import Executable, compile_spmd
 from gshard.passes.propagate import in_best_order

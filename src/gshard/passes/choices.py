@@ -23,8 +23,8 @@ from gshard.core.uneven import cut_evenly
 from gshard.language.region import REGIONS, Crossing
 from gshard.passes.bundles import bundles_of, free_to_leave
 from gshard.passes.demands import demands
-from gshard.passes.device_program import PASSING, REGION, Kernel
 from gshard.passes.facts import Facts
+from gshard.passes.fusion_model import PASSING, REGION, Kernel
 from gshard.passes.graph import CARRIED, STACKED, Brought, Graph
 from gshard.passes.kinds import kinds_at, kinds_of
 from gshard.passes.objective import Objective

@@ -21,7 +21,7 @@ from gshard.core.program import Block, Equation
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
-from gshard.passes.device_program import Kernel, kind_of
+from gshard.passes.fusion_model import Kernel, kind_of
 from gshard.passes.moves import Moves, has_many
 from gshard.passes.ways import share
 from gshard.solver.problem import Floats

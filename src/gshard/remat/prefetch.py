@@ -27,17 +27,17 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.analysis.cost import WORTH, Cost, cost
-from gshard.analysis.machine import Machine
-from gshard.analysis.origin import origins
 from gshard.comm.collectives import KINDS
 from gshard.comm.steps import ALL_GATHER
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import Collective, Prefetched, SpmdProgram
+from gshard.device.cost import WORTH, Cost, cost
+from gshard.device.machine import Machine
+from gshard.device.origin import origins
 from gshard.language.interpret import Interpreter, value_of
-from gshard.passes.device_program import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
+from gshard.passes.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
 from gshard.remat.replay import run_by
 from gshard.remat.straight_line import without_dead_code
 from gshard.rewrite.cse import is_pure

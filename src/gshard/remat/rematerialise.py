@@ -15,17 +15,17 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from gshard.analysis.cost import kernel_cost
-from gshard.analysis.held import held_at_peak
-from gshard.analysis.machine import Machine
-from gshard.analysis.memory import Memory, memory_of
 from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Program, Value, format_bytes
 from gshard.core.spmd import Recomputation, Recomputed, SpmdProgram
+from gshard.device.cost import kernel_cost
+from gshard.device.held import held_at_peak
+from gshard.device.machine import Machine
+from gshard.device.memory import Memory, memory_of
 from gshard.language.region import with_edges
-from gshard.passes.device_program import REGION, Kernel, Kernels, device_program, flops, kernels_of, size
+from gshard.passes.fusion_model import REGION, Kernel, Kernels, device_program, flops, kernels_of, size
 from gshard.remat.liveness import Liveness, liveness_of
 from gshard.remat.loops import Stacked, stacked_over, without_stacking
 from gshard.remat.low_precision_stacks import LowPrecision, low_precision_over, with_low_precision_stacks

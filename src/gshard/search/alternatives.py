@@ -80,7 +80,7 @@ def alternatives(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SearchChoice:
-    """What a search chose, and from what, as ``analysis.value_costs`` compares it.
+    """What a search chose, and from what, as ``explanation.value_costs`` compares it.
 
     Attributes:
         graph: the problem.

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from gshard.analysis.short_names import equal_layers
 from gshard.core.mesh import Mesh
 from gshard.core.paths import is_below
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
+from gshard.naming.short_names import equal_layers
 from gshard.passes.added_marks import spec_of_cut
 
 _WIDE = 100  # columns of a line

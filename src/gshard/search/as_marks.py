@@ -12,13 +12,13 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from gshard.analysis.array_names import ArrayNames
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import is_transposed
 from gshard.core.mark import mark_of_cut
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
+from gshard.naming.array_names import ArrayNames
 from gshard.passes.added_marks import text_of_mark, with_marks
 from gshard.search.priced import PricedPlan
 

@@ -17,9 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from gshard.analysis.cost import kernel_cost
-from gshard.analysis.machine import Machine
-from gshard.analysis.network import interchangeable
 from gshard.comm.shards import Fetched, Shards
 from gshard.core.deadline import check_deadline
 from gshard.core.jax_adapter import no_mesh_set
@@ -30,7 +27,10 @@ from gshard.core.program import Block, Equation, Program, Value, short_dtype
 from gshard.core.rule import PARALLEL, Rule
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.core.uneven import padded_shape
-from gshard.passes.device_program import Kernel, kernels_of_mapped, kind_of
+from gshard.device.cost import kernel_cost
+from gshard.device.machine import Machine
+from gshard.device.network import interchangeable
+from gshard.passes.fusion_model import Kernel, kernels_of_mapped, kind_of
 from gshard.passes.objective import Windows
 from gshard.passes.partition import partition, spec
 

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from gshard.analysis.machine import Machine
 from gshard.core.errors import GShardError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
+from gshard.device.machine import Machine
 from gshard.passes.choices import graph_of
 from gshard.passes.demands import demands
 from gshard.passes.graph import Graph

@@ -3,7 +3,7 @@
 A layout says less than a plan: a dimension is cut alike wherever it has its name. Data, tensor and expert parallelism
 can be said so, and, by rows for one argument (``params:embed``), a state that is split and gathered; a dimension that
 is cut in one place and whole in another cannot. Names are those that the user gave and, for the rest, the labels of
-the classes of dimensions (``analysis.dimension_classes``).
+the classes of dimensions (``naming.dimension_classes``).
 
 The problem of ``passes.graph`` is solved once more with one state for all dimensions of a name. From the rows that
 follow, and from none, rows are left out, changed and added one after the other as long as that makes a call shorter.
@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from gshard.analysis.cost import Cost
-from gshard.analysis.dimension_classes import Dimensions, dimensions_of, of_equal_layers
 from gshard.core.deadline import OutOfTime
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.layout import Layout, Names, Row
@@ -31,6 +29,8 @@ from gshard.core.paths import is_below, matches
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
+from gshard.device.cost import Cost
+from gshard.naming.dimension_classes import Dimensions, dimensions_of, of_equal_layers
 from gshard.passes.added_marks import spec_of_cut
 from gshard.search.find import Best
 from gshard.search.how_near import ended

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gshard.core.plan import local_bytes
 from gshard.core.program import Equation, Value
-from gshard.passes.device_program import Kernels, kernels_of
+from gshard.passes.fusion_model import Kernels, kernels_of
 from gshard.passes.graph import Graph
 from gshard.solver.problem import Problem
 

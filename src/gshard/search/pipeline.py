@@ -21,10 +21,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from gshard.analysis.cost import cost
-from gshard.analysis.hardware import machine_to_order
-from gshard.analysis.machine import Machine
-from gshard.analysis.overlap import Windowed
 from gshard.core.border import AS_MARKED, Border
 from gshard.core.mesh import Mesh
 from gshard.core.phases import log_stage
@@ -32,6 +28,10 @@ from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
+from gshard.device.cost import cost
+from gshard.device.hardware import machine_to_order
+from gshard.device.machine import Machine
+from gshard.device.overlap import Windowed
 from gshard.passes.facts import Facts
 from gshard.passes.partition import partition
 from gshard.passes.settled import settled

@@ -2,7 +2,7 @@
 
 Data parallelism, a state that is split (ZeRO, FSDP), and one dimension over all devices or, beside the batch, over the
 last axis: the hidden one is Megatron's plan, that of experts GShard's, the length is sequence parallelism, the height
-of images spatial partitioning (``analysis.dimension_classes`` finds which are the same). They are priced beside
+of images spatial partitioning (``naming.dimension_classes`` finds which are the same). They are priced beside
 what search finds, which is never worse than one of them.
 """
 
@@ -12,15 +12,15 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from gshard.analysis.dimension_classes import Dimensions
-from gshard.analysis.dimension_names import DimensionNames
-from gshard.analysis.machine import Machine
 from gshard.core.border import AS_MARKED, Border
 from gshard.core.errors import GShardError
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value
+from gshard.device.machine import Machine
+from gshard.naming.dimension_classes import Dimensions
+from gshard.naming.dimension_names import DimensionNames
 from gshard.passes.moves import axes_of, joined
 from gshard.passes.settled import settled
 from gshard.search.pipeline import propagated

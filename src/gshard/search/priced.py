@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
-from gshard.analysis.cost import Cost
-from gshard.analysis.machine import Machine
-from gshard.analysis.overlap import Windowed
 from gshard.core.border import Border
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
+from gshard.device.cost import Cost
+from gshard.device.machine import Machine
+from gshard.device.overlap import Windowed
 from gshard.passes.windowed import windowed
 from gshard.remat.rematerialise import MemoryLimitError
 from gshard.search.pipeline import as_run, propagated

@@ -13,12 +13,12 @@ import functools
 import math
 from collections.abc import Callable
 
-from gshard.analysis.cost import WORTH, Cost, cost
-from gshard.analysis.machine import Machine
 from gshard.core.border import AS_MARKED, Border
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.spmd import SpmdProgram
+from gshard.device.cost import WORTH, Cost, cost
+from gshard.device.machine import Machine
 from gshard.passes.facts import Facts
 from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.partition import partition

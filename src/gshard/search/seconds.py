@@ -1,4 +1,4 @@
-"""Seconds: what moves and work take on a machine, by the figures by which ``analysis.cost`` prices a program."""
+"""Seconds: what moves and work take on a machine, by the figures by which ``device.cost`` prices a program."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
-from gshard.analysis.machine import Machine
-from gshard.analysis.network import interchangeable
-from gshard.analysis.roofline import dtype_of, launch_seconds, roofline
-from gshard.analysis.step_times import StepTimes
 from gshard.comm.steps import Step
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import local_bytes
@@ -20,7 +16,11 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Value, short_dtype
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
-from gshard.passes.device_program import Kernel, is_looked_up, kernels_of
+from gshard.device.machine import Machine
+from gshard.device.network import interchangeable
+from gshard.device.roofline import dtype_of, launch_seconds, roofline
+from gshard.device.step_times import StepTimes
+from gshard.passes.fusion_model import Kernel, is_looked_up, kernels_of
 from gshard.passes.moves import Moves, has_many
 from gshard.passes.objective import Windows
 from gshard.passes.ways import share

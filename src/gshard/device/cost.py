@@ -1,0 +1,301 @@
+"""Cost: what each equation of a per-device program takes on a machine: time, FLOPs, bytes, and the peak of memory.
+
+    found = cost(lowered.spmd, Machine.of("v3:8x8"))
+    found.seconds, found.peak, found.by_kind
+
+The program that is costed is the one that runs: the emitted equations, read back with their rules (``fusion_model``).
+A kernel takes the longer of its arithmetic and its memory traffic (``roofline``), together with its epilogue where the
+compiler fuses that (``epilogues``). A collective takes what the links of its axes need (``network``); collectives that
+XLA combines are one message (``combiner``). Starting a kernel and the latency of the network count apart, because no
+bandwidth makes them shorter (``by_bound``). Only the collectives that the machine's compiler hides overlap with kernels
+(``async_overlap``), so the sum is an upper bound on the roofline and no promise about a clock. Bodies of loops
+count as often as they run where that is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gshard.comm.collectives import KINDS, sent_bytes
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import with_tables
+from gshard.core.program import Equation, Value, format_bytes, format_flops
+from gshard.core.spmd import SpmdProgram
+from gshard.device.async_overlap import hidden_of
+from gshard.device.combiner import combined
+from gshard.device.epilogues import epilogues
+from gshard.device.hoisted_operands import hoisted_operands
+from gshard.device.layout_copies import layout_copies
+from gshard.device.machine import Machine
+from gshard.device.memory import Memory, memory_of
+from gshard.device.network import latency, permutation_seconds, seconds
+from gshard.device.roofline import copy_seconds, dtype_of, launch_seconds, roofline
+from gshard.passes.fusion_model import COLLECTIVE, REGION, Kernel, Kernels, device_program, size
+
+# What a call is spent on: operations, bytes of the device's memory, bytes on links, starting kernels, and the time that
+# the first byte of a message takes to arrive.
+BOUNDS = "compute", "memory", "network", "launch", "latency"
+
+# Part of the time, or of the bytes, of a program: another plan, a prefetching loop, or another mark must spare 2 %.
+WORTH = 0.98
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelCost:
+    """What one kernel takes.
+
+    Attributes:
+        name: the operation, or the kind of collective.
+        kind: collective, product, reduction, operator or fused.
+        line: the user's source line.
+        result: the local result, as text.
+        times: how often it runs in one call.
+        flops: operations of one run, all equations that are part of it.
+        moved: bytes it reads and writes in one run.
+        sent: bytes that the device sends in one run.
+        axes: the atoms a collective runs over.
+        seconds: of one run; of a collective what is waited for it.
+        parts: these seconds by what they are spent on, one of ``BOUNDS`` each: their sum is ``seconds``.
+        equation: the last of its equations, as emitted.
+        hidden: seconds of a collective's run that pass while other kernels run.
+    """
+
+    name: str
+    kind: str
+    line: str
+    result: str
+    times: int
+    flops: int
+    moved: int
+    sent: int
+    axes: Atoms
+    seconds: float
+    parts: tuple[tuple[str, float], ...]
+    equation: Equation
+    hidden: float = 0.0
+
+    @property
+    def bound(self) -> str:
+        """What most of the seconds is spent on."""
+        return max(self.parts, key=lambda part: part[1])[0]
+
+    def taking(self, seconds: float, hidden: float = 0.0) -> KernelCost:
+        """The same with other seconds; each part keeps its share."""
+        share = seconds / self.seconds if self.seconds else 0.0
+        parts = tuple((what, spent * share) for what, spent in self.parts)
+        return dataclasses.replace(self, seconds=seconds, parts=parts, hidden=hidden)
+
+    @property
+    def total_seconds(self) -> float:
+        """In one call of the program."""
+        return self.seconds * self.times
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one call of a program takes on each device.
+
+    Attributes:
+        machine: what was assumed.
+        kernels: in the order in which they run.
+        program: the kernels as they are nested in loops, whose costs ``kernels`` are.
+        donated: inputs (captured arrays counted) whose memory results may take.
+    """
+
+    machine: Machine
+    kernels: tuple[KernelCost, ...]
+    program: Kernels = dataclasses.field(repr=False)
+    donated: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """What a device holds, moment by moment."""
+        return memory_of(
+            self.program, self.donated, keeps_low_precision_copies=self.machine.compiler.keeps_low_precision_copies
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Of one call."""
+        return sum(k.total_seconds for k in self.kernels)
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of collectives in one call that pass while other kernels run, which ``seconds`` leaves out."""
+        return sum(k.hidden * k.times for k in self.kernels)
+
+    @property
+    def flops(self) -> int:
+        """Operations of one call."""
+        return sum(k.flops * k.times for k in self.kernels)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends in one call."""
+        return sum(k.sent * k.times for k in self.kernels)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that a device holds."""
+        return self.memory.peak
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within a device's memory."""
+        return self.peak <= self.machine.memory
+
+    @property
+    def by_bound(self) -> dict[str, float]:
+        """Seconds by what they are spent on, one of ``BOUNDS`` each; the largest first."""
+        found = dict.fromkeys(BOUNDS, 0.0)
+        for k in self.kernels:
+            for what, spent in k.parts:
+                found[what] += spent * k.times
+        return dict(sorted(((w, s) for w, s in found.items() if s), key=lambda pair: -pair[1]))
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """Seconds by kind of kernel, collectives by their own kinds."""
+        return self._seconds_by(lambda k: k.name if k.kind == COLLECTIVE else k.kind)
+
+    @property
+    def by_line(self) -> dict[str, float]:
+        """Seconds by source line."""
+        return self._seconds_by(lambda k: k.line)
+
+    def _seconds_by(self, key: Any) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for k in self.kernels:
+            found[key(k)] = found.get(key(k), 0.0) + k.total_seconds
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+    def __str__(self) -> str:
+        bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
+        beside = f"; {self.hidden * 1e3:.3g} ms of network beside them" if self.hidden else ""
+        return (
+            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}{beside}); "
+            f"{format_flops(self.flops)}, {format_bytes(self.sent)} sent, "
+            f"peak {format_bytes(self.peak)} of {format_bytes(self.machine.memory)}"
+        )
+
+
+@with_tables
+def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Cost:
+    """Costs a per-device program.
+
+    Args:
+        spmd: what ``partition`` made.
+        machine: as many devices as the program's mesh.
+        donated: arguments (counted without captured arrays) whose memory results may take.
+
+    Raises:
+        MachineError: the machine has another number of devices.
+
+    >>> import jax.numpy as jnp
+    >>> from gshard.api.marks import split
+    >>> from gshard.passes.partition import partition
+    >>> from gshard.passes.propagate import propagate
+    >>> from gshard.passes.trace import trace
+    >>> program = trace(lambda x, y: split(x, 1, 8) @ y, jnp.ones((64, 512)), jnp.ones((512, 32)))
+    >>> found = cost(partition(propagate(program, Mesh.abstract(devices=8))), Machine.of("v3:2x2"))
+    >>> [(k.name, k.flops, k.sent) for k in found.kernels]
+    [('dot_general', 262144, 0), ('all_reduce', 0, 14336)]
+    """
+    return cost_of_kernels(device_program(spmd), spmd.mesh, machine, [len(spmd.program.captured) + i for i in donated])
+
+
+def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Iterable[int] = ()) -> Cost:
+    """The same for kernels that were read already; ``donated`` counts captured arrays too."""
+    joined, copied = combined(program, machine), layout_copies(program, machine) | hoisted_operands(program)
+    rows = {
+        kernel: kernel_cost(kernel, times, mesh, machine, joined.get(kernel, 0), copied.get(kernel, ()))
+        for kernel, times in program.walk()
+        if kernel.kind != REGION
+    }
+    alone = {kernel: row.seconds for kernel, row in rows.items()}
+    for kernel, taken in epilogues(program, alone, machine).items():
+        rows[kernel], alone[kernel] = _as_end(rows[kernel], taken), taken
+    for kernel, hidden in hidden_of(program, alone, mesh, machine).items():
+        rows[kernel] = rows[kernel].taking(rows[kernel].seconds - hidden, hidden)
+    return Cost(machine, tuple(rows.values()), program, tuple(donated))
+
+
+def _as_end(row: KernelCost, taken: float) -> KernelCost:
+    """A kernel as the end of another one, with which it starts."""
+    rest = tuple((what, spent) for what, spent in row.parts if what != "launch")
+    without = dataclasses.replace(row, parts=rest, seconds=sum(spent for _, spent in rest))
+    # Where it takes as long as by itself nothing is spared, its start included.
+    return row.taking(taken) if taken > without.seconds or not without.seconds else without.taking(taken)
+
+
+def kernel_cost(
+    kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined: int = 0, copied: Sequence[int] = ()
+) -> KernelCost:
+    """What one kernel that is no region takes.
+
+    Args:
+        kernel: which.
+        times: how often it runs in one call.
+        mesh, machine: the devices.
+        joined: bytes of the message that a collective joins (``combiner``): it takes what that takes longer.
+        copied: bytes of arrays that are written and read once more: copied into the layout of a collective
+            (``layout_copies``), or small and broadcast by a kernel (``hoisted_operands``).
+    """
+    e = kernel.equation
+    result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
+    parts: tuple[tuple[str, float], ...]
+    starts = sum(launch_seconds(machine, 2 * array) for array in copied)
+    copies = sum(copy_seconds(machine, array) for array in copied) - starts
+    if kernel.kind == COLLECTIVE:
+        name, atoms, sent, taken, first = _collective(kernel, mesh, machine, joined)
+        moved = kernel.moved + 2 * sum(copied)
+        parts = (("network", taken - first), ("latency", first), ("memory", copies), ("launch", starts))
+        return KernelCost(
+            name, COLLECTIVE, e.line, result, times, 0, moved, sent, atoms, taken + copies + starts, parts, e
+        )
+    products, others, moved = kernel.product_flops, kernel.vector_flops, kernel.moved
+    own = roofline(machine, dtype_of(e), products, others, moved)
+    starts += own.launch
+    bound = "compute" if own.compute >= own.memory else "memory"
+    parts = ((bound, own.work), ("memory", copies), ("launch", starts))
+    return KernelCost(
+        e.name, kernel.kind, e.line, result, times, products + others, moved, 0, (), own.work + copies + starts,
+        parts, e,
+    )  # fmt: skip
+
+
+def _collective(kernel: Kernel, mesh: Mesh, machine: Machine, joined: int) -> tuple[str, Atoms, int, float, float]:
+    """Kind, atoms, bytes sent, seconds of one run, and how many of them are latency."""
+    e = kernel.equation
+    axes: Any = e.params.get("axes", e.params.get("axis_name"))
+    atoms: Atoms = tuple(axes) if isinstance(axes, tuple) else (axes,)
+    name = KINDS[e.name]
+    operands: Sequence[int] = [size(v) for v in e.inputs if isinstance(v, Value)]
+    sent = sum(sent_bytes(name, operand, mesh.count(atoms)) for operand in operands)
+    if "perm" in e.params:
+        pairs = _pairs(e.params["perm"], atoms, mesh)
+        return name, atoms, sent, permutation_seconds(sent, pairs, machine), permutation_seconds(0, pairs, machine)
+    before, together = (seconds(name, n, mesh, machine, atoms) for n in (joined, joined + sum(operands)))
+    # Of what joins a message that is sent anyway no byte is the first.
+    first = latency(name, mesh, machine, atoms) if together and not joined else 0.0
+    return name, atoms, sent, together - before, min(first, together - before)
+
+
+def _pairs(perm: Sequence[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tuple[int, int]]:
+    """The pairs of a permutation over some atoms as pairs of devices; those of the first group stand for all."""
+    strides, stride = {}, mesh.size
+    for atom, n in mesh.atom_sizes.items():
+        stride //= n
+        strides[atom] = stride
+
+    def device(position: int) -> int:
+        found = 0
+        for atom in reversed(atoms):
+            position, digit = divmod(position, mesh.atom_sizes[atom])
+            found += digit * strides[atom]
+        return mesh.order[found] if mesh.order else found
+
+    return [(device(a), device(b)) for a, b in perm]

@@ -1,0 +1,94 @@
+"""Gather stalls: the seconds for which the products of a plan wait for their gathered operands.
+
+The compiler overlaps some collectives with the products before them (``Compiler.hides``). This takes the equations of a
+plan in order and prices products by their roofline; other equations count no time, and so hide nothing. Where several
+equations read a gathered operand, the first one waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+from gshard.comm.reshard import plan_reshard
+from gshard.comm.steps import LOCAL, PERMUTE
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Block, Equation, Value, itemsize
+from gshard.core.sharding import Sharding
+from gshard.core.split import operand_sharding, parts, result_sharding
+from gshard.device.async_overlap import Step, hidden
+from gshard.device.machine import Machine
+from gshard.device.network import seconds
+from gshard.device.roofline import dtype_of, roofline
+from gshard.passes.objective import is_product
+
+
+def gather_stalls(plan: Plan, machine: Machine) -> dict[tuple[Equation, int], float]:
+    """For each equation and operand index: seconds for which the equation waits for that operand."""
+    found: dict[tuple[Equation, int], float] = {}
+    for block in (plan.program.block, *(body for e in plan.program.block.walk() for body in e.blocks)):
+        found.update(_of_block(block, plan, machine))
+    return found
+
+
+def _of_block(block: Block, plan: Plan, machine: Machine) -> dict[tuple[Equation, int], float]:
+    steps: list[Step] = []
+    brings: dict[tuple[Equation, int], list[int]] = {}
+    there: set[Hashable] = set()
+    for e in block.equations:
+        if e.rule is None:
+            steps.append(Step(0.0, e.inputs, e.outputs, region=True))
+            continue
+        reads: list[Hashable] = []
+        for i, v in enumerate(e.inputs):
+            if not isinstance(v, Value):
+                continue
+            target = operand_sharding(e.rule, i, plan.splits[e])
+            if (v, target) not in there:
+                moved = _moves(v, target, plan, machine)
+                brings[e, i] = list(range(len(steps), len(steps) + len(moved)))
+                steps += moved
+                there.add((v, target))
+            reads += [v, (v, target)]
+        product = is_product(e.rule)
+        steps.append(Step(product_seconds(e, plan, machine) if product else 0.0, reads, e.outputs, product=product))
+    beside = hidden(steps, machine.compiler)
+    return {key: sum(steps[k].seconds - beside[k] for k in ks) for key, ks in brings.items() if ks}
+
+
+def _moves(v: Value, target: Sharding, plan: Plan, machine: Machine) -> list[Step]:
+    """The collectives that bring a value to a sharding."""
+    mesh, here = plan.mesh, plan.sharding(v)
+    found: list[Step] = []
+    read: Hashable = v
+    for step in plan_reshard(here, target, v.shape, itemsize(v.dtype), mesh):
+        if step.kind in LOCAL or step.kind == PERMUTE:
+            continue
+        taken = seconds(step.kind, bytes_of(v, step.before, mesh), mesh, machine, step.atoms)
+        arrives = (v, step.after), (v, target)  # what is cut from it afterwards takes no time
+        found.append(Step(taken, (read,), arrives, step.kind))
+        read = (v, step.after)
+    return found
+
+
+def product_seconds(e: Equation, plan: Plan, machine: Machine) -> float:
+    """One run of a product on one device, with its operands there."""
+    assert e.rule is not None
+    products = e.rule.flops / parts(plan.splits[e], plan.mesh)
+    return roofline(machine, dtype_of(e), products, moved=sum(local_sizes(e, plan))).seconds
+
+
+def local_sizes(e: Equation, plan: Plan) -> list[int]:
+    """Bytes of one device's parts of operands and results."""
+    assert e.rule is not None
+    split, mesh = plan.splits[e], plan.mesh
+    taken = [bytes_of(v, operand_sharding(e.rule, i, split), mesh) for i, v in enumerate(e.inputs)]
+    return taken + [bytes_of(v, result_sharding(e.rule, i, split), mesh) for i, v in enumerate(e.outputs)]
+
+
+def bytes_of(v: Any, sharding: Sharding, mesh: Mesh) -> int:
+    """Bytes of one device's part; of a constant all of it."""
+    shape = sharding.local_shape(mesh, v.shape) if isinstance(v, Value) else v.shape
+    return math.prod(shape) * itemsize(v.dtype)

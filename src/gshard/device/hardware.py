@@ -1,0 +1,144 @@
+"""Hardware: the machine that a mesh's devices are, and what happens where there is no model of them.
+
+    kind_of_devices(mesh)      "h100"; None for an accelerator that ``machine_kinds`` does not have
+    machine_of(mesh)           its machine; an error for such an accelerator: its times would be invented
+    machine_to_order(mesh)     the same; for such an accelerator, after one warning, a machine that weighs by bytes
+    machine_to_plan_for(mesh)  the same; None for such an accelerator, and for CPUs
+
+CPUs are ``cpu``, and so is an abstract mesh, which has no devices.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from gshard.core.mesh import Mesh
+from gshard.device.machine import Dimension, Machine, MachineError
+from gshard.device.machine_kinds import COMPILERS, DEVICE_KINDS, KINDS, SUFFIXES, SWITCH, Compiler
+
+# One byte of memory traffic weighs as much as this many operations. These are about the middle of ``machine_kinds``: in
+# the time of a byte read, most accelerators there do 150 to 320 operations of a bfloat16 product; in the time of a byte
+# sent, they read 4 to 12 bytes.
+OPERATIONS_A_BYTE = 256
+OTHER_OPERATIONS_A_BYTE = 16
+BYTES_FOR_ONE_SENT = 8
+_A_SECOND = 1e12  # bytes: times have no meaning there, only their ratios have
+
+
+class UnknownMachineWarning(UserWarning):
+    """There is no model of the devices: what needs times weighs bytes and operations instead."""
+
+
+def kind_called(device_kind: str, platform: str) -> str | None:
+    """The kind of machine of a device; None if it is not known.
+
+    Args:
+        device_kind, platform: what ``jax.Device`` has under these names.
+
+    >>> kind_called("NVIDIA H100 80GB HBM3", "gpu"), kind_called("TPU v5 lite", "tpu"), kind_called("cpu", "cpu")
+    ('h100', 'v5e', 'cpu')
+    >>> kind_called("NVIDIA H100 PCIe", "gpu") is None  # other clocks, other memory, other links
+    True
+    """
+    if platform == "cpu":
+        return "cpu"
+    called = device_kind.lower()
+    for suffix in SUFFIXES:
+        called = called.removesuffix(suffix)
+    return DEVICE_KINDS.get(called)
+
+
+def kind_of_devices(mesh: Mesh) -> str | None:
+    """The kind of machine that a mesh's devices are; None if it is not known."""
+    if mesh.devices is None:
+        return "cpu"
+    return kind_called(str(mesh.devices[0].device_kind), str(mesh.devices[0].platform))
+
+
+def compiler_of(device: Any) -> Compiler:
+    """What the compiler of a device does, which follows from its platform."""
+    return COMPILERS.get(str(device.platform), COMPILERS["cpu"])
+
+
+def unknown_devices(mesh: Mesh) -> str | None:
+    """What JAX calls the devices of a mesh, if there is no model of them."""
+    if mesh.devices is None or kind_of_devices(mesh) is not None:
+        return None
+    return str(mesh.devices[0].device_kind)
+
+
+def machine_of(mesh: Mesh) -> Machine:
+    """The machine that a mesh's devices are.
+
+    Raises:
+        MachineError: there is no model of them; or their number makes no whole chips.
+    """
+    kind = kind_of_devices(mesh)
+    if kind is None:
+        raise MachineError(f"there is no model of {unknown_devices(mesh)}, so that no times are known.", hint=_HINT)
+    return Machine.of(kind, mesh.size)
+
+
+def machine_to_plan_for(mesh: Mesh) -> Machine | None:
+    """The machine by whose times a plan is made where none is named: that of the mesh's devices.
+
+    None, which plans by bytes, for CPUs and abstract meshes, for accelerators that there is no model of, and for a
+    number of devices that makes no whole chips.
+    """
+    kind = None if mesh.devices is None else kind_of_devices(mesh)
+    if kind is None or kind == "cpu" or mesh.size % KINDS[kind].cores:
+        return None
+    return machine_of(mesh)
+
+
+def machine_to_order(mesh: Mesh) -> Machine:
+    """A machine whose times only order alternatives: that of the devices, or without a model a weight of bytes.
+
+    Raises:
+        MachineError: the number of devices makes no whole chips.
+    """
+    called = unknown_devices(mesh)
+    if called is None:
+        return machine_of(mesh)
+    _warn(called)
+    assert mesh.devices is not None, "an abstract mesh is known"
+    operations = OPERATIONS_A_BYTE * _A_SECOND
+    return Machine(
+        f"{called} (no model)",
+        {"f32": operations},
+        OTHER_OPERATIONS_A_BYTE * _A_SECOND,
+        _A_SECOND,
+        memory_of(mesh.devices[0]) or sys.maxsize,
+        (Dimension(mesh.size, SWITCH, _A_SECOND / BYTES_FOR_ONE_SENT, 0.0),),
+        compiler=compiler_of(mesh.devices[0]),
+        kind=called,
+    )
+
+
+def memory_of(device: Any) -> int | None:
+    """Bytes that XLA may use of a device, if the device tells."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else int(limit)
+
+
+_HINT = (
+    'Give machine= a kind that is near, such as "h100", or measure these devices: gshard calibrate --out machine.json, '
+    'and machine="machine.json".'
+)
+
+
+_WARNED: set[str] = set()
+
+
+def _warn(called: str) -> None:
+    """Warns once in a process."""
+    if called in _WARNED:
+        return
+    warnings.warn(
+        f"there is no model of {called}: what is recomputed to fit is chosen by bytes and operations. {_HINT}",
+        UnknownMachineWarning,
+        stacklevel=3,
+    )
+    _WARNED.add(called)

@@ -1,0 +1,61 @@
+"""Layout copies: the arrays that XLA copies into another memory layout before or after a collective.
+
+Where the network library takes one run of bytes, XLA gives what is gathered or scattered along a dimension a layout in
+which that dimension comes first; what an all-to-all exchanges comes part after part. XLA copies an operand in another
+layout before the collective, and a result that its reader needs in another one after it: a kernel each. An elementwise
+kernel writes and reads any layout, and needs no copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gshard.comm.collectives import KINDS
+from gshard.comm.runs import is_strided, is_turned
+from gshard.core.program import Value
+from gshard.device.machine import Machine
+from gshard.passes.fusion_model import COLLECTIVE, FUSED, REDUCTION, Kernel, Kernels, readers_of, size
+
+_ALONG = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
+
+
+def layout_copies(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int, ...]]:
+    """The bytes of each array that is copied into another layout, for each collective."""
+    writers = {v: k for k in program.kernels for v in k.writes}
+    readers = readers_of(program)
+    ends = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
+    found: dict[Kernel, tuple[int, ...]] = {}
+    for kernel in program.kernels:
+        for body in kernel.bodies:
+            found |= layout_copies(body, machine)
+        if kernel.kind != COLLECTIVE:
+            continue
+        operand, (result,) = kernel.equation.inputs[0], kernel.writes[:1]
+        assert isinstance(operand, Value)
+        before, after = _layouts(kernel, operand, result, machine)
+        home = program.home.get(operand, operand)
+        writer = writers.get(home)
+        spared = writer is not None and writer.kind in (FUSED, REDUCTION) and readers[home] == [kernel]
+        arrays = [size(operand)] if before and not spared else []
+        users = readers.get(result, [])
+        if after and (result in ends or [k.kind for k in users] != [FUSED]):
+            arrays.append(size(result))
+        if arrays:
+            found[kernel] = tuple(arrays)
+    return found
+
+
+def _layouts(kernel: Kernel, operand: Value, result: Value, machine: Machine) -> tuple[bool, bool]:
+    """Whether the operand and the result of a collective are in a layout of its own."""
+    params: Mapping[str, Any] = kernel.equation.params
+    kind = KINDS[kernel.equation.name]
+    if kind == "all_to_all":
+        cut, joined = params["split_axis"], params["concat_axis"]
+        part = tuple(min(a, b) for a, b in zip(operand.shape, result.shape, strict=True))
+        return False, math.prod(operand.shape) > 0 and is_turned(part, cut, joined)
+    if kind not in _ALONG or not machine.compiler.copies_for_collectives:
+        return False, False
+    own = is_strided(operand.shape, params[_ALONG[kind]])
+    return own, own

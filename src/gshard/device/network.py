@@ -1,0 +1,313 @@
+"""Network: how long a collective takes on a machine, from which of its links it uses.
+
+The devices of a group are along some dimensions of the network, every ``step``-th of a dimension. All groups of one
+collective run at the same time, so a link carries the messages of ``step`` groups, and of all cores that share it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import tabulated
+from gshard.device.machine import Dimension, Machine, MachineError
+from gshard.device.machine_kinds import DIRECT, LINE, RING, SWITCH
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a group is along one dimension of the network.
+
+    Attributes:
+        of: the dimension.
+        members: how many different places the group has there.
+        step: the distance from one to the next.
+        kind: ``ring`` only if the group goes all the way around.
+    """
+
+    of: Dimension
+    members: int
+    step: int
+    kind: str
+
+
+def extents(mesh: Mesh, machine: Machine, atoms: Atoms) -> tuple[tuple[Extent, ...], ...]:
+    """The dimensions of the network that groups over these atoms spread over, major to minor, for each kind of group.
+
+    Groups are alike unless the devices of the mesh are in an order of their own.
+
+    Raises:
+        MachineError: the machine has another number of devices than the mesh.
+    """
+    if machine.size != mesh.size:
+        raise MachineError(
+            f"{machine.name} has {machine.size} devices, and the mesh has {mesh.size}.", got=f"mesh: {mesh}"
+        )
+    return _extents(mesh, machine.network, atoms)
+
+
+@tabulated(1024)
+def _extents(mesh: Mesh, network: tuple[Dimension, ...], atoms: Atoms) -> tuple[tuple[Extent, ...], ...]:
+    if not mesh.order:
+        return (_spread(members(mesh, atoms), network),)
+    return tuple(dict.fromkeys(_spread(group, network) for group in groups(mesh, atoms)))
+
+
+def _spread(group: Sequence[int], network: tuple[Dimension, ...]) -> tuple[Extent, ...]:
+    found = []
+    stride = math.prod(dimension.size for dimension in network)
+    for dimension in network:
+        stride //= dimension.size
+        places = sorted({device // stride % dimension.size for device in group})
+        if len(places) < 2:
+            continue
+        step = min(b - a for a, b in itertools.pairwise(places))
+        closes = step * len(places) == dimension.size and dimension.size > 2
+        kind = LINE if dimension.kind == RING and not closes else dimension.kind
+        found.append(Extent(dimension, len(places), step, kind))
+    return tuple(found)
+
+
+def members(mesh: Mesh, atoms: Atoms, of: int = 0) -> tuple[int, ...]:
+    """The positions of the mesh that position ``of`` forms a group with over these atoms, itself included."""
+    group = [of]
+    stride = mesh.size
+    for atom, size in mesh.atom_sizes.items():
+        stride //= size
+        if atom in atoms:
+            base = [d - (d // stride % size) * stride for d in group]
+            group = [d + k * stride for d in base for k in range(size)]
+    return tuple(sorted(set(group)))
+
+
+@tabulated(64)
+def interchangeable(mesh: Mesh, machine: Machine) -> tuple[Atoms, ...]:
+    """Atoms that can take each other's places in a program without any time changing.
+
+    They have one size and are along one dimension of the network in which every device is one hop from any other.
+
+    >>> from gshard.core.mesh import Mesh
+    >>> interchangeable(Mesh.abstract(a=2, b=4, c=2), Machine.of("h100:2x8"))
+    (('a',), ('b.0', 'b.1', 'c'))
+    >>> interchangeable(Mesh.abstract(a=2, b=2), Machine.of("v3:2x1"))
+    (('a',), ('b',))
+    """
+    found: dict[tuple[object, int], Atoms] = {}
+    stride = mesh.size
+    for atom, size in mesh.atom_sizes.items():
+        stride //= size
+        where: object = atom
+        step = machine.size
+        for k, dimension in enumerate(machine.network if not mesh.order and machine.size == mesh.size else ()):
+            whole, step = step, step // dimension.size
+            if dimension.is_one_hop and step <= stride and stride * size <= whole:
+                where = k
+        found[where, size] = (*found.get((where, size), ()), atom)
+    return tuple(found.values())
+
+
+def groups(mesh: Mesh, atoms: Atoms) -> tuple[tuple[int, ...], ...]:
+    """All groups of devices over these atoms."""
+    seen: dict[tuple[int, ...], None] = {}
+    taken: set[int] = set()
+    for device in range(mesh.size):
+        if device not in taken:
+            group = members(mesh, atoms, device)
+            taken |= set(group)
+            seen[tuple(mesh.order[at] for at in group) if mesh.order else group] = None
+    return tuple(seen)
+
+
+def seconds(kind: str, operand: int, mesh: Mesh, machine: Machine, atoms: Atoms) -> float:
+    """How long one collective takes.
+
+    Args:
+        kind: all_reduce, all_gather, reduce_scatter or all_to_all.
+        operand: bytes of each device's operand.
+        mesh: the mesh of the atoms.
+        machine: the devices.
+        atoms: the atoms the collective runs over.
+
+    >>> from gshard.core.mesh import Mesh
+    >>> times = []
+    >>> for n in (8, 32):
+    ...     mesh, torus = Mesh.abstract(d=2 * n * n), Machine.of(f"v3:{n}x{n}")
+    ...     times += [seconds("all_to_all", 8 << 20, mesh, torus, mesh.atoms) * 1e3]
+    >>> [f"{t:.2f} ms" for t in times]
+    ['0.43 ms', '0.85 ms']
+    """
+    spread = extents(mesh, machine, atoms)
+    return max(_seconds(kind, operand, where) for where in spread) if operand else 0.0
+
+
+def latency(kind: str, mesh: Mesh, machine: Machine, atoms: Atoms) -> float:
+    """Seconds of a collective that its bytes do not change: what the first of them takes to arrive, at most.
+
+    Args:
+        kind, mesh, machine, atoms: as for ``seconds``.
+    """
+    return max(_rounds(kind) * _hops(where) for where in extents(mesh, machine, atoms))
+
+
+def seconds_among(kind: str, operand: int, group: Sequence[int], machine: Machine) -> float:
+    """How long one collective takes among some devices of a machine, while all other groups like it run theirs.
+
+    Args:
+        kind: as for ``seconds``.
+        operand: bytes of each device's operand.
+        group: their positions in the machine, increasing.
+        machine: the devices.
+    """
+    return _seconds(kind, operand, _spread(group, machine.network)) if operand else 0.0
+
+
+def _seconds(kind: str, operand: int, where: tuple[Extent, ...]) -> float:
+    if not where:
+        return 0.0
+    hops = _hops(where)
+    if kind == "all_to_all":
+        return hops + max(_all_to_all(operand, e) for e in where)
+    size = math.prod(e.members for e in where)
+    whole = operand * size if kind == "all_gather" else operand
+    rounds = _rounds(kind)
+    return rounds * hops + _in_rings(whole, rounds, where)
+
+
+def _rounds(kind: str) -> int:
+    """How often a message goes to all: an all-reduce is a reduce-scatter and an all-gather."""
+    return 2 if kind == "all_reduce" else 1
+
+
+def _hops(where: tuple[Extent, ...]) -> float:
+    """Seconds until a message without bytes has arrived everywhere."""
+    return sum(
+        e.of.latency * (1 if e.of.is_one_hop else e.members * e.step / (2 if e.kind == RING else 1)) for e in where
+    )
+
+
+def _all_to_all(operand: int, e: Extent) -> float:
+    """The busiest link of a dimension: an eighth of n n messages cross it on a ring, a quarter on a line."""
+    if e.of.is_one_hop:
+        return operand * (e.members - 1) / e.members / e.of.sent_among(e.members)
+    share = e.members / (8 if e.kind == RING else 4)
+    return operand * share * e.step * e.of.shared_by / e.of.bandwidth
+
+
+def _in_rings(whole: int, rounds: int, where: tuple[Extent, ...]) -> float:
+    """Reduce-scatters and all-gathers of ``whole`` bytes, dimension by dimension from the nearest.
+
+    What has been scattered over a switch is that much smaller beyond it; direct links are used all at once. The
+    dimensions of a torus are used together, each with a share of the data.
+    """
+    total, left = 0.0, float(whole)
+    torus = [e for e in where if not e.of.is_one_hop]
+    for e in reversed([e for e in where if e.of.is_one_hop]):
+        total += rounds * left * (e.members - 1) / e.members / e.of.sent_among(e.members)
+        left /= e.members
+    if torus:
+        size = math.prod(e.members for e in torus)
+        # Both directions of a ring carry half each. On a line the last device has one link; only an all-reduce, which
+        # sends sums both ways at once, loses nothing.
+        injected = sum(
+            e.of.bandwidth * (1 if e.kind == LINE and rounds == 1 else 2) / (e.step * e.of.shared_by) for e in torus
+        )
+        total += rounds * left * (size - 1) / size / injected
+    return total
+
+
+def gathered_at_least(held: int, wanted: int, machine: Machine) -> float:
+    """No all-gathers by which each device's ``held`` bytes become ``wanted`` take less, whatever devices they are over.
+
+    A switch of n devices makes n times as much of it, and so do direct links among n. The dimensions of a torus
+    together make any number of times as much.
+    """
+    switches = [(d.sent_among(d.size), d.size) for d in machine.network if d.is_one_hop and d.size > 1]
+    together = sum(2 * d.bandwidth / d.shared_by for d in machine.network if not d.is_one_hop)
+    total, left = 0.0, max(float(wanted), held)
+    for rate, size in sorted(switches, reverse=True):
+        if rate > together:
+            less = max(held, left / size)
+            total, left = total + (left - less) / rate, less
+    slowest = together or min((rate for rate, _ in switches), default=math.inf)
+    return total + (left - held) / slowest
+
+
+def permutation_seconds(sent: int, pairs: Sequence[tuple[int, int]], machine: Machine) -> float:
+    """How long it takes when each source sends ``sent`` bytes to its target: O(1) between neighbours."""
+    sources, targets = np.asarray(pairs, np.intp).reshape(-1, 2).T
+    none, a_byte = permuting(sources, targets, machine)
+    return none + sent * a_byte
+
+
+def permuting(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Machine) -> tuple[float, float]:
+    """What a message from each source to its target takes until the last has arrived, and every byte of it more.
+
+    A byte takes what the busiest link takes.
+    """
+    a_byte, away_for = 0.0, np.zeros(len(sources))
+    stride = machine.size
+    for d, loads in zip(machine.network, link_loads(sources, targets, machine), strict=True):
+        stride //= d.size
+        away = np.abs(sources // stride % d.size - targets // stride % d.size)
+        hops = away > 0 if d.is_one_hop else np.minimum(away, d.size - away) if d.kind == RING else away
+        a_byte = max(a_byte, float(loads.max(initial=0)) / d.bandwidth)
+        away_for += d.latency * hops
+    return float(away_for.max(initial=0.0)), a_byte
+
+
+def link_loads(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Machine) -> list[NDArray[np.intp]]:
+    """How many messages go over each link, for each dimension of the network: int [direction, link].
+
+    Each message goes along one dimension after the other, the last one first, and the shorter way around a ring. Along
+    a switch each device has a link of its own, and along a direct dimension each pair of devices.
+    """
+    found = []
+    stride = machine.size
+    for d in machine.network:
+        stride //= d.size
+        at, to = sources // stride % d.size, targets // stride % d.size
+        beside = machine.network[-1].size if d.shared_by > 1 else 1  # devices whose messages go over the same link
+        lines = machine.size // d.size // beside
+        line = (sources // (stride * d.size) * stride + targets % stride) // beside
+        if d.kind == SWITCH:
+            moving = at != to
+            out, into = (np.bincount(line[moving] * d.size + end[moving]) for end in (at, to))
+            size = max(len(out), len(into))
+            found.append(np.array([np.pad(x, (0, size - len(x))) for x in (out, into)]))
+            continue
+        if d.kind == DIRECT:
+            link = (line * d.size + np.minimum(at, to)) * d.size + np.maximum(at, to)
+            found.append(np.array([np.bincount(link[way], minlength=lines * d.size**2) for way in (at < to, at > to)]))
+            continue
+        ahead = (to - at) % d.size if d.kind == RING else to - at
+        forwards = np.where(2 * ahead <= d.size, ahead, 0) if d.kind == RING else np.maximum(ahead, 0)
+        back = np.where(2 * ahead > d.size, d.size - ahead, 0) if d.kind == RING else np.maximum(-ahead, 0)
+        both = []
+        for first, hops in ((at, forwards), ((at - back) % d.size, back)):
+            ends = np.zeros((lines, 2 * d.size + 1), np.intp)
+            np.add.at(ends, (line, first), hops > 0)
+            np.add.at(ends, (line, first + hops), -(hops > 0).astype(np.intp))
+            passed = ends.cumsum(1)
+            both.append((passed[:, : d.size] + passed[:, d.size : -1]).ravel())
+        found.append(np.array(both))
+    return found
+
+
+def coordinates(device: int, machine: Machine) -> tuple[int, ...]:
+    """Where a device is along each dimension of the network."""
+    return tuple(int(i) for i in np.unravel_index(device, [d.size for d in machine.network]))
+
+
+def goes_one_way(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Machine) -> bool:
+    """Whether no link is used in both directions, so that the same the other way round takes no link from it."""
+    return all(
+        d.kind != SWITCH and not (loads[0] * loads[1]).any()
+        for d, loads in zip(machine.network, link_loads(sources, targets, machine), strict=True)
+        if loads.any()
+    )

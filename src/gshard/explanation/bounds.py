@@ -1,0 +1,130 @@
+"""Bounds: what a call of a program is bound by on a machine, and what would make it faster.
+
+Launch-bound: 25.1 µs a call on h100:1x8, 72 % kernel launches, 21 % network latency, 7 % memory traffic.
+
+The seconds of a call are those of its cost. Each is spent on one of five things (``cost.BOUNDS``), which different
+changes make shorter: more bandwidth, or fewer bytes, shortens no launch and no latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gshard.core.plan import Plan
+from gshard.core.planning_tables import with_tables
+from gshard.core.program import format_bytes
+from gshard.device.cost import BOUNDS, Cost, cost_of_kernels
+from gshard.device.machine import Machine
+from gshard.passes.fusion_model import COLLECTIVE, kernels_of
+
+NAMES = {
+    "compute": "arithmetic",
+    "memory": "memory traffic",
+    "network": "bytes on links",
+    "launch": "kernel launches",
+    "latency": "network latency",
+}
+MOST = 0.5  # of a call: what takes no more than that does not bound it alone
+
+
+def shares_of(found: Cost) -> dict[str, float]:
+    """What a call is spent on, as parts of its seconds: one for each of ``BOUNDS``, together 1, or 0 of no seconds."""
+    total, spent = found.seconds, found.by_bound
+    return {what: spent.get(what, 0.0) / total if total else 0.0 for what in BOUNDS}
+
+
+def bounds_of(found: Cost) -> tuple[str, ...]:
+    """What bounds a call: what takes more than half of it, else the two that take most; the largest first."""
+    shares = shares_of(found)
+    first, second, *_ = sorted(BOUNDS, key=lambda what: -shares[what])
+    return (first,) if shares[first] > MOST or not shares[second] else (first, second)
+
+
+def headline(found: Cost) -> str:
+    """What bounds a call, in one sentence, with the share of everything that takes a percent of it or more."""
+    if not found.seconds:
+        return f"Nothing to run: no operation reaches a device of {found.machine.name}."
+    shares = sorted(shares_of(found).items(), key=lambda pair: -pair[1])
+    parts = ", ".join(f"{100 * share:.0f} % {NAMES[what]}" for what, share in shares if round(100 * share))
+    bound = "- and ".join(bounds_of(found)).capitalize()
+    return f"{bound}-bound: {format_seconds(found.seconds)} a call on {found.machine.name}, {parts}."
+
+
+def remedies(found: Cost) -> tuple[str, ...]:
+    """What makes a call shorter, a sentence for each of ``bounds_of``."""
+    return tuple(_remedy(what, found) for what in bounds_of(found)) if found.seconds else ()
+
+
+def _remedy(what: str, found: Cost) -> str:
+    spent = format_seconds(found.by_bound.get(what, 0.0))
+    if what == "launch":
+        count = sum(k.times for k in found.kernels if any(part == "launch" and s for part, s in k.parts))
+        return (
+            f"Kernel launches: {count:,} kernels take {spent} to start, however little each computes. Fewer and larger "
+            "operations help, and a larger batch on each device; more devices do not."
+        )
+    if what == "latency":
+        count = sum(k.times for k in found.kernels if k.sent)
+        return (
+            f"Network latency: the first bytes of {count:,} collectives take {spent} to arrive, however few follow. "
+            "Fewer and larger collectives help, and fewer devices along an axis; fewer bytes do not."
+        )
+    if what == "memory":
+        moved = sum(k.moved * k.times for k in found.kernels if k.kind != COLLECTIVE)
+        return (
+            f"Memory traffic: each device reads and writes {format_bytes(moved)} of its memory. "
+            "Narrower dtypes (bfloat16) and operations that XLA can fuse help."
+        )
+    if what == "network":
+        return (
+            f"Bytes on links: each device sends {format_bytes(found.sent)}. Fewer bytes help, and a larger batch on "
+            "each device if the bytes are those of weights or gradients."
+        )
+    return f"Arithmetic: {spent} of it. Fewer operations and narrower dtypes help, and more devices."
+
+
+@with_tables
+def alone(plan: Plan, machine: Machine, donated: Sequence[int] = ()) -> Cost | None:
+    """What a call takes on one device that holds all of every array, and computes everything.
+
+    Args:
+        plan: gives the program; its shardings are ignored.
+        machine: one of its devices runs the program.
+        donated: inputs (captured arrays counted) whose memory results may take.
+
+    Returns:
+        the cost; None for a program with parts that are written for several devices (``shard_map``).
+    """
+    if any(e.rule is not None and not e.rule.is_free for e in plan.program.block.walk()):
+        return None
+    return cost_of_kernels(kernels_of(plan.program.block), plan.mesh, machine, donated)
+
+
+def does_not_pay(plan: Plan, found: Cost) -> str:
+    """That a call is no faster than on one device alone, if so; empty where it is bound by what devices share.
+
+    Args:
+        plan: the program, as it is split.
+        found: what a call takes so.
+    """
+    if plan.mesh.size == 1 or not {"launch", "latency", "network"} & {*bounds_of(found)} or not found.seconds:
+        return ""
+    one = alone(plan, found.machine, found.donated)
+    if one is None or one.seconds > found.seconds or not one.fits:
+        return ""
+    text = (
+        f"This split does not pay: one device alone would take {format_seconds(one.seconds)} a call, "
+        f"and hold {format_bytes(one.peak)}."
+    )
+    launches = one.by_bound.get("launch", 0.0)
+    if launches <= MOST * one.seconds:
+        return text
+    return f"{text} {format_seconds(launches)} of that are kernel launches, which no split makes fewer."
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as text, in the unit that leaves few digits: ``3.2 ms``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"

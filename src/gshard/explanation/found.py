@@ -1,0 +1,390 @@
+"""Found: what ``gshard.search`` returns: a plan, what it costs, and how near the best of a model it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from gshard.core.border import Border
+from gshard.core.errors import ArgumentError, known_names
+from gshard.core.mark import Mark, mark_of_cut
+from gshard.core.mesh import Mesh
+from gshard.core.partition_spec import words_of
+from gshard.core.plan import Plan
+from gshard.core.program import Program, Value, format_bytes
+from gshard.core.spmd import SpmdProgram
+from gshard.device.cost import Cost
+from gshard.device.held import held_at_peak
+from gshard.explanation.bounds import does_not_pay, headline
+from gshard.explanation.explain import Explanation
+from gshard.explanation.explain_program import explain_program
+from gshard.explanation.report.page import page
+from gshard.naming.array_names import ArrayNames
+from gshard.passes.added_marks import spec_of_cut, with_marks
+from gshard.passes.partition import partition
+from gshard.passes.propagate import propagate
+from gshard.passes.recorded import Recorded
+from gshard.search.alternatives import SearchChoice, alternatives, tries
+from gshard.search.as_marks import Marks, marks_of
+from gshard.search.find import Best, best_plan
+from gshard.search.how_near import ended, how_near
+from gshard.search.layouts import FoundLayout, Namable, layout_of
+from gshard.search.patch import patch_of
+from gshard.search.pipeline import as_run, propagated
+from gshard.search.priced import PricedPlan, Pricing
+from gshard.search.propagated import Propagated
+from gshard.search.time_budget import TimeBudget
+
+_SHOWN = 24  # rows of arguments
+_PRESETS = 5  # that are shown beside, the best
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Found:
+    """The plan that was found for a function, and what is known of it.
+
+    Attributes:
+        best: the search on the mesh that was chosen.
+        tried: the searches on all meshes that were tried, where a number of devices was given.
+        donated: the arguments whose memory results may take.
+        in_tree: the structure of the arguments, positional and named.
+        function: the function as its dimensions can be named.
+    """
+
+    best: Best
+    tried: tuple[Best, ...] = ()
+    donated: tuple[int, ...] = ()
+    in_tree: Any = None
+    function: Namable | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, for ``gshard.jit(f, mesh=found.mesh, plan=found.plan)``."""
+        return self.best.chosen.plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it is for, with the names of its axes."""
+        return self.best.mesh
+
+    @property
+    def cost(self) -> Cost:
+        """What a call takes on each device, as ``gshard cost`` tells it."""
+        return self.best.chosen.cost
+
+    @property
+    def in_shardings(self) -> Any:
+        """How the plan cuts the positional arguments, as ``in_shardings`` of ``gshard.jit`` takes it."""
+        program = self.plan.program
+        arguments = program.block.inputs[len(program.captured) :]
+        specs = [spec_of_cut(self.plan.shardings[v], self.plan.mesh) for v in arguments]
+        return jax.tree.unflatten(self.in_tree, specs)[0]
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no plan on this mesh goes below, in the simplified model; ``cost`` is the full price.
+
+        The simplified model is the problem that was solved. It counts each collective and each kernel by itself, so
+        the full price of a plan may be below this bound (collectives that share a message) or above the plan's own
+        time in the model (copies, kernels that are not fused).
+        """
+        return self.best.bound
+
+    @property
+    def gap(self) -> float | None:
+        """How much of this plan's time could at most be saved, as a part of it, in the simplified model.
+
+        0 is a plan that is optimal there; a preset is priced in the model, too. None where nothing is proven about this
+        plan: it does not fit, values of it are recomputed, it has collective matmuls, the model has no plan like it, or
+        the search ended before it had a bound.
+        """
+        return self.best.gap
+
+    @property
+    def stopped(self) -> int | None:
+        """The signal that ended the search early (``signal.SIGINT``, ``signal.SIGTERM``); None if none did."""
+        return self.best.stopped
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What was not tried, or cut, since the time was over."""
+        return self.best.left_out
+
+    @functools.cached_property
+    def names(self) -> ArrayNames:
+        """What the arrays of the program are called where they are printed."""
+        return ArrayNames(self.plan.program)
+
+    @functools.cached_property
+    def marks(self) -> Marks:
+        """The plan said in few marks, each of them tried: how much of its speed they alone give. Takes a while."""
+        return marks_of(self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked))
+
+    @functools.cached_property
+    def layout(self) -> FoundLayout:
+        """The best table of names and axes that was found for the function (see ``gshard.Layout``). Takes a while.
+
+        Raises:
+            ArgumentError: the function has an ordered layout, or this was found by ``with_mark``.
+        """
+        if self.function is None:
+            raise ArgumentError(
+                "a plan with a mark that the function does not have is not said as a layout.",
+                hint="Write the mark into the function, and search again.",
+            )
+        return layout_of(self.best, self.function, self.donated, TimeBudget.of(None))
+
+    def patch(self) -> str:
+        """The marks as a change of the source files, for ``git apply``; those that it leaves out in front of it."""
+        paths, defined = ((), None) if self.function is None else (self.function.paths, self.function.defined)
+        return patch_of(self.marks.marks, self.plan.program, paths, defined, self.plan.mesh)
+
+    def without(self, i: int) -> PricedPlan:
+        """The plan that follows from all of ``marks`` but one, and what it costs.
+
+        Args:
+            i: which one, from 1, as they are printed.
+
+        Raises:
+            ArgumentError: there are not so many.
+        """
+        found = self.marks.marks
+        if isinstance(i, bool) or not isinstance(i, int) or not 1 <= i <= len(found):
+            raise ArgumentError(
+                f"there is no mark {i!r} to leave out.",
+                got=f"{len(found)} mark{'s' * (len(found) != 1)}",
+                hint="They are counted from 1; print(found.marks) shows them.",
+            )
+        kept = (mark for k, mark in enumerate(found, 1) if k != i)
+        mesh = self.plan.mesh
+        marks = {v: mark_of_cut(s.dims, mesh) for mark in kept for v, s in mark.shardings.items()}
+        marked = with_marks(self.plan.program, marks)
+        assert marked is not None, "all of them were tried together"
+        return self._priced(f"without mark {i}", marked)
+
+    def with_mark(self, what: str, sharding: Any) -> Found:
+        """Searches again with one more mark, to see what insisting on it costs; it keeps the mesh.
+
+        Args:
+            what: the values: a part of an argument's name or of a line, as for ``why``; all that match are marked.
+            sharding: a ``PartitionSpec`` over the axes of ``mesh``; with ``unreduced={...}`` the values stay parts of
+                sums over these axes, and so may what is computed from them (they are finite).
+
+        Returns:
+            what is found then. To run its plan, write the mark into the program.
+
+        Raises:
+            ArgumentError: nothing matches, or what matches cannot be marked (it is marked already, or enters a loop)
+                or has fewer dimensions; the sharding is no ``PartitionSpec``, or asks for an argument in parts.
+            ShardingError: the mark does not fit the mesh, or the dtype.
+        """
+        matching = [v for v, _ in self._matching(what)]
+        if not matching:
+            raise self._unknown(what)
+        matching = [v for v in matching if not v.made] or matching
+        if not isinstance(sharding, PartitionSpec):
+            raise ArgumentError(
+                f"{sharding!r} is no PartitionSpec.",
+                got=f"found.with_mark({what!r}, {sharding!r})",
+                hint=f"Write P({self.mesh.axes[0][0]!r}), for example.",
+            )
+        least = min(matching, key=lambda v: len(v.shape))
+        if len(sharding) > (rank := len(least.shape)):
+            raise ArgumentError(
+                f"{sharding} has {len(sharding)} entries, and {what!r} names an array of {rank} dimensions.",
+                got=f"{self._format(least)}; {len(matching)} values match",
+                hint="Give an entry for each dimension at most, or more of the name.",
+            )
+        entries, more = words_of(sharding)
+        mark = Mark("spec", spec=entries, axes=tuple(self.mesh.axes), **more)
+        if mark.unreduced and not {*matching}.isdisjoint(self.plan.program.block.inputs):
+            raise ArgumentError(
+                f"{what!r} is an argument, and what comes into a program is finished.",
+                got=f"found.with_mark({what!r}, {sharding!r})",
+                hint="Give a line that computes what is to stay in parts, for example 'model.py:38'.",
+            )
+        marked = with_marks(self.plan.program, dict.fromkeys(matching, mark))
+        if marked is None:
+            raise ArgumentError(
+                f"{what!r} cannot be marked: it has a mark already, enters a loop, or is no array of yours.",
+                got=f"{len(matching)} values match",
+                hint="Give more of an argument's name, or of a line that found.why(...) shows.",
+            )
+        limit, machine = self.best.limit, self.cost.machine
+        best = best_plan(marked, self.mesh, machine, donated=self.donated, memory_limit=limit, progress=None)
+        return dataclasses.replace(self, best=best, tried=(), function=None)
+
+    def _priced(self, name: str, program: Program) -> PricedPlan:
+        pricing = Pricing(self.cost.machine, list(self.donated), self.best.limit)
+        return pricing.marked(name, program, self.plan.mesh)
+
+    def why(self, what: str) -> list[str]:
+        """What else was possible for values, and what it would cost: those of a source line, or arguments by name.
+
+        Of values that equal layers have alike the first is told. What a row costs is what a call takes more, in the
+        model, if everything else is chosen anew as it is best then; for a few rows that is solved, and exact.
+
+        Args:
+            what: a part of an argument's name (``"mlp.w1"``; ``"['w1']"`` of its whole path) or of a line
+                (``"model.py:38"``).
+
+        Raises:
+            ArgumentError: nothing has that in its name or line, or the search ended before it had solved the problem.
+        """
+        alike: dict[tuple[str, str], list[tuple[Value, str]]] = {}
+        for v, name in self._matching(what):
+            named = self.names.arguments.get(v)
+            alike.setdefault((name if named is None else named.alike, self._format(v)), []).append((v, name))
+        if not alike:
+            raise self._unknown(what)
+        graph, solution, told = self.best.graph, self.best.solution, []
+        if graph is None or solution is None:
+            raise ArgumentError(
+                "the search ended before the problem was solved, so what else was possible is not known.",
+                got=f"{self.best.seconds:.1f} s",
+                hint="Search again with a larger budget_seconds.",
+            )
+        budget = tries(solution)
+        for (folded, text), values in alike.items():
+            v, name = values[0]
+            rows = alternatives(graph, solution, v, self.plan.shardings[v], budget)
+            first = f"{folded}: {text}  x{len(values)}" if len(values) > 1 else f"{name}: {text}"
+            told.append("\n    instead ".join([first, *map(str, rows)]))
+        return told
+
+    def _format(self, v: Value) -> str:
+        return self.plan.shardings[v].format(self.plan.mesh, v.shape, v.dtype_name)
+
+    def _unknown(self, what: str) -> ArgumentError:
+        arguments = dict.fromkeys(name.alike for name in self.names.arguments.values())
+        return ArgumentError(
+            f"nothing is called {what!r}: no argument, and no line of the program.",
+            hint=known_names(what, list(arguments)[:_SHOWN], "Arguments are") + " A line is 'model.py:38'.",
+        )
+
+    def _matching(self, what: str) -> Iterator[tuple[Value, str]]:
+        """The values whose argument's name, or line, has this in it."""
+        if not isinstance(what, str):
+            raise ArgumentError(
+                f"{what!r} is no text to look for in names of arguments and lines.",
+                hint="Give a part of an argument's name (\"['w1']\"), or of a line ('model.py:38').",
+            )
+        whole = dict(zip(self.plan.program.block.inputs, self.plan.program.names, strict=True))
+        producers = {v: e for e in self.plan.program.block.walk() for v in e.outputs}
+        for v in self.plan.shardings:
+            e = producers.get(v)
+            if (named := self.names.arguments.get(v)) is not None:
+                name, texts = named.text, {named.text, named.alike, whole[v]}
+            else:
+                name = f"{e.name} at {e.line}" if e is not None and e.line else ""
+                texts = {name}
+            if name and v.shape and any(what in text for text in texts):
+                yield v, name
+
+    def explain(self) -> Explanation:
+        """What each tensor got and why, as ``gshard.explain`` tells it of a marked function."""
+        first, machine = len(self.plan.program.captured), self.cost.machine
+        border = Border(tuple(first + i for i in self.donated))
+
+        limit = int(self.best.limit)
+
+        def marked(program: Program) -> SpmdProgram:
+            found, *_ = propagated(program, self.plan.mesh, machine, border=border)
+            return run(found)
+
+        def run(made: Propagated, *, recomputes: bool = False) -> SpmdProgram:
+            found = as_run(made, machine, self.donated, limit, recomputes=recomputes)
+            assert found.spmd is not None
+            return found.spmd
+
+        def marked_by_bytes(program: Program) -> SpmdProgram:
+            return partition(propagate(program, self.plan.mesh, border=border))
+
+        spmd = run(Propagated(self.plan), recomputes=self.best.chosen.recomputed)
+        return explain_program(
+            self.plan, spmd, marked, frozenset(self.donated), machine=machine, marked_by_bytes=marked_by_bytes,
+            choice=self._choice,
+        )  # fmt: skip
+
+    @property
+    def _choice(self) -> Callable[[], SearchChoice] | None:
+        """What the search chose, and from what; None for a preset."""
+        best = self.best
+        if best.graph is None or best.solution is None or best.chosen is not best.searched:
+            return None
+        return functools.partial(SearchChoice, best.graph, best.solution, f"time on {self.cost.machine.name}")
+
+    def html(self, path: str | Path) -> Path:
+        """Writes the report of the plan as one page, with what the search tells of it.
+
+        Returns:
+            the path.
+        """
+        path, known = Path(path), [str(self)]
+        if "marks" in self.__dict__:  # they take a while
+            known.append(str(self.marks))
+        data = self.explain().data(self.cost.machine)
+        path.write_text(page({**data, "searched": "\n\n".join(known)}), "utf-8")
+        return path
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan; ``gshard.jit(f, mesh=..., plan=gshard.Recorded.load(path))`` runs it, in any process."""
+        Recorded.of(self.plan).save(path)
+
+    def __str__(self) -> str:
+        best, cost = self.best, self.cost
+        shape = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
+        memory = f"peak {format_bytes(cost.peak)} of {format_bytes(int(best.limit))}"
+        lines = [
+            f"{cost.seconds * 1e3:.4g} ms a call on {cost.machine.name}, mesh ({shape}); {memory}; "
+            f"{format_bytes(cost.sent)} sent by each device"
+        ]
+        if best.chosen.recomputed:
+            lines[0] += f"; give jit memory_limit={int(best.limit)} too, so that some values are recomputed"
+        if not best.fits:
+            lines += ["this DOES NOT FIT, and needs least of all that was tried. At its peak it holds:", *self._held()]
+        else:
+            lines.append(f"{how_near(best)}; {best.seconds:.1f} s")
+        if best.chosen is not best.searched:
+            known = best.searched
+            beside = "" if known is None else f"; the searched plan takes {known.cost.seconds * 1e3:.4g} ms"
+            lines.append(f"this is the plan of '{best.chosen.name}'{beside}")
+        lines += filter(None, (headline(cost), does_not_pay(self.plan, cost)))
+        lines += ended(best.seconds, best.left_out, best.stopped)
+        shown = sorted(best.others, key=lambda o: o.rank(best.limit))[:_PRESETS]
+        lines += ["presets"] if shown else []
+        lines += [f"  {o.name} {o.cost.seconds * 1e3:.4g}{self._note(o.cost)}" for o in shown]
+        for other in self.tried:
+            if other is not best:
+                axes = ", ".join(f"{name}={size}" for name, size in other.mesh.axes)
+                lines.append(f"mesh ({axes}): {other.chosen.cost.seconds * 1e3:.4g}{self._note(other.chosen.cost)}")
+        return "\n".join([*lines, "arguments", *self._arguments()])
+
+    __repr__ = __str__
+
+    def _held(self) -> list[str]:
+        """What takes most memory at the peak."""
+        memory = self.cost.memory
+        held = held_at_peak(memory, self.cost.program.block, self.plan.program, self.names)
+        rows = [(memory.arguments, "arguments"), *((row.bytes, str(row)) for row in held[:5])]
+        return [f"  {format_bytes(n):>10} {what}" for n, what in rows]
+
+    def _note(self, cost: Cost) -> str:
+        return " ms" if cost.peak <= self.best.limit else " ms, does not fit"
+
+    def _arguments(self) -> Sequence[str]:
+        """The largest arguments with their shardings; those of equal layers in one row."""
+        rows: dict[tuple[str, str], int] = {}
+        program = self.plan.program
+        for v in sorted(program.block.inputs, key=lambda v: -v.bytes):
+            if v.shape:
+                key = self.names.arguments[v].alike, self.plan.format(v)
+                rows[key] = rows.get(key, 0) + 1
+        shown = [f"  {text:<44} {name}{f'  x{n}' if n > 1 else ''}" for (name, text), n in rows.items()]
+        return shown[:_SHOWN] + ([f"  and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else [])

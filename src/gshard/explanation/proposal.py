@@ -1,0 +1,74 @@
+"""Proposal: a mark to add, or one to loosen or remove, with which the devices send less.
+
+``changes`` finds which marks could be changed, ``trials`` plans the program again with each change and keeps those that
+lower the bytes of the whole program. This module has the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gshard.core.program import format_bytes
+from gshard.core.spmd import SpmdProgram
+from gshard.device.cost import Cost, cost
+from gshard.explanation.bounds import format_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A change of marks, and what it brings.
+
+    Attributes:
+        mark: as it is written, ``gshard.shard(x, P('data', None))``.
+        at: what to mark: an argument's name, or the line and operation that make the value.
+        before, after: bytes that each device sends in one call, as the program is and with the change.
+        instead: the mark that is there now, if this one takes its place; ``mark`` is empty if it can just go.
+        spmd: the per-device program with the change.
+        costs: what a call takes on a machine, as the program is and with the change (``on``).
+    """
+
+    mark: str
+    at: str
+    before: int
+    after: int
+    instead: str = ""
+    spmd: SpmdProgram | None = dataclasses.field(default=None, repr=False, compare=False)
+    costs: tuple[Cost, Cost] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def change(self) -> str:
+        """What to do: ``gshard.replicate(x) on ...``, ``no replicate(x) at ...``."""
+        if not self.instead:
+            return f"{self.mark} on {self.at}"
+        return f"{self.mark} instead of {self.instead} at {self.at}" if self.mark else f"no {self.instead} at {self.at}"
+
+    def on(self, now: Cost) -> Proposal:
+        """The same with what a call takes on a machine, by which those that send less but take longer can be told.
+
+        Args:
+            now: what it takes without the change.
+        """
+        if self.spmd is None:
+            return self
+        captured = len(self.spmd.program.captured)
+        return dataclasses.replace(self, costs=(now, cost(self.spmd, now.machine, [i - captured for i in now.donated])))
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether a call takes longer with the change, where that is known."""
+        return self.costs is not None and self.costs[1].seconds > self.costs[0].seconds
+
+    @property
+    def result(self) -> str:
+        """What was found: bytes, and where a machine is known time and memory too."""
+        text = f"planned again so, each device sends {format_bytes(self.after)} instead of {format_bytes(self.before)}"
+        if self.costs is None:
+            return f"{text}."
+        now, then = self.costs
+        times = f"a call takes {format_seconds(then.seconds)} instead of {format_seconds(now.seconds)}"
+        held = f"the peak of memory is {format_bytes(then.peak)} instead of {format_bytes(now.peak)}"
+        same = format_bytes(then.peak) == format_bytes(now.peak)
+        return f"{text}, and {times}." if same else f"{text}, {times}, and {held}."
+
+    def __str__(self) -> str:
+        return f"It would go or be less with {self.change}: {self.result}"

@@ -1,0 +1,260 @@
+"""Data: everything the report shows, as plain lists and dictionaries; the page and ``--json`` read nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Equation, Program, Value
+from gshard.core.spmd import Collective, SpmdProgram
+from gshard.device.cost import BOUNDS, Cost
+from gshard.device.held import held_at_peak
+from gshard.device.network import groups
+from gshard.device.origin import cause_of, origins
+from gshard.explanation.advice import advice
+from gshard.explanation.difference import FORMAT
+from gshard.explanation.merged_collectives import MergedCollective
+from gshard.explanation.report.places import Places
+from gshard.explanation.report.tensors import tensor_rows
+from gshard.explanation.rows import TensorRow, called
+from gshard.explanation.timeline import Event, thinned, timeline
+from gshard.explanation.verdict import Verdict
+from gshard.naming.array_names import ArrayNames
+from gshard.passes.fusion_model import COLLECTIVE
+
+MOMENTS = 1500  # points of the curve of memory
+EVENTS = 3000  # stretches of time that are drawn
+PEAK_ROWS = 15
+
+
+class Explained(Protocol):
+    """What the report reads of an ``Explanation``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def equations(self) -> int: ...
+    @property
+    def tensors(self) -> Sequence[TensorRow]: ...
+    @property
+    def gathered(self) -> tuple[str, ...]: ...
+    @property
+    def dropped(self) -> tuple[str, ...]: ...
+    @property
+    def argument_bytes(self) -> tuple[int, int]: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def spmd(self) -> SpmdProgram: ...
+    @property
+    def replicated(self) -> tuple[str, ...]: ...
+    @property
+    def layout(self) -> tuple[str, ...]: ...
+    @property
+    def unused(self) -> tuple[str, ...]: ...
+    @property
+    def total_bytes(self) -> int: ...
+    @property
+    def names(self) -> ArrayNames: ...
+
+
+def report_data(
+    explanation: Explained,
+    found: Cost,
+    rows: Sequence[MergedCollective],
+    verdict: Verdict,
+) -> dict[str, Any]:
+    """The report as data that JSON can hold.
+
+    Args:
+        explanation: the tensors and totals.
+        found: the cost on a machine.
+        rows: the collectives, merged, those that send most first.
+        verdict: what bounds a call.
+    """
+    places, plan, mesh = Places(), explanation.plan, explanation.mesh
+    producers = {v: e for e in plan.program.block.walk() for v in e.outputs}
+    owners = origins(explanation.spmd, found)
+    lines = _line_costs(explanation.spmd, found, owners, places)
+    return {
+        "format": FORMAT,
+        "name": explanation.name,
+        "jax": jax.__version__,
+        "equations": explanation.equations,
+        "mesh": {
+            "axes": list(mesh.axes),
+            "atoms": list(mesh.atom_sizes.items()),
+            "size": mesh.size,
+            "order": mesh.order,
+        },
+        "machine": {
+            "name": found.machine.name,
+            "kind": found.machine.kind or found.machine.name,
+            "text": str(found.machine),
+            "memory": found.machine.memory,
+            "measured": found.machine.measured,
+        },
+        "totals": {
+            "seconds": found.seconds,
+            "flops": found.flops,
+            "sent": explanation.total_bytes,
+            "peak": found.peak,
+            "arguments": explanation.argument_bytes,
+        },
+        "verdict": {
+            "headline": verdict.headline,
+            "sentences": verdict.sentences,
+            "shares": verdict.shares,
+            "share": verdict.share,
+            "work": verdict.work,
+        },
+        "collectives": [
+            _collective(row, plan, producers, places, explanation.names) | {"proposal": "" if p is None else str(p)}
+            for row, p in zip(rows, verdict.proposals, strict=True)
+        ],
+        "timeline": _timeline(found, owners, rows, places),
+        "tensors": tensor_rows(explanation.tensors, plan, producers, places),
+        "memory": _memory(found, places, plan.program, explanation.names),
+        "time": _time(found),
+        "gathered": list(explanation.gathered),
+        "dropped": list(explanation.dropped),
+        "replicated": list(explanation.replicated),
+        "layout": list(explanation.layout),
+        "unused": list(explanation.unused),
+        "searched": "",  # what a search tells of its plan
+        "lines": lines,
+        "files": sorted(places.files(), key=lambda f: -_sent_in(f["name"], lines)),
+        "groups": {",".join(a): _groups(mesh, a) for a in {c.atoms for c in explanation.spmd.collectives}},
+    }
+
+
+def _collective(
+    row: MergedCollective, plan: Plan, producers: Mapping[Value, Equation], places: Places, names: ArrayNames
+) -> dict[str, Any]:
+    mesh, c = plan.mesh, row.collective
+    array, module, why = called(row.every, names)
+    layers: dict[tuple[str, str], list[int]] = {}  # of each: times, bytes
+    for one in row.every:
+        sums = layers.setdefault((names.array(one.value).text, names.module(one.cause).text), [0, 0])
+        sums[:] = sums[0] + one.times, sums[1] + one.total_bytes
+    moved = ""
+    if c.value is not None and c.before is not None and c.after is not None:
+        texts = [s.format(mesh, c.value.shape, c.value.dtype_name) for s in (c.before, c.after)]
+        moved = f"{texts[0]} → {texts[1]}"
+    return {
+        "kind": c.kind,
+        "axes": mesh.format_atoms(c.atoms),
+        "group": ",".join(c.atoms),
+        "bytes": c.total_bytes,
+        "times": c.times,
+        "seconds": row.seconds,
+        "shape": c.shape,
+        "array": array,
+        "module": module,
+        "layers": [[*key, *sums] for key, sums in layers.items()] if len(layers) > 1 else [],
+        "moved": moved,
+        "line": c.line,
+        "cause": places.of(c.cause),
+        "emitted": places.of(c.emitted),
+        "why": why,
+        "advice": advice(c, plan, producers),
+        "pairs": row.pairs,
+        "over": row.over,
+    }
+
+
+def _groups(mesh: Mesh, atoms: tuple[str, ...]) -> str:
+    """The groups of devices that communicate, as text."""
+    found = groups(mesh, atoms)
+    texts = [
+        "{" + ",".join(map(str, g if len(g) <= 10 else g[:8])) + (",…}" if len(g) > 10 else "}") for g in found[:4]
+    ]
+    more = " …" if len(found) > 4 else ""
+    return f"{len(found)} group{'s' if len(found) > 1 else ''} of {len(found[0])}: {' '.join(texts)}{more}"
+
+
+def _timeline(
+    found: Cost, owners: Sequence[Collective | None], rows: Sequence[MergedCollective], places: Places
+) -> dict[str, Any]:
+    """Events as [start, length, what bounds it, name, place, row of its collective, kernels]; times in µs.
+
+    Names and places are numbers in ``texts``. What bounds an event counts in ``BOUNDS``; the number after the last is
+    for rounds that are not drawn.
+    """
+    laid = timeline(found)
+    row_of = {kernel: i for i, row in enumerate(rows) for kernel in row.kernels}
+    texts: dict[str, int] = {}
+
+    def text(t: str) -> int:
+        return texts.setdefault(t, len(texts))
+
+    def event(x: Event, count: int) -> list[Any]:
+        when = [float(f"{x.start * 1e6:.7g}"), float(f"{x.seconds * 1e6:.4g}")]
+        if x.kernel < 0:
+            return [*when, len(BOUNDS), text(x.name), text(""), -1, count]
+        k = found.kernels[x.kernel]
+        place = places.of(cause_of(k, owners[x.kernel]))
+        row = row_of.get(x.kernel, -1)
+        return [*when, BOUNDS.index(k.bound), text(f"{k.name} {k.result}"), text(place), row, count]
+
+    events = [event(x, count) for x, count in thinned(laid.kernels, EVENTS)]
+    loops = [[*event(x, 1)[:2], x.depth, text(x.name)] for x in laid.loops if x.seconds * EVENTS > found.seconds]
+    return {"events": events, "loops": loops, "texts": list(texts)}
+
+
+def _memory(found: Cost, places: Places, program: Program, names: ArrayNames) -> dict[str, Any]:
+    """The curve of temporaries (thinned to its maxima where it is long) and what makes the peak."""
+    memory = found.memory
+    every = max(1, -(-len(memory.moments) // MOMENTS))
+    kept = [max(memory.moments[i : i + every], key=lambda m: m.bytes) for i in range(0, len(memory.moments), every)]
+    held = held_at_peak(memory, found.program.block, program, names)
+    rows = [[h.type, h.bytes, h.name, places.of(h.equation), h.count] for h in held]
+    return {
+        "fixed": memory.arguments + memory.results - memory.shared,
+        "arguments": memory.arguments,
+        "results": memory.results,
+        "shared": memory.shared,
+        "temporaries": memory.temporaries,
+        "curve": [[m.bytes, f"{m.equation.name} {places.of(m.equation)}"] for m in kept],
+        "alive": rows[:PEAK_ROWS],
+        "more": [sum(r[4] for r in rows[PEAK_ROWS:]), sum(r[1] for r in rows[PEAK_ROWS:])],
+    }
+
+
+def _time(found: Cost) -> list[dict[str, Any]]:
+    """Seconds, FLOPs and bytes by class of operator and by what bounds them."""
+    rows: dict[str, dict[str, Any]] = {}
+    for k in found.kernels:
+        name = k.name if k.kind == COLLECTIVE else k.kind
+        row = rows.setdefault(name, {"class": name, **dict.fromkeys(BOUNDS, 0.0), "flops": 0, "moved": 0, "sent": 0})
+        for what, spent in k.parts:
+            row[what] += spent * k.times
+        for what in ("flops", "moved", "sent"):
+            row[what] += getattr(k, what) * k.times
+    return sorted(rows.values(), key=lambda r: -sum(r[what] for what in BOUNDS))
+
+
+def _sent_in(file: str, lines: Mapping[str, Sequence[float]]) -> float:
+    """Bytes that the lines of a file send."""
+    return sum(row[1] for at, row in lines.items() if at.rpartition(":")[0] == file)
+
+
+def _line_costs(
+    spmd: SpmdProgram, found: Cost, owners: Sequence[Collective | None], places: Places
+) -> dict[str, list[float]]:
+    """For each source line the seconds, bytes sent and FLOPs that it causes."""
+    lines: dict[str, list[float]] = {}
+    for k, c in zip(found.kernels, owners, strict=True):
+        row = lines.setdefault(places.of(cause_of(k, c)), [0.0, 0, 0])
+        row[0] += k.total_seconds
+        row[2] += k.flops * k.times
+    for c in spmd.collectives:
+        lines.setdefault(places.of(c.cause), [0.0, 0, 0])[1] += c.total_bytes
+    lines.pop("", None)
+    return lines

@@ -1,0 +1,31 @@
+"""Page: the report as one HTML file that needs no network and opens from disk.
+
+It is put together from the files of ``parts``: the document, its style, and one script for each section.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+# In the order in which they run: helpers and filters first, then the sections from the top, then what draws them all.
+SCRIPTS = (
+    "data", "filters", "table", "verdict", "timeline", "source", "collectives", "mesh", "difference", "memory",
+    "tensors", "draw",
+)  # fmt: skip
+
+
+def page(data: dict[str, Any]) -> str:
+    """The page that shows ``report_data``.
+
+    Nothing of the data is written as HTML: names and source lines may hold anything.
+    """
+    parts = files("gshard.explanation.report").joinpath("parts")
+    style = parts.joinpath("style.css").read_text("utf-8")
+    script = "\n".join(parts.joinpath(f"{name}.js").read_text("utf-8") for name in SCRIPTS)
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    # A closing tag inside a string would end the script that holds the data.
+    text = text.replace("<", "\\u003c")
+    document = parts.joinpath("page.html").read_text("utf-8")
+    return document.replace("__STYLE__", style).replace("__SCRIPT__", script).replace("__DATA__", text)

@@ -1,0 +1,219 @@
+"""Rows: what an explanation tells of each array, and of each kind of collective."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Hashable, Mapping, Sequence
+
+from gshard.core.errors import ArgumentError, known_names
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan, local_bytes
+from gshard.core.program import Block, Value
+from gshard.core.spmd import Collective
+from gshard.naming.array_names import ArrayNames
+from gshard.naming.short_names import without_number
+from gshard.tracing.manual_regions import parts_of
+
+_NAMED = 24  # names of arguments in a message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One array of the program.
+
+    Attributes:
+        name: an argument's path, or ``%12`` with the primitive and line that made it.
+        sharding: text form.
+        bytes: of the whole array.
+        local_bytes: of one device's part.
+        is_argument: whether the caller hands it in.
+        why: for each dimension that is split, the reasons from here back to a mark.
+        value: the value in the plan.
+        note: what to know of a value that no mark can split: one device's part, or what becomes of parts.
+        short: what an argument is called where space is short: ``blocks[3].up.kernel``.
+        alike: the same with ``*`` for the number of a layer, where there are several.
+    """
+
+    name: str
+    sharding: str
+    bytes: int
+    local_bytes: int
+    is_argument: bool
+    why: tuple[tuple[str, ...], ...]
+    value: Value = dataclasses.field(repr=False)
+    note: str = ""
+    short: str = ""
+    alike: str = ""
+
+    @property
+    def reason(self) -> str:
+        """For each dimension the nearest reason and the mark where the chain ends, in one line."""
+        texts = []
+        for nearest, *further in self.why:
+            root = further[-1].partition(": ")[2] if further else ""
+            texts.append(nearest if not root or root in nearest else f"{nearest} <- {root}")
+        return "; ".join(texts) or self.note or "nothing asks to split it"
+
+
+def row_called(rows: Sequence[TensorRow], name: str, names: ArrayNames, collectives: Sequence[Collective]) -> TensorRow:
+    """The first row of a name as it is printed.
+
+    Args:
+        rows: all arrays.
+        name: an argument's path or short name, ``%2``, ``train.py:9``, or how a collective's row calls its array:
+            ``gradient of w``.
+        names: what arrays are called;
+        collectives: that move them.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+
+    def is_called(row: TensorRow) -> bool:
+        if row.is_argument:
+            return name in (row.name, row.short)
+        return row.name == name or row.name.startswith(f"{name} ") or f" at {name} (" in row.name
+
+    moved = {
+        c.value for c in collectives if c.value and name in (names.array(c.value).text, names.array(c.value).alike)
+    }
+    if row := next(filter(is_called, rows), None) or next((row for row in rows if row.value in moved), None):
+        return row
+    arguments = [row.short for row in rows if row.is_argument][:_NAMED]
+    raise ArgumentError(
+        f"no tensor is called {name!r}.",
+        hint=known_names(name, arguments, "Arguments are")
+        + " The printed tables have the others: %2, train.py:9 for a line, or the array of a collective.",
+    )
+
+
+def rows_of_tensors(plan: Plan, names: ArrayNames, notes: Mapping[Value, str]) -> tuple[TensorRow, ...]:
+    """All arrays of a plan, largest first.
+
+    Args:
+        plan: the plan.
+        names: what its arguments are called.
+        notes: what else to know of values that no mark can split.
+    """
+    program = plan.program
+    called = dict(zip(program.block.inputs, program.names, strict=True))
+    for e in program.block.walk():
+        for v in e.outputs:
+            called.setdefault(v, f"%{v.index} {e.name}{f' at {e.line}' if e.line else ''}")
+        for block in e.blocks:
+            for v in block.inputs:
+                called.setdefault(v, f"%{v.index} in {e.name}")
+    notes = {**notes, **notes_of_parts(program.block)}
+
+    def reason(v: Value, d: int) -> str:
+        return f"dimension {d}: {plan.reasons[v, d]}" if (v, d) in plan.reasons else f"dimension {d}"
+
+    def row(v: Value) -> TensorRow:
+        chains = [(d, plan.chain(v, d)) for d, atoms in enumerate(plan.shardings[v].dims) if atoms]
+        why = tuple((reason(v, d), *chain[1:]) for d, chain in chains if chain)
+        part, own = local_bytes(v, plan.shardings[v], plan.mesh), names.arguments.get(v)
+        short, alike = ("", "") if own is None else (own.text, own.alike)
+        sharding, note = plan.format(v), notes.get(v, "")
+        return TensorRow(called[v], sharding, v.bytes, part, own is not None, why, v, note, short, alike)
+
+    return tuple(map(row, sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CollectiveRow:
+    """Collectives of one kind over the same axes for the same line.
+
+    Attributes:
+        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
+        axes: names of mesh axes, or of their parts.
+        times: how many run in one call of the program.
+        bytes: what each device sends in all of them.
+        shape: the local operand of the largest.
+        line: the user's source line.
+        why: what needed it.
+        array: what is moved: a weight by its short name, ``gradient of`` one, or the operation that makes it.
+        module: of what caused it, ``decoder/layers_0/mlp``; empty if nothing names it.
+        arrays: how many rows this one stands for: those of equal layers.
+    """
+
+    kind: str
+    axes: str
+    times: int
+    bytes: int
+    shape: str
+    line: str
+    why: str
+    array: str = ""
+    module: str = ""
+    arrays: int = 1
+
+
+def rows_of_collectives(collectives: Sequence[Collective], mesh: Mesh, names: ArrayNames) -> tuple[CollectiveRow, ...]:
+    """The collectives in a row for each array and module, most bytes first."""
+    rows = together(collectives, names, each=True)
+    return tuple(sorted((_row(same, mesh, names) for same in rows), key=lambda r: -r.bytes))
+
+
+def rows_of_equal_layers(collectives: Sequence[Collective], mesh: Mesh, names: ArrayNames) -> tuple[CollectiveRow, ...]:
+    """The same with one row for what equal layers have alike."""
+    rows = []
+    for same in together(collectives, names):
+        arrays = len({(names.array(c.value).text, names.module(c.cause).text) for c in same})
+        rows.append(dataclasses.replace(_row(same, mesh, names), arrays=arrays))
+    return tuple(sorted(rows, key=lambda r: -r.bytes))
+
+
+def together(collectives: Sequence[Collective], names: ArrayNames, *, each: bool = False) -> list[list[Collective]]:
+    """Collectives that differ in nothing but the layer, together; with ``each``, only what does not differ at all."""
+    rows: dict[Hashable, list[Collective]] = {}
+    for c in collectives:
+        array, module = names.array(c.value), names.module(c.cause)
+        in_layer = names.is_named(c.value) and array.alike != array.text  # else only its position tells it apart
+        alike = (module.any_number, _without_position(c, c.why)) if in_layer else (module.alike, c.why)
+        which = (array.text, module.text, c.why) if each else (array.alike, *alike)
+        rows.setdefault((c.kind, c.atoms, c.line, c.shape, *which), []).append(c)
+    return list(rows.values())
+
+
+def called(same: Sequence[Collective], names: ArrayNames) -> tuple[str, str, str]:
+    """What collectives that stand together move, in which module, and why: with ``*`` where they differ."""
+    arrays, modules = [names.array(c.value) for c in same], [names.module(c.cause) for c in same]
+    array = arrays[0].text if len({x.text for x in arrays}) == 1 else arrays[0].alike
+    words = zip(*(x.text.split("/") for x in modules), strict=True)
+    module = "/".join(every[0] if len(set(every)) == 1 else without_number(every[0]) for every in words)
+    why = same[0].why if len({c.why for c in same}) == 1 else _without_position(same[0], same[0].why)
+    return array, module, why
+
+
+def _without_position(c: Collective, why: str) -> str:
+    """``operand 38 of scan`` as ``operand of scan``: equal layers have different ones."""
+    return re.sub(r"^(operand|result) \d+ of", r"\1 of", why) if c.cause is not None and c.cause.blocks else why
+
+
+def _row(same: Sequence[Collective], mesh: Mesh, names: ArrayNames) -> CollectiveRow:
+    c = same[0]
+    array, module, why = called(same, names)
+    times, sent = sum(c.times for c in same), sum(c.total_bytes for c in same)
+    return CollectiveRow(c.kind, mesh.format_atoms(c.atoms), times, sent, c.shape, c.line, why, array, module)
+
+
+def text_of_rings(plan: Plan, without: float, taken: float, machine: str) -> str:
+    """What collective matmuls were chosen for: seconds of a call without them and with them, on a machine."""
+    what = f"{len(plan.rings)} product{'s' if len(plan.rings) > 1 else ''}"
+    return (
+        f"{what} taken part by part while other parts are sent (collective matmul): a call on {machine} takes "
+        f"{taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; windowed=False forbids it"
+    )
+
+
+def notes_of_parts(block: Block) -> dict[Value, str]:
+    """What to know of values that are one device's part, or that an equation without a choice reads or makes."""
+    notes = {}
+    for e in block.walk():
+        if e.rule is not None and e.rule.fixed is not None:
+            note = f"{e.name}{f' at {e.line}' if e.line else ''} says how it is sharded there"
+            notes.update({v: note for v in (*e.inputs, *e.outputs) if isinstance(v, Value)})
+    for v, parts in parts_of(block).items():
+        notes[v] = f"one of {parts} parts: each device holds its own until manual_to_auto"
+    return notes

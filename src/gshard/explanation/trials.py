@@ -1,0 +1,146 @@
+"""Trials: the program planned again with changes of marks, one at a time, until a number of seconds is used up.
+
+    Tried 12 of 40 changes of marks in 10 s, those of the largest collectives first.
+
+What a change is said to bring is proven: the whole program was planned and partitioned with it, and sends less. A plan
+for a machine takes several times as long as one by bytes. So where a program is planned for a machine, changes are
+first tried by bytes, and those that send less so are planned for the machine, the best first.
+
+How many changes are tried depends on the time that they take, and so on the computer. Their order does not, nor what is
+found where all are tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from gshard.core.plan import Plan
+from gshard.core.planning_tables import with_tables
+from gshard.core.program import Program
+from gshard.core.spmd import Collective, SpmdProgram
+from gshard.device.cost import WORTH
+from gshard.explanation.bounds import format_seconds
+from gshard.explanation.changes import Change, changes_of
+from gshard.explanation.proposal import Proposal
+from gshard.explanation.what_if import Planner, replanned
+
+SECONDS = 10.0  # for all trials, if nothing else is asked for
+_SCREENING = 0.5  # of the seconds, in which changes are tried by bytes where the plan is for a machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """What changes of marks bring, as far as they were tried.
+
+    Attributes:
+        found: the changes that lower the bytes sent, each with the number of the collectives that it is for.
+        tried: how many changes were tried;
+        changes: of how many.
+        seconds: of processor time that this took.
+    """
+
+    found: tuple[tuple[int, Proposal], ...]
+    tried: int
+    changes: int
+    seconds: float
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all changes were tried."""
+        return self.tried == self.changes
+
+    def __str__(self) -> str:
+        if not self.changes:
+            return "No change of marks to try."
+        if self.is_complete:
+            return f"Tried all changes of marks that the collectives go back to: {self.changes}."
+        took = f" in {format_seconds(self.seconds)}" if self.tried else ""
+        return f"Tried {self.tried} of {self.changes} changes of marks{took}, those of the largest collectives first."
+
+
+@with_tables
+def trials(
+    rows: Sequence[Sequence[Collective]],
+    plan: Plan,
+    marked: Planner,
+    *,
+    by_bytes: Planner | None = None,
+    seconds: float = SECONDS,
+    clock: Callable[[], float] = time.thread_time,
+) -> Trials:
+    """Plans the program again with changes of marks, those at which most bytes are at stake first.
+
+    Args:
+        rows: the collectives, those that differ in nothing but the array together, those that send most first.
+        plan: the plan they were made from.
+        marked: what a program with other marks becomes.
+        by_bytes: the same without a machine, if ``marked`` plans for one.
+        seconds: how long to try, of processor time: a computer that is busy otherwise tries as many. No plan is begun
+            that would end later if it takes as long as the longest before. At least one change is tried, unless
+            ``seconds`` is 0.
+        clock: the time.
+    """
+    began = clock()
+    sent = sum(c.total_bytes for same in rows for c in same)
+    found: list[tuple[int, Proposal]] = []
+    changes = changes_of(rows, plan) if sent else []
+    tried = 0
+    to_prove = changes if seconds > 0 else []
+    if by_bytes is not None and to_prove:
+        now = _sent(by_bytes, plan.program)
+        screening = _Watch(clock, began + _SCREENING * seconds)
+        promising = []
+        for change in changes:
+            if screening.is_over:
+                break
+            again = screening.sent(by_bytes, change)
+            if again is not None and now is not None and again[0] < WORTH * now[0]:
+                promising.append((again[0], change))
+            else:
+                tried += 1
+        to_prove = [change for _, change in sorted(promising, key=lambda pair: pair[0])]
+    proving = _Watch(clock, began + seconds)
+    for change in to_prove:
+        if proving.is_over:
+            break
+        again = proving.sent(marked, change)
+        tried += 1
+        if again is not None and again[0] < WORTH * sent:
+            found.append((change.row, _proposal(change, sent, *again)))
+    return Trials(tuple(found), tried, len(changes), clock() - began)
+
+
+def _proposal(change: Change, before: int, after: int, spmd: SpmdProgram) -> Proposal:
+    return Proposal(change.mark, change.at, before, after, change.instead, spmd)
+
+
+def _sent(planner: Planner, program: Program | None) -> tuple[int, SpmdProgram] | None:
+    """Bytes that each device sends in one call of a program, and what it becomes; None if its marks do not fit."""
+    made = replanned(planner, program)
+    return None if made is None else (sum(c.total_bytes for c in made.collectives), made)
+
+
+class _Watch:
+    """Time that is left for trials of one kind, of which the first is made in any case.
+
+    Args:
+        clock: the time.
+        end: until when.
+    """
+
+    def __init__(self, clock: Callable[[], float], end: float) -> None:
+        self._clock, self._end, self._longest = clock, end, 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether another trial, which takes as long as the longest, would end too late."""
+        return self._longest > 0 and self._clock() + self._longest > self._end
+
+    def sent(self, planner: Planner, change: Change) -> tuple[int, SpmdProgram] | None:
+        """Tries a change; result as of ``_sent``."""
+        began = self._clock()
+        found = _sent(planner, change.program())
+        self._longest = max(self._longest, self._clock() - began)
+        return found

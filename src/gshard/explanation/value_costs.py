@@ -1,0 +1,261 @@
+"""Lists the shardings that planning compared for a value: what the best plan with each costs, and what asks for it.
+
+Planning chooses one sharding for a sharding group, the values that elementwise operations tie together. For each
+sharding that the group may have, the problem is solved again with that sharding forced, and the cost of the solution is
+split by cause (``passes.causes``). The one that was chosen is marked::
+
+    costs of 'x' by bytes sent
+      * f32[64@data,32]         512 B
+              512 B  operand 1 of dot_general: all_gather over data at train.py:9 (loss)
+        f32[64,32]             1.5 KiB      +1.0 KiB
+           +1.0 KiB  result 0 of dot_general: all_reduce over data at train.py:9 (loss)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from gshard.core.program import Value, format_bytes
+from gshard.device.machine import Machine
+from gshard.explanation.rows import TensorRow
+from gshard.passes.causes import Causes
+from gshard.passes.demands import demands
+from gshard.passes.graph import Graph
+from gshard.passes.objective import BY_BYTES, MESSAGE
+from gshard.solver.problem import Ints
+
+_MOST = 32  # shardings of a value that are compared: each takes another solution of the problem
+_PARTS, _NAMES = 4, 6  # causes of each that are printed, and names of other values
+_SMALL = 1e-2  # of the largest part: smaller ones are printed in one line
+_NOTHING = 1e-9  # of a cost: what rounding leaves
+
+
+class Compared(Protocol):
+    """What was chosen in the problem of a program (``passes.propagate.Choice``, or what a search found)."""
+
+    @property
+    def graph(self) -> Graph:
+        """The problem."""
+        ...
+
+    @property
+    def states(self) -> Ints:
+        """int64 [nodes], those that were chosen."""
+        ...
+
+    @property
+    def cost(self) -> float:
+        """What they cost."""
+        ...
+
+    @property
+    def counted(self) -> str:
+        """The unit of costs, in words."""
+        ...
+
+    def tied_to(self, node: int) -> list[int]:
+        """The nodes that have the state of this one, and itself."""
+        ...
+
+    def with_state(self, node: int, state: int) -> Ints | None:
+        """The states that cost least where a node, and all that are tied to it, have this one; None if none do."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CostPart:
+    """A part of a cost.
+
+    Attributes:
+        cost: bytes or seconds.
+        cause: the operation or boundary that asks for it, how arrays move for it, and the user's line.
+    """
+
+    cost: float
+    cause: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CostRow:
+    """A sharding that a value may have.
+
+    Attributes:
+        sharding: as text.
+        cost: of the best plan in which the value has it, in bytes or seconds; ``inf`` if there is none.
+        more: the cost beyond that of the chosen plan.
+        chosen: whether the plan has it.
+        parts: of the cost; they add up to it.
+        changes: what its parts are more than those of the chosen plan, the largest change first.
+    """
+
+    sharding: str
+    cost: float
+    more: float
+    chosen: bool
+    parts: tuple[CostPart, ...]
+    changes: tuple[CostPart, ...]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ValueCosts:
+    """What planning compared for one value; print it, or read its rows.
+
+    Attributes:
+        name: of the value.
+        counted: what a cost is: ``bytes sent``, or ``time on h100:1x8``.
+        rows: the shardings that were compared, the cheapest first.
+        notes: marks that leave no choice, and values that have the same sharding.
+    """
+
+    name: str
+    counted: str
+    rows: tuple[CostRow, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def chosen(self) -> CostRow:
+        """The sharding of the plan."""
+        return next(row for row in self.rows if row.chosen)
+
+    def format(self, most: int = 8) -> str:
+        """The costs as text, with at most so many shardings."""
+        title = f"costs of {self.name!r}, counted in {self.counted}" if self.rows else f"costs of {self.name!r}"
+        lines = [title, *(f"  {note}" for note in self.notes)]
+        first = [row for i, row in enumerate(self.rows) if i < most or row.chosen]
+        wide = max((len(row.sharding) for row in first), default=0)
+        for row in first:
+            total = self._text(row.cost) if math.isfinite(row.cost) else "not possible"
+            more = "chosen" if row.chosen else self._text(row.more, sign=True) if math.isfinite(row.cost) else ""
+            lines.append(f"  {'*' if row.chosen else ' '} {row.sharding:<{wide}}  {total:>12}  {more}".rstrip())
+            lines += [f"      {amount:>12}  {cause}" for amount, cause in self._shown(row)]
+        if rest := [row for row in self.rows if row not in first]:
+            lines.append(f"    {len(rest)} more, from {self._text(min(row.more for row in rest), sign=True)} on")
+        return "\n".join(lines)
+
+    def _shown(self, row: CostRow) -> list[tuple[str, str]]:
+        """The largest parts of the chosen row, and the largest changes of another one; the rest in one line."""
+        parts = row.parts if row.chosen else row.changes
+        largest = max((abs(part.cost) for part in parts), default=0.0)
+        shown = [part for part in parts if abs(part.cost) >= _SMALL * largest][:_PARTS]
+        lines = [(self._text(part.cost, sign=not row.chosen), part.cause) for part in shown]
+        rest = [part for part in parts if part not in shown]
+        amount = sum(part.cost for part in rest)
+        if abs(amount) >= _SMALL * largest:
+            lines.append((self._text(amount, sign=not row.chosen), f"{len(rest)} more"))
+        return lines
+
+    def __str__(self) -> str:
+        return self.format()
+
+    __repr__ = __str__
+
+    def _text(self, cost: float, *, sign: bool = False) -> str:
+        before = "" if not sign else "-" if cost < 0 else "+"
+        if self.counted.startswith(BY_BYTES):
+            return f"{before}{format_bytes(round(abs(cost))) if abs(cost) >= 1 else f'{abs(cost):.2g} B'}"
+        return f"{before}{abs(cost) * 1e6:.4g} us" if abs(cost) < 1e-3 else f"{before}{abs(cost) * 1e3:.4g} ms"
+
+
+def value_costs(
+    choice: Compared | None, row: TensorRow, others: Sequence[str], machine: Machine | None = None
+) -> ValueCosts:
+    """What planning compared for a value.
+
+    Args:
+        choice: what planning chose, and from what; None if nothing was to be chosen.
+        row: the value, of the program that was planned.
+        others: names of the other values of its sharding group.
+        machine: what the plan was made for; None if by bytes.
+    """
+    name = row.short or row.name
+    if choice is None:
+        return ValueCosts(name, "", (), (f"it is {row.sharding}: no mark splits anything, so nothing was compared",))
+    counted, notes = choice.counted, _notes(choice, row, others)
+    if counted == BY_BYTES:
+        counted += f"; a message counts {MESSAGE:.0f} B, operations little"
+        if machine is not None:
+            notes.append(f"the plan by bytes is as fast on {machine.name} as those by time, and was taken")
+    return ValueCosts(name, counted, tuple(_Solutions(choice, row.value).rows()), tuple(notes))
+
+
+class _Solutions:
+    """The best solution of the problem for each sharding of a value."""
+
+    def __init__(self, choice: Compared, value: Value):
+        self.choice, self.value, self.causes = choice, value, Causes(choice.graph)
+        self.group = choice.graph.bundles.of[value]
+        self.chosen = int(choice.states[self.group])
+        self.solved = {state: choice.with_state(self.group, state) for state in _compared(choice, self.group)}
+        self.costs = {k: self.causes.costs(states) for k, states in self.solved.items() if states is not None}
+        base, tied = self.costs[self.chosen], set(choice.tied_to(self.group))
+        # Causes that concern the group, or that cost more or less with another sharding of it.
+        self.shown = {nodes for costs in self.costs.values() for nodes in costs if not tied.isdisjoint(nodes)}
+        for costs in self.costs.values():
+            differ = (n for n in {**costs, **base} if not math.isclose(costs.get(n, 0.0), base.get(n, 0.0)))
+            self.shown.update(differ)
+
+    def rows(self) -> list[CostRow]:
+        """All shardings, the cheapest first."""
+        choice, graph, found = self.choice, self.choice.graph, []
+        for state, states in self.solved.items():
+            sharding = graph.states[self.group][state]
+            shown = sharding.format(graph.mesh, self.value.shape, self.value.dtype_name)
+            cost = math.inf if states is None else graph.problem.value(states)
+            parts = () if states is None else self._parts(state, states)
+            changes = () if states is None or state == self.chosen else self._changes(state, states)
+            found.append(CostRow(shown, cost, cost - choice.cost, state == self.chosen, parts, changes))
+        return sorted(found, key=lambda row: (row.cost, not row.chosen))
+
+    def _parts(self, state: int, states: Ints) -> tuple[CostPart, ...]:
+        """The causes, equal ones together; what costs the same with every sharding is one part, the last."""
+        costs = self.costs[state]
+        parts = self._together((self._text(n, states, costs[n]), costs[n]) for n in sorted(self.shown & costs.keys()))
+        rest = sum(cost for nodes, cost in costs.items() if nodes not in self.shown)
+        return (*parts, CostPart(rest, "all else, which is the same whatever it is")) if rest else tuple(parts)
+
+    def _changes(self, state: int, states: Ints) -> tuple[CostPart, ...]:
+        """What causes cost more than in the chosen plan; each is named as where it costs more."""
+        costs, base, found = self.costs[state], self.costs[self.chosen], []
+        for nodes in sorted(self.shown):
+            before, after = base.get(nodes, 0.0), costs.get(nodes, 0.0)
+            own = (self.choice.states, before) if before > after else (states, after)
+            found.append((self._text(nodes, *own), after - before))
+        return tuple(part for part in self._together(found) if abs(part.cost) > _NOTHING * self.choice.cost)
+
+    def _text(self, nodes: tuple[int, ...], states: Ints, cost: float) -> str:
+        return self.causes.cause(nodes, states, cost).text
+
+    def _together(self, parts: Iterable[tuple[str, float]]) -> list[CostPart]:
+        sums: dict[str, float] = {}
+        for text, cost in parts:
+            sums[text] = sums.get(text, 0.0) + cost
+        return sorted((CostPart(cost, text) for text, cost in sums.items()), key=lambda part: -abs(part.cost))
+
+
+def _compared(choice: Compared, group: int) -> list[int]:
+    """The states of a group that are compared: the chosen one, then those over few axes."""
+    own, chosen = choice.graph.states[group], choice.states[group]
+    return sorted(range(len(own)), key=lambda state: (state != chosen, len(own[state].atoms), state))[:_MOST]
+
+
+def _notes(choice: Compared, row: TensorRow, others: Sequence[str]) -> list[str]:
+    """Marks that leave no choice, and other values that have the same sharding."""
+    graph = choice.graph
+    group = graph.bundles.of[row.value]
+    members, count, layers = graph.bundles.members[group], len(graph.states[group]), len(choice.tied_to(group))
+    marks = [str(reason) for v, _, reason in demands(graph.program, graph.mesh) if v in members]
+    notes = [f"{mark}: the mark is kept" for mark in dict.fromkeys(marks)]
+    if count == 1 and not marks:
+        comes = f"the marks decide how this argument comes: {row.reason}"
+        notes.append(comes if row.is_argument else "no other sharding is possible")
+    if layers > 1:
+        notes.append(f"{layers} equal layers were planned alike, so each row is for all of them")
+    if others:
+        more = f" and {len(others) - _NAMES} more" if len(others) > _NAMES else ""
+        notes.append(f"one sharding with {', '.join(others[:_NAMES])}{more}")
+    if count > _MOST:
+        notes.append(f"{count - _MOST} more shardings, over more axes, are not listed")
+    return notes

@@ -1,0 +1,236 @@
+"""Verdict: what bounds a call of a program on a machine, in a few sentences.
+
+print(gshard.explain(step, params, batch, mesh=8).verdict("v5e:2x4"))
+
+Network-bound: 3.21 ms a call on v5e:2x4, 62 % bytes on links, 30 % arithmetic, 8 % memory traffic.
+An even share of the matrix products takes 0.92 ms at the machine's peak rate: 29 % of the call.
+...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Block, Equation, format_bytes
+from gshard.device.cost import Cost
+from gshard.device.machine import Machine
+from gshard.device.roofline import dtype_of, roofline
+from gshard.explanation.bounds import bounds_of, does_not_pay, format_seconds, headline, remedies, shares_of
+from gshard.explanation.merged_collectives import MergedCollective
+from gshard.explanation.proposal import Proposal
+from gshard.explanation.trials import Trials
+from gshard.passes.fusion_model import PRODUCT, flops, kind_of
+from gshard.passes.objective import BY_BYTES
+
+PROVEN = 1e-6  # of what a plan costs: a smaller gap is none
+ALSO = 2  # other changes of marks that are named
+EVEN = 1.02  # of its share of the products: more is no rounding of uneven parts any more
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What bounds one call of a program on a machine, as modelled.
+
+    Attributes:
+        cost: what it was read from.
+        mesh: the devices.
+        ideal: seconds that an even share of all products takes at the machine's peak rate.
+        work: operations of products that a device computes, as a multiple of an even share.
+        repeated: the line whose products exceed their share most, and how many times it; None if none does.
+        sent: bytes that each device sends.
+        largest: the collectives of a kind at a line that send most and, if they are others, those that take longest.
+        trials: the changes of marks that were tried;
+        proposals: those that lower the bytes sent, for each kind of collective, with what a call then takes.
+        gap, counted: of the plan (``core.plan``).
+        by_bytes: whether the plan was made by bytes;
+        planned_for: or for which machine; None if that is not known.
+        alone: that a call is no faster than on one device, if so.
+    """
+
+    cost: Cost
+    mesh: Mesh
+    ideal: float
+    work: float
+    repeated: tuple[str, float] | None
+    sent: int
+    largest: tuple[MergedCollective, ...]
+    trials: Trials
+    proposals: tuple[Proposal | None, ...]
+    gap: float | None = None
+    counted: str = ""
+    by_bytes: bool = False
+    planned_for: Machine | None = None
+    alone: str = ""
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """The change of marks that lowers the bytes sent most, of those with which a call takes no longer, if any."""
+        made = (p for p in self.proposals if p is not None)
+        return min(made, key=_rank, default=None)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What a call is spent on, as parts of its seconds.
+
+        ``compute`` (operations), ``memory`` (bytes read and written), ``network`` (bytes on links), ``launch``
+        (starting kernels) and ``latency`` (of the network).
+        """
+        return shares_of(self.cost)
+
+    @property
+    def bound(self) -> str:
+        """What most of a call is spent on."""
+        return self.bounds[0]
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """The same, with the second where the first takes no more than half of the call."""
+        return bounds_of(self.cost)
+
+    @property
+    def share(self) -> float:
+        """The ideal time as a part of a call: 1 is products alone, evenly divided, at the peak rate."""
+        return self.ideal / self.cost.seconds if self.cost.seconds else 0.0
+
+    @property
+    def headline(self) -> str:
+        """The first sentence."""
+        return headline(self.cost)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The others."""
+        return tuple(
+            text
+            for text in (
+                *remedies(self.cost), self.alone, self._compute(), self._network(), self._hint(), self._choice(),
+                self._memory(),
+            )
+            if text
+        )  # fmt: skip
+
+    def _compute(self) -> str:
+        if not self.ideal:
+            return "There is no matrix product."
+        text = f"An even share of the matrix products takes {format_seconds(self.ideal)} at the peak rate: "
+        text += f"{100 * self.share:.0f} % of the call (an upper limit of MFU). "
+        if self.repeated is None:
+            return text + "No product is computed by more than one device."
+        line, times = self.repeated
+        return f"{text}Each device computes {self.work:.2f} times its share, most at {line}: {times:.3g} times."
+
+    def _network(self) -> str:
+        if not self.largest:
+            return "No device sends anything."
+        most, *longest = self.largest
+        share = 100 * most.collective.total_bytes / max(self.sent, 1)
+        text = f"Of {format_bytes(self.sent)} that each device sends, {share:.0f} % is the {self._named(most)}."
+        return text + "".join(f" In time the largest is the {self._named(c)}." for c in longest)
+
+    def _named(self, row: MergedCollective) -> str:
+        c = row.collective
+        times = f", {c.times} times" if c.times > 1 else ""
+        over = self.mesh.format_atoms(c.atoms)
+        taken, line = format_seconds(row.seconds), c.line or "the border"
+        return f"{c.kind} of {c.shape} over {over}{times}, {taken}, caused at {line}"
+
+    def _hint(self) -> str:
+        """The change of marks that lowers the bytes sent most; else how many were tried without success."""
+        tried, p = self.trials, self.proposal
+        if p is not None:
+            slower = ", but slower" if p.is_slower else ""
+            text = f"Fewer bytes{slower}: {p.change}. {p.result[0].upper()}{p.result[1:]}"
+            others = sorted({q for q in self.proposals if q not in (None, p) and not q.is_slower}, key=_rank)[:ALSO]
+            also = "; ".join(f"{q.change} ({format_bytes(q.after)})" for q in others)
+            text += f" Each by itself sends less too: {also}." if also else ""
+            return text if tried.is_complete else f"{text} {tried}"
+        if not tried.changes:
+            return ""
+        if tried.is_complete:
+            return f"{tried} None of them lowers this."
+        more = "With more seconds, verdict(seconds=...), more are tried."
+        return f"{tried} None of these lowers this. {more}" if tried.tried else f"{tried} {more}"
+
+    def _choice(self) -> str:
+        """What the plan was made for, and how good it is among those that keep the marks."""
+        name, sentences = self.cost.machine.name, []
+        if self.by_bytes or self.planned_for not in (None, self.cost.machine):
+            made = "by bytes" if self.planned_for is None else f"for {self.planned_for.name}"
+            way = "give machine= to gshard.jit or gshard.explain"
+            sentences.append(f"This plan was made {made}, not for {name}: to plan for that, {way}.")
+        elif self.planned_for is not None and self.counted == BY_BYTES:
+            sentences.append(f"Of the plans that were priced for {name}, the one made by bytes is the best.")
+        if self.gap is not None:
+            by = "" if self.gap < PROVEN else f" by more than {100 * self.gap:.2g} %"
+            sentences.append(f"As planning counts {self.counted}, no other plan that keeps the marks costs less{by}.")
+        return " ".join(sentences)
+
+    def _memory(self) -> str:
+        found = self.cost
+        says = "it fits" if found.fits else "it does not fit"
+        return f"Peak memory of a device: {format_bytes(found.peak)} of {format_bytes(found.machine.memory)}, {says}."
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *self.sentences])
+
+
+def verdict(
+    plan: Plan,
+    found: Cost,
+    rows: Sequence[MergedCollective],
+    tried: Trials,
+    by_bytes: bool = False,
+    planned_for: Machine | None = None,
+) -> Verdict:
+    """Reads the verdict off a cost.
+
+    Args:
+        plan: the program and how it is split.
+        found: what it takes on a machine.
+        rows: its collectives, those that send most first.
+        tried: the changes of marks that were tried, for each of these rows.
+        by_bytes: whether the plan was made by bytes;
+        planned_for: or for which machine.
+    """
+    machine, devices = found.machine, plan.mesh.size
+    whole: Counter[str] = Counter()
+    ideal = 0.0
+    for e, times in _products(plan.program.block):
+        whole[e.line] += flops(e) * times
+        ideal += roofline(machine, dtype_of(e), flops(e) * times).compute / devices
+    own: Counter[str] = Counter()
+    for k in found.kernels:
+        if k.kind == PRODUCT:
+            own[k.line] += flops(k.equation) * k.times * devices
+    total = sum(whole.values())
+    extra = {line: n - whole[line] for line, n in own.items() if n > EVEN * whole[line] and whole[line]}
+    worst = max(extra, key=lambda line: extra[line], default=None)
+    repeated = None if worst is None else (worst, own[worst] / whole[worst])
+    work = sum(own.values()) / total if total else 1.0
+    proposals: list[Proposal | None] = [None] * len(rows)
+    for row, proposal in tried.found:
+        proposals[row] = min(filter(None, (proposals[row], proposal.on(found))), key=_rank)
+    sent = sum(row.collective.total_bytes for row in rows)
+    longest = max(rows, key=lambda row: row.seconds, default=None)
+    largest = rows[:1] if longest is None or longest is rows[0] else (rows[0], longest)
+    return Verdict(
+        found, plan.mesh, ideal, work, repeated, sent, tuple(largest), tried, tuple(proposals), plan.gap, plan.counted,
+        by_bytes, planned_for, does_not_pay(plan, found),
+    )  # fmt: skip
+
+
+def _rank(proposal: Proposal) -> tuple[bool, int]:
+    return proposal.is_slower, proposal.after
+
+
+def _products(block: Block, times: int = 1) -> Iterator[tuple[Equation, int]]:
+    """The products of the program as it was written, and how often each is computed."""
+    for e in block.equations:
+        for body in e.blocks:
+            yield from _products(body, times * e.trip_count)
+        if e.rule is not None and flops(e) and kind_of(e) == PRODUCT:
+            yield e, times

@@ -1,0 +1,37 @@
+"""Dimension names: what a class of dimensions is called, for which users may have no word."""
+
+from __future__ import annotations
+
+from gshard.core.program import Program
+from gshard.naming.array_names import ArrayNames
+from gshard.naming.dimension_classes import DimensionClass, Dimensions, dimensions_of, of_equal_layers
+from gshard.naming.short_names import path_of_name
+
+_SHOWN = 2  # arrays
+
+
+class DimensionNames:
+    """The dimensions of a program, those that equal layers have alike as one, with a name for each.
+
+    Args:
+        program: the program.
+    """
+
+    def __init__(self, program: Program) -> None:
+        first = len(program.captured)
+        names, inputs = ArrayNames(program), program.block.inputs[first:]
+        paths = [path_of_name(name) for name in program.names[first:]]
+        self.dimensions: Dimensions = of_equal_layers(dimensions_of(program, paths))
+        pairs = list(zip(paths, inputs, strict=True))
+        self._called = {path: names.arguments[v].alike for path, v in pairs}
+        self._weights = {path for path, v in pairs if v in names.read and len(v.shape) > 1}
+
+    def of(self, c: DimensionClass) -> str:
+        """The user's name with the size, ``embed (1024)``; without one, arrays that have the dimension."""
+        if c.names:
+            return f"{c.names[0]} ({c.size})"
+        weights = [(path, d) for path, d in c.arguments if path in self._weights]
+        arrays = dict.fromkeys((self._called[path], d) for path, d in weights or c.arguments)
+        shown = [f"{d} of {name}" for name, d in list(arrays)[:_SHOWN]]
+        more = f" and {len(arrays) - _SHOWN} more" if len(arrays) > _SHOWN else ""
+        return f"dimension {', '.join(shown)}{more} ({c.size})"

@@ -1,0 +1,127 @@
+"""Calibrate: the machine at hand, measured: products, memory, and collectives over all devices.
+
+Each figure is the best of some runs, so that what else the machine does counts least. All devices work at once, as
+they do in a partitioned program: virtual devices share the cores of their host, and each gets its share. All devices
+become one switch: latency and bandwidth are those for which the model gives the two measured times of an all-to-all.
+What the compiler does is not measured: it follows from the kind of the devices, or where that is not known, from their
+platform.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from gshard.core.mesh import Mesh
+from gshard.device.hardware import compiler_of, kind_of_devices, memory_of
+from gshard.device.machine import Dimension, Machine, MachineError
+from gshard.device.machine_kinds import KINDS, SWITCH
+
+_RUNS = 5
+
+
+def calibrate(devices: Sequence[Any] | None = None, *, side: int = 1024, elements: int = 1 << 24) -> Machine:
+    """Measures the devices; takes some seconds.
+
+    Args:
+        devices: all of ``jax.devices()`` by default.
+        side: rows and columns of the matrices that are multiplied.
+        elements: float32 elements of the arrays that are copied and sent, on each device.
+
+    Returns:
+        a machine to give to ``cost`` and ``explain``; ``Machine.dump`` writes it.
+
+    Raises:
+        MachineError: nothing tells how much memory the devices have.
+    """
+    devices = tuple(jax.devices() if devices is None else devices)
+    mesh = Mesh.of(devices)
+    kind = kind_of_devices(mesh)
+    compiler = compiler_of(devices[0]) if kind is None else KINDS[kind].compiler
+    memory = memory_of(devices[0]) or (None if kind is None else KINDS[kind].memory)
+    if memory is None:
+        raise MachineError(
+            f"{devices[0].device_kind} does not tell how much memory it has.", hint="Write a gshard.Machine(...)."
+        )
+    rates = {
+        name: 2 * side**3 / _best(_everywhere(mesh, lambda a: a @ a, (side, side), dtype))
+        for name, dtype in _DTYPES.items()
+    }
+    copied = _best(_everywhere(mesh, lambda x: x + 1.0, (elements,)))
+    # Small enough for a cache, with many operations an element: arithmetic, not memory.
+    vector = 16 * _FEW / _best(_everywhere(mesh, lambda x: _polynomial(x, 8), (_FEW,)))
+    launch = 1e-6
+    if devices[0].platform != "cpu":
+        launch = _best(_ready(jax.jit(lambda x: x + 1.0), jnp.zeros(())))
+    name = f"{devices[0].device_kind} x {len(devices)}"
+    return Machine(
+        name, rates, vector, 2 * 4 * elements / copied, memory, (_network(mesh, elements),), launch, measured=True,
+        compiler=compiler, kind=kind or str(devices[0].device_kind),
+    )  # fmt: skip
+
+
+_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+_FEW = 1 << 16
+
+
+def _everywhere(
+    mesh: Mesh, f: Callable[[Any], Any], shape: tuple[int, ...], dtype: Any = jnp.float32
+) -> Callable[[], Any]:
+    """Runs ``f`` on an array of ones of this shape on every device at once."""
+    parts = PartitionSpec(mesh.atoms, *(None,) * (len(shape) - 1))
+    run = jax.shard_map(f, mesh=mesh.jax_mesh, in_specs=parts, out_specs=parts, check_vma=False)
+    sharding = jax.sharding.NamedSharding(mesh.jax_mesh, parts)
+    whole = (shape[0] * mesh.size, *shape[1:])
+    return _ready(jax.jit(run), jax.jit(lambda: jnp.ones(whole, dtype), out_shardings=sharding)())
+
+
+def _polynomial(x: Any, terms: int) -> Any:
+    for _ in range(terms):
+        x = x * x + 0.5
+    return x
+
+
+def _network(mesh: Mesh, elements: int) -> Dimension:
+    """Two sizes of an all-to-all give latency and bandwidth."""
+    n = mesh.size
+    if n == 1:
+        return Dimension(1, SWITCH, 1e12, 0.0)
+    axes = mesh.atoms
+    times = []
+    sizes = [max(count // n, 1) * n for count in (n, elements // 16)]
+    for count in sizes:
+        exchange = jax.jit(
+            jax.shard_map(
+                lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True),
+                mesh=mesh.jax_mesh,
+                in_specs=PartitionSpec(axes),
+                out_specs=PartitionSpec(axes),
+                check_vma=False,
+            )
+        )
+        sharding = jax.sharding.NamedSharding(mesh.jax_mesh, PartitionSpec(axes))
+        times.append(_best(_ready(exchange, jax.device_put(jnp.zeros((count * n,), jnp.float32), sharding))))
+    sent = 4 * sizes[1] * (n - 1) / n
+    return Dimension(n, SWITCH, sent / max(times[1] - times[0], 1e-9), times[0])
+
+
+def _ready(f: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    return lambda: jax.block_until_ready(f(*args))
+
+
+def _best(run: Callable[[], Any]) -> float:
+    """Seconds of the fastest of some runs, the first left out."""
+    run()
+    times = []
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)

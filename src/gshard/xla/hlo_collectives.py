@@ -1,0 +1,236 @@
+"""HLO collectives: what a compiled program really sends between devices.
+
+Reads the text of any compiled JAX program, whoever partitioned it, so that programs are compared by what they
+execute and by one definition of a byte moved. With g devices in a group, each device sends in one execution:
+
+    all_gather            result * (g - 1) / g          what it does not yet have arrives
+    reduce_scatter        operand * (g - 1) / g         all but its own part leaves
+    all_reduce            2 * operand * (g - 1) / g     a reduce_scatter and an all_gather
+    all_to_all            operand * (g - 1) / g         all but its own part leaves
+    collective_permute    operand                       0 if every device sends to itself
+
+    >>> import jax
+    >>> text = jax.jit(lambda x: x + 1).lower(1.0).compile().as_text()
+    >>> collectives(text)
+    ()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, trip_count, type_bytes
+
+OPCODE = re.compile(
+    r"(all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast)"
+    r"(-start)?"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledCollective:
+    """One collective instruction of a compiled program.
+
+    Attributes:
+        kind: all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute, or the rarer ragged_all_to_all
+            and collective_broadcast (counted as if everything were sent).
+        name: the instruction's.
+        operand_bytes, result_bytes: on one device, all operands of a combined collective together.
+        group_size: how many devices communicate (the largest group; all devices for a permutation).
+        bytes_moved: bytes that each device sends in one execution.
+        executions: how often it runs in one call of the program.
+        exact: False if ``executions`` depends on data: inside a conditional (counted as taken) or a loop whose
+            length the text does not tell (counted as one round).
+        line: the user's ``file:line``, or empty.
+        group: the devices that device 0 runs it with; none if the text does not list them.
+    """
+
+    kind: str
+    name: str
+    operand_bytes: int
+    result_bytes: int
+    group_size: int
+    bytes_moved: int
+    executions: int
+    exact: bool
+    line: str
+    group: tuple[int, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that each device sends in one call of the program."""
+        return self.bytes_moved * self.executions
+
+
+def collectives(text: str) -> tuple[CompiledCollective, ...]:
+    """The collectives of ``jax.jit(f).lower(...).compile().as_text()``, in the order of the program.
+
+    A computation that is called from two places gives its collectives twice. The two halves of an asynchronous
+    collective count once.
+    """
+    module = read_module(text)
+    return tuple(
+        collective_of(module, computation, instruction, found[1], bool(found[2]), times, exact)
+        for computation, instruction, times, exact in executed(module)
+        if (found := OPCODE.fullmatch(instruction.opcode))
+    )
+
+
+def summary(found: Iterable[CompiledCollective]) -> dict[str, tuple[int, int]]:
+    """How many collectives of each kind a device runs in one call, and the bytes it sends in them."""
+    totals: dict[str, tuple[int, int]] = {}
+    for c in found:
+        count, size = totals.get(c.kind, (0, 0))
+        totals[c.kind] = (count + c.executions, size + c.total_bytes)
+    return dict(sorted(totals.items()))
+
+
+def table(found: Iterable[CompiledCollective]) -> str:
+    """The collectives as text, the costliest first; ``~`` marks a number of executions that depends on data."""
+    rows = [("kind", "devices", "times", "bytes each", "bytes", "line")]
+    ordered = sorted(found, key=lambda c: -c.total_bytes)
+    for c in ordered:
+        times = f"{'' if c.exact else '~'}{c.executions}"
+        rows.append((c.kind, str(c.group_size), times, f"{c.bytes_moved:,}", f"{c.total_bytes:,}", c.line))
+    times, size = (sum(numbers) for numbers in zip((0, 0), *summary(ordered).values(), strict=True))
+    rows.append(("total", "", str(times), "", f"{size:,}", ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for kind, *numbers, line in rows:
+        cells = [kind.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=False)), line]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def executed(
+    module: Module, computation: Computation | None = None, times: int = 1, exact: bool = True
+) -> Iterator[tuple[Computation, Instruction, int, bool]]:
+    """Every instruction that runs, with the computation it is in, how often it runs, and whether that is certain."""
+    if computation is None:
+        if not module.entry:
+            return
+        computation = module.computations[module.entry]
+    for instruction in computation.instructions.values():
+        yield computation, instruction, times, exact
+        for inner, inner_times, inner_exact in _calls(module, computation, instruction):
+            if inner in module.computations:
+                yield from executed(module, module.computations[inner], times * inner_times, exact and inner_exact)
+
+
+def computations_run(module: Module) -> Iterator[tuple[Computation, int]]:
+    """The computations that run as programs of their own, loops' bodies and branches, and how often."""
+
+    def walk(computation: Computation, times: int) -> Iterator[tuple[Computation, int]]:
+        yield computation, times
+        for made in computation.instructions.values():
+            if made.opcode in ("while", "conditional", "call"):
+                for name, inner_times, _ in _calls(module, computation, made):
+                    yield from walk(module.computations[name], times * inner_times)
+
+    yield from walk(module.computations[module.entry], 1)
+
+
+def _calls(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, int, bool]]:
+    """The computations that one instruction runs: name, how often, and whether that is certain."""
+    if instruction.opcode == "while":
+        count = trip_count(module, computation, instruction)
+        rounds, known = (1, False) if count is None else (count, True)
+        yield from ((inner, rounds + known, known) for inner in instruction.called("condition"))
+        yield from ((inner, rounds, known) for inner in instruction.called("body"))
+    elif instruction.opcode == "conditional":
+        for attribute in ("branch_computations", "true_computation", "false_computation"):
+            yield from ((inner, 1, False) for inner in instruction.called(attribute))
+    elif instruction.opcode in ("call", "fusion", "async-start", "custom-call"):
+        for attribute in ("to_apply", "calls", "called_computations"):
+            yield from ((inner, 1, True) for inner in instruction.called(attribute))
+
+
+def collective_of(
+    module: Module, computation: Computation, made: Instruction, opcode: str, starts: bool, times: int, exact: bool
+) -> CompiledCollective:
+    """One collective instruction: ``opcode`` without the suffix of those that only start it, and whether that is there.
+
+    Args:
+        module, computation, made: the instruction and where it stands.
+        opcode, starts: as ``OPCODE`` parts it.
+        times, exact: how often it runs, and whether that is certain.
+    """
+    kind = opcode.replace("-", "_")
+    types = [computation.instructions[o].type for o in made.operands if o in computation.instructions]
+    operand = sum(map(type_bytes, types)) if types else type_bytes(made.literal)
+    g = _group_size(made.attributes, module.devices)
+    if starts:  # its type also lists operands and buffers
+        result = {"all_gather": operand * g, "reduce_scatter": operand // g}.get(kind, operand)
+    else:
+        result = type_bytes(made.type)
+    moved = {
+        "all_gather": result * (g - 1) // g,
+        "all_reduce": 2 * operand * (g - 1) // g,
+        "reduce_scatter": operand * (g - 1) // g,
+        "all_to_all": operand * (g - 1) // g,
+        "collective_permute": 0 if _is_identity(made.attributes) else operand,
+    }.get(kind, operand)
+    return CompiledCollective(
+        kind, made.name, operand, result, g, moved, times, exact, line_of(made, module.frames),
+        _group_of_first(made.attributes),
+    )  # fmt: skip
+
+
+def _group_size(attributes: str, devices: int) -> int:
+    """Devices in a group, from any of the three notations of ``replica_groups``; all devices if none are listed.
+
+    >>> _group_size("replica_groups={{0,1},{2,3}}, dimensions={0}", 4)
+    2
+    >>> _group_size("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", 8)
+    2
+    >>> _group_size("replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}", 8)
+    4
+    """
+    if listed := re.search(r"\breplica_groups=\{(\{[^=]*?\})\}", attributes):
+        return max(len(group.split(",")) for group in re.findall(r"\{([^{}]+)\}", listed[1]))
+    if iota := re.search(r"\breplica_groups=\[\d+,(\d+)\]<=", attributes):
+        return int(iota[1])
+    if mesh := re.search(r"\breplica_groups=@?mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
+        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2])  # 'b':(2)4 is a part of size 4 of 'b'
+        return math.prod(int(part) if part else sizes[name] for name, part in axes)
+    return devices
+
+
+def _group_of_first(attributes: str) -> tuple[int, ...]:
+    """The group of device 0, if ``replica_groups`` lists it.
+
+    >>> _group_of_first("replica_groups={{0,2},{1,3}}, dimensions={0}")
+    (0, 2)
+    >>> _group_of_first("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}")
+    (0, 4)
+    """
+    if listed := re.search(r"\breplica_groups=\{(\{[^=]*?\})\}", attributes):
+        groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([^{}]+)\}", listed[1])]
+        return next((tuple(sorted(group)) for group in groups if 0 in group), ())
+    if iota := re.search(r"\breplica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        shape = tuple(map(int, iota[3].split(",")))
+        ids = np.arange(math.prod(shape)).reshape(shape)
+        if iota[4]:
+            ids = ids.transpose(tuple(map(int, iota[4].split(","))))
+        return tuple(sorted(ids.reshape(int(iota[1]), int(iota[2]))[0].tolist()))
+    return ()
+
+
+def _is_identity(attributes: str) -> bool:
+    pairs = re.search(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?\s*)+)\}", attributes)
+    return pairs is not None and all(a == b for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
+
+
+def line_of(made: Instruction, frames: Mapping[int, str]) -> str:
+    """The user's ``file:line`` of an instruction, or empty."""
+    attributes = made.attributes
+    if frame := re.search(r"\bstack_frame_id=(\d+)", attributes):
+        return frames.get(int(frame[1]), "")
+    found = re.search(r'\bsource_file="([^"]*)".*?\bsource_line=(\d+)', attributes)
+    return f"{found[1].rsplit('/', 1)[-1]}:{found[2]}" if found else ""

@@ -1,0 +1,109 @@
+"""Costs: bytes are those of the emitted program, loops count by their number of rounds, memory is what XLA plans."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gshard
+from device.models import MODELS, WITH_EXPERTS, model
+from gshard.device.cost import cost
+from gshard.device.jaxpr_collectives import emitted, reported
+from gshard.device.machine import Machine
+
+
+def costed(name, machine="cpu:8", concrete=False):
+    f, args, axes, donated = model(name)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes)) if concrete else gshard.Mesh.abstract(**axes)
+    lowered = gshard.jit(f, mesh=mesh, donate_argnums=donated).lower(*args)
+    return lowered, cost(lowered.spmd, Machine.of(machine), lowered.donated)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "experts gradient"])
+def test_bytes_are_those_of_the_emitted_program(name):
+    lowered, found = costed(name)
+    by_kind = {}
+    for k in found.kernels:
+        if k.sent:
+            by_kind[k.name] = by_kind.get(k.name, 0) + k.sent * k.times
+    assert (
+        by_kind
+        == dict(emitted(lowered.spmd.jaxpr, lowered.mesh.atom_sizes))
+        == dict(reported(lowered.spmd.collectives))
+    )
+    assert found.sent == sum(by_kind.values()) > 0
+
+
+def xla_peak(lowered):
+    found = lowered.executable.compiled.memory_analysis()
+    whole = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    return whole - found.alias_size_in_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_peak_memory_is_what_xla_plans(name):
+    lowered, found = costed(name, concrete=True)
+    assert found.peak == pytest.approx(xla_peak(lowered), rel=0.15)
+
+
+# XLA:CPU copies operands of products that it wants transposed, in recomputed layers long before they are read: 3 of the
+# 22 MB at the peak, and others wait beside them. The model is a fifth too low there (docs/cost.md).
+COPIED_EARLY = pytest.param(
+    "experts recomputed", marks=pytest.mark.xfail(strict=True, reason="XLA:CPU copies transposed operands early")
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [COPIED_EARLY if name == "experts recomputed" else name for name in WITH_EXPERTS])
+def test_peak_memory_of_experts_is_what_xla_plans(name):
+    lowered, found = costed(name, concrete=True)
+    assert found.peak == pytest.approx(xla_peak(lowered), rel=0.15)
+
+
+def of(f, *args, mesh=None, machine="v3:2x2"):
+    lowered = gshard.jit(f, mesh=mesh or gshard.Mesh.abstract(d=8)).lower(*args)
+    return cost(lowered.spmd, Machine.of(machine))
+
+
+@pytest.mark.parametrize("length", [1, 3, 12])
+def test_loops_count_by_their_trips(length):
+    def loop(ws, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ gshard.split(w, 0, 8)), None), x, ws)[0]
+
+    found = of(loop, jnp.ones((length, 64, 64)), jnp.ones((16, 64)))
+    (product,) = [k for k in found.kernels if k.kind == "product"]
+    assert (product.times, product.flops) == (length, 2 * 16 * 64 * 64 // 8)
+    assert length in {k.times for k in found.kernels if k.sent} <= {1, length}
+
+
+def test_what_is_elementwise_is_part_of_what_reads_it():
+    found = of(
+        lambda x, w: jnp.sum(jnp.exp(gshard.split(x, 0, 8) @ w) + 1.0, 1), jnp.ones((64, 32)), jnp.ones((32, 16))
+    )
+    assert [k.kind for k in found.kernels] == ["product", "reduction"]
+    assert found.kernels[1].moved == (8 * 16 + 8) * 4
+
+
+def test_a_donated_argument_lends_its_place():
+    """Not donated, it may still be where what is needed before lies: less is saved than it is large."""
+    f, args, axes, donated = model("descent")
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+    kept, lent = (gshard.jit(f, mesh=mesh, donate_argnums=given).lower(*args) for given in ((), donated))
+    peaks = [cost(x.spmd, Machine.of("cpu:8"), x.donated).peak for x in (kept, lent)]
+    assert peaks == pytest.approx([xla_peak(kept), xla_peak(lent)], rel=0.1)
+    assert peaks[0] > peaks[1] * 1.05
+
+
+def test_lines_are_those_of_the_user():
+    _, found = costed("perceptron")
+    assert all(k.line.startswith("models.py:") for k in found.kernels if k.total_seconds > 1e-6), found.by_line
+
+
+def test_time_has_its_parts():
+    _, found = costed("experts gradient", "v3:2x2")
+    for parts in (found.by_bound, found.by_kind, found.by_line):
+        assert sum(parts.values()) == pytest.approx(found.seconds)
+    assert set(found.by_bound) == {"compute", "memory", "network", "latency"}, "a v3 starts kernels in no time"
+    _, found = costed("experts gradient", "h100:1x8")
+    assert set(found.by_bound) == {"compute", "memory", "network", "latency", "launch"}
+    assert all(sum(spent for _, spent in k.parts) == pytest.approx(k.seconds) for k in found.kernels)
+    assert found.memory.temporaries == max(m.bytes for m in found.memory.moments)

@@ -1,0 +1,211 @@
+"""Hardware without a model: it is never taken for a CPU; what needs times says so, and what orders warns once."""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from gshard import Machine, Mesh, UnknownMachineWarning, split
+from gshard.device import hardware
+from gshard.device.cost import cost
+from gshard.device.hardware import kind_of_devices, machine_of, machine_to_order, machine_to_plan_for, unknown_devices
+from gshard.remat.rematerialise import rematerialise
+
+CALLED = "NVIDIA L40S"
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What ``jax.Device`` tells of itself."""
+
+    id: int
+    device_kind: str = CALLED
+    platform: str = "gpu"
+    limit: int | None = None
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return None if self.limit is None else {"bytes_limit": self.limit}
+
+
+def mesh_of(*, size: int = 8, **told: Any) -> Mesh:
+    return dataclasses.replace(Mesh.abstract(d=size), devices=tuple(Device(i, **told) for i in range(size)))
+
+
+@pytest.fixture(autouse=True)
+def nobody_was_warned() -> Iterator[None]:
+    hardware._WARNED.clear()
+    yield
+    hardware._WARNED.clear()
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The CPU devices of this process, as if there were no model of them."""
+    monkeypatch.setattr(hardware, "kind_called", lambda device_kind, platform: None)
+    return str(jax.devices()[0].device_kind)
+
+
+def loss(ws: Any, x: Any) -> Any:
+    x = split(x, 0, "d")
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x * x)
+
+
+def arguments(seed: int = 0) -> tuple[Any, Any]:
+    random = np.random.default_rng(seed)
+    ws = [random.standard_normal((64, 64), "float32") / 8 for _ in range(12)]
+    return ws, random.standard_normal((4096, 64), "float32")
+
+
+def test_devices_of_the_table_are_their_kind_and_others_are_nobody() -> None:
+    assert kind_of_devices(mesh_of(device_kind="NVIDIA B200")) == "b200"
+    assert machine_of(mesh_of(device_kind="NVIDIA GB200")) == Machine.of("gb200:1x8")
+    assert machine_of(mesh_of(device_kind="TPU7x", platform="tpu")) == Machine.of("tpu7x", 8)
+    for known in (Mesh.abstract(d=8), Mesh.of(8), mesh_of(device_kind="x86", platform="cpu")):
+        assert machine_of(known) == machine_to_order(known) == Machine.of("cpu:8")
+        assert unknown_devices(known) is None
+    assert kind_of_devices(mesh_of()) is None
+    assert unknown_devices(mesh_of()) == CALLED
+    with pytest.raises(gshard.MachineError, match=rf"no model of {CALLED}[\s\S]*machine=[\s\S]*gshard calibrate"):
+        machine_of(mesh_of())
+
+
+def test_ordering_warns_once_for_each_kind_and_can_be_filtered() -> None:
+    with pytest.warns(UnknownMachineWarning, match=rf"no model of {CALLED}.*machine=.*gshard calibrate") as told:
+        machines = [machine_to_order(mesh_of(size=size)) for size in (8, 8, 4)]
+    assert [machine.size for machine in machines] == [8, 8, 4]
+    assert len(told) == 1
+    with pytest.warns(UnknownMachineWarning, match="no model of TPU v99"):
+        machine_to_order(mesh_of(device_kind="TPU v99", platform="tpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnknownMachineWarning)
+        machine_to_order(mesh_of())  # told already
+        for _ in range(2):  # what was raised was not told
+            with pytest.raises(UnknownMachineWarning, match="TPU v98"):
+                machine_to_order(mesh_of(device_kind="TPU v98", platform="tpu"))
+        machine_to_order(mesh_of(device_kind="NVIDIA H200"))
+
+
+@pytest.mark.filterwarnings("ignore::gshard.UnknownMachineWarning")
+def test_without_a_model_bytes_and_operations_are_weighed() -> None:
+    machine = machine_to_order(mesh_of(limit=40 << 30))
+    assert machine.memory == 40 << 30
+    assert machine_to_order(mesh_of()).memory > 1 << 50  # no limit is known, and none is made up
+    assert machine.rate("bf16") == machine.rate("f32") == 256 * machine.memory_bandwidth
+    assert machine.memory_bandwidth == 8 * machine.network[0].bandwidth
+    assert "reduce_scatter" in machine.compiler.combines  # what XLA does on GPUs
+    assert not machine_to_order(mesh_of(device_kind="TPU v99", platform="tpu")).compiler.copies_for_collectives
+    # Each accelerator of the table is nearer to these weights than to those of a CPU.
+    for kind in ("v5e", "v6e", "tpu7x", "a100", "h100", "b200", "mi300x"):
+        of = Machine.of(kind, 8)
+        assert 1 / 4 < (of.rate("bf16") / of.memory_bandwidth) / 256 < 4
+
+
+@pytest.mark.filterwarnings("ignore::gshard.UnknownMachineWarning")
+def test_without_a_model_recomputing_chooses_as_on_an_accelerator() -> None:
+    """A model whose weights are gathered: on a CPU products are dear, on accelerators what is sent."""
+
+    def fsdp(ws: Any, x: Any) -> Any:
+        x = split(x, 0, "d")
+        for w in ws:
+            x = jax.nn.relu(x @ split(w, 0, "d"))
+        return jnp.mean(x * x)
+
+    ws, x = [jax.ShapeDtypeStruct((4096, 4096), "bfloat16")] * 8, jax.ShapeDtypeStruct((8192, 4096), "bfloat16")
+    lowered = gshard.jit(jax.grad(fsdp), mesh=Mesh.abstract(d=8)).lower(ws, x)
+    limit = cost(lowered.spmd, Machine.of("h100:1x8")).peak * 4 // 5
+
+    def chosen(machine: Machine) -> list[tuple[str, str]]:
+        recomputed = rematerialise(lowered.spmd, limit, machine).recomputed
+        assert recomputed is not None
+        return [(v.name, v.shape) for v in recomputed.values]
+
+    unknown, cpu = machine_to_order(mesh_of()), Machine.of("cpu:8")
+    known = [Machine.of(kind, 8) for kind in ("h100", "b200", "v5e", "mi300x")]
+    assert [chosen(machine) for machine in known] == [chosen(unknown)] * len(known)
+    assert chosen(unknown) != chosen(cpu)
+
+
+def test_a_limit_of_memory_is_kept_after_one_warning(unknown: str) -> None:
+    step = gshard.jit(jax.grad(loss), mesh={"d": 8}, memory_limit="2MiB")
+    places = (np.asarray, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[3]))
+    given = [jax.tree.map(place, arguments(seed)) for seed, place in enumerate(places)]
+    with pytest.warns(UnknownMachineWarning, match=f"no model of {unknown}") as told:
+        results = [step(*one) for one in given]
+    assert len([one for one in told if one.category is UnknownMachineWarning]) == 1
+    for seed, found in enumerate(results):
+        for a, b in zip(found, jax.jit(jax.grad(loss))(*arguments(seed)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    recomputed = step.lower(*arguments()).spmd.recomputed
+    assert recomputed is not None
+    assert recomputed.after <= 2 * 2**20 < recomputed.before
+
+
+def test_planning_by_bytes_needs_no_model_and_explain_says_so(unknown: str) -> None:
+    line = f"no model of {unknown}: planned by bytes"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = gshard.jit(jax.grad(loss), mesh={"d": 8})
+        for seed in range(3):
+            for a, b in zip(step(*arguments(seed)), jax.grad(loss)(*arguments(seed)), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        found = gshard.explain(step, *arguments())
+    assert str(found).splitlines()[2] == line
+    assert found._repr_html_() is None
+    # Not where a machine is named, a plan is given, or nothing runs on these devices.
+    named = gshard.jit(jax.grad(loss), mesh={"d": 8}, machine="h100:1x8")
+    recorded = gshard.jit(jax.grad(loss), mesh={"d": 8}, plan=named.lower(*arguments()).plan)
+    for other in (named, recorded):
+        assert line not in str(gshard.explain(other, *arguments()))
+    assert line not in str(gshard.explain(loss, *arguments(), mesh=Mesh.abstract(d=8)))
+
+
+def test_plans_are_made_for_the_devices_at_hand() -> None:
+    for kind, machine in (("NVIDIA H100 80GB HBM3", "h100:1x8"), ("NVIDIA B200", "b200:1x8")):
+        mesh = mesh_of(device_kind=kind)
+        step, named = (gshard.jit(jax.grad(loss), mesh=mesh, machine=told) for told in (None, machine))
+        assert machine_to_plan_for(mesh) == Machine.of(machine)
+        assert step.lower(*arguments()).target == named.lower(*arguments()).target
+        assert str(step.lower(*arguments()).plan) == str(named.lower(*arguments()).plan)
+        told = gshard.explain(step, *arguments())
+        assert told.cost().seconds == gshard.explain(jax.grad(loss), *arguments(), mesh=mesh).cost().seconds
+        assert "was made" not in str(told.verdict())
+    nobody = mesh_of(), mesh_of(size=7, device_kind="TPU7x", platform="tpu"), Mesh.of({"d": 8}), Mesh.abstract(d=8)
+    for mesh in nobody:
+        assert machine_to_plan_for(mesh) is None
+        assert gshard.jit(jax.grad(loss), mesh=mesh).lower(*arguments()).target.machine is None
+
+
+def test_no_times_are_made_up(unknown: str) -> None:
+    found = gshard.explain(jax.grad(loss), *arguments(), mesh={"d": 8})
+    for asked in (found.cost, found.verdict, found.data):
+        with pytest.raises(gshard.MachineError, match=f"no model of {unknown}"):
+            asked()
+        asked("h100:1x8")
+    with pytest.raises(gshard.MachineError, match=f"no model of {unknown}"):
+        gshard.search(loss, *arguments(), mesh={"d": 8})
+    with pytest.raises(gshard.MachineError, match=f"no model of {unknown}"):
+        gshard.search(loss, *arguments(), mesh=8)
+    searched = gshard.jit(loss, mesh={"d": 8}, search=True)
+    for _ in range(3):
+        with pytest.raises(gshard.MachineError, match=f"no model of {unknown}"):
+            searched(*arguments())
+    best = gshard.search(loss, *arguments(), mesh={"d": 8}, machine="h100:1x8")
+    assert best.cost.machine.kind == "h100"
+    assert "no model" not in str(best.explain())
+
+
+def test_devices_of_the_table_have_their_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = gshard.explain(jax.grad(loss), *arguments(), mesh={"d": 8})
+    assert "no model" not in str(found)
+    assert str(found._repr_html_()).startswith("<iframe")
+    assert found.cost().machine == Machine.of("cpu:8")
+    monkeypatch.setattr(hardware, "kind_called", lambda device_kind, platform: "mi300x")
+    assert found.cost().machine == Machine.of("mi300x:1x8")

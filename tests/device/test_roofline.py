@@ -1,0 +1,82 @@
+"""One roofline: whoever prices an equation gets the same digits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+
+import gshard
+from gshard import Machine, Mesh, split
+from gshard.comm.steps import ALL_SLICE, Step
+from gshard.core.program import itemsize
+from gshard.core.sharding import Sharding
+from gshard.device.cost import cost, kernel_cost
+from gshard.device.epilogues import epilogues
+from gshard.device.gather_stalls import product_seconds
+from gshard.device.roofline import INDICES, copy_seconds, launch_seconds, roofline
+from gshard.device.step_times import StepTimes
+from gshard.passes.fusion_model import PRODUCT, Kernels, device_program, kernels_of
+from gshard.passes.moves import axes_of
+from gshard.search.seconds import Seconds
+
+MACHINES = ("cpu:8", "v3:2x2", "v5e:2x4", "h100:1x8")
+# Bound by arithmetic, by memory, by the launch; and so small that no kernel is launched for it.
+SHAPES = ((4096, 4096, 4096), (4096, 8, 4096), (8, 8, 8), (8, 1, 1))
+
+
+def product(m: int, k: int, n: int, dtype: str) -> Any:
+    arrays = (jax.ShapeDtypeStruct(s, dtype) for s in ((m, k), (k, n)))
+    return gshard.jit(lambda x, w: split(x, 0, "d") @ w, mesh=Mesh.abstract(d=8)).lower(*arrays)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_callers_price_a_product_the_same(shape: tuple[int, int, int], machine: str, dtype: str) -> None:
+    m, k, n = shape
+    lowered, on = product(*shape, dtype), Machine.of(machine)
+    (planned,) = kernels_of(lowered.plan.program.block).kernels
+    e = planned.equation
+    (emitted,) = device_program(lowered.spmd).kernels
+    parts, short = m // 8, {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    moved = itemsize(e.inputs[0].dtype) * (parts * k + k * n + parts * n)
+    expected = roofline(on, short, 2 * parts * k * n, moved=moved).seconds
+    assert expected == max(2 * parts * k * n / on.rate(short), moved / on.memory_bandwidth) + (
+        on.launch if moved > INDICES else 0.0
+    )
+    mesh = lowered.mesh
+    explained = cost(lowered.spmd, on)
+    option = Seconds(mesh, on, axes_of(mesh)).of_splits(planned, [lowered.plan.splits[e]], 0.0)
+    assert {
+        "explained": explained.seconds,
+        "recomputed": kernel_cost(emitted, 1, mesh, on).seconds,
+        "searched": float(option[0]),
+        "in a ring": product_seconds(e, lowered.plan, on),
+    } == dict.fromkeys(("explained", "recomputed", "searched", "in a ring"), expected)
+
+
+def test_the_end_of_a_product_takes_what_the_roofline_of_both_takes_more() -> None:
+    arrays = (jax.ShapeDtypeStruct((4096, 4096), "float32") for _ in range(3))
+    lowered = gshard.jit(lambda x, w, y: x @ w + y, mesh=Mesh.abstract(d=1)).lower(*arrays)
+    on = Machine.of("v5e:1x1")
+    program: Kernels = device_program(lowered.spmd)
+    first, second = program.kernels
+    assert first.kind == PRODUCT
+    alone = {kernel: kernel_cost(kernel, 1, lowered.mesh, on).seconds for kernel in program.kernels}
+    both = roofline(on, "f32", first.product_flops, second.vector_flops, 4 * 4 * 4096**2).seconds
+    assert alone[first] + epilogues(program, alone, on)[second] == pytest.approx(both, rel=1e-12)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("elements", [0, 4, 8, 1 << 20])
+def test_a_step_that_only_cuts_is_a_copy(elements: int, machine: str) -> None:
+    on = Machine.of(machine)
+    mesh = Mesh.abstract(d=8)
+    whole, cut = Sharding(((),)), Sharding((mesh.atoms,))
+    step = Step(ALL_SLICE, mesh.atoms, whole, cut)
+    taken = StepTimes(on).seconds(step, (8 * elements,), 4, mesh)
+    assert copy_seconds(on, 4 * elements) == roofline(on, "f32", moved=8 * elements).seconds
+    assert taken == copy_seconds(on, 4 * elements) + (on.launch if elements <= 4 else 0.0)
+    assert launch_seconds(on, 8 * elements) == (on.launch if elements > 4 else 0.0)

@@ -1,0 +1,150 @@
+"""What is told of a plan that was found: alternatives and their prices, marks more and less, pages."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard.device.machine import Machine
+from gshard.passes.partition import partition
+from gshard.search.alternatives import alternatives
+from search.test_search import RESIDUAL, shape, small, trained
+
+
+def test_alternatives_are_priced_from_below() -> None:
+    mesh, machine = gshard.Mesh.abstract(devices=8), Machine.of("h100:1x8")
+    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
+    (row,) = found.why("weights[0][0]")
+    assert row.startswith("weights[0][0]: f32[2048,8192@devices]\n    instead f32[2048@devices,8192]: +0.0")
+    told = float(row.split("+")[1].split(" ms")[0]) / 1e3
+
+    def marked(weights: Any, x: Any) -> Any:
+        return trained(False)(weights, x)
+
+    other = gshard.jit(marked, mesh=mesh, in_shardings=([(P("devices"), None)] + [None] * 2, None), donate_argnums=0)
+    forced = gshard.search(other, *RESIDUAL, machine=machine)
+    assert forced.bound - found.bound >= told * (1 - 1e-2)
+
+
+def test_the_plan_can_be_explained() -> None:
+    found = gshard.search(trained(False), *RESIDUAL, mesh=gshard.Mesh.abstract(devices=8), machine="h100:1x8")
+    text = str(found.explain())
+    assert "chosen by search" in text
+    assert "all_reduce" in text
+
+
+def test_the_arguments_of_the_plan_are_in_shardings_of_jit() -> None:
+    mesh = gshard.Mesh.abstract(x=8)
+    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine="h100:1x8", donate_argnums=0)
+    lowered = gshard.jit(trained(False), mesh=mesh, in_shardings=found.in_shardings).lower(*RESIDUAL)
+    program, again = found.plan.program, lowered.program
+    for v, w in zip(program.block.inputs, again.block.inputs, strict=True):
+        assert found.plan.shardings[v].dims == lowered.plan.shardings[w].dims
+
+
+def test_one_mark_less_and_one_more() -> None:
+    mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("h100:1x8")
+    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
+    assert len(found.marks.marks) == 1
+    assert found.without(1).cost.seconds == pytest.approx(found.marks.without)
+    assert "without mark 1: " in str(found.without(1))
+    for i in (0, 2):
+        with pytest.raises(gshard.ArgumentError, match=f"no mark {i} to leave out"):
+            found.without(i)
+    worse = found.with_mark("weights[0][0]", P("x", None))
+    first = worse.plan.program.block.inputs[0]
+    assert worse.plan.shardings[first].dims == (mesh.atoms, ())
+    assert worse.cost.seconds > found.cost.seconds
+    assert found.with_mark("weights[0][0]", P(None, "x")).cost.seconds == pytest.approx(found.cost.seconds)
+    with pytest.raises(gshard.ArgumentError, match="nothing is called 'nobody'"):
+        found.with_mark("nobody", P())
+    with pytest.raises(gshard.ShardingError, match="no axis"):
+        found.with_mark("weights[0][0]", P("y"))
+    with pytest.raises(
+        gshard.ArgumentError, match=r"3 entries, and 'weights\[0\]\[0\]' names an array of 2 dimensions"
+    ):
+        found.with_mark("weights[0][0]", P("x", None, None))
+    with pytest.raises(gshard.ArgumentError, match=r"(?s)'x' is no PartitionSpec.*Write P\('x'\)"):
+        found.with_mark("weights[0][0]", "x")
+    with pytest.raises(gshard.ArgumentError, match=r"Did you mean 'weights\[\*\]\[1\]'\?"):
+        found.why("weight[*][*]")
+    with pytest.raises(gshard.ArgumentError, match="38 is no text"):
+        found.why(38)  # type: ignore[arg-type]
+
+
+def test_what_a_preset_found_is_said_in_marks_too() -> None:
+    """Its own marks are not the user's: without any nothing is split."""
+    mesh = gshard.Mesh.abstract(x=8)
+    found = gshard.search(small, shape(64, 32), shape(65536, 64), mesh=mesh, machine="h100:1x8")
+    preset = next(other for other in found.best.others if other.name == "data parallel")
+    chosen = dataclasses.replace(found, best=dataclasses.replace(found.best, chosen=preset))
+    assert preset.plan.program.argument_marks == (None, None)
+    (mark,) = chosen.marks.marks
+    assert mark.text == "gshard.shard(x, P('x', None))"
+    assert chosen.marks.without > chosen.marks.seconds
+    assert chosen.with_mark("w", P("x")).cost.seconds > 0
+
+
+def test_what_insisting_costs_is_solved() -> None:
+    """For the rows that are shown; with as much forced, the search ends there."""
+    mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("h100:1x8")
+    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
+    graph, solution = found.best.graph, found.best.solution
+    v = found.plan.program.block.inputs[0]
+    rows = alternatives(graph, solution, v, found.plan.shardings[v], iter(range(9)))
+    assert [row.proven for row in rows] == [True] * len(rows) == [True] * (len(graph.states[graph.bundles.of[v]]) - 1)
+    for row in rows:
+        forced = found.with_mark("weights[0][0]", P("x") if "@x," in row.sharding else P())
+        assert forced.best.predicted - found.best.predicted == pytest.approx(row.seconds, rel=1e-3)
+    told = alternatives(graph, solution, v, found.plan.shardings[v], iter(()))
+    assert all(str(a).startswith(a.sharding + ": at least +") for a in told)
+    assert all(a.seconds <= b.seconds for a, b in zip(sorted(told, key=str), sorted(rows, key=str), strict=True))
+
+
+def test_a_page_tells_of_the_search(tmp_path: Path) -> None:
+    found = gshard.search(small, shape(64, 64), shape(64, 64), mesh=gshard.Mesh.abstract(x=8), machine="h100:1x8")
+    assert found.html(tmp_path / "plan.html").read_text().count("optimal for the simplified model") == 1
+    assert "ms without further marks" not in (tmp_path / "plan.html").read_text()
+    assert str(found.marks).splitlines()[0] in found.html(tmp_path / "plan.html").read_text()
+    assert repr(found) == str(found)
+
+
+def test_a_plan_that_is_bound_by_launches_says_so():
+    """Of a tiny model no split makes the launches of kernels fewer: one device would be as fast."""
+    found = gshard.search(
+        lambda x, w: jnp.tanh(x @ w).sum(), jnp.ones((64, 16)), jnp.ones((16, 16)),
+        mesh=gshard.Mesh.abstract(data=8), machine="h100:1x8",
+    )  # fmt: skip
+    text = str(found)
+    assert "\nLaunch-bound: " in text
+    assert "This split does not pay: one device alone would take" in text
+    assert "kernel launches, which no split makes fewer." in text
+
+
+def test_a_mark_may_ask_for_parts_of_sums() -> None:
+    """Of y = x u v w over a split of the first sum: a finished y u is sent, an unreduced one is not."""
+
+    def chain(x: Any, u: Any, v: Any) -> Any:
+        x = gshard.split(x, 1, "x")
+        h = jnp.dot(x, u)
+        return jnp.dot(h, gshard.replicate(v))
+
+    mesh = gshard.Mesh.abstract(x=8)
+    found = gshard.search(chain, shape(1024, 1024), shape(1024, 1024), shape(1024, 8), mesh=mesh, machine="h100:1x8")
+    (line,) = {e.line for e in found.plan.program.block.equations if e.outputs[0].shape == (1024, 1024) and not e.mark}
+    where = line.split(" ")[0]
+    finished, in_parts = (found.with_mark(where, spec).plan for spec in (P(), P(unreduced={"x"})))
+    (marked,) = (e for e in in_parts.program.block.equations if e.mark and e.mark.unreduced)
+    assert in_parts.sharding(marked.outputs[0]).unreduced == tuple((a, "add") for a in mesh.atoms)
+    sent = [sum(c.total_bytes for c in partition(plan).collectives) for plan in (finished, in_parts)]
+    assert sent == [7 * (1024 // 8) * 1024 * 4 + 7 * (1024 // 8) * (1024 // 8) * 4, 7 * 1024 * 8 * 4 // 8]
+    with pytest.raises(gshard.ArgumentError, match="'u' is an argument"):
+        found.with_mark("u", P(unreduced={"x"}))
+    with pytest.raises(gshard.ShardingError, match="no axis 'z'"):
+        found.with_mark(where, P(unreduced={"z"}))

@@ -1,0 +1,228 @@
+"""What planning compared for a value: a cost is that of the best plan with the sharding, and the sum of its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import ShapeDtypeStruct
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard.core.program import Value
+from gshard.explanation.explain import Explanation
+from gshard.passes.causes import Causes
+from gshard.passes.propagate import Choice, choose
+from gshard.passes.settled import settled
+from gshard.search.seconds import on_machine, seconds_on
+from gshard.solver.solve import solve
+
+GRID = gshard.Mesh.abstract(data=4, model=2)
+
+
+def f32(*shape: int) -> ShapeDtypeStruct:
+    return ShapeDtypeStruct(shape, "float32")
+
+
+def step(x: Any, w: Any, v: Any) -> Any:
+    def loss(w: Any) -> Any:
+        h = jnp.tanh(gshard.split(x, 0, "data") @ w)
+        return jnp.sum((h @ gshard.split(v, 0, "model")) ** 2)
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+def crossed(x: Any, w: Any) -> Any:
+    """Rows and columns ask for the same axis."""
+    y = gshard.shard(x, P("data", None)) @ gshard.shard(w, P("data", None))
+    return gshard.shard(y.T, P("model", None)), jnp.exp(y * 2.0).sum(0)
+
+
+def stacked(x: Any, ws: Any) -> Any:
+    body = lambda x, w: (jnp.tanh(x @ w), x.sum(0))  # noqa: E731
+    return jax.lax.scan(body, gshard.split(x, 0, "data"), gshard.split(ws, 2, "model"))
+
+
+def windows(x: Any, k: Any) -> Any:
+    x = gshard.split(x, 2, "data")
+    return sum(jax.lax.conv(x, k * i, (1, 1), "SAME") for i in (1, 2)) + x
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "step": (step, (f32(64, 32), f32(32, 128), f32(128, 16))),
+    "crossed": (crossed, (f32(64, 32), f32(32, 48))),
+    "stacked": (stacked, (f32(16, 32), f32(4, 32, 32))),
+    "windows": (windows, (f32(2, 4, 16, 8), f32(4, 4, 3, 3))),
+}
+
+
+@functools.cache
+def explained(name: str, machine: str | None = None) -> tuple[Explanation, Choice]:
+    f, arguments = PROGRAMS[name]
+    found = gshard.explain(f, *arguments, mesh=GRID, machine=machine)
+    assert found.choice is not None
+    choice = found.choice()
+    assert choice is not None
+    return found, choice
+
+
+def forced(choice: Choice, v: Value, sharding: str) -> float:
+    """The least cost with a sharding of a value, by another solver than the one that planning takes."""
+    k, problem = choice.graph.bundles.of[v], choice.graph.problem
+    texts = [s.format(GRID, v.shape, v.dtype_name) for s in choice.graph.states[k]]
+    costs = list(problem.costs)
+    costs[k] = np.where([text == sharding for text in texts], costs[k], np.inf)
+    return float(solve(dataclasses.replace(problem, costs=tuple(costs))).value)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"), [("step", None), ("step", "h100:1x8"), ("crossed", None), ("stacked", None)]
+)
+def test_a_cost_is_that_of_the_best_plan_with_its_sharding_and_the_sum_of_its_parts(
+    name: str, machine: str | None
+) -> None:
+    found, choice = explained(name, machine)
+    groups: set[int] = set()
+    compared = 0
+    for row in found.tensors:
+        if (group := choice.graph.bundles.of[row.value]) in groups:
+            continue
+        groups.add(group)
+        costs = found.costs(row.short or row.name)
+        assert costs.counted.startswith("bytes sent" if machine is None else "time on h100:1x8")
+        assert costs.counted.startswith(found.plan.counted)
+        assert sum(own.chosen for own in costs.rows) == 1
+        assert costs.chosen.cost == costs.rows[0].cost == pytest.approx(choice.cost)
+        assert costs.chosen.sharding == choice.graph.states[group][choice.states[group]].format(
+            GRID, row.value.shape, row.value.dtype_name
+        )
+        for own in costs.rows:
+            if np.isfinite(own.cost):
+                assert sum(part.cost for part in own.parts) == pytest.approx(own.cost, rel=1e-9)
+                assert own.more == pytest.approx(own.cost - choice.cost)
+                changed = sum(part.cost for part in own.changes)
+                assert own.chosen or changed == pytest.approx(own.more, rel=1e-6, abs=1e-8 * choice.cost)
+        for own in costs.rows[:4] if name != "stacked" else ():
+            assert own.cost == pytest.approx(forced(choice, row.value, own.sharding), rel=1e-9)
+            compared += 1
+        for own in costs.rows[:4] if name == "stacked" else ():  # what a loop may hold besides can only cost more
+            assert own.cost >= forced(choice, row.value, own.sharding) * (1 - 1e-9)
+    assert compared > 8 or name == "stacked"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_causes_add_up_to_what_states_cost(name: str, rng: np.random.Generator) -> None:
+    f, arguments = PROGRAMS[name]
+    machine = gshard.Machine.of("h100:1x8")
+    choice = choose(settled(gshard.trace(f, *arguments), on_machine(GRID, machine)), seconds_on(machine))
+    assert choice is not None
+    causes = Causes(choice.graph)
+    for _ in range(5):
+        states = np.array([rng.integers(n) for n in choice.graph.problem.states])
+        costs = causes.costs(states)
+        assert sum(costs.values()) == pytest.approx(choice.graph.problem.value(states))
+        for nodes, cost in list(costs.items())[:20]:
+            assert causes.cause(nodes, states, cost).text
+
+
+def test_causes_name_operations_moves_and_lines() -> None:
+    found, _ = explained("step")
+    text = str(found.costs("%4"))
+    assert "  * f32[64@data,128@model]" in text
+    assert "result 0 of dot_general: all_gather over model at test_value_costs.py:" in text
+    assert "chosen" in text
+    assert len(text.splitlines()) < len(found.costs("%4").format(100).splitlines())
+
+
+def test_the_array_of_a_collective_is_found_by_its_name() -> None:
+    found, _ = explained("step")
+    (row,) = (row for row in found.collectives if row.array == "gradient of w")
+    chosen = found.costs("gradient of w").chosen
+    assert f"{row.why}: {row.kind} over {row.axes} at {row.line}" in [part.cause for part in chosen.parts]
+    assert found.why("gradient of w").startswith("%")
+
+
+def test_a_mark_that_leaves_no_choice_is_named() -> None:
+    found, _ = explained("step")
+    marked = found.costs("%3")
+    assert len(marked.rows) == 1
+    assert marked.rows[0].chosen
+    assert "marked split(x, 0, 'data') at test_value_costs.py:" in marked.notes[0]
+    assert "the mark is kept" in marked.notes[0]
+    assert "the marks decide how this argument comes" in str(found.costs("w"))
+
+
+def test_values_of_one_sharding_group_are_named() -> None:
+    found, choice = explained("crossed")
+    group = next(own for own in choice.graph.bundles.members if len(own) > 1)
+    first, second = (next(row for row in found.tensors if row.value is v) for v in group[:2])
+    costs = found.costs(first.name)
+    assert second.name in next(note for note in costs.notes if note.startswith("one sharding with"))
+    assert [row.sharding for row in costs.rows] == [row.sharding for row in found.costs(second.name).rows]
+
+
+def test_equal_layers_are_compared_together() -> None:
+    def net(ws: Any, x: Any) -> Any:
+        for w in ws:
+            x = jax.nn.relu(x @ gshard.split(w, 1, "data"))
+        return jnp.mean(x**2)
+
+    mesh = gshard.Mesh.abstract(data=8)
+    found = gshard.explain(jax.grad(net), [f32(64, 64)] * 6, f32(32, 64), mesh=mesh)
+    assert found.choice is not None
+    choice = found.choice()
+    assert choice is not None
+    assert choice.layers is not None
+    node = next(
+        k for k in range(len(choice.graph.states)) if len(choice.tied_to(k)) > 3 and len(choice.graph.states[k]) > 1
+    )
+    value = choice.graph.bundles.members[node][0]
+    costs = found.costs(next(row.name for row in found.tensors if row.value is value))
+    assert f"{len(choice.tied_to(node))} equal layers were planned alike" in str(costs)
+    assert all(row.cost >= choice.cost for row in costs.rows)
+
+
+def test_a_plan_by_bytes_that_is_as_fast_is_named() -> None:
+    found, choice = explained("windows", "h100:1x8")
+    assert choice.objective.counted == "bytes sent"
+    assert "the plan by bytes is as fast on h100:1x8 as those by time" in str(found.costs("k"))
+
+
+def test_there_is_nothing_to_compare_without_a_mark() -> None:
+    costs = gshard.explain(lambda x: x.sum(), f32(8, 4), mesh=GRID).costs("x")
+    assert costs.rows == ()
+    assert "no mark splits anything" in str(costs)
+
+
+def test_a_name_that_is_not_known_is_refused_with_near_ones() -> None:
+    found, _ = explained("step")
+    with pytest.raises(gshard.ArgumentError, match=r"no tensor is called 'xx'[^$]*Did you mean 'x'"):
+        found.costs("xx")
+
+
+def test_nothing_was_compared_for_a_plan_that_was_given() -> None:
+    found, _ = explained("step")
+    f, arguments = PROGRAMS["step"]
+    given = gshard.explain(gshard.jit(f, mesh=GRID, plan=found.plan), *arguments)
+    with pytest.raises(gshard.ArgumentError, match="plan was given"):
+        given.costs("w")
+
+
+def test_a_searched_plan_has_the_costs_that_the_search_compared() -> None:
+    f, arguments = PROGRAMS["step"]
+    found = gshard.search(f, *arguments, mesh=GRID, machine="v5e:2x4", progress=False)
+    explained = found.explain()
+    assert found.best.chosen is found.best.searched
+    costs = explained.costs("w")
+    assert found.best.solution is not None
+    assert costs.counted == "time on v5e:2x4"
+    assert len(costs.rows) > 1
+    assert costs.chosen.cost == costs.rows[0].cost == pytest.approx(found.best.solution.value)
+    assert costs.chosen.sharding == found.plan.format(found.plan.program.block.inputs[1])
+    assert sum(part.cost for part in costs.rows[-1].parts) == pytest.approx(costs.rows[-1].cost)

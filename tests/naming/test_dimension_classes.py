@@ -1,0 +1,168 @@
+"""Classes of dimensions: what one factor runs over is one dimension, all through a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from gshard import Layout, dimensions
+from gshard.core.errors import ArgumentError, ShardingError
+from gshard.naming.dimension_classes import Dimensions
+
+
+def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def members(found: Dimensions) -> set[frozenset[str]]:
+    """The arguments' dimensions of each class that has some."""
+    return {frozenset(f"{path}.{d}" for path, d in c.arguments) for c in found.classes if c.arguments}
+
+
+def gpt(params: Any, tokens: Any) -> Any:
+    """Layers in a scan, heads by reshape, one table for both ends."""
+
+    def block(x: Any, p: Any) -> tuple[Any, None]:
+        def heads(name: str) -> Any:
+            return (x @ p[name]).reshape(*x.shape[:2], 4, 8)
+
+        scores = jnp.einsum("bqhd,bkhd->bhqk", heads("q"), heads("k"))
+        read = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), heads("v")).reshape(*x.shape[:2], 32)
+        x = x + read @ p["o"]
+        return x + jax.nn.gelu(x @ p["w1"]) @ p["w2"], None
+
+    x, _ = jax.lax.scan(block, params["table"][tokens], params["blocks"])
+    logits = jax.nn.log_softmax(x @ params["table"].T)
+    return -jnp.take_along_axis(logits, tokens[..., None], -1).mean()
+
+
+SQUARE, LAYERS = 40, 3  # 4 heads of 8 are 32 columns
+
+
+@pytest.fixture
+def arguments() -> tuple[Any, Any]:
+    blocks = {n: shape(LAYERS, SQUARE, 32) for n in "qkv"} | {"o": shape(LAYERS, 32, SQUARE)}
+    blocks |= {"w1": shape(LAYERS, SQUARE, 128), "w2": shape(LAYERS, 128, SQUARE)}
+    return {"table": shape(50, SQUARE), "blocks": blocks}, shape(6, 16, dtype="int32")
+
+
+NAMES = {"tokens": "batch length", "params/table": "vocabulary embed", "params/blocks/w1": "layers _ hidden"}
+
+
+@pytest.mark.parametrize("transformed", [lambda f: f, jax.grad, jax.checkpoint])
+def test_a_few_names_name_a_transformer(transformed: Any, arguments: Any) -> None:
+    def loss(params: Any, tokens: Any) -> Any:
+        return gpt(params, tokens)
+
+    found = dimensions(transformed(loss), *arguments, names=NAMES)
+    columns = found.arguments["params/blocks/q"].split()[-1]
+    read = found.arguments["params/blocks/v"].split()[-1]
+    assert found.arguments == {
+        "params/blocks/k": f"layers embed {columns}",
+        "params/blocks/o": f"layers {read} embed",
+        "params/blocks/q": f"layers embed {columns}",
+        "params/blocks/v": f"layers embed {read}",
+        "params/blocks/w1": "layers embed hidden",
+        "params/blocks/w2": "layers hidden embed",
+        "params/table": "vocabulary embed",
+        "tokens": "batch length",
+    }
+    assert columns != read
+    heads = found[columns].product[0]
+    assert found[read].product[0] == heads
+    assert found[heads].size == 4
+    assert [found[part].size for part in found[read].product] == [4, 8]
+    assert all("length,length'" in text for text in found["length"].twice)
+    assert found["length"].twice
+    assert not found["batch"].twice
+    assert found["batch"].names == ("batch",)
+    assert f"length and length' in one value: {found['length'].twice[0]}" in str(found)
+
+
+def test_the_found_names_are_names_of_jit(arguments: Any) -> None:
+    """Named all, a layout of arguments cuts each as it cuts those that were named."""
+    named = dimensions(gpt, *arguments, names=NAMES)
+    layout = Layout(batch="data", hidden="model", embed=None, vocabulary="model")
+    mesh = gshard.Mesh.abstract(data=2, model=4)
+    lowered = gshard.jit(gpt, mesh=mesh, layout=layout, names=dict(named.arguments)).lower(*arguments)
+    model = mesh.atoms_of["model"]
+    found = dict(zip(lowered.program.names, lowered.program.block.inputs, strict=True))
+    assert lowered.plan.sharding(found["params['blocks']['w2']"]).dims == ((), model, ())
+    assert lowered.plan.sharding(found["params['table']"]).dims == (model, ())
+    assert dimensions(gshard.jit(gpt, mesh=mesh, layout=layout, names=NAMES), *arguments).arguments == named.arguments
+
+
+def test_the_closure_by_hand() -> None:
+    """What is elementwise, transposed, contracted, sliced and joined; what never meets stays apart."""
+    f = lambda a, b, c: (jnp.sin(a).T @ b, c[:, 1:].sum(0), jnp.concatenate([b, b * 2], 1))  # noqa: E731
+    found = dimensions(f, shape(3, 4), shape(3, 5), shape(6, 7))
+    assert members(found) == {frozenset({"a.0", "b.0"}), frozenset({"a.1"}), frozenset({"b.1"}), frozenset({"c.0"}),
+        frozenset({"c.1"})}  # fmt: skip
+    (sliced,) = (c for c in found.classes if ("c", 1) in c.arguments)
+    assert (sliced.size, sliced.sizes) == (6, (7, 6))
+    (joined,) = (c for c in found.classes if ("b", 1) in c.arguments)
+    assert joined.sizes == (10, 5)
+
+
+def test_a_product_is_taken_apart_as_it_was_made() -> None:
+    """To (batch length) and back: the batch that comes out is the one that went in."""
+
+    def f(x: Any, w: Any, y: Any) -> Any:
+        flat = x.reshape(6 * 5, 7) @ w
+        return flat.reshape(6, 5, 8) + y, flat.reshape(10, 3, 8)
+
+    found = dimensions(f, shape(6, 5, 7), shape(7, 8), shape(6, 5, 8))
+    assert members(found) == {
+        frozenset({"x.0", "y.0"}), frozenset({"x.1", "y.1"}), frozenset({"x.2", "w.0"}), frozenset({"w.1", "y.2"})
+    }  # fmt: skip
+    (flat,) = (c for c in found.classes if c.size == 30)
+    assert [found[label].arguments[0] for label in flat.product] == [("x", 0), ("x", 1)]
+    assert {c.size for c in found.classes} == {6, 5, 7, 8, 30, 10, 3}
+
+
+def test_loops_and_branches() -> None:
+    def f(xs: Any, ys: Any, c: Any) -> Any:
+        c, out = jax.lax.scan(lambda c, xy: (c + xy[0] @ xy[1], c.sum()), c, (xs, ys))
+        c = jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, c)
+        return jax.lax.cond(c[0] > 0, lambda a, b: a, lambda a, b: -a, c, out), out
+
+    found = dimensions(f, shape(5, 3, 4), shape(5, 4), shape(3))
+    assert members(found) == {frozenset({"xs.0", "ys.0"}), frozenset({"xs.1", "c.0"}), frozenset({"xs.2", "ys.1"})}
+
+
+def test_what_people_say_against_each_other() -> None:
+    found = dimensions(lambda x, y: gshard.name(x + y, "_ z"), shape(3, 1), shape(3, 4), names={"x": "a _", "y": "b c"})
+    assert found["a"].names == ("a", "b")
+    assert set(found["c"].names) == {"c", "z"}
+    assert "called a and b, which are the same dimension" in str(found)
+    assert found.arguments == {"x": "a _", "y": "a c"}
+    with pytest.raises(KeyError, match="no class is called 'b'"):
+        found["b"]
+
+
+def test_names_inside_under_vmap_are_placed() -> None:
+    f = jax.vmap(lambda x: gshard.name(x * 2, "rows columns"), in_axes=1)
+    found = dimensions(f, shape(3, 4, 5))
+    assert found.arguments["x"].split()[::2] == ["rows", "columns"]
+    assert found["rows"].arguments == (("x", 0),)
+    assert found["columns"].arguments == (("x", 2),)
+
+
+def test_letters_are_none_of_the_names() -> None:
+    found = dimensions(lambda x, y: x @ y, shape(3, 4), shape(4, 5), names={"x": "_ a"})
+    assert sorted(c.label for c in found.classes) == ["a", "b", "c"]
+    assert found["a"].arguments == (("x", 1), ("y", 0))
+
+
+def test_what_cannot_be_asked(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((3, 4)).astype(np.float32)
+    with pytest.raises(ArgumentError, match="takes names for a plain function only"):
+        dimensions(gshard.jit(jnp.sin, mesh=8), x, names={"x": "a b"})
+    with pytest.raises(ShardingError, match="no argument is at 'z'"):
+        dimensions(lambda x: x, x, names={"z": "a b"})
+    assert str(dimensions(lambda x: x, jnp.float32(3))) == "dimensions of <lambda>: 0 classes"

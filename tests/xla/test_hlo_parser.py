@@ -1,0 +1,264 @@
+"""What is read from compiled programs, against programs whose collectives are known."""
+
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gshard.xla.hlo_collectives import CompiledCollective, collectives, summary, table
+from gshard.xla.hlo_parser import read_module, trip_count, type_bytes
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("a", "b"))
+
+
+def compiled_text(function: Callable, mesh: Mesh, *args) -> str:
+    whole = PartitionSpec()
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return jax.jit(mapped).lower(*args).compile().as_text()
+
+
+def without_trip_counts(text: str) -> str:
+    return re.sub(r", backend_config=.*", "", text)
+
+
+def facts(c: CompiledCollective) -> tuple:
+    return c.kind, c.group_size, c.operand_bytes, c.result_bytes, c.bytes_moved, c.executions, c.exact
+
+
+X = jax.ShapeDtypeStruct((8, 8), jnp.float32)  # 256 bytes
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: lax.psum(x, "a"), ("all_reduce", 2, 256, 256, 256, 1, True)),
+        (lambda x: lax.psum(x, "b"), ("all_reduce", 4, 256, 256, 384, 1, True)),
+        (lambda x: lax.pmax(x, ("b", "a")), ("all_reduce", 8, 256, 256, 448, 1, True)),
+        (lambda x: lax.all_gather(x, "b", tiled=True), ("all_gather", 4, 256, 1024, 768, 1, True)),
+        (lambda x: lax.all_gather(x, ("b", "a")), ("all_gather", 8, 256, 2048, 1792, 1, True)),
+        (lambda x: lax.psum_scatter(x, "b", tiled=True), ("reduce_scatter", 4, 256, 64, 192, 1, True)),
+        (lambda x: lax.all_to_all(x, "b", 0, 1, tiled=True), ("all_to_all", 4, 256, 256, 192, 1, True)),
+        (lambda x: lax.all_to_all(x, ("a", "b"), 1, 0, tiled=True), ("all_to_all", 8, 256, 256, 224, 1, True)),
+        (lambda x: lax.ppermute(x, "a", [(0, 1), (1, 0)]), ("collective_permute", 8, 256, 256, 256, 1, True)),
+        (lambda x: lax.ppermute(x, "a", [(0, 0), (1, 1)]), ("collective_permute", 8, 256, 256, 0, 1, True)),
+        (
+            lambda x: lax.psum(x, ("a", "b"), axis_index_groups=[[0, 5], [1, 2], [3, 4], [6, 7]]),
+            ("all_reduce", 2, 256, 256, 256, 1, True),
+        ),
+        (lambda x: lax.psum(x.astype(jnp.int8), "b"), ("all_reduce", 4, 64, 64, 96, 1, True)),
+    ],
+)
+def test_each_collective(function: Callable, expected: tuple, mesh: Mesh) -> None:
+    (found,) = collectives(compiled_text(function, mesh, X))
+    assert facts(found) == expected
+    assert re.fullmatch(r"test_hlo_parser.py:\d+", found.line)
+
+
+def test_line_is_the_users(mesh: Mesh) -> None:
+    def function(x):
+        y = jnp.sin(x)
+        return lax.psum(y, "a")
+
+    (found,) = collectives(compiled_text(function, mesh, X))
+    assert found.line == f"test_hlo_parser.py:{function.__code__.co_firstlineno + 2}"
+
+
+def test_combined_collectives_count_all_their_operands(mesh: Mesh) -> None:
+    found = collectives(compiled_text(lambda x: [lax.psum(x, "b"), lax.psum(jnp.sin(x)[:3], "b")], mesh, X))
+    assert summary(found) == {"all_reduce": (len(found), 2 * (256 + 96) * 3 // 4)}
+
+
+def scanned(x):
+    return lax.scan(lambda c, _: (lax.psum(jnp.sin(c), "b"), None), x, length=5)[0]
+
+
+def nested(x):
+    def outer(c, row):
+        c, _ = lax.scan(lambda c, _: (lax.psum(jnp.sin(c), "b"), None), c + row, length=3)
+        return lax.all_gather(c, "a").sum(0), lax.ppermute(row, "a", [(0, 1)])
+
+    return lax.scan(outer, x, x[:, None, :])
+
+
+def counted(x):
+    return lax.fori_loop(2, 9, lambda i, c: lax.psum(jnp.sin(c), "b") * i, x)
+
+
+@pytest.mark.parametrize("read", [lambda text: text, without_trip_counts], ids=["noted", "derived"])
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (scanned, {"all_reduce": (5, 5 * 384)}),
+        (counted, {"all_reduce": (7, 7 * 384)}),
+        (nested, {"all_gather": (8, 8 * 256), "all_reduce": (24, 24 * 384), "collective_permute": (8, 8 * 32)}),
+    ],
+)
+def test_loops_multiply(read: Callable, function: Callable, expected: dict, mesh: Mesh) -> None:
+    text = read(compiled_text(function, mesh, X))
+    found = collectives(text)
+    assert summary(found) == expected
+    assert all(c.exact for c in found)
+
+
+def test_what_depends_on_data_is_marked(mesh: Mesh) -> None:
+    def function(x, n):
+        branch = lax.cond(n > 0, lambda x: lax.psum(x, "a"), lambda x: lax.all_gather(x, "b").sum(0), x)
+        loop = lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, lax.pmax(jnp.sin(c[1]), "a")), (0, x))
+        return branch, loop, lax.psum(x[:1], "b")
+
+    found = collectives(compiled_text(function, mesh, X, jax.ShapeDtypeStruct((), jnp.int32)))
+    assert sorted((c.kind, c.group_size, c.executions, c.exact) for c in found) == [
+        ("all_gather", 4, 1, False),
+        ("all_reduce", 2, 1, False),
+        ("all_reduce", 2, 1, False),
+        ("all_reduce", 4, 1, True),
+    ]
+    assert "~1" in table(found)
+
+
+def test_program_partitioned_by_xla(mesh: Mesh) -> None:
+    """XLA's own partitioner writes groups in a notation of its own."""
+    split = [NamedSharding(mesh, PartitionSpec("a", "b")), NamedSharding(mesh, PartitionSpec("b", None))]
+    result = NamedSharding(mesh, PartitionSpec("a", None))
+    y = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    text = jax.jit(lambda x, y: x @ y, in_shardings=split, out_shardings=result).lower(X, y).compile().as_text()
+    (found,) = collectives(text)
+    assert facts(found) == ("all_reduce", 4, 4 * 16 * 4, 4 * 16 * 4, 2 * 256 * 3 // 4, 1, True)
+
+
+def test_no_collectives(mesh: Mesh) -> None:
+    assert collectives(compiled_text(jnp.sin, mesh, X)) == ()
+    assert summary(()) == {}
+    assert table(()).split() == "kind devices times bytes each bytes line total 0 0".split()
+
+
+def test_table_is_sorted_by_bytes(mesh: Mesh) -> None:
+    found = collectives(compiled_text(nested, mesh, X))
+    lines = table(found).splitlines()
+    assert [line.split()[0] for line in lines] == ["kind", "all_reduce", "all_gather", "collective_permute", "total"]
+    assert lines[1].split()[1:5] == ["4", "24", "384", "9,216"]
+    assert lines[-1].split() == ["total", "40", "11,520"]
+
+
+# What compilers for accelerators print and the CPU's never does.
+ASYNCHRONOUS = """\
+HloModule jit_f, is_scheduled=true, replica_count=1, num_partitions=8
+
+%wrapped (p: f32[8,8]) -> f32[2,8] {
+  %p = f32[8,8]{1,0:T(8,128)} parameter(0)
+  ROOT %rs = f32[2,8]{1,0} reduce-scatter(%p), channel_id=3, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, \
+to_apply=%add
+}
+
+ENTRY %main (x: f32[8,8], y: bf16[16]) -> f32[32,8] {
+  %x = f32[8,8]{1,0:T(8,128)} parameter(0)
+  %y = bf16[16]{0} parameter(1)
+  %ag = ((f32[8,8]{1,0}, bf16[16]{0}), (f32[32,8]{1,0}, /*index=1*/bf16[64]{0})) \
+all-gather-start(%x, %y), replica_groups=[2,4]<=[8], dimensions={0}, \
+metadata={op_name="f" source_file="/home/me/train.py" source_line=41}
+  %agd = (f32[32,8]{1,0}, bf16[64]{0}) all-gather-done(%ag)
+  %cp = (f32[8,8]{1,0}, f32[8,8]{1,0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
+  %cpd = f32[8,8]{1,0} collective-permute-done(%cp)
+  %as = ((f32[8,8]{1,0}), f32[2,8]{1,0}, u32[]) async-start(%x), calls=%wrapped
+  %ad = f32[2,8]{1,0} async-done(%as)
+  %ar = f32[8,8]{1,0} all-reduce-start(%x), replica_groups={}, to_apply=%add
+  ROOT %ard = f32[8,8]{1,0} all-reduce-done(%ar)
+}
+"""
+
+
+def test_asynchronous_pairs_count_once() -> None:
+    found = collectives(ASYNCHRONOUS)
+    assert [facts(c) for c in found] == [
+        ("all_gather", 4, 288, 1152, 864, 1, True),
+        ("collective_permute", 8, 256, 256, 256, 1, True),
+        ("reduce_scatter", 4, 256, 64, 192, 1, True),
+        ("all_reduce", 8, 256, 256, 448, 1, True),
+    ]
+    assert found[0].line == "train.py:41"
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("{{0,1,2,3,4,5,6,7}}", 8),
+        ("{{0},{1,2,3},{4,5,6,7}}", 4),
+        ("{}", 8),
+        ("[4,2]<=[8]", 2),
+        ("[8,1]<=[2,2,2]T(2,1,0)", 1),
+        ("mesh['a'=2,'b'=4] {'a','b'}", 8),
+        ("mesh['a'=2,'b'=4] {'b':(1)2}", 2),
+        ("mesh['a'=2,'b'=4], device_ids=([8]<=[4,2]T(1,0)) {'a','b':(2)2}", 4),
+    ],
+)
+def test_notations_of_groups(groups: str, size: int) -> None:
+    text = ASYNCHRONOUS.replace("replica_groups={}", f"replica_groups={groups}")
+    assert collectives(text)[-1].group_size == size
+
+
+LOOP = """\
+HloModule jit_f, num_partitions=8
+
+%body (s: (s32[], f32[2])) -> (s32[], f32[2]) {
+  %s = (s32[], f32[2]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %by = s32[] constant(BY)
+  %next = s32[] add(%i, %by)
+  %v = f32[2]{0} get-tuple-element(%s), index=1
+  ROOT %t = (s32[], f32[2]{0}) tuple(%next, %v)
+}
+
+%condition (s.1: (s32[], f32[2])) -> pred[] {
+  %s.1 = (s32[], f32[2]{0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%s.1), index=0
+  %limit = s32[] constant(LIMIT)
+  ROOT %c = pred[] compare(OPERANDS), direction=DIRECTION
+}
+
+ENTRY %main (x: f32[2]) -> (s32[], f32[2]) {
+  %x = f32[2]{0} parameter(0)
+  %zero = s32[] constant(FROM)
+  %start = (s32[], f32[2]{0}) tuple(%zero, %x)
+  ROOT %w = (s32[], f32[2]{0}) while(%start), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "direction", "limit", "by", "count"),
+    [
+        (0, "LT", 5, 1, 5),
+        (0, "LE", 5, 1, 6),
+        (3, "LT", 10, 3, 3),
+        (5, "GT", 0, -1, 5),
+        (5, "GE", 0, -2, 3),
+        (1, "NE", 9, 2, 4),
+        (1, "NE", 9, 3, None),
+        (7, "LT", 5, 1, 0),
+        (0, "LT", 5, -1, None),
+        (0, "LT", 5, 0, None),
+    ],
+)
+def test_trip_counts(start: int, direction: str, limit: int, by: int, count: int | None) -> None:
+    turned = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}[direction]
+    for operands, way in (("%i.1, %limit", direction), ("%limit, %i.1", turned)):
+        text = LOOP.replace("FROM", str(start)).replace("DIRECTION", way).replace("LIMIT", str(limit))
+        module = read_module(text.replace("BY", str(by)).replace("OPERANDS", operands))
+        main = module.computations["main"]
+        assert trip_count(module, main, main.instructions["w"]) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("f32[8,4]{1,0}", 128), ("(c64[2], (pred[3], u8[]))", 20), ("f8e4m3fn[5]", 5), ("s4[3]", 2), ("token[]", 0)],
+)
+def test_bytes_of_types(text: str, size: int) -> None:
+    assert type_bytes(text) == size
