@@ -147,5 +147,5 @@ def test_an_error_at_xlas_partitioning_is_ours_with_the_users_line(place: str) -
         with pytest.raises(gshard.PlanError, match="each device would send") as refused:
             run(x, w)
         assert refused.value.where.startswith("test_operands.py:")
-        assert refused.value.hint == "Mark these otherwise, or allow more."
+        assert refused.value.hint == "Change these marks, or allow more bytes."
         assert "custom_partitioner" not in str(refused.value)

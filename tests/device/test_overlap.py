@@ -109,7 +109,7 @@ def test_the_plan_says_what_it_brings_and_costs_what_it_says() -> None:
     at_once = gshard.explain(gshard.jit(mlp, mesh=MESH, machine="v5e:2x4", windowed=False), *LARGE)
     assert at_once.cost("v5e:2x4").seconds == pytest.approx(without)
     assert taken < without
-    assert f"takes {taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; windowed=False forbids it" in str(found)
+    assert f"takes {taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; windowed=False prevents that" in str(found)
     assert "windowed=False" not in str(at_once)
     assert sum(c.total_bytes for c in found.spmd.collectives) == sum(c.total_bytes for c in at_once.spmd.collectives)
 

@@ -67,7 +67,7 @@ def test_a_left_over_mark_is_found_in_a_large_step_within_seconds():
     took = time.process_time() - before
     best = verdict.proposal
     without = gshard.explain(*step_of(lambda x: x, sharded=True), mesh=mesh)
-    assert best.change.startswith("no replicate(x) at test_advice_at_true_size.py:")
+    assert best.change.startswith("remove replicate(x) at test_advice_at_true_size.py:")
     assert best.before == found.total_bytes > best.after == without.total_bytes
     assert took < 3 * SECONDS, "trials, and what the verdict takes besides"
     assert "None of them lowers this" not in str(verdict)

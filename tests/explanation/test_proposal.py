@@ -112,7 +112,7 @@ TWO = {"up": f32(512, 2048), "down": f32(2048, 512)}, f32(4096, 512)
 @pytest.mark.parametrize(
     "mark, other, change",
     [
-        (gshard.replicate, lambda h: h, "no replicate(x) at"),
+        (gshard.replicate, lambda h: h, "remove replicate(x) at"),
         (
             lambda h: gshard.shard(h, P(None, "model")),
             lambda h: gshard.shard(h, P(P.UNCONSTRAINED, "model")),
@@ -177,7 +177,7 @@ def test_a_mark_that_was_left_over_is_found_however_large_the_program(count):
     found, made = tried(*deep(count), mesh=mesh, seconds=1e-9)
     assert made.tried == 1 < made.changes
     ((_, first),) = made.found
-    assert first.change.startswith("no replicate(x) at test_proposal.py:")
+    assert first.change.startswith("remove replicate(x) at test_proposal.py:")
     without = gshard.explain(*deep(count, mark=lambda x: x), mesh=mesh)
     assert first.before == found.total_bytes > first.after == without.total_bytes
     text = str(found.verdict("h100:1x8", seconds=1e-9))
@@ -236,7 +236,7 @@ def test_a_result_that_leaves_whole_may_be_marked_as_it_is():
     mesh = gshard.Mesh.abstract(data=8)
     found = gshard.explain(step, *TWO, mesh=mesh)
     rows = rows_of(found.spmd.collectives, found.names)
-    border = [i for i, same in enumerate(rows) if same[0].why == "result at the border"]
+    border = [i for i, same in enumerate(rows) if same[0].why == "program result"]
     changes = {c.row: c for c in changes_of(rows, found.plan) if c.row in border and not c.as_wanted}
     assert list(changes) == border != []
     (down,) = (i for i in border if rows[i][0].value.shape == (2048, 512))

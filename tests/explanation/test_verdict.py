@@ -85,14 +85,14 @@ def test_what_does_not_fit_is_told():
 
 
 def test_how_good_the_plan_is_among_those_that_keep_the_marks():
-    sentence = "As planning counts {}, no other plan that keeps the marks costs less."
+    sentence = "By the planner's cost model ({}), no plan that keeps the marks is cheaper."
     f = lambda x, w: gshard.split(x, 0, "data") @ w  # noqa: E731
     found = told(f, f32(512, 64), f32(64, 64))
     assert found.gap == 0
     assert sentence.format("bytes sent") in str(found)
     unmarked = told(lambda x, w: x @ w, f32(512, 64), f32(64, 64))
     assert unmarked.gap is None
-    assert "As planning counts" not in str(unmarked)
+    assert "By the planner's cost model" not in str(unmarked)
 
 
 def test_what_the_plan_was_made_for_is_told_where_it_is_priced_for_something_else():
@@ -102,15 +102,15 @@ def test_what_the_plan_was_made_for_is_told_where_it_is_priced_for_something_els
     )(gshard.split(p, 0, "data"))
     mesh = gshard.Mesh.abstract(data=8)
     by_bytes = gshard.explain(step, *arguments, mesh=mesh)
-    other = "This plan was made by bytes, not for h100:1x8: to plan for that, give machine="
+    other = "gshard planned by bytes, not for h100:1x8; to plan for h100:1x8, pass machine="
     assert other in str(by_bytes.verdict("h100:1x8"))
-    assert "As planning counts bytes sent" in str(by_bytes.verdict("h100:1x8"))
+    assert "By the planner's cost model (bytes sent)" in str(by_bytes.verdict("h100:1x8"))
     timed = gshard.explain(step, *arguments, mesh=mesh, machine="h100:1x8")
     for own in (timed.verdict(), timed.verdict("h100:1x8")):
         assert own.cost.machine.name == "h100:1x8"
         assert "was made" not in str(own)
         assert own.cost.seconds <= by_bytes.cost("h100:1x8").seconds
-    assert "This plan was made for h100:1x8, not for cpu:8" in str(timed.verdict("cpu:8"))
+    assert "gshard planned for h100:1x8, not for cpu:8" in str(timed.verdict("cpu:8"))
     jitted = gshard.jit(step, mesh=mesh, machine="v5e:2x4")
     assert gshard.explain(jitted, *arguments).cost().machine.name == "v5e:2x4"
     assert gshard.explain(jitted, *arguments, machine="h100:1x8").cost().seconds == timed.cost().seconds

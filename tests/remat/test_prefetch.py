@@ -149,7 +149,7 @@ def test_a_product_that_reads_what_is_held_is_written_out_twice() -> None:
 def test_it_is_explained() -> None:
     made = gshard.explain(gshard.jit(pairs, mesh=8, machine=SLOW, windowed=False), *ARGUMENTS)
     text = str(made)
-    assert "gathered a round before it is needed, beside the products of that round" in text
+    assert "gathered one iteration early, beside the products of that round" in text
     assert "test_prefetch.py:" in text.split("gathered a round before")[1]
 
 

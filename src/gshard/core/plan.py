@@ -154,7 +154,7 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"plan for {self.program.name} on {self.mesh}"]
         lines += self._block(self.program.block, "  ")
-        lines += [f"gathered, for want of a rule: {text}" for text in self.gathered_text()]
+        lines += [f"gathered, without a rule: {text}" for text in self.gathered_text()]
         return "\n".join(lines)
 
     def _ring(self, factor: str, ring: Ring) -> str:

@@ -106,7 +106,7 @@ class Recomputed:
         mib = 2**20
         lines = [
             f"recomputed to fit in {self.limit / mib:,.1f} MiB: peak {self.before / mib:,.1f} -> "
-            f"{self.after / mib:,.1f} MiB, {100 * self.share:.1f} % of all FLOPs once more"
+            f"{self.after / mib:,.1f} MiB, {100 * self.share:.1f} % more FLOPs"
         ]
         rows: dict[tuple[str, str, str], tuple[int, int]] = {}
         for v in self.values:
@@ -137,8 +137,8 @@ class Prefetched:
 
     def __str__(self) -> str:
         return (
-            f"gathered a round before it is needed, beside the products of that round: a call on {self.machine} takes "
-            f"{self.seconds * 1e3:.4g} instead of {self.without * 1e3:.4g} ms\n"
+            "gathered one iteration early, beside the products of the previous iteration: a call on "
+            f"{self.machine} takes {self.seconds * 1e3:.4g} instead of {self.without * 1e3:.4g} ms\n"
             + "\n".join(f"  {line}" for line in self.lines)
         )
 

@@ -19,7 +19,7 @@ def advice(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> st
         producers: the equation that makes each value.
     """
     if c.why == RECOMPUTED:
-        return "It runs once more because what it makes is not kept: memory_limit would not allow it."
+        return "gshard runs it a second time, because memory_limit leaves no room to keep its result."
     if c.value is None or c.before is None or c.after is None:
         return f"The operator itself communicates ({c.why}), because a dimension that it mixes along is split."
     axes = plan.mesh.format_atoms(c.atoms)
@@ -42,5 +42,5 @@ def advice(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> st
     held = f"It is split over {axes}{along}" + (f" ({here}). " if here else ". ")
     if moved & {a for dim in c.after.dims for a in dim}:
         to = next(d for d, dim in enumerate(c.after.dims) if moved & set(dim))
-        return f"{held}What reads it wants dimension {to} split there."
-    return f"{held}What reads it needs it whole there."
+        return f"{held}The operator needs dimension {to} split instead."
+    return f"{held}The operator needs all of it."

@@ -64,7 +64,7 @@ class Budget:
             f"and strict allows {_bytes(self.bytes)}.",
             most[0].line or None,
             "\n  ".join([f"mesh: {plan.mesh}; most is sent by", *rows]),
-            "Mark these otherwise, or allow more.",
+            "Change these marks, or allow more bytes.",
         )
 
 

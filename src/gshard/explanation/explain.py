@@ -274,12 +274,15 @@ class Explanation:
             lines += ["", str(self.spmd.prefetched)]
         moved = tuple(map(str, moved_instead(self.plan)))
         for title, texts in (
-            ("work that is not split although an operand is", self.replicated),
+            ("work that every device repeats although an operand is split", self.replicated),
             ("operands gathered because moving the larger arrays sends less", moved),
             ("layout", self.layout),
-            ("not used of the layout, most likely by mistake (strict=True refuses it)", self.unused),
-            ("no rule, so operands are gathered and every device computes the same", self.gathered),
-            ("said by the program and not kept (strict=True refuses it)", self.dropped),
+            ("unused parts of the layout, probably by mistake (strict=True refuses them)", self.unused),
+            (
+                "operators without a rule: gshard gathers their operands, and every device repeats the work",
+                self.gathered,
+            ),
+            ("features of the program that gshard drops (strict=True refuses them)", self.dropped),
         ):
             lines += ["", title, *(f"  {text}" for text in texts)] if texts else []
         return "\n".join(lines)

@@ -37,10 +37,14 @@ class Proposal:
 
     @property
     def change(self) -> str:
-        """What to do: ``gshard.replicate(x) on ...``, ``no replicate(x) at ...``."""
+        """What to do: ``gshard.replicate(x) on ...``, ``remove replicate(x) at ...``."""
         if not self.instead:
             return f"{self.mark} on {self.at}"
-        return f"{self.mark} instead of {self.instead} at {self.at}" if self.mark else f"no {self.instead} at {self.at}"
+        return (
+            f"{self.mark} instead of {self.instead} at {self.at}"
+            if self.mark
+            else f"remove {self.instead} at {self.at}"
+        )
 
     def on(self, now: Cost) -> Proposal:
         """The same with what a call takes on a machine, by which those that send less but take longer can be told.
@@ -61,14 +65,14 @@ class Proposal:
     @property
     def result(self) -> str:
         """What was found: bytes, and where a machine is known time and memory too."""
-        text = f"planned again so, each device sends {format_bytes(self.after)} instead of {format_bytes(self.before)}"
+        text = f"with this change, each device sends {format_bytes(self.after)} instead of {format_bytes(self.before)}"
         if self.costs is None:
             return f"{text}."
         now, then = self.costs
         times = f"a call takes {format_seconds(then.seconds)} instead of {format_seconds(now.seconds)}"
-        held = f"the peak of memory is {format_bytes(then.peak)} instead of {format_bytes(now.peak)}"
+        held = f"the memory peak is {format_bytes(then.peak)} instead of {format_bytes(now.peak)}"
         same = format_bytes(then.peak) == format_bytes(now.peak)
         return f"{text}, and {times}." if same else f"{text}, {times}, and {held}."
 
     def __str__(self) -> str:
-        return f"It would go or be less with {self.change}: {self.result}"
+        return f"This change removes or reduces it: {self.change}: {self.result}"

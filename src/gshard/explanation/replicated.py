@@ -43,10 +43,10 @@ class Replicated:
 
     def __str__(self) -> str:
         e, at = self.equation, f" at {self.equation.line}" if self.equation.line else ""
-        saves = f", which spares {self.spared:,} B" if self.spared > 0 else ""
-        what = f"{e.name}{at}: every device computes {self.times} times its share"
-        given_up = f"the split of %{self.operand.index} over {self.axes} is given up{saves}"
-        return f"{what}: {given_up}; split(result, ..., {self.axes!r}) forbids it"
+        saves = f" to save {self.spared:,} B of communication" if self.spared > 0 else ""
+        what = f"{e.name}{at}: every device repeats this work ({self.times} times its share)"
+        unsplit = f"gshard does not split %{self.operand.index} over {self.axes} here{saves}"
+        return f"{what}: {unsplit}; split(result, ..., {self.axes!r}) prevents that"
 
 
 def replicated_work(plan: Plan) -> tuple[Replicated, ...]:

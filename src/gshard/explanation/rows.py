@@ -53,7 +53,7 @@ class TensorRow:
         for nearest, *further in self.why:
             root = further[-1].partition(": ")[2] if further else ""
             texts.append(nearest if not root or root in nearest else f"{nearest} <- {root}")
-        return "; ".join(texts) or self.note or "nothing asks to split it"
+        return "; ".join(texts) or self.note or "replicated: no mark splits it"
 
 
 def row_called(rows: Sequence[TensorRow], name: str, names: ArrayNames, collectives: Sequence[Collective]) -> TensorRow:
@@ -202,8 +202,8 @@ def text_of_rings(plan: Plan, without: float, taken: float, machine: str) -> str
     """What collective matmuls were chosen for: seconds of a call without them and with them, on a machine."""
     what = f"{len(plan.rings)} product{'s' if len(plan.rings) > 1 else ''}"
     return (
-        f"{what} taken part by part while other parts are sent (collective matmul): a call on {machine} takes "
-        f"{taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; windowed=False forbids it"
+        f"{what} computed as collective matmul, part by part while other parts are sent: a call on {machine} takes "
+        f"{taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; windowed=False prevents that"
     )
 
 

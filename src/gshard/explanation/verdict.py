@@ -116,8 +116,8 @@ class Verdict:
     def _compute(self) -> str:
         if not self.ideal:
             return "There is no matrix product."
-        text = f"An even share of the matrix products takes {format_seconds(self.ideal)} at the peak rate: "
-        text += f"{100 * self.share:.0f} % of the call (an upper limit of MFU). "
+        text = f"Upper bound on MFU: {100 * self.share:.0f} % (perfectly divided matrix products would take "
+        text += f"{format_seconds(self.ideal)} at the peak rate). "
         if self.repeated is None:
             return text + "No product is computed by more than one device."
         line, times = self.repeated
@@ -135,7 +135,7 @@ class Verdict:
         c = row.collective
         times = f", {c.times} times" if c.times > 1 else ""
         over = self.mesh.format_atoms(c.atoms)
-        taken, line = format_seconds(row.seconds), c.line or "the border"
+        taken, line = format_seconds(row.seconds), c.line or "a program result"
         return f"{c.kind} of {c.shape} over {over}{times}, {taken}, caused at {line}"
 
     def _hint(self) -> str:
@@ -160,13 +160,15 @@ class Verdict:
         name, sentences = self.cost.machine.name, []
         if self.by_bytes or self.planned_for not in (None, self.cost.machine):
             made = "by bytes" if self.planned_for is None else f"for {self.planned_for.name}"
-            way = "give machine= to gshard.jit or gshard.explain"
-            sentences.append(f"This plan was made {made}, not for {name}: to plan for that, {way}.")
+            way = "pass machine= to gshard.jit or gshard.explain"
+            sentences.append(f"gshard planned {made}, not for {name}; to plan for {name}, {way}.")
         elif self.planned_for is not None and self.counted == BY_BYTES:
-            sentences.append(f"Of the plans that were priced for {name}, the one made by bytes is the best.")
+            sentences.append(f"Of the plans priced for {name}, the one planned by bytes is the fastest.")
         if self.gap is not None:
             by = "" if self.gap < PROVEN else f" by more than {100 * self.gap:.2g} %"
-            sentences.append(f"As planning counts {self.counted}, no other plan that keeps the marks costs less{by}.")
+            sentences.append(
+                f"By the planner's cost model ({self.counted}), no plan that keeps the marks is cheaper{by}."
+            )
         return " ".join(sentences)
 
     def _memory(self) -> str:

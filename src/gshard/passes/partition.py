@@ -78,7 +78,7 @@ def partition(plan: Plan) -> SpmdProgram:
         for i, (x, made, target) in enumerate(zip(emitter.run(block, inside), block.outputs, leave, strict=True)):
             producer = producers.get(made) if isinstance(made, Value) else None
             with emitter.in_place_of(producer):
-                x = emitter.step_to(x, made, plan.sharding(made), target, "result at the border", producer)
+                x = emitter.step_to(x, made, plan.sharding(made), target, "program result", producer)
                 x = emitter.reorder(x, made, target, out_orders[i], leaving=True) if i in out_orders else x
                 out.append(transferred(x, is_host_kind(plan.program.output_memory(i))))
         return [as_weak(x, weak) for x, weak in zip(out, plan.program.weak or [False] * len(out), strict=True)]

@@ -18,7 +18,7 @@ function reasons(t) {
   return el("div", {}, ...t.reasons.flatMap(r => [el("span", { className: "soft" }, `dimension ${r[0]}`), chain(t.i, r[0])]));
 }
 
-const why = t => t.reason || t.note || "replicated: nothing asks to split it";
+const why = t => t.reason || t.note || "replicated: replicated: no mark splits it";
 const picks = { details: reasons, pick: t => { chosen.tensor = t.i; devices(); } };
 
 function argumentTable() {
