@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from analysis import models
+from device import models
 from device.models import f32
 from gshard.explanation.difference import DifferenceError, Figures, difference
 

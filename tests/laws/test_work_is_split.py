@@ -146,7 +146,7 @@ def test_a_named_machine_may_compute_twice_and_explain_tells_it() -> None:
         assert "test_work_is_split.py" in line
         assert "prevents that" in line
     assert any("to save" in line for line in told.replicated), "why"
-    assert "work that is not split" in str(told)
+    assert "work that every device repeats" in str(told)
     assert told.data()["replicated"] == list(told.replicated)
     followers = [row.reason for row in told.tensors if row.name.startswith("%") and not row.why and "dot" in row.name]
     assert followers

@@ -332,7 +332,7 @@ def test_other_dtypes(dtype: Any) -> None:
 
 
 def test_advice_names_the_mark_of_what_rotates(mesh_2x4: jax.sharding.Mesh) -> None:
-    for name, words in (("contracted", "What reads it needs it whole there"), ("scattered", "A sum over a dim")):
+    for name, words in (("contracted", "The operator needs all of it"), ("scattered", "A sum over a dim")):
         f, *shapes = CASES[name]
         arguments = [whole(i, *shape) for i, shape in enumerate(shapes)]
         page = gshard.explain(gshard.jit(f, mesh=mesh_2x4, windowed=True), *arguments).data("cpu")

@@ -149,8 +149,8 @@ def test_a_product_that_reads_what_is_held_is_written_out_twice() -> None:
 def test_it_is_explained() -> None:
     made = gshard.explain(gshard.jit(pairs, mesh=8, machine=SLOW, windowed=False), *ARGUMENTS)
     text = str(made)
-    assert "gathered one iteration early, beside the products of that round" in text
-    assert "test_prefetch.py:" in text.split("gathered a round before")[1]
+    assert "gathered one iteration early, beside the products of the previous iteration" in text
+    assert "test_prefetch.py:" in text.split("gathered one iteration early")[1]
 
 
 def test_nothing_is_fetched_ahead_where_nothing_is_hidden_or_won() -> None:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
 from gshard.core.jax_adapter import all_gather_p, all_to_all_p, ppermute_p
 
@@ -176,6 +176,13 @@ def _like(of_jax: Any, on_cpu: Callable[..., Any]) -> Primitive:
 _all_to_all_p = _like(all_to_all_p, _with_one_in_front)
 _all_gather_p = _like(all_gather_p, all_gather_p.bind)
 _ppermute_p = _like(ppermute_p, ppermute_p.bind)
+
+
+def _permuted_back(cotangent: Any, _: Any, *, axis_name: Sequence[str], perm: Sequence[tuple[int, int]]) -> list[Any]:
+    return [ppermute(cotangent, axis_name, [(receiver, sender) for sender, receiver in perm])]
+
+
+ad.deflinear2(_ppermute_p, _permuted_back)
 
 
 def runnable(program: Any) -> Callable[..., Sequence[Any]]:

@@ -85,6 +85,8 @@ class ArrayNames:
         """
         known = ArrayNames(program) if names is None else names
         called = [known.arguments[v] for v in program.block.inputs]
+        constants = len(block.inputs) - len(called)  # the partitioner's own stand in front: tables of device positions
+        block = dataclasses.replace(block, inputs=block.inputs[constants:])
         return ArrayNames(dataclasses.replace(program, block=block), called)
 
     def array(self, v: Value | None) -> ShortName:
