@@ -385,7 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(error: Exception) -> str:
-    """One clear error: ours as it is, others with the user's line."""
+    """One clear error: gshard's unchanged, others with the user's line."""
     if isinstance(error, GShardError):
         return f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.filename:

@@ -1,4 +1,4 @@
-"""Ahead of time: what libtpu makes of a program for a TPU topology that need not exist (``pip install libtpu``)."""
+"""Compiles a program ahead of time with libtpu for a TPU topology, without a TPU (``pip install libtpu``)."""
 
 from __future__ import annotations
 

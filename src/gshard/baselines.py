@@ -1,4 +1,4 @@
-"""Baselines: whether a program keeps to a limit, or to what it was: ``gshard explain`` in continuous integration.
+"""Baselines: compares a program with a limit or with an earlier version (``gshard explain --baseline``).
 
 gshard explain train.py:example --json main.json                               # once, on the main branch
 gshard explain train.py:example --fail-above 50MiB --baseline main.json        # exit status 3 if it is more

@@ -1,4 +1,4 @@
-"""Planning: whether a model fits a machine, and what a training step takes, before there is one.
+"""Planning: whether a model fits a machine, and the time of a training step there (``gshard plan``).
 
     print(plan("MoE(128E, 12L)", "v3:8x8"))
     print(plan("mixtral-8x7b", "h100:8x8"))
@@ -293,7 +293,7 @@ def lowered_as_searched(
     compiled: bool,
     tell: Callable[[str], None],
 ) -> tuple[TransformerConfig, Lowered, tuple[int, int], Found]:
-    """The step as it is searched; where the compiler needs more than the limit, searched again with as much less."""
+    """The searched step; if the compiler needs more than the limit, the search runs again with less."""
     room = None if memory_limit is None else bytes_of(memory_limit)
     attempts = _ATTEMPTS if compiled and room is not None else 1
     while True:
@@ -343,7 +343,7 @@ def plan(
         memory_limit: bytes that a device may hold, or text such as ``"14GiB"``; what does not fit is recomputed.
         search_plan: search for the plan of the model without its marks, instead of taking that of the marks.
         compiled: compile with libtpu too.
-        tell: is told why it takes longer.
+        tell: receives the reason for a longer run.
 
     Raises:
         MemoryLimitError: the step does not fit, whatever is recomputed.

@@ -1,4 +1,4 @@
-"""At partitioning: a call of a partitioned function that is planned once XLA has found how its operands are split.
+"""Plans a partitioned function inside ``jax.jit`` once XLA's partitioner has found the shardings of its operands.
 
     jax.jit(lambda xs, w: jax.lax.scan(lambda w, x: (w - 0.1 * jax.grad(loss)(w, x), None), w, xs))
 

@@ -1,4 +1,4 @@
-"""Memories at the border: in which memory the arguments of a call come, and its results leave, as of ``jax.jit``.
+"""Memory kinds of the arguments and results of a call, as in ``jax.jit``.
 
 An argument comes in the memory in which it is, or in the one that ``in_shardings`` names: an array that is in another
 is moved there before each call. A result leaves in the memory of its type, or in the one that ``out_shardings`` names.

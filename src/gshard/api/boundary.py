@@ -1,4 +1,4 @@
-"""Shardings in JAX's own words, on arguments and results: they count as marks.
+"""Reads JAX shardings of arguments and results as marks.
 
 An argument that is an array with a ``NamedSharding`` over the mesh's devices comes marked; ``in_shardings`` and
 ``out_shardings`` of ``gshard.jit`` take pytree prefixes of specs (``api.specs``) as ``jax.jit`` does. A size that a

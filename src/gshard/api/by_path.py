@@ -1,4 +1,4 @@
-"""By path: one mark for many arrays of a pytree, by patterns of their paths."""
+"""Marks many arrays of a pytree at once, by patterns of their paths (``shard_by_path``)."""
 
 from __future__ import annotations
 

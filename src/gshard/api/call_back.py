@@ -1,4 +1,4 @@
-"""Call back: the callbacks of ``jax.debug.inspect_array_sharding``, once a program is compiled.
+"""Calls the callbacks of ``jax.debug.inspect_array_sharding`` once a program is compiled.
 
 As under ``jax.jit`` a callback is called once for each compiled program, with a ``NamedSharding`` over the user's mesh:
 

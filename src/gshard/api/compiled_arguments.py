@@ -1,4 +1,4 @@
-"""Arguments of a compiled program: they are of the structure and the types that it was compiled for, or refused."""
+"""Checks that the arguments of a compiled program have the structure and types that it was compiled for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dimensions: which dimensions of a function are the same, and what they are called."""
+"""dimensions: finds the classes of equal dimensions of a function, and their names."""
 
 from __future__ import annotations
 

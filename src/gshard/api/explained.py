@@ -1,4 +1,4 @@
-"""explain: how a function would be partitioned, without compiling or running it."""
+"""explain: plans and partitions a function and explains the result, without compiling or running it."""
 
 from __future__ import annotations
 

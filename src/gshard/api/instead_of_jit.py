@@ -1,4 +1,4 @@
-"""instead_of_jit: in a block, gshard partitions what ``jax.jit`` would compile, whoever calls ``jax.jit``.
+"""instead_of_jit: in a block, gshard partitions the functions that ``jax.jit`` would compile.
 
 ``with gshard.instead_of_jit(mesh=8):`` is for functions that a framework jits: ``nnx.jit``, ``eqx.filter_jit`` and
 Haliax' ``named_jit`` all end in one function of JAX's that compiles a jaxpr. In the block gshard takes its place
@@ -199,7 +199,7 @@ def instead_of_jit(
     it. Blocks may be nested. After the block all functions run as they did before it.
 
     JAX compiles as before: functions that a file of JAX defines (``jnp.ones``, ``jax.random.normal``; also where you
-    jit one of them as it is, or what ``checkify`` returns), operations and loops outside of any jitted function, and
+    jit one of them directly, or what ``checkify`` returns), operations and loops outside of any jitted function, and
     functions whose shardings or committed arguments name devices that are not in the mesh.
 
     Args:
@@ -236,5 +236,5 @@ def instead_of_jit(
         Layout.checked(layout),
     )
     if options.mesh is not None:
-        options.target()  # what is wrong with the mesh or the machine is told at once
+        options.target()  # errors of the mesh or the machine are raised at once
     return InsteadOfJit(options)

@@ -1,4 +1,4 @@
-"""jit: the whole chain, from a marked function to a program that runs on all devices.
+"""jit: runs all stages, from a marked function to a program on all devices.
 
      f, args --trace--> Program --propagate--> Plan --partition--> SpmdProgram --compile--> Executable
 
@@ -89,7 +89,7 @@ class Jitted(OneObject):
         self._may_crash = donates and (options.mesh is None or options.mesh.size > 1)
         self._fixes = parameters.static_leaves
         if options.mesh is not None:
-            options.target()  # what is wrong with the mesh or the machine is told at once
+            options.target()  # errors of the mesh or the machine are raised at once
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._fixes:
@@ -331,8 +331,8 @@ def jit(
             nothing, and what the function says and gshard does not keep (``explain(...).dropped``). A number of bytes
             also refuses a program in which each device sends more than that in one call, and names the lines that do.
         uneven: what becomes of results that are split in a dimension which does not divide: ``"gather"`` makes it
-            whole, since JAX has no such arrays, or cuts a result that nobody marked along another one if that sends
-            less; ``"keep"`` returns an ``UnevenArray``, which the next call takes as it is.
+            whole, since JAX has no such arrays, or splits an unmarked result along another one if that sends
+            less; ``"keep"`` returns an ``UnevenArray``, which the next call takes without moving it.
         windowed: which contractions run part by part (collective matmul) instead of after a gather of an operand or
             before a scatter of the result (figure 4c of the paper): True takes those that send no more bytes so, a
             number those for which a device would hold more bytes than that, and ``Windowed`` says it in detail. None

@@ -1,4 +1,4 @@
-"""Lowered and Compiled: one function on its way to the devices, for one kind of arguments.
+"""Lowered and Compiled: the stages of one function for one kind of arguments, as in ``jax.stages``.
 
 They have the attributes of JAX's (``jax.stages``), and besides the program, the plan and the per-device program.
 """
@@ -141,7 +141,7 @@ class Lowered:
 
     @functools.cached_property
     def told(self) -> set[int]:
-        """The arguments of which the log was told that each call moves them."""
+        """The arguments that the log has reported as moved in each call."""
         return set()
 
     @functools.cached_property

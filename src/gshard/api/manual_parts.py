@@ -1,7 +1,7 @@
 """Mixed manual and automatic partitioning (GShard paper, section 3.2).
 
     x = gshard.auto_to_manual(x, 0, 8)       # f32[G, S, M] -> f32[G / 8, S, M]: this device's part
-    y = local_gather(x, indices)             # runs on each part as it is written
+    y = local_gather(x, indices)             # runs on each part unchanged
     y = gshard.manual_to_auto(y, 0, 8)       # f32[G / 8, C, M] -> f32[G, C, M]
 
 Between the two a value stands for what one device holds, and nothing is partitioned or moved. ``manual`` does the same

@@ -1,4 +1,4 @@
-"""Marks: the words a user adds to a program (GShard paper, section 3.2).
+"""Marks: the functions that annotate arrays (GShard paper, section 3.2).
 
     x = gshard.split(x, 0, 8)                  # dimension 0 in 8 partitions
     w = gshard.replicate(w)                    # the same on every device

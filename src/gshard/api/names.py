@@ -1,4 +1,4 @@
-"""Names of arguments: what their dimensions are called, by path or by structure; a ``Layout`` says what that means.
+"""Names of the dimensions of arguments, by path or by structure; a ``Layout`` maps them to mesh axes.
 
     step = gshard.jit(f, mesh=mesh, layout=layout, names={"params/**/w1": "embed hidden", "tokens": "batch length"})
 

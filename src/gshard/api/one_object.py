@@ -1,4 +1,4 @@
-"""OneObject: what is itself when it is copied, and cannot leave its process; functions of ``jax.jit`` are alike."""
+"""OneObject: objects that a copy returns unchanged and that cannot be pickled, like functions of ``jax.jit``."""
 
 from __future__ import annotations
 

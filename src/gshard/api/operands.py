@@ -1,4 +1,4 @@
-"""Operands: how the arguments of a partitioned function are split where it is called inside ``jax.jit``.
+"""Finds the shardings of the operands of a partitioned function that is called inside ``jax.jit``.
 
 Placed arguments of ``jax.jit`` have no sharding while the function is traced, unless their mesh has axes of type
 Explicit. While it is lowered they have; so a call of a partitioned function is planned then, for operands as they come.

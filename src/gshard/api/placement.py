@@ -1,4 +1,4 @@
-"""Placement: a call's arguments in the buffers that its executable expects.
+"""Moves the arguments of a call into the buffers that its executable expects.
 
 An executable runs on buffers. It takes them as they lie: on these devices, in this order, in this memory and layout. An
 array that lies otherwise is moved before the call. JAX's dispatch in C++ moves arrays that are not committed, and those
@@ -151,7 +151,7 @@ def _lies_so(x: Any, target: Any, layout: Any) -> bool:
 def _is_taken_as_it_is(x: Any, target: Any, layout: Any) -> bool:
     """Whether JAX's dispatch in C++ runs on the buffers of an array that lies otherwise than expected.
 
-    What must be in the memory of the host is not left to it: where the devices have no other memory nobody would see.
+    What must be in the memory of the host is not left to it: on devices with one memory that would go unnoticed.
     """
     if is_host_kind(target.memory_kind):
         return True

@@ -1,4 +1,4 @@
-"""References (``jax.Ref``) that a call is given, or that its function closes over: read before it, written after it.
+"""Reads references (``jax.Ref``) that are passed or closed over before a call, and writes them after it.
 
 The program takes the array that a reference holds, and may overwrite its memory; its final value is a further result.
 A reference keeps its sharding: the result leaves as the array came, and where the plan cannot do that it is moved.

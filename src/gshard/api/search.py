@@ -1,4 +1,4 @@
-"""search: the fastest plan that is found for a function on a machine, without marks or with some."""
+"""search: finds a fast plan of a function for a machine, with or without marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signature: what a program is made for, and so the key of everything that is kept between calls.
+"""Signature: the key under which a program is kept between calls.
 
 Two calls with equal signatures get the same program and the same shardings, whatever was called before. A signature
 holds the structure of the arguments, the type of each array (shape, dtype, weak type, memory, and the sharding where

@@ -1,4 +1,4 @@
-"""Specs: JAX's own words for a sharding as marks, and pytree prefixes of them.
+"""Reads JAX's specs and shardings, and pytree prefixes of them, as marks.
 
     P("data"), "data", NamedSharding(mesh, P("data"))      one array
     {"w": P("data"), "b": None}                            a pytree of them; None says nothing

@@ -1,4 +1,4 @@
-"""Standalone: a compiled program that needs nothing of gshard to be called, so that it can be saved and loaded.
+"""Standalone: a compiled program that runs without gshard, so that it can be saved and loaded.
 
 ``jax.experimental.serialize_executable`` saves what XLA compiled. It is loaded as a ``jax.stages.Compiled``, which
 gives its arguments to XLA as they are. So what ``api.lowered.Compiled`` does before and after a call must be a part of

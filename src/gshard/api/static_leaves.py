@@ -1,4 +1,4 @@
-"""Static leaves: what is no array inside of an argument or a result, such as a module's activation function.
+"""Static leaves: leaves of arguments and results that are not arrays, such as activation functions.
 
 Under ``gshard.jit(..., static_leaves=True)`` each becomes a node of the pytree, without children and with the leaf in
 the structure. So the structure, which is part of every key, tells calls with different leaves apart. A token

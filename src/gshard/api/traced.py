@@ -1,4 +1,4 @@
-"""Traced: a function before anything is planned, as ``jax.stages.Traced``."""
+"""Traced: a traced function that is not planned yet, as ``jax.stages.Traced``."""
 
 from __future__ import annotations
 

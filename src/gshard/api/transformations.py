@@ -1,4 +1,4 @@
-"""Compose: a partitioned function as one equation of somebody else's program.
+"""Transformations: binds a partitioned function as one equation of a program that JAX transforms.
 
 ``jax.grad``, ``jax.vmap``, ``jax.jit``, ``jax.checkpoint``, ``jax.lax.scan`` ... around a partitioned function see one
 equation, ``gshard_call``, that holds the function as it was written. Differentiating it gives partitioned calls of the
@@ -61,7 +61,7 @@ call_p.multiple_results = True
 
 @with_tables
 def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
-    """Calls a function (a closed jaxpr), partitioned, with flat arguments of which some belong to a transformation."""
+    """Calls a function (a closed jaxpr), partitioned, with flat arguments; some belong to a transformation."""
     if target.around is not None:
         return call_p.bind(*varying_alike(arguments), jaxpr=jaxpr, target=target)  # type: ignore[no-any-return]
     here = mesh_of_context()
@@ -264,7 +264,7 @@ def _expanded(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -
 def _linearize_split(jaxpr: Any, target: Target, nonzero_tangents: tuple[int, ...]) -> tuple[Any, Any]:
     """The function with what its derivative needs as further results, and the derivative, a function of those.
 
-    The second is planned by itself, so what goes from one to the other comes marked as it is sharded.
+    The second is planned by itself, so what goes from one to the other is marked with its sharding.
 
     Args:
         jaxpr: the function.

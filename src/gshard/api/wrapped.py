@@ -1,4 +1,4 @@
-"""Wrapped: a function that ``jax.jit`` returned, given to ``gshard.jit``, ``explain`` or ``search``.
+"""Reads the options of a function from ``jax.jit`` that is passed to ``gshard.jit``, ``explain`` or ``search``.
 
     step = jax.jit(f, in_shardings=(s, s), out_shardings=s, donate_argnums=0)
     gshard.jit(step)  ==  gshard.jit(f, mesh=s.mesh, in_shardings=(s, s), out_shardings=s, donate_argnums=0)

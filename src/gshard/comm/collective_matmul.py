@@ -1,4 +1,4 @@
-"""Collective matmul: a contraction taken part by part, run on one device's parts while other parts are on their way.
+"""Collective matmul: computes a contraction shard by shard while other shards are in flight.
 
 With p parts and one array that rotates, device ``a`` works in step t on part ``a + t``: it holds that part of a
 rotating operand, or the sum for that part of the result, which came from device ``a + 1`` (of those around the ring,
@@ -10,7 +10,7 @@ A part of an operand is sent on while it is used. A sum cannot be: what arrives 
 sums rotate in halves that take turns: one is on its way while the other's product is computed, and each addition is
 the end of a product.
 
-The loop is one ``scan`` whatever p is. The last product stands outside, so that nothing is sent which nobody needs:
+The loop is one ``scan`` whatever p is. The last product stands outside, so that nothing is sent in vain:
 p - 1 permutations for each array that rotates, and one for each skew.
 """
 
@@ -221,7 +221,7 @@ class _Steps:
         return sums + self._step(staying, moving, lane, t)[0].astype(self._dtype)
 
     def _empty(self, staying: list[Any], moving: list[list[Any]]) -> Any:
-        """A result of which nothing is made yet: sums of nothing, or memory that the steps fill."""
+        """A result before the first step: sums of nothing, or memory that the steps fill."""
         shape, d = list(self.shards.out_shape()), self.made_along
         if d is not None:
             shape[d] = self.parts * self.part

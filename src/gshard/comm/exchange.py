@@ -1,4 +1,4 @@
-"""Exchange: dimensions change places, tile by tile, and every tile goes straight to where it is wanted.
+"""Exchange: dimensions change places tile by tile; each tile is sent directly to its destination.
 
     [8@(x,y), 8@z] -> [8@z, 8@(x,y)]      x = y = z = 2: two rounds of half a part, each half sent once
 
@@ -113,7 +113,7 @@ def exchange(before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) ->
         p, q = mesh.count(own), mesh.count(other)
         fine = math.lcm(p, q)
         ordinals = ordinals * p + _ordinal(own, at, mesh, devices)
-        # Tiles of this dimension in a part after, and of which part before each is.
+        # Tiles of this dimension in a part after, and the part before that each comes from.
         tile = _ordinal(other, at, mesh, devices)[:, None] * (fine // q) + np.arange(fine // q)
 
         def further(x: Any, by: int, digit: Any) -> Any:

@@ -4,8 +4,8 @@ Everything that shifts, cuts or slides along a split dimension (slice, pad, conc
 asks for the same thing: part ``i`` of the result needs what stands from position ``first + step * i`` on in an operand
 whose elements stand ``dilation`` apart: elements from ``ceil((first + step * i) / dilation)`` on. From these numbers
 follow, statically, the distances over which parts must be sent and how much of each; a window that reaches over
-several parts takes several shifts, each one CollectivePermute of just the elements that somebody needs. Where parts
-need such different things that shifts would carry much for nobody, every chunk gets a route of its own
+several parts takes several shifts, each one CollectivePermute of just the needed elements. Where parts
+need such different things that shifts would carry much in vain, every chunk gets a route of its own
 (``comm.route``).
 
     >>> window = Window(n=12, first=-1, step=3, parts=4, extent=5)      # one neighbour's element on each side
@@ -44,7 +44,7 @@ class Shift:
 
     Attributes:
         distance: how many parts away they come from; 0 stays at home.
-        low, high: the elements of a part that somebody needs.
+        low, high: the elements of a part that are needed.
         begin, end: the elements for which there is room where they are laid down.
         receivers: the parts that need some of them.
     """
@@ -68,7 +68,7 @@ class Window:
         extent: the window's length in positions.
         dilation: element ``j`` stands at position ``j * dilation``.
         taking: parts from this one on hold no results and need nothing; None if all do.
-        inside: whether all that results read is in the array: then nobody asks what stands outside.
+        inside: whether results read the array only: then elements outside do not matter.
     """
 
     n: int
@@ -120,7 +120,7 @@ class Window:
         )
 
     def filled_outside(self, size: int) -> bool:
-        """Whether what is fetched from outside of the array is known: nobody sends it, and no part is padded.
+        """Whether what is fetched from outside of the array is known: it is not sent, and no part is padded.
 
         >>> Window(n=12, first=-1, step=3, parts=4, extent=5).filled_outside(3)
         True
@@ -131,7 +131,7 @@ class Window:
 
     @property
     def within(self) -> bool:
-        """Whether everything that stands in the windows is in the array, so that nobody asks what stands outside.
+        """Whether everything that stands in the windows is in the array, so that elements outside do not matter.
 
         >>> [Window(n=12, first=first, step=3, parts=4, extent=3).within for first in (-1, 0, 1)]
         [False, True, False]
@@ -191,7 +191,7 @@ def _plan(window: Window, size: int) -> tuple[Shift, ...]:
 
 
 def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> Any:
-    """This device's window of dimension ``dim``, of which ``x`` is its part (inside ``shard_map``).
+    """This device's window of dimension ``dim``; ``x`` is its part (inside ``shard_map``).
 
     Returns:
         ``window.width`` elements along ``dim``; what is outside of the array is undefined.
@@ -248,7 +248,7 @@ def laid_out(x: Any, got: Sequence[Any], dim: int, atoms: Atoms, window: Window,
             chunks.append(_cut(x, shift.begin, shift.end, dim))
             continue
         chunk = next(rest)
-        if not zeros:  # what nobody sends arrives as zeros
+        if not zeros:  # what is not sent arrives as zeros
             source = lax.axis_index(atoms) + shift.distance
             chunk = jnp.where((source >= 0) & (source < window.parts), chunk, jnp.asarray(fill, x.dtype))
         chunks.append(padded(chunk, shift.low - shift.begin, shift.end - shift.high))
@@ -272,7 +272,7 @@ def add_windows(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window, size
     """Adds what all windows hold to the elements that they stand for: the transpose of ``fetch_window``.
 
     Args:
-        x: this device's window. Where it stands outside of the array, anything, if nobody sends what is there
+        x: this device's window. Where it stands outside the array, anything, if that is not sent
             (``Window.filled_outside``); else zeros.
         dim: the dimension of windows.
         atoms: those that it is split over.

@@ -1,4 +1,4 @@
-"""Cutting what one device holds."""
+"""Slices of local arrays."""
 
 from __future__ import annotations
 

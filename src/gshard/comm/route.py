@@ -1,7 +1,7 @@
-"""Route: chunks of parts sent to where they are wanted, in as few rounds as there can be.
+"""Route: sends chunks of shards to their destinations in the least number of rounds.
 
 A round is one CollectivePermute: every device sends at most one chunk and receives at most one, all of them padded to
-the longest. Chunks are edges between senders and receivers; rounds are colors, of which a bipartite graph needs no more
+the longest. Chunks are edges between senders and receivers; rounds are colors, and a bipartite graph needs no more
 than its largest degree (Kőnig). Halo exchanges that are the same for all parts are shifts instead (``comm.halo``).
 
     >>> swap = [Chunk(0, 0, 1, 0, 3), Chunk(1, 0, 0, 0, 3), Chunk(0, 0, 0, 3, 1)]

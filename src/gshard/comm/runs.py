@@ -1,4 +1,4 @@
-"""Runs: whether the parts of an array are in one run of elements, or have to be copied into place."""
+"""Runs: decides whether the parts of an array are contiguous, or have to be copied into place."""
 
 from __future__ import annotations
 

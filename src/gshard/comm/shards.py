@@ -1,4 +1,4 @@
-"""Shards: what a rule's ``local`` may know about the part of an equation that one device computes.
+"""Shards: describes one device's shard of an equation to the ``local`` of its rule.
 
 def local(shards, x):                       # inside shard_map, x is this device's part
     return shards.bind(x, shape=shards.out_shape())
@@ -40,7 +40,7 @@ class Shards:
         split: the atoms of its factors.
         mesh: the devices.
         note: told of every collective: kind, atoms, bytes that each device sends, local operand.
-        unread: results that nobody reads.
+        unread: results without users.
         fetched: the windows that equations of this block have fetched already.
     """
 

@@ -1,4 +1,4 @@
-"""Sorting along a split dimension, in the way that sends least. Every way is stable.
+"""Sorts along a split dimension with the least communication. All methods are stable.
 
     together    all parts are gathered and each device keeps its part of the sorted whole
     crosswise   with other dimensions beside it: an all-to-all makes the sorted dimension whole and cuts the others,
@@ -151,7 +151,7 @@ def sort_split(shards: Shards, operands: Sequence[Any], axis: int, n: int, num_k
 
 
 def _sort(operands: Sequence[Any], num_keys: int, *, stable: bool = True) -> list[Any]:
-    """Sorted rows; where no two elements that can be told apart compare equal, nobody sees whether that is stable."""
+    """Sorted rows; where no two elements that can be told apart compare equal, stability has no effect."""
     return list(lax.sort(tuple(operands), dimension=1, is_stable=stable, num_keys=num_keys))
 
 

@@ -1,4 +1,4 @@
-"""Steps: the moves of which every reshard is made, with what each device sends.
+"""Steps: the moves that make up every reshard, with the bytes that each device sends.
 
 A step changes the sharding of one array in one way and knows three things about itself: the sharding it leads to,
 the bytes that each device sends, and how to do it on local arrays inside ``shard_map``. What is costed is
@@ -186,7 +186,7 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
 
 
 def _as_first(x: Any, dim: int, run: Callable[[Any, int], Any]) -> Any:
-    """Runs along a dimension; as the first one if no element is before it, or XLA lays the array out anew for it."""
+    """Runs along a dimension; as the first one if no element is before it, to spare XLA a copy of the array."""
     if not dim or any(n != 1 for n in x.shape[:dim]):
         return run(x, dim)
     found = run(x.reshape(x.shape[dim:]), 0)
@@ -288,7 +288,7 @@ def all_reduce(x: Any, atoms: Atoms, monoid: str) -> Any:
 
 
 def _as_bits(x: Any, dim: int | None = None) -> tuple[Any, Callable[[Any], Any]]:
-    """An array as integers of the same bytes, and the way back; dimension ``dim`` stays as it is.
+    """An array as integers of the same bytes, and the way back; dimension ``dim`` stays unchanged.
 
     Sums of floats lose the sign of a zero, what is very small and what a NaN says, also where all but one are zero.
     """

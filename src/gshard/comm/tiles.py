@@ -1,4 +1,4 @@
-"""Tiles: one all-to-all in which atoms go from several dimensions to several others.
+"""Tiles: one all-to-all that moves atoms from several dimensions to several others.
 
     [8@(x,y), 8, 8] -> [8, 8@x, 8@y]      one message with 7 of 8 tiles, instead of two with 6 and 4 of 8
     [8@x, 8, 8]     -> [8, 8@(x,y), 8]    y is free: each device keeps every other part before anything is sent

@@ -1,4 +1,4 @@
-"""Border: what is asked of the arguments and results of a program, besides marks."""
+"""Border: constraints on the arguments and results of a program, besides marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context: what JAX's context managers add to an equation beside what it computes.
+"""Context: what JAX's context managers add to an equation (compute type, XLA metadata).
 
     with set_xla_metadata(_scheduling_group_id=3):
         y = x * 2                                    # frontend attributes of this operation

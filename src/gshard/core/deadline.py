@@ -1,4 +1,4 @@
-"""Deadline: the time until which a computation may run; long computations check it on their way.
+"""Deadline: the time limit of a computation, which long computations check.
 
 A search with a time budget plans a program many times, and one planning can take longer than the budget. Planning and
 solving therefore call ``check_deadline`` between their steps. It does nothing outside of ``until``, and raises

@@ -1,4 +1,4 @@
-"""Device order: which device stands at which position of the mesh.
+"""Device order: the device at each position of the mesh.
 
 A mark may name devices: an array of device ids, or a mesh of JAX's with its devices in an order of its own. What it
 says is a *table*: for each part of the array the devices that hold it. Where the table is regular on the program's mesh

@@ -1,4 +1,4 @@
-"""Dropped: what an equation of a program says and gshard does not keep."""
+"""Dropped: a feature of an equation that gshard does not keep."""
 
 from __future__ import annotations
 

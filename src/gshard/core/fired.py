@@ -1,4 +1,4 @@
-"""Fired: a record of one rewrite of a program, for people."""
+"""Fired: the record of one rewrite of a program."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Garbage: Python looks for cycles less often while a program is traced, planned and partitioned.
+"""Runs Python's cycle collector less often while a program is traced, planned and partitioned.
 
-These stages make some hundred thousand small objects, nearly all of which stay. Python would look for cycles after
+These stages make some hundred thousand small objects; nearly all of them stay. Python would look for cycles after
 every 700 of them, and now and then through everything there is, JAX's objects included: a third of the time went there.
 """
 

@@ -180,7 +180,7 @@ def shapes_of(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 def as_traced_here(jaxpr: Any) -> Any:
     """The same (closed) jaxpr, its equations and literals under the mesh of now, not that of when it was traced.
 
-    A jaxpr, and each jaxpr in it, that is so already is returned as it is.
+    A jaxpr, and each jaxpr in it, that is closed already is returned unchanged.
     """
     return AsTracedHere(jax.sharding.get_abstract_mesh()).jaxpr(jaxpr)
 
@@ -258,7 +258,7 @@ def as_outside(f: Callable[..., Sequence[Any]], arrays: Sequence[Any]) -> list[A
     try:
         with no_mesh_set():
             jaxpr = jax.make_jaxpr(f)(*shapes_of([jax.typeof(x) for x in arrays]))
-    except Exception:  # it names an axis of a mesh, say; if it is wrong in itself, that is told here
+    except Exception:  # it names an axis of a mesh, say; if it is wrong in itself, this raises the error
         return list(f(*arrays))
     return list(f(*arrays)) if jaxpr.effects or jaxpr.consts else _as_written_p.bind(*arrays, jaxpr=jaxpr)
 

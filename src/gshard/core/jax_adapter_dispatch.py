@@ -239,7 +239,7 @@ class FastFunction:
     """A function whose calls JAX's C++ dispatches once they have been seen.
 
     Args:
-        f: run as it is under ``jax.disable_jit``.
+        f: runs unchanged under ``jax.disable_jit``.
         miss: called for what has not been seen, with the arguments; returns results, what to run for such arguments
             from now on (``fast_path``) or None, and False.
         static_numbers, static_names: arguments that are no arrays.

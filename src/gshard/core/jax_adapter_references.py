@@ -57,7 +57,7 @@ def array_of(reference: Any) -> Any:
 
 
 def write(reference: Any, array: Any) -> None:
-    """Makes a reference hold another array of the same type and sharding, of which nobody else may keep the memory."""
+    """Makes a reference hold another array of the same type and sharding, whose memory has no other owner."""
     reference._refs._buf._replace_with(array)
 
 

@@ -1,4 +1,4 @@
-"""Layout: what names of dimensions mean on a mesh.
+"""Layout: maps names of dimensions to mesh axes.
 
 A program says which dimensions are the batch; a layout, one table for all of it, says over which axis the batch is
 split. A name is nothing but a mark whose meaning comes from the layout:

@@ -1,4 +1,4 @@
-"""Look: a place where the user asks how an array is sharded, without a part in the program."""
+"""Look: the inspection of an array's sharding, which is not a part of the program."""
 
 from __future__ import annotations
 

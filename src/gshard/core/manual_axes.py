@@ -1,4 +1,4 @@
-"""Manual axes: the atoms over which no value inside a partly manual ``shard_map`` can be split.
+"""Manual axes: the atoms that cannot split any value inside a partly manual ``shard_map``.
 
 Such a region is opened when the program is traced: its body stands between equations that make parts of whole arrays
 and whole arrays of parts (``Rule.manual``). A value in between is what the devices of one position along the manual

@@ -1,4 +1,4 @@
-"""Mark: what the user wrote about one value, and what it means on a mesh.
+"""Mark: a sharding constraint of the user on one value, and its meaning on a mesh.
 
 ``split(x, 0, 4)`` on 8 devices cuts dimension 0 over the major atoms of the mesh, so that each part is held by
 consecutive devices; an array of device ids is read as strides in the flat order of the devices.
@@ -103,7 +103,7 @@ class Mark:
 
     @property
     def spec_text(self) -> str:
-        """The ``PartitionSpec`` of this mark as it is written."""
+        """The source text of this mark's ``PartitionSpec``."""
         axes = (("unreduced", self.unreduced), ("reduced", self.reduced))
         return text_of_spec(self.spec, axes, "" if self.monoid == "add" else self.monoid)
 

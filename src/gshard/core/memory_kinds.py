@@ -1,4 +1,4 @@
-"""Memory kinds: in which memory of its devices an array is.
+"""Memory kinds: the memories of a device in which an array can be.
 
 JAX has two terms for it. A *memory kind* (``device``, ``pinned_host``, ``unpinned_host``) belongs to a sharding and
 says where an argument or a result of a program is. A *memory space* (``jax.memory.Space.Device`` or ``Host``) belongs

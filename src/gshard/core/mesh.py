@@ -1,4 +1,4 @@
-"""Mesh: the devices, as a grid of named axes and of the atoms that the axes are made of.
+"""Mesh: the devices as a grid of named axes, and the atoms of these axes.
 
 Every axis is factored into primes on entry (8 -> 2*2*2, 6 -> 2*3). These *atoms* are the real axes of the
 ``shard_map`` mesh: the same devices in the same flat order, so the factoring costs no communication, and a

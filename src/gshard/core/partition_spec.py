@@ -1,4 +1,4 @@
-"""PartitionSpec: what JAX's ``PartitionSpec`` says, as a mark has it, and as text."""
+"""PartitionSpec: converts JAX's ``PartitionSpec`` to the entries of a mark and to text."""
 
 from __future__ import annotations
 

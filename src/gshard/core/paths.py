@@ -1,4 +1,4 @@
-"""Paths: where a leaf of the arguments is, what it is called, and patterns of such paths.
+"""Paths: positions and names of the leaves of arguments, and patterns of paths.
 
 ``params['layers'][0]['w1']`` is at ``params/layers/0/w1``. In a pattern ``*`` stands for anything inside of a component
 and ``**`` for any number of components.

@@ -1,4 +1,4 @@
-"""Phases: tracing, rewriting, planning, partitioning, lowering and compiling a function, each logged with its seconds.
+"""Phases: logs the seconds of tracing, rewriting, planning, partitioning, lowering and compiling.
 
 Each phase is one record of the logger ``gshard`` when it ends::
 

@@ -1,4 +1,4 @@
-"""Plan: the sharding of every value, the split of every equation, and why.
+"""Plan: the sharding of every value, the split of every equation, and the reasons.
 
 A plan is plain data. ``propagate`` (or a search) writes it, ``partition`` obeys it, ``explain`` reads it.
 """

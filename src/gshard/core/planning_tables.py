@@ -1,4 +1,4 @@
-"""Tables: results of pure functions, kept for as long as one program is planned, priced, searched or explained.
+"""Tables: memoises pure functions while one program is planned, priced, searched or explained.
 
 Planning calls a few functions very often with the same arguments: which steps lead from a sharding to others, what an
 exchange sends. ``tabulated`` keeps their results in the tables of whoever plans. They begin with the outermost call of
@@ -41,7 +41,7 @@ class Tables:
     """Tables that are kept for several plans, one after the other.
 
     Args:
-        plans: for how many, before they begin anew.
+        plans: after so many, the tables start again.
     """
 
     def __init__(self, plans: int):

@@ -1,4 +1,4 @@
-"""Processes: those that share a mesh run the same program, or are told so before the first collective.
+"""Processes: compares the programs of all processes that share a mesh before the first collective.
 
 Each process traces and plans by itself. Where two of them make different programs, the collectives of one wait for
 those of the other, for ever. So before a program runs for the first time, its processes compare what identifies it,

@@ -1,4 +1,4 @@
-"""Program: what the user wrote, as equations over values.
+"""Program: the user's function as equations over values.
 
 A program is a jaxpr made convenient: calls are inlined, every value is an object of its own (also in bodies of
 loops), each equation has its rule or its region and knows the user's source line.

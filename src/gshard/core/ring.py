@@ -1,4 +1,4 @@
-"""Rings: collective matmuls, contractions that are done part by part while parts rotate among the devices.
+"""Rings: the plan of a collective matmul, a contraction in parts that rotate among the devices.
 
 A contraction whose operand would be gathered, or whose result would be reduce-scattered, can do without ever holding
 the whole: a factor is taken one part after another, and each part comes by on its way around a ring of devices (figure

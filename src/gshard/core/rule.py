@@ -1,4 +1,4 @@
-"""Rules: how an equation may be split.
+"""Rules: the independent loops of an equation, and how they may be split.
 
 A rule names the *factors* of one equation: the independent loops of its computation. Every dimension of every
 operand and result is a product of factors, major to minor, in the notation of einsum:
@@ -115,7 +115,7 @@ class Rule:
             way (``core.ring``); what parts of a sum give may be of a wider dtype. None if it cannot be run so.
         passes: True if the results are the operands, as a barrier gives them.
         sums: True if what was picked, when it passes, is a part of a sum afterwards.
-        slow: operands of which something is computed that takes long: where one is repeated along a dimension,
+        slow: operands of an expensive computation: where one is repeated along a dimension,
             compilers compute it once for all repetitions.
         allowed: ``allowed(mesh, split)``: whether the equation can run in this split of its factors, where they alone
             do not tell; None if they do.

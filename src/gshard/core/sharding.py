@@ -1,4 +1,4 @@
-"""Sharding: which atoms of the mesh cut each dimension of an array.
+"""Sharding: the atoms of the mesh that split each dimension of an array.
 
     >>> mesh = Mesh.abstract(data=2, expert=4)
     >>> s = Sharding((("data",), (), ("expert.0", "expert.1")))

@@ -1,4 +1,4 @@
-"""Splits: atoms given to the factors of an equation, and how that relates to shardings of its arrays.
+"""Splits: assignments of atoms to the factors of an equation, and the shardings that follow.
 
 All arithmetic between dimensions and factors lives here. Two laws hold it together:
 

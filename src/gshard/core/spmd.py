@@ -1,4 +1,4 @@
-"""SpmdProgram: the one program that all devices run, and what they send each other."""
+"""SpmdProgram: the program of one device, and the collectives in it."""
 
 from __future__ import annotations
 

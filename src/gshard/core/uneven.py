@@ -1,4 +1,4 @@
-"""UnevenArray: an array whose dimensions need not divide, kept split between two calls.
+"""UnevenArray: an array with uneven shards, kept split between two calls.
 
 JAX has no arrays whose parts are unequal, so ``gshard.jit`` makes such a dimension whole where it meets the outside
 world. A training state that goes from one call straight into the next need not: with ``uneven="keep"`` those results

@@ -1,4 +1,4 @@
-"""Wide: programs of 64-bit numbers, traced where JAX makes such numbers.
+"""Wide: traces programs of 64-bit numbers with JAX's x64 types.
 
     def f(x):
         with jax.enable_x64(True):

@@ -1,4 +1,4 @@
-"""XLA's bugs, and how they are worked around: each with its issue, all last seen in jaxlib 0.10.2.
+"""Workarounds for bugs of XLA, each with its issue; all last seen in jaxlib 0.10.2.
 
 ``tests/core/test_xla_workarounds.py`` shows each bug; a test there that fails says which of these can go.
 
@@ -32,7 +32,7 @@ from gshard.core.jax_adapter import all_gather_p, all_to_all_p, ppermute_p
 # Whether XLA for CPU leaves barriers in their place, as it does for other devices.
 _LEAVES_BARRIERS = jax.__version_info__[:2] >= (0, 12)
 
-# Options of a compiler that runs a program as it is written: without XLA's algebraic simplifier.
+# Options of a compiler that runs a program unchanged: without XLA's algebraic simplifier.
 AS_WRITTEN = {"xla_disable_hlo_passes": "algsimp"}
 
 

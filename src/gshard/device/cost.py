@@ -1,4 +1,4 @@
-"""Cost: what each equation of a per-device program takes on a machine: time, FLOPs, bytes, and the peak of memory.
+"""Cost: prices each kernel of a per-device program on a machine: time, FLOPs, bytes, and the memory peak.
 
     found = cost(lowered.spmd, Machine.of("v3:8x8"))
     found.seconds, found.peak, found.by_kind

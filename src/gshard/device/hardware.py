@@ -1,4 +1,4 @@
-"""Hardware: the machine that a mesh's devices are, and what happens where there is no model of them.
+"""Hardware: finds the machine of a mesh's devices, and handles devices without a model.
 
     kind_of_devices(mesh)      "h100"; None for an accelerator that ``machine_kinds`` does not have
     machine_of(mesh)           its machine; an error for such an accelerator: its times would be invented

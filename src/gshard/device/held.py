@@ -1,4 +1,4 @@
-"""Held: the arrays that a device holds at the peak of its memory, under the names that reports give arrays."""
+"""Held: lists the arrays that a device holds at its memory peak, with the names of reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jaxpr collectives: what a per-device program sends to others, by kind; not what it reports of itself."""
+"""Counts the collectives of a per-device program in its jaxpr, independently of the partitioner's notes."""
 
 from __future__ import annotations
 

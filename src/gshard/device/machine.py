@@ -1,4 +1,4 @@
-"""Machine: what a device can do in a second, and how far away the others are.
+"""Machine: rates, memory, network and compiler of the devices that a program runs on.
 
     >>> tpu = Machine.of("v3:4x4")              # 16 chips of two cores each: 32 devices
     >>> tpu.size, [d.size for d in tpu.network]

@@ -1,4 +1,4 @@
-"""Memory: what a device holds at each moment of the program, and what makes the peak.
+"""Memory: the bytes that a device holds at each moment of a program, and the arrays at the peak.
 
 XLA's way of counting: arguments and results take their place for the whole call (a donated argument lends its place to
 a result of the same size), everything else from the kernel that makes it to the last one that reads it. Until a result
@@ -219,7 +219,7 @@ def _overwritten(kernels: Sequence[Kernel], last: Mapping[Value, int], elsewhere
 
 
 def _may_overwrite(kernel: Kernel) -> bool:
-    """Whether a result may take the place of an operand that nobody needs any more.
+    """Whether a result may take the place of an operand without later users.
 
     So it is with what runs element by element, with reductions over devices, and with updates, whose result is where
     the first operand was.

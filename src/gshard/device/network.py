@@ -1,4 +1,4 @@
-"""Network: how long a collective takes on a machine, from which of its links it uses.
+"""Network: the time of a collective on a machine, by the links that it uses.
 
 The devices of a group are along some dimensions of the network, every ``step``-th of a dimension. All groups of one
 collective run at the same time, so a link carries the messages of ``step`` groups, and of all cores that share it.

@@ -1,4 +1,4 @@
-"""Overlap: which contractions are worth being collective matmuls (``passes.windowed``).
+"""Overlap: decides which contractions should be collective matmuls (``passes.windowed``).
 
     gshard.jit(f, mesh=8, windowed=2**28)                              # what would be larger than 256 MiB when gathered
     gshard.jit(f, mesh=mesh, windowed=Windowed(machine="v4:4x4x4"))    # where a step hides the next part's way

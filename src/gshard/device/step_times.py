@@ -1,4 +1,4 @@
-"""Step times: how long the steps take in which an array is moved on a machine."""
+"""Step times: the time of each step of a reshard on a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice: why a collective is there, from the marks on both of its sides; ``proposal`` says what would remove it."""
+"""Advice: explains why a collective is needed, from the shardings and marks on both of its sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounds: what a call of a program is bound by on a machine, and what would make it faster.
+"""Bounds: what a call is bound by on a machine, and what would make it faster.
 
 Launch-bound: 25.1 µs a call on h100:1x8, 72 % kernel launches, 21 % network latency, 7 % memory traffic.
 
@@ -104,7 +104,7 @@ def does_not_pay(plan: Plan, found: Cost) -> str:
     """That a call is no faster than on one device alone, if so; empty where it is bound by what devices share.
 
     Args:
-        plan: the program, as it is split.
+        plan: the split program.
         found: what a call takes so.
     """
     if plan.mesh.size == 1 or not {"launch", "latency", "network"} & {*bounds_of(found)} or not found.seconds:

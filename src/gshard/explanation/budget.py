@@ -1,4 +1,4 @@
-"""Budget: a program in which a device would send more bytes than its user allows is refused, with what to do.
+"""Budget: refuses a program in which a device sends more bytes than the user allows, and shows what to change.
 
 gshard.jit(step, mesh=8, strict=50e6)       # at most 50 MB sent by each device in one call
 """

@@ -1,4 +1,4 @@
-"""Changes: the marks that could be added, loosened or removed so that the devices send less.
+"""Changes: finds marks to add, loosen or remove so that the devices may send less.
 
 A collective moves a value from one sharding to another. Marked where it is made as it is wanted, or, a sum, split over
 the devices that add it up, the value may need no collective, or less of one. And a mark that is there may ask for too

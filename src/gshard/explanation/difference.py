@@ -1,4 +1,4 @@
-"""Difference: two explanations of a program, line by line: what became more, and what less.
+"""Difference: compares two explanations of a program line by line.
 
     before, after = (gshard.explain(f, x, mesh=8) for f in (step, step_with_a_mark))
     print(after.difference(before))
@@ -18,7 +18,7 @@ from gshard.core.program import format_bytes, format_flops
 
 FORMAT = 2  # of the data that is compared; it is written into it
 _ALIKE = 0.3  # files of two names with so much in common are one that was renamed
-_LIKE = 0.6  # a line of which so much is left is one that was edited
+_LIKE = 0.6  # a line that is similar to this degree was edited
 _SHOWN = 20  # lines in the text
 
 

@@ -1,4 +1,4 @@
-"""Explain: what each large tensor got and why, and what the devices send each other.
+"""Explanation: the sharding of each array with its reasons, and the collectives of a program.
 
 print(gshard.explain(loss, params, batch, mesh=8))
 
@@ -110,7 +110,7 @@ class Explanation:
 
         Args:
             machine: what it would run on, or the text of one (``v3:32x32``); None takes what the plan was made for, or
-                else the devices of the mesh, and CPUs for an abstract one. The plan stays as it is: to plan for
+                else the devices of the mesh, and CPUs for an abstract one. The plan does not change: to plan for
                 another machine, give it to ``explain``.
 
         Raises:
@@ -291,7 +291,7 @@ class Explanation:
         """The chain of reasons for one tensor, from its sharding back to a mark.
 
         Args:
-            name: as it is printed: an argument, by its short name or its whole path, ``%2`` for a value inside,
+            name: a printed name: an argument, by its short name or its whole path, ``%2`` for a value inside,
                 ``train.py:9`` for the largest value that the line makes, or the array of a collective, such as
                 ``gradient of w``.
 

@@ -1,4 +1,4 @@
-"""Found: what ``gshard.search`` returns: a plan, what it costs, and how near the best of a model it is."""
+"""Found: the result of ``gshard.search``: a plan, its cost, and a bound on its distance from the best."""
 
 from __future__ import annotations
 
@@ -227,8 +227,8 @@ class Found:
     def why(self, what: str) -> list[str]:
         """What else was possible for values, and what it would cost: those of a source line, or arguments by name.
 
-        Of values that equal layers have alike the first is told. What a row costs is what a call takes more, in the
-        model, if everything else is chosen anew as it is best then; for a few rows that is solved, and exact.
+        Of the values of equal layers the first is listed. The cost of a row is the additional time of a call in the
+        model if everything else is chosen optimally again; for a few rows that is solved exactly.
 
         Args:
             what: a part of an argument's name (``"mlp.w1"``; ``"['w1']"`` of its whole path) or of a line

@@ -1,4 +1,4 @@
-"""Host memory: what a program keeps in the memory of the host, and what moves between host and device in a call.
+"""Host memory: the arrays that a program keeps in host memory, and the transfers of a call.
 
 Arrays of memory kind ``pinned_host`` or ``unpinned_host`` take no memory of a device. What is computed with them is
 fetched, one device's part by each device, over the link between host and device.

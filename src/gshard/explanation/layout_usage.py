@@ -1,4 +1,4 @@
-"""Named: how far a layout is used by a program, and what of it is not: most likely a mistake in a name.
+"""Layout usage: the values that each row of a layout applies to, and the rows that are unused.
 
 ``explain`` lists both; ``jit(strict=True)`` refuses the second.
 """

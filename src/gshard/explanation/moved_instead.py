@@ -1,4 +1,4 @@
-"""Moved instead: operands that are gathered over an axis they are split over, because other arrays move for less.
+"""Moved instead: operands that are gathered because moving the other arrays sends less.
 
 In Megatron's tensor parallelism weights stay where they are. Activations are all-gathered before a product, or its
 sums are reduce-scattered or all-reduced after it. An all-to-all of a smaller activation, and a gather of the weight,

@@ -1,4 +1,4 @@
-"""Peer lines: what each source line takes under XLA's own partitioner and under ours, to compare line by line.
+"""Peer lines: compares bytes and times of each source line under XLA's partitioner and under gshard.
 
     print(gshard.explain(step, params, batch, mesh=8).against_xla())
 

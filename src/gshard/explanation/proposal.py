@@ -1,4 +1,4 @@
-"""Proposal: a mark to add, or one to loosen or remove, with which the devices send less.
+"""Proposal: a change of marks with which the devices send less.
 
 ``changes`` finds which marks could be changed, ``trials`` plans the program again with each change and keeps those that
 lower the bytes of the whole program. This module has the result.
@@ -19,7 +19,7 @@ class Proposal:
     """A change of marks, and what it brings.
 
     Attributes:
-        mark: as it is written, ``gshard.shard(x, P('data', None))``.
+        mark: the source text, ``gshard.shard(x, P('data', None))``.
         at: what to mark: an argument's name, or the line and operation that make the value.
         before, after: bytes that each device sends in one call, as the program is and with the change.
         instead: the mark that is there now, if this one takes its place; ``mark`` is empty if it can just go.

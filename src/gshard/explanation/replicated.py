@@ -1,7 +1,7 @@
-"""Replicated work: products that every device computes whole although an operand of theirs is split.
+"""Replicated work: products that every device repeats although an operand is split.
 
 Without a machine no product is (``passes.objective``). On a named one it may be faster to gather a small operand than
-to combine large results; then each such equation is told with how often its share is computed, what that spares, and
+to combine large results; then each such equation is listed with how often its share is computed, what that spares, and
 the mark that forbids it.
 """
 

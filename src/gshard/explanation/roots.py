@@ -1,4 +1,4 @@
-"""Roots: the marks, and the shardings of arguments, that a collective goes back to.
+"""Roots: the marks and argument shardings that cause a collective.
 
 A value is split because of a mark or an argument's sharding, which its reasons lead back to. A collective that moves a
 value goes back to what splits it, to what splits the sum that it combines, and to what splits the arrays of the

@@ -1,4 +1,4 @@
-"""Row text: the rows of an explanation as lines of text; of equal layers one line."""
+"""Row text: prints the rows of an explanation, with one line for equal layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensor_lines(title: str, rows: Sequence[TensorRow], most: int) -> list[str]:
 
 
 def collective_lines(rows: Sequence[CollectiveRow], most: int) -> list[str]:
-    """At most so many lines: what is sent, of which array, in which module, for which line, and why."""
+    """At most so many lines: the bytes, the array, the module, the source line, and the reason."""
     shown = rows[:most]
     names = [f"{c.array}  x{c.arrays}" if c.arrays > 1 else c.array for c in shown]
     wide = max(map(len, names), default=0)

@@ -1,4 +1,4 @@
-"""Rows: what an explanation tells of each array, and of each kind of collective."""
+"""Rows: one row for each array and for each kind of collective of an explanation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TensorRow:
 
 
 def row_called(rows: Sequence[TensorRow], name: str, names: ArrayNames, collectives: Sequence[Collective]) -> TensorRow:
-    """The first row of a name as it is printed.
+    """The first row with a printed name.
 
     Args:
         rows: all arrays.

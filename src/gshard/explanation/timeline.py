@@ -1,4 +1,4 @@
-"""Timeline: one call of a program on one device, kernel after kernel, as the cost model has it.
+"""Timeline: the kernels of one call on one device in order, by the cost model.
 
     found = gshard.explain(step, params, batch, mesh=8)
     found.trace("step.json", machine="v5e:2x4")      # open it in ui.perfetto.dev or chrome://tracing

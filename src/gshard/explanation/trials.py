@@ -1,4 +1,4 @@
-"""Trials: the program planned again with changes of marks, one at a time, until a number of seconds is used up.
+"""Trials: plans the program again with one change of marks at a time, within a time limit.
 
     Tried 12 of 40 changes of marks in 10 s, those of the largest collectives first.
 
@@ -123,7 +123,7 @@ def _sent(planner: Planner, program: Program | None) -> tuple[int, SpmdProgram] 
 
 
 class _Watch:
-    """Time that is left for trials of one kind, of which the first is made in any case.
+    """Time that is left for trials of one kind; the first is made in any case.
 
     Args:
         clock: the time.

@@ -1,4 +1,4 @@
-"""Lists the shardings that planning compared for a value: what the best plan with each costs, and what asks for it.
+"""Value costs: the shardings that planning compared for a value, with the cost of the best plan for each.
 
 Planning chooses one sharding for a sharding group, the values that elementwise operations tie together. For each
 sharding that the group may have, the problem is solved again with that sharding forced, and the cost of the solution is

@@ -1,4 +1,4 @@
-"""Verdict: what bounds a call of a program on a machine, in a few sentences.
+"""Verdict: states in a few sentences what bounds a call of a program on a machine.
 
 print(gshard.explain(step, params, batch, mesh=8).verdict("v5e:2x4"))
 

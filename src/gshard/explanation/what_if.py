@@ -1,4 +1,4 @@
-"""What if: the program planned again under other marks, and what a call then takes.
+"""What if: plans the program again under other marks, and prices the result.
 
 ``instead`` tries the other shardings of one value, ``trials`` the changes of marks that may remove a collective. Both
 plan, partition and price the whole program, as a user would who edits the mark.

@@ -1,4 +1,4 @@
-"""Apart: what only some devices run.
+"""Runs the parts of a program that only some devices execute.
 
 In a ``shard_map`` that is manual over some axes, a branch is taken, or a loop goes on, on the devices of one position
 along these axes and perhaps not on those of another. An XLA collective with groups waits for its own group. A
@@ -23,7 +23,7 @@ from gshard.language.per_device import Rewritten, collective
 
 
 def apart(f: Callable[..., Sequence[Any]], arrays: Sequence[Any], manual: Collection[str]) -> list[Any]:
-    """Runs a per-device function that not all devices run; what it permutes over ``manual`` atoms stays as it is."""
+    """Runs a per-device function that not all devices run; permutes over ``manual`` atoms stay unchanged."""
     return _Apart(frozenset(manual)).function(jax.make_jaxpr(lambda *xs: list(f(*xs)))(*arrays))(*arrays)
 
 

@@ -1,4 +1,4 @@
-"""Batch dimensions of primitives that have no rule, found and proven by their own vmap rule.
+"""Finds batch dimensions of primitives without a rule, and proves them by their own vmap rule.
 
 A primitive P on whole arrays is a map over some of their dimensions if it is the ``vmap`` of itself on arrays without
 them. What ``vmap`` of an equation is, JAX writes down; so the claim is proven where tracing
@@ -78,7 +78,7 @@ def _levels(call: Call) -> tuple[list[Level], dict[str, Any]]:
     """All dimensions that the equation is proven to be a map over, and the parameters of the map's body."""
     levels: list[Level] = []
     params = call.params
-    if call.primitive is None or call.name in KINDS:  # of a collective, in a per-device program, nobody asks it
+    if call.primitive is None or call.name in KINDS:  # not needed for a collective of a per-device program
         return levels, params
     trials = itertools.count()
     shapes = call.in_shapes, call.out_shapes

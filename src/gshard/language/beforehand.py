@@ -1,4 +1,4 @@
-"""Beforehand: what a loop on one device computes of nothing but positions, once before it and not in every round.
+"""Computes values of a loop that depend on positions only once before the loop, not in every iteration.
 
     inside = (row >= 1) & (row < n - 1)         rows from an iota and the number of the device: the same in every round
     u = jnp.where(inside[:, None], step(u), u)

@@ -1,4 +1,4 @@
-"""Call: an equation as rules see it."""
+"""Call: an equation as rules read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom rules: how a user registers the rule of a primitive of their own, or of an FFI call.
+"""Custom rules: registers the rules of users for primitives and FFI calls.
 
 As text, where the primitive means the same on smaller arrays:
 
@@ -55,7 +55,7 @@ def rule(primitive: Any, *, target: Any = None, replace: bool = False) -> Callab
     Returns:
         a function that takes the rule: its text; or a function from a ``gshard.Call`` to what ``RuleMaker.rule`` gives.
         With text, ``local=`` may say how to run the primitive on one device's parts, ``local(shards, *arrays) ->
-        results`` with a ``gshard.Shards``; otherwise it runs as it is on smaller arrays.
+        results`` with a ``gshard.Shards``; otherwise it runs unchanged on smaller arrays.
 
     Raises:
         RuleError: the text is no rule, or gshard has a rule for the primitive. When a function is planned: the rule

@@ -1,4 +1,4 @@
-"""Interpreter: runs a block as it stands, on the arrays it is given: nothing is split, and nothing is moved."""
+"""Interpreter: runs a block on given arrays, without splitting or moving anything."""
 
 from __future__ import annotations
 

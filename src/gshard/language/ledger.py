@@ -1,4 +1,4 @@
-"""The ledger of what an equation carries: each parameter of each primitive of JAX, and what gshard does with it.
+"""Ledger: each parameter of each JAX primitive, and what gshard does with it.
 
     KEPT        it is in the program that every device runs, or decides how that is made
     IRRELEVANT  without it the program computes, places and sends the same; the row says why
@@ -7,8 +7,8 @@
 
 A primitive that is bound on every device with the parameters of its equation keeps them all (``ledger_rows.BOUND``).
 One that is opened, or runs on shards in its own way, has a row for each of them. A parameter without a row is reported:
-it is one of a JAX release that nobody has read yet. Values that say nothing (None, False, unspecified shardings) are
-not reported.
+it comes from a JAX release that has not been reviewed yet. Values without meaning (None, False, unspecified shardings)
+are not reported.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _ANY = "*"  # whatever else a primitive takes
 
 
 def row_of(primitive: str, parameter: str) -> Row | None:
-    """The row of a parameter; None if nobody has classified it.
+    """The row of a parameter; None if it is not classified.
 
     >>> row_of("jit", "inline").way, row_of("composite", "name").way, row_of("jit", "new_in_jax_9")
     ('IRRELEVANT', 'REPORTED', None)

@@ -185,7 +185,7 @@ LOST: tuple[tuple[str, ...], ...] = (
     ("jit pjit", "jaxpr in_shardings out_shardings", KEPT, ""),
     ("jit pjit", "name", IRRELEVANT, _ONE_LINE),
     ("jit pjit", "inline", IRRELEVANT, _OPENED),
-    ("jit pjit", "keep_unused", IRRELEVANT, "What nobody reads is no argument of a call that is opened."),
+    ("jit pjit", "keep_unused", IRRELEVANT, "An unused operand is no argument of an opened call."),
     ("jit pjit", "donated_invars", IRRELEVANT, "A jit inside of another donates nothing, under jax.jit too."),
     ("jit pjit", "ctx_mesh", IRRELEVANT, "Each sharding names its mesh."),
     ("jit pjit", "in_layouts out_layouts", KEPT, "tracing.nested_shardings refuses all but the default."),

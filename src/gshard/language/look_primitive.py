@@ -1,4 +1,4 @@
-"""The primitive that stands for a look in a jaxpr: an identity that says which look is at its operand.
+"""The primitive of an inspection in a jaxpr: an identity on the inspected array.
 
 It goes where its operand goes when a body is traced again, such as that of a ``shard_map`` with automatic axes. The
 builder of the program notes the value and makes no equation of it.

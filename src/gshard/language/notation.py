@@ -220,7 +220,7 @@ def _tensor(text: str, words: str) -> tuple[Words, ...]:
 
 
 def _clause(text: str, words: list[str]) -> tuple[str, str | None, list[str]]:
-    """What a clause says of which factors: kind, monoid, words with their sizes."""
+    """The meaning of a clause for its factors: kind, monoid, words with their sizes."""
     if len(words) > 2 and words[1] == "over" and words[0] in MONOIDS:
         return REDUCE, words[0], words[2:]
     if len(words) > 1 and words[0] in (REPLICATE, COMMUNICATE):

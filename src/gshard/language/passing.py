@@ -1,8 +1,8 @@
 """Passing: which equations parts of a sum may pass before they are added up (``Rule.linear``).
 
 A part may be far larger than the sum: 3e38 on one device, -3e38 on another. It may be far smaller: eight parts of
-2e-38, an eighth of which is zero on most devices. What is done to parts must therefore never overflow, nor make NaN of
-infinities, nor flush to zero, where it would not do so to the sum:
+2e-38, and an eighth of that is zero on most devices. Therefore an operation on parts must never overflow, make NaN
+of infinities, or flush to zero, unless it does so to the sum:
 
     moves               elements stay what they are: every monoid, every dtype
     additions           the terms of two sums in another order, as in any sum over devices; no half precision, where

@@ -1,7 +1,7 @@
-"""Per-device programs of the user's, run inside ours: their axis names become the atoms of our mesh.
+"""Runs a user's per-device program inside the emitted one, with its axis names replaced by atoms.
 
 A collective over the user's axis ``expert`` of size 4 is one over the atoms ``("expert.0", "expert.1")``: the same
-devices in the same order. Everything else of the body stays as it is. A sharding constraint, or a mark, in a region
+devices in the same order. Everything else of the body stays unchanged. A sharding constraint, or a mark, in a region
 without automatic axes has nothing to say: one that cuts nothing is dropped, any other is refused.
 """
 
@@ -32,7 +32,7 @@ AtomsOf = Mapping[str, Atoms]
 
 _WITH_MESH = (Jaxpr, ClosedJaxpr, jax.core.ShapedArray)
 
-# What JAX writes where it keeps track of which values vary over which axes; we do not.
+# JAX writes this to track over which axes values vary; gshard does not.
 _INVARIANT = {"psum_invariant": "psum", "all_gather_invariant": "all_gather", "all_gather_reduced": "all_gather"}
 _NOTHING = (
     "pvary", "pcast", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "mesh_cast"

@@ -1,4 +1,4 @@
-"""The table of rules, and how a primitive gets into it.
+"""Registry: the table of rules.
 
     @rule("transpose")
     def transpose(call):

@@ -1,4 +1,4 @@
-"""Transfers: values that move between the memory of the devices and that of the host.
+"""Transfers: moves values between device memory and host memory.
 
 ``jax.device_put`` inside a program may say in which memory a value is, how it is sharded, or both. While a program is
 traced it is taken apart (``tracing.put``): the sharding becomes a mark, the change of memory a *transfer*, an equation

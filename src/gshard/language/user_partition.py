@@ -1,4 +1,4 @@
-"""The functions that a user gave to ``custom_partitioning(f).def_partition``, called on a mesh.
+"""Calls the functions of ``custom_partitioning(f).def_partition`` on a mesh.
 
     partition(mesh, operands, results) -> mesh, lower_fn, shardings of results, shardings of operands
 
@@ -108,7 +108,7 @@ class DeviceProgram:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unfinished:
-    """A program of which the results are still to be combined.
+    """A program whose results are still to be combined.
 
     Attributes:
         program: it.

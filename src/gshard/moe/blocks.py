@@ -1,7 +1,7 @@
 """Blocks: experts without a capacity, one small block of rows after the other.
 
 Padding every expert to the largest possible load would multiply the work by E. Instead the rows of
-each expert fill blocks of R rows, the last of which is partly empty, and a scan multiplies one block
+each expert fill blocks of R rows (the last one partly empty), and a scan multiplies one block
 at a time with the weights of the expert it belongs to. Nothing is ever dropped, so what a token gets
 never depends on the others of its batch: the dispatch for decoding.
 

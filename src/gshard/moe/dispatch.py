@@ -53,7 +53,7 @@ def _slots(choice: Choice, experts: int, capacity: int) -> jax.Array:
 
 
 def dispatch_einsum(dispatch_GSEC: jax.Array, inputs_GSM: jax.Array) -> jax.Array:
-    """Algorithm 2, line 3: dispatched_EGCM; slots nobody took are zero."""
+    """Algorithm 2, line 3: dispatched_EGCM; unused slots are zero."""
     return jnp.einsum("GSEC,GSM->EGCM", dispatch_GSEC.astype(inputs_GSM.dtype), inputs_GSM)
 
 
@@ -67,7 +67,7 @@ def token_of_slot(gating: Gating | ExpertChoice, experts: int, capacity: int) ->
     """The inverse of the choices: which token sits in a slot.
 
     Returns:
-        int32 table_GEC of token numbers within the group; S, which is no token, in slots nobody took.
+        int32 table_GEC of token numbers within the group; S, which is no token, in unused slots.
 
     >>> from gshard.moe.gating import top2_gating
     >>> gating = top2_gating(jnp.array([[[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]]]), capacity=1)
@@ -92,7 +92,7 @@ def token_of_slot(gating: Gating | ExpertChoice, experts: int, capacity: int) ->
 
 
 def dispatch_gather(table_GEC: jax.Array, inputs_GSM: jax.Array) -> jax.Array:
-    """dispatched_EGCM by reading rows; slots nobody took are zero."""
+    """dispatched_EGCM by reading rows; unused slots are zero."""
 
     def of_group(table_EC: jax.Array, inputs_SM: jax.Array) -> jax.Array:
         return inputs_SM.at[table_EC].get(mode="fill", fill_value=0, wrap_negative_indices=False)

@@ -102,7 +102,7 @@ def model(name: str) -> TransformerConfig:
 
 
 def model_name(name: str) -> str:
-    """The name of a model as it is written here.
+    """The name of a model in this table.
 
     Raises:
         ModelError: there is no such model.

@@ -29,7 +29,7 @@ def row_of(choice: Choice, offset_GE: jax.Array, none: int) -> jax.Array:
 
 
 def table_of_tokens(rows_of_choices: list[jax.Array], rows: int) -> jax.Array:
-    """Which token is in a row: table_X, with T in rows that nobody has; choices past the last row are left out.
+    """Which token is in a row: table_X, with T in unused rows; choices past the last row are left out.
 
     >>> table_of_tokens([jnp.array([2, 0]), jnp.array([1, 9])], 4).tolist()
     [1, 0, 0, 2]

@@ -1,4 +1,4 @@
-"""Array names: what the arrays of a program are called in reports, and in which module each equation is.
+"""Array names: the names of a program's arrays in reports, and the module of each equation.
 
 A collective moves a weight, its gradient or what a layer computes, and rarely the argument itself: a cast of it, or one
 layer's slice. The name follows the array through these. Where a framework has one function for all products, they all

@@ -1,4 +1,4 @@
-"""Dimension classes: which dimensions of a program are the same one.
+"""Dimension classes: finds which dimensions of a program are the same.
 
 An equation says so of the dimensions of its operands and results that one factor runs over: the columns of ``x`` and
 the rows of ``w`` in ``x @ w``. The closure of that over a whole program leaves few classes, each of them one thing that

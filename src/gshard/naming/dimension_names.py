@@ -1,4 +1,4 @@
-"""Dimension names: what a class of dimensions is called, for which users may have no word."""
+"""Dimension names: names for classes of dimensions that users may not have named."""
 
 from __future__ import annotations
 

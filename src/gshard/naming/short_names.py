@@ -1,4 +1,4 @@
-"""Short names: what an argument is called where space is short, and which arguments equal layers have alike.
+"""Short names: short forms of argument names, with common names for equal layers.
 
 ``state[0]['blocks'][3]['up']['kernel'].value`` is ``blocks[3].up.kernel``: what all weights of an argument share in
 front is left out, and an attribute in which all leaves end. With equal layers it is one of ``blocks[*].up.kernel``.

@@ -1,4 +1,4 @@
-"""Added marks: a program with more marks on its values, and a mark as text.
+"""Added marks: adds marks to the values of a program, and prints marks as text.
 
 ``explain`` and ``search`` plan a program again under other marks. They add them here and print them here.
 """

@@ -1,4 +1,4 @@
-"""At the border: how the inputs of a program come and its results leave, once everything inside is decided.
+"""At the boundary: the shardings in which arguments enter and results leave, once the plan is chosen.
 
 JAX has no arrays with unequal parts: arguments with dimensions that do not divide evenly come whole along these, and
 results leave cut as far as parts are equal; inside both are cut further. What comes or leaves in padded parts does so
@@ -54,7 +54,7 @@ def _whole_if_uneven(sharding: Sharding, value: Value, plan: Plan) -> Sharding:
 
 
 def _outgoing(value: Value | Constant, plan: Plan, *, keep_uneven: bool) -> Sharding:
-    """How a result leaves: as was decided; else as it is, cut into equal parts."""
+    """How a result leaves: as decided; else in its own sharding, in equal parts."""
     sharding = plan.leaves.get(value, plan.sharding(value)) if isinstance(value, Value) else plan.sharding(value)
     sharding = Sharding(sharding.dims)  # finished, if a mark has it in parts inside
     return sharding if keep_uneven else cut_evenly(sharding, value.shape, plan.mesh)

@@ -1,4 +1,4 @@
-"""Builder: jaxprs become blocks: calls are opened, and each equation gets its rule or its region."""
+"""Builder: turns jaxprs into blocks; opens calls, and finds the rule of each equation."""
 
 from __future__ import annotations
 

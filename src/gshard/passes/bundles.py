@@ -1,4 +1,4 @@
-"""Bundles: values that have one sharding between them, because elementwise equations tie them together.
+"""Bundles: sharding groups, values that elementwise equations give one common sharding.
 
     y = jnp.exp(x + 1) * m        x, x + 1, exp(x + 1), m and y are one bundle
 

@@ -1,4 +1,4 @@
-"""Candidates: the splits of an equation that are worth considering.
+"""Candidates: the splits of an equation that follow from the shardings of its arrays.
 
 They are what the arrays themselves suggest: each array in turn leads, the others add what does not contradict it,
 largest first. Atoms that stand on a dimension which cannot be split may move to one that can; parts of an unreduced
@@ -86,7 +86,7 @@ def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
 
 
 def led(rule: Rule, arrays: Arrays, mesh: Mesh) -> list[Split]:
-    """The candidates in which some array stays as it is sharded, as far as the equation can be split so."""
+    """The candidates that keep the sharding of some array, as far as the equation can be split so."""
     return [] if rule.fixed is not None or rule.manual is not None else _led(rule, _claims(rule, arrays, mesh), mesh)
 
 

@@ -1,4 +1,4 @@
-"""Choices: what there is to choose from in a program, and what it costs, as the problem of ``passes.graph``.
+"""Choices: builds the planning problem of a program, its nodes, edges and costs (``passes.graph``).
 
 Costs are those of an objective, those of bodies as often as they run. Marks, shardings of arguments, and facts
 (``passes.facts``) leave a bundle only the states that they allow.
@@ -244,7 +244,7 @@ class _Builder:
     def _cut_costs(self, v: Value, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Floats | float:
         """float64 [sources, targets]: ``inf`` where a sum would be cut in order to leave cut, though no mark cuts it.
 
-        A sum over devices that nobody marked, and that is a result, comes to all of them.
+        An unmarked sum over devices that is a result comes to all of them.
         """
         if self.bundles.of[v] not in self.leaving:
             return 0.0
@@ -303,7 +303,7 @@ class _Builder:
         times = self.times[e] * (e.trip_count if crossing.each_round else 1)
         sizes = [local_bytes(outer, s, self.mesh) for s in at_border]
         if crossing.inward and not crossing.each_round:
-            # Either it is taken as it is, or a copy of it is moved, which is there until the region ends.
+            # The region takes the value itself, or a copy that is moved and held until the region ends.
             copy = self._node(2 * len(at_border), f"{self.names[outside]}, as it enters {e.name} at {e.line}")
             moves = self._move_costs(self.states[outside], at_border, outer)
             same = np.array([[0.0 if a == b else np.inf for b in at_border] for a in self.states[outside]])

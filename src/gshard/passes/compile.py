@@ -1,4 +1,4 @@
-"""Compile: the per-device program becomes an executable, by XLA."""
+"""Compile: compiles the per-device program with XLA."""
 
 from __future__ import annotations
 

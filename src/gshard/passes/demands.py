@@ -1,4 +1,4 @@
-"""Demands: what the user said of values, by marks and by shardings of arguments, on the mesh of a plan."""
+"""Demands: the marks and argument shardings of a program on the mesh of a plan."""
 
 from __future__ import annotations
 

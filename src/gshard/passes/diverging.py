@@ -1,4 +1,4 @@
-"""Diverging: the branches and loops that not all devices run.
+"""Diverging: finds the branches and loops that not all devices run.
 
 Inside a partly manual ``shard_map`` a value may differ from one position along the manual axes to another: what was cut
 along them, and the position itself. What was added up, or gathered, along them is the same again. A branch or loop that

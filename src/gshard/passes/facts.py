@@ -269,7 +269,7 @@ class _State:
         return self.ways[key]
 
     def _agree(self, node: Node) -> tuple[Split, dict[int, Atoms]]:
-        """What the arrays of a node say about its factors, and of which factors they say what contradicts that."""
+        """What the arrays of a node say about its factors, and the factors with contradictions."""
         if node.fixed is not None:
             try:
                 return node.fixed(self.mesh), {}

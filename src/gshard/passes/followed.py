@@ -1,4 +1,4 @@
-"""Followed: the best states in which every value is sharded as the marks say.
+"""Followed: the best solution in which every value has its propagated sharding.
 
 Where a problem is too large to be solved exactly, messages may stop far from its best states. The plan that follows the
 marks is never far: what is left of the problem is small, since readings and splits depend on few values each.

@@ -1,4 +1,4 @@
-"""Device program: what one device runs, as XLA will run it: fused equations and the buffers between them.
+"""Fusion model: the kernels into which XLA fuses the equations of one device, and the buffers between them.
 
 The emitted program is read back as a block of equations with rules, on local shapes. An equation whose factors are all
 parallel only moves or combines elements where they are, and a slice, a padding, a concatenation gives elements of its
@@ -42,7 +42,7 @@ class Kernel:
         fused: the others, in order.
         reads: the buffers that it needs; ``writes``: those it makes.
         bodies: kernels of the bodies of a region.
-        in_place: whether the result is where the first operand was, which nobody needs any more: an update.
+        in_place: whether the result is where the first operand was, which has no later user: an update.
     """
 
     equation: Equation
@@ -196,7 +196,7 @@ def kernels_of(block: Block, *, windows: bool = True, inside: bool = False) -> K
         block: which.
         windows: whether slices, paddings and the like become part of what reads them; not where they are still to be
             split, and may then communicate.
-        inside: whether it is the body of a region, whose inputs nobody else needs; an argument may be the caller's.
+        inside: whether it is the body of a region, whose inputs have no other user; an argument may be the caller's.
     """
     kinds = {e: kind_of(e) for e in block.equations}
     joins = {e for e, kind in kinds.items() if kind == FUSED or (windows and e.rule and moves_elements(e.rule))}
@@ -241,7 +241,7 @@ def _roots(
     """The equations whose results reach memory.
 
     One that joins others becomes part of the kernel that reads it if that is one kernel and reads it in any order. What
-    is made from nothing (counters, constants) is computed anew wherever it is read.
+    is made from nothing (counters, constants) is computed again by each reader.
     """
     from_nothing: set[Value] = set()
     for e in block.equations:

@@ -1,4 +1,4 @@
-"""Graph: a program as a problem: what is to be chosen, and what each choice costs.
+"""Graph: the planning problem of a program, and the plan that a solution stands for.
 
     bundle      values with one sharding; its states are shardings             (``passes.bundles``)
     option      an equation (or a component of one) that is in no bundle; its states are splits  (``passes.ways``)

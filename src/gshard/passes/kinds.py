@@ -1,4 +1,4 @@
-"""Kinds: values of one shape of which the facts say the same. Equal layers have equal kinds, and choices of them."""
+"""Kinds: classes of values with one shape and equal propagated shardings, so that equal layers have equal choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers: which unknowns of a program's problem are the same in layer after layer, so that they can be chosen alike.
+"""Layers: finds equal unknowns in successive layers, so that they can be chosen alike.
 
 A model whose layers are written out is a row of equations that repeats: forward, backward, in the optimizer, each with
 a period of its own. Of such a row each equation stands for the one a period later, and so do the unknowns at both: how

@@ -1,4 +1,4 @@
-"""Moves: what it costs to bring an array from any sharding to any other, where whole axes move.
+"""Moves: the costs of reshards between all shardings over whole mesh axes.
 
 From one sharding a few steps of ``comm.steps`` lead to others, and so to all. The axes are those of the
 mesh, or parts of one where a mark names a part. What a step costs an objective says: bytes, or seconds on a machine.
@@ -293,7 +293,7 @@ class Moves:
         return found
 
     def _table(self, rank: int, monoids: Monoids) -> StepTable:
-        """The steps between shardings of arrays of this rank, of which parts of a sum may be made with ``monoids``."""
+        """The steps between shardings of arrays of this rank; parts of a sum may have ``monoids``."""
         if (rank, monoids) not in self._tables:
             steps = functools.partial(self._steps_from, monoids=monoids)
             self._tables[rank, monoids] = StepTable(self._coarse, steps)

@@ -1,4 +1,4 @@
-"""Nodes: equations, and edges of regions, as the analysis of facts sees them: factors, and arrays that have some."""
+"""Nodes: equations and edges of regions as propagation reads them: factors, and arrays with factors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a mesh: equations whose rules depend on the mesh get those of a mesh (``Rule.on_mesh``)."""
+"""On a mesh: resolves the rules that depend on the mesh (``Rule.on_mesh``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Once: what is the same for many values and equations is found once, and is one object for all of them.
+"""Once: interns equal tables, so that values derived from them are computed once.
 
 Equal layers have equal choices, and tables of what these cost. By which object it is, the next that is made of it is
 known, and so on to the solver (``solver.done``).

@@ -1,4 +1,4 @@
-"""Partition: the plan's one program for all devices.
+"""Partition: writes the per-device program of a plan.
 
 The program is replayed on one device's parts inside ``jax.shard_map`` over the atoms of the mesh: operands are
 moved to the equation's split, the equation runs locally under its rule, results are moved to where the plan
@@ -108,13 +108,13 @@ def spec(sharding: Sharding) -> PartitionSpec:
 
 @dataclasses.dataclass(slots=True)
 class _Made:
-    """A value's local arrays. It is moved to where the plan wants it when somebody first reads it there.
+    """A value's local arrays. It moves to the planned sharding at its first use.
 
     Attributes:
         source: how it lay when it was made.
         arrays: in every sharding that it was needed in: two users share one collective.
         why, cause: what the move to its planned sharding is noted under; the cause is the equation that made it.
-        marked: whether a mark says how it is sharded, so that nobody reads it otherwise first.
+        marked: whether a mark says how it is sharded, so that no user reads it in another sharding first.
     """
 
     source: Sharding

@@ -1,4 +1,4 @@
-"""Reasons: why each value of a plan is split as it is."""
+"""Reasons: traces the sharding of each value of a plan back to a mark or argument."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gshard.passes.facts import Facts
 
 
 class Reasons(Mapping[tuple[Value, int], Reason]):
-    """Why each dimension is split, found when somebody asks: ``reasons_of`` what it was made of."""
+    """The reason for each split dimension, computed at the first access by ``reasons_of``."""
 
     def __init__(self, program: Program, shardings: Mapping[Value, Sharding], facts: Facts):
         self._of = program, shardings, facts

@@ -1,4 +1,4 @@
-"""Recorded: a plan as plain data, to be applied to the same program when it is traced again, in another process too.
+"""Recorded: a plan as plain data, which can be applied to the same program in another process.
 
 A plan is about the values of one trace. What is recorded of it is how each of them is sharded and each equation is
 split, in program order, and the text of the program. A program that reads differently is refused.

@@ -1,4 +1,4 @@
-"""Room: how many more bytes than the marks say arrays take, and how many of these a loop may hold while it runs.
+"""Room: the bytes of arrays beyond those of the marks, and how many of them a loop may hold.
 
 A loop holds what is brought there before it begins, what its rounds stack, and what they carry. Weights that marks
 split are gathered one layer at a time, and their gradients scattered in the rounds that make them, also where they are
@@ -68,9 +68,9 @@ class Room:
         return (sizes - local_bytes(v, self._facts.shardings[v], self._mesh)).clip(0)
 
     def brought(self, node: int, e: Equation, more: Floats, stacked: bool) -> Brought:
-        """What is brought to a loop before it begins, taken as it is or moved, by the states of a node for both.
+        """Values that a loop reads from outside, unchanged or moved, by the states of a node for both.
 
-        What is taken as it is belongs to the loop only where it is a stack: whoever makes it, it is there until the
+        An unchanged value belongs to the loop only if it is a stack: whoever makes it, it is there until the
         loop ends.
         """
         as_it_is = more if stacked else np.zeros(len(more))

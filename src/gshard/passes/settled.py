@@ -1,4 +1,4 @@
-"""Settled: propagates marks and rewrites equations where they are split, in turn, until neither changes anything.
+"""Settled: alternates propagation and rewrites that depend on shardings until neither changes anything.
 
     program, mesh ──▶ rules of the mesh ──▶ propagate ⇄ rewrite where split ──▶ Facts, of the program that is planned
 

@@ -1,4 +1,4 @@
-"""Step table: the steps between the shardings of arrays of one rank, and what they cost for an array of any shape.
+"""Step table: the steps between all shardings of one rank, priced for arrays of any shape.
 
 Which steps there are depends on the shape only through what divides evenly. So they are found once for each rank, for
 a shape that every cut divides, and for each shape numpy leaves out those whose cuts do not line up. What a step costs
@@ -114,7 +114,7 @@ class StepTable:
         n = np.array(shape, dtype=np.int64)
         local = -(-n // parts)
         possible, uneven = _fitting(n, parts[begins], parts[ends], kind, dim, to, devices)
-        # Parts are laid out anew if there is more than one element before the dimension, or between the two.
+        # Parts are copied into place if there is more than one element before the dimension, or between the two.
         several = np.minimum(local[begins], local[ends]) > 1
         before = np.concatenate([np.zeros((begins.size, 1), np.int64), several.cumsum(1)], 1)
         at = np.arange(begins.size)
@@ -172,7 +172,7 @@ def shortest(begins: Ints, ends: Ints, costs: Floats, places: int, sources: Ints
     if sources.size > (most := max(_FEWEST, _CACHED // max(places, 1))):
         parts = np.split(sources, range(most, sources.size, most))
         return np.vstack([shortest(begins, ends, costs, places, own) for own in parts])
-    # Steps in layers, in each of which every place is entered once: a layer is one numpy operation for all sources.
+    # Steps in layers, with every place entered once in each: a layer is one numpy operation for all sources.
     order = np.argsort(ends, kind="stable")
     entered, first = np.unique(ends[order], return_index=True)
     layer = np.arange(ends.size) - np.repeat(first, np.diff(np.append(first, ends.size)))

@@ -1,4 +1,4 @@
-"""Suggested: shardings over parts of axes, and splits, of which the facts make some worth while."""
+"""Suggested: shardings over parts of axes, and splits, that follow from propagated shardings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace: a function and its arguments become a Program.
+"""Trace: turns a function and its arguments into a Program.
 
 JAX traces the function to a jaxpr; here calls are opened (jit, custom derivatives, remat), dead code is dropped, what
 is computed twice is computed once, random bits become counters and arithmetic, every variable becomes a value of its

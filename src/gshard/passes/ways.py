@@ -1,4 +1,4 @@
-"""Ways: the shardings of a value and the splits of an equation among which a plan chooses.
+"""Ways: enumerates the shardings of values and the splits of equations that the planner compares.
 
 Each axis (``moves.axes_of``) is given as a whole: to one dimension (or factor), to none, or, where parts of a sum may
 stay unreduced, to the sum. Axes that meet in a dimension stand there in the mesh's order.

@@ -1,4 +1,4 @@
-"""Windowed: which contractions of a plan are collective matmuls: no device holds what would be gathered for them.
+"""Windowed: finds the contractions of a plan that can be collective matmuls.
 
 The plan's splits stay as they are. A contraction that takes an operand by an all-gather, or gives its result to a
 reduce-scatter, can run around a ring instead (``core.ring``); where two of them concern the same factor, both may
@@ -41,14 +41,14 @@ class Offer:
 
 
 Needs = dict[Value, dict[Sharding, list[tuple[Equation, int] | None]]]
-"""Who needs a value in a sharding: an equation and which operand it is there, or somebody else."""
+"""Who needs a value in a sharding: an equation and the position of the operand, or another user."""
 
 
 class Chooser(Protocol):
     """What of one plan is worth being a collective matmul."""
 
     def chosen(self, equation: Equation, offers: tuple[Offer, ...]) -> Ring | None:
-        """The ring for an equation, perhaps of two offers; None if it is to run as it is."""
+        """The ring for an equation, perhaps of two offers; None if it runs unchanged."""
 
 
 class Policy(Protocol):
@@ -115,7 +115,7 @@ def _needs(block: Block, plan: Plan) -> Needs:
 
 
 def _target(v: Value, plan: Plan, needs: Needs) -> Sharding:
-    """Where a result goes first: as it is made, or directly to where its only user wants it."""
+    """Where a result goes first: to its own sharding, or directly to the sharding that its only user needs."""
     wanted = list(needs.get(v, ()))
     return wanted[0] if len(wanted) == 1 else plan.sharding(v)
 

@@ -1,4 +1,4 @@
-"""Windows: those that several equations of a block fetch of one array, which are fetched once (``comm.shards``)."""
+"""Windows: finds windows of one array that several equations read, so that they are fetched once (``comm.shards``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SharedWindows:
             self._receivers.setdefault(key, {})[receiver] = cost
 
     def shared(self) -> Iterator[tuple[Value, Mapping[tuple[int, int], float]]]:
-        """Windows that options of several nodes fetch: of which array, and what they cost each option."""
+        """Windows that options of several nodes fetch: the array, and their cost for each option."""
         for (v, *_), receivers in self._receivers.items():
             if len({node for node, _ in receivers}) > 1:
                 yield v, receivers

@@ -1,4 +1,4 @@
-"""Fit: a program that must not take more memory than a limit, by the compiler's own figures.
+"""Fit: compiles a program so that it keeps a memory limit by the compiler's own figures.
 
 What ``rematerialise`` expects is modelled. Where the compiled program takes more, the model is given a lower limit
 and the program is compiled once more.

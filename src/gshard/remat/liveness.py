@@ -1,4 +1,4 @@
-"""Liveness: when the buffers of a block are made and read, kernel by kernel, and what recomputing them takes.
+"""Liveness: when the buffers of a block are written and read, and the cost of recomputing them.
 
 made[v], last[v]     the kernels that make and last read a buffer, by position
 users[v]             all that read it, in order

@@ -1,4 +1,4 @@
-"""Loops: values that one loop stacks up for another, recomputed inside the other.
+"""Loops: recomputes residuals that one loop stacks for another inside that other loop.
 
     ys = scan(x -> f(x) stacked); ...; scan over ys(y -> g(y))
     xs = scan(x -> x stacked);    ...; scan over xs(x -> g(f(x)))

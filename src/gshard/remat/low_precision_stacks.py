@@ -1,4 +1,4 @@
-"""Low-precision stacks: what a loop stacks in a wide type only because its last step widens it, widened afterwards.
+"""Low-precision stacks: stacks values before a loop's final widening conversion, and widens them after the loop.
 
     ys = scan(x -> f32(g(x)) stacked); p - ys   ->   ys = scan(x -> g(x) stacked); p - f32(ys)
 

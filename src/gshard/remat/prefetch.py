@@ -1,4 +1,4 @@
-"""Prefetch: what a loop gathers first is gathered a round before, beside that round's last product.
+"""Prefetch: gathers the first weights of a loop's next iteration beside the last product of this one.
 
     scan: w = gather(ws[i]); ... x = y @ v              each round begins with waiting for its gather
 

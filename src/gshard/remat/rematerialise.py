@@ -1,4 +1,4 @@
-"""Rematerialise: what a program must recompute in order to fit (GShard paper, section 5.1).
+"""Rematerialise: chooses the values that a program recomputes to fit into memory (GShard paper, section 5.1).
 
     program = rematerialise(spmd, 14 * 2**30, Machine.of("v3:8x8"))
 

@@ -1,4 +1,4 @@
-"""Interpreter: a block of a per-device program becomes a per-device program again."""
+"""Replay: traces a block of a per-device program into a per-device program again."""
 
 from __future__ import annotations
 

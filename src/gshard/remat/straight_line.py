@@ -1,4 +1,4 @@
-"""Straight line: values of a straight line of equations that are recomputed instead of being kept over the peak.
+"""Straight line: recomputes values of straight-line code instead of keeping them over the memory peak.
 
     y = f(x); ...; peak; ...; g(y)   ->   y = f(x); ...; peak; ...; x' = barrier(x, late); y' = f(x'); g(y')
 
@@ -174,7 +174,7 @@ class _Recomputing:
 
 
 def without_dead_code(block: Block) -> Block:
-    """The block without equations that nobody needs and nobody would notice."""
+    """The block without equations that have no users and no effects."""
     needed = {v for v in block.outputs if isinstance(v, Value)}
     kept = []
     for e in reversed(block.equations):

@@ -82,7 +82,7 @@ class Product:
     def _band(self) -> Band | None:
         (summed,) = self.equation.params["dimension_numbers"][0][1 - self.operand]
         compute = jax.jit(self.table).lower().compile()  # as one program: each equation by itself takes far longer
-        with jax.ensure_compile_time_eval():  # also where somebody traces
+        with jax.ensure_compile_time_eval():  # also while JAX traces
             table = np.asarray(compute())
         return band_of(table if summed else table.T)
 

@@ -103,7 +103,7 @@ class _Movement:
         return bool(e.outputs) and e.outputs[0] in self.numbers
 
     def _number(self, e: Equation) -> Array | None:
-        """The number of which all that an equation makes are copies, if that is so."""
+        """The number that all results of an equation are copies of, if there is one."""
         if e.name not in ("broadcast_in_dim", "convert_element_type"):
             return None
         number = self.numbers.get(e.inputs[0], e.inputs[0])
@@ -119,7 +119,7 @@ class _Movement:
     # Where elements come from.
 
     def along(self, x: Array | Window, axis: int) -> list[Segment]:
-        """The segments of which an array consists along a dimension; itself if that is all there is to say."""
+        """The segments that make up an array along a dimension; the array itself if nothing is known."""
         key = (x, axis, x is self.result)
         if key not in self.segments:
             itself = [Segment(x, 0, x.shape[axis])]

@@ -1,4 +1,4 @@
-"""Came from: where the elements of an array come from along one dimension, before anything is moved.
+"""Element source: the origin of an array's elements along one dimension, before any data moves.
 
 Segment(x, 7, 8), Segment(x, 0, 7)               x rotated by one
 Segment(0.0, 0, 2), Segment(Window(y, 1, -1, 0), 0, 8)     two zeros, then y, whose other dimension is cut

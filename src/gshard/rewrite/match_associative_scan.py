@@ -152,6 +152,6 @@ def _key(e: Equation, inputs: Sequence[Array]) -> Any:
 
 
 def _written(x: Constant) -> Any:
-    """A number as it is written (with its sign, if it is zero), an array by its bits."""
+    """A number by its text (with its sign, if it is zero), an array by its bits."""
     value = np.asarray(x.value)
     return (value.shape, repr(value.item()) if not value.shape else (str(value.dtype), value.tobytes()))

@@ -113,7 +113,7 @@ class _Emitter:
         in_parts: Sequence[bool],
         made: Sequence[Value],
     ) -> list[Equation]:
-        """The equations of a function of the operands, of which some are lists of pieces."""
+        """The equations of a function of operands; some are lists of pieces."""
         given: list[Value] = []
         for x, parts in zip(e.inputs, in_parts, strict=True):
             given += self.pieces[x] if parts else [x] if isinstance(x, Value) else []

@@ -1,4 +1,4 @@
-"""In pieces: what an equation computes of arrays in pieces (``rewrite.piecewise_layout``).
+"""Piecewise equations: computes an equation on arrays in pieces (``rewrite.piecewise_layout``).
 
 Where its rule says that a dimension is parallel, it computes each piece by itself. Where it reduces the dimension, it
 reduces each piece, and the parts are combined by the monoid; outside of its window a frame is filled first with what
@@ -118,7 +118,7 @@ def may_be_in_pieces(t: Touch, layout: Layout) -> bool:
 
 
 def in_pieces(t: Touch, layout: Layout) -> Callable[[Sequence[Any]], list[Any]]:
-    """What an equation makes of its operands, of which those that it is touched in are lists of pieces."""
+    """The result of an equation whose operands may be lists of pieces."""
     e = t.equation
     if e.name == "gather" and _is_looked_up(t):
         return functools.partial(_looked_up, t, layout)

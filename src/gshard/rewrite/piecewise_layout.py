@@ -1,4 +1,4 @@
-"""Pieces: an array along one dimension as arrays side by side, each of which is a window of a frame.
+"""Pieces: represents an array along one dimension by arrays side by side; each is a window of a frame.
 
 What is joined with little, or cut a little, is spread over the devices anew, so that nearly all elements move. In
 pieces it stays as it was: what is joined as it came, what is cut in the frame of what it was cut from.

@@ -1,8 +1,8 @@
-"""Closed regions: what is computed of arrays in pieces (``rewrite.piecewise_layout``) until the dimension is gone.
+"""Piecewise regions: finds the equations to compute in pieces, until the dimension is reduced.
 
 A region begins where arrays are joined, cut or padded along a dimension, and takes in what is computed of them, and
 what that is computed with. It is closed if the dimension is reduced in the end, or if arrays leave as they came. Then
-nothing of it needs to be laid out anew:
+nothing of it has to be redistributed:
 
     y = concatenate(cls, x)           cls, x
     e = exp(y @ q)                    exp(cls @ q), exp(x @ q)
@@ -72,7 +72,7 @@ class Region:
 
 
 def closed_regions(block: Block, split: Split) -> list[Region]:
-    """The closed regions of a block that begin where arrays would be laid out anew."""
+    """The closed regions of a block that begin where arrays would be redistributed."""
     found: list[Region] = []
     taken: set[Equation] = set()
     for e in block.equations:
@@ -94,7 +94,7 @@ def _bytes(x: Array) -> int:
 
 
 def _moving(e: Equation, dim: int, split: Split) -> list[Value]:
-    """The operands of an equation that are split along a dimension and would be laid out anew."""
+    """The operands of an equation that are split along a dimension and would be redistributed."""
     if not may_begin(e) or dim >= len(e.outputs[0].shape) or 0 in e.outputs[0].shape:
         return []
     layouts = [whole(x.shape[dim]) if x.shape else None for x in e.inputs]

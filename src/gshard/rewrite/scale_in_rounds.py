@@ -1,4 +1,4 @@
-"""Added in rounds: what a loop scales and adds to what it carries may stay in parts.
+"""Scaling in loops: lets parts of a sum pass a scaling whose result a loop adds to its carry.
 
 Parts of a sum of floats are added up before they are scaled (``rules.elementwise``). In a loop that would send them in
 every round, where they could be added up once, after the loop:

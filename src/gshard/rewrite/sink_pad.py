@@ -266,5 +266,5 @@ def _sums(e: Equation) -> bool:
 
 
 def _is_key(x: Array) -> bool:
-    """Whether it holds keys of random numbers, of which there is no zero."""
+    """Whether it holds random keys, which have no zero."""
     return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended))

@@ -76,7 +76,7 @@ def _wanted(groups: Groups, x: Array) -> tuple[int, ...]:
 
 
 _TILE = 8  # rows
-_DEEP = 8  # equations that are made anew for one
+_DEEP = 8  # equations that are rewritten for one
 
 
 class _Attempt:
@@ -157,7 +157,7 @@ class _Attempt:
     # Equations on arrays in fine form.
 
     def follow(self, e: Equation) -> bool:
-        """Makes an equation on arrays in fine form; False if it has to be made as it is."""
+        """Makes an equation on arrays in fine form; False if it has to stay unchanged."""
         if e.mark is not None or e.blocks:
             return False
         if e.name == "reshape":

@@ -113,7 +113,7 @@ def _product(x: Any, count: Any, at: Any, weights: Any, dim: int, dtype: Any) ->
 
     Args:
         x: the window.
-        count: how many elements of the whole array are not finite; None if nobody asks.
+        count: how many elements of the whole array are not finite; None if that is not needed.
         at: int [m], where in the window each result begins to read; known before the program runs, or not.
         weights: [m, k].
         dim: along which dimension.

@@ -32,7 +32,7 @@ from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.language.registry import Call, rule
 
-# Callbacks of which the user may say which device calls: ``sharding=jax.sharding.SingleDeviceSharding(device)``.
+# Callbacks whose device the user may choose: ``sharding=jax.sharding.SingleDeviceSharding(device)``.
 WITH_A_DEVICE = ("pure_callback", "io_callback")
 
 
@@ -97,7 +97,7 @@ def with_effects(call: Call) -> Rule:
 
 @rule("inspect_sharding")
 def inspect_sharding(call: Call) -> Rule:
-    """A look at how an array is sharded takes it as it is; it is planned, but no program runs it (``tracing.looks``).
+    """An inspection of a sharding takes the array in any sharding; no program runs it (``tracing.looks``).
 
     >>> print(inspect_sharding(Call("inspect_sharding", {}, ((3, 4),), (), ("f4",))))
     a b ->

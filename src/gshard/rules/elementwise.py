@@ -127,7 +127,7 @@ def _holds_all(before: Any, after: Any) -> bool:
 
 
 def _bounded(call: Call) -> Ways:
-    """What leaves zero as it is: the larger of it and no positive number, the smaller of it and no negative one."""
+    """Operators that leave zero unchanged: ``max`` with a number not above zero, ``min`` with one not below."""
     if call.name not in ("max", "min"):
         return []
 

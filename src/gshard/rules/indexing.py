@@ -40,7 +40,7 @@ _FILL = lax.GatherScatterMode.FILL_OR_DROP
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Partial:
-    """A dimension of the operand of which only a part, a window, is taken or written.
+    """A dimension of the operand; only a part (a window) is read or written.
 
     Attributes:
         dim: the dimension, of ``n`` elements.

@@ -1,7 +1,7 @@
 """Manual regions: parts of a program that the user has partitioned already.
 
     shard_map(body, mesh, in_specs, out_specs)      JAX's own: operands are cut as ``in_specs`` says, the body runs on
-                                                    each device's parts as it is written, with its collectives
+                                                    each device's parts unchanged, with its collectives
     auto_to_manual(x, dim, n) ... manual_to_auto    the GShard paper's (section 3.2): from here to there a value is
                                                     one device's part of it
 

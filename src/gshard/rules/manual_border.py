@@ -1,7 +1,7 @@
 """A ``shard_map`` that is manual over some axes: its border, and the collectives of JAX's between parts.
 
 At the border each dimension that the region has in parts is a product: the parts along manual axes, and what is left of
-the dimension inside. The first of these is split as the region says, the second as it is planned. Inside, a collective
+the dimension inside. The region determines the split of the first, the plan that of the second. Inside, a collective
 is an equation like others: dimensions in which it mixes nothing are split over automatic axes as the plan likes.
 """
 
@@ -27,7 +27,7 @@ from gshard.rules.manual import atoms_of_axes, check_devices
 
 Dims = list[tuple[int, ...]]
 
-_EQUAL = ("psum", "pmax", "pmin", "all_gather")  # of which all devices get the same
+_EQUAL = ("psum", "pmax", "pmin", "all_gather")  # all devices get the same result
 
 
 @rule("enter_manual", "leave_manual")
@@ -73,7 +73,7 @@ def border(call: Call) -> Rule:
 
 @rule(*(p.name for p in MANUAL_COLLECTIVES.values()))
 def collective(call: Call) -> Rule:
-    """A collective over manual axes: run as it is written by all devices of one position along the others.
+    """A collective over manual axes: run unchanged by all devices of one position along the others.
 
     >>> what = Collective(jax.extend.core.Primitive("psum"), (("axes", ("a",)),), ("a",), (("a", 2),), ("a",), ())
     >>> print(collective(Call("manual_psum", {"collective": what}, ((8, 3),), ((8, 3),), ("f4",))))

@@ -1,4 +1,4 @@
-"""Prefixes: ``lax.associative_scan`` as one equation, of which each device combines its own part.
+"""Prefixes: ``lax.associative_scan`` as one equation; each device combines its own part.
 
 It is written as a recursion over pairs of neighbours: slices of every second element, which are combined, scanned and
 interleaved again, in as many levels as the number of elements can be halved. Split, each level has parts of its own.
@@ -81,7 +81,7 @@ mlir.register_lowering(associative_scan_p, mlir.lower_fun(_run, multiple_results
 
 
 def _before(ends: Sequence[Any], part: Any, axis: int, combine: Combination, shards: Shards) -> list[Any]:
-    """What the parts before one come to, of all parts' last elements; for the first part something that nobody reads.
+    """What the parts before one come to, of all parts' last elements; for the first part an unused value.
 
     Of few parts they are combined one after the other: a compiler makes one kernel of that, and many of a recursion.
     """

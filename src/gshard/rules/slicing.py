@@ -1,6 +1,6 @@
 """Static windows along dimensions: slice, pad, concatenate, split and reverse.
 
-A dimension that stays as it is is parallel. One that is cut, padded, joined or reversed is a ``communicate`` factor:
+An unchanged dimension is parallel. One that is cut, padded, joined or reversed is a ``communicate`` factor:
 its operand and result are cut in parts of their own sizes, and each device fetches from its neighbours the elements
 that its part of the result needs (a halo exchange; ``comm.halo``).
 

@@ -68,7 +68,7 @@ def searchsorted(call: Call) -> Rule:
             least = jnp.asarray(identity("max", x.dtype), x.dtype)
             (found,) = shards.bind(jnp.where(jnp.arange(size) < valid, x, least), numbers)
             return [jnp.maximum(found - (size - valid).astype(found.dtype), 0)]
-        # Padding comes after everything, also after what is as large as it is.
+        # Padding comes after everything, also after elements that are equal to it.
         last = np.nan if jnp.issubdtype(x.dtype, jnp.inexact) else np.iinfo(x.dtype).max
         x = jnp.where(jnp.arange(size) < valid, x, jnp.asarray(last, x.dtype))
         (found,) = shards.bind(x, numbers)

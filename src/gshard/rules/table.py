@@ -1,7 +1,7 @@
 """Tables: arrays that follow from the positions of their elements alone (``rewrite.fold_table`` finds them).
 
 Sines and cosines side by side, a ramp that is filled up with ones, counters that run backwards: each device computes
-its own part, and nothing is sent. What a part is made of is told by vectors of positions, one for each dimension that
+its own part, and nothing is sent. Vectors of positions describe a part, one for each dimension that
 is split: a reversal counts them from the other end, a slice spreads them, and where arrays are put side by side each is
 computed for all positions and one is chosen.
 

@@ -222,7 +222,7 @@ def select_and_scatter_add(call: Call) -> Rule:
         return Window(sources[d], first, local, parts, local + sizes[d] - 1, strides[d])
 
     def operand(d: int, parts: int) -> Window:
-        """All elements of these windows, the first of which may begin up to a stride later on some devices."""
+        """All elements of these windows; the first may begin up to a stride later on some devices."""
         w = source(d, parts)
         if w.step % strides[d] == 0:
             first = w.start(0) * strides[d] - p["padding"][d][0]

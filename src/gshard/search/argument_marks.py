@@ -1,4 +1,4 @@
-"""Argument marks: marks on arguments as statements, one for each parameter that has marks.
+"""Argument marks: writes marks on arguments as statements, one for each parameter.
 
 An array is marked by itself, ``x = gshard.shard(x, P("data"))``; arrays of a pytree by patterns of their paths, which
 say the same of equal layers once: ``state = gshard.shard_by_path(state, {"0/blocks/*/up/kernel": P("data")})``.

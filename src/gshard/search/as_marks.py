@@ -1,4 +1,4 @@
-"""As marks: a plan said in few marks, each of which was tried: with it the program was planned and priced again.
+"""Reproduces a plan with few marks; each was tried by planning and pricing the program again.
 
 A plan has a sharding for every value; of most of them propagation says the same once a few are marked. Which few, a
 greedy choice finds: of the values that are sharded otherwise than in the plan, those of the same name in equal layers
@@ -31,7 +31,7 @@ class FoundMark:
 
     Attributes:
         at: an argument, or the operation and line that make the value.
-        text: as it is written, ``gshard.shard(x, P(None, 'model'))``.
+        text: the source text, ``gshard.shard(x, P(None, 'model'))``.
         saved: seconds of a call that it saves, after those before it.
         shardings: the values that it is about, as the plan cuts them.
     """

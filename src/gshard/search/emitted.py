@@ -1,9 +1,9 @@
-"""Emitted: what it takes more where an equation runs on shards in a way of its own.
+"""Emitted: prices equations that run on shards in a special way by tracing them alone.
 
 A halo that is fetched, a look-up in a part of a table, masks around what is padded: how much of that there is only the
 rule knows, and the rest of what is emitted for it. So the equation is partitioned alone and priced, as a program is.
 Windows that are fetched are shared by all equations of a block that want the same ones of an array (``comm.shards``),
-so what they take is told apart.
+so their times differ.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _class_of(rule: Rule, split: Split, mesh: Mesh) -> Hashable:
     """Splits of parallel factors with an equal class take the same time, the split of all other factors being the same.
 
     Nothing is sent over their atoms, so that only the sizes of the parts count: that of each array, and which factors
-    have one element left, since arrays are not laid out anew across those. Unequal parts are padded, factor by factor.
+    have one element left, since no array is copied into place across those. Unequal parts are padded, factor by factor.
     """
     sizes = {
         f: -(-own.size // mesh.count(split.get(f, ()))) for f, own in enumerate(rule.factors) if own.kind == PARALLEL

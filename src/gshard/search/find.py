@@ -1,4 +1,4 @@
-"""Find: the whole way from a program to the best plan that is found, and a bound in the model that is solved.
+"""Find: searches for the best plan of a program, with a bound in the model that is solved.
 
 The problem of ``passes.graph`` is solved; the plan of the solution is partitioned and priced as it would run, and so
 are the presets. What the graph does not know (how kernels are fused, what a moved copy takes of the memory) is learned

@@ -1,4 +1,4 @@
-"""How near: sentences that tell how near a plan is to the best, of which model that is said, and how a search ended."""
+"""Sentences about the distance of a plan from the best one, the model of that proof, and how a search ended."""
 
 from __future__ import annotations
 

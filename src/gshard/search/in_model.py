@@ -1,9 +1,9 @@
-"""In model: what a plan takes in the simplified model, in which a search knows a bound.
+"""In model: prices a plan in the simplified model that has a bound.
 
 A search solves a problem whose costs simplify the full price (``device.cost``): it leaves out that collectives share
 messages, which kernels are fused once everything is placed, and copies that the compiler makes. So its bound says
 nothing of a full price. To tell how near a plan is to the best, the plan is priced in the same problem: every value and
-equation in the state that the plan gives it, what a plan does not say (copies at loops, shared windows) as it is best.
+equation in the state that the plan gives it, and what a plan leaves open (copies at loops, shared windows) in the best.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layouts: the table of names and axes with which a function takes least time.
+"""Layouts: searches for the table of names and axes with the least time.
 
 A layout says less than a plan: a dimension is cut alike wherever it has its name. Data, tensor and expert parallelism
 can be said so, and, by rows for one argument (``params:embed``), a state that is split and gathered; a dimension that
@@ -54,7 +54,7 @@ class Namable:
     """A function whose dimensions can be named.
 
     Attributes:
-        program: as it is, for one mesh.
+        program: the program, for one mesh.
         paths: of its arguments.
         told: the program under a layout, with names for its arguments (None: none).
         defined: file and first line of its definition; None where there is none in a file.
@@ -275,7 +275,7 @@ class _Search:
         return sorted(kept, key=lambda key: (-held[key], key))[:_KEYS]
 
     def _solved(self, keys: Sequence[_Key]) -> _Rows:
-        """The best rows of these keys in the model that was searched, if inside everything is chosen as it is best."""
+        """The best rows of these keys in the model that was searched, with the best choices inside."""
         if self.best.graph is None or self.best.solution is None:
             return {}
         graph, problem = self.best.graph, self.best.solution.problem

@@ -1,4 +1,4 @@
-"""Loads: the memory that a plan takes, as part of its problem: each buffer from its making to its last reading."""
+"""Loads: adds the memory of buffers, from first write to last read, to the planning problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes: the shapes that so many devices can have, where a user names only their number.
+"""Meshes: the mesh shapes of a number of devices.
 
 >>> [dict(mesh.axes) for mesh in meshes(8)]
 [{'data': 8}, {'data': 2, 'model': 4}, {'data': 4, 'model': 2}]

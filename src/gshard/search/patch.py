@@ -1,4 +1,4 @@
-"""Patch: the marks of a plan as a change of the user's source files, a unified diff.
+"""Patch: writes the marks of a plan into the user's source files as a unified diff.
 
 A mark on what a statement assigns (``h = x @ w``) becomes a statement after it (``h = gshard.shard(h, P("x"))``), one
 on what is returned is put around it. Marks of arguments are statements in front of the function's first

@@ -1,4 +1,4 @@
-"""Presets: the plans that people write by hand, made by marks on the arguments (``propagated``).
+"""Presets: makes the plans that people write by hand, from marks on arguments (``propagated``).
 
 Data parallelism, a state that is split (ZeRO, FSDP), and one dimension over all devices or, beside the batch, over the
 last axis: the hidden one is Megatron's plan, that of experts GShard's, the length is sequence parallelism, the height
@@ -56,7 +56,7 @@ class Preset:
         return len(joined(mesh, axes_of(mesh, known), known)), decided + sum(map(len, facts.undecided.values()))
 
     def planned(self, mesh: Mesh, machine: Machine | None, border: Border) -> tuple[Propagated, ...]:
-        """The plans, the best first; of the program as it is, without the marks.
+        """The plans, the best first; of the program without its marks.
 
         Raises:
             GShardError: a mark does not fit one of the user's.

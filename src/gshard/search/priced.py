@@ -1,4 +1,4 @@
-"""Priced: plans as they would run, with what they cost on a machine and whether they fit into its memory."""
+"""Priced: prices plans as they would run, and checks whether they fit into the machine's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress: lines on stderr that tell what a search does and the best plan so far.
+"""Progress: prints the progress of a search and its best plan on stderr.
 
 A search that takes two seconds or less prints nothing; a longer one prints a line for each step and each better plan,
 and at least one every ten seconds. Whether stderr is a terminal does not matter: notebooks and logs of batch jobs are
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 _SILENT = 2.0  # seconds, by default
-_BEAT = 10.0  # seconds after which an unfinished step is told again
+_BEAT = 10.0  # seconds after which an unfinished step is reported again
 
 
 @dataclasses.dataclass(eq=False)

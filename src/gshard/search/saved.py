@@ -1,4 +1,4 @@
-"""Saved: a problem as a file of plain arrays (``.npz``, nothing pickled).
+"""Saved: writes a planning problem to a file of plain arrays (``.npz``, nothing pickled).
 
 >>> import io
 >>> file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Seconds: what moves and work take on a machine, by the figures by which ``device.cost`` prices a program."""
+"""Seconds: prices reshards and work in seconds on a machine, with the figures of ``device.cost``."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def seconds_on(
     """The objective for meshes of a machine's devices; plans that are made together share what moves cost.
 
     Where ``call`` says what the program takes, roughly, memory counts: a byte that a loop stacks costs of that time,
-    for as long as it is there, the share that it is of the memory.
+    for as long as it is held, its share of the memory.
     """
 
     def objective(mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
@@ -155,7 +155,7 @@ def seconds_on(
 
 
 def on_machine(mesh: Mesh, machine: Machine, *, joined: bool = False) -> Mesh:
-    """The mesh on which arrays are moved as it is fastest on a machine."""
+    """The mesh on which arrays are moved in the fastest way for a machine."""
     return dataclasses.replace(mesh, times=StepTimes(machine, joined))
 
 

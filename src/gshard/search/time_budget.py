@@ -1,4 +1,4 @@
-"""Time budget: how long a search may still take, and what it left out for want of time.
+"""Time budget: the remaining time of a search, and the steps that it skipped.
 
 Each step runs until a time of its own, inside ``TimeBudget.step``. A step whose time is over is cut (``core.deadline``)
 or not begun; its name is kept, for the result to tell.

@@ -1,4 +1,4 @@
-"""Simulate: a per-device program run for all devices of a mesh on one.
+"""Simulate: runs a per-device program for all devices of a mesh on one device.
 
 The mesh may have any number of devices; none of them need exist. What a device does alone runs compiled, device
 after device; what devices do together runs in numpy on the list of their arrays.
@@ -191,7 +191,7 @@ def _scan(eqn: core.JaxprEqn, axis_sizes: AxisSizes, devices: int, operands: lis
 
 
 def _while(eqn: core.JaxprEqn, axis_sizes: AxisSizes, devices: int, operands: list[PerDevice]) -> list[PerDevice]:
-    """Devices that need more rounds than others go on alone, if nobody communicates."""
+    """Devices that need more rounds than others go on alone, if none of them communicates."""
     params = eqn.params
     test_consts = operands[: params["cond_nconsts"]]
     body_consts = operands[params["cond_nconsts"] :][: params["body_nconsts"]]

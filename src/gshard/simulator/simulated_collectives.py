@@ -1,4 +1,4 @@
-"""What each collective does, on one numpy array per device.
+"""Simulates each collective on one NumPy array for each device.
 
 A value that lives on D devices is a list of D arrays, in row-major order over the axes of the mesh. A
 collective works on *groups* of devices: those that differ only in the axes it names, in the order in which it

@@ -1,4 +1,4 @@
-"""Runs: the stretches of a per-device program between two collectives.
+"""Runs: the stretches of a per-device program between two collectives, each compiled once.
 
 A jaxpr is first made flat (jit, remat and their like mean their bodies) and then put on a time line: pure
 equations at odd times, equations that communicate at even times, each as early as its operands allow. All pure
@@ -190,7 +190,7 @@ class _Timeline:
         return writes
 
     def steps(self, results: tuple[Operand, ...]) -> tuple[PlacedRun | Communication, ...]:
-        """Everything in the order of time; a run gives only what somebody outside reads."""
+        """Everything in the order of time; a run returns only what others read."""
         made_at = {w: time for time, placed in self.pure.items() for i, _ in placed for w in i.results}
         kept = {o for o in results if isinstance(o, int)}
         kept |= {o for cs in self.communications.values() for c in cs for o in c.reads if isinstance(o, int)}
@@ -246,7 +246,7 @@ def _compiled(run: Run) -> Callable[..., list[Any]]:
 
 
 def unknown_collective(eqn: core.JaxprEqn) -> TraceError:
-    """The error for an equation that names mesh axes and that nobody here can run."""
+    """The error for an equation that names mesh axes and has no simulation."""
     axes = sorted(map(str, jax_adapter.named_axes(eqn)))
     return TraceError(
         f"'{eqn.primitive.name}' communicates over {axes} and has no simulation.",

@@ -1,8 +1,8 @@
-"""Descent: rounds of messages and prices, and leaps from the best that was found.
+"""Descent: alternates rounds of messages and prices with random restarts from the best solution.
 
 A round sends messages at the present prices, chooses states by them, settles a forest, brings the rest into memory
 and notes the bound; then prices follow. A leap goes out from the best states: at prices that are each node's own,
-some dearer and some cheaper at random, forests are chosen anew; what comes of it is repaired and descends, and is
+some dearer and some cheaper at random, forests are chosen again; what comes of it is repaired and descends, and is
 kept where it is no worse. Rounds give the bound and the region, leaps the best in it; neither is much without the
 other.
 """

@@ -1,4 +1,4 @@
-"""Done: work on arrays that is done once for equal ones.
+"""Done: does work on equal arrays once.
 
 Equal layers of a model are equal nodes with equal tables. Of equal arrays one is taken for all, and what came of work
 on it is known by which it is.
@@ -28,7 +28,7 @@ class Done:
         self._found: dict[tuple[object, ...], Any] = {}
 
     def one(self, array: Any) -> Any:
-        """The first of all arrays of this content; what is no array, as it is."""
+        """The first of all arrays of this content; anything else unchanged."""
         if not isinstance(array, np.ndarray):
             return array
         data = array.tobytes()

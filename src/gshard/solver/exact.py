@@ -1,4 +1,4 @@
-"""Exact: the best of all choices, where that is few enough to be written down.
+"""Exact: finds the best solution by enumeration, if there are few enough states.
 
 Nodes without loads are eliminated, the one that leaves the smallest table first (bucket elimination; Dechter,
 Artificial Intelligence 1999); tables may be of many nodes. What is left are nodes with loads: all their choices

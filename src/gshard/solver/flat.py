@@ -1,4 +1,4 @@
-"""Flat: a problem in long vectors, so that numpy works on all nodes at once.
+"""Flat: stores a problem in long vectors, so that NumPy processes all nodes at once.
 
 States of all nodes stand one after the other: node i has ``first[i]:first[i + 1]``. What an edge costs a state,
 given the state of the other end, is one entry of the tables, and where it stands is computed and not searched.

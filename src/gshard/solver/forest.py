@@ -1,4 +1,4 @@
-"""Forest: many nodes chosen anew at once, exactly, while the others keep their states.
+"""Chooses the states of many nodes (a forest) again at once, exactly, while the others keep theirs.
 
 A random set of nodes that form no cycle among themselves, to which no node can be added; dynamic programming from
 its leaves to its roots and back. Where messages agree about everything but ties, this settles the ties; where single

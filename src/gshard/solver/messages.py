@@ -1,11 +1,11 @@
-"""Messages: what all other nodes say about each state of a node, and a bound that no choice of states can be below.
+"""Messages: passes messages between nodes (TRW-S), which rank states and give a lower bound.
 
 Sequential tree-reweighted message passing (TRW-S; Kolmogorov, Convergent Tree-Reweighted Message Passing for Energy
 Minimization, PAMI 2006). Nodes have an order. A sweep goes through them in it, or against it; each node sums its
 cost and what its neighbours sent, and sends on to those that come later the least it can cost them, by each of their
 states. The bound never falls from sweep to sweep as long as costs do not change.
 
-Nodes of which none is a neighbour of another can be worked on together. Here a node stands in the level after the
+Nodes that are not neighbours can be processed together. Here a node stands in the level after the
 last of its earlier neighbours, and all edges into a level are one numpy operation, or few: tables of unlike shapes
 are padded by states that repeat the last one, which changes no minimum.
 """

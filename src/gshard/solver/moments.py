@@ -1,4 +1,4 @@
-"""Moments: which of them matter, so that the others need not be looked at.
+"""Moments: selects the moments of memory that can be the fullest, so that others can be ignored.
 
 >>> full, less = np.array([8.0, 4.0]), np.array([3.0, 4.0])
 >>> fullest_moments([(0, (0, 2), full), (1, (1, 3), less), (1, (2, 4), less)], 4).tolist()

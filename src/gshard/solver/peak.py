@@ -1,4 +1,4 @@
-"""Peak: the least memory that any states take at their fullest moment, for a problem where nothing is found that fits.
+"""Peak: minimises the fullest moment of memory, for problems without a known fitting solution.
 
 The same messages and forests, at prices only: whatever is allowed costs nothing. Prices of moments are weights that
 sum to one and grow where most is used (multiplicative weights; Plotkin, Shmoys and Tardos 1995), so that the priced

@@ -1,4 +1,4 @@
-"""Prices: what a byte costs at each moment, so that what there is no room for becomes too dear (Lagrange multipliers).
+"""Prices: Lagrange multipliers for memory, one price of a byte for each moment.
 
 With prices, memory is part of the costs of states and messages need not know of it. For any prices at all, the bound
 of the priced problem less ``prices x limit`` is a bound of the problem itself (Geoffrion, Lagrangean Relaxation for

@@ -1,4 +1,4 @@
-"""Problem: choose one state for each node so that costs are least and memory suffices.
+"""Problem: chooses one state for each node with the least cost, within limits of memory.
 
     minimise    sum of costs[i][x_i]  +  sum of table[x_u, x_v] over edges
     so that     at every moment, the bytes of the loads alive then are at most the limit
@@ -171,7 +171,7 @@ class Problem:
 
     @cached_property
     def rows(self) -> Ints:
-        """int64 [loads, 2]: of which moments, by their index, each load is a part: [first, last)."""
+        """int64 [loads, 2]: the moments, by their index, that each load is a part of: [first, last)."""
         spans = np.array([(load.start, load.end) for load in self.loads], dtype=np.int64).reshape(-1, 2)
         return np.searchsorted(self.moments, spans)
 

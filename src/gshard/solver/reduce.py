@@ -1,4 +1,4 @@
-"""Reduce: makes a problem smaller without changing what is best in it.
+"""Reduce: makes a problem smaller without changing its best solution.
 
 Each rule keeps at least one best solution, and memory is kept to the byte:
 
@@ -318,7 +318,7 @@ def _allowed(table: Floats) -> tuple[np.ndarray | None, np.ndarray | None, bool,
     """What a table allows.
 
     Returns:
-        the rows, and the columns, of which something is allowed, None where that is all of them; whether it is a sum of
+        the rows and columns with an allowed entry, None where that is all of them; whether it is a sum of
         a cost of the row and one of the column; the row that each column allows, and the column that each row allows,
         None where that is not one.
     """
@@ -339,7 +339,7 @@ def _is_sum(table: Floats) -> bool:
 
 
 def _parts(table: Floats) -> tuple[Floats, Floats]:
-    """The costs of rows and of columns of which a table is the sum."""
+    """The costs of rows and of columns that add up to a table."""
     least = int(table[:, 0].argmin())  # the least row in every column, so that nothing becomes negative
     return table[:, 0] - table[least, 0], table[least]
 

@@ -1,4 +1,4 @@
-"""Reduced: a smaller problem, what was taken out of the larger one to get it, and the way back.
+"""Reduced: a smaller problem with the way back to solutions of the larger one.
 
 >>> whole = Problem.of([[0, 3], [1, 0]])
 >>> gone = Step(1, np.arange(2), (), (), np.array(1), np.array([1.0, 0.0]))

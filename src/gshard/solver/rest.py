@@ -1,4 +1,4 @@
-"""Rest: what is left to be chosen where a bound is close: the states that can be in something better than is known.
+"""Rest: enumerates the states that can still be in a better solution, once the bound is close.
 
 With most states at least costs more than the best that was found: they are in nothing better. Where messages nearly
 agree, few nodes are left with more than one state, and of these the best is found exactly.

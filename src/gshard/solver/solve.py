@@ -1,4 +1,4 @@
-"""Solve: the best states of a problem, and how far from the best they can be at most.
+"""Solve: finds good states of a problem, and a bound on their distance from the best.
 
     >>> p = Problem.of([[0, 3], [1, 0]], [(0, 1, [[0, 9], [9, 0]])], loads=[(0, 0, 2, [8, 4])], limit=6)
     >>> found = solve(p)

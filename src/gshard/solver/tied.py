@@ -1,4 +1,4 @@
-"""Tied: a problem in which all nodes of a class are in one state.
+"""Tied: a problem in which all nodes of a class have one state.
 
 >>> import numpy as np
 >>> p = Problem.of([[0, 3], [1, 0], [9, 9]], [(0, 1, [[0, 5], [5, 0]]), (1, 2, [[1, 2], [3, 4]])])

@@ -1,4 +1,4 @@
-"""Walk: states that are changed one by one, while what each change would cost and the memory used are kept up to date.
+"""Walk: changes states one at a time, and keeps costs of changes and used memory up to date.
 
 * ``descend`` makes changes that are better and fit, until there is none;
 * ``repair`` frees memory where most is used, the cheapest bytes first, until all fits.
@@ -63,7 +63,7 @@ class Walk:
         return self.costs[self.flat.first[:-1] + self.states]
 
     def descend(self, passes: int) -> None:
-        """Changes single nodes as long as that saves something and fits. Nothing may be forbidden as it is."""
+        """Changes single nodes as long as that saves something and fits. No current state may be forbidden."""
         flat = self.flat
         blocked = np.zeros(self.states.size, dtype=bool)  # by memory, which seldom becomes free on the way down
         for _ in range(passes if self.states.size else 0):

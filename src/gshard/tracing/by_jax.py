@@ -1,4 +1,4 @@
-"""By JAX: the jaxpr that JAX makes of a function, and its refusals in the user's terms."""
+"""Makes the jaxpr of a function with JAX, and translates JAX's errors."""
 
 from __future__ import annotations
 

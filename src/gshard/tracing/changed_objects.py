@@ -1,4 +1,4 @@
-"""Changed objects: a function that changes an array in an argument, and does not return it, is refused.
+"""Refuses a function that changes an array in an argument and does not return it.
 
 A pytree may be an object that can be changed, as a module of Flax NNX is. A jitted function is given a copy of it. What
 the function changes in the copy and does not return is lost: weights that an optimizer updates, statistics of a batch
@@ -42,7 +42,7 @@ def with_kept_objects(f: Callable[..., Any], name: str) -> Callable[..., Any]:
         objects, before = _objects(arguments), jax.tree.leaves(arguments)
         known = {id(x) for x in before}
         if [id(x) for x in jax.tree.leaves(objects)] != [id(x) for x in jax.tree.leaves(objects)]:
-            return f(*args, **kwargs)  # they make their arrays anew whenever they are read
+            return f(*args, **kwargs)  # they make new arrays whenever they are read
         found = [(x, dict(jax.tree_util.tree_leaves_with_path(x))) for x in objects]
         results = f(*args, **kwargs)
         kept = known | {id(x) for x in jax.tree.leaves(results)}

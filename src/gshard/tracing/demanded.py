@@ -1,4 +1,4 @@
-"""Demanded: an operation that is told how its result is to be sharded is the operation, and a mark on its result.
+"""Splits an operation with ``out_sharding=`` into the operation and a mark on its result.
 
     jnp.einsum("ab,bc->ac", x, w, out_sharding=P("data"))    ->  gshard.shard(jnp.einsum("ab,bc->ac", x, w), P("data"))
 

@@ -1,4 +1,4 @@
-"""What is put in the place of an equation before rules are asked: calls are opened, random bits taken apart.
+"""Expands equations before rules are looked up: opens calls, takes random bits apart.
 
 A call (jit, a custom derivative, rematerialisation) is nothing but its body. Random bits are counters and integer
 arithmetic: taken apart, the counters split like any other array made from nothing. A linear solve with derivatives of

@@ -1,4 +1,4 @@
-"""Files: what the user's source files are called in lines that are printed.
+"""Files: short printed names of the user's source files.
 
 ``train.py:9`` names a file by its name. Two files of one name are called by the shortest ends of their paths that tell
 them apart: ``data/utils.py:4`` and ``model/utils.py:4``.

@@ -1,4 +1,4 @@
-"""Look-ups whose indices are known are something simpler.
+"""Replaces look-ups with known indices by slices, pads and strides.
 
 ``x[jnp.arange(n), labels]``, ``x.at[1:-1].set(y)``, ``x.at[::2].add(y)`` and ``x[jnp.array([2, 0, 1])]`` reach a
 partitioner as gathers and scatters at indices that look like data. Where ``tracing.known`` tells their values, nothing
@@ -39,7 +39,7 @@ _OF_ITSELF = 0.25  # the same where it is computed of windows, which need not be
 def simpler(
     facts: Facts, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Array]
 ) -> tuple[Any, Sequence[Array]] | None:
-    """A closed jaxpr, and its operands, for a look-up at indices of which something is known."""
+    """A closed jaxpr, and its operands, for a look-up at partly known indices."""
     name = primitive.name
     if name == "dynamic_update_slice":
         return _updated(facts, inputs)

@@ -1,4 +1,4 @@
-"""Looks: ``jax.debug.inspect_array_sharding`` and ``visualize_array_sharding`` inside of a function.
+"""Takes ``jax.debug.inspect_array_sharding`` and ``visualize_array_sharding`` out of a function.
 
 Before anything is planned each look becomes an identity (``language.look_primitive``), of which what follows reads the
 result. The builder of the program notes its value and makes no equation of it. So the program is the one without looks:

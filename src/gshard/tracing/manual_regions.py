@@ -1,4 +1,4 @@
-"""Manual-region check: values that stand for one device's part do not meet values that stand for the whole.
+"""Checks that values of one device's shard and whole values are not mixed in manual regions.
 
 From ``auto_to_manual`` to ``manual_to_auto`` a value is a part; what is computed from parts is one too. Literals and
 what is made from nothing (a counter) belong to either side. An equation that mixes both sides would compute something

@@ -1,9 +1,9 @@
-"""A while loop under ``vmap`` whose examples end at different times.
+"""Rewrites a while loop under ``vmap`` whose examples end at different times.
 
 JAX gives such a loop a condition with one flag an example and means: go round as long as any flag is set, and change
 only the examples whose flag is. Here that is written out, as one equation with one body
 
-    flags, *carry  ->  flags, *carry        new values are selected by the flags, which are then found anew
+    flags, *carry  ->  flags, *carry        new values are selected by the flags, which are then computed again
 
 so that flags and selections have shardings like everything else. Examples know nothing of each other. So if what the
 devices hold of them never meets inside the body, each device goes round until its own examples have ended, and nobody
@@ -134,7 +134,7 @@ def _without_padding(flags: Any, value: Value, sharding: Sharding) -> Any:
 
 
 def _meets(jaxpr: Any, atoms: frozenset[str]) -> bool:
-    """Whether a per-device body communicates over some of these atoms, or does what somebody outside can notice."""
+    """Whether a per-device body communicates over some of these atoms, or has effects outside."""
     for eqn in closed(jaxpr)[0].eqns:
         inner = sub_jaxprs(eqn.params)
         if any(_meets(body, atoms) for body in inner):

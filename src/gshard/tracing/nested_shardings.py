@@ -1,4 +1,4 @@
-"""Nested shardings: what ``jax.jit`` was given for its arguments and results, where it is called inside a program.
+"""Reads the shardings of a nested ``jax.jit`` as marks on its operands and results.
 
     init = jax.jit(lambda k: jax.random.normal(k, (1024, 512)), out_shardings=NamedSharding(mesh, P("data")))
     gshard.jit(lambda k: init(k) ** 2, mesh=mesh)        # as if the result of init were marked: shard(x, P("data"))

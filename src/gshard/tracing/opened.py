@@ -1,4 +1,4 @@
-"""Opened: a primitive without a rule that is made of others is those others.
+"""Opens a primitive without a rule: the equations of its lowering function take its place.
 
 Most primitives of other packages exist for the sake of a derivative or a ``vmap`` rule of their own. What they compute
 is a function of JAX's, which JAX traces when it lowers them (``mlir.lower_fun``). Traced on the equation's shapes that
@@ -9,7 +9,7 @@ function gives equations with rules, so that they are split like any others:
 
 A primitive is lowered to just this program, so its numbers are kept. One with a lowering of its own (a kernel) is never
 opened, nor one with effects, nor one that a rule is known for. Where its function cannot be traced, or makes results of
-other types than the equation says, it stays as it is.
+other types than the equation says, it stays unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def opened(primitive: Any, params: dict[str, Any], in_avals: Sequence[Any], out_
 
     try:
         made = jax.make_jaxpr(typed)(*shapes_of(in_avals))
-    except Exception:  # whatever it says to being traced here: it runs as it is
+    except Exception:  # it cannot be traced here: it runs unchanged
         return None
     return None if made.effects or _is_inside(made, primitive, params, in_avals) else made
 

@@ -1,8 +1,8 @@
-"""A ``shard_map`` that leaves axes of its mesh automatic becomes equations of the program.
+"""Opens a ``shard_map`` with automatic axes into equations of the program.
 
 Its operands enter, its body follows, its results leave (``language.manual_primitives``). In the body a collective over
 manual axes becomes an equation of its own, and a sharding constraint a mark. So what is automatic is planned together
-with the rest of the program, as marks inside and outside ask, and what is manual runs as it is written
+with the rest of the program, as marks inside and outside ask, and what is manual runs unchanged
 (``core.manual_axes``). A ``shard_map`` in the body, over axes that the outer one left automatic, is opened likewise.
 """
 
@@ -60,7 +60,7 @@ class _Region(Rewritten):
         self._axes, self._devices, self._manual = axes, devices, manual
 
     def run(self, params: dict[str, Any], arrays: Sequence[Any], line: str) -> list[Any]:
-        """Runs a ``shard_map`` whose mesh has these axes, of which some are manual already."""
+        """Runs a ``shard_map`` whose mesh has these axes; some are manual already."""
         own = _manual_axes(params)
         inside = _Region(self._axes, self._devices, (*self._manual, *own))
 

@@ -1,4 +1,4 @@
-"""Permitted: parts of a sum pass more equations where the user says that they are finite.
+"""Lets parts of a sum pass more equations, where the user promises that they are finite.
 
     gshard.jit(f, mesh=mesh, finite=True)                 of a whole program
     gshard.shard(x, P(None, unreduced={"model"}))         of one value, over some axes, and of what is computed from it
@@ -33,7 +33,7 @@ def permitted(block: Block, *, finite: bool) -> Block:
     """The block with the ways in which the user permits parts to pass.
 
     Args:
-        block: of a whole program. Where nothing is permitted it is returned as it is.
+        block: of a whole program. Returned unchanged if nothing is permitted.
         finite: whether the user says so of all sums of floats.
 
     Raises:
@@ -118,7 +118,7 @@ def _reached(block: Block) -> dict[Value, Axes]:
 
 
 def _made(e: Equation, reached: Mapping[Value, Axes]) -> Iterator[Axes]:
-    if e.mark is not None:  # another mark begins anew
+    if e.mark is not None:  # another mark starts again
         yield frozenset(e.mark.unreduced if e.mark.monoid == _SUM else ())
     elif e.rule is not None:
         yield from (_axes_of(e, way, reached) for way in (*e.rule.linear, *e.rule.finite))

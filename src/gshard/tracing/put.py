@@ -1,4 +1,4 @@
-"""Put: ``jax.device_put`` inside a program, taken apart.
+"""Takes ``jax.device_put`` inside a program apart into a mark and a transfer.
 
     jax.device_put(x, NamedSharding(mesh, P("data")))                                 a mark
     jax.device_put(x, jax.memory.Space.Host)                                          a transfer (language.transfer)

@@ -1,4 +1,4 @@
-"""References: a function of mutable arrays (``jax.new_ref``) as one of arrays.
+"""Turns a function of mutable arrays (``jax.new_ref``) into a function of arrays.
 
     r[...] += 1                 r' = r + 1
     scan over a body that       the value of the reference is carried from round to round

@@ -1,4 +1,4 @@
-"""Calibrate: the machine at hand, measured: products, memory, and collectives over all devices.
+"""Calibrate: measures products, memory and collectives of the available devices.
 
 Each figure is the best of some runs, so that what else the machine does counts least. All devices work at once, as
 they do in a partitioned program: virtual devices share the cores of their host, and each gets its share. All devices

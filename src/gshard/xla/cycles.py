@@ -1,4 +1,4 @@
-"""Cycles: how long the TPU compiler itself expects a compiled program to take.
+"""Cycles: reads the TPU compiler's own estimate of a program's time.
 
 libtpu writes its estimate on each instruction that runs by itself; loops count by their number of rounds.
 

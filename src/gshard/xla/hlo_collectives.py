@@ -1,4 +1,4 @@
-"""HLO collectives: what a compiled program really sends between devices.
+"""HLO collectives: reads the collectives of a compiled program.
 
 Reads the text of any compiled JAX program, whoever partitioned it, so that programs are compared by what they
 execute and by one definition of a byte moved. With g devices in a group, each device sends in one execution:

@@ -1,4 +1,4 @@
-"""HLO parser: the instructions of a compiled program, and how often its loops go round.
+"""HLO parser: reads the instructions of a compiled program, and the iterations of its loops.
 
 Only what the text says about structure is read: names, types, operation codes, operands, attributes and the
 table of source lines. What a collective costs is next door, in ``hlo``.

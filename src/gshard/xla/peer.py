@@ -1,4 +1,4 @@
-"""Peer: the same program under XLA's own partitioner, to measure against.
+"""Peer: compiles the same program with XLA's own partitioner, for comparison.
 
 Marks become ``jax.lax.with_sharding_constraint``; everything else is left as the user wrote it, and ``jax.jit``
 hands the rest to GSPMD or Shardy.
@@ -34,7 +34,7 @@ def xla_function(
         plan: constrains the result of every equation to the sharding planned for it, as far as it divides evenly;
             otherwise only marks are constraints.
         turns_only: constrains only what the plan splits along other dimensions where it is read: once as it is sharded,
-            once as it is read. So an expert writes all-to-alls, who knows that XLA gathers if it is told one side only.
+            once as it is read. An expert writes all-to-alls so, because XLA gathers if one side is constrained.
 
     Returns:
         a function of global arrays to the flat results, to be compiled with ``jax.jit``.

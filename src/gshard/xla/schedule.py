@@ -1,4 +1,4 @@
-"""Schedule: what runs while a compiled TPU program's collectives are under way, by the compiler's own estimates.
+"""Schedule: reads which computation overlaps with the collectives of a compiled TPU program.
 
 A computation's instructions stand in the order in which they run. Between the start of an asynchronous collective and
 its end others run; one that does not come in two halves stops everything. Some all-gathers become a chain of fusions

@@ -1,4 +1,4 @@
-"""Data: everything the report shows, as plain lists and dictionaries; the page and ``--json`` read nothing else."""
+"""Report data: everything that the page and ``--json`` show, as plain lists and dictionaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page: the report as one HTML file that needs no network and opens from disk.
+"""Report page: the report as one HTML file that needs no network.
 
 It is put together from the files of ``parts``: the document, its style, and one script for each section.
 """

@@ -1,4 +1,4 @@
-"""Places: the user's source lines by short names, and the text around them."""
+"""Places: short names and surrounding text of the user's source lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors: all arrays of a program as rows of the report, each with the rows that its reasons lead to."""
+"""Report tensors: all arrays of a program as rows of the report, linked by their reasons."""
 
 from __future__ import annotations
 
