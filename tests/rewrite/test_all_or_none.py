@@ -47,11 +47,11 @@ UNARY: Sequence[Callable[[Any], Any]] = (
     lambda x: x.at[::2].add(x[1::2]),
     lambda x: jnp.concatenate([x[-1:], x, x[:1]])[1:],
     lambda x: x * jnp.concatenate([jnp.arange(5), jnp.arange(3)[::-1]])[:, None],
-    lambda x: (x.reshape(2, N // 2, M).reshape(-1, M) @ jnp.ones((M, M), x.dtype)).reshape(2, N // 2, M).reshape(N, M),
+    lambda x: (jnp.stack([x, -x]).reshape(-1, M) @ (jnp.ones((M, M), x.dtype) + x[:M])).reshape(2, N, M).sum(0) * 3,
     lambda x: (x.T @ x).T[:, :M],
     lambda x: lax.reduce_window(jnp.pad(x, ((1, 0), (0, 0))), 0, lax.add, (2, 1), (1, 1), "VALID"),
     lambda x: lax.associative_scan(jnp.add, x),
-    lambda x: jnp.zeros((N, 5), x.dtype).at[jnp.arange(N), jnp.arange(N) % 5].add(x[:, 0]).sum(1)[:, None] + x,
+    lambda x: jnp.zeros((N, 5), x.dtype).at[jnp.arange(N)[:, None], x % 7].add(x).sum(1)[:, None] + x,
     lambda x: x + jnp.searchsorted(jnp.sort(x[:, 0])[::-1], x[:, 1])[:, None].astype(x.dtype),
 )
 BINARY: Sequence[Callable[[Any, Any], Any]] = (
