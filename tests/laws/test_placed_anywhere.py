@@ -44,12 +44,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def as_they_come(arguments: Sequence[Any], in_shardings: Any) -> list[Any]:
+    """The arguments in the memories in which the program gets them: ``in_shardings`` name that of the devices."""
+    leaves, tree = jax.tree.flatten(list(arguments), is_leaf=lambda x: isinstance(x, gshard.UnevenArray))
+    given = jax.tree.leaves(in_shardings, is_leaf=lambda spec: spec is None or isinstance(spec, P))
+    specs = given if len(given) == len(leaves) else given * len(leaves)
+
+    def on_device(x: Any, spec: Any) -> Any:
+        moves = spec is not None and isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host"
+        return jax.numpy.asarray(np.asarray(x)) if moves else x
+
+    return jax.tree.unflatten(tree, map(on_device, leaves, specs))  # type: ignore[no-any-return]
+
+
 def check(
     name: str, ways: Sequence[str], shape: tuple[int, ...] = (8, 8), axes: dict[str, int] = GRID, **options: Any
 ) -> None:
     """Calls one jitted function in each way, three times over."""
     register(0)
     small, mesh = PROGRAMS[name], mesh_of(**axes)  # type: ignore[arg-type]
+    if small.in_dictionary and type(options.get("in_shardings")) is tuple:
+        options["in_shardings"] = small.arguments(*options["in_shardings"])
     x, y = numbers(shape, 1), numbers(shape, 2)
     want = unpartitioned(small.function, small.arguments(x, y))
     jitted = gshard.jit(small.function, mesh=mesh, **options)
@@ -57,7 +72,7 @@ def check(
         for way, (a, b) in every_way(mesh, x, y, ways=ways):
             arguments = small.arguments(a, b)
             where = f"{name}, {way}, call {i}"
-            with allowed_to_refuse(small.function, arguments):
+            with allowed_to_refuse(small.function, as_they_come(arguments, options.get("in_shardings"))):
                 said, donated = said_by(jitted, arguments), (0,) if "donate_argnums" in options else ()
                 called(jitted, arguments, want, donated=donated, said=said, where=where)
 
