@@ -116,6 +116,11 @@ def test_random_marks(name: str, seed: int) -> None:
     check(name, seed)
 
 
+def test_marks_may_leave_no_plan_in_which_a_loop_holds_less() -> None:
+    """Then it holds more, and the program is planned all the same."""
+    check("branches", 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3, 23))
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -168,10 +168,12 @@ class Choice:
             return None if alike is None else alike[1]
         try:
             found, _ = _solved(graph.problem, _from(graph, self.facts, start))
-            while math.isfinite(graph.problem.value(found)) and (less := within_rounds(graph, found)) is not None:
-                graph, (found, _) = less, _solved(less.problem, _from(less, self.facts, start))
         except ProblemError:
             return None
+        while math.isfinite(graph.problem.value(found)):
+            if (less := _with_less_held(graph, found, self.facts, start)) is None:
+                break
+            graph, (found, _) = less
         return found if math.isfinite(graph.problem.value(found)) else None
 
 
@@ -213,11 +215,28 @@ def _chosen(graph: Graph, facts: Facts) -> tuple[Graph, Ints, float]:
 
     start = None if alike is None else alike[1]
     best, gap = _solved(graph.problem, _from(graph, facts, start))
-    while (least := graph.problem.value(best)) * _SAME < cost and (less := within_rounds(graph, best)) is not None:
-        graph, (best, gap) = less, _solved(less.problem, _from(less, facts, start))
+    while (least := graph.problem.value(best)) * _SAME < cost and (
+        less := _with_less_held(graph, best, facts, start)
+    ) is not None:
+        graph, (best, gap) = less
     if alike is None or cost > least * _SAME:
         return graph, best, gap
     return *alike, max(0.0, 1 - least * (1 - gap) / cost) if cost else 0.0
+
+
+def _with_less_held(
+    graph: Graph, states: Ints, facts: Facts, start: Ints | None
+) -> tuple[Graph, tuple[Ints, float]] | None:
+    """The problem in which loops hold less than with these states, and its solution.
+
+    None if they hold little enough, or if the marks leave no plan in which they hold less.
+    """
+    if (less := within_rounds(graph, states)) is None:
+        return None
+    try:
+        return less, _solved(less.problem, _from(less, facts, start))
+    except ProblemError:
+        return None
 
 
 def _from(graph: Graph, facts: Facts, start: Ints | None) -> Callable[[Reduced], Iterator[Ints | None]]:
