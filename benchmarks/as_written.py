@@ -2,8 +2,8 @@
 
 XLA for CPU converts bfloat16 to float32, and floats of 8 bits to float16, before a collective, and back after it.
 Accelerators do not. A collective counts at the narrow width if its operand was just converted from such a dtype, or if
-all that reads its result converts it to one (XLA leaves out the first conversion where a product made the operand),
-whoever partitioned the program.
+all users of its result convert it to one (XLA leaves out the first conversion where a product made the operand). The
+same holds for programs of gshard and of XLA's partitioner.
 """
 
 from __future__ import annotations

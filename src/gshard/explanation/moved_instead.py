@@ -2,8 +2,8 @@
 
 In Megatron's tensor parallelism weights stay where they are. Activations are all-gathered before a product, or its
 sums are reduce-scattered or all-reduced after it. An all-to-all of a smaller activation, and a gather of the weight,
-can send less: then the product runs with the batch split over the axis of the weight. Each such line of a program is
-told, with both numbers, because whoever marked a weight expects it to stay.
+can send less: then the product runs with the batch split over the axis of the weight. gshard lists
+each such line with both numbers, because a user who marks a weight expects it to stay in place.
 """
 
 from __future__ import annotations

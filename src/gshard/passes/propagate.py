@@ -153,12 +153,8 @@ class Choice:
         """
         if self.states[node] == state:
             return self.states
-        problem, layers, costs, start = (
-            self.graph.problem,
-            self.layers,
-            list(self.graph.problem.costs),
-            self.states.copy(),
-        )
+        problem, layers = self.graph.problem, self.layers
+        costs, start = list(problem.costs), self.states.copy()
         for i in self.tied_to(node):
             costs[i] = np.where(np.arange(costs[i].size) == state, costs[i], np.inf)
             start[i] = state

@@ -70,11 +70,11 @@ class Room:
     def brought(self, node: int, e: Equation, more: Floats, stacked: bool) -> Brought:
         """Values that a loop reads from outside, unchanged or moved, by the states of a node for both.
 
-        An unchanged value belongs to the loop only if it is a stack: whoever makes it, it is there until the
-        loop ends.
+        An unchanged value counts for the loop only if it is a stack, because a stack is held until the loop
+        ends.
         """
-        as_it_is = more if stacked else np.zeros(len(more))
-        return Brought(node, e, np.concatenate([as_it_is, more]), STACKED if stacked else WHOLE)
+        unchanged = more if stacked else np.zeros(len(more))
+        return Brought(node, e, np.concatenate([unchanged, more]), STACKED if stacked else WHOLE)
 
     def fits(self, e: Equation, more: Floats) -> Bools:
         """bool [states]: whether so much more is small beside the largest array that a round makes, as marks say."""

@@ -247,10 +247,10 @@ class _Attempt:
         if all(len(g) == 1 or n == 1 for g, n in zip(groups, x.shape, strict=True)):
             return self.reshaped(e, x, shape)
         at = self.graph.producer(x)
-        return None if at is None or depth == 0 else self.anew(at, _groups(groups, x), depth)
+        return None if at is None or depth == 0 else self.again(at, _groups(groups, x), depth)
 
-    def anew(self, at: Equation, wanted: Groups, depth: int) -> Array | None:
-        """What follows from no array, or from smaller ones, made once more."""
+    def again(self, at: Equation, wanted: Groups, depth: int) -> Array | None:
+        """Computes a value that depends on no array, or on smaller ones, a second time."""
         shape, dtype = flat(wanted), at.outputs[0].dtype
         place = Fine(at.outputs[0], wanted, frozenset())
         if at.name == "iota" and len(wanted[at.params["dimension"]]) == 1:

@@ -138,8 +138,8 @@ def seconds_on(
 ) -> Callable[[Mesh, tuple[Atoms, ...]], Seconds]:
     """The objective for meshes of a machine's devices; plans that are made together share what moves cost.
 
-    Where ``call`` says what the program takes, roughly, memory counts: a byte that a loop stacks costs of that time,
-    for as long as it is held, its share of the memory.
+    With ``call``, the approximate seconds of a call, memory has a price. A byte that a loop stacks costs its share of
+    the memory, times the seconds for which it is held.
     """
 
     def objective(mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:

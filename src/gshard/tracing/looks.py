@@ -1,9 +1,9 @@
 """Takes ``jax.debug.inspect_array_sharding`` and ``visualize_array_sharding`` out of a function.
 
-Before anything is planned each look becomes an identity (``language.look_primitive``), of which what follows reads the
-result. The builder of the program notes its value and makes no equation of it. So the program is the one without looks:
-what only a look reads is not computed. A value that the program does not hold is looked for in a second program, the
-*watched* one, in which each look is an equation that reads its operand.
+Before planning, each look becomes an identity (``language.look_primitive``), and later equations read its result. The
+builder of the program notes the value and makes no equation. So the program is the one without looks, and a value that
+only a look reads is not computed. The sharding of such a value comes from a second program, the *watched* one, in which
+each look is an equation that reads its operand.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def xla_function(
         mesh: the devices; must be concrete for the function to be compiled.
         plan: constrains the result of every equation to the sharding planned for it, as far as it divides evenly;
             otherwise only marks are constraints.
-        turns_only: constrains only what the plan splits along other dimensions where it is read: once as it is sharded,
-            once as it is read. An expert writes all-to-alls so, because XLA gathers if one side is constrained.
+        turns_only: constrains only values whose users split them along other dimensions: once with the sharding of
+            the value, once with that of the user. Experts write all-to-alls this way: with one constraint XLA gathers.
 
     Returns:
         a function of global arrays to the flat results, to be compiled with ``jax.jit``.
