@@ -43,7 +43,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PIP) install -qq --no-deps --no-build-isolation --editable .
 	@touch $@
 
-quick: setup lint  ## what to run before each commit, in two minutes: style, structure, a sample of rules and laws
+quick: setup lint  ## what to run before each commit, in some two minutes: style, structure, a sample of rules and laws
 	$(PYTEST) -m "quick or not (slow or network)" --one-in 10 $(QUICK)
 
 test: setup lint types docs  ## what a change must pass: lint, types, documentation, fast tests
