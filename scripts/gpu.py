@@ -6,7 +6,9 @@
 
 Its parts are: a training run of the MoE Transformer with the numbers of CPU beside it; the step under ``gshard.jit``
 and ``jax.jit`` for each way to dispatch tokens; a layer (``benchmarks/routing.py``); programs for 8 and 32 GPUs,
-compiled for a mocked topology and read; a sample of the tests' programs and of the rules of operators; the examples.
+compiled for a mocked topology and read; operators whose times are compared with the modelled ones; kernels that a CPU
+does not have; state in the memory of the host; a sample of the tests' programs and of the rules of operators; the
+examples.
 
 Each part is a process of its own. What is finished is in ``state.json`` in the folder of --output, and is not run
 again; a part that fails is on the page. The exit code is 75 while there is more to do, and 2 where there is no GPU.
@@ -77,6 +79,7 @@ def parts_of(mode: str) -> list[Part]:
     cpu_first = environment(mode, cpu_first=True, flags=EIGHT)
     found = [
         machine, part("train", "gpu_step", "train"), dense, *steps, part("routing", "gpu_step", "routing"),
+        *(part(name, "gpu_operators", name) for name in ("operators", "kernels", "memory")),
         *schedules(mode, "virtual" if mode == "dry-run" else "mocked"),
         part("programs", "gpu_checks", "programs", seconds=LONG), part("laws", "gpu_checks", "laws", seconds=LONG),
         *(Part(f"example {n}", ("scripts/gpu_checks.py", "example", n), 240, cpu_first) for n in names),

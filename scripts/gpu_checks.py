@@ -104,8 +104,11 @@ def difference(found: Sequence[Any], expected: Sequence[Any]) -> float:
     for got, want in zip(found, expected, strict=True):
         got, want = (x.astype(np.result_type(x, np.float64)) for x in map(numbers, (got, want)))
         if got.size:
-            off = np.where(np.isnan(got) & np.isnan(want), 0.0, np.abs(got - want))
-            worst = max(worst, float(np.max(off) / max(float(np.nanmax(np.abs(want))), 1e-6)))
+            same = (got == want) | (np.isnan(got) & np.isnan(want))
+            with np.errstate(invalid="ignore"):
+                off = np.where(same, 0.0, np.abs(got - want))
+            largest = np.max(np.abs(want), initial=1e-6, where=np.isfinite(want))
+            worst = max(worst, float(np.max(off) / largest))
     return worst
 
 
@@ -114,7 +117,8 @@ def shuffled(names: Sequence[str]) -> list[str]:
     return random.Random(0).sample(sorted(names), len(names))
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
+    """The first line of an error."""
     return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
@@ -132,7 +136,7 @@ def laws(asked: Asked) -> Found:
             try:
                 check(ROWS[name], 1)
             except Exception as error:
-                wrong[name] = _told(error)
+                wrong[name] = told(error)
     return {"tried": tried, "of": len(ROWS), "wrong": wrong}
 
 
@@ -159,7 +163,7 @@ def programs(asked: Asked) -> Found:
                     many = device_after_device(lowered, jax.tree.leaves(case.arguments), expected)
                 rows.append([name, difference(alone, expected), difference(many, expected)])
             except Exception as error:
-                wrong[name] = _told(error)
+                wrong[name] = told(error)
     far = {name: max(a, b) for name, a, b in rows if not max(a, b) < NEAR}
     return {"tried": len(rows) + len(wrong), "of": len(CASES), "wrong": wrong, "far": far, "rows": rows, "near": NEAR}
 

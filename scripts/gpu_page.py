@@ -41,8 +41,9 @@ def page(state: State, parts: Sequence[Part], mode: str, again: str) -> str:
     title, what = TITLES[mode]
     sections = [
         f"# {title}\n\n<!-- Written by scripts/gpu.py from what it measured: change that, not this. -->\n\n{what}\n",
-        machine_of(state), _training(state), _programs(state), _laws(state), _examples(state), _steps(state),
-        _layer(state), *(_topology(state, source) for source in SOURCES), failed(state), _not_run(state, parts),
+        machine_of(state), _training(state), _programs(state), _laws(state), _kernels(state), _examples(state),
+        _steps(state), _memory(state), _layer(state), _operators(state),
+        *(_topology(state, source) for source in SOURCES), failed(state), _not_run(state, parts),
         f"## Doing it again\n\n```bash\n{again}\n```\n\nStopped at any point, the same line goes on where it was.\n",
     ]  # fmt: skip
     return "\n".join(filter(None, sections))
@@ -141,6 +142,59 @@ def _lists(groups: Mapping[str, Mapping[str, Any]]) -> str:
         told = [f"`{name}` ({x if isinstance(x, str) else format(x, '.1e')})" for name, x in members.items()]
         lines.append(f"- {title}: {', '.join(told) or 'none'}")
     return "\n".join(lines) + "\n"
+
+
+def _kernels(state: State) -> str:
+    found = state.found("kernels")
+    if found is None:
+        return ""
+    rows = [
+        [name, *("" if off is None else f"{off:.1e}" for off in offs), f"{near:g}"]
+        for name, near, *offs in found["rows"]
+    ]
+    return (
+        "## Kernels of a GPU\n\nPrograms whose kernels a CPU does not have, or has others for: largest differences to "
+        "`jax.jit` on this device, relative to the largest element of a result.\n\n"
+        + table(["program", "`gshard.jit` alone", "eight devices, one after the other", "allowed"], rows)
+        + "\n"
+        + _lists({"further off than allowed": found["far"], "failed": found["wrong"]})
+    )
+
+
+def _memory(state: State) -> str:
+    found = state.found("memory")
+    if found is None:
+        return ""
+    rows = []
+    for name, off, same, jit, ours in found["rows"]:
+        memories = [f"{x / MIB:,.0f}" for side in (jit, ours) for x in side[1:]]
+        rows.append([name, f"{off:.1e}", "yes" if same else "no", f"{1e3 * jit[0]:.2f}", f"{1e3 * ours[0]:.2f}"])
+        rows[-1] += memories
+    head = [
+        "program", "largest difference", "results in the same memories", "ms, `jax.jit`", "ms, `gshard.jit`",
+        "MiB of temporaries, `jax.jit`", "on the host", "MiB of temporaries, `gshard.jit`", "on the host",
+    ]  # fmt: skip
+    return (
+        f"## State in the memory of the host\n\nMatrices of {found['size']} x {found['size']} in float32; the moments "
+        "of Adam, or the activations of four layers, lie in `pinned_host`. Three calls, each with the results of the "
+        "one before.\n\n" + table(head, rows) + "\n" + _lists({"failed": found["wrong"]})
+    )
+
+
+def _operators(state: State) -> str:
+    found = state.found("operators")
+    if found is None:
+        return ""
+    rows = [
+        [name, f"{1e3 * took:.3f}", f"{1e3 * modelled:.3f}", f"{took / modelled:.2f}", f"{flops / took / 1e12:,.1f}", n]
+        for name, took, modelled, flops, n in found["rows"]
+    ]
+    head = ["operator", "ms", "ms, modelled", "measured / modelled", "TFLOP/s", "kernels"]
+    return (
+        f"## Operators and the roofline\n\nEach under `jax.jit` at the default precision, medians of queued calls; the "
+        f"model is that of `{found['machine']}` (`gshard.device`).\n\n"
+        + table(head, rows) + "\n" + _lists({"failed": found["wrong"]})
+    )  # fmt: skip
 
 
 def _examples(state: State) -> str:

@@ -35,6 +35,7 @@ from gshard.moe.feed_forward import feed_forward, feed_forward_specs
 from m4.config import ModelChoice, TrainConfig
 from m4.step import initial_state, make_step
 
+sys.path.insert(0, str(ROOT / "tests"))  # flops, for priced_hlo
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from priced_hlo import FREE, kernels
