@@ -133,6 +133,7 @@ def laws(asked: Asked) -> Found:
             if not asked.goes_on():
                 break
             tried += 1
+            print(name, flush=True)  # for the log: a row may end the process
             try:
                 check(ROWS[name], 1)
             except Exception as error:
@@ -152,6 +153,7 @@ def programs(asked: Asked) -> Found:
             if not asked.goes_on():
                 break
             case = CASES[name]
+            print(name, flush=True)
             try:
                 with jax.default_device(jax.devices("cpu")[0]):
                     expected = [np.asarray(x) for x in jax.tree.leaves(jax.jit(case.function)(*case.arguments))]

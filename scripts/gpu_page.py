@@ -280,7 +280,8 @@ def _topology(state: State, source: str) -> str:
         f"## Schedules: {source} devices\n\nCompiled and not run, for {SOURCES[source]}. A collective can be hidden by "
         "what the schedule has between its start and its end; whether it is hidden in time is not measured. XLA's own "
         "partitioner has the same marks as constraints and the arguments as gshard places them; it is left out where "
-        "the time was short, and of products in steps.\n\n" + table(head, rows)
+        "the time was short, and of products in steps. It is compiled second, in the same process: it finds the tuning "
+        "of the kernels that both have.\n\n" + table(head, rows)
     )
 
 

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 AGAIN = 75  # exit code: there is more to do
 LAST_LINES = 12  # that are kept of what a part that failed has printed
+FATAL = re.compile(r"F\d{4} |F0000|.*Check failed|Fatal Python error")  # how C++ says that it ends the process
 SAVING = 10  # seconds at the end of a slice in which nothing is begun
 DONE, FAILED = "done", "failed"
 
@@ -155,7 +157,13 @@ def attempt(part: Part, seconds: float) -> Found | None:
         print(", failed", flush=True)
         said = f"took longer than {seconds:.0f} seconds" if stopped else f"ended with {process.returncode}"
         lines = [text for text in log.read_text("utf-8", errors="replace").splitlines() if text.strip()]
-        return _failed("\n".join([said, *lines[-LAST_LINES:]]), taken)
+        return _failed("\n".join([said, *_telling(lines)]), taken)
+
+
+def _telling(lines: Sequence[str]) -> Sequence[str]:
+    """The last lines of a log; where C++ ended the process, its message with the line before it, and not the stack."""
+    fatal = next((i for i, line in enumerate(lines) if FATAL.match(line)), None)
+    return lines[-LAST_LINES:] if fatal is None else lines[max(fatal - 1, 0) : fatal + 3]
 
 
 def _failed(error: str, taken: float) -> Found:

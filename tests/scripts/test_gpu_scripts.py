@@ -21,6 +21,10 @@ with open(pathlib.Path(__file__).with_name("ran"), "a") as file:
     file.write(kind + "\\n")
 if kind == "broken":
     raise ValueError("the words of the error")
+if kind == "ended":  # as C++ ends a process: its message, and more lines of its stack than are kept
+    print("the row of sine", "F0000 00:00:00.1 7 gpu.cc:1] Check failed: a == b", sep="\\n")
+    print(*["    @ 0x7 PjitFunction"] * 40, sep="\\n")
+    sys.exit(6)
 if kind == "slow":
     time.sleep(60)
 pathlib.Path(found).write_text(json.dumps({"kind": kind}))
@@ -82,6 +86,17 @@ def test_what_is_finished_is_not_run_again_and_what_fails_stops_nothing(
     assert (tmp_path / "ran").read_text().split() == [*ran, "broken"]
     with pytest.raises(SystemExit, match="another folder"):
         scripts.resumable.State(tmp_path / "state.json", {"mode": "dry-run"})
+
+
+def test_the_message_of_a_process_that_c_plus_plus_ends_is_kept(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    parts(scripts.resumable, tmp_path)
+    state = scripts.resumable.State(tmp_path / "state.json", {})
+    ended = scripts.resumable.Part("ended", (str(tmp_path / "fake.py"), "ended"), 30)
+    assert scripts.resumable.run([ended], state, 5)
+    told = state.parts["ended"]["error"]
+    assert "the row of sine\nF0000" in told
+    assert "Check failed: a == b" in told
+    assert told.count("PjitFunction") < 4
 
 
 def test_a_slice_ends_and_the_next_one_begins_what_it_stopped_anew(scripts: SimpleNamespace, tmp_path: Path) -> None:

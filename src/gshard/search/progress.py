@@ -30,7 +30,7 @@ class Progress:
 
     write: Callable[[str], object] | None
     silent: float = 0.0
-    since: float = dataclasses.field(default_factory=time.monotonic)
+    since: float = dataclasses.field(default_factory=lambda: time.monotonic())
     doing: str = ""
     best: str = ""
     _last: float = -float("inf")  # when a line was printed
