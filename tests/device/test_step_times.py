@@ -76,7 +76,7 @@ def test_steps_take_what_they_copy_and_what_they_make_a_message_longer(named: st
         if machine.compiler.copies_for_collectives
         else 0.0
     )
-    assert taken(gathers[1]) - taken(gathers[0]) >= copies
+    assert taken(gathers[1]) - taken(gathers[0]) >= copies * (1 - 1e-9)
     sums, largest = (
         Step(ALL_REDUCE, mesh.atoms, whole.with_unreduced(dict.fromkeys(mesh.atoms, monoid)), whole, monoid=monoid)
         for monoid in ("add", "max")

@@ -26,6 +26,7 @@ from gshard.core.program import Equation, Value, format_bytes, format_flops
 from gshard.core.spmd import SpmdProgram
 from gshard.device.async_overlap import hidden_of
 from gshard.device.combiner import combined
+from gshard.device.compiled_kernels import as_compiled
 from gshard.device.epilogues import epilogues
 from gshard.device.hoisted_operands import hoisted_operands
 from gshard.device.layout_copies import layout_copies
@@ -209,6 +210,7 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
 
 def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Iterable[int] = ()) -> Cost:
     """The same for kernels that were read already; ``donated`` counts captured arrays too."""
+    program = as_compiled(program, machine.compiler)
     joined, copied = combined(program, machine), layout_copies(program, machine) | hoisted_operands(program)
     rows = {
         kernel: kernel_cost(kernel, times, mesh, machine, joined.get(kernel, 0), copied.get(kernel, ()))

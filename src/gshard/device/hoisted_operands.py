@@ -23,7 +23,7 @@ def hoisted_operands(program: Kernels) -> dict[Kernel, tuple[int, ...]]:
     for kernel in program.kernels:
         for body in kernel.bodies:
             found |= hoisted_operands(body)
-        if kernel.kind in (COLLECTIVE, REGION):
+        if kernel.kind in (COLLECTIVE, REGION) or kernel.spared:  # what a group shares is in registers
             continue
         apart = [v for v in _apart(kernel, position) if v not in known]
         known.update(apart)

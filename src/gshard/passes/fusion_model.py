@@ -43,6 +43,9 @@ class Kernel:
         reads: the buffers that it needs; ``writes``: those it makes.
         bodies: kernels of the bodies of a region.
         in_place: whether the result is where the first operand was, which has no later user: an update.
+        spared: buffers of these that a compiler keeps in registers, or reads in another kernel (``device``).
+        carried: buffers that it reads or writes in place of another kernel.
+        spares_rows: whether it spares them only as long as no dimension that it reduces is split.
     """
 
     equation: Equation
@@ -52,6 +55,9 @@ class Kernel:
     writes: tuple[Value, ...]
     bodies: tuple[Kernels, ...] = ()
     in_place: bool = False
+    spared: frozenset[Value] = frozenset()
+    carried: tuple[Value, ...] = ()
+    spares_rows: bool = False
 
     @property
     def product_flops(self) -> int:
@@ -75,7 +81,9 @@ class Kernel:
         if self.in_place:
             first, *others = self.equation.inputs
             return sum(self._read(v) for v in self.reads if v is not first) + max(map(size, others))
-        return sum(map(self._read, self.reads)) + sum(map(size, self.writes))
+        own = [v for v in self.reads if v not in self.spared]
+        written = [v for v in self.writes if v not in self.spared]
+        return sum(map(self._read, own)) + sum(map(size, (*written, *self.carried)))
 
     def _read(self, v: Value) -> int:
         users = [(e, i) for e in (self.equation, *self.fused) for i, x in enumerate(e.inputs) if x is v]

@@ -14,8 +14,10 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import local_bytes
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Value, short_dtype
+from gshard.core.rule import REDUCE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.device.compiled_kernels import as_compiled
 from gshard.device.machine import Machine
 from gshard.device.network import interchangeable
 from gshard.device.roofline import dtype_of, launch_seconds, roofline
@@ -67,7 +69,7 @@ class Seconds(Moves):
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Equations as they are fused."""
-        return kernels_of(block, windows=False).walk()
+        return as_compiled(kernels_of(block, windows=False), self.machine.compiler).walk()
 
     def alike(self, kernel: Kernel) -> Hashable:
         e = kernel.equation
@@ -76,7 +78,8 @@ class Seconds(Moves):
         numbers: dict[object, int] = {}
         same = tuple(numbers.setdefault(v, len(numbers)) for v in (*e.inputs, *kernel.reads))
         read = tuple(v.bytes for v in kernel.reads)
-        return e.rule, kernel.kind, arrays, same, read, kernel.vector_flops, kernel.moved
+        spared = len(kernel.spared), tuple(v.bytes for v in kernel.carried)
+        return e.rule, kernel.kind, arrays, same, read, kernel.vector_flops, kernel.moved, spared
 
     def of_splits(self, kernel: Kernel, ways: Sequence[Split], asked: float) -> Floats:
         """float64 [ways]: one run of a kernel, its equation split so, and what its own way to run on shards takes."""
@@ -92,7 +95,11 @@ class Seconds(Moves):
                 if isinstance(x, Value):
                     own = local_bytes(x, operand_sharding(rule, i, split), self.mesh)
                     read[x] = min(own, made) if is_looked_up(rule, i) else own
-            moved = made + sum(read.get(x, x.bytes * part) for x in kernel.reads)
+            alone = kernel.spares_rows and _splits_a_row(rule, split)
+            spared = frozenset[Value]() if alone else kernel.spared
+            written = 0 if spared.issuperset(kernel.writes) else made
+            reads = (*(x for x in kernel.reads if x not in spared), *kernel.carried)
+            moved = written + sum(read.get(x, x.bytes * part) for x in reads)
             emitted = self.own(e, split)
             more = 0.0
             if emitted is not None:
@@ -126,6 +133,11 @@ class Seconds(Moves):
             moved: bytes that it reads and writes.
         """
         return roofline(self.machine, dtype_of(e), products, others, moved).seconds
+
+
+def _splits_a_row(rule: Rule, split: Split) -> bool:
+    """Whether devices share what is reduced: then the reduction is a kernel of its own."""
+    return any(factor.kind == REDUCE and split.get(f) for f, factor in enumerate(rule.factors))
 
 
 def _of(kernel: Kernel, part: float) -> tuple[float, float]:
