@@ -257,6 +257,7 @@ class Jitted(OneObject):
         kept = target.takes_arguments_as_marks
         marks = marks_of_arguments(program, [x.array_type for x in signature.every], target.mesh, given, kept)
         program = dataclasses.replace(program, argument_marks=marks, **memories(program, signature, self._options))
+        program = target.with_kept_options(program)
         if self._options.names is not None:
             said = names_of_arguments(f, self._options.names, *signature.arguments())
             program = with_names_of_arguments(program, said, given)

@@ -94,6 +94,29 @@ class Target:
         return dataclasses.replace(self, mesh=in_best_order(program, self.mesh)) if self._chooses else self
 
     @property
+    def called(self) -> str:
+        """What messages call the ``gshard.jit`` that has these options, inside of another one."""
+        return "an inner gshard.jit"
+
+    @property
+    def options(self) -> dict[str, Hashable]:
+        """The options of ``gshard.jit`` that are not left at their defaults, and decide how a program is made."""
+        given: dict[str, Any] = {
+            "strict": self.strict, "budget": self.budget, "windowed": self.windowed, "memory_limit": self.memory_limit,
+            "machine": self.machine, "compiler_options": self.compiler_options, "plan": self.recorded,
+            "search": self.search, "layout": self.layout, "finite": self.finite,
+        }  # fmt: skip
+        return {
+            name: value for name, value in given.items() if value is not None and value is not False and value != ()
+        }
+
+    def with_kept_options(self, program: Program) -> Program:
+        """The program, whose inner calls of ``gshard.jit`` drop the options that this target does not have."""
+        own = self.options
+        dropped = (d for d in program.dropped if d.option is None or own.get(d.option[0]) != d.option[1])
+        return dataclasses.replace(program, dropped=tuple(dropped))
+
+    @property
     def _chooses(self) -> bool:
         return self.reorders and self.recorded is None and self.search is False
 

@@ -115,7 +115,9 @@ def _program(jaxpr: Any, target: Target, marks: Sequence[Mark | None] | None = N
     names = [f"args[{i}]" for i in range(len(jaxpr.in_avals))]
     tree = jax.tree.structure([0] * len(jaxpr.out_avals))
     with phase("rewriting", "call"):
-        return program_of(jaxpr, tree, "call", names, marks, as_typed=True, layout=target.layout, finite=target.finite)
+        layout, finite = target.layout, target.finite
+        made = program_of(jaxpr, tree, "call", names, marks, as_typed=True, layout=layout, finite=finite)
+        return target.with_kept_options(made)
 
 
 @weakly_cached

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -14,6 +15,8 @@ class Dropped:
         value: what it is, as text.
         line: the user's source line of the equation.
         why: what gshard does instead.
+        option: the name and the value of an option of an inner ``gshard.jit``. It is kept if the outer one has the
+            same.
 
     >>> print(Dropped("name of composite", "'my.op'", "train.py:41 (loss)", "It is compiled as its decomposition."))
     train.py:41 (loss): name of composite is 'my.op'. It is compiled as its decomposition.
@@ -23,6 +26,7 @@ class Dropped:
     value: str
     line: str
     why: str
+    option: tuple[str, Hashable] | None = None
 
     def __str__(self) -> str:
         return f"{f'{self.line}: ' if self.line else ''}{self.what} is {self.value}. {self.why}"

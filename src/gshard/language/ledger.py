@@ -3,6 +3,7 @@
     KEPT        it is in the program that every device runs, or decides how that is made
     IRRELEVANT  without it the program computes, places and sends the same; the row says why
     REPORTED    it is not kept: ``gshard.explain(...).dropped`` lists it with its line, and ``strict=True`` refuses it
+    OPTIONS     it holds options of an inner ``gshard.jit``: those that the outer one does not have are REPORTED
     REFUSED     without it arrays would lie elsewhere, or something else be sent: it is an error
 
 A primitive that is bound on every device with the parameters of its equation keeps them all (``ledger_rows.BOUND``).
@@ -22,7 +23,7 @@ from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_context import AbstractToken, is_unspecified, settings_of
 from gshard.core.planning_tables import tabulated
-from gshard.language.ledger_rows import BOUND, EFFECTS, KEPT, LOST, REFUSED, REPORTED, SETTINGS
+from gshard.language.ledger_rows import BOUND, EFFECTS, KEPT, LOST, OPTIONS, REFUSED, REPORTED, SETTINGS
 
 # Where an operation says how its result is sharded: a mark (``tracing.demanded``).
 RESULT_SHARDINGS = frozenset(("sharding", "out_sharding"))
@@ -49,7 +50,7 @@ class Row:
     """What gshard does with a parameter.
 
     Attributes:
-        way: KEPT, IRRELEVANT, REPORTED or REFUSED.
+        way: KEPT, IRRELEVANT, REPORTED, OPTIONS or REFUSED.
         why: the reason, or what gshard does instead.
         hint: what to write instead, if it is refused.
         loses: whether a value of it is lost.
@@ -118,6 +119,11 @@ def dropped(eqn: Any, source: Any) -> Iterator[Dropped]:
         value = params[parameter]
         if not row.loses(value):
             continue
+        if row.way == OPTIONS:
+            for option, given in value.options.items():
+                shown = getattr(given, "name", None) or _text(given)
+                yield Dropped(f"{option} of {value.called}", shown, user_line(source), row.why, (option, given))
+            continue
         if row.way == REFUSED:
             what = f"{parameter} of '{name}' cannot be kept: {row.why}"
             raise TraceError(what, user_line(source), f"it is {_text(value)}", row.hint)
@@ -152,7 +158,7 @@ def _may_be_lost(name: str, parameters: tuple[str, ...]) -> tuple[tuple[str, Row
     if name not in LEDGER:
         return ()
     rows = ((p, row_of(name, p) or Row(REPORTED, _UNREAD)) for p in parameters)
-    return tuple((p, row) for p, row in rows if row.way in (REPORTED, REFUSED))
+    return tuple((p, row) for p, row in rows if row.way in (REPORTED, REFUSED, OPTIONS))
 
 
 def _text(value: Any) -> str:

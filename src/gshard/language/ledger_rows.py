@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-KEPT, IRRELEVANT, REPORTED, REFUSED = "KEPT", "IRRELEVANT", "REPORTED", "REFUSED"
+KEPT, IRRELEVANT, REPORTED, REFUSED, OPTIONS = "KEPT", "IRRELEVANT", "REPORTED", "REFUSED", "OPTIONS"
 
 # Bound on every device with the parameters of the equation. Sizes become those of one device's part. What names a
 # sharding (``sharding``, ``out_sharding``) becomes a mark on the result. A row that goes on is indented.
@@ -198,7 +198,8 @@ LOST: tuple[tuple[str, ...], ...] = (
     ),
     ("core_call call closed_call eval_jaxpr", "jaxpr call_jaxpr", KEPT, ""),
     ("core_call call closed_call eval_jaxpr", "backend ctx inline_jax_late name", IRRELEVANT, _OPENED),
-    ("gshard_call", "jaxpr target", KEPT, ""),
+    ("gshard_call", "jaxpr", KEPT, ""),
+    ("gshard_call", "target", OPTIONS, "The outer gshard.jit partitions the whole program, with its own options."),
     ("remat remat2 checkpoint", "jaxpr prevent_cse differentiated", KEPT, ""),
     ("remat remat2 checkpoint", "policy", IRRELEVANT, _DERIVED),
     ("remat_opt", "fwd_jaxpr fun_jaxpr_thunk num_consts num_res", KEPT, ""),
