@@ -192,8 +192,8 @@ def _operators(state: State) -> str:
     head = ["operator", "ms", "ms, modelled", "measured / modelled", "TFLOP/s", "kernels"]
     return (
         f"## Operators and the roofline\n\nEach under `jax.jit` at the default precision, medians of queued calls; the "
-        f"model is that of `{found['machine']}` (`gshard.device`). Its shares of the vendor's figures were set from one "
-        "H100; there this is no test of them.\n\n"
+        f"model is that of `{found['machine']}` (`gshard.device`). Its shares of the vendor's figures were set from "
+        "one H100; there this is no test of them.\n\n"
         + table(head, rows) + "\n" + _lists({"failed": found["wrong"]})
     )  # fmt: skip
 
