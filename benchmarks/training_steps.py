@@ -7,16 +7,19 @@ and through ``jax.jit`` with the same constraints, argument and result shardings
 
 Of both compiled programs: bytes that each device sends (``as_written.py``), messages (``hlo_collectives``), FLOPs that
 it executes (``tests/flops.py``), temporary memory (``memory_analysis``), and the CPU seconds that tracing, planning,
-partitioning and compiling take. Small steps also run: the losses of two steps are compared.
+partitioning and compiling take. Small steps also run: the losses of two steps are compared. With --h100 nothing runs
+and no FLOPs are counted; "alone" are the bytes beside which the schedule has no kernel.
 
     python benchmarks/training_steps.py                          small steps on 8 devices: some minutes on two cores
     python benchmarks/training_steps.py --true-size              8B and 70B parameters on 64 devices, compiled only
+    python benchmarks/training_steps.py --h100 [--true-size]     compiled for H100 by XLA:GPU; no GPU is needed
     python benchmarks/training_steps.py --only scanned --only data [--json out.json]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -26,14 +29,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-TRUE_SIZE = "--true-size" in sys.argv
+TRUE_SIZE, H100 = "--true-size" in sys.argv, "--h100" in sys.argv
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={64 if TRUE_SIZE else 8}"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("tests", "scripts")]
 
 import jax
 from as_written import bytes_sent
 from children import measured as measured_by_children
+from gpu_schedule import H100 as DEVICE
+from gpu_schedule import schedule
+from jax.experimental import topologies
 
 import flops
 import gshard
@@ -42,16 +48,20 @@ from steps import STEPS, TRUE_SIZES, Step
 
 SIDES = "ours", "xla"
 RATIOS = {"bytes": "bytes", "messages": "messages", "flops": "FLOPs", "temps": "temps", "seconds": "compile"}
+if H100:
+    RATIOS = {**RATIOS, "alone": "alone"}  # bytes beside which no kernel runs
+    del RATIOS["flops"]
 NEAR = 5e-3  # losses of bfloat16 differ by rounding
 
 
 def side_of(name: str, step: Step) -> dict[str, Any]:
     """What one side makes of a step."""
-    function, results = step.function(), step.results()
+    on = described_devices() if H100 else None
+    function, results = step.function(on), step.results(on)
     options: dict[str, Any] = {"out_shardings": results, "donate_argnums": 0}
-    jitted = gshard.jit(function, mesh=step.mesh(), **options) if name == "ours" else jax.jit(function, **options)
+    jitted = gshard.jit(function, mesh=step.mesh(on), **options) if name == "ours" else jax.jit(function, **options)
     begun = time.process_time()
-    lowered = jitted.lower(*step.arguments())
+    lowered = jitted.lower(*step.arguments(on))
     if name == "ours":
         lowered.spmd  # noqa: B018  planned and partitioned
     made = time.process_time()
@@ -63,17 +73,32 @@ def side_of(name: str, step: Step) -> dict[str, Any]:
         "bytes": bytes_sent(text),
         "bytes on CPU": sum(n for _, n in kinds.values()),
         "messages": sum(n for n, _ in kinds.values()),
-        "flops": flops.executed(compiled),
+        "flops": 0 if H100 else flops.executed(compiled),
         "temps": compiled.memory_analysis().temp_size_in_bytes,
         "seconds": done - begun,
         "before": made - begun,
     }
+    if H100:
+        read = schedule(text)
+        del found["flops"]  # products are calls of libraries there, whose text has no operands
+        return {
+            **found,
+            "bytes": read["bytes"],
+            "messages": read["times"],
+            "alone": read["bytes"] - read["hidden_bytes"],
+        }
     if not TRUE_SIZE:
         state, batch = step.numbers()
         for _ in range(2):
             state, value = jitted(state, batch)
         found["loss"] = float(value)
     return found
+
+
+def described_devices() -> list[Any]:
+    """As many H100 as the steps need, that no machine has: XLA compiles for them, with JAX's CUDA plugin."""
+    shape = "8x8x1" if TRUE_SIZE else "1x8x1"  # nodes, GPUs of a node
+    return list(topologies.get_topology_desc(platform="cuda", target_config=DEVICE, topology=shape).devices)
 
 
 def child(names: Sequence[str], steps: dict[str, Step]) -> None:
@@ -121,6 +146,9 @@ def summary(found: dict[str, dict[str, Any]]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--true-size", action="store_true", help="8B and 70B parameters on 64 devices, compiled only")
+    parser.add_argument(
+        "--h100", action="store_true", help="compiled by XLA:GPU for H100 that are described to it; needs jax[cuda13]"
+    )
     parser.add_argument("--only", action="append", default=[], help="steps whose name contains this")
     parser.add_argument("--json", type=Path, help="write all that was measured")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
@@ -131,7 +159,10 @@ def main() -> None:
         return
     names = [name for name in steps if not options.only or any(text in name for text in options.only)]
     print(f"{'step: ours / XLA':<32}{''.join(f'{t:>10}' for t in RATIOS.values())}{'  GiB' if TRUE_SIZE else ''}")
-    command = [sys.executable, __file__, *(["--true-size"] if TRUE_SIZE else []), "--child"]
+    if H100 and importlib.util.find_spec("jax_plugins") is None:
+        parser.error('--h100 needs JAX\'s CUDA plugin: pip install "jax[cuda13]"')
+    given = [flag for flag, on in (("--true-size", TRUE_SIZE), ("--h100", H100)) if on]
+    command = [sys.executable, __file__, *given, "--child"]
     found = measured_by_children(names, command, SIDES, lambda name, sides: print(row(name, sides), flush=True))
     print(f"\n{len(found)} steps, jax {jax.__version__}", *summary(found), sep="\n")
     if options.json:

@@ -105,7 +105,7 @@ class Planned:
     def roofline_seconds(self) -> float:
         """What the products alone take at the machine's peak rate: the roofline of figure 8."""
         products = sum(k.flops * k.times for k in self.cost.kernels if k.kind == PRODUCT)
-        return products / self.cost.machine.rate("bf16")
+        return products / self.cost.machine.peak("bf16")
 
     @property
     def seconds_by_class(self) -> dict[str, float]:

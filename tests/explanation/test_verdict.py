@@ -50,10 +50,12 @@ def test_work_that_is_done_by_all_is_told_with_its_line():
 
 def test_ideal_time_is_an_even_share_at_the_peak_rate():
     found = told(lambda x, w: gshard.split(x, 0, "data") @ w, f32(512, 64), f32(64, 32))
-    assert found.ideal == pytest.approx(2 * 512 * 64 * 32 / 8 / found.cost.machine.rate("f32"))
+    peak = 494e12  # the vendor's, which MFU is a part of; products reach less
+    assert found.ideal == pytest.approx(2 * 512 * 64 * 32 / 8 / peak)
+    assert found.cost.machine.rate("f32") < 0.9 * peak
     f, args, _, _ = model("recurrent")
     loop = told(f, *args, mesh=gshard.Mesh.abstract(data=8))
-    assert loop.ideal == pytest.approx(3 * 8 * 2 * 4096 * 256 * 256 / 8 / loop.cost.machine.rate("f32"))
+    assert loop.ideal == pytest.approx(3 * 8 * 2 * 4096 * 256 * 256 / 8 / peak)
     assert loop.work == pytest.approx(1.0), "rounds of loops count on both sides"
     assert told(f, *args).work == pytest.approx(1.0), "the other axis takes half of what no mark splits over it"
 

@@ -101,6 +101,11 @@ class Machine:
         """Operations a second of products in a dtype (short name)."""
         return self.flops.get(dtype) or self.flops["f32"]
 
+    def peak(self, dtype: str) -> float:
+        """The vendor's rate of products in a dtype, of which MFU is a part; the own one where no vendor gives one."""
+        vendor = KINDS[self.kind].peak if self.kind in KINDS else {}
+        return vendor.get(dtype) or vendor.get("f32") or self.rate(dtype)
+
     @staticmethod
     def of(text: str, devices: int | None = None) -> Machine:
         """Reads ``kind:shape``, or the file that ``gshard calibrate`` wrote.

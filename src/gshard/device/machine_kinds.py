@@ -105,6 +105,7 @@ class Kind:
     Attributes:
         flops, vector_flops, memory_bandwidth, memory, launch: as in ``Machine``, of one device.
         compiler: what its compiler does.
+        peak: the vendor's rates of products, where ``flops`` are those that are reached.
         source: where the figures are from.
         devices: ``jax.Device.device_kind`` of these devices. Other boards with the same chip (PCIe cards, NVL pairs)
             have other figures.
@@ -134,6 +135,7 @@ class Kind:
     inside: str = SWITCH
     between_nodes: float = 0.0
     compiler: Compiler = COMPILERS["cpu"]
+    peak: Mapping[str, float] = dataclasses.field(default_factory=dict)
     source: str = ""
     devices: tuple[str, ...] = ()
 
@@ -169,11 +171,11 @@ def _gpu(
     inside: str = SWITCH,
 ) -> Kind:
     """A vendor's TFLOP/s, GB/s and GB; f32 is the rate of products of float32 arrays in JAX's default precision."""
-    vendor = {"f64": f64, "f32": f32, "bf16": bf16, "f16": bf16, "s8": s8}
-    rates = {dtype: rate * _T * REACHED_PRODUCTS for dtype, rate in vendor.items()}
+    peak = {"f64": f64 * _T, "f32": f32 * _T, "bf16": bf16 * _T, "f16": bf16 * _T, "s8": s8 * _T}
+    rates = {dtype: rate * REACHED_PRODUCTS for dtype, rate in peak.items()}
     return Kind(
         rates, vector * _T, memory_bandwidth * _G * REACHED_MEMORY, int(memory * _G), link * _G, 1, latency=2e-6,
-        launch=3e-6, node=node, inside=inside, between_nodes=between_nodes * _G, compiler=COMPILERS["gpu"],
+        launch=3e-6, node=node, inside=inside, between_nodes=between_nodes * _G, compiler=COMPILERS["gpu"], peak=peak,
     )  # fmt: skip
 
 

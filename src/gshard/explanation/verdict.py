@@ -18,7 +18,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, format_bytes
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine
-from gshard.device.roofline import dtype_of, roofline
+from gshard.device.roofline import dtype_of
 from gshard.explanation.bounds import bounds_of, does_not_pay, format_seconds, headline, remedies, shares_of
 from gshard.explanation.merged_collectives import MergedCollective
 from gshard.explanation.proposal import Proposal
@@ -203,7 +203,7 @@ def verdict(
     ideal = 0.0
     for e, times in _products(plan.program.block):
         whole[e.line] += flops(e) * times
-        ideal += roofline(machine, dtype_of(e), flops(e) * times).compute / devices
+        ideal += flops(e) * times / machine.peak(dtype_of(e)) / devices
     own: Counter[str] = Counter()
     for k in found.kernels:
         if k.kind == PRODUCT:
