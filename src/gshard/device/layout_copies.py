@@ -3,7 +3,7 @@
 Where the network library takes one run of bytes, XLA gives what is gathered or scattered along a dimension a layout in
 which that dimension comes first; what an all-to-all exchanges comes part after part. XLA copies an operand in another
 layout before the collective, and a result that its reader needs in another one after it: a kernel each. An elementwise
-kernel writes and reads any layout, and needs no copy.
+kernel writes and reads any layout, and needs no copy; nor do products where ``Compiler.products_take_layouts``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gshard.comm.collectives import KINDS
 from gshard.comm.runs import is_strided, is_turned
 from gshard.core.program import Value
 from gshard.device.machine import Machine
-from gshard.passes.fusion_model import COLLECTIVE, FUSED, REDUCTION, Kernel, Kernels, readers_of, size
+from gshard.passes.fusion_model import COLLECTIVE, FUSED, PRODUCT, REDUCTION, Kernel, Kernels, readers_of, size
 
 _ALONG = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
 
@@ -37,10 +37,14 @@ def layout_copies(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int,
         before, after = _layouts(kernel, operand, result, machine)
         home = program.home.get(operand, operand)
         writer = writers.get(home)
-        spared = writer is not None and writer.kind in (FUSED, REDUCTION) and readers[home] == [kernel]
+        any_layout = machine.compiler.products_take_layouts
+        writes = {FUSED, REDUCTION, PRODUCT} if any_layout else {FUSED, REDUCTION}
+        reads = writes if any_layout else {FUSED}
+        spared = writer is not None and writer.kind in writes and readers[home] == [kernel]
         arrays = [size(operand)] if before and not spared else []
         users = readers.get(result, [])
-        if after and (result in ends or [k.kind for k in users] != [FUSED]):
+        one = len(users) == 1 or any_layout
+        if after and (result in ends or not users or not one or any(k.kind not in reads for k in users)):
             arrays.append(size(result))
         if arrays:
             found[kernel] = tuple(arrays)

@@ -54,6 +54,8 @@ class Compiler:
             moves fewer bytes, and whether one kernel writes several of them (``compiled_kernels``).
         copies_for_collectives: whether what is gathered or scattered has that dimension first, so that arrays are
             copied (``layout_copies``).
+        products_take_layouts: whether products, too, read and write arrays in the layouts of collectives. Then only a
+            device's part is copied, before it is gathered or after it is scattered, and the whole is not.
         keeps_low_precision_copies: whether products of float32 run in one bfloat16 pass, and what only they read is
             stored in bfloat16 (``bf16_storage``).
         gathers_split_stack_writes: whether a product that a gather overlaps with no longer writes its result straight
@@ -69,6 +71,7 @@ class Compiler:
     fused_row: int = 0
     fuses_elementwise: bool = False
     copies_for_collectives: bool = True
+    products_take_layouts: bool = False
     keeps_low_precision_copies: bool = False
     gathers_split_stack_writes: bool = True
 
@@ -93,6 +96,7 @@ COMPILERS = {
         combines=("all_reduce", "all_gather", "reduce_scatter"),
         fused_row=16_384,
         fuses_elementwise=True,
+        products_take_layouts=True,
     ),
     "tpu": dataclasses.replace(_libtpu(schedules_read=False), hides=None),
 }

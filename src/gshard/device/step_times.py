@@ -11,6 +11,7 @@ import numpy as np
 from gshard.comm.exchange import exchange
 from gshard.comm.runs import is_turned, laid_out
 from gshard.comm.steps import (
+    ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     LOCAL,
@@ -107,9 +108,31 @@ class StepTimes:
         if is_exchange(step, mesh):
             whole, tiles = math.prod(step.after.local_shape(mesh, shape)) * itemsize, rounds(step, mesh)
             return [whole / 2, *2 * tiles * [whole / tiles]]  # the empty array before them is only written
+        return [*self._laid_out(step, shape, itemsize, mesh), *self._cut_to_size(step, shape, itemsize, mesh)]
+
+    def _cut_to_size(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
+        """Bytes of what is padded before an exchange makes uneven parts, and of what is cut after uneven parts meet.
+
+        What a reduce-scatter pads is mostly written by the product before it.
+        """
+        if step.kind not in (ALL_GATHER, ALL_TO_ALL):
+            return []
+        before, after = (
+            {d for d, atoms in enumerate(s.dims) if atoms and shape[d] % mesh.count(atoms)}
+            for s in (step.before, step.after)
+        )
+        padded, cut = (
+            math.prod(s.local_shape(mesh, shape)) * itemsize * bool(more)
+            for s, more in ((step.before, after - before), (step.after, before - after))
+        )
+        return [float(n) for n in (padded, cut) if n]
+
+    def _laid_out(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
         if step.kind != ALL_TO_ALL:
-            share = 1.0 if self.machine.compiler.copies_for_collectives else _COPIES
-            return [share * elements * itemsize for elements in laid_out(step, shape, mesh)]
+            compiler, arrays = self.machine.compiler, list(laid_out(step, shape, mesh))
+            share = 1.0 if compiler.copies_for_collectives else _COPIES
+            copied = [min(arrays)] if arrays and compiler.products_take_layouts else arrays
+            return [share * elements * itemsize for elements in copied]
         before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
         if is_of_tiles(step):
             turned = turns(before, step.before.dims, step.after.dims, mesh)
