@@ -93,7 +93,7 @@ def test_what_a_preset_found_is_said_in_marks_too() -> None:
 
 def test_what_insisting_costs_is_solved() -> None:
     """For the rows that are shown; with as much forced, the search ends there."""
-    mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("h100:1x8")
+    mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("v5e:2x4")
     found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
     graph, solution = found.best.graph, found.best.solution
     v = found.plan.program.block.inputs[0]

@@ -56,7 +56,7 @@ def roofline(machine: Machine, dtype: str, products: float = 0.0, others: float 
 
     >>> found = roofline(Machine.of("h100:1x1"), "bf16", products=2 * 1024**3, moved=3 * 2 * 1024**2)
     >>> [f"{part * 1e6:.2f} µs" for part in (*found, found.seconds)]
-    ['2.17 µs', '1.88 µs', '3.00 µs', '5.17 µs']
+    ['3.10 µs', '2.09 µs', '3.00 µs', '6.10 µs']
     """
     compute = products / machine.rate(dtype) + others / machine.vector_flops
     return Roofline(compute, moved / machine.memory_bandwidth, launch_seconds(machine, moved))
