@@ -24,6 +24,9 @@ from gshard.core.rule import REDUCE
 from gshard.device.machine_kinds import Compiler
 from gshard.passes.fusion_model import FUSED, REDUCTION, Kernel, Kernels, is_looked_up, readers_of, size
 
+# Kernels, or groups of them, between which one is looked for that may join: those that XLA makes one of are near.
+_NEAR = 64
+
 
 def as_compiled(program: Kernels, compiler: Compiler) -> Kernels:
     """The same kernels, with what the compiler spares."""
@@ -106,7 +109,8 @@ def _grown(first: Kernel, row: int, known: _Known) -> list[Kernel]:
     group, own = [first], set(first.writes)
     after: set[Value] = set()  # what others make of the group's results
     since = set(first.writes)  # the last statistic, and what follows from it
-    for kernel in known.kernels[known.place[first] + 1 :]:
+    begin = known.place[first] + 1
+    for kernel in known.kernels[begin : begin + _NEAR]:
         reads = set(kernel.reads)
         joins = bool(reads & since) and not reads & after
         if joins and kernel.kind == REDUCTION and _row(kernel) == row and _elements(kernel) * row == elements:
@@ -195,15 +199,8 @@ class _Group:
     def __init__(self, kernel: Kernel):
         self.kernels = [kernel]
         self.elements, self.reduced = _space(kernel)
+        self.reads, self.writes = set(kernel.reads), set(kernel.writes)
         self.after = set(kernel.writes) if self.reduced else set[Value]()  # a sum is known when all has been read
-
-    @property
-    def writes(self) -> set[Value]:
-        return {v for k in self.kernels for v in k.writes}
-
-    @property
-    def reads(self) -> set[Value]:
-        return {v for k in self.kernels for v in k.reads}
 
     def joins(self, other: _Group) -> bool:
         """Whether one kernel does the work of both: what one writes the other reads, or one reduces what both read."""
@@ -217,6 +214,8 @@ class _Group:
     def add(self, other: _Group) -> None:
         """Takes the kernels of another group."""
         self.kernels += other.kernels
+        self.reads |= other.reads
+        self.writes |= other.writes
         self.after |= other.after
         self.reduced = self.reduced or other.reduced
 
@@ -226,14 +225,16 @@ def _space(kernel: Kernel) -> tuple[int, tuple[int, ...]]:
     e = kernel.equation
     if kernel.kind != REDUCTION or e.rule is None or not e.rule.operands:
         return _elements(kernel), ()
-    operand = max((v for v in e.inputs if isinstance(v, Value)), key=lambda v: math.prod(v.shape))
     reduced = {f for f, factor in enumerate(e.rule.factors) if factor.kind == REDUCE}
-    return math.prod(operand.shape), tuple(i for i, dim in enumerate(e.rule.operands[0]) if reduced & set(dim))
+    return max(math.prod(x.shape) for x in e.inputs), tuple(
+        i for i, dim in enumerate(e.rule.operands[0]) if reduced & set(dim)
+    )
 
 
 def _read_together(known: _Known, taken: set[Kernel]) -> list[tuple[Kernel, ...]]:
     """Groups of elementwise kernels and reductions that XLA makes one of, which writes several results."""
-    groups: list[_Group] = []
+    groups: list[_Group] = []  # those that may still grow
+    whole: list[_Group] = []
     for kernel in known.kernels:
         own = None
         if kernel.kind in (FUSED, REDUCTION) and kernel not in taken and len(kernel.writes) == 1:
@@ -244,9 +245,12 @@ def _read_together(known: _Known, taken: set[Kernel]) -> list[tuple[Kernel, ...]
                     own = group
                     groups.remove(group)
             groups.append(own)
-        reads = set(kernel.reads)
+            if len(groups) > _NEAR:
+                whole.append(groups.pop(0))
         for group in groups:
-            if group is not own and reads & (group.after | group.writes):
-                group.after |= set(kernel.writes)
-    ordered = (sorted(group.kernels, key=known.place.__getitem__) for group in groups)
+            if group is not own and not (
+                group.after.isdisjoint(kernel.reads) and group.writes.isdisjoint(kernel.reads)
+            ):
+                group.after.update(kernel.writes)
+    ordered = (sorted(group.kernels, key=known.place.__getitem__) for group in (*whole, *groups))
     return [tuple(group) for group in ordered if len(group) > 1]
