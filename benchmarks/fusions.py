@@ -1,4 +1,4 @@
-"""XLA:GPU makes as many kernels of a program as the cost model has, and they move as many bytes.
+"""Claim: XLA:GPU makes as many kernels of a program as the cost model has, and they move as many bytes.
 
     python benchmarks/fusions.py              # needs JAX's CUDA plugin (pip install "jax[cuda13]"), and no GPU
 
@@ -133,8 +133,8 @@ def modelled(function: Callable[..., Any], arguments: tuple[Any, ...], least: fl
     for kernel, times in cost(lowered.spmd, Machine.of("h100:1x1")).program.walk():
         buffers: list[Value] = [v for v in (*kernel.reads, *kernel.writes) if v not in kernel.spared]
         large = [n for v in (*buffers, *kernel.carried) if (n := size(v)) >= least]
-        found = min(sum(large), kernel.moved) if kernel.moved < least else sum(large)
-        kernels, moved = kernels + times * (found >= least), moved + times * found * (found >= least)
+        if large and kernel.moved >= least:
+            kernels, moved = kernels + times, moved + times * sum(large)
     return kernels, moved
 
 

@@ -208,8 +208,8 @@ def _examples(state: State) -> str:
     if not rows:
         return ""
     return (
-        "## Examples\n\nEach ran on eight CPU devices as it is. The first calls of its partitioned functions were then "
-        "run here, device after device, with the same arguments:\n\n"
+        "## Examples\n\nEach example ran unchanged on eight CPU devices. Then this device ran the first calls of its "
+        "partitioned functions, one device's program after the other, with the same arguments:\n\n"
         + table(["example", "programs (devices)", "largest difference to CPU", "not looked at, for time"], rows)
     )
 

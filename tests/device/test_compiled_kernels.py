@@ -99,7 +99,7 @@ def priced_on_tpu(f: Callable[..., Any], *arguments: Any) -> Cost:
         ),
         # The sum is a result, too.
         (lambda x: (s := x.sum(-1, keepdims=True), x / s), (shape(ROWS, ROW),), 3 * ARRAY + 2 * 4 * ROWS),
-        # Two statistics, neither of which follows from the other: x is read for both, and for the result.
+        # Two independent statistics: one kernel reads x for both of them, another one reads x for the result.
         (
             lambda x: (x - x.mean(-1, keepdims=True)) / (x * x).sum(-1, keepdims=True),
             (shape(ROWS, ROW),),

@@ -93,6 +93,22 @@ def test_steps_take_what_they_copy_and_what_they_make_a_message_longer(named: st
     assert taken(tiles) >= seconds(ALL_TO_ALL, local, mesh, machine, mesh.atoms) + copy_seconds(machine, local)
 
 
+@pytest.mark.parametrize("named", MACHINES)
+def test_what_uneven_parts_pad_and_cut_is_copied(named: str) -> None:
+    machine = Machine.of(named)
+    mesh = Mesh.abstract(d=machine.size)
+    times, n = StepTimes(machine), mesh.size
+    rows, columns, whole = Sharding((mesh.atoms, ())), Sharding(((), mesh.atoms)), Sharding(((), ()))
+    gather = Step(ALL_GATHER, mesh.atoms, rows, whole, 0)
+    # The same parts are sent; of the second array the last part is padded, and the whole is cut after the gather.
+    even, uneven = (times.seconds(gather, (size, n), 4, mesh) for size in (2 * n, 2 * n - 1))
+    assert uneven - even == pytest.approx(copy_seconds(machine, 4 * (2 * n - 1) * n))
+    exchange = Step(ALL_TO_ALL, mesh.atoms, rows, columns, 0, 1)
+    local = 4 * (2 * n - 1)  # one row, which is padded, and whose parts lie in order
+    sent = seconds(ALL_TO_ALL, local, mesh, machine, mesh.atoms) + 0.1 * machine.launch
+    assert times.seconds(exchange, (n, 2 * n - 1), 4, mesh) - sent == pytest.approx(copy_seconds(machine, local))
+
+
 def test_tiles_of_an_exchange_are_cut_and_put_in_place() -> None:
     """Where starting a kernel takes long and messages are short, an all-to-all and a permutation are less."""
     mesh = Mesh.abstract(x=2, y=4)

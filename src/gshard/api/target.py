@@ -94,11 +94,6 @@ class Target:
         return dataclasses.replace(self, mesh=in_best_order(program, self.mesh)) if self._chooses else self
 
     @property
-    def called(self) -> str:
-        """What messages call the ``gshard.jit`` that has these options, inside of another one."""
-        return "an inner gshard.jit"
-
-    @property
     def options(self) -> dict[str, Hashable]:
         """The options of ``gshard.jit`` that are not left at their defaults, and decide how a program is made."""
         given: dict[str, Any] = {

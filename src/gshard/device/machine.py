@@ -102,7 +102,7 @@ class Machine:
         return self.flops.get(dtype) or self.flops["f32"]
 
     def peak(self, dtype: str) -> float:
-        """The vendor's rate of products in a dtype, of which MFU is a part; the own one where no vendor gives one."""
+        """The vendor's rate of products in a dtype, to which MFU relates; ``rate`` where no vendor gives one."""
         vendor = KINDS[self.kind].peak if self.kind in KINDS else {}
         return vendor.get(dtype) or vendor.get("f32") or self.rate(dtype)
 

@@ -48,8 +48,8 @@ class Compiler:
             (``async_overlap``); None if that is not known.
         hides_beside_products: those of them that overlap with products only, because they become part of these.
         fuses_epilogues: whether elementwise work on the result of a product is part of the product (``epilogues``).
-        fused_row: the longest row, in elements, of which one kernel computes a maximum or a sum and what follows from
-            it (``compiled_kernels``); 0 for a kernel each.
+        fused_row: the longest row, in elements, that one kernel both reduces and transforms with the result
+            (``compiled_kernels``); 0 if each step is a kernel of its own.
         fuses_elementwise: whether elementwise results are computed again by each kernel that reads them, where that
             moves fewer bytes, and whether one kernel writes several of them (``compiled_kernels``).
         copies_for_collectives: whether what is gathered or scattered has that dimension first, so that arrays are

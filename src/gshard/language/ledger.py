@@ -122,7 +122,7 @@ def dropped(eqn: Any, source: Any) -> Iterator[Dropped]:
         if row.way == OPTIONS:
             for option, given in value.options.items():
                 shown = getattr(given, "name", None) or _text(given)
-                yield Dropped(f"{option} of {value.called}", shown, user_line(source), row.why, (option, given))
+                yield Dropped(f"{option} of an inner gshard.jit", shown, user_line(source), row.why, (option, given))
             continue
         if row.way == REFUSED:
             what = f"{parameter} of '{name}' cannot be kept: {row.why}"

@@ -76,9 +76,10 @@ class Seconds(Moves):
         arrays = tuple((v.shape, short_dtype(v.dtype)) for v in (*e.inputs, *e.outputs))
         # What else is fused with it differs: by what that reads, and by its operations.
         numbers: dict[object, int] = {}
-        same = tuple(numbers.setdefault(v, len(numbers)) for v in (*e.inputs, *kernel.reads))
-        read = tuple(v.bytes for v in kernel.reads)
-        spared = len(kernel.spared), tuple(v.bytes for v in kernel.carried)
+        needed = *kernel.reads, *kernel.carried
+        same = tuple(numbers.setdefault(v, len(numbers)) for v in (*e.inputs, *needed))
+        read = tuple(v.bytes for v in needed)
+        spared = tuple(v in kernel.spared for v in (*kernel.reads, *kernel.writes)), kernel.spares_rows
         return e.rule, kernel.kind, arrays, same, read, kernel.vector_flops, kernel.moved, spared
 
     def of_splits(self, kernel: Kernel, ways: Sequence[Split], asked: float) -> Floats:
