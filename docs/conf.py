@@ -2,6 +2,8 @@
 
 from importlib.metadata import version as installed_version
 
+from docutils.nodes import literal_block
+
 project = "gshard"
 author = "the gshard authors"
 copyright = "the gshard authors, Apache-2.0"
@@ -27,6 +29,27 @@ napoleon_use_ivar = True  # "Attributes:" become part of the class, not entries 
 
 def setup(app):
     app.connect("autodoc-skip-member", skip_fields_of_named_tuples)
+    app.connect("doctree-read", wrap_outputs)
+
+
+def wrap_outputs(app, doctree):
+    """Breaks long lines of outputs where columns end, so that no page scrolls sideways on a screen of 1280 pixels."""
+    for block in list(doctree.findall(literal_block)):
+        if block.get("language") in ("output", "console"):
+            lines = [part for line in block.astext().split("\n") for part in wrapped(line)]
+            block.replace_self(literal_block("\n".join(lines), "\n".join(lines), **block.attributes))
+
+
+def wrapped(line, width=132):
+    """A line in parts of at most ``width`` characters, if it has spaces; parts after the first are indented."""
+    while len(line) > width:
+        ends = [line.rfind(mark, width // 2, width) for mark in ("  ", " <- ", " ")]
+        end = next((end for end in ends if end > 0), -1)
+        if end < 0:
+            break
+        yield line[:end].rstrip()
+        line = " " * 10 + line[end:].strip()
+    yield line
 
 
 def skip_fields_of_named_tuples(app, what, name, obj, skip, options):
