@@ -124,6 +124,8 @@ class Rule:
         manual: what it has to do with the manual axes of a ``shard_map``, if it is at its border or communicates in it.
         index: for each result where its elements come from, if the equation does nothing but move them along
             dimensions, in order; None otherwise. Along several dimensions only those of one array move.
+        groups: groups of rows of different sizes. A compiler without a kernel for them multiplies all rows with the
+            matrix of each group (``Compiler.multiplies_groups``).
     """
 
     factors: tuple[Factor, ...]
@@ -148,6 +150,7 @@ class Rule:
     why: str = ""
     manual: Manual | None = None
     index: tuple[Index, ...] | None = None
+    groups: int = 1
 
     def permitting(self, more: Iterable[tuple[Way, frozenset[str] | None]]) -> Rule:
         """The rule with more ways in which parts may pass, each limited to some mesh axes (None: to none).
@@ -259,6 +262,7 @@ class RuleMaker:
         why: str = "",
         manual: Manual | None = None,
         index: Iterable[Index] | None = None,
+        groups: int = 1,
     ) -> Rule:
         """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
         if flops is None:
@@ -288,6 +292,7 @@ class RuleMaker:
             why,
             manual,
             None if index is None else tuple(index),
+            groups,
         )
 
 
