@@ -29,8 +29,8 @@ from gshard.passes.trace import trace
 from gshard.xla import hlo_collectives
 from gshard.xla.hlo_parser import Computation, Instruction, read_module
 from gshard.xla.peer import xla_function
-from m4.config import ModelChoice, TrainConfig
-from m4.step import initial_state, make_step
+from gshard_m4.config import ModelChoice, TrainConfig
+from gshard_m4.step import initial_state, make_step
 
 OF_A_NODE = 8
 H100 = """
