@@ -203,7 +203,7 @@ def text_of_rings(plan: Plan, without: float, taken: float, machine: str) -> str
     what = f"{len(plan.rings)} product{'s' if len(plan.rings) > 1 else ''}"
     return (
         f"{what} computed as collective matmul, part by part while other parts are sent: a call on {machine} takes "
-        f"{taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; windowed=False prevents that"
+        f"{taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; collective_matmul=False prevents that"
     )
 
 
