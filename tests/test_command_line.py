@@ -401,3 +401,52 @@ def test_every_row_of_the_table_has_a_batch_that_its_devices_can_split():
         assert sentences % machine.size == 0
         assert sentences * length % 1024 == 0
         assert lowered.program.block.equations
+
+
+def test_explain_takes_the_plan_that_search_saved(model, tmp_path, capsys):
+    target, saved = [f"{model}:loss", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], tmp_path / "plan.json"
+    search = [
+        "search",
+        *target,
+        "--mesh",
+        "data=4",
+        "--machine",
+        "H100",
+        "--donate-argnames",
+        "w",
+        "--save",
+        str(saved),
+    ]
+    assert main(search) == 0
+    assert main(["explain", *target, "--plan", str(saved), "--donate-argnames", "w", "--memory-limit", "1GiB"]) == 0
+    assert "loss on 4 devices (data=4)" in capsys.readouterr().out
+    assert main(["explain", *target, "--plan", str(saved), "--mesh", "data=8"]) == 1
+    assert "the plan is for another mesh" in capsys.readouterr().err
+    assert main(["explain", *target, "--mesh", "data=4", "--memory-limit", "8 B"]) == 1
+    assert "MemoryLimitError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [
+        (["plan", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], ["--topology", "h100:1x4"], "--machine"),
+        (["plan", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], ["--topology=h100:1x4"], "--machine"),
+        (["explain", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], ["--donate", "1"], "--donate-argnums"),
+        (["explain", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], ["--static", "9"], "--static-argnums"),
+        (["search", "--machine", "h100:1x4", "--mesh", "data=4", "--arg", "f32[8,4]", "--arg", "f32[4,2]"],
+         ["--seconds", "60"], "--budget-seconds"),
+    ],
+)  # fmt: skip
+def test_old_names_of_options_work_and_name_the_new_one(command, old, new, model, capsys):
+    name, *rest = command
+    mesh = [] if "--mesh" in command else ["--mesh", "data=4"]
+    status = main([name, f"{model}:loss", *rest, *mesh, *old])
+    printed = capsys.readouterr().err
+    assert f"DeprecationWarning: {old[0].split('=')[0]} of gshard {name} is now called {new}" in printed
+    assert status == (1 if "9" in old else 0), printed
+    assert ("--static-argnums 9: loss has 2 arguments" in printed) == ("9" in old)
+
+
+def test_seconds_of_explain_is_no_old_name(model, capsys):
+    assert main(["explain", f"{model}:reduced", "--mesh", "devices=4", "--seconds", "1"]) == 0
+    assert "DeprecationWarning" not in capsys.readouterr().err

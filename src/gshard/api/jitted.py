@@ -23,6 +23,7 @@ from gshard.api.boundary import marks_of_arguments, marks_of_in_shardings, with_
 from gshard.api.inside_shard_map import target_inside
 from gshard.api.lowered import Lowered
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
+from gshard.api.new_kinds import log_new_kind
 from gshard.api.one_object import OneObject
 from gshard.api.placement import by_dispatch, placed_arguments
 from gshard.api.signature import Parameters, Signature
@@ -79,6 +80,7 @@ class Jitted(OneObject, Generic[P, R]):
         self._f, self._parameters, self._options = f, parameters.placed_by(options.in_shardings), options
         self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
         self._tables = Tables(_PLANS)
+        self._seen_last: Signature | None = None
         emptied_by_jax(self._tables)
         numbers, names = parameters.static_numbers, parameters.static_names
         # Weakly, so that a function is freed as soon as nothing needs it, and not when garbage is next collected.
@@ -267,11 +269,15 @@ class Jitted(OneObject, Generic[P, R]):
     @with_tables
     def _lowered(self, signature: Signature, target: Target) -> Lowered:
         signature = signature.closing_over(references_in(self._closed(signature)[0]))
-        return self._made.get((signature, target), lambda: self._lower(signature, target))  # type: ignore[no-any-return]
+        made: Lowered = self._made.get((signature, target), lambda: self._lower(signature, target))
+        self._seen_last = signature
+        return made
 
     def _lower(self, signature: Signature, target: Target) -> Lowered:
         program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
         f = self._parameters.with_statics(signature.statics)
+        if self._seen_last is not None:
+            log_new_kind(name_of(self._f), signature.names(f), signature, self._seen_last)
         given = marks_of_in_shardings(self._options.in_shardings, f, *signature.arguments())
         kept = target.takes_arguments_as_marks
         marks = marks_of_arguments(program, [x.array_type for x in signature.every], target.mesh, given, kept)
