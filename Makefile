@@ -74,8 +74,9 @@ format: $(STAMP)  ## let ruff lay out the code and repair what it can
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-types: $(STAMP)  ## check annotations
+types: $(STAMP)  ## check annotations, and that they are right in a user's program
 	$(BIN)/mypy
+	MYPYPATH=src $(BIN)/mypy --strict --config-file= --follow-imports=silent --cache-dir=.mypy_cache/user tests/api/typed_program.py
 
 docs: $(STAMP)  ## build the documentation in docs/_build; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build
