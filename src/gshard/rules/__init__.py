@@ -10,10 +10,12 @@ from gshard.rules import custom_partitioning as custom_partitioning
 from gshard.rules import dynamic as dynamic
 from gshard.rules import elementwise as elementwise
 from gshard.rules import indexing as indexing
+from gshard.rules import joining as joining
 from gshard.rules import kernel as kernel
 from gshard.rules import linalg as linalg
 from gshard.rules import manual as manual
 from gshard.rules import manual_border as manual_border
+from gshard.rules import merged_look_ups as merged_look_ups
 from gshard.rules import prefixes as prefixes
 from gshard.rules import ragged_dot as ragged_dot
 from gshard.rules import reductions as reductions
