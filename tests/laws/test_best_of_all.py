@@ -19,7 +19,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
-from gshard.passes.at_border import at_border
+from gshard.passes.at_boundary import at_boundary
 from gshard.passes.choices import graph_of
 from gshard.passes.moves import axes_of
 from gshard.passes.objective import bytes_on
@@ -51,7 +51,7 @@ def least_of_all(program: Program, mesh: Mesh, most: int) -> int | None:
         return None
     least = None
     for chosen in every_choice(graph):
-        sent, flops = spent(at_border(decided(graph, chosen, facts)))
+        sent, flops = spent(at_boundary(decided(graph, chosen, facts)))
         if flops <= most and (least is None or sent < least):
             least = sent
     return least

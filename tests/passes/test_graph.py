@@ -212,7 +212,7 @@ def test_no_plan_of_small_programs_is_better() -> None:
     assert np.mean(np.array(ratios) <= 1.01) >= 0.95
 
 
-def test_elementwise_equations_tie_values_and_borders_do_not() -> None:
+def test_elementwise_equations_tie_values_and_boundaries_do_not() -> None:
     def f(x: Any, y: Any) -> Any:
         h = jnp.exp(x + 1) * y
         return gshard.split(h, 0, 2) - 1

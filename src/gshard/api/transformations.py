@@ -50,7 +50,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.xla_workarounds import runnable
 from gshard.language.mark_primitive import bind_mark
-from gshard.passes.at_border import by_axes
+from gshard.passes.at_boundary import by_axes
 from gshard.passes.compile import named_sharding
 from gshard.passes.trace import program_of
 from gshard.search.propagated import Propagated

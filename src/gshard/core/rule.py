@@ -75,7 +75,7 @@ class Manual:
     Attributes:
         step: ``enter``: whole arrays become parts; ``leave``: parts become whole arrays; ``inside``: parts stay parts.
         atoms: ``atoms(mesh)``: the atoms of the axes that are manual there. No value inside is split over them.
-        pinned: ``pinned(mesh)``: the factors that they split at the border. All other factors are free.
+        pinned: ``pinned(mesh)``: the factors that they split at the boundary. All other factors are free.
         differ: ``differ(mesh)``: the atoms along which results differ although operands do not.
         equal: ``equal(mesh)``: the atoms along which results are equal although operands are not.
     """
@@ -121,7 +121,8 @@ class Rule:
             do not tell; None if they do.
         on_mesh: ``on_mesh(mesh)``: the rule that takes this one's place on a mesh, where it depends on that.
         why: why nothing can be split, where ``known`` is False for another reason than that there is no rule.
-        manual: what it has to do with the manual axes of a ``shard_map``, if it is at its border or communicates in it.
+        manual: what it has to do with the manual axes of a ``shard_map`` at whose boundary it is, or in which it
+            communicates.
         index: for each result where its elements come from, if the equation does nothing but move them along
             dimensions, in order; None otherwise. Along several dimensions only those of one array move.
     """

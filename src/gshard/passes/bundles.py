@@ -3,7 +3,7 @@
     y = jnp.exp(x + 1) * m        x, x + 1, exp(x + 1), m and y are one bundle
 
 To move one of them and not the others would cost a collective and spare nothing that moving all of them does not. A
-value that the user marked, an argument and a value at the border of a loop are bundles of their own: there a sharding
+value that the user marked, an argument and a value at the boundary of a loop are bundles of their own: there a sharding
 may change. So is, in ``x + y``, a value that others read, too: what they want it to be need not be what the sum is.
 A sum over devices, and what it is converted to, are two bundles where their elements have not equally many bytes: a
 sum in bfloat16 is combined before it becomes float32, with half the bytes.

@@ -154,7 +154,7 @@ class Causes:
         return ", ".join(dict.fromkeys(sent))
 
     def _other(self, node: int) -> str:
-        """A copy at the border of a loop, or a window that several operations share."""
+        """A copy at the boundary of a loop, or a window that several operations share."""
         names = self._graph.problem.names
         return names[node] if node < len(names) else "an array that is held"
 

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.manual_axes import axes_without, manual_axes
 from gshard.core.mark import Demand
 from gshard.core.plan import local_bytes
 from gshard.core.program import Equation, Program, Value, itemsize
+from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
@@ -44,7 +44,7 @@ def graph_of(
     objective: Objective,
     *,
     facts: Facts | None = None,
-    border: Border = AS_MARKED,
+    boundary: Boundary = AS_MARKED,
 ) -> Graph:
     """The problem of a program.
 
@@ -53,18 +53,18 @@ def graph_of(
         objective: what choices cost, on a mesh.
         facts: what follows from the marks: arguments, and results that are to go round, keep it. Without, they are
             to be chosen too.
-        border: what is asked of arguments and results. A result that takes a donated argument's memory has its
+        boundary: what is asked of arguments and results. A result that takes a donated argument's memory has its
             sharding.
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
     """
-    return _Builder(program, objective, facts, border).graph()
+    return _Builder(program, objective, facts, boundary).graph()
 
 
 class _Builder:
-    def __init__(self, program: Program, objective: Objective, facts: Facts | None, border: Border):
-        self.border = border
+    def __init__(self, program: Program, objective: Objective, facts: Facts | None, boundary: Boundary):
+        self.boundary = boundary
         self.program, self.objective, self.mesh, self.facts = program, objective, objective.mesh, facts
         self.times, self.inputs = dict(program.block.runs()), frozenset(program.block.inputs)
         self.made = {v: times for e, times in self.times.items() for v in e.outputs}
@@ -299,28 +299,28 @@ class _Builder:
         outer, inner = crossing.edge.outer, crossing.edge.inner
         outside, inside = self.bundles.of[outer], self.bundles.of[inner]
         stacked = len(outer.shape) - len(inner.shape)
-        at_border = [Sharding(((),) * stacked + s.dims, s.unreduced) for s in self.states[inside]]
+        at_boundary = [Sharding(((),) * stacked + s.dims, s.unreduced) for s in self.states[inside]]
         times = self.times[e] * (e.trip_count if crossing.each_round else 1)
-        sizes = [local_bytes(outer, s, self.mesh) for s in at_border]
+        sizes = [local_bytes(outer, s, self.mesh) for s in at_boundary]
         if crossing.inward and not crossing.each_round:
             # The region takes the value itself, or a copy that is moved and held until the region ends.
-            copy = self._node(2 * len(at_border), f"{self.names[outside]}, as it enters {e.name} at {e.line}")
-            moves = self._move_costs(self.states[outside], at_border, outer)
-            same = np.array([[0.0 if a == b else np.inf for b in at_border] for a in self.states[outside]])
+            copy = self._node(2 * len(at_boundary), f"{self.names[outside]}, as it enters {e.name} at {e.line}")
+            moves = self._move_costs(self.states[outside], at_boundary, outer)
+            same = np.array([[0.0 if a == b else np.inf for b in at_boundary] for a in self.states[outside]])
             if (more := self.room.more(e, crossing.edge, sizes)) is not None and inner not in self.carried:
                 if stacked:  # whoever makes it, it is there until the loop ends: taken as it is, too
                     same, moves = (np.where(self.room.fits(e, more), table, np.inf) for table in (same, moves))
                 self.brought.append(self.room.brought(copy, e, more, stacked > 0))
                 self.costs[copy] = times * self.objective.a_byte_stacked * self.brought[-1].more.clip(0)
             self.edges.append((outside, copy, self.once.often(times, np.hstack([same, moves]))))
-            equal = np.where(np.eye(len(at_border), dtype=bool), 0.0, np.inf)
+            equal = np.where(np.eye(len(at_boundary), dtype=bool), 0.0, np.inf)
             self.edges.append((copy, inside, np.vstack([equal, equal])))
             self.held.append((copy, e, [0] * len(sizes) + sizes))
         elif crossing.inward:
-            moves = self._move_costs(self.states[outside], at_border, outer)
+            moves = self._move_costs(self.states[outside], at_boundary, outer)
             self.edges.append((outside, inside, self.once.often(times, moves)))
         else:
-            moves = self._move_costs(at_border, self.states[outside], outer).T
+            moves = self._move_costs(at_boundary, self.states[outside], outer).T
             self.edges.append((outside, inside, self.once.often(times, moves)))
             if stacked or inner in self.carried:
                 self.held.append((inside, e, sizes))
@@ -335,7 +335,7 @@ class _Builder:
 
     def _leaves(self) -> set[Value]:
         """How results leave; those that take the place of arguments as these come."""
-        donated = self.border.donated
+        donated = self.boundary.donated
         come, undecided = self.program.block.inputs, {} if self.facts is None else self.facts.undecided
         state = [*donated, *(i for i, v in enumerate(come) if v in undecided and i not in donated)]
         pairs = self.program.state(state)
@@ -363,7 +363,7 @@ class _Builder:
 
     def _leaving(self, v: Value, own: Sequence[Sharding], kept: Sharding | None) -> tuple[Sharding, ...]:
         """The shardings in which a result may leave."""
-        uneven = self.border.keep_uneven
+        uneven = self.boundary.keep_uneven
 
         def find() -> Iterable[Sharding]:
             if kept is not None:
@@ -383,14 +383,14 @@ class _Builder:
         known = self.facts.shardings
         if came.get(v) in self.facts.undecided:
             return None
-        if v in came and (self.border.keep_uneven or known[came[v]].is_even(self.mesh, v.shape)):
+        if v in came and (self.boundary.keep_uneven or known[came[v]].is_even(self.mesh, v.shape)):
             return known[came[v]]
         return Sharding(known[v].dims) if v in self.facts.kept else None  # finished, if a mark had it in parts
 
     def _charged(self, v: Value, states: Sequence[Sharding]) -> Floats:
         """What leaving otherwise than the marks say costs: some callers have to bring it there."""
         known = None if self.facts is None or v in self.facts.undecided else self.facts.shardings[v]
-        if known is None or not (self.border.keep_uneven or known.is_even(self.mesh, v.shape)):
+        if known is None or not (self.boundary.keep_uneven or known.is_even(self.mesh, v.shape)):
             return np.zeros(len(states))
         return _AFTERWARDS * self._move_costs(states, (known,), v)[:, 0]
 

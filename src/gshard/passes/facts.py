@@ -2,7 +2,7 @@
 
 This is an iterative data-flow analysis over factors, forward and backward at once. It projects the sharding of one
 array of an equation on the equation's factors, and from there on the other arrays. It only refines dimensions: an axis,
-once given, stays. Shardings cross the borders of loops and branches along their edges.
+once given, stays. Shardings cross the boundaries of loops and branches along their edges.
 
 The analysis runs each priority until nothing changes; any change returns to the first:
 

@@ -59,7 +59,7 @@ def partition(plan: Plan) -> SpmdProgram:
     orders: Mapping[Any, Order] = plan.orders
 
     def ordered(values: Sequence[Any], ways: Sequence[Sharding]) -> dict[int, Order]:
-        """The orders that marks ask for; what a mark cuts and the border makes whole is in the mesh's."""
+        """The orders that marks ask for; what a mark cuts and the boundary makes whole is in the mesh's."""
         pairs = enumerate(zip(values, ways, strict=True))
         return {i: orders[v] for i, (v, s) in pairs if v in orders and (any(s.dims) or not any(plan.sharding(v).dims))}
 

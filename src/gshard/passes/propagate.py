@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.device_order import Order
 from gshard.core.errors import PlanError
 from gshard.core.garbage import collected_seldom
@@ -25,7 +24,8 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
-from gshard.passes.at_border import at_border
+from gshard.core.program_boundary import AS_MARKED, Boundary
+from gshard.passes.at_boundary import at_boundary
 from gshard.passes.choices import graph_of
 from gshard.passes.demands import demands
 from gshard.passes.facts import Facts
@@ -62,7 +62,7 @@ def propagate(
     mesh: Mesh,
     *,
     strict: bool = False,
-    border: Border = AS_MARKED,
+    boundary: Boundary = AS_MARKED,
     objective: Callable[[Mesh, tuple[Atoms, ...]], Objective] = bytes_on,
     facts: Facts | None = None,
 ) -> Plan:
@@ -72,7 +72,7 @@ def propagate(
         program: the traced function.
         mesh: the devices.
         strict: refuse primitives that have no rule instead of gathering their operands, and what is dropped.
-        border: constraints on arguments and results, besides marks.
+        boundary: constraints on arguments and results, besides marks.
         objective: gives the costs of choices, for the mesh and the groups of axes that move together.
         facts: the settled program with what follows from its marks; None settles it first.
 
@@ -88,10 +88,10 @@ def propagate(
         hint = f"{lost.why} Leave it out, or allow it with strict=False."
         raise PlanError(f"{lost.what} is not kept.", lost.line, f"it is {lost.value}", hint)
     facts = facts or settled(program, mesh)
-    if (made := choose(facts, objective, border)) is None:
-        return at_border(_whole(facts), border)
+    if (made := choose(facts, objective, boundary)) is None:
+        return at_boundary(_whole(facts), boundary)
     found = decided(made.graph, made.states, facts)
-    plan = at_border(dataclasses.replace(found, gap=made.gap, counted=made.objective.counted), border)
+    plan = at_boundary(dataclasses.replace(found, gap=made.gap, counted=made.objective.counted), boundary)
     if strict and plan.gathered:
         e = plan.gathered[0]
         because = "cannot be split" if e.rule is not None and e.rule.why else "has no rule"
@@ -176,19 +176,19 @@ class Choice:
 def choose(
     facts: Facts,
     objective: Callable[[Mesh, tuple[Atoms, ...]], Objective] = bytes_on,
-    border: Border = AS_MARKED,
+    boundary: Boundary = AS_MARKED,
 ) -> Choice | None:
     """Chooses what the marks leave open in a settled program; None if nothing is split, so that nothing is open.
 
     Args:
         facts: the settled program with what follows from its marks.
-        objective, border: as of ``propagate``.
+        objective, boundary: as of ``propagate``.
     """
     if not any(sharding.atoms for sharding in facts.shardings.values()):
         return None
     known = {*facts.shardings.values(), *facts.moved.values()}
     costs = objective(facts.mesh, joined(facts.mesh, axes_of(facts.mesh, known), known))
-    graph, chosen, gap = _chosen(graph_of(facts.program, costs, facts=facts, border=border), facts)
+    graph, chosen, gap = _chosen(graph_of(facts.program, costs, facts=facts, boundary=boundary), facts)
     return Choice(graph, chosen, gap, facts, costs)
 
 

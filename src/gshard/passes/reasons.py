@@ -90,7 +90,7 @@ def _comes_from(atoms: Atoms, own: set[str], level: int) -> bool:
 
 
 def _around(program: Program) -> dict[Value, list[tuple[Value, Equation]]]:
-    """The other arrays of the equations, and of the borders of regions, that each value is at."""
+    """The other arrays of the equations, and of the boundaries of regions, that each value is at."""
     around: dict[Value, list[tuple[Value, Equation]]] = {}
     for e in program.block.walk():
         arrays = dict.fromkeys(v for v in (*e.inputs, *e.outputs) if isinstance(v, Value) and e.rule is not None)

@@ -14,16 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.device_order import Order
 from gshard.core.errors import MeshError, PlanError
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, Reason
 from gshard.core.program import Equation, Program, Value, format_block
+from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.ring import Ring
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
-from gshard.passes.at_border import at_border
+from gshard.passes.at_boundary import at_boundary
 from gshard.passes.demands import demands
 from gshard.passes.settled import settled
 
@@ -88,7 +88,7 @@ class Recorded:
             hint="Give found.plan of gshard.search, or gshard.Recorded.load(path) of a file that found.save wrote.",
         )
 
-    def plan(self, program: Program, mesh: Mesh, border: Border = AS_MARKED) -> Plan:
+    def plan(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
         """The plan for a traced program that reads the same once it is settled (``passes.settled``).
 
         Raises:
@@ -96,9 +96,9 @@ class Recorded:
             PlanError, MeshError: as of ``plan_of_settled``.
         """
         self._check_mesh(mesh)
-        return self.plan_of_settled(settled(program, mesh).program, mesh, border)
+        return self.plan_of_settled(settled(program, mesh).program, mesh, boundary)
 
-    def plan_of_settled(self, program: Program, mesh: Mesh, border: Border = AS_MARKED) -> Plan:
+    def plan_of_settled(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
         """The plan for a settled program that reads the same.
 
         Raises:
@@ -132,7 +132,7 @@ class Recorded:
         readings, leaves = (
             {values[i]: Sharding.parse(text, mesh)[0] for i, text in ways} for ways in (self.readings, self.leaves)
         )
-        return dataclasses.replace(plan_of(program, mesh, shardings, splits, readings, leaves, border), rings=rings)
+        return dataclasses.replace(plan_of(program, mesh, shardings, splits, readings, leaves, boundary), rings=rings)
 
     def _check_mesh(self, mesh: Mesh) -> None:
         if mesh.axes != self.axes:
@@ -202,7 +202,7 @@ def plan_of(
     splits: Mapping[Equation, Split],
     readings: Mapping[Value, Sharding],
     leaves: Mapping[Value, Sharding],
-    border: Border = AS_MARKED,
+    boundary: Boundary = AS_MARKED,
 ) -> Plan:
     """A plan that was not propagated but chosen as a whole. The shardings obey the program's marks."""
     reasons: dict[tuple[Value, int], Reason] = {}
@@ -217,7 +217,7 @@ def plan_of(
         if demand.order != mesh.order:
             orders[v] = demand.order
     plan = Plan(program, mesh, shardings, splits, reasons, orders, readings=readings, leaves=leaves)
-    return at_border(plan, border)
+    return at_boundary(plan, boundary)
 
 
 def _changes(before: str, after: str) -> list[str]:

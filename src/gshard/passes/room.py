@@ -35,7 +35,7 @@ class Room:
         self._largest: dict[Equation, int] = {}
 
     def more(self, e: Equation, edge: Edge, sizes: Sequence[int]) -> Floats | None:
-        """float64 [states]: by how many bytes a value at a loop's border is more than the marks say.
+        """float64 [states]: by how many bytes a value at a loop's boundary is more than the marks say.
 
         Args:
             e: the loop.

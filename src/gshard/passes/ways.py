@@ -47,7 +47,7 @@ def shardings(
         mesh: the devices.
         given: the axes.
         unreduced: the monoid by which parts may still have to be combined; "" for none.
-        even: whether all parts must be equal, as at the border of a program.
+        even: whether all parts must be equal, as at the boundary of a program.
         also: dimensions and what may cut them, however unequal the parts are.
         near: what the facts say of it; None if nothing is known.
     """

@@ -14,7 +14,7 @@ from gshard.rules import joining as joining
 from gshard.rules import kernel as kernel
 from gshard.rules import linalg as linalg
 from gshard.rules import manual as manual
-from gshard.rules import manual_border as manual_border
+from gshard.rules import manual_boundary as manual_boundary
 from gshard.rules import merged_look_ups as merged_look_ups
 from gshard.rules import prefixes as prefixes
 from gshard.rules import ragged_dot as ragged_dot

@@ -21,12 +21,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.mesh import Mesh
 from gshard.core.phases import log_stage
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
+from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import cost
 from gshard.device.hardware import machine_to_order
@@ -50,7 +50,7 @@ class Settings:
         mesh: the devices.
         machine: planning is by seconds on it; by bytes if None.
         strict: refuse primitives that have no rule.
-        border: constraints on arguments and results, besides marks.
+        boundary: constraints on arguments and results, besides marks.
         donated: arguments (counted without captured arrays) whose memory results may take.
         given: makes the plan of a settled program, where it is saved or searched; None chooses one.
         windowed: which contractions may be collective matmuls; None if none may.
@@ -62,9 +62,9 @@ class Settings:
     mesh: Mesh
     machine: Machine | None = None
     strict: bool = False
-    border: Border = AS_MARKED
+    boundary: Boundary = AS_MARKED
     donated: tuple[int, ...] = ()
-    given: Callable[[Program, Mesh, Border], Plan] | None = None
+    given: Callable[[Program, Mesh, Boundary], Plan] | None = None
     windowed: Policy | None = None
     faster: bool = False
     memory_limit: int | None = None
@@ -143,14 +143,14 @@ def _settle(draft: Draft, settings: Settings) -> Draft:
 
 def _choose(draft: Draft, settings: Settings) -> Draft:
     assert draft.facts is not None
-    made = cheapest(draft.facts, settings.machine, strict=settings.strict, border=settings.border)
+    made = cheapest(draft.facts, settings.machine, strict=settings.strict, boundary=settings.boundary)
     return dataclasses.replace(draft, plans=made)
 
 
 def _take_given(draft: Draft, settings: Settings) -> Draft:
     assert draft.facts is not None
     assert settings.given is not None
-    plan = settings.given(draft.facts.program, settings.mesh, settings.border)
+    plan = settings.given(draft.facts.program, settings.mesh, settings.boundary)
     return dataclasses.replace(draft, plans=(Propagated(plan),))
 
 
@@ -231,7 +231,7 @@ def run(stages: Sequence[Stage], draft: Draft, settings: Settings) -> Draft:
 
 
 def propagated(
-    program: Program, mesh: Mesh, machine: Machine | None, *, strict: bool = False, border: Border = AS_MARKED
+    program: Program, mesh: Mesh, machine: Machine | None, *, strict: bool = False, boundary: Boundary = AS_MARKED
 ) -> tuple[Propagated, ...]:
     """Completes the user's marks to plans, the best first; arguments and errors as of ``passes.propagate``.
 
@@ -240,9 +240,9 @@ def propagated(
         mesh: the devices.
         machine: gives the times; bytes count if None.
         strict: refuse primitives that have no rule.
-        border: constraints on arguments and results, besides marks.
+        boundary: constraints on arguments and results, besides marks.
     """
-    settings = Settings(mesh if machine is None else on_machine(mesh, machine), machine, strict, border)
+    settings = Settings(mesh if machine is None else on_machine(mesh, machine), machine, strict, boundary)
     return run((PROPAGATE_AND_REWRITE, CHOOSE), Draft(program), settings).plans
 
 

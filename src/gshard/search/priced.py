@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
-from gshard.core.border import Border
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
+from gshard.core.program_boundary import Boundary
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine
 from gshard.device.overlap import Windowed
@@ -65,7 +65,7 @@ class Pricing:
 
     def marked(self, name: str, program: Program, mesh: Mesh) -> PricedPlan:
         """Prices what follows from a program's marks."""
-        return self.add(name, *propagated(program, mesh, self.machine, border=self.border(program)))
+        return self.add(name, *propagated(program, mesh, self.machine, boundary=self.boundary(program)))
 
     def add(self, name: str, *made: Propagated) -> PricedPlan:
         """Prices a plan, the best of some.
@@ -92,9 +92,9 @@ class Pricing:
         assert found.cost is not None
         return PricedPlan(name, found.plan, found.cost, found.cost.peak)
 
-    def border(self, program: Program) -> Border:
+    def boundary(self, program: Program) -> Boundary:
         """As ``jit`` does: what takes the place of an argument that came sharded leaves as that came."""
-        return Border(tuple(len(program.captured) + i for i in self.donated))
+        return Boundary(tuple(len(program.captured) + i for i in self.donated))
 
     def _recomputed(self, way: PricedPlan) -> PricedPlan:
         with contextlib.suppress(MemoryLimitError):

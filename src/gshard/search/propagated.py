@@ -13,9 +13,9 @@ import functools
 import math
 from collections.abc import Callable
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
+from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import WORTH, Cost, cost
 from gshard.device.machine import Machine
@@ -60,7 +60,7 @@ class Propagated:
 
 
 def cheapest(
-    facts: Facts, machine: Machine | None, *, strict: bool = False, border: Border = AS_MARKED
+    facts: Facts, machine: Machine | None, *, strict: bool = False, boundary: Boundary = AS_MARKED
 ) -> tuple[Propagated, ...]:
     """The plans of a settled program, the best first.
 
@@ -68,7 +68,7 @@ def cheapest(
         facts: the settled program with what follows from its marks.
         machine: gives the times; bytes count if None.
         strict: refuse primitives that have no rule.
-        border: constraints on arguments and results, besides marks.
+        boundary: constraints on arguments and results, besides marks.
 
     Raises:
         PlanError: ``strict``, and a primitive without rule, or something that the program says and gshard drops.
@@ -77,8 +77,8 @@ def cheapest(
     facts = facts if machine is None else dataclasses.replace(facts, mesh=on_machine(facts.mesh, machine))
 
     def planned(facts: Facts, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Propagated:
-        plan = propagate(program, facts.mesh, strict=strict, border=border, objective=objective, facts=facts)
-        return Propagated(plan, choice=functools.partial(choose, facts, objective, border))
+        plan = propagate(program, facts.mesh, strict=strict, boundary=boundary, objective=objective, facts=facts)
+        return Propagated(plan, choice=functools.partial(choose, facts, objective, boundary))
 
     least = planned(facts, bytes_on)
     if machine is None or not least.plan.counted:  # nothing was to be chosen
@@ -87,7 +87,7 @@ def cheapest(
 
     def priced(made: Propagated) -> Propagated:
         spmd = partition(made.plan)
-        return dataclasses.replace(made, spmd=spmd, cost=cost(spmd, machine, [i - first for i in border.donated]))
+        return dataclasses.replace(made, spmd=spmd, cost=cost(spmd, machine, [i - first for i in boundary.donated]))
 
     shared = dataclasses.replace(facts, mesh=on_machine(facts.mesh, machine, joined=True))
     sends_least = priced(least)
