@@ -52,13 +52,13 @@ class Causes:
 
     def __init__(self, graph: Graph):
         self._graph, self._mesh = graph, graph.mesh
-        self._option: dict[int, tuple[Equation, Component, Sequence[Split]]] = {
-            node: (e, component, ways) for (e, component), (node, ways) in graph.options.items()
+        self._strategy: dict[int, tuple[Equation, Component, Sequence[Split]]] = {
+            node: (e, component, ways) for (e, component), (node, ways) in graph.strategies.items()
         }
         self._producers = {v: e for e in graph.program.block.walk() for v in e.outputs}
         self._moved: dict[int, tuple[Value, Sequence[Sharding], str]] = {
             node: (v, states, f"{self._called(v)}, moved once for several readers")
-            for v, (node, states) in graph.readings.items()
+            for v, (node, states) in graph.shared_reshards.items()
         }
         self._moved |= {
             node: (v, states, f"{self._called(v)}, as it leaves") for v, (node, states) in graph.leaves.items()
@@ -91,8 +91,8 @@ class Causes:
         return self._of_node(nodes[0], cost) if len(nodes) == 1 else self._of_edge(nodes[0], nodes[1], states, cost)
 
     def _of_node(self, node: int, cost: float) -> Cause:
-        if node in self._option:
-            e, *_ = self._option[node]
+        if node in self._strategy:
+            e, *_ = self._strategy[node]
             return Cause((node,), cost, f"{e.name} computes", line=e.line)
         if node in self._moved:
             v, _, what = self._moved[node]
@@ -106,9 +106,9 @@ class Causes:
         return Cause((node,), cost, self._other(node), line=self._line_of_copy(node))
 
     def _of_edge(self, u: int, v: int, states: Ints, cost: float) -> Cause:
-        for option, other in ((u, v), (v, u)):
-            if option in self._option:
-                return self._of_option(option, other, states, cost, (u, v))
+        for strategy, other in ((u, v), (v, u)):
+            if strategy in self._strategy:
+                return self._of_strategy(strategy, other, states, cost, (u, v))
         for moved, other in ((u, v), (v, u)):
             if moved in self._moved:
                 value, ways, what = self._moved[moved]
@@ -121,9 +121,9 @@ class Causes:
             return Cause((u, v), cost, f"an array enters or leaves {e.name}", line=e.line)
         return Cause((u, v), cost, self._other(max(u, v)), line=self._line_of_copy(max(u, v)))
 
-    def _of_option(self, option: int, other: int, states: Ints, cost: float, nodes: tuple[int, ...]) -> Cause:
-        e, component, ways = self._option[option]
-        found = list(self._reshards(e, component, ways[states[option]], other, states))
+    def _of_strategy(self, strategy: int, other: int, states: Ints, cost: float, nodes: tuple[int, ...]) -> Cause:
+        e, component, ways = self._strategy[strategy]
+        found = list(self._reshards(e, component, ways[states[strategy]], other, states))
         moved = [(role, moves) for role, moves in found if moves] or found[:1] or [("", "")]
         what = f"{' and '.join(role for role, _ in moved)} of {e.name}" if moved[0][0] else e.name
         return Cause(nodes, cost, what, ", ".join(dict.fromkeys(m for _, m in moved if m)), e.line)
@@ -138,9 +138,9 @@ class Causes:
             x = e.inputs[i]
             if not isinstance(x, Value):
                 continue
-            home = graph.readings[x][0] if x in graph.readings else graph.bundles.of[x]
+            home = graph.shared_reshards[x][0] if x in graph.shared_reshards else graph.bundles.of[x]
             if home == other:
-                ways = graph.readings[x][1] if x in graph.readings else graph.states[home]
+                ways = graph.shared_reshards[x][1] if x in graph.shared_reshards else graph.states[home]
                 yield f"operand {i}", self._moves(x, ways[states[home]], operand_sharding(rule, i, split))
         for i in component.results:
             x = e.outputs[i]

@@ -94,8 +94,8 @@ class _Builder:
         self.names = [next((named[v] for v in own if v in named), f"%{own[0].index}") for own in self.bundles.members]
         self.windows = SharedWindows(program.block)
         self.ways: dict[object, tuple[tuple[Split, ...], float]] = {}
-        self.options: dict[tuple[Equation, Component], tuple[int, tuple[Split, ...]]] = {}
-        self.readings: dict[Value, tuple[int, Sequence[Sharding]]] = {}
+        self.strategies: dict[tuple[Equation, Component], tuple[int, tuple[Split, ...]]] = {}
+        self.shared_reshards: dict[Value, tuple[int, Sequence[Sharding]]] = {}
         self.leaves: dict[Value, tuple[int, Sequence[Sharding]]] = {}
         self.held: list[tuple[int, Equation, Sequence[int]]] = []
         self.brought: list[Brought] = []
@@ -107,18 +107,18 @@ class _Builder:
                 continue
             for component in components(e.rule):
                 ways, asked[e] = self._ways(e, component)
-                self.options[e, component] = self._node(len(ways), f"{e.name} at {e.line}"), ways
+                self.strategies[e, component] = self._node(len(ways), f"{e.name} at {e.line}"), ways
         self.objective.visit(s for states in self.states for s in states)
-        for (e, _), (_, ways) in self.options.items():
+        for (e, _), (_, ways) in self.strategies.items():
             self.objective.visit(met_in(_rule(e), ways))
         for kernel, times in self.objective.kernels(self.program.block):
             self._work(kernel, times, asked.get(kernel.equation, np.inf))
         for v, receivers in self.windows.shared():
             self._fetched_once(v, receivers)
-        for (e, component), (node, ways) in self.options.items():
+        for (e, component), (node, ways) in self.strategies.items():
             for i in component.results:
                 self.edges.append((self.bundles.of[e.outputs[i]], node, self._making(e, ways, i)))
-        self._readings()
+        self._shared_reshards()
         for e, crossing in self.crossings:
             self._crossing(e, crossing)
         after = self._leaves()
@@ -127,7 +127,7 @@ class _Builder:
             self.costs[k] = self.once.plus(self.costs[k], len(group), held)
         return Graph(
             self.program, self.mesh, Problem.of(self.costs, self.edges, names=self.names), self.bundles, self.states,
-            self.options, self.readings, self.leaves, self.held, self.brought, after,
+            self.strategies, self.shared_reshards, self.leaves, self.held, self.brought, after,
         )  # fmt: skip
 
     def _holding(self, v: Value, states: Sequence[Sharding], a_byte: float) -> Floats:
@@ -199,7 +199,7 @@ class _Builder:
         return any(monoid in self.bundles.unreduced.get(self.bundles.of[v], ()) for v in values)
 
     def _work(self, kernel: Kernel, times: int, asked: float) -> None:
-        """Adds what a kernel takes to what decides how much of it a device does: an option, or a bundle."""
+        """Adds what a kernel takes to what decides how much of it a device does: a strategy, or a bundle."""
         e = kernel.equation
         if kernel.kind in (REGION, PASSING) or e.rule is None:
             return
@@ -209,7 +209,7 @@ class _Builder:
             own = self.states[k]
             table = self.once.table(("work", alike, id(own)), lambda: objective.of_shardings(kernel, own))
         else:
-            k, ways = self.options[e, components(e.rule)[0]]
+            k, ways = self.strategies[e, components(e.rule)[0]]
             table = self.once.table(("work", alike, id(ways)), lambda: objective.of_splits(kernel, ways, asked))
             for state, window in objective.windows(e, ways):
                 self.windows.add(e, ways[state], window, (k, state), times * min(window.cost, table[state]))
@@ -254,10 +254,10 @@ class _Builder:
         cut = [{a for atoms in s.dims for a in atoms} for s in targets]
         return np.array([[np.inf if mine & own else 0.0 for own in cut] for mine in summed])
 
-    def _readings(self) -> None:
-        """Moves from a bundle to how the options take a value; where several do, by a reading between them."""
+    def _shared_reshards(self) -> None:
+        """Moves from a bundle to how the strategies take a value; where several do, by a reshard that they share."""
         users: dict[Value, list[tuple[Equation, Component, int]]] = {}
-        for e, component in self.options:
+        for e, component in self.strategies:
             for i in component.operands:
                 if isinstance(x := e.inputs[i], Value):
                     users.setdefault(x, []).append((e, component, i))
@@ -265,19 +265,19 @@ class _Builder:
             k = self.bundles.of[v]
             home, states = k, self.states[k]
             if len(who) > 1 and (len(states) > 1 or self.facts is not None):
-                home, states = self._reading(v, min(self.times[e] for e, _, _ in who))
+                home, states = self._shared_reshard(v, min(self.times[e] for e, _, _ in who))
             for e, component, i in who:
-                node, ways = self.options[e, component]
+                node, ways = self.strategies[e, component]
                 self.edges.append((home, node, self._taking(e, ways, i, states)))
 
-    def _reading(self, v: Value, times: int) -> tuple[int, tuple[Sharding, ...]]:
+    def _shared_reshard(self, v: Value, times: int) -> tuple[int, tuple[Sharding, ...]]:
         """How several take a value: a node, and its states."""
         k = self.bundles.of[v]
         own, monoids = self.states[k], self.bundles.unreduced.get(k, ())
         key = "read", self.kinds[v], id(own), monoids
         states = self.once.states(key, lambda: dict.fromkeys((*own, *self._shardings(v, monoids))))
         node = self._node(len(states), f"{self.names[k]}, as it is read")
-        self.readings[v] = node, states
+        self.shared_reshards[v] = node, states
         table = self.once.table((*key, id(states)), lambda: self._move_costs(own, states, v))
         self.edges.append((k, node, self.once.often(times, table)))
         return node, states

@@ -1,7 +1,7 @@
 """Followed: the best solution in which every value has its propagated sharding.
 
 Where a problem is too large to be solved exactly, messages may stop far from its best states. The plan that follows the
-marks is never far: what is left of the problem is small, since readings and splits depend on few values each.
+marks is never far: what is left of the problem is small, since reshards and splits depend on few values each.
 """
 
 from __future__ import annotations

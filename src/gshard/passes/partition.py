@@ -317,7 +317,7 @@ class _Emitter:
             x = made.arrays[made.source]
             made.arrays[planned] = self.step_to(x, value, made.source, planned, made.why, made.cause)
         if target not in made.arrays:
-            read = self.plan.readings.get(value, planned)
+            read = self.plan.shared_reshards.get(value, planned)
             if read not in made.arrays:
                 made.arrays[read] = self.step_to(made.arrays[planned], value, planned, read, why, user)
             if target not in made.arrays:

@@ -299,10 +299,10 @@ def _solved(
 def decided(graph: Graph, chosen: Ints, facts: Facts) -> Plan:
     """The plan of some states, with the reasons for what differs from the marks."""
     shardings = graph.shardings(chosen)
-    readings, leaves = graph.moved(chosen)
+    reshards, leaves = graph.moved(chosen)
     reasons = Reasons(graph.program, shardings, facts)
     return Plan(
-        graph.program, facts.mesh, shardings, graph.splits(chosen), reasons, facts.orders, readings=readings,
+        graph.program, facts.mesh, shardings, graph.splits(chosen), reasons, facts.orders, shared_reshards=reshards,
         leaves=leaves,
     )  # fmt: skip
 

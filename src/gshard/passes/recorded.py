@@ -27,7 +27,7 @@ from gshard.passes.at_boundary import at_boundary
 from gshard.passes.demands import demands
 from gshard.passes.settled import settled
 
-_FORMAT = 3
+_FORMAT = 4
 _SHOWN = 6  # lines of what has changed,
 _WIDE = 160  # and letters of each
 
@@ -42,7 +42,7 @@ class Recorded:
         shardings: of each value, as text.
         splits: of each equation, pairs of a factor's number and the atoms that it was given.
         rings: the equations, by their number, that are collective matmuls, and how.
-        readings, leaves: values, by their number, that are read or leave otherwise, and how, as text.
+        shared_reshards, leaves: values, by their number, that are read or leave otherwise, and how, as text.
         finite: whether it was made for ``finite=True``.
     """
 
@@ -51,7 +51,7 @@ class Recorded:
     shardings: tuple[str, ...]
     splits: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
     rings: tuple[tuple[int, Ring], ...] = ()
-    readings: tuple[tuple[int, str], ...] = ()
+    shared_reshards: tuple[tuple[int, str], ...] = ()
     leaves: tuple[tuple[int, str], ...] = ()
     finite: bool = False
 
@@ -68,7 +68,7 @@ class Recorded:
             return tuple((i, way.format(plan.mesh, v.shape, v.dtype_name)) for i, v, way in pairs)
 
         text = format_block(plan.program.block)
-        read, leave = otherwise(plan.readings), otherwise(plan.leaves)
+        read, leave = otherwise(plan.shared_reshards), otherwise(plan.leaves)
         return Recorded(text, plan.mesh.axes, shardings, kept, rings, read, leave, plan.program.finite)
 
     @staticmethod
@@ -129,10 +129,11 @@ class Recorded:
         shardings = {v: Sharding.parse(t, mesh)[0] for v, t in zip(values, self.shardings, strict=True)}
         splits = {e: dict(split) for e, split in zip(equations, self.splits, strict=True) if e.rule is not None}
         rings = {equations[i]: ring for i, ring in self.rings}
-        readings, leaves = (
-            {values[i]: Sharding.parse(text, mesh)[0] for i, text in ways} for ways in (self.readings, self.leaves)
+        reshards, leaves = (
+            {values[i]: Sharding.parse(text, mesh)[0] for i, text in ways}
+            for ways in (self.shared_reshards, self.leaves)
         )
-        return dataclasses.replace(plan_of(program, mesh, shardings, splits, readings, leaves, boundary), rings=rings)
+        return dataclasses.replace(plan_of(program, mesh, shardings, splits, reshards, leaves, boundary), rings=rings)
 
     def _check_mesh(self, mesh: Mesh) -> None:
         if mesh.axes != self.axes:
@@ -177,7 +178,7 @@ class Recorded:
             splits = tuple(tuple((int(f), tuple(atoms)) for f, atoms in split) for split in data["splits"])
             axes = tuple((str(name), int(size)) for name, size in data["axes"])
             rings = tuple((int(i), _ring(ring)) for i, ring in data["rings"])
-            read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("readings", "leaves"))
+            read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("shared_reshards", "leaves"))
             finite = bool(data.get("finite", False))
             return Recorded(data["program"], axes, tuple(data["shardings"]), splits, rings, read, leave, finite)
         except (ValueError, KeyError, TypeError) as error:
@@ -200,7 +201,7 @@ def plan_of(
     mesh: Mesh,
     shardings: Mapping[Value, Sharding],
     splits: Mapping[Equation, Split],
-    readings: Mapping[Value, Sharding],
+    reshards: Mapping[Value, Sharding],
     leaves: Mapping[Value, Sharding],
     boundary: Boundary = AS_MARKED,
 ) -> Plan:
@@ -216,7 +217,7 @@ def plan_of(
         reasons.update({(v, d): reason for d, atoms in enumerate(demand.dims) if atoms})
         if demand.order != mesh.order:
             orders[v] = demand.order
-    plan = Plan(program, mesh, shardings, splits, reasons, orders, readings=readings, leaves=leaves)
+    plan = Plan(program, mesh, shardings, splits, reasons, orders, shared_reshards=reshards, leaves=leaves)
     return at_boundary(plan, boundary)
 
 
