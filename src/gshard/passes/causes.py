@@ -66,13 +66,13 @@ class Causes:
         self._copies = {node: e for node, e, _ in graph.held if node >= len(graph.states)}
         self._computed: dict[int, list[Equation]] = {}
         for e in graph.program.block.walk():
-            if e in graph.bundles.tied:
-                self._computed.setdefault(graph.bundles.of[e.outputs[0]], []).append(e)
+            if e in graph.groups.tied:
+                self._computed.setdefault(graph.groups.of[e.outputs[0]], []).append(e)
         self._crossings: dict[frozenset[int], Equation] = {}
         for e in graph.program.block.walk():
             for crossing in REGIONS[e.name].crossings(e) if e.rule is None else ():
                 pair = (crossing.edge.outer, crossing.edge.inner)
-                self._crossings.setdefault(frozenset(graph.bundles.of[v] for v in pair), e)
+                self._crossings.setdefault(frozenset(graph.groups.of[v] for v in pair), e)
 
     def costs(self, states: Ints) -> dict[tuple[int, ...], float]:
         """What each node and each edge, by its nodes, costs where these states are chosen; zeros are left out.
@@ -101,7 +101,7 @@ class Causes:
             own = self._computed.get(node, [])
             names = ", ".join(dict.fromkeys(e.name for e in own))
             what = f"{names} compute, and their arrays are held" if own else "the array is held"
-            first = self._graph.bundles.members[node][0]
+            first = self._graph.groups.members[node][0]
             return Cause((node,), cost, what, line=own[0].line if own else self._line(first))
         return Cause((node,), cost, self._other(node), line=self._line_of_copy(node))
 
@@ -112,7 +112,7 @@ class Causes:
         for moved, other in ((u, v), (v, u)):
             if moved in self._moved:
                 value, ways, what = self._moved[moved]
-                if other < len(self._graph.states) and self._graph.bundles.of[value] == other:
+                if other < len(self._graph.states) and self._graph.groups.of[value] == other:
                     moves = self._moves(value, self._graph.states[other][states[other]], ways[states[moved]])
                     return Cause((u, v), cost, what, moves, self._line(value))
                 what = f"{self._called(value)}: the next call may take it as an argument"
@@ -138,13 +138,13 @@ class Causes:
             x = e.inputs[i]
             if not isinstance(x, Value):
                 continue
-            home = graph.shared_reshards[x][0] if x in graph.shared_reshards else graph.bundles.of[x]
+            home = graph.shared_reshards[x][0] if x in graph.shared_reshards else graph.groups.of[x]
             if home == other:
                 ways = graph.shared_reshards[x][1] if x in graph.shared_reshards else graph.states[home]
                 yield f"operand {i}", self._moves(x, ways[states[home]], operand_sharding(rule, i, split))
         for i in component.results:
             x = e.outputs[i]
-            if (home := graph.bundles.of[x]) == other:
+            if (home := graph.groups.of[x]) == other:
                 made = result_sharding(rule, i, split)
                 yield f"result {i}", self._moves(x, made, graph.states[home][states[home]])
 
@@ -162,7 +162,7 @@ class Causes:
         """An array by the operation that makes it, or an argument by its name."""
         if (e := self._producers.get(v)) is not None:
             return f"result {e.outputs.index(v)} of {e.name}"
-        return self._other(self._graph.bundles.of[v])
+        return self._other(self._graph.groups.of[v])
 
     def _line(self, v: Value) -> str:
         return self._producers[v].line if v in self._producers else ""

@@ -1,7 +1,7 @@
 """Choices: builds the planning problem of a program, its nodes, edges and costs (``passes.graph``).
 
 Costs are those of an objective, those of bodies as often as they run. Marks, shardings of arguments, and facts
-(``passes.facts``) leave a bundle only the states that they allow.
+(``passes.facts``) leave a sharding group only the states that they allow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.core.uneven import cut_evenly
 from gshard.language.region import REGIONS, Crossing
-from gshard.passes.bundles import bundles_of, free_to_leave
 from gshard.passes.demands import demands
 from gshard.passes.facts import Facts
 from gshard.passes.fusion_model import PASSING, REGION, Kernel
@@ -30,6 +29,7 @@ from gshard.passes.kinds import kinds_at, kinds_of
 from gshard.passes.objective import Objective
 from gshard.passes.once import Once
 from gshard.passes.room import Room
+from gshard.passes.sharding_groups import free_to_leave, sharding_groups_of
 from gshard.passes.suggested import arrays_as, as_demanded, in_parts, met_in, shardings_as, ways_as
 from gshard.passes.ways import Component, components
 from gshard.passes.windows import SharedWindows
@@ -78,20 +78,20 @@ class _Builder:
         entering = inner - {c.edge.inner for _, c in self.crossings if c.each_round}
         marked = {v: own[0].unreduced[0][1] for v, own in self.said.items() if own[0].unreduced}
         finished = {*program.block.inputs, *(self.said.keys() - marked.keys()), *entering}
-        self.bundles = bundles_of(program, {*finished, *inner, *marked}, finished, marked, fused=objective.fuses)
+        self.groups = sharding_groups_of(program, {*finished, *inner, *marked}, finished, marked, fused=objective.fuses)
         self.kinds = kinds_of(program, facts)
-        self.suggested = {} if facts is None else in_parts(facts, self.kinds, self.bundles.tied, objective.axes)
+        self.suggested = {} if facts is None else in_parts(facts, self.kinds, self.groups.tied, objective.axes)
         self.leaving: set[int] = set()
         if facts is not None:
             results = {v for v in program.block.outputs if isinstance(v, Value)}
-            self.leaving = free_to_leave(program, self.bundles, results - facts.kept - self.said.keys() - self.inputs)
+            self.leaving = free_to_leave(program, self.groups, results - facts.kept - self.said.keys() - self.inputs)
         self.once = Once()
-        alike = [tuple(dict.fromkeys(map(self.kinds.__getitem__, own))) for own in self.bundles.members]
+        alike = [tuple(dict.fromkeys(map(self.kinds.__getitem__, own))) for own in self.groups.members]
         self.states = tuple(self._states(k, own) for k, own in enumerate(alike))
         self.costs: list[Floats] = [self._otherwise(k, own) for k, own in enumerate(alike)]
         self.edges: list[tuple[int, int, Floats]] = []
         named = dict(zip(program.block.inputs, program.names, strict=True))
-        self.names = [next((named[v] for v in own if v in named), f"%{own[0].index}") for own in self.bundles.members]
+        self.names = [next((named[v] for v in own if v in named), f"%{own[0].index}") for own in self.groups.members]
         self.windows = SharedWindows(program.block)
         self.ways: dict[object, tuple[tuple[Split, ...], float]] = {}
         self.strategies: dict[tuple[Equation, Component], tuple[int, tuple[Split, ...]]] = {}
@@ -103,7 +103,7 @@ class _Builder:
     def graph(self) -> Graph:
         asked: dict[Equation, float] = {}
         for e in self.program.block.walk():
-            if e.rule is None or e in self.bundles.tied:
+            if e.rule is None or e in self.groups.tied:
                 continue
             for component in components(e.rule):
                 ways, asked[e] = self._ways(e, component)
@@ -117,16 +117,16 @@ class _Builder:
             self._fetched_once(v, receivers)
         for (e, component), (node, ways) in self.strategies.items():
             for i in component.results:
-                self.edges.append((self.bundles.of[e.outputs[i]], node, self._making(e, ways, i)))
+                self.edges.append((self.groups.of[e.outputs[i]], node, self._making(e, ways, i)))
         self._shared_reshards()
         for e, crossing in self.crossings:
             self._crossing(e, crossing)
         after = self._leaves()
-        for k, group in enumerate(self.bundles.members):
+        for k, group in enumerate(self.groups.members):
             held = self._holding(group[0], self.states[k], self.objective.a_byte)
             self.costs[k] = self.once.plus(self.costs[k], len(group), held)
         return Graph(
-            self.program, self.mesh, Problem.of(self.costs, self.edges, names=self.names), self.bundles, self.states,
+            self.program, self.mesh, Problem.of(self.costs, self.edges, names=self.names), self.groups, self.states,
             self.strategies, self.shared_reshards, self.leaves, self.held, self.brought, after,
         )  # fmt: skip
 
@@ -142,12 +142,12 @@ class _Builder:
     def _shardings(
         self, v: Value, monoids: Sequence[str] = (), *, even: bool = False, group: Sequence[Value] = ()
     ) -> tuple[Sharding, ...]:
-        axes = axes_without(self.objective.axes, self.manual.of_any(self.bundles.members[self.bundles.of[v]]))
+        axes = axes_without(self.objective.axes, self.manual.of_any(self.groups.members[self.groups.of[v]]))
         return shardings_as(group or (v,), self.facts, self.mesh, axes, monoids, even=even)
 
     def _states(self, k: int, kinds: tuple[int, ...]) -> tuple[Sharding, ...]:
-        """The shardings of a bundle that marks allow."""
-        group, monoids = self.bundles.members[k], self.bundles.unreduced.get(k, ())
+        """The shardings of a group that marks allow."""
+        group, monoids = self.groups.members[k], self.groups.unreduced.get(k, ())
         demands = [d for v in group for d in self.said.get(v, ())]
         suggested = tuple(s for v in group for s in self.suggested.get(v, ())) if self.suggested else ()
         key = kinds, monoids, group[0] in self.inputs, suggested, k if demands else -1, self.manual.of_any(group)
@@ -168,7 +168,7 @@ class _Builder:
 
     def _otherwise(self, k: int, kinds: tuple[int, ...]) -> Floats:
         """float64 [states]: a little for what is otherwise than the facts say, and the price of bytes beyond these."""
-        states, group, facts = self.states[k], self.bundles.members[k], self.facts
+        states, group, facts = self.states[k], self.groups.members[k], self.facts
         made = max(self.made.get(v, 0) for v in group)
 
         def find() -> Floats:
@@ -182,7 +182,7 @@ class _Builder:
     def _ways(self, e: Equation, component: Component) -> tuple[tuple[Split, ...], float]:
         """The splits of an equation, and the largest share of its work that a device has as the marks ask."""
         rule = _rule(e)
-        of, unreduced = self.bundles.of, self.bundles.unreduced
+        of, unreduced = self.groups.of, self.groups.unreduced
         partial = any(isinstance(v, Value) and of[v] in unreduced for v in e.inputs)
         ways = [w for w in component.factors if w < 0] if partial else ()
         passing = frozenset(w for w in ways if self._may_pass(e, *rule.linear[-1 - w]))
@@ -196,16 +196,16 @@ class _Builder:
 
     def _may_pass(self, e: Equation, monoid: str, operands: Collection[int]) -> bool:
         values = [v for i in operands if isinstance(v := e.inputs[i], Value)]
-        return any(monoid in self.bundles.unreduced.get(self.bundles.of[v], ()) for v in values)
+        return any(monoid in self.groups.unreduced.get(self.groups.of[v], ()) for v in values)
 
     def _work(self, kernel: Kernel, times: int, asked: float) -> None:
-        """Adds what a kernel takes to what decides how much of it a device does: a strategy, or a bundle."""
+        """Adds what a kernel takes to what decides how much of it a device does: a strategy, or a group."""
         e = kernel.equation
         if kernel.kind in (REGION, PASSING) or e.rule is None:
             return
         objective, alike = self.objective, self.objective.alike(kernel)
-        if e in self.bundles.tied:
-            k = self.bundles.of[e.outputs[0]]
+        if e in self.groups.tied:
+            k = self.groups.of[e.outputs[0]]
             own = self.states[k]
             table = self.once.table(("work", alike, id(own)), lambda: objective.of_shardings(kernel, own))
         else:
@@ -217,7 +217,7 @@ class _Builder:
 
     def _fetched_once(self, v: Value, receivers: Mapping[tuple[int, int], float]) -> None:
         """A choice of its own: a window is fetched or not, and those who need it need not pay for it."""
-        node = self._node(2, f"a window of {self.names[self.bundles.of[v]]}")
+        node = self._node(2, f"a window of {self.names[self.groups.of[v]]}")
         self.costs[node] = np.array([0.0, max(receivers.values())])
         tables = {k: np.zeros((2, self.costs[k].size)) for k, _ in receivers}
         for k in tables:
@@ -228,9 +228,9 @@ class _Builder:
         self.edges += [(node, k, table) for k, table in tables.items()]
 
     def _making(self, e: Equation, ways: Sequence[Split], i: int) -> Floats:
-        """Moves from how a result is made to its bundle's states."""
+        """Moves from how a result is made to its group's states."""
         rule, v = _rule(e), e.outputs[i]
-        states = self.states[self.bundles.of[v]]
+        states = self.states[self.groups.of[v]]
 
         def find() -> Floats:
             return self._going(v, [result_sharding(rule, i, split) for split in ways], states).T
@@ -239,14 +239,14 @@ class _Builder:
         return self.once.often(self.times[e], self.once.table(key, find))
 
     def _cut_kind(self, v: Value) -> int:
-        return self.kinds[v] if self.bundles.of[v] in self.leaving else -1  # what costs of cuts depend on
+        return self.kinds[v] if self.groups.of[v] in self.leaving else -1  # what costs of cuts depend on
 
     def _cut_costs(self, v: Value, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Floats | float:
         """float64 [sources, targets]: ``inf`` where a sum would be cut in order to leave cut, though no mark cuts it.
 
         An unmarked sum over devices that is a result comes to all of them.
         """
-        if self.bundles.of[v] not in self.leaving:
+        if self.groups.of[v] not in self.leaving:
             return 0.0
         assert self.facts is not None
         marked = {*self.facts.shardings[v].atoms, *(a for own in self.facts.could(v).values() for a in own)}
@@ -255,14 +255,14 @@ class _Builder:
         return np.array([[np.inf if mine & own else 0.0 for own in cut] for mine in summed])
 
     def _shared_reshards(self) -> None:
-        """Moves from a bundle to how the strategies take a value; where several do, by a reshard that they share."""
+        """Moves from a group to how the strategies take a value; where several do, by a reshard that they share."""
         users: dict[Value, list[tuple[Equation, Component, int]]] = {}
         for e, component in self.strategies:
             for i in component.operands:
                 if isinstance(x := e.inputs[i], Value):
                     users.setdefault(x, []).append((e, component, i))
         for v, who in users.items():
-            k = self.bundles.of[v]
+            k = self.groups.of[v]
             home, states = k, self.states[k]
             if len(who) > 1 and (len(states) > 1 or self.facts is not None):
                 home, states = self._shared_reshard(v, min(self.times[e] for e, _, _ in who))
@@ -272,8 +272,8 @@ class _Builder:
 
     def _shared_reshard(self, v: Value, times: int) -> tuple[int, tuple[Sharding, ...]]:
         """How several take a value: a node, and its states."""
-        k = self.bundles.of[v]
-        own, monoids = self.states[k], self.bundles.unreduced.get(k, ())
+        k = self.groups.of[v]
+        own, monoids = self.states[k], self.groups.unreduced.get(k, ())
         key = "read", self.kinds[v], id(own), monoids
         states = self.once.states(key, lambda: dict.fromkeys((*own, *self._shardings(v, monoids))))
         node = self._node(len(states), f"{self.names[k]}, as it is read")
@@ -297,7 +297,7 @@ class _Builder:
     def _crossing(self, e: Equation, crossing: Crossing) -> None:
         """Moves between a value outside of a region and one inside, and what is held while the region runs."""
         outer, inner = crossing.edge.outer, crossing.edge.inner
-        outside, inside = self.bundles.of[outer], self.bundles.of[inner]
+        outside, inside = self.groups.of[outer], self.groups.of[inner]
         stacked = len(outer.shape) - len(inner.shape)
         at_boundary = [Sharding(((),) * stacked + s.dims, s.unreduced) for s in self.states[inside]]
         times = self.times[e] * (e.trip_count if crossing.each_round else 1)
@@ -341,7 +341,7 @@ class _Builder:
         pairs = self.program.state(state)
         came, after = {v: come[i] for i, v in pairs}, {v for i, v in pairs if i in donated}
         for v in dict.fromkeys(v for v in self.program.block.outputs if isinstance(v, Value)):
-            k = self.bundles.of[v]
+            k = self.groups.of[v]
             if v in self.inputs or (v in self.said and not self.said[v][0].unreduced):
                 continue
             kept = self._kept(v, came)
@@ -353,7 +353,7 @@ class _Builder:
             table = self.once.table(("leaving", *key), functools.partial(self._going, v, self.states[k], states))
             self.edges.append((k, node, table))
             if v in came:
-                a = self.bundles.of[came[v]]
+                a = self.groups.of[came[v]]
                 same = np.array([[0.0 if s == t else np.inf for t in states] for s in self.states[a]])
                 if v not in after:
                     self.edges.append((a, node, _AFTERWARDS * self._move_costs(states, self.states[a], v).T))

@@ -34,7 +34,7 @@ def followed(graph: Graph, facts: Facts, small: Reduced) -> Ints | None:
         int64 [nodes of ``small.problem``]; None if that is not allowed.
     """
     known: dict[int, int] = {}
-    for k, (group, states) in enumerate(zip(graph.bundles.members, graph.states, strict=True)):
+    for k, (group, states) in enumerate(zip(graph.groups.members, graph.states, strict=True)):
         wanted = {facts.shardings[v] for v in group if v in facts.shardings}
         if (state := next((i for i, s in enumerate(states) if s in wanted), None)) is not None:
             known[k] = state

@@ -118,7 +118,7 @@ class _Classes:
     def tie_values(self, v: object, w: object) -> None:
         if not (isinstance(v, Value) and isinstance(w, Value)):
             return
-        of, reshards = self.graph.bundles.of, self.graph.shared_reshards
+        of, reshards = self.graph.groups.of, self.graph.shared_reshards
         self.tie(of[v], of[w])
         if v in reshards and w in reshards:
             self.tie(reshards[v][0], reshards[w][0])
@@ -151,7 +151,7 @@ class _Classes:
 
     def _outside(self) -> Iterator[tuple[Hashable, int]]:
         """Values outside of a region by those inside."""
-        of = self.graph.bundles.of
+        of = self.graph.groups.of
         for e in self.graph.program.block.walk():
             for edge in e.edges:
                 yield (e, self.root(of[edge.inner]), len(edge.outer.shape)), of[edge.outer]
@@ -159,7 +159,7 @@ class _Classes:
     def _leaving(self) -> Iterator[tuple[Hashable, int]]:
         """How results leave, by what they are."""
         for v, (node, _) in self.graph.leaves.items():
-            yield self.root(self.graph.bundles.of[v]), node
+            yield self.root(self.graph.groups.of[v]), node
 
     def _between(self) -> Iterator[tuple[Hashable, int]]:
         """Other nodes by the classes between which they are: copies that enter a region, windows."""

@@ -58,7 +58,7 @@ def _states_of(graph: Graph, plan: Plan) -> dict[int, int] | None:
     def read(given: Mapping[Any, Sharding], v: Any) -> Sharding:
         return given.get(v, plan.shardings[v])
 
-    said = all(take(k, graph.states[k], plan.shardings[v]) for v, k in graph.bundles.of.items())
+    said = all(take(k, graph.states[k], plan.shardings[v]) for v, k in graph.groups.of.items())
     said = said and all(
         take(node, states, read(plan.shared_reshards, v)) for v, (node, states) in graph.shared_reshards.items()
     )
