@@ -33,7 +33,7 @@ from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
 from gshard.passes.compile import Executable, named_sharding
 from gshard.passes.propagate import Choice
-from gshard.search.propagated import Propagated
+from gshard.search.planned import Planned
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -69,7 +69,7 @@ class Lowered:
         return self._planned.plan
 
     @functools.cached_property
-    def _planned(self) -> Propagated:
+    def _planned(self) -> Planned:
         first = len(self.program.captured)
         donated = tuple(first + i for i in sorted(self.donated))
         with phase("planning", self.program.name, self.mesh.size):

@@ -29,7 +29,7 @@ from gshard.passes.windowed import Policy
 from gshard.remat.fit import compiled_within
 from gshard.search.find import best_plan
 from gshard.search.pipeline import FITTING, PARTITION, PLANNING, Draft, Settings, run
-from gshard.search.propagated import Propagated
+from gshard.search.planned import Planned
 from gshard.search.seconds import on_machine
 
 
@@ -125,12 +125,12 @@ class Target:
         """The same for programs with other marks, whatever they cost: a plan that is given is not theirs."""
         return dataclasses.replace(self, recorded=None, search=False, budget=None)
 
-    def planned(self, program: Program, boundary: Boundary = AS_MARKED) -> Propagated:
+    def planned(self, program: Program, boundary: Boundary = AS_MARKED) -> Planned:
         """The program's plan."""
         if self.strict and self.reorders:  # a derivative, or one half of it, need not have all names
             refuse_unused(program, self.mesh)
         made = run(PLANNING, Draft(program), self._settings(program, boundary)).best
-        return made if self.reorders else Propagated(dataclasses.replace(made.plan, orders={}), choice=made.choice)
+        return made if self.reorders else Planned(dataclasses.replace(made.plan, orders={}), choice=made.choice)
 
     def _settings(self, program: Program, boundary: Boundary) -> Settings:
         given = None if self.search is False else self._searched
@@ -168,7 +168,7 @@ class Target:
         if self.budget is not None:
             self.budget.check(plan, spmd)
 
-    def partitioned(self, made: Propagated) -> SpmdProgram:
+    def partitioned(self, made: Planned) -> SpmdProgram:
         """The per-device program of a plan, without recomputation and prefetching."""
         return run((PARTITION,), Draft(plans=(made,)), Settings(self.mesh)).spmd
 
@@ -185,7 +185,7 @@ class Target:
             self.mesh, self.machine, donated=tuple(donated), memory_limit=self.memory_limit,
             recomputes=self.memory_limit is not None,
         )  # fmt: skip
-        return run(FITTING, Draft(plans=(Propagated(plan, kept, known),)), settings).spmd
+        return run(FITTING, Draft(plans=(Planned(plan, kept, known),)), settings).spmd
 
     def compiled(self, spmd: SpmdProgram, kept: SpmdProgram, donated: frozenset[int]) -> Executable:
         """The executable of a program, which recomputes more than ``spmd`` where the compiler exceeds the limit."""

@@ -36,9 +36,9 @@ from gshard.search.find import Best, best_plan
 from gshard.search.how_near import ended, how_near
 from gshard.search.layouts import FoundLayout, Namable, layout_of
 from gshard.search.patch import patch_of
-from gshard.search.pipeline import as_run, propagated
+from gshard.search.pipeline import as_run, plans_of
+from gshard.search.planned import Planned
 from gshard.search.priced import PricedPlan, Pricing
-from gshard.search.propagated import Propagated
 from gshard.search.time_budget import TimeBudget
 
 _SHOWN = 24  # rows of arguments
@@ -295,10 +295,10 @@ class Found:
         limit = int(self.best.limit)
 
         def marked(program: Program) -> SpmdProgram:
-            found, *_ = propagated(program, self.plan.mesh, machine, boundary=boundary)
+            found, *_ = plans_of(program, self.plan.mesh, machine, boundary=boundary)
             return run(found)
 
-        def run(made: Propagated, *, recomputes: bool = False) -> SpmdProgram:
+        def run(made: Planned, *, recomputes: bool = False) -> SpmdProgram:
             found = as_run(made, machine, self.donated, limit, recomputes=recomputes)
             assert found.spmd is not None
             return found.spmd
@@ -306,7 +306,7 @@ class Found:
         def marked_by_bytes(program: Program) -> SpmdProgram:
             return partition(propagate(program, self.plan.mesh, boundary=boundary))
 
-        spmd = run(Propagated(self.plan), recomputes=self.best.chosen.recomputed)
+        spmd = run(Planned(self.plan), recomputes=self.best.chosen.recomputed)
         return explain_program(
             self.plan, spmd, marked, frozenset(self.donated), machine=machine, marked_by_bytes=marked_by_bytes,
             choice=self._choice,

@@ -1,7 +1,7 @@
 """Choices: builds the planning problem of a program, its nodes, edges and costs (``passes.graph``).
 
-Costs are those of an objective, those of bodies as often as they run. Marks, shardings of arguments, and facts
-(``passes.facts``) leave a sharding group only the states that they allow.
+Costs are those of an objective, those of bodies as often as they run. Marks, shardings of arguments, and propagated
+(``passes.propagated``) leave a sharding group only the states that they allow.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.core.uneven import cut_evenly
 from gshard.language.region import REGIONS, Crossing
 from gshard.passes.demands import demands
-from gshard.passes.facts import Facts
 from gshard.passes.fusion_model import PASSING, REGION, Kernel
 from gshard.passes.graph import CARRIED, STACKED, Brought, Graph
 from gshard.passes.kinds import kinds_at, kinds_of
 from gshard.passes.objective import Objective
 from gshard.passes.once import Once
+from gshard.passes.propagated import Propagated
 from gshard.passes.room import Room
 from gshard.passes.sharding_groups import free_to_leave, sharding_groups_of
 from gshard.passes.suggested import arrays_as, as_demanded, in_parts, met_in, shardings_as, ways_as
@@ -43,7 +43,7 @@ def graph_of(
     program: Program,
     objective: Objective,
     *,
-    facts: Facts | None = None,
+    propagated: Propagated | None = None,
     boundary: Boundary = AS_MARKED,
 ) -> Graph:
     """The problem of a program.
@@ -51,7 +51,7 @@ def graph_of(
     Args:
         program: with the user's marks.
         objective: what choices cost, on a mesh.
-        facts: what follows from the marks: arguments, and results that are to go round, keep it. Without, they are
+        propagated: what follows from the marks: arguments, and results that are to go round, keep it. Without, they are
             to be chosen too.
         boundary: what is asked of arguments and results. A result that takes a donated argument's memory has its
             sharding.
@@ -59,13 +59,13 @@ def graph_of(
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
     """
-    return _Builder(program, objective, facts, boundary).graph()
+    return _Builder(program, objective, propagated, boundary).graph()
 
 
 class _Builder:
-    def __init__(self, program: Program, objective: Objective, facts: Facts | None, boundary: Boundary):
-        self.boundary = boundary
-        self.program, self.objective, self.mesh, self.facts = program, objective, objective.mesh, facts
+    def __init__(self, program: Program, objective: Objective, propagated: Propagated | None, boundary: Boundary):
+        self.boundary, self.leaving = boundary, set[int]()
+        self.program, self.objective, self.mesh, self.propagated = program, objective, objective.mesh, propagated
         self.times, self.inputs = dict(program.block.runs()), frozenset(program.block.inputs)
         self.made = {v: times for e, times in self.times.items() for v in e.outputs}
         self.manual, self.said = manual_axes(program.block, objective.mesh), dict[Value, list[Demand]]()
@@ -74,25 +74,23 @@ class _Builder:
         self.crossings = [(e, c) for e in program.block.walk() if e.rule is None for c in REGIONS[e.name].crossings(e)]
         inner = {v for e in program.block.walk() for body in e.blocks for v in body.inputs}
         self.carried = inner & {c.edge.inner for _, c in self.crossings if not c.inward}
-        self.room = Room({e for e, c in self.crossings if c.each_round or e.trip_count > 1}, facts, self.mesh)
+        self.room = Room({e for e, c in self.crossings if c.each_round or e.trip_count > 1}, propagated, self.mesh)
         entering = inner - {c.edge.inner for _, c in self.crossings if c.each_round}
         marked = {v: own[0].unreduced[0][1] for v, own in self.said.items() if own[0].unreduced}
         finished = {*program.block.inputs, *(self.said.keys() - marked.keys()), *entering}
         self.groups = sharding_groups_of(program, {*finished, *inner, *marked}, finished, marked, fused=objective.fuses)
-        self.kinds = kinds_of(program, facts)
-        self.suggested = {} if facts is None else in_parts(facts, self.kinds, self.groups.tied, objective.axes)
-        self.leaving: set[int] = set()
-        if facts is not None:
-            results = {v for v in program.block.outputs if isinstance(v, Value)}
-            self.leaving = free_to_leave(program, self.groups, results - facts.kept - self.said.keys() - self.inputs)
-        self.once = Once()
+        self.kinds, tied = kinds_of(program, propagated), self.groups.tied
+        self.suggested = {} if propagated is None else in_parts(propagated, self.kinds, tied, objective.axes)
+        if propagated is not None:
+            results = {v for v in program.block.outputs if isinstance(v, Value)} - propagated.kept
+            self.leaving = free_to_leave(program, self.groups, results - self.said.keys() - self.inputs)
+        self.once, self.windows = Once(), SharedWindows(program.block)
         alike = [tuple(dict.fromkeys(map(self.kinds.__getitem__, own))) for own in self.groups.members]
         self.states = tuple(self._states(k, own) for k, own in enumerate(alike))
         self.costs: list[Floats] = [self._otherwise(k, own) for k, own in enumerate(alike)]
         self.edges: list[tuple[int, int, Floats]] = []
         named = dict(zip(program.block.inputs, program.names, strict=True))
         self.names = [next((named[v] for v in own if v in named), f"%{own[0].index}") for own in self.groups.members]
-        self.windows = SharedWindows(program.block)
         self.ways: dict[object, tuple[tuple[Split, ...], float]] = {}
         self.strategies: dict[tuple[Equation, Component], tuple[int, tuple[Split, ...]]] = {}
         self.shared_reshards: dict[Value, tuple[int, Sequence[Sharding]]] = {}
@@ -143,7 +141,7 @@ class _Builder:
         self, v: Value, monoids: Sequence[str] = (), *, even: bool = False, group: Sequence[Value] = ()
     ) -> tuple[Sharding, ...]:
         axes = axes_without(self.objective.axes, self.manual.of_any(self.groups.members[self.groups.of[v]]))
-        return shardings_as(group or (v,), self.facts, self.mesh, axes, monoids, even=even)
+        return shardings_as(group or (v,), self.propagated, self.mesh, axes, monoids, even=even)
 
     def _states(self, k: int, kinds: tuple[int, ...]) -> tuple[Sharding, ...]:
         """The shardings of a group that marks allow."""
@@ -156,24 +154,24 @@ class _Builder:
     def _allowed(
         self, group: Sequence[Value], monoids: Sequence[str], suggested: Sequence[Sharding], said: Sequence[Demand]
     ) -> Sequence[Sharding]:
-        v = group[0]
+        v, given = group[0], self.propagated
         found = self._shardings(v, monoids, even=v in self.inputs, group=group)
-        if self.facts is not None and v in self.inputs:
-            return tuple(dict.fromkeys((self.facts.shardings[v], *(s for s in found if self.facts.allow(v, s)))))
-        if self.facts is not None:
+        if given is not None and v in self.inputs:
+            return tuple(dict.fromkeys((given.shardings[v], *(s for s in found if given.allow(v, s)))))
+        if given is not None:
             fitting = (s for s in suggested if {m for _, m in s.unreduced} <= {*monoids})
-            known = (facts[v] for v in group for facts in (self.facts.shardings, self.facts.moved) if v in facts)
+            known = (own[v] for v in group for own in (given.shardings, given.moved) if v in own)
             found = tuple(dict.fromkeys((*known, *found, *fitting)))
         return as_demanded(found, said, self.manual.of_any(group))
 
     def _otherwise(self, k: int, kinds: tuple[int, ...]) -> Floats:
-        """float64 [states]: a little for what is otherwise than the facts say, and the price of bytes beyond these."""
-        states, group, facts = self.states[k], self.groups.members[k], self.facts
+        """float64 [states]: a little for what is otherwise than propagation says, and the price of bytes beyond."""
+        states, group, propagated = self.states[k], self.groups.members[k], self.propagated
         made = max(self.made.get(v, 0) for v in group)
 
         def find() -> Floats:
-            free = facts is None or any(v in facts.undecided for v in group)
-            known = set() if free or facts is None else {facts.shardings[v] for v in group}
+            free = propagated is None or any(v in propagated.undecided for v in group)
+            known = set() if free or propagated is None else {propagated.shardings[v] for v in group}
             follows = np.array([0.0 if free or s in known else self.objective.tie for s in states])
             return follows + made * self.objective.a_byte_beyond * self.room.beyond(group, states)
 
@@ -187,9 +185,9 @@ class _Builder:
         ways = [w for w in component.factors if w < 0] if partial else ()
         passing = frozenset(w for w in ways if self._may_pass(e, *rule.linear[-1 - w]))
         barred = self.manual.at(e)
-        key = rule, component, passing, () if self.facts is None else kinds_at(e, self.kinds), barred
+        key = rule, component, passing, () if self.propagated is None else kinds_at(e, self.kinds), barred
         if key not in self.ways:
-            arrays = () if self.facts is None else arrays_as(e, self.facts)
+            arrays = () if self.propagated is None else arrays_as(e, self.propagated)
             axes, pinned = axes_without(self.objective.axes, barred), self.manual.pinned(e)
             self.ways[key] = ways_as(rule, component, passing, arrays, self.mesh, axes, barred, pinned)
         return self.ways[key]
@@ -248,8 +246,8 @@ class _Builder:
         """
         if self.groups.of[v] not in self.leaving:
             return 0.0
-        assert self.facts is not None
-        marked = {*self.facts.shardings[v].atoms, *(a for own in self.facts.could(v).values() for a in own)}
+        assert self.propagated is not None
+        marked = {*self.propagated.shardings[v].atoms, *(a for own in self.propagated.could(v).values() for a in own)}
         summed = [{a for a, _ in s.unreduced} - marked for s in sources]
         cut = [{a for atoms in s.dims for a in atoms} for s in targets]
         return np.array([[np.inf if mine & own else 0.0 for own in cut] for mine in summed])
@@ -264,7 +262,7 @@ class _Builder:
         for v, who in users.items():
             k = self.groups.of[v]
             home, states = k, self.states[k]
-            if len(who) > 1 and (len(states) > 1 or self.facts is not None):
+            if len(who) > 1 and (len(states) > 1 or self.propagated is not None):
                 home, states = self._shared_reshard(v, min(self.times[e] for e, _, _ in who))
             for e, component, i in who:
                 node, ways = self.strategies[e, component]
@@ -336,7 +334,7 @@ class _Builder:
     def _leaves(self) -> set[Value]:
         """How results leave; those that take the place of arguments as these come."""
         donated = self.boundary.donated
-        come, undecided = self.program.block.inputs, {} if self.facts is None else self.facts.undecided
+        come, undecided = self.program.block.inputs, {} if self.propagated is None else self.propagated.undecided
         state = [*donated, *(i for i, v in enumerate(come) if v in undecided and i not in donated)]
         pairs = self.program.state(state)
         came, after = {v: come[i] for i, v in pairs}, {v for i, v in pairs if i in donated}
@@ -377,19 +375,19 @@ class _Builder:
         return self._move_costs(sources, targets, v) + self._cut_costs(v, sources, targets)
 
     def _kept(self, v: Value, came: Mapping[Value, Value]) -> Sharding | None:
-        """How a result leaves that has no choice: as the argument comes whose place it takes, or as the facts say."""
-        if self.facts is None:
+        """How a result leaves that has no choice: as the argument whose place it takes, or as propagation says."""
+        if self.propagated is None:
             return Sharding(self.said[v][0].dims) if v in self.said else None
-        known = self.facts.shardings
-        if came.get(v) in self.facts.undecided:
+        known = self.propagated.shardings
+        if came.get(v) in self.propagated.undecided:
             return None
         if v in came and (self.boundary.keep_uneven or known[came[v]].is_even(self.mesh, v.shape)):
             return known[came[v]]
-        return Sharding(known[v].dims) if v in self.facts.kept else None  # finished, if a mark had it in parts
+        return Sharding(known[v].dims) if v in self.propagated.kept else None  # finished, if a mark had it in parts
 
     def _charged(self, v: Value, states: Sequence[Sharding]) -> Floats:
         """What leaving otherwise than the marks say costs: some callers have to bring it there."""
-        known = None if self.facts is None or v in self.facts.undecided else self.facts.shardings[v]
+        known = None if self.propagated is None or v in self.propagated.undecided else self.propagated.shardings[v]
         if known is None or not (self.boundary.keep_uneven or known.is_even(self.mesh, v.shape)):
             return np.zeros(len(states))
         return _AFTERWARDS * self._move_costs(states, (known,), v)[:, 0]

@@ -6,7 +6,7 @@
     leaving     how a result of the program leaves
 
 Between a group, its shared reshards and the strategies that read or make it are moves (``passes.moves``), between a
-value outside and inside of a loop as well. The problem is made by ``passes.choices``; here a solution of it is read back.
+value outside and inside of a loop as well. ``passes.choices`` makes the problem; here a solution of it is read back.
 """
 
 from __future__ import annotations

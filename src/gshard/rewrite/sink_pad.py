@@ -29,7 +29,7 @@ from gshard.language.traits import traits_of
 from gshard.rewrite.driver import over
 from gshard.rewrite.equation_graph import Array, Graph, Others, again
 from gshard.rules.movement import one_array
-from gshard.tracing.known import Facts
+from gshard.tracing.known import KnownValues
 
 _TIMES = 4  # elements that are computed for one that is kept
 _NEARLY = 1.25  # where it is hardly more than one
@@ -88,13 +88,13 @@ class _Frames:
         self.moved = {x for e in graph.equations if self._moves(e) for x in e.inputs}
 
     @functools.cached_property
-    def known(self) -> Facts:
+    def known(self) -> KnownValues:
         """The values that follow from positions along one dimension."""
-        facts = Facts(most=2**31)
+        known_values = KnownValues(most=2**31)
         for e in self.graph.equations:
             if len(e.outputs) == 1 and len(e.outputs[0].shape) <= 1:
-                facts.note(e)
-        return facts
+                known_values.note(e)
+        return known_values
 
     def _moves(self, e: Equation) -> bool:
         if traits_of(e.name).monoid == "add":

@@ -33,10 +33,10 @@ from gshard.passes.recorded import plan_of
 from gshard.passes.settled import settled
 from gshard.search.in_model import in_model
 from gshard.search.loads import with_loads
-from gshard.search.pipeline import propagated
+from gshard.search.pipeline import plans_of
+from gshard.search.planned import Planned
 from gshard.search.presets import AS_IT_IS, marked_presets
 from gshard.search.priced import PricedPlan, Pricing
-from gshard.search.propagated import Propagated
 from gshard.search.seconds import on_machine, seconds_on
 from gshard.search.time_budget import EFFORT, EQUATIONS, TimeBudget
 from gshard.solver.problem import Problem
@@ -160,7 +160,7 @@ class MeshSearch:
         """Prices the program as it is marked, however long that takes: there is a plan to return afterwards."""
         boundary = self.pricing.boundary(self.program)
         with self.budget.step(f"the program as it is marked, on mesh ({self._of})", always=True):
-            made = propagated(self.program, self.timed, self.machine, boundary=boundary)
+            made = plans_of(self.program, self.timed, self.machine, boundary=boundary)
             self.presets.append(self.pricing.add(AS_IT_IS, *made))
 
     def solve(self, effort: float = 1.0, share: float = 1.0) -> None:
@@ -241,7 +241,7 @@ class MeshSearch:
             return None
         solution = self._solved[len(self._priced)]
         with self.budget.step(f"the plan that was searched for mesh ({self._of})", always=True):
-            found = self.pricing.add("searched", Propagated(_plan(self.graph, solution, self.pricing)))
+            found = self.pricing.add("searched", Planned(_plan(self.graph, solution, self.pricing)))
             self._priced[found] = solution
         return found
 

@@ -23,8 +23,8 @@ from gshard.naming.dimension_classes import Dimensions
 from gshard.naming.dimension_names import DimensionNames
 from gshard.passes.moves import axes_of, joined
 from gshard.passes.settled import settled
-from gshard.search.pipeline import propagated
-from gshard.search.propagated import Propagated
+from gshard.search.pipeline import plans_of
+from gshard.search.planned import Planned
 
 AS_IT_IS = "as it is marked"
 _OUTSIDE, _INSIDE = 2, 1  # the largest dimensions of arguments, and of all values, for which there are presets
@@ -50,18 +50,18 @@ class Preset:
         Returns:
             axes that move as wholes, once marks part some; and dimensions that marks decide or leave to be decided.
         """
-        facts = settled(self.program, mesh)
-        known = {*facts.shardings.values(), *facts.moved.values()}
-        decided = sum(len(s.dims) for s in facts.shardings.values() if s.atoms)
-        return len(joined(mesh, axes_of(mesh, known), known)), decided + sum(map(len, facts.undecided.values()))
+        propagated = settled(self.program, mesh)
+        known = {*propagated.shardings.values(), *propagated.moved.values()}
+        decided = sum(len(s.dims) for s in propagated.shardings.values() if s.atoms)
+        return len(joined(mesh, axes_of(mesh, known), known)), decided + sum(map(len, propagated.undecided.values()))
 
-    def planned(self, mesh: Mesh, machine: Machine | None, boundary: Boundary) -> tuple[Propagated, ...]:
+    def planned(self, mesh: Mesh, machine: Machine | None, boundary: Boundary) -> tuple[Planned, ...]:
         """The plans, the best first; of the program without its marks.
 
         Raises:
             GShardError: a mark does not fit one of the user's.
         """
-        found = propagated(self.program, mesh, machine, boundary=boundary)
+        found = plans_of(self.program, mesh, machine, boundary=boundary)
         return tuple(dataclasses.replace(made, plan=_marked_as(made.plan, self.own)) for made in found)
 
 
@@ -95,9 +95,9 @@ def marked_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED)
 
 def presets(
     program: Program, mesh: Mesh, machine: Machine | None = None, boundary: Boundary = AS_MARKED
-) -> Iterator[tuple[str, tuple[Propagated, ...]]]:
+) -> Iterator[tuple[str, tuple[Planned, ...]]]:
     """All plans, each with its name, the best of that name first; bytes count if there is no machine."""
-    yield AS_IT_IS, propagated(program, mesh, machine, boundary=boundary)
+    yield AS_IT_IS, plans_of(program, mesh, machine, boundary=boundary)
     for preset in marked_presets(program, mesh, boundary):
         with contextlib.suppress(GShardError):  # a mark that does not fit one of the user's
             yield preset.name, preset.planned(mesh, machine, boundary)

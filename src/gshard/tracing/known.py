@@ -44,7 +44,7 @@ class Known:
         return all(self.columns)
 
 
-class Facts:
+class KnownValues:
     """The known values of a program that is traced.
 
     Args:

@@ -28,7 +28,7 @@ from jax import lax
 
 from gshard.core.program import Value
 from gshard.rules.indexing import combination
-from gshard.tracing.known import Array, Facts, Known
+from gshard.tracing.known import Array, Known, KnownValues
 
 _KEYS = jax.dtypes.extended
 _RUNS = 32  # slices in a row that stand for a look-up
@@ -37,15 +37,15 @@ _OF_ITSELF = 0.25  # the same where it is computed of windows, which need not be
 
 
 def simpler(
-    facts: Facts, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Array]
+    known_values: KnownValues, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Array]
 ) -> tuple[Any, Sequence[Array]] | None:
     """A closed jaxpr, and its operands, for a look-up at partly known indices."""
     name = primitive.name
     if name == "dynamic_update_slice":
-        return _updated(facts, inputs)
+        return _updated(known_values, inputs)
     if not (name == "gather" or combination(name, params)) or jax.dtypes.issubdtype(inputs[0].dtype, _KEYS):
         return None
-    indices = facts.of(inputs[1])
+    indices = known_values.of(inputs[1])
     if indices is None or not all(math.prod(x.shape) for x in inputs):
         return None
     looked_up = _LookUp.of(name, params, inputs)
@@ -61,7 +61,7 @@ def simpler(
             return primitive.bind(x, jnp.concatenate(columns, -1), *updates, **changed)
 
     elif indices.whole:
-        least = _OF_ITSELF if inputs[-1] in facts.windows else _WRITTEN
+        least = _OF_ITSELF if inputs[-1] in known_values.windows else _WRITTEN
         made = _one_window(looked_up, indices.values, least) or _along_one(looked_up, indices.values)
         made = made or _grid(looked_up, indices.values)
     return None if made is None else _traced(made, operands)
@@ -263,14 +263,14 @@ def _grid(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
     return lambda x, updates: _written(looked_up, x, updates.transpose(come_from), low, high, steps)
 
 
-def _updated(facts: Facts, inputs: Sequence[Array]) -> tuple[Any, Sequence[Array]] | None:
+def _updated(known_values: KnownValues, inputs: Sequence[Array]) -> tuple[Any, Sequence[Array]] | None:
     """A large window that is written at a known place."""
-    (x, updates), starts = inputs[:2], [facts.of(i) for i in inputs[2:]]
+    (x, updates), starts = inputs[:2], [known_values.of(i) for i in inputs[2:]]
     if any(i is None or not i.whole for i in starts) or not math.prod(updates.shape) or updates.shape == x.shape:
         return None
     if jax.dtypes.issubdtype(x.dtype, _KEYS):
         return None
-    least = _OF_ITSELF if updates in facts.windows else _WRITTEN
+    least = _OF_ITSELF if updates in known_values.windows else _WRITTEN
     if any(m < least * n for n, m in zip(x.shape, updates.shape, strict=True)):
         return None
     sizes = list(zip(x.shape, updates.shape, strict=True))
