@@ -243,52 +243,35 @@ class RuleMaker:
         operands: Sequence[Sequence[tuple[int, ...]]],
         results: Sequence[Sequence[tuple[int, ...]]],
         *,
-        local: Callable[..., Any] | None = None,
         flops: int | None = None,
-        masks_itself: bool = False,
-        known: bool = True,
-        sends: Callable[..., int] | None = None,
-        fixed: Callable[..., dict[int, tuple[str, ...]]] | None = None,
         linear: Iterable[tuple[str, Iterable[int]]] = (),
         finite: Iterable[tuple[str, Iterable[int]]] = (),
-        part: Callable[..., Any] | None = None,
-        passes: bool = False,
-        sums: bool = False,
         slow: Iterable[int] = (),
-        allowed: Callable[..., bool] | None = None,
-        on_mesh: Callable[..., Rule] | None = None,
-        why: str = "",
-        manual: Manual | None = None,
         index: Iterable[Index] | None = None,
+        **others: Any,
     ) -> Rule:
-        """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
+        """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor.
+
+        Args:
+            operands, results: the factors of each dimension.
+            flops, linear, finite, slow, index: attributes of the rule, in any iterable.
+            others: its other attributes.
+        """
         if flops is None:
             sizes = [math.prod(self.factors[f].size for dim in t for f in dim) for t in (*operands, *results)]
             flops = max(sizes, default=0)
-        ways, others = (tuple((monoid, frozenset(own)) for monoid, own in some) for some in (linear, finite))
+        ways, more = (tuple((monoid, frozenset(own)) for monoid, own in some) for some in (linear, finite))
         return Rule(
             tuple(self.factors),
             tuple(tuple(map(tuple, t)) for t in operands),
             tuple(tuple(map(tuple, t)) for t in results),
-            local,
-            flops,
-            masks_itself,
-            known,
-            sends,
-            _components(self.factors, (*operands, *results)),
-            fixed,
-            ways,
-            tuple(way for way in others if way not in ways),
-            (),
-            part,
-            passes,
-            sums,
-            frozenset(slow),
-            allowed,
-            on_mesh,
-            why,
-            manual,
-            None if index is None else tuple(index),
+            flops=flops,
+            component=_components(self.factors, (*operands, *results)),
+            linear=ways,
+            finite=tuple(way for way in more if way not in ways),
+            slow=frozenset(slow),
+            index=None if index is None else tuple(index),
+            **others,
         )
 
 

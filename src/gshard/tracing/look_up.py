@@ -196,7 +196,7 @@ def _one_window(looked_up: _LookUp, indices: np.ndarray, least: float) -> Callab
     if any(size < least * n for size, n in zip(sizes, shape, strict=True)) or looked_up.replaces(math.prod(sizes)):
         return None
     last = [at + size - 1 for at, size in zip(start, sizes, strict=True)]
-    return lambda x, updates: _written(looked_up, x, updates.reshape(sizes), start, last, [1] * len(shape))
+    return lambda x, updates: _put(looked_up.combine, x, updates.reshape(sizes), start, last, [1] * len(shape))
 
 
 def _along_one(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
@@ -220,7 +220,7 @@ def _along_one(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | 
         ones = [1] * len(shape)
         low, high = [0] * len(shape), [m - 1 for m in shape]
         low[d], high[d], ones[d] = int(at[0]), int(at[-1]), step
-        return lambda x, updates: _written(looked_up, x, jnp.moveaxis(updates, p, d), low, high, ones)
+        return lambda x, updates: _put(looked_up.combine, x, jnp.moveaxis(updates, p, d), low, high, ones)
     combine = looked_up.combine
     assert combine is not None
     if at.size == n and np.array_equal(np.sort(at), np.arange(n)):
@@ -260,7 +260,7 @@ def _grid(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
         low[d], high[d], steps[d], come_from[d] = int(line[0]), int(line[-1]), step, batch[along[0]]
     if looked_up.replaces(math.prod((b - a) // s + 1 for a, b, s in zip(low, high, steps, strict=True))):
         return None
-    return lambda x, updates: _written(looked_up, x, updates.transpose(come_from), low, high, steps)
+    return lambda x, updates: _put(looked_up.combine, x, updates.transpose(come_from), low, high, steps)
 
 
 def _updated(known_values: KnownValues, inputs: Sequence[Array]) -> tuple[Any, Sequence[Array]] | None:
@@ -315,16 +315,8 @@ def _taken(at: np.ndarray, n: int, d: int) -> Callable[[Any], Any] | None:
     return lambda x: lax.concatenate([lax.slice_in_dim(x, a, b, axis=d) for a, b in runs], d)
 
 
-def _written(
-    looked_up: _LookUp, x: Any, updates: Any, first: Sequence[int], last: Sequence[int], steps: Sequence[int]
-) -> Any:
-    """What a scatter writes from ``first`` to ``last`` in each dimension, at every ``steps``-th element."""
-    assert looked_up.combine is not None
-    return _put(looked_up.combine, x, updates, first, last, steps)
-
-
 def _put(
-    combine: Callable[[Any, Any], Any],
+    combine: Callable[[Any, Any], Any] | None,
     x: Any,
     updates: Any,
     first: Sequence[int],
@@ -332,6 +324,7 @@ def _put(
     steps: Sequence[int],
 ) -> Any:
     """An array that is written from ``first`` to ``last`` in each dimension, at every ``steps``-th element."""
+    assert combine is not None
     shape, inside = x.shape, None
     padding = [(a, n - 1 - b, s - 1) for a, b, n, s in zip(first, last, shape, steps, strict=True)]
     for d, (a, b, n, s) in enumerate(zip(first, last, shape, steps, strict=True)):
