@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,11 +12,13 @@ import gshard
 from gshard.core.jax_adapter import bind
 from gshard.core.program import Constant, Value
 from gshard.language.registry import known_primitives
-from gshard.language.traits import names_where, traits_of
+from gshard.language.traits import Places, names_where, traits_of
+from gshard.rules.movement import at_places
 from harness import rows
 
+PLACED = sorted(names_where(lambda traits: traits.placed))
 FOLLOWED = sorted(names_where(lambda traits: traits.values) & set(known_primitives()))
-ROWS = [row for row in rows() if row.primitive in FOLLOWED]
+ROWS = [row for row in rows() if row.primitive in {*FOLLOWED, *PLACED}]
 
 
 DIVIDING = {"div", "rem"}
@@ -43,6 +48,38 @@ def test_values_are_what_the_operator_gives(primitive: str) -> None:
                 (want,) = bind(e.primitive, e.params, arrays)
                 np.testing.assert_array_equal(np.asarray(made).astype(want.dtype), want)
                 count += 1
+    assert count
+
+
+class Arrays:
+    """Arrays that are there as a whole."""
+
+    def __init__(self, arrays: dict[Any, np.ndarray]):
+        self.arrays = arrays
+
+    def of(self, x: Value | Constant, at: Places) -> Any:
+        return at_places(jnp.asarray(x.value if isinstance(x, Constant) else self.arrays[x]), at)
+
+
+@pytest.mark.parametrize("primitive", PLACED)
+def test_elements_at_some_places_are_those_of_the_whole(primitive: str) -> None:
+    count = 0
+    for row in (row for row in ROWS if row.primitive == primitive):
+        for e in gshard.trace(row.function, *row.arguments).block.walk():
+            if e.name != primitive or not all(isinstance(x.dtype, np.dtype) for x in e.inputs):
+                continue
+            if any(0 in x.shape for x in e.inputs):
+                continue  # no table is empty
+            arrays = {x: some(x, i) for i, x in enumerate(e.inputs) if isinstance(x, Value)}
+            operands = [np.asarray(x.value) if isinstance(x, Constant) else arrays[x] for x in e.inputs]
+            (whole,) = bind(e.primitive, e.params, operands)
+            placed = traits_of(primitive).placed
+            assert placed is not None
+            for d, n in enumerate(whole.shape):
+                at = tuple(jnp.arange(n)[::-2] if i == d else None for i in range(whole.ndim))
+                if n:
+                    np.testing.assert_array_equal(placed(Arrays(arrays), e, at), at_places(whole, at))
+                    count += 1
     assert count
 
 
