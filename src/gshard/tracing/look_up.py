@@ -104,19 +104,14 @@ class _LookUp:
     @staticmethod
     def of(name: str, params: Mapping[str, Any], inputs: Sequence[Array]) -> _LookUp:
         numbers, shape = params["dimension_numbers"], inputs[0].shape
+        window, dropped, columns, own, other = (tuple(getattr(numbers, word)) for word in _words(name))
         if name == "gather":
-            batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-            dropped, columns, window = numbers.collapsed_slice_dims, numbers.start_index_map, numbers.offset_dims
             sizes, rank = tuple(params["slice_sizes"]), len(window) + len(inputs[1].shape) - 1
         else:
-            batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-            dropped, columns = numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims
-            window, rank = numbers.update_window_dims, len(inputs[2].shape)
-            left = iter(inputs[2].shape[d] for d in window)
-            absent = {*dropped, *numbers.operand_batching_dims}
-            sizes = tuple(1 if d in absent else next(left) for d in range(len(shape)))
+            left, rank = iter(inputs[2].shape[d] for d in window), len(inputs[2].shape)
+            sizes = tuple(1 if d in (*dropped, *own) else next(left) for d in range(len(shape)))
         combine = combination(name, params)
-        return _LookUp(name, combine, numbers, shape, sizes, dropped, columns, tuple(batching), window, rank)
+        return _LookUp(name, combine, numbers, shape, sizes, dropped, columns, tuple(zip(own, other)), window, rank)
 
     def replaces(self, count: int) -> bool:
         """Whether so many elements, written, leave nothing of the array: it still says how the result is split."""
@@ -129,19 +124,16 @@ class _LookUp:
         own, other = tuple(d for d, _ in pairs), tuple(b for _, b in pairs)
         dropped = tuple(d for d in self.dropped if d not in gone)
         columns = tuple(d for d in self.columns if d not in gone)
-        if self.name == "gather":
-            return self.numbers._replace(
-                collapsed_slice_dims=dropped,
-                start_index_map=columns,
-                operand_batching_dims=own,
-                start_indices_batching_dims=other,
-            )
-        return self.numbers._replace(
-            inserted_window_dims=dropped,
-            scatter_dims_to_operand_dims=columns,
-            operand_batching_dims=own,
-            scatter_indices_batching_dims=other,
-        )
+        return self.numbers._replace(**dict(zip(_words(self.name)[1:], (dropped, columns, own, other), strict=True)))
+
+
+def _words(name: str) -> tuple[str, str, str, str, str]:
+    """What the dimension numbers of a gather, and of a scatter, call the same."""
+    if name == "gather":
+        return ("offset_dims", "collapsed_slice_dims", "start_index_map", "operand_batching_dims",
+                "start_indices_batching_dims")  # fmt: skip
+    return ("update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims", "operand_batching_dims",
+            "scatter_indices_batching_dims")  # fmt: skip
 
 
 def _shared(looked_up: _LookUp, indices: Known) -> tuple[list[Array], Any] | None:
