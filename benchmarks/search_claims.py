@@ -7,7 +7,7 @@
     pins           each step of benchmarks/search.py with one mark more, which contradicts the plan: whether it is kept,
                    and what it costs
     seeds          each step searched in processes of three hash seeds: the same plan, and the same text
-    alternatives   30 states of bundles of a Transformer layer: the bound of what a call takes with each, as messages
+    alternatives   30 states of groups of a Transformer layer: the bound of what a call takes with each, as messages
                    tell it, beside what a search with nothing else allowed finds (as found.why does for what it shows)
     scale          MoE(2048E, 36L) without a mark on 2,048 devices: seconds and memory of the search
 
@@ -221,9 +221,9 @@ def alternatives(only: list[str]) -> int:
     found = gshard.search(step_of(case, mesh, machine), *case.arguments)
     solution, rng = found.best.solution, np.random.default_rng(0)
     p = solution.problem
-    bundles = [k for k, states in enumerate(found.best.graph.states) if len(states) > 1]
+    groups = [k for k, states in enumerate(found.best.graph.states) if len(states) > 1]
     above, far = 0, 0
-    for k in rng.choice(bundles, size=STATES):
+    for k in rng.choice(groups, size=STATES):
         state = int(rng.integers(len(found.best.graph.states[k])))
         least = solution.alternatives(k)[state]
         costs = list(p.costs)

@@ -33,6 +33,38 @@ COLLECTIVES = {"all_gather", "all_to_all", "psum_scatter", "reduce_scatter", "ax
 # "add" may be a reduction, "dot_general" cannot.
 TELLING = {p.name for p in vars(jax_primitives).values() if hasattr(p, "bind") and "_" in p.name} - COLLECTIVES
 
+# What still names operators by itself: patterns that rewrites look for, what tracing opens, what runs on devices. What
+# an operator is, beside its rule, is a trait (``language/traits.py``), so a name may only go from here.
+NAMING = {
+    "gshard/language/apart.py": "ppermute",
+    "gshard/language/ledger_rows.py": "custom_lin custom_linear_solve sharding_constraint",
+    "gshard/language/over_axes.py": "ppermute",
+    "gshard/language/per_device.py": "custom_jvp_call custom_vjp_call psum ragged_all_to_all sharding_constraint",
+    "gshard/language/transfer.py": "device_put",
+    "gshard/language/user_partition.py": "pmax pmin psum",
+    "gshard/rewrite/banded_product.py": "dot_general",
+    "gshard/rewrite/compose_movement.py": "broadcast_in_dim convert_element_type pad",
+    "gshard/rewrite/fft_by_dimension.py": "fft",
+    "gshard/rewrite/fold_pad_into_window.py": "pad",
+    "gshard/rewrite/match_associative_scan.py": "broadcast_in_dim slice",
+    "gshard/rewrite/piecewise_equation.py": "argmax argmin dynamic_update_slice gather iota reshape scatter",
+    "gshard/rewrite/scale_in_rounds.py": "convert_element_type div",
+    "gshard/rewrite/search_of_rev.py": "rev",
+    "gshard/rewrite/shard_scan.py": "sub",
+    "gshard/rewrite/sink_elementwise.py": "concatenate pad slice",
+    "gshard/rewrite/sink_pad.py": "broadcast_in_dim pad select_n slice",
+    "gshard/rewrite/split_merged_dims.py": "broadcast_in_dim iota reshape",
+    "gshard/rewrite/sum_of_scatter.py": "broadcast_in_dim neg reduce_sum scatter-add",
+    "gshard/rewrite/transpose_of_dot.py": "dot_general transpose",
+    "gshard/tracing/changed_objects.py": "jit",
+    "gshard/tracing/expand.py": "custom_linear_solve device_put pmax pmin psum random_bits remat2 sharding_constraint",
+    "gshard/tracing/known.py": "broadcast_in_dim concatenate slice",
+    "gshard/tracing/look_up.py": "dynamic_update_slice gather scatter scatter-add",
+    "gshard/tracing/nested_shardings.py": "jit",
+}
+# Names of primitives that are also words for something else.
+WORDS = set("add and call cond copy max min mul name or real round scan sign split while".split()) | COLLECTIVES
+
 FILES = [path for source in SOURCES for path in sorted(source.rglob("*.py"))]
 GSHARD = [path for path in FILES if path.is_relative_to(SRC / "gshard")]
 MOE = [path for path in GSHARD if path.is_relative_to(SRC / "gshard" / "moe")]
@@ -224,6 +256,7 @@ def test_behaviour_comes_from_arguments() -> None:
 # What lives at the level of a module and changes: registries, and caches that JAX empties with its own.
 STATE = {
     "gshard/language/registry.py": {"_RULES", "_CUSTOM", "_VERSION"},
+    "gshard/language/traits.py": {"_TRAITS"},  # entered with the rules
     "gshard/api/jit.py": {"_CACHES"},
     "gshard/core/jax_adapter_jit.py": {"_HOOKS"},  # how many blocks are entered
     "gshard/simulator/simulated_runs.py": {"_COMPILED"},
@@ -264,6 +297,19 @@ def test_no_state_in_modules() -> None:
 def test_primitives_are_named_in_rules_only() -> None:
     outside = [p for p in PARTITIONER if not name_of(p).removeprefix("gshard/").startswith(MAY_NAME_PRIMITIVES)]
     check(outside, named_primitives, "what depends on the primitive belongs to its rule")
+
+
+def test_lists_of_operators_are_not_beside_their_rules() -> None:
+    names = {p.name for p in vars(jax_primitives).values() if hasattr(p, "bind")} - WORDS
+    found = {}
+    for path in GSHARD:
+        if name_of(path).removeprefix("gshard/").startswith(("language/", "tracing/", "rewrite/")):
+            texts = [node.value.split() for node in nodes_of(path)
+                     if isinstance(node, ast.Constant) and isinstance(node.value, str)]  # fmt: skip
+            own = {word for text in texts if all(word in names | WORDS for word in text) for word in text} & names
+            if own:
+                found[name_of(path)] = " ".join(sorted(own))
+    assert found == NAMING, "say it with a trait; of what is no longer named, take the line away"
 
 
 def named_primitives(path: Path) -> list[str]:

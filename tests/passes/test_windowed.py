@@ -64,7 +64,7 @@ CASES: dict[str, Case] = {
     "grid": (grid, (256, 256), (256, 256)),
     "grid, uneven": (grid, (250, 251), (251, 249)),
 }
-# Results leave in whole parts, and arguments come so: uneven ones take memory at the border.
+# Results leave in whole parts, and arguments come so: uneven ones take memory at the boundary.
 SMALLER = {"gathered": 0.6, "contracted": 0.7, "scattered": 0.5, "grid": 0.9}
 HOW = {"at once": False, "one way": True, "both ways": CollectiveMatmul(both_ways=True), "two at once": 0}
 

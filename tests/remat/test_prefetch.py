@@ -133,7 +133,7 @@ def test_the_gather_of_the_next_round_is_beside_a_product() -> None:
     """What is waited for is the first, before the loop."""
     found = cost(lowered(pairs).spmd, SLOW)
     gathers = [k for k in found.kernels if k.name == "all_gather"]
-    assert [(k.times, k.hidden > 0, k.seconds == 0) for k in gathers] == [
+    assert [(k.times, k.overlapped > 0, k.seconds == 0) for k in gathers] == [
         (1, False, False), (5, True, True), (5, True, True),
     ]  # fmt: skip
 

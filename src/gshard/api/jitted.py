@@ -18,8 +18,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 
-from gshard.api.border_memories import memories
 from gshard.api.boundary import marks_of_arguments, marks_of_in_shardings, with_marked_arguments, with_marked_results
+from gshard.api.boundary_memories import memories
 from gshard.api.inside_shard_map import target_inside
 from gshard.api.lowered import Lowered
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import jax
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.processes import Group
 from gshard.core.program import Program, format_block
+from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
 from gshard.device.hardware import machine_of, machine_to_order, machine_to_plan_for
@@ -21,7 +21,7 @@ from gshard.device.machine import Machine
 from gshard.device.overlap import CollectiveMatmul
 from gshard.explanation.budget import Budget
 from gshard.explanation.layout_usage import refuse_unused
-from gshard.passes.at_border import at_border
+from gshard.passes.at_boundary import at_boundary
 from gshard.passes.compile import Executable, compile_spmd
 from gshard.passes.propagate import in_best_order
 from gshard.passes.recorded import SavedPlan
@@ -29,7 +29,7 @@ from gshard.passes.windowed import Policy
 from gshard.remat.fit import compiled_within
 from gshard.search.find import best_plan
 from gshard.search.pipeline import FITTING, PARTITION, PLANNING, Draft, Settings, run
-from gshard.search.propagated import Propagated
+from gshard.search.planned import Planned
 from gshard.search.seconds import on_machine
 
 
@@ -126,22 +126,22 @@ class Target:
         """The same for programs with other marks, whatever they cost: a plan that is given is not theirs."""
         return dataclasses.replace(self, recorded=None, search=False, budget=None)
 
-    def planned(self, program: Program, border: Border = AS_MARKED) -> Propagated:
+    def planned(self, program: Program, boundary: Boundary = AS_MARKED) -> Planned:
         """The program's plan."""
         if self.strict and self.reorders:  # a derivative, or one half of it, need not have all names
             refuse_unused(program, self.mesh)
-        made = run(PLANNING, Draft(program), self._settings(program, border)).best
-        return made if self.reorders else Propagated(dataclasses.replace(made.plan, orders={}), choice=made.choice)
+        made = run(PLANNING, Draft(program), self._settings(program, boundary)).best
+        return made if self.reorders else Planned(dataclasses.replace(made.plan, orders={}), choice=made.choice)
 
-    def _settings(self, program: Program, border: Border) -> Settings:
+    def _settings(self, program: Program, boundary: Boundary) -> Settings:
         given = None if self.search is False else self._searched
         given = given if self.recorded is None else self.recorded.plan_of_settled
         return Settings(
-            self.mesh, self.machine, self.strict, border, tuple(i - len(program.captured) for i in border.donated),
+            self.mesh, self.machine, self.strict, boundary, tuple(i - len(program.captured) for i in boundary.donated),
             given, self.collective_matmul if given is None else None, self.faster, self.memory_limit,
         )  # fmt: skip
 
-    def _searched(self, program: Program, mesh: Mesh, border: Border) -> Plan:
+    def _searched(self, program: Program, mesh: Mesh, boundary: Boundary) -> Plan:
         """The plan that a search finds; where there are several processes, the one that the first of them finds.
 
         Every search has an end by the clock, so that two processes need not find the same.
@@ -150,26 +150,26 @@ class Target:
 
         def searched() -> Plan:
             return best_plan(
-                program, mesh, on, donated=[i - len(program.captured) for i in border.donated],
+                program, mesh, on, donated=[i - len(program.captured) for i in boundary.donated],
                 memory_limit=self.memory_limit, budget_seconds=None if self.search is True else float(self.search),
                 progress=None,
             ).chosen.plan  # fmt: skip
 
         group = Group.of(mesh.devices)
         if group is None:
-            return at_border(searched(), border)
+            return at_boundary(searched(), boundary)
         devices = str(mesh), mesh.order, on
-        options = devices, self.memory_limit, self.search, border, program.argument_marks, program.finite
+        options = devices, self.memory_limit, self.search, boundary, program.argument_marks, program.finite
         key = f"{options}\n{format_block(program.block)}"
         found = group.from_first(program.name, key, lambda: SavedPlan.of(searched()).as_json())
-        return SavedPlan.of_json(found).plan_of_settled(program, mesh, border)
+        return SavedPlan.of_json(found).plan_of_settled(program, mesh, boundary)
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
         if self.budget is not None:
             self.budget.check(plan, spmd)
 
-    def partitioned(self, made: Propagated) -> SpmdProgram:
+    def partitioned(self, made: Planned) -> SpmdProgram:
         """The per-device program of a plan, without recomputation and prefetching."""
         return run((PARTITION,), Draft(plans=(made,)), Settings(self.mesh)).spmd
 
@@ -186,7 +186,7 @@ class Target:
             self.mesh, self.machine, donated=tuple(donated), memory_limit=self.memory_limit,
             recomputes=self.memory_limit is not None,
         )  # fmt: skip
-        return run(FITTING, Draft(plans=(Propagated(plan, kept, known),)), settings).spmd
+        return run(FITTING, Draft(plans=(Planned(plan, kept, known),)), settings).spmd
 
     def compiled(self, spmd: SpmdProgram, kept: SpmdProgram, donated: frozenset[int]) -> Executable:
         """The executable of a program, which recomputes more than ``spmd`` where the compiler exceeds the limit."""

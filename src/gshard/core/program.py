@@ -92,7 +92,7 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edge:
-    """Two values, one on each side of a region's border, whose dimensions must agree.
+    """Two values, one on each side of a region's boundary, whose dimensions must agree.
 
     Attributes:
         outer: the value outside, or nearer the outside.

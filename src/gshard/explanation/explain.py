@@ -364,7 +364,7 @@ class Explanation:
                 hint="Explain the function without plan= and search=.",
             )
         choice = self._compared
-        group = choice.graph.bundles.of if choice is not None else {}
+        group = choice.graph.groups.of if choice is not None else {}
         others = [
             x.short or x.name for x in self.tensors if x is not row and group.get(x.value) == group.get(row.value)
         ]

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from gshard.core.border import Border
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.partition_spec import words_of
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
+from gshard.core.program_boundary import Boundary
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
 from gshard.device.held import held_at_peak
@@ -36,9 +36,9 @@ from gshard.search.find import Best, best_plan
 from gshard.search.how_near import ended, how_near
 from gshard.search.layouts import LayoutResult, Namable, layout_of
 from gshard.search.patch import patch_of
-from gshard.search.pipeline import as_run, propagated
+from gshard.search.pipeline import as_run, plans_of
+from gshard.search.planned import Planned
 from gshard.search.priced import PricedPlan, Pricing
-from gshard.search.propagated import Propagated
 from gshard.search.time_budget import TimeBudget
 
 _SHOWN = 24  # rows of arguments
@@ -290,23 +290,23 @@ class SearchResult:
     def explain(self) -> Explanation:
         """What each tensor got and why, as ``gshard.explain`` tells it of a marked function."""
         first, machine = len(self.plan.program.captured), self.cost.machine
-        border = Border(tuple(first + i for i in self.donated))
+        boundary = Boundary(tuple(first + i for i in self.donated))
 
         limit = int(self.best.limit)
 
         def marked(program: Program) -> SpmdProgram:
-            found, *_ = propagated(program, self.plan.mesh, machine, border=border)
+            found, *_ = plans_of(program, self.plan.mesh, machine, boundary=boundary)
             return run(found)
 
-        def run(made: Propagated, *, recomputes: bool = False) -> SpmdProgram:
+        def run(made: Planned, *, recomputes: bool = False) -> SpmdProgram:
             found = as_run(made, machine, self.donated, limit, recomputes=recomputes)
             assert found.spmd is not None
             return found.spmd
 
         def marked_by_bytes(program: Program) -> SpmdProgram:
-            return partition(propagate(program, self.plan.mesh, border=border))
+            return partition(propagate(program, self.plan.mesh, boundary=boundary))
 
-        spmd = run(Propagated(self.plan), recomputes=self.best.chosen.recomputed)
+        spmd = run(Planned(self.plan), recomputes=self.best.chosen.recomputed)
         return explain_program(
             self.plan, spmd, marked, frozenset(self.donated), machine=machine, marked_by_bytes=marked_by_bytes,
             choice=self._choice,

@@ -14,20 +14,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.device_order import Order
 from gshard.core.errors import MeshError, PlanError
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, Reason
 from gshard.core.program import Equation, Program, Value, format_block
+from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.ring import Ring
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
-from gshard.passes.at_border import at_border
+from gshard.passes.at_boundary import at_boundary
 from gshard.passes.demands import demands
 from gshard.passes.settled import settled
 
-_FORMAT = 3
+_FORMAT = 4
 _SHOWN = 6  # lines of what has changed,
 _WIDE = 160  # and letters of each
 
@@ -42,7 +42,7 @@ class SavedPlan:
         shardings: of each value, as text.
         splits: of each equation, pairs of a factor's number and the atoms that it was given.
         rings: the equations, by their number, that are collective matmuls, and how.
-        readings, leaves: values, by their number, that are read or leave otherwise, and how, as text.
+        shared_reshards, leaves: values, by their number, that are read or leave otherwise, and how, as text.
         finite: whether it was made for ``finite=True``.
     """
 
@@ -51,7 +51,7 @@ class SavedPlan:
     shardings: tuple[str, ...]
     splits: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
     rings: tuple[tuple[int, Ring], ...] = ()
-    readings: tuple[tuple[int, str], ...] = ()
+    shared_reshards: tuple[tuple[int, str], ...] = ()
     leaves: tuple[tuple[int, str], ...] = ()
     finite: bool = False
 
@@ -68,7 +68,7 @@ class SavedPlan:
             return tuple((i, way.format(plan.mesh, v.shape, v.dtype_name)) for i, v, way in pairs)
 
         text = format_block(plan.program.block)
-        read, leave = otherwise(plan.readings), otherwise(plan.leaves)
+        read, leave = otherwise(plan.shared_reshards), otherwise(plan.leaves)
         return SavedPlan(text, plan.mesh.axes, shardings, kept, rings, read, leave, plan.program.finite)
 
     @staticmethod
@@ -88,7 +88,7 @@ class SavedPlan:
             hint="Give found.plan of gshard.search, or gshard.SavedPlan.load(path) of a file that found.save wrote.",
         )
 
-    def plan(self, program: Program, mesh: Mesh, border: Border = AS_MARKED) -> Plan:
+    def plan(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
         """The plan for a traced program that reads the same once it is settled (``passes.settled``).
 
         Raises:
@@ -96,9 +96,9 @@ class SavedPlan:
             PlanError, MeshError: as of ``plan_of_settled``.
         """
         self._check_mesh(mesh)
-        return self.plan_of_settled(settled(program, mesh).program, mesh, border)
+        return self.plan_of_settled(settled(program, mesh).program, mesh, boundary)
 
-    def plan_of_settled(self, program: Program, mesh: Mesh, border: Border = AS_MARKED) -> Plan:
+    def plan_of_settled(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
         """The plan for a settled program that reads the same.
 
         Raises:
@@ -129,10 +129,11 @@ class SavedPlan:
         shardings = {v: Sharding.parse(t, mesh)[0] for v, t in zip(values, self.shardings, strict=True)}
         splits = {e: dict(split) for e, split in zip(equations, self.splits, strict=True) if e.rule is not None}
         rings = {equations[i]: ring for i, ring in self.rings}
-        readings, leaves = (
-            {values[i]: Sharding.parse(text, mesh)[0] for i, text in ways} for ways in (self.readings, self.leaves)
+        reshards, leaves = (
+            {values[i]: Sharding.parse(text, mesh)[0] for i, text in ways}
+            for ways in (self.shared_reshards, self.leaves)
         )
-        return dataclasses.replace(plan_of(program, mesh, shardings, splits, readings, leaves, border), rings=rings)
+        return dataclasses.replace(plan_of(program, mesh, shardings, splits, reshards, leaves, boundary), rings=rings)
 
     def _check_mesh(self, mesh: Mesh) -> None:
         if mesh.axes != self.axes:
@@ -177,7 +178,7 @@ class SavedPlan:
             splits = tuple(tuple((int(f), tuple(atoms)) for f, atoms in split) for split in data["splits"])
             axes = tuple((str(name), int(size)) for name, size in data["axes"])
             rings = tuple((int(i), _ring(ring)) for i, ring in data["rings"])
-            read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("readings", "leaves"))
+            read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("shared_reshards", "leaves"))
             finite = bool(data.get("finite", False))
             return SavedPlan(data["program"], axes, tuple(data["shardings"]), splits, rings, read, leave, finite)
         except (ValueError, KeyError, TypeError) as error:
@@ -200,9 +201,9 @@ def plan_of(
     mesh: Mesh,
     shardings: Mapping[Value, Sharding],
     splits: Mapping[Equation, Split],
-    readings: Mapping[Value, Sharding],
+    reshards: Mapping[Value, Sharding],
     leaves: Mapping[Value, Sharding],
-    border: Border = AS_MARKED,
+    boundary: Boundary = AS_MARKED,
 ) -> Plan:
     """A plan that was not propagated but chosen as a whole. The shardings obey the program's marks."""
     reasons: dict[tuple[Value, int], Reason] = {}
@@ -216,8 +217,8 @@ def plan_of(
         reasons.update({(v, d): reason for d, atoms in enumerate(demand.dims) if atoms})
         if demand.order != mesh.order:
             orders[v] = demand.order
-    plan = Plan(program, mesh, shardings, splits, reasons, orders, readings=readings, leaves=leaves)
-    return at_border(plan, border)
+    plan = Plan(program, mesh, shardings, splits, reasons, orders, shared_reshards=reshards, leaves=leaves)
+    return at_boundary(plan, boundary)
 
 
 def _changes(before: str, after: str) -> list[str]:

@@ -284,7 +284,7 @@ class _Search:
         number = {key: first + i for i, key in enumerate(keys)}
         edges = [(int(u), int(v), table) for (u, v), table in zip(problem.ends, problem.tables, strict=True)]
         for v, path, names in zip(self._arguments(graph.program), self.function.paths, self.said, strict=True):
-            k = graph.bundles.of[v]
+            k = graph.groups.of[v]
             cuts = [spec_of_cut(Sharding(s.dims), graph.mesh) for s in graph.states[k]]
             for d, word in enumerate(names.dims if names else ()):
                 key = (path.split("/")[0], word or "")

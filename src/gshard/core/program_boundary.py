@@ -1,4 +1,4 @@
-"""Border: constraints on the arguments and results of a program, besides marks."""
+"""Boundary: constraints on the arguments and results of a program, besides marks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gshard.core.sharding import Sharding
 
 
 @dataclasses.dataclass(frozen=True)
-class Border:
+class Boundary:
     """What is asked of the arguments and results of a program, besides marks.
 
     Attributes:
@@ -24,4 +24,4 @@ class Border:
 
 
 # Nothing is asked besides marks.
-AS_MARKED = Border()
+AS_MARKED = Boundary()

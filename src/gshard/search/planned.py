@@ -13,21 +13,21 @@ import functools
 import math
 from collections.abc import Callable
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
+from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import WORTH, Cost, cost
 from gshard.device.machine import Machine
-from gshard.passes.facts import Facts
 from gshard.passes.objective import Objective, bytes_on
 from gshard.passes.partition import partition
 from gshard.passes.propagate import Choice, choose, propagate
+from gshard.passes.propagated import Propagated
 from gshard.search.seconds import on_machine, seconds_on
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Propagated:
+class Planned:
     """A plan, and what is known of it.
 
     Attributes:
@@ -60,38 +60,39 @@ class Propagated:
 
 
 def cheapest(
-    facts: Facts, machine: Machine | None, *, strict: bool = False, border: Border = AS_MARKED
-) -> tuple[Propagated, ...]:
+    propagated: Propagated, machine: Machine | None, *, strict: bool = False, boundary: Boundary = AS_MARKED
+) -> tuple[Planned, ...]:
     """The plans of a settled program, the best first.
 
     Args:
-        facts: the settled program with what follows from its marks.
+        propagated: the settled program with what follows from its marks.
         machine: gives the times; bytes count if None.
         strict: refuse primitives that have no rule.
-        border: constraints on arguments and results, besides marks.
+        boundary: constraints on arguments and results, besides marks.
 
     Raises:
         PlanError: ``strict``, and a primitive without rule, or something that the program says and gshard drops.
     """
-    program = facts.program
-    facts = facts if machine is None else dataclasses.replace(facts, mesh=on_machine(facts.mesh, machine))
+    program, mesh = propagated.program, propagated.mesh
+    if machine is not None:
+        propagated = dataclasses.replace(propagated, mesh=on_machine(mesh, machine))
 
-    def planned(facts: Facts, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Propagated:
-        plan = propagate(program, facts.mesh, strict=strict, border=border, objective=objective, facts=facts)
-        return Propagated(plan, choice=functools.partial(choose, facts, objective, border))
+    def planned(known: Propagated, objective: Callable[[Mesh, tuple[Atoms, ...]], Objective]) -> Planned:
+        plan = propagate(program, known.mesh, strict=strict, boundary=boundary, objective=objective, propagated=known)
+        return Planned(plan, choice=functools.partial(choose, known, objective, boundary))
 
-    least = planned(facts, bytes_on)
+    least = planned(propagated, bytes_on)
     if machine is None or not least.plan.counted:  # nothing was to be chosen
         return (least,)
     first = len(program.captured)
 
-    def priced(made: Propagated) -> Propagated:
+    def priced(made: Planned) -> Planned:
         spmd = partition(made.plan)
-        return dataclasses.replace(made, spmd=spmd, cost=cost(spmd, machine, [i - first for i in border.donated]))
+        return dataclasses.replace(made, spmd=spmd, cost=cost(spmd, machine, [i - first for i in boundary.donated]))
 
-    shared = dataclasses.replace(facts, mesh=on_machine(facts.mesh, machine, joined=True))
+    shared = dataclasses.replace(propagated, mesh=on_machine(propagated.mesh, machine, joined=True))
     sends_least = priced(least)
-    alone = planned(facts, seconds_on(machine, call=sends_least.seconds))
+    alone = planned(propagated, seconds_on(machine, call=sends_least.seconds))
     if alone.plan.runs_as(least.plan):
         alone = dataclasses.replace(alone, spmd=sends_least.spmd, cost=sends_least.cost)
     else:

@@ -1,7 +1,7 @@
-"""A ``shard_map`` that is manual over some axes: its border, and the collectives of JAX's between parts.
+"""A ``shard_map`` that is manual over some axes: its boundary, and the collectives of JAX's between parts.
 
-At the border each dimension that the region has in parts is a product: the parts along manual axes, and what is left of
-the dimension inside. The region determines the split of the first, the plan that of the second. Inside, a collective
+At the boundary each dimension that the region has in parts is a product: the parts along manual axes, and what is left
+of the dimension inside. The region determines the split of the first, the plan that of the second. Inside, a collective
 is an equation like others: dimensions in which it mixes nothing are split over automatic axes as the plan likes.
 """
 
@@ -20,7 +20,7 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import itemsize
 from gshard.core.rule import Manual, Rule, RuleMaker
 from gshard.core.split import Split, place
-from gshard.language.manual_primitives import MANUAL_COLLECTIVES, Border, Collective
+from gshard.language.manual_primitives import MANUAL_COLLECTIVES, Boundary, Collective
 from gshard.language.per_device import collective as run_collective
 from gshard.language.registry import Call, rule
 from gshard.rules.manual import atoms_of_axes, check_devices
@@ -31,16 +31,16 @@ _EQUAL = ("psum", "pmax", "pmin", "all_gather")  # all devices get the same resu
 
 
 @rule("enter_manual", "leave_manual")
-def border(call: Call) -> Rule:
+def boundary(call: Call) -> Rule:
     """A whole array and the part of it that belongs to one position along the manual axes.
 
     >>> from gshard.core.mesh import Mesh
-    >>> at = Border((("a", 2), ("b", 4)), ("a",), (("a",), ()))
-    >>> found = border(Call("enter_manual", {"border": at}, ((8, 3),), ((4, 3),), ("f4",)))
+    >>> at = Boundary((("a", 2), ("b", 4)), ("a",), (("a",), ()))
+    >>> found = boundary(Call("enter_manual", {"boundary": at}, ((8, 3),), ((4, 3),), ("f4",)))
     >>> print(found, found.manual.pinned(Mesh.abstract(a=2, b=4)))
     (a b) c -> b c {0: ('a',)}
     """
-    at: Border = call.params["border"]
+    at: Boundary = call.params["boundary"]
     enters = call.name == "enter_manual"
     (inside,) = call.out_shapes if enters else call.in_shapes
     make = RuleMaker()

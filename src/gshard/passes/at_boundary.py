@@ -11,24 +11,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Constant, Value
+from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.sharding import Sharding
 from gshard.core.uneven import cut_evenly
 
 
-def at_border(plan: Plan, border: Border = AS_MARKED) -> Plan:
+def at_boundary(plan: Plan, boundary: Boundary = AS_MARKED) -> Plan:
     """The plan with how its inputs come and its results leave (``Plan.entry``, ``Plan.leave``)."""
     block, results = plan.program.block, tuple(dict.fromkeys(plan.program.block.outputs))
-    leave = {v: _outgoing(v, plan, keep_uneven=border.keep_uneven) for v in results}
-    come = dict(border.padded)
-    if not border.keep_uneven:
-        come = {**_as_they_leave(border.donated, leave, plan), **come}
+    leave = {v: _outgoing(v, plan, keep_uneven=boundary.keep_uneven) for v in results}
+    come = dict(boundary.padded)
+    if not boundary.keep_uneven:
+        come = {**_as_they_leave(boundary.donated, leave, plan), **come}
     entry = tuple(come.get(i) or _whole_if_uneven(plan.sharding(v), v, plan) for i, v in enumerate(block.inputs))
-    if not border.keep_uneven:
-        leave |= {v: s for v, s in _as_they_came(border.donated, entry, plan).items() if v in plan.leaves}
+    if not boundary.keep_uneven:
+        leave |= {v: s for v, s in _as_they_came(boundary.donated, entry, plan).items() if v in plan.leaves}
     leave |= {v: entry[i] for i, v in plan.program.final_values() if entry[i].is_even(plan.mesh, v.shape)}
     return dataclasses.replace(plan, entry=entry, leave=tuple(leave[v] for v in block.outputs))
 

@@ -2,7 +2,7 @@
 
 This is an iterative data-flow analysis over factors, forward and backward at once. It projects the sharding of one
 array of an equation on the equation's factors, and from there on the other arrays. It only refines dimensions: an axis,
-once given, stays. Shardings cross the borders of loops and branches along their edges.
+once given, stays. Shardings cross the boundaries of loops and branches along their edges.
 
 The analysis runs each priority until nothing changes; any change returns to the first:
 
@@ -13,8 +13,9 @@ The analysis runs each priority until nothing changes; any change returns to the
 It sets the user's marks, and the shardings of arguments, first, and never changes them. It never changes the program
 either: ``passes.settled`` alternates it with the rewrites that depend on shardings (``passes.decompose``).
 
-Where the arrays of an equation disagree, or it cannot be split as one of them is, nothing follows. ``Facts.undecided``
-lists which dimensions could still be split so, there and wherever that leads; planning chooses among them by cost.
+Where the arrays of an equation disagree, or it cannot be split as one of them is, nothing follows.
+``Propagated.undecided`` lists which dimensions could still be split so, there and wherever that leads; planning chooses
+among them by cost.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from gshard.passes.nodes import Change, Node, nodes_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Facts:
+class Propagated:
     """What follows from the marks of a program.
 
     Attributes:
@@ -67,7 +68,7 @@ class Facts:
         return self.undecided.get(value, {})
 
     def allow(self, value: Value, sharding: Sharding) -> bool:
-        """Whether a sharding is as the facts say, and beyond that splits only what is undecided."""
+        """Whether a sharding is as propagation says, and beyond that splits only what is undecided."""
         more = self.could(value)
         known = enumerate(zip(self.shardings[value].dims, sharding.dims, strict=True))
         return all(own[: len(k)] == k and more.get(d, frozenset()).issuperset(own[len(k) :]) for d, (k, own) in known)
@@ -84,7 +85,7 @@ class Facts:
 
     @functools.cached_property
     def kept(self) -> frozenset[Value]:
-        """The results that leave as the facts say: marked ones, and those sharded as an argument of their kind is.
+        """The results that leave as propagation says: marked ones, and those sharded as an argument of their kind is.
 
         So the state of a training loop keeps its sharding from step to step.
         """
@@ -95,7 +96,7 @@ class Facts:
         return frozenset(v for v in results if v in fixed or (v.shape, v.dtype, self.shardings[v]) in state)
 
 
-def facts_of(program: Program, mesh: Mesh) -> Facts:
+def propagated_from(program: Program, mesh: Mesh) -> Propagated:
     """Propagates the marks of a program to a fixed point.
 
     Args:
@@ -110,7 +111,7 @@ def facts_of(program: Program, mesh: Mesh) -> Facts:
     state.run()
     shardings, reasons, moving = state.shardings(), dict(state.reasons), state.moving()
     undecided, moved = state.undecided(moving), state.moved(shardings) if moving else {}
-    return Facts(program, mesh, shardings, reasons, state.orders, undecided, moved)
+    return Propagated(program, mesh, shardings, reasons, state.orders, undecided, moved)
 
 
 _Moves = Sequence[tuple[int, Atoms]]  # factors, and what may move there

@@ -1,11 +1,11 @@
-"""Bundles: sharding groups, values that elementwise equations give one common sharding.
+"""Sharding groups: values that elementwise equations give one common sharding.
 
-    y = jnp.exp(x + 1) * m        x, x + 1, exp(x + 1), m and y are one bundle
+    y = jnp.exp(x + 1) * m        x, x + 1, exp(x + 1), m and y are one group
 
 To move one of them and not the others would cost a collective and spare nothing that moving all of them does not. A
-value that the user marked, an argument and a value at the border of a loop are bundles of their own: there a sharding
+value that the user marked, an argument and a value at the boundary of a loop are groups of their own: there a sharding
 may change. So is, in ``x + y``, a value that others read, too: what they want it to be need not be what the sum is.
-A sum over devices, and what it is converted to, are two bundles where their elements have not equally many bytes: a
+A sum over devices, and what it is converted to, are two groups where their elements have not equally many bytes: a
 sum in bfloat16 is combined before it becomes float32, with half the bytes.
 """
 
@@ -27,14 +27,14 @@ _NONE: Mapping[Value, str] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Bundles:
-    """The bundles of a program.
+class ShardingGroups:
+    """The sharding groups of a program.
 
     Attributes:
-        members: the values of each bundle, in program order.
-        of: the number of each value's bundle.
-        tied: the equations all of whose arrays are in one bundle: they have no choice of their own.
-        unreduced: by which monoids all members of a bundle may be parts still to be combined.
+        members: the values of each group, in program order.
+        of: the number of each value's group.
+        tied: the equations all of whose arrays are in one group: they have no choice of their own.
+        unreduced: by which monoids all members of a group may be parts still to be combined.
     """
 
     members: tuple[tuple[Value, ...], ...]
@@ -43,15 +43,15 @@ class Bundles:
     unreduced: dict[int, tuple[str, ...]]
 
 
-def bundles_of(
+def sharding_groups_of(
     program: Program,
     alone: Collection[Value],
     finished: Collection[Value] = (),
     unreduced: Mapping[Value, str] = _NONE,
     *,
     fused: bool = False,
-) -> Bundles:
-    """Finds the bundles of a program.
+) -> ShardingGroups:
+    """Finds the sharding groups of a program.
 
     Args:
         program: its equations.
@@ -89,23 +89,23 @@ def bundles_of(
         found = [m for m in own if m not in _ADDED or all(map(_is_number, group))]
         if found and not any(v in finished for v in group):
             partial[k] = tuple(found)
-    return Bundles(tuple(map(tuple, members.values())), of, frozenset(tied), partial)
+    return ShardingGroups(tuple(map(tuple, members.values())), of, frozenset(tied), partial)
 
 
-def free_to_leave(program: Program, bundles: Bundles, results: Collection[Value]) -> set[int]:
-    """The bundles of results that may leave as they like, and of what nothing but these is made of, in place."""
-    found = {bundles.of[v] for v in results}
+def free_to_leave(program: Program, groups: ShardingGroups, results: Collection[Value]) -> set[int]:
+    """The groups of results that may leave as they like, and of what nothing but these is made of, in place."""
+    found = {groups.of[v] for v in results}
     users: dict[int, set[Equation]] = {}
     for e in program.block.walk() if found else ():
         for v in e.inputs:
             if isinstance(v, Value):
-                users.setdefault(bundles.of[v], set()).add(e)
+                users.setdefault(groups.of[v], set()).add(e)
     for e in reversed(program.block.equations):
-        made = [bundles.of[v] for v in e.outputs]
+        made = [groups.of[v] for v in e.outputs]
         if e.rule is not None and e.mark is None and made and found.issuperset(made):
             if all(f.kind == PARALLEL for f in e.rule.factors):
-                own = (bundles.of[v] for v in e.inputs if isinstance(v, Value))
-                found.update(k for k in own if users[k] - bundles.tied <= {e})
+                own = (groups.of[v] for v in e.inputs if isinstance(v, Value))
+                found.update(k for k in own if users[k] - groups.tied <= {e})
     return found
 
 
@@ -167,7 +167,7 @@ def _ties(rule: Rule) -> tuple[tuple[int, frozenset[str]], ...]:
 
 
 def _has_no_choice(e: Equation, together: Collection[Value], monoids: Mapping[Value, Collection[str]]) -> bool:
-    """Whether all arrays of an equation are in one bundle, and parts still to be combined pass all of them alike."""
+    """Whether all arrays of an equation are in one group, and parts still to be combined pass all of them alike."""
     if not together or not all(isinstance(v, Constant) or v in together for v in e.inputs):
         return False
     assert e.rule is not None
