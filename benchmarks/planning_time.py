@@ -25,7 +25,7 @@ from gshard.passes import moves
 from gshard.passes.partition import partition
 from gshard.passes.trace import trace
 from gshard.search import emitted
-from gshard.search.pipeline import propagated
+from gshard.search.pipeline import plans_of
 from gshard.search.seconds import on_machine
 
 FLOATS = jnp.float32
@@ -158,7 +158,7 @@ def main() -> None:
             start = time.process_time()
             program = trace(f, *args)
             traced = time.process_time()
-            found = propagated(program, mesh if machine is None else on_machine(mesh, machine), machine)[0]
+            found = plans_of(program, mesh if machine is None else on_machine(mesh, machine), machine)[0]
             planned = time.process_time()
             spmd = found.spmd or partition(found.plan)
             print(

@@ -7,7 +7,7 @@
     pins           each step of benchmarks/search.py with one mark more, which contradicts the plan: whether it is kept,
                    and what it costs
     seeds          each step searched in processes of three hash seeds: the same plan, and the same text
-    alternatives   30 states of bundles of a Transformer layer: the bound of what a call takes with each, as messages
+    alternatives   30 states of groups of a Transformer layer: the bound of what a call takes with each, as messages
                    tell it, beside what a search with nothing else allowed finds (as found.why does for what it shows)
     scale          MoE(2048E, 36L) without a mark on 2,048 devices: seconds and memory of the search
 
@@ -192,7 +192,7 @@ def told(case_name: str) -> None:
     """Prints what is found for one step, without the seconds that it took."""
     ((case, _, step, limit),) = [made for made in steps([case_name]) if made[0].name == case_name]
     found = gshard.search(step, *case.arguments, memory_limit=limit)
-    recorded = repr(gshard.Recorded.of(found.plan))
+    recorded = repr(gshard.SavedPlan.of(found.plan))
     print(hashlib.sha256(recorded.encode()).hexdigest(), found.bound)
     print(re.sub(r"[\d.]+ s\b", "", str(found)))
     print("\n".join(found.why(found.plan.program.names[-1])))
@@ -221,9 +221,9 @@ def alternatives(only: list[str]) -> int:
     found = gshard.search(step_of(case, mesh, machine), *case.arguments)
     solution, rng = found.best.solution, np.random.default_rng(0)
     p = solution.problem
-    bundles = [k for k, states in enumerate(found.best.graph.states) if len(states) > 1]
+    groups = [k for k, states in enumerate(found.best.graph.states) if len(states) > 1]
     above, far = 0, 0
-    for k in rng.choice(bundles, size=STATES):
+    for k in rng.choice(groups, size=STATES):
         state = int(rng.integers(len(found.best.graph.states[k])))
         least = solution.alternatives(k)[state]
         costs = list(p.costs)

@@ -28,7 +28,7 @@ from resumable import ROOT, Asked, Found, answer
 
 import gshard
 from gshard import testing
-from gshard.api.jit import Jitted
+from gshard.api.jitted import Jitted
 from gshard.core.sharding import Sharding
 
 NEAR = 1e-4  # of the largest element of a result

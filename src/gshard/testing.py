@@ -21,19 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.comm.steps import identity
-from gshard.core.border import Border
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import bind
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, Program, Value
+from gshard.core.program_boundary import Boundary
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, operand_sharding, passing
 from gshard.core.spmd import SpmdProgram
 from gshard.device.jaxpr_collectives import emitted, reported
 from gshard.language.interpret import value_of
-from gshard.passes.at_border import at_border
+from gshard.passes.at_boundary import at_boundary
 from gshard.passes.on_mesh import on_mesh
 from gshard.passes.partition import partition
 from gshard.passes.trace import trace
@@ -274,7 +274,7 @@ def plan_of(program: Program, equation: Equation, split: Split, mesh: Mesh) -> P
 def emit(plan: Plan) -> SpmdProgram:
     """The per-device program of a plan, which takes its arguments in padded parts as they are planned."""
     padded = {i: plan.sharding(v) for i, v in enumerate(plan.program.block.inputs)}
-    return partition(at_border(plan, Border(padded=padded, keep_uneven=True)))
+    return partition(at_boundary(plan, Boundary(padded=padded, keep_uneven=True)))
 
 
 def run_on_all(spmd: SpmdProgram, arguments: Sequence[Any]) -> list[list[Any]]:

@@ -10,7 +10,7 @@ import pytest
 
 import gshard
 from gshard import split
-from gshard.device.async_overlap import Step, hidden
+from gshard.device.async_overlap import Step, overlapped
 from gshard.device.machine import Machine
 from gshard.device.machine_kinds import KINDS
 
@@ -34,41 +34,41 @@ FSDP = [gather(3, "w1", "W1"), product(5, "x", "W1", to="y"), gather(4, "w2", "W
 
 
 def test_a_gather_passes_beside_the_product_before_the_one_that_needs_it() -> None:
-    assert hidden(FSDP, BOTH) == [0, 0, 4, 0]
-    assert hidden(FSDP, ONE_WAY) == [0, 0, 0, 0]
+    assert overlapped(FSDP, BOTH) == [0, 0, 4, 0]
+    assert overlapped(FSDP, ONE_WAY) == [0, 0, 0, 0]
 
 
 def test_what_is_longer_than_the_product_is_waited_for() -> None:
-    assert hidden([FSDP[0], product(1, "x", "W1"), *FSDP[2:]], BOTH) == [0, 0, 1, 0]
+    assert overlapped([FSDP[0], product(1, "x", "W1"), *FSDP[2:]], BOTH) == [0, 0, 1, 0]
 
 
 def test_one_thing_is_fetched_ahead() -> None:
     """The third gather begins when the second product does, and not beside the first one, which has time to spare."""
     third = [gather(8, "w3", "W3"), product(5, "z", "W3", to="u")]
-    assert hidden([FSDP[0], product(20, "x", "W1"), *FSDP[2:], *third], BOTH) == [0, 0, 4, 0, 5, 0]
+    assert overlapped([FSDP[0], product(20, "x", "W1"), *FSDP[2:], *third], BOTH) == [0, 0, 4, 0, 5, 0]
 
 
 def test_what_is_sent_must_have_been_made() -> None:
-    assert hidden([product(9, "x", to="a"), gather(4, "a", "A"), product(5, "A", to="z")], BOTH) == [0, 0, 0]
+    assert overlapped([product(9, "x", to="a"), gather(4, "a", "A"), product(5, "A", to="z")], BOTH) == [0, 0, 0]
 
 
 def test_gathers_become_part_of_products_alone() -> None:
     others = [Step(7, ("x",), ("y",))]
-    assert hidden([*others, gather(4, "w", "W"), product(5, "y", "W")], BOTH) == [0, 0, 0]
-    assert hidden([*others, permute(4, "w", "W"), product(5, "y", "W")], BOTH) == [0, 4, 0]
+    assert overlapped([*others, gather(4, "w", "W"), product(5, "y", "W")], BOTH) == [0, 0, 0]
+    assert overlapped([*others, permute(4, "w", "W"), product(5, "y", "W")], BOTH) == [0, 4, 0]
 
 
 @pytest.mark.parametrize("between", [Step(2, ("x",), ("g",), "all_reduce"), Step(0, ("x",), ("g",), region=True)])
 def test_nothing_is_under_way_around_other_collectives_and_loops(between: Step) -> None:
     steps = [product(3, "x"), between, permute(9, "w", "W"), product(5, "W")]
-    assert hidden(steps, BOTH) == [0, 0, 3, 0]
+    assert overlapped(steps, BOTH) == [0, 0, 3, 0]
 
 
 def test_there_and_back_at_the_same_time() -> None:
     """Halves that go around a ring in both directions use different links; in one direction they follow each other."""
     for sign, passed in ((-1, [4, 4]), (1, [4, 1])):
         steps = [permute(4, "a", "A"), permute(4, "b", "B", sign), product(5, "x", to="y"), product(1, "A", "B")]
-        assert hidden(steps, BOTH) == [*passed, 0, 0]
+        assert overlapped(steps, BOTH) == [*passed, 0, 0]
 
 
 def test_halves_that_take_turns() -> None:
@@ -77,7 +77,7 @@ def test_halves_that_take_turns() -> None:
         permute(3, "a", "arriving"), product(4, "x", to="p"), Step(1, ("b", "p"), ("made",)),
         permute(3, "made", "sent"), product(2, "x", to="q"), Step(0, ("arriving", "q"), ("next",)),
     ]  # fmt: skip
-    assert hidden(steps, BOTH) == [3, 0, 0, 2, 0, 0]
+    assert overlapped(steps, BOTH) == [3, 0, 0, 2, 0, 0]
 
 
 def mlp(x: Any, w: Any, v: Any) -> Any:
@@ -93,10 +93,10 @@ def test_the_cost_of_a_program_leaves_out_what_is_hidden() -> None:
     gathers = {name: [k for k in cost.kernels if k.name == "all_gather"] for name, cost in costs.items()}
     assert [len(x) for x in gathers.values()] == [2, 2]
     first, second = gathers["v5e:2x4"]
-    assert (first.hidden, second.seconds) == (0, 0)
-    assert second.hidden == pytest.approx(first.seconds)
-    assert costs["v5e:2x4"].hidden == second.hidden
-    assert costs["v5p:2x2x2"].hidden == 0
+    assert (first.overlapped, second.seconds) == (0, 0)
+    assert second.overlapped == pytest.approx(first.seconds)
+    assert costs["v5e:2x4"].overlapped == second.overlapped
+    assert costs["v5p:2x2x2"].overlapped == 0
     assert "of network beside them" in str(costs["v5e:2x4"])
     assert "of network beside them" not in str(costs["v5p:2x2x2"])
 
@@ -107,7 +107,7 @@ def test_inside_of_a_loop_a_round_begins_with_what_nothing_hides() -> None:
 
     arguments = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((65536, 4096), (3, 4096, 4096), (3, 4096, 4096))]
     found = gshard.explain(gshard.jit(layers, mesh=gshard.Mesh.abstract(d=8)), *arguments).cost("v5e:2x4")
-    rows = [(k.times, k.hidden > 0) for k in found.kernels if k.name == "all_gather"]
+    rows = [(k.times, k.overlapped > 0) for k in found.kernels if k.name == "all_gather"]
     assert rows == [(3, False), (3, True)]
 
 

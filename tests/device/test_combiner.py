@@ -17,7 +17,7 @@ from gshard.device.cost import cost
 from gshard.device.machine import Machine
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
-from gshard.search.pipeline import propagated
+from gshard.search.pipeline import plans_of
 from gshard.search.seconds import on_machine, seconds_on
 
 MESH, MACHINE = gshard.Mesh.abstract(x=4, y=2), Machine.of("v5e:2x4")
@@ -71,7 +71,7 @@ def test_sums_that_share_a_message_are_taken_before_scatters_that_do_not():
     program = gshard.jit(case.function, mesh=case.jax_mesh).lower(*case.arguments).program
     mesh = on_machine(gshard.Mesh.of(case.jax_mesh), where)
     alone = propagate(program, mesh, objective=seconds_on(where))
-    chosen, *others = propagated(program, mesh, where)
+    chosen, *others = plans_of(program, mesh, where)
     assert chosen.seconds == min(made.seconds for made in others + [chosen])
     assert chosen.seconds < 0.8 * cost(partition(alone), where).seconds
 

@@ -98,7 +98,7 @@ def test_what_insisting_costs_is_solved() -> None:
     graph, solution = found.best.graph, found.best.solution
     v = found.plan.program.block.inputs[0]
     rows = alternatives(graph, solution, v, found.plan.shardings[v], iter(range(9)))
-    assert [row.proven for row in rows] == [True] * len(rows) == [True] * (len(graph.states[graph.bundles.of[v]]) - 1)
+    assert [row.proven for row in rows] == [True] * len(rows) == [True] * (len(graph.states[graph.groups.of[v]]) - 1)
     for row in rows:
         forced = found.with_mark("weights[0][0]", P("x") if "@x," in row.sharding else P())
         assert forced.best.predicted - found.best.predicted == pytest.approx(row.seconds, rel=1e-3)

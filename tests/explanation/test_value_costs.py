@@ -74,7 +74,7 @@ def explained(name: str, machine: str | None = None) -> tuple[Explanation, Choic
 
 def forced(choice: Choice, v: Value, sharding: str) -> float:
     """The least cost with a sharding of a value, by another solver than the one that planning takes."""
-    k, problem = choice.graph.bundles.of[v], choice.graph.problem
+    k, problem = choice.graph.groups.of[v], choice.graph.problem
     texts = [s.format(GRID, v.shape, v.dtype_name) for s in choice.graph.states[k]]
     costs = list(problem.costs)
     costs[k] = np.where([text == sharding for text in texts], costs[k], np.inf)
@@ -91,7 +91,7 @@ def test_a_cost_is_that_of_the_best_plan_with_its_sharding_and_the_sum_of_its_pa
     groups: set[int] = set()
     compared = 0
     for row in found.tensors:
-        if (group := choice.graph.bundles.of[row.value]) in groups:
+        if (group := choice.graph.groups.of[row.value]) in groups:
             continue
         groups.add(group)
         costs = found.costs(row.short or row.name)
@@ -160,7 +160,7 @@ def test_a_mark_that_leaves_no_choice_is_named() -> None:
 
 def test_values_of_one_sharding_group_are_named() -> None:
     found, choice = explained("crossed")
-    group = next(own for own in choice.graph.bundles.members if len(own) > 1)
+    group = next(own for own in choice.graph.groups.members if len(own) > 1)
     first, second = (next(row for row in found.tensors if row.value is v) for v in group[:2])
     costs = found.costs(first.name)
     assert second.name in next(note for note in costs.notes if note.startswith("one sharding with"))
@@ -182,7 +182,7 @@ def test_equal_layers_are_compared_together() -> None:
     node = next(
         k for k in range(len(choice.graph.states)) if len(choice.tied_to(k)) > 3 and len(choice.graph.states[k]) > 1
     )
-    value = choice.graph.bundles.members[node][0]
+    value = choice.graph.groups.members[node][0]
     costs = found.costs(next(row.name for row in found.tensors if row.value is value))
     assert f"{len(choice.tied_to(node))} equal layers were planned alike" in str(costs)
     assert all(row.cost >= choice.cost for row in costs.rows)

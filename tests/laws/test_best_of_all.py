@@ -19,7 +19,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
-from gshard.passes.at_border import at_border
+from gshard.passes.at_boundary import at_boundary
 from gshard.passes.choices import graph_of
 from gshard.passes.moves import axes_of
 from gshard.passes.objective import bytes_on
@@ -43,15 +43,16 @@ def spent(plan: Plan) -> tuple[int, int]:
 
 def least_of_all(program: Program, mesh: Mesh, most: int) -> int | None:
     """What the best plan of all that compute no more than ``most`` sends; None where there are too many, or none."""
-    facts = settled(program, mesh)
-    if not any(sharding.atoms for sharding in facts.shardings.values()):
+    propagated = settled(program, mesh)
+    if not any(sharding.atoms for sharding in propagated.shardings.values()):
         return None  # it is left alone
-    graph = graph_of(facts.program, bytes_on(mesh, axes_of(mesh, facts.shardings.values())), facts=facts)
+    objective = bytes_on(mesh, axes_of(mesh, propagated.shardings.values()))
+    graph = graph_of(propagated.program, objective, propagated=propagated)
     if math.prod(map(len, graph.states)) > MOST:
         return None
     least = None
     for chosen in every_choice(graph):
-        sent, flops = spent(at_border(decided(graph, chosen, facts)))
+        sent, flops = spent(at_boundary(decided(graph, chosen, propagated)))
         if flops <= most and (least is None or sent < least):
             least = sent
     return least

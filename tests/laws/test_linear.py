@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from gshard.core.border import Border
 from gshard.core.program import Equation, Value
+from gshard.core.program_boundary import Boundary
 from gshard.core.rule import MONOIDS
 from gshard.core.sharding import Sharding
 from gshard.core.split import is_valid, operand_sharding
 from gshard.core.xla_workarounds import AS_WRITTEN
-from gshard.passes.at_border import at_border
+from gshard.passes.at_boundary import at_boundary
 from gshard.passes.partition import partition
 from gshard.passes.trace import trace
 from gshard.simulator.simulate import simulate
@@ -144,7 +144,7 @@ def check(
     plan = dataclasses.replace(
         plan, shardings={**plan.shardings, **{program.block.inputs[i]: s for i, s in at.items()}}
     )
-    spmd = partition(at_border(plan, Border(padded=at)))
+    spmd = partition(at_boundary(plan, Boundary(padded=at)))
     (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
     places = {var: i for i, var in enumerate(spmd.jaxpr.jaxpr.invars)}
     consts = dict(zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True))

@@ -23,13 +23,13 @@ from gshard.core.sharding import Sharding
 from gshard.device.cost import Cost, cost, kernel_cost
 from gshard.device.machine import Machine
 from gshard.device.roofline import copy_seconds
-from gshard.passes.bundles import bundles_of
 from gshard.passes.choices import graph_of
 from gshard.passes.fusion_model import REGION, size
 from gshard.passes.graph import Graph
 from gshard.passes.moves import axes_of
 from gshard.passes.partition import partition
 from gshard.passes.recorded import plan_of
+from gshard.passes.sharding_groups import sharding_groups_of
 from gshard.passes.ways import components, shardings, splits
 from gshard.search.find import best_plan
 from gshard.search.presets import presets
@@ -127,7 +127,7 @@ _LONG = {"attended", "looked_up", "two"}
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _LONG else n for n in SMALL])
 def test_no_plan_is_better(name: str) -> None:
-    """All choices of a sharding for every bundle are planned, partitioned and priced."""
+    """All choices of a sharding for every group are planned, partitioned and priced."""
     f, arguments = SMALL[name]
     mesh, machine = gshard.Mesh.abstract(x=4), Machine.of("h100:1x4")
     program = gshard.trace(f, *arguments)
@@ -212,19 +212,19 @@ def test_no_plan_of_small_programs_is_better() -> None:
     assert np.mean(np.array(ratios) <= 1.01) >= 0.95
 
 
-def test_elementwise_equations_tie_values_and_borders_do_not() -> None:
+def test_elementwise_equations_tie_values_and_boundaries_do_not() -> None:
     def f(x: Any, y: Any) -> Any:
         h = jnp.exp(x + 1) * y
         return gshard.split(h, 0, 2) - 1
 
     program = gshard.trace(f, shape(8, 4), shape(8, 4))
-    bundles = bundles_of(program, {*program.block.inputs})
+    groups = sharding_groups_of(program, {*program.block.inputs})
     x, y = program.block.inputs
-    assert bundles.of[x] != bundles.of[y]
-    inner = {bundles.of[e.outputs[0]] for e in program.block.equations if e.name in ("exp", "mul")}
+    assert groups.of[x] != groups.of[y]
+    inner = {groups.of[e.outputs[0]] for e in program.block.equations if e.name in ("exp", "mul")}
     (marked,) = [e.outputs[0] for e in program.block.equations if e.mark is not None]
     assert len(inner) == 1
-    assert bundles.of[marked] not in inner
+    assert groups.of[marked] not in inner
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -234,8 +234,8 @@ def test_what_others_read_is_not_tied_to_a_sum_of_it(fused: bool) -> None:
         return jnp.exp(x + jnp.cos(b)), jnp.sin(x) * 2
 
     program = gshard.trace(f, shape(8, 8), shape(8, 8))
-    bundles = bundles_of(program, {*program.block.inputs}, fused=fused)
-    made = {e.name: bundles.of[e.outputs[0]] for e in program.block.equations}
+    groups = sharding_groups_of(program, {*program.block.inputs}, fused=fused)
+    made = {e.name: groups.of[e.outputs[0]] for e in program.block.equations}
     assert made["cos"] == made["add"] == made["exp"]
     assert made["tanh"] == made["sin"] == made["mul"], "each reads nothing else"
     assert (made["tanh"] == made["add"]) is fused
@@ -259,14 +259,14 @@ def test_parts_of_sums_go_where_all_are_linear() -> None:
 
     program = gshard.trace(f, shape(8, 4), shape(4, 8), shape(4, 8))
     inputs = {*program.block.inputs}
-    bundles = bundles_of(program, inputs, inputs)
-    sums, turned = (bundles.of[program.block.equations[i].outputs[0]] for i in (0, 3))
-    assert {bundles.of[e.outputs[0]] for e in program.block.equations} == {sums, turned}
-    assert set(bundles.unreduced) == {sums}, "an exponential, and a negation, are of what is finished"
+    groups = sharding_groups_of(program, inputs, inputs)
+    sums, turned = (groups.of[program.block.equations[i].outputs[0]] for i in (0, 3))
+    assert {groups.of[e.outputs[0]] for e in program.block.equations} == {sums, turned}
+    assert set(groups.unreduced) == {sums}, "an exponential, and a negation, are of what is finished"
     program = gshard.trace(lambda a, b, c: (a @ b + a @ c).T, shape(8, 4), shape(4, 8), shape(4, 8))
-    bundles = bundles_of(program, {*program.block.inputs}, {*program.block.inputs})
+    groups = sharding_groups_of(program, {*program.block.inputs}, {*program.block.inputs})
     total = next(e.outputs[0] for e in program.block.equations if e.name == "add")
-    assert bundles.of[total] in bundles.unreduced
+    assert groups.of[total] in groups.unreduced
 
 
 def test_what_others_read_is_not_tied_to_a_product_with_a_sum() -> None:
@@ -276,10 +276,10 @@ def test_what_others_read_is_not_tied_to_a_product_with_a_sum() -> None:
 
     program = gshard.trace(f, shape(8, 8), shape(8, 4), shape(4, 8))
     inputs = {*program.block.inputs}
-    bundles = bundles_of(program, inputs, inputs)
-    made = {e.name: bundles.of[e.outputs[0]] for e in program.block.equations}
+    groups = sharding_groups_of(program, inputs, inputs)
+    made = {e.name: groups.of[e.outputs[0]] for e in program.block.equations}
     assert made["tanh"] == made["sin"] != made["mul"]
-    assert made["dot_general"] in bundles.unreduced
+    assert made["dot_general"] in groups.unreduced
 
 
 def test_sums_are_combined_before_they_are_widened() -> None:

@@ -14,9 +14,9 @@ from jax import ShapeDtypeStruct
 
 import gshard
 from gshard.passes import propagate as of_propagate
-from gshard.passes.facts import Facts
 from gshard.passes.graph import Graph
 from gshard.passes.layers import classes_of_layers
+from gshard.passes.propagated import Propagated
 from gshard.passes.settled import settled
 from gshard.solver.problem import Problem
 from gshard.solver.tied import tied
@@ -142,11 +142,11 @@ def test_layers_that_are_alike_cost_nearly_what_the_best_cost(monkeypatch: pytes
     solved: list[tuple[float, float]] = []
     chosen = of_propagate._chosen
 
-    def both(graph: Graph, facts: Facts) -> Any:
+    def both(graph: Graph, propagated: Propagated) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(of_propagate, "classes_of_layers", lambda graph: None)
-            alone, states, _ = chosen(graph, facts)
-        found = chosen(graph, facts)
+            alone, states, _ = chosen(graph, propagated)
+        found = chosen(graph, propagated)
         solved.append((found[0].problem.value(found[1]), alone.problem.value(states)))
         return found
 
@@ -163,9 +163,9 @@ def test_layers_that_are_alike_cost_nearly_what_the_best_cost(monkeypatch: pytes
 
 def test_classes_are_of_nodes_with_the_same_states() -> None:
     program = gshard.trace(step_of(feed_forward, "bfloat16", True), weights(feed_forward, 3), f32(2, 64, 128, WIDTH))
-    facts = settled(program, MESH)
+    propagated = settled(program, MESH)
     graph = of_propagate.graph_of(
-        facts.program, of_propagate.bytes_on(MESH, tuple((a,) for a in MESH.atoms)), facts=facts
+        propagated.program, of_propagate.bytes_on(MESH, tuple((a,) for a in MESH.atoms)), propagated=propagated
     )
     classes = classes_of_layers(graph)
     assert classes is not None
@@ -174,9 +174,9 @@ def test_classes_are_of_nodes_with_the_same_states() -> None:
     for k, cost in zip(classes.tolist(), graph.problem.costs, strict=True):
         assert sizes.setdefault(k, cost.size) == cost.size
     nothing = gshard.trace(lambda x, w: jnp.tanh(gshard.split(x, 0, "data") @ w), f32(64, 32), f32(32, 16))
-    facts = settled(nothing, MESH)
+    propagated = settled(nothing, MESH)
     graph = of_propagate.graph_of(
-        facts.program, of_propagate.bytes_on(MESH, tuple((a,) for a in MESH.atoms)), facts=facts
+        propagated.program, of_propagate.bytes_on(MESH, tuple((a,) for a in MESH.atoms)), propagated=propagated
     )
     assert classes_of_layers(graph) is None
 

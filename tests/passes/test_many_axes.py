@@ -1,4 +1,4 @@
-"""Meshes of many axes: plans consider few of them away from what the facts say, and compute the same."""
+"""Meshes of many axes: plans consider few of them away from what propagation says, and compute the same."""
 
 from __future__ import annotations
 

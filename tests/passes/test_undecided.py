@@ -34,23 +34,23 @@ def shapes(*own: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
 
 
 def test_equations_whose_arrays_disagree_leave_their_arguments_undecided() -> None:
-    facts = settled(trace(step, *shapes((16, 8), (16, 8), (16, 8))), GRID)
-    c, a, b = facts.program.block.inputs
+    propagated = settled(trace(step, *shapes((16, 8), (16, 8), (16, 8))), GRID)
+    c, a, b = propagated.program.block.inputs
     x = frozenset(GRID.atoms_of["x"])
-    assert facts.shardings[c].is_replicated
-    assert facts.could(c) == {0: x, 1: x}
-    assert not facts.could(a)
-    assert not facts.could(b)
+    assert propagated.shardings[c].is_replicated
+    assert propagated.could(c) == {0: x, 1: x}
+    assert not propagated.could(a)
+    assert not propagated.could(b)
 
 
-def test_what_no_array_disagrees_about_is_as_the_facts_say() -> None:
+def test_what_no_array_disagrees_about_is_as_propagation_says() -> None:
     """Weights of a data-parallel step stay whole, and an axis that nobody names is given to no argument."""
 
     def loss(w: Any, v: Any, x: Any) -> Any:
         return jnp.sum(jnp.tanh(gshard.split(x, 0, "x") @ w) @ v)
 
-    facts = settled(trace(jax.grad(loss, (0, 1)), *shapes((64, 32), (32, 16), (8, 64))), GRID)
-    assert facts.undecided == {}
+    propagated = settled(trace(jax.grad(loss, (0, 1)), *shapes((64, 32), (32, 16), (8, 64))), GRID)
+    assert propagated.undecided == {}
 
 
 @pytest.mark.parametrize("donated", [(), (0,)])
@@ -79,18 +79,18 @@ def test_a_mark_on_an_undecided_argument_decides_it() -> None:
     def marked(c: Any, a: Any, b: Any) -> Any:
         return step(gshard.shard(c, P(None, "y")), a, b)
 
-    facts = settled(trace(marked, *shapes((16, 8), (16, 8), (16, 8))), GRID)
-    c = facts.program.block.inputs[0]
+    propagated = settled(trace(marked, *shapes((16, 8), (16, 8), (16, 8))), GRID)
+    c = propagated.program.block.inputs[0]
     plan = propagate(trace(marked, *shapes((16, 8), (16, 8), (16, 8))), GRID)
-    assert facts.shardings[c].dims == ((), GRID.atoms_of["y"])
+    assert propagated.shardings[c].dims == ((), GRID.atoms_of["y"])
     assert plan.entry[0].dims[1][:1] == GRID.atoms_of["y"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_arguments_come_as_the_facts_say(name: str) -> None:
+def test_arguments_come_as_propagation_says(name: str) -> None:
     """Beyond that they are split only where arrays disagree, and over what these disagree about."""
     case = CASES[name]
     lowered = gshard.jit(case.function, mesh=case.jax_mesh).lower(*case.arguments)
-    facts = settled(lowered.program, lowered.plan.mesh)
-    for v, planned in zip(facts.program.block.inputs, lowered.plan.program.block.inputs, strict=True):
-        assert facts.allow(v, lowered.plan.shardings[planned])
+    propagated = settled(lowered.program, lowered.plan.mesh)
+    for v, planned in zip(propagated.program.block.inputs, lowered.plan.program.block.inputs, strict=True):
+        assert propagated.allow(v, lowered.plan.shardings[planned])

@@ -62,6 +62,12 @@ def turned(x: Any, k: Any) -> Any:
     return x + both.T
 
 
+def reordered(x: Any, k: Any) -> Any:
+    """Reshaped in another order of dimensions."""
+    column = lax.reshape(jnp.sqrt(jnp.arange(1.0, L + 1)).reshape(4, L // 4), (L,), dimensions=(1, 0))
+    return x + jnp.concatenate([column[3:], jnp.ones(3)])[:, None]
+
+
 def of_bytes(x: Any, k: Any) -> Any:
     mask = jnp.concatenate([jnp.zeros(4, jnp.bool_), jnp.arange(L - 4) % 3 == 0])
     count = jnp.concatenate([jnp.arange(7, dtype=jnp.int8), jnp.arange(L - 7, dtype=jnp.int8)[::-1]])
@@ -92,7 +98,7 @@ def twice(x: Any, k: Any) -> Any:
 
 
 ALL = [sines, in_turns, fades, rises, around, many, empty_parts, every_third, turned, of_bytes, infinite, in_a_loop]
-ALL += [gradient, twice]
+ALL += [gradient, twice, reordered]
 SPLITS = {
     "rows": (P("x", None), {"x": 8}),
     "columns": (P(None, "x"), {"x": 8}),

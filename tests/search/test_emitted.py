@@ -19,7 +19,7 @@ from gshard.passes.trace import trace
 from gshard.passes.ways import components, splits
 from gshard.search import emitted
 from gshard.search.emitted import OwnWays, emitted_alone, has_own_way
-from gshard.search.pipeline import propagated
+from gshard.search.pipeline import plans_of
 from gshard.search.seconds import on_machine
 
 MESH = Mesh.abstract(a=2, b=2, c=2)
@@ -99,7 +99,7 @@ def test_few_ways_of_a_padding_are_traced(mode: str, monkeypatch: pytest.MonkeyP
 
     shapes = jax.ShapeDtypeStruct((19, 9, 12), jnp.uint32), jax.ShapeDtypeStruct((16, 4), jnp.float32)
     machine = Machine.of("h100", MESH.size)
-    found = propagated(trace(padded, *shapes), on_machine(MESH, machine), machine)
+    found = plans_of(trace(padded, *shapes), on_machine(MESH, machine), machine)
     assert found[0].cost is not None
     assert 0 < len(traced) <= 120
     assert len({(e.rule, tuple(sorted(split.items()))) for e, split, *_ in traced}) == len(traced)

@@ -12,7 +12,7 @@ import pytest
 from jax import ShapeDtypeStruct
 
 import gshard
-from gshard.passes.facts import facts_of
+from gshard.passes.propagated import propagated_from
 from gshard.passes.settled import settled
 from gshard.search.pipeline import EMITTING, PLANNING, Draft, Settings, run
 
@@ -88,21 +88,21 @@ def test_nothing_is_formatted_while_the_log_is_off(monkeypatch: pytest.MonkeyPat
 def test_a_settled_program_stays(name: str) -> None:
     f, arguments = REWRITTEN[name]
     program = gshard.trace(f, *arguments)
-    facts = settled(program, MESH)
-    assert facts.program.block is not program.block, "the example is rewritten"
-    again = settled(facts.program, MESH)
-    assert again.program is facts.program
-    assert again.shardings == facts.shardings
-    assert settled(program, MESH).program.block is facts.program.block
+    propagated = settled(program, MESH)
+    assert propagated.program.block is not program.block, "the example is rewritten"
+    again = settled(propagated.program, MESH)
+    assert again.program is propagated.program
+    assert again.shardings == propagated.shardings
+    assert settled(program, MESH).program.block is propagated.program.block
     plan = gshard.propagate(program, MESH)
-    assert plan.program.block is facts.program.block
+    assert plan.program.block is propagated.program.block
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
 def test_propagation_leaves_the_program_unchanged(name: str) -> None:
     f, arguments = REWRITTEN[name]
     program = gshard.trace(f, *arguments)
-    assert facts_of(program, MESH).program is program
+    assert propagated_from(program, MESH).program is program
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
@@ -111,7 +111,7 @@ def test_a_plan_of_a_rewritten_program_is_read_back(name: str) -> None:
     program = gshard.trace(f, *arguments)
     settings = Settings(MESH)
     made = run(PLANNING, Draft(program), settings).best
-    recorded = gshard.Recorded.of_json(gshard.Recorded.of(made.plan).as_json())
+    recorded = gshard.SavedPlan.of_json(gshard.SavedPlan.of(made.plan).as_json())
     given = Settings(MESH, given=recorded.plan_of_settled)
     back = run(PLANNING, Draft(program), given).best.plan
     assert back.program.block is made.plan.program.block

@@ -14,7 +14,7 @@ from jax import lax
 from gshard.core.program import Equation, Program, Value
 from gshard.passes.trace import trace
 from gshard.rewrite.piecewise_equation import Touch, in_pieces, may_be_in_pieces, touched
-from gshard.rewrite.piecewise_layout import Layout, Piece, segments_of, sources_of, starts_of, whole
+from gshard.rewrite.piecewise_layout import Layout, Piece, sources_of, spans_along, starts_of, whole
 from harness import Row, rows
 from sampled import sampled_rows
 
@@ -158,16 +158,16 @@ MOVERS: dict[str, Callable[[Any, Any], Any]] = {
 def test_segments_are_what_is_moved(name: str) -> None:
     x, y = (np.random.default_rng(i).standard_normal((7, 2)).astype(np.float32) for i in range(2))
     program = trace(MOVERS[name], x, y)
-    e = next(q for q in program.block.equations if segments_of(q, 0) is not None)
+    e = next(q for q in program.block.equations if spans_along(q, 0) is not None)
     known = {v: np.asarray(a) for v, a in zip(program.block.inputs, (x, y), strict=True)}
     arrays = [x if name != "concatenate" else known.get(v, x + y) for v in e.inputs[:1]] + [
         known.get(v, x + y) if isinstance(v, Value) else np.asarray(v.value) for v in e.inputs[1:]
     ]
     expected = run(e, [jnp.asarray(a) for a in arrays])
-    for segments, want in zip(segments_of(e, 0) or (), expected, strict=True):
-        own = [a[b:c] if a.ndim else np.full((c - b, 2), a, np.float32) for a, b, c in
-               ((arrays[i], b, c) for i, b, c in segments)]  # fmt: skip
+    for spans, want in zip(spans_along(e, 0) or (), expected, strict=True):
+        own = [a[s.start : s.start + s.count] if a.ndim else np.full((s.count, 2), a, np.float32) for a, s in
+               ((arrays[s.operand], s) for s in spans)]  # fmt: skip
         np.testing.assert_array_equal(np.concatenate(own), want)
-        sources = sources_of(segments, [whole(a.shape[0]) if a.ndim else None for a in arrays])
+        sources = sources_of(spans, [whole(a.shape[0]) if a.ndim else None for a in arrays])
         assert sources is not None
         assert sum(s.piece.length for s in sources) == want.shape[0]

@@ -61,6 +61,10 @@ LOOKED_UP: dict[str, tuple[Callable[..., Any], set[str]]] = {
         lambda x: x[jax.lax.select_n(jnp.int32(2), *(jnp.asarray(np.roll(np.arange(N), i)) for i in range(3)))],
         set(),
     ),
+    "in the order of a reshape": (
+        lambda x: x[jax.lax.reshape(jnp.arange(N).reshape(2, N // 2), (N,), dimensions=(1, 0))],
+        set(),
+    ),
     "few": (lambda x: x[np.array([3, 1, 2])], {"gather"}),
     "mixed": (lambda x: x[MIXED], set()),
     "mapped": (lambda x: jax.vmap(lambda row: row.at[1:-1].set(0.0))(x), set()),

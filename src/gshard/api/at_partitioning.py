@@ -26,6 +26,7 @@ from gshard.core.jax_adapter import closed, no_mesh_set, shapes_of
 from gshard.core.jax_adapter_dispatch import weakly_cached
 from gshard.core.jax_adapter_errors import carried_through_xla
 from gshard.core.jax_adapter_lowering import ThreadSettings, has_devices, lowered_with_devices, under_settings
+from gshard.core.jax_adapter_manual import with_mapping
 from gshard.core.mark import Mark
 from gshard.core.program import Constant, Program, Value
 from gshard.core.spmd import SpmdProgram
@@ -140,11 +141,4 @@ def _on_one_device(spmd: SpmdProgram, settings: ThreadSettings) -> Callable[...,
     outer, _ = closed(spmd.jaxpr)
     (mapping,) = outer.eqns
     inner = ClosedJaxpr(mapping.params["jaxpr"], ())
-
-    def run(*parts: Any) -> list[Any]:
-        env = dict(zip((*outer.constvars, *outer.invars), parts, strict=True))
-        results = under_settings(inner, settings, [env[v] for v in mapping.invars])
-        env.update(zip(mapping.outvars, results, strict=True))
-        return [env[v] for v in outer.outvars]
-
-    return run
+    return lambda *parts: with_mapping(outer, lambda *xs: under_settings(inner, settings, xs), parts)

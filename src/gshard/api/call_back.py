@@ -16,10 +16,10 @@ import logging
 from collections.abc import Mapping
 
 from gshard.api.target import Target
-from gshard.core.border import AS_MARKED
 from gshard.core.look import Look
 from gshard.core.plan import Plan
 from gshard.core.program import Constant, Value
+from gshard.core.program_boundary import AS_MARKED
 from gshard.core.sharding import Sharding
 from gshard.passes.compile import named_sharding
 from gshard.tracing.looks import number_of

@@ -22,11 +22,12 @@ from gshard.api.operands import tell_unknown
 from gshard.api.target import Target
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import as_traced_here, closed, no_mesh_set, shapes_of, user_line
+from gshard.core.jax_adapter_manual import with_mapping
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.language.over_axes import OverAxes
-from gshard.passes.at_border import by_axes
+from gshard.passes.at_boundary import by_axes
 
 
 def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
@@ -65,7 +66,9 @@ def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
     else:
         # Costs in seconds are those of a whole machine, which runs other positions along the manual axes as well.
         mesh = target.mesh if target.mesh.axes == tuple(sizes.items()) else Mesh.of(_automatic(around))
-        return dataclasses.replace(target, mesh=mesh, around=around, reorders=False, windowed=None, machine=None)
+        return dataclasses.replace(
+            target, mesh=mesh, around=around, reorders=False, collective_matmul=None, machine=None
+        )
     manual = ", ".join(map(str, around.manual_axes))
     got = f"manual axes: {manual}; automatic: {_text(automatic)}; mesh of {name}: {target.mesh}"
     raise TraceError(f"{name} is called inside jax.shard_map, and {why}", user_line(), got, hint)
@@ -94,9 +97,7 @@ def run_inside(arrays: Sequence[Any], jaxpr: Any, target: Target, planned: Calla
     def on_device(*parts: Any) -> list[Any]:
         held = map(over_axes.cut, captured, (Sharding.replicated(x.ndim) for x in captured), spmd.in_shardings)
         given = map(over_axes.cut, (x[None] for x in parts), taken, come)
-        env = dict(zip((*outer.constvars, *outer.invars), (*constants, *held, *given), strict=True))
-        env.update(zip(mapping.outvars, run(*(env[v] for v in mapping.invars)), strict=True))
-        return [env[v][0] for v in outer.outvars]
+        return [x[0] for x in with_mapping(outer, run, (*constants, *held, *given))]
 
     def specs(shardings: Sequence[Sharding]) -> list[Any]:
         return [mesh.spec_of(in_region(s).dims) for s in shardings]

@@ -20,7 +20,6 @@ from gshard.api.reference_arguments import write_back
 from gshard.api.standalone import standalone
 from gshard.api.static_leaves import fixed, freed, has_fixed
 from gshard.api.target import Target
-from gshard.core.border import Border
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import kept_arguments
@@ -28,12 +27,13 @@ from gshard.core.mesh import Mesh
 from gshard.core.phases import phase
 from gshard.core.plan import Plan
 from gshard.core.program import Program
+from gshard.core.program_boundary import Boundary
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
 from gshard.passes.compile import Executable, named_sharding
 from gshard.passes.propagate import Choice
-from gshard.search.propagated import Propagated
+from gshard.search.planned import Planned
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -69,11 +69,11 @@ class Lowered:
         return self._planned.plan
 
     @functools.cached_property
-    def _planned(self) -> Propagated:
+    def _planned(self) -> Planned:
         first = len(self.program.captured)
         donated = tuple(first + i for i in sorted(self.donated))
         with phase("planning", self.program.name, self.mesh.size):
-            return self.target.planned(self.program, Border(donated, self.padded, self.target.keep_uneven))
+            return self.target.planned(self.program, Boundary(donated, self.padded, self.target.keep_uneven))
 
     @property
     def choice(self) -> Callable[[], Choice | None] | None:
@@ -99,7 +99,7 @@ class Lowered:
 
     def marked_by_bytes(self, program: Program) -> SpmdProgram:
         """The same planned by bytes, without a machine: sooner made."""
-        target = dataclasses.replace(self.target.by_marks, machine=None, windowed=None, faster=False)
+        target = dataclasses.replace(self.target.by_marks, machine=None, collective_matmul=None, faster=False)
         return dataclasses.replace(self, program=program, target=target).spmd
 
     @functools.cached_property

@@ -8,28 +8,28 @@ from typing import Any, Protocol
 
 import jax
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.processes import Group
 from gshard.core.program import Program, format_block
+from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
 from gshard.device.hardware import machine_of, machine_to_order, machine_to_plan_for
 from gshard.device.machine import Machine
-from gshard.device.overlap import Windowed
+from gshard.device.overlap import CollectiveMatmul
 from gshard.explanation.budget import Budget
 from gshard.explanation.layout_usage import refuse_unused
-from gshard.passes.at_border import at_border
+from gshard.passes.at_boundary import at_boundary
 from gshard.passes.compile import Executable, compile_spmd
 from gshard.passes.propagate import in_best_order
-from gshard.passes.recorded import Recorded
+from gshard.passes.recorded import SavedPlan
 from gshard.passes.windowed import Policy
 from gshard.remat.fit import compiled_within
 from gshard.search.find import best_plan
 from gshard.search.pipeline import FITTING, PARTITION, PLANNING, Draft, Settings, run
-from gshard.search.propagated import Propagated
+from gshard.search.planned import Planned
 from gshard.search.seconds import on_machine
 
 
@@ -51,7 +51,7 @@ class Target:
         reorders: put devices in the order that marks ask for. False under a transformation: the program that JAX
             compiles around this one has a single order of devices, the mesh's.
         leaves_by_axes: split results over whole axes of the mesh only, as JAX does for Explicit axes.
-        windowed: which contractions are collective matmuls.
+        collective_matmul: which contractions are collective matmuls.
         faster: use a collective matmul only if the cost model predicts a faster call.
         keep_uneven: return results in padded parts where parts are unequal.
         memory_limit: bytes that a device may hold; values are recomputed to keep to it.
@@ -72,14 +72,14 @@ class Target:
     budget: Limit | None = None
     reorders: bool = True
     leaves_by_axes: bool = False
-    windowed: Policy | None = None
+    collective_matmul: Policy | None = None
     faster: bool = False
     keep_uneven: bool = False
     memory_limit: int | None = None
     machine: Machine | None = None
     keep_unused: bool = False
     compiler_options: tuple[tuple[str, Any], ...] = ()
-    recorded: Recorded | None = None
+    recorded: SavedPlan | None = None
     search: bool | float = False
     layout: Layout | None = None
     finite: bool = False
@@ -97,8 +97,9 @@ class Target:
     def options(self) -> dict[str, Hashable]:
         """The options of ``gshard.jit`` that are not left at their defaults, and decide how a program is made."""
         given: dict[str, Any] = {
-            "strict": self.strict, "budget": self.budget, "windowed": self.windowed, "memory_limit": self.memory_limit,
-            "machine": self.machine, "compiler_options": self.compiler_options, "plan": self.recorded,
+            "strict": self.strict, "budget": self.budget, "collective_matmul": self.collective_matmul,
+            "memory_limit": self.memory_limit, "machine": self.machine,
+            "compiler_options": self.compiler_options, "plan": self.recorded,
             "search": self.search, "layout": self.layout, "finite": self.finite,
         }  # fmt: skip
         return {
@@ -125,22 +126,22 @@ class Target:
         """The same for programs with other marks, whatever they cost: a plan that is given is not theirs."""
         return dataclasses.replace(self, recorded=None, search=False, budget=None)
 
-    def planned(self, program: Program, border: Border = AS_MARKED) -> Propagated:
+    def planned(self, program: Program, boundary: Boundary = AS_MARKED) -> Planned:
         """The program's plan."""
         if self.strict and self.reorders:  # a derivative, or one half of it, need not have all names
             refuse_unused(program, self.mesh)
-        made = run(PLANNING, Draft(program), self._settings(program, border)).best
-        return made if self.reorders else Propagated(dataclasses.replace(made.plan, orders={}), choice=made.choice)
+        made = run(PLANNING, Draft(program), self._settings(program, boundary)).best
+        return made if self.reorders else Planned(dataclasses.replace(made.plan, orders={}), choice=made.choice)
 
-    def _settings(self, program: Program, border: Border) -> Settings:
+    def _settings(self, program: Program, boundary: Boundary) -> Settings:
         given = None if self.search is False else self._searched
         given = given if self.recorded is None else self.recorded.plan_of_settled
         return Settings(
-            self.mesh, self.machine, self.strict, border, tuple(i - len(program.captured) for i in border.donated),
-            given, self.windowed if given is None else None, self.faster, self.memory_limit,
+            self.mesh, self.machine, self.strict, boundary, tuple(i - len(program.captured) for i in boundary.donated),
+            given, self.collective_matmul if given is None else None, self.faster, self.memory_limit,
         )  # fmt: skip
 
-    def _searched(self, program: Program, mesh: Mesh, border: Border) -> Plan:
+    def _searched(self, program: Program, mesh: Mesh, boundary: Boundary) -> Plan:
         """The plan that a search finds; where there are several processes, the one that the first of them finds.
 
         Every search has an end by the clock, so that two processes need not find the same.
@@ -149,26 +150,26 @@ class Target:
 
         def searched() -> Plan:
             return best_plan(
-                program, mesh, on, donated=[i - len(program.captured) for i in border.donated],
+                program, mesh, on, donated=[i - len(program.captured) for i in boundary.donated],
                 memory_limit=self.memory_limit, budget_seconds=None if self.search is True else float(self.search),
                 progress=None,
             ).chosen.plan  # fmt: skip
 
         group = Group.of(mesh.devices)
         if group is None:
-            return at_border(searched(), border)
+            return at_boundary(searched(), boundary)
         devices = str(mesh), mesh.order, on
-        options = devices, self.memory_limit, self.search, border, program.argument_marks, program.finite
+        options = devices, self.memory_limit, self.search, boundary, program.argument_marks, program.finite
         key = f"{options}\n{format_block(program.block)}"
-        found = group.from_first(program.name, key, lambda: Recorded.of(searched()).as_json())
-        return Recorded.of_json(found).plan_of_settled(program, mesh, border)
+        found = group.from_first(program.name, key, lambda: SavedPlan.of(searched()).as_json())
+        return SavedPlan.of_json(found).plan_of_settled(program, mesh, boundary)
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
         if self.budget is not None:
             self.budget.check(plan, spmd)
 
-    def partitioned(self, made: Propagated) -> SpmdProgram:
+    def partitioned(self, made: Planned) -> SpmdProgram:
         """The per-device program of a plan, without recomputation and prefetching."""
         return run((PARTITION,), Draft(plans=(made,)), Settings(self.mesh)).spmd
 
@@ -185,7 +186,7 @@ class Target:
             self.mesh, self.machine, donated=tuple(donated), memory_limit=self.memory_limit,
             recomputes=self.memory_limit is not None,
         )  # fmt: skip
-        return run(FITTING, Draft(plans=(Propagated(plan, kept, known),)), settings).spmd
+        return run(FITTING, Draft(plans=(Planned(plan, kept, known),)), settings).spmd
 
     def compiled(self, spmd: SpmdProgram, kept: SpmdProgram, donated: frozenset[int]) -> Executable:
         """The executable of a program, which recomputes more than ``spmd`` where the compiler exceeds the limit."""
@@ -212,7 +213,7 @@ class Options:
         in_shardings, out_shardings: marks on arguments and results.
         strict: refuse operations without a rule.
         budget: what a program may cost.
-        windowed: which contractions are collective matmuls.
+        collective_matmul: which contractions are collective matmuls.
         keep_uneven: whether results leave in padded parts where parts are unequal.
         memory_limit: bytes that a device may hold.
         machine: what computing and sending take; None takes that of the mesh's devices, if there is a model of them.
@@ -230,13 +231,13 @@ class Options:
     out_shardings: Any
     strict: bool
     budget: Budget | None
-    windowed: Any
+    collective_matmul: Any
     keep_uneven: bool
     memory_limit: int | None
     machine: str | Machine | None
     keep_unused: bool
     compiler_options: tuple[tuple[str, Any], ...]
-    recorded: Recorded | None = None
+    recorded: SavedPlan | None = None
     search: bool | float = False
     layout: Layout | None = None
     names: Any = None
@@ -268,8 +269,8 @@ class Options:
             mesh,
             self.strict,
             self.budget,
-            windowed=Windowed.of(self.windowed, mesh, machine),
-            faster=self.windowed is None,
+            collective_matmul=CollectiveMatmul.of(self.collective_matmul, mesh, machine),
+            faster=self.collective_matmul is None,
             keep_uneven=self.keep_uneven,
             memory_limit=self.memory_limit,
             machine=machine,

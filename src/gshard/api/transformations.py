@@ -50,10 +50,10 @@ from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.xla_workarounds import runnable
 from gshard.language.mark_primitive import bind_mark
-from gshard.passes.at_border import by_axes
+from gshard.passes.at_boundary import by_axes
 from gshard.passes.compile import named_sharding
 from gshard.passes.trace import program_of
-from gshard.search.propagated import Propagated
+from gshard.search.planned import Planned
 
 call_p = Primitive("gshard_call")
 call_p.multiple_results = True
@@ -128,7 +128,7 @@ def partitioned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | Non
     if target.leaves_by_axes:
         plan = dataclasses.replace(plan, leave=tuple(by_axes(s, plan.mesh) for s in plan.leave))
     with phase("partitioning", plan.program.name, target.mesh.size):
-        made = target.partitioned(Propagated(plan))
+        made = target.partitioned(Planned(plan))
     target.check(plan, made)
     return made
 

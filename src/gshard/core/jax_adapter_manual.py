@@ -1,16 +1,31 @@
-"""The part of the JAX adapter about types of arrays inside of ``jax.shard_map``: over which axes they vary.
+"""The part of the JAX adapter about ``jax.shard_map``: types of arrays inside, and another function in its place.
 
-JAX checks these types unless ``check_vma=False``. An equation that gshard binds there takes operands that vary over
-the same axes. So the derivative of the cast that makes them vary (a sum over these axes) stays JAX's.
+Types say over which axes arrays vary. JAX checks them unless ``check_vma=False``. An equation that gshard binds there
+takes operands that vary over the same axes. So the derivative of the cast that makes them vary (a sum over these axes)
+stays JAX's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+
+
+def with_mapping(outer: Any, run: Callable[..., Sequence[Any]], arrays: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr of one ``shard_map``, with another function in the place of that.
+
+    Args:
+        outer: the jaxpr.
+        run: takes the operands of the ``shard_map``, gives its results.
+        arrays: the constants of the jaxpr, then its arguments.
+    """
+    (mapping,) = outer.eqns
+    env = dict(zip((*outer.constvars, *outer.invars), arrays, strict=True))
+    env.update(zip(mapping.outvars, run(*(env[v] for v in mapping.invars)), strict=True))
+    return [env[v] for v in outer.outvars]
 
 
 def varying_alike(arrays: Sequence[Any]) -> list[Any]:

@@ -50,7 +50,7 @@ class ManualAxes:
         return _NONE.union(*map(self.of, values)) if self.inside else _NONE
 
     def pinned(self, e: Equation) -> Split:
-        """The factors of an equation whose atoms the border of a region names."""
+        """The factors of an equation whose atoms the boundary of a region names."""
         return {} if e.rule is None or e.rule.manual is None else e.rule.manual.pinned(self.mesh)
 
     def mesh_without(self, atoms: _Atoms) -> Mesh:

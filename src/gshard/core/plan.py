@@ -54,7 +54,7 @@ def local_bytes(v: Value, sharding: Sharding, mesh: Mesh) -> int:
 
 
 # What of a plan decides about the per-device program.
-_DECIDES = ("mesh", "shardings", "splits", "orders", "rings", "readings", "leaves", "entry", "leave")
+_DECIDES = ("mesh", "shardings", "splits", "orders", "rings", "shared_reshards", "leaves", "entry", "leave")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class Plan:
         reasons: for each value and dimension that is split, why.
         orders: the order of the devices in which a marked value is to be, where that is not the mesh's.
         rings: the collective matmuls: contractions taken part by part, and what of them rotates.
-        readings: the values that several equations read otherwise than they are sharded: moved there once.
+        shared_reshards: the values that several equations read otherwise than they are sharded: moved there once.
         leaves: the results that leave the program otherwise than they are sharded.
         entry: how each input of the program comes.
         leave: how each result leaves.
@@ -87,7 +87,7 @@ class Plan:
     reasons: Mapping[tuple[Value, int], Reason]
     orders: Mapping[Value, Order] = dataclasses.field(default_factory=dict)
     rings: Mapping[Equation, Ring] = dataclasses.field(default_factory=dict)
-    readings: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)
+    shared_reshards: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)
     leaves: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)
     entry: tuple[Sharding, ...] = ()
     leave: tuple[Sharding, ...] = ()

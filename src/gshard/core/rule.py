@@ -75,7 +75,7 @@ class Manual:
     Attributes:
         step: ``enter``: whole arrays become parts; ``leave``: parts become whole arrays; ``inside``: parts stay parts.
         atoms: ``atoms(mesh)``: the atoms of the axes that are manual there. No value inside is split over them.
-        pinned: ``pinned(mesh)``: the factors that they split at the border. All other factors are free.
+        pinned: ``pinned(mesh)``: the factors that they split at the boundary. All other factors are free.
         differ: ``differ(mesh)``: the atoms along which results differ although operands do not.
         equal: ``equal(mesh)``: the atoms along which results are equal although operands are not.
     """
@@ -121,9 +121,12 @@ class Rule:
             do not tell; None if they do.
         on_mesh: ``on_mesh(mesh)``: the rule that takes this one's place on a mesh, where it depends on that.
         why: why nothing can be split, where ``known`` is False for another reason than that there is no rule.
-        manual: what it has to do with the manual axes of a ``shard_map``, if it is at its border or communicates in it.
+        manual: what it has to do with the manual axes of a ``shard_map`` at whose boundary it is, or in which it
+            communicates.
         index: for each result where its elements come from, if the equation does nothing but move them along
             dimensions, in order; None otherwise. Along several dimensions only those of one array move.
+        groups: groups of rows of different sizes. A compiler without a kernel for them multiplies all rows with the
+            matrix of each group (``Compiler.multiplies_groups``).
     """
 
     factors: tuple[Factor, ...]
@@ -148,6 +151,7 @@ class Rule:
     why: str = ""
     manual: Manual | None = None
     index: tuple[Index, ...] | None = None
+    groups: int = 1
 
     def permitting(self, more: Iterable[tuple[Way, frozenset[str] | None]]) -> Rule:
         """The rule with more ways in which parts may pass, each limited to some mesh axes (None: to none).
@@ -243,51 +247,39 @@ class RuleMaker:
         results: Sequence[Sequence[tuple[int, ...]]],
         *,
         local: Callable[..., Any] | None = None,
-        flops: int | None = None,
-        masks_itself: bool = False,
-        known: bool = True,
         sends: Callable[..., int] | None = None,
-        fixed: Callable[..., dict[int, tuple[str, ...]]] | None = None,
+        flops: int | None = None,
         linear: Iterable[tuple[str, Iterable[int]]] = (),
         finite: Iterable[tuple[str, Iterable[int]]] = (),
-        part: Callable[..., Any] | None = None,
-        passes: bool = False,
-        sums: bool = False,
         slow: Iterable[int] = (),
-        allowed: Callable[..., bool] | None = None,
-        on_mesh: Callable[..., Rule] | None = None,
-        why: str = "",
-        manual: Manual | None = None,
         index: Iterable[Index] | None = None,
+        **others: Any,
     ) -> Rule:
-        """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor."""
+        """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor.
+
+        Args:
+            operands, results: the factors of each dimension.
+            local, sends, flops: attributes of the rule.
+            linear, finite, slow, index: the same, in any iterable.
+            others: its other attributes.
+        """
         if flops is None:
             sizes = [math.prod(self.factors[f].size for dim in t for f in dim) for t in (*operands, *results)]
             flops = max(sizes, default=0)
-        ways, others = (tuple((monoid, frozenset(own)) for monoid, own in some) for some in (linear, finite))
+        ways, more = (tuple((monoid, frozenset(own)) for monoid, own in some) for some in (linear, finite))
         return Rule(
             tuple(self.factors),
             tuple(tuple(map(tuple, t)) for t in operands),
             tuple(tuple(map(tuple, t)) for t in results),
-            local,
-            flops,
-            masks_itself,
-            known,
-            sends,
-            _components(self.factors, (*operands, *results)),
-            fixed,
-            ways,
-            tuple(way for way in others if way not in ways),
-            (),
-            part,
-            passes,
-            sums,
-            frozenset(slow),
-            allowed,
-            on_mesh,
-            why,
-            manual,
-            None if index is None else tuple(index),
+            local=local,
+            sends=sends,
+            flops=flops,
+            component=_components(self.factors, (*operands, *results)),
+            linear=ways,
+            finite=tuple(way for way in more if way not in ways),
+            slow=frozenset(slow),
+            index=None if index is None else tuple(index),
+            **others,
         )
 
 

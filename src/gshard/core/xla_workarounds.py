@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
 from gshard.core.jax_adapter import all_gather_p, all_to_all_p, ppermute_p
+from gshard.core.jax_adapter_manual import with_mapping
 
 # Whether XLA for CPU leaves barriers in their place, as it does for other devices.
 _LEAVES_BARRIERS = jax.__version_info__[:2] >= (0, 12)
@@ -208,10 +210,7 @@ def runnable(program: Any) -> Callable[..., Sequence[Any]]:
     mapped = jax.shard_map(local, mesh=params["mesh"], in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def run(*arrays: Any) -> list[Any]:
-        env = dict(zip((*outer.constvars, *outer.invars), (*program.consts, *arrays), strict=True))
-        operands = [env[v] for k, v in zip(kept, mapping.invars, strict=True) if k]
-        env.update(zip(mapping.outvars, mapped(*operands), strict=True))
-        return [env[v] for v in outer.outvars]
+        return with_mapping(outer, lambda *xs: mapped(*itertools.compress(xs, kept)), (*program.consts, *arrays))
 
     return run
 

@@ -49,7 +49,7 @@ class Step:
     region: bool = False
 
 
-def hidden(steps: Sequence[Step], compiler: Compiler) -> list[float]:
+def overlapped(steps: Sequence[Step], compiler: Compiler) -> list[float]:
     """Seconds of each step that pass while others run.
 
     Args:
@@ -126,7 +126,9 @@ def _together(under_way: Sequence[int], steps: Sequence[Step]) -> list[int]:
     return [first]
 
 
-def hidden_of(program: Kernels, seconds: Mapping[Kernel, float], mesh: Mesh, machine: Machine) -> dict[Kernel, float]:
+def overlapped_of(
+    program: Kernels, seconds: Mapping[Kernel, float], mesh: Mesh, machine: Machine
+) -> dict[Kernel, float]:
     """For the kernels of a program, in one run, the seconds of each that pass while others run.
 
     Args:
@@ -142,10 +144,10 @@ def hidden_of(program: Kernels, seconds: Mapping[Kernel, float], mesh: Mesh, mac
         way = _way(kernel.equation.params["perm"], mesh, machine) if kind == PERMUTE else None
         product, region = kernel.kind == PRODUCT, kernel.kind == REGION
         steps.append(Step(seconds.get(kernel, 0.0), kernel.reads, kernel.writes, kind, product, way, region))
-    found = dict(zip(program.kernels, hidden(steps, machine.compiler), strict=True))
+    found = dict(zip(program.kernels, overlapped(steps, machine.compiler), strict=True))
     for kernel in program.kernels:
         for body in kernel.bodies:
-            found.update(hidden_of(body, seconds, mesh, machine))
+            found.update(overlapped_of(body, seconds, mesh, machine))
     return {kernel: x for kernel, x in found.items() if x > 0}
 
 

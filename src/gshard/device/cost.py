@@ -24,7 +24,7 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Equation, Value, format_bytes, format_flops
 from gshard.core.spmd import SpmdProgram
-from gshard.device.async_overlap import hidden_of
+from gshard.device.async_overlap import overlapped_of
 from gshard.device.combiner import combined
 from gshard.device.compiled_kernels import as_compiled
 from gshard.device.epilogues import epilogues
@@ -61,7 +61,7 @@ class KernelCost:
         seconds: of one run; of a collective what is waited for it.
         parts: these seconds by what they are spent on, one of ``BOUNDS`` each: their sum is ``seconds``.
         equation: the last of its equations, as emitted.
-        hidden: seconds of a collective's run that pass while other kernels run.
+        overlapped: seconds of a collective's run that pass while other kernels run.
     """
 
     name: str
@@ -76,18 +76,18 @@ class KernelCost:
     seconds: float
     parts: tuple[tuple[str, float], ...]
     equation: Equation
-    hidden: float = 0.0
+    overlapped: float = 0.0
 
     @property
     def bound(self) -> str:
         """What most of the seconds is spent on."""
         return max(self.parts, key=lambda part: part[1])[0]
 
-    def taking(self, seconds: float, hidden: float = 0.0) -> KernelCost:
+    def taking(self, seconds: float, overlapped: float = 0.0) -> KernelCost:
         """The same with other seconds; each part keeps its share."""
         share = seconds / self.seconds if self.seconds else 0.0
         parts = tuple((what, spent * share) for what, spent in self.parts)
-        return dataclasses.replace(self, seconds=seconds, parts=parts, hidden=hidden)
+        return dataclasses.replace(self, seconds=seconds, parts=parts, overlapped=overlapped)
 
     @property
     def total_seconds(self) -> float:
@@ -124,9 +124,9 @@ class Cost:
         return sum(k.total_seconds for k in self.kernels)
 
     @property
-    def hidden(self) -> float:
+    def overlapped(self) -> float:
         """Seconds of collectives in one call that pass while other kernels run, which ``seconds`` leaves out."""
-        return sum(k.hidden * k.times for k in self.kernels)
+        return sum(k.overlapped * k.times for k in self.kernels)
 
     @property
     def flops(self) -> int:
@@ -175,7 +175,7 @@ class Cost:
 
     def __str__(self) -> str:
         bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
-        beside = f"; {self.hidden * 1e3:.3g} ms of network beside them" if self.hidden else ""
+        beside = f"; {self.overlapped * 1e3:.3g} ms of network beside them" if self.overlapped else ""
         return (
             f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}{beside}); "
             f"{format_flops(self.flops)}, {format_bytes(self.sent)} sent, "
@@ -220,8 +220,8 @@ def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Ite
     alone = {kernel: row.seconds for kernel, row in rows.items()}
     for kernel, taken in epilogues(program, alone, machine).items():
         rows[kernel], alone[kernel] = _as_end(rows[kernel], taken), taken
-    for kernel, hidden in hidden_of(program, alone, mesh, machine).items():
-        rows[kernel] = rows[kernel].taking(rows[kernel].seconds - hidden, hidden)
+    for kernel, overlapped in overlapped_of(program, alone, mesh, machine).items():
+        rows[kernel] = rows[kernel].taking(rows[kernel].seconds - overlapped, overlapped)
     return Cost(machine, tuple(rows.values()), program, tuple(donated))
 
 
@@ -259,7 +259,8 @@ def kernel_cost(
             name, COLLECTIVE, e.line, result, times, 0, moved, sent, atoms, taken + copies + starts, parts, e
         )
     products, others, moved = kernel.product_flops, kernel.vector_flops, kernel.moved
-    own = roofline(machine, dtype_of(e), products, others, moved)
+    repeated = e.rule.groups if e.rule is not None and machine.compiler.multiplies_groups else 1
+    own = roofline(machine, dtype_of(e), products * repeated, others, moved)
     starts += own.launch
     bound = "compute" if own.compute >= own.memory else "memory"
     parts = ((bound, own.work), ("memory", copies), ("launch", starts))

@@ -18,7 +18,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, Value, itemsize
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, parts, result_sharding
-from gshard.device.async_overlap import Step, hidden
+from gshard.device.async_overlap import Step, overlapped
 from gshard.device.machine import Machine
 from gshard.device.network import seconds
 from gshard.device.roofline import dtype_of, roofline
@@ -54,7 +54,7 @@ def _of_block(block: Block, plan: Plan, machine: Machine) -> dict[tuple[Equation
             reads += [v, (v, target)]
         product = is_product(e.rule)
         steps.append(Step(product_seconds(e, plan, machine) if product else 0.0, reads, e.outputs, product=product))
-    beside = hidden(steps, machine.compiler)
+    beside = overlapped(steps, machine.compiler)
     return {key: sum(steps[k].seconds - beside[k] for k in ks) for key, ks in brings.items() if ks}
 
 

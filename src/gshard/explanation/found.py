@@ -11,13 +11,13 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from gshard.core.border import Border
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.partition_spec import words_of
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
+from gshard.core.program_boundary import Boundary
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
 from gshard.device.held import held_at_peak
@@ -29,16 +29,16 @@ from gshard.naming.array_names import ArrayNames
 from gshard.passes.added_marks import spec_of_cut, with_marks
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
-from gshard.passes.recorded import Recorded
+from gshard.passes.recorded import SavedPlan
 from gshard.search.alternatives import SearchChoice, alternatives, tries
 from gshard.search.as_marks import Marks, marks_of
 from gshard.search.find import Best, best_plan
 from gshard.search.how_near import ended, how_near
-from gshard.search.layouts import FoundLayout, Namable, layout_of
+from gshard.search.layouts import LayoutResult, Namable, layout_of
 from gshard.search.patch import patch_of
-from gshard.search.pipeline import as_run, propagated
+from gshard.search.pipeline import as_run, plans_of
+from gshard.search.planned import Planned
 from gshard.search.priced import PricedPlan, Pricing
-from gshard.search.propagated import Propagated
 from gshard.search.time_budget import TimeBudget
 
 _SHOWN = 24  # rows of arguments
@@ -46,7 +46,7 @@ _PRESETS = 5  # that are shown beside, the best
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Found:
+class SearchResult:
     """The plan that was found for a function, and what is known of it.
 
     Attributes:
@@ -127,7 +127,7 @@ class Found:
         return marks_of(self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked))
 
     @functools.cached_property
-    def layout(self) -> FoundLayout:
+    def layout(self) -> LayoutResult:
         """The best table of names and axes that was found for the function (see ``gshard.Layout``). Takes a while.
 
         Raises:
@@ -168,7 +168,7 @@ class Found:
         assert marked is not None, "all of them were tried together"
         return self._priced(f"without mark {i}", marked)
 
-    def with_mark(self, what: str, sharding: Any) -> Found:
+    def with_mark(self, what: str, sharding: Any) -> SearchResult:
         """Searches again with one more mark, to see what insisting on it costs; it keeps the mesh.
 
         Args:
@@ -290,23 +290,23 @@ class Found:
     def explain(self) -> Explanation:
         """What each tensor got and why, as ``gshard.explain`` tells it of a marked function."""
         first, machine = len(self.plan.program.captured), self.cost.machine
-        border = Border(tuple(first + i for i in self.donated))
+        boundary = Boundary(tuple(first + i for i in self.donated))
 
         limit = int(self.best.limit)
 
         def marked(program: Program) -> SpmdProgram:
-            found, *_ = propagated(program, self.plan.mesh, machine, border=border)
+            found, *_ = plans_of(program, self.plan.mesh, machine, boundary=boundary)
             return run(found)
 
-        def run(made: Propagated, *, recomputes: bool = False) -> SpmdProgram:
+        def run(made: Planned, *, recomputes: bool = False) -> SpmdProgram:
             found = as_run(made, machine, self.donated, limit, recomputes=recomputes)
             assert found.spmd is not None
             return found.spmd
 
         def marked_by_bytes(program: Program) -> SpmdProgram:
-            return partition(propagate(program, self.plan.mesh, border=border))
+            return partition(propagate(program, self.plan.mesh, boundary=boundary))
 
-        spmd = run(Propagated(self.plan), recomputes=self.best.chosen.recomputed)
+        spmd = run(Planned(self.plan), recomputes=self.best.chosen.recomputed)
         return explain_program(
             self.plan, spmd, marked, frozenset(self.donated), machine=machine, marked_by_bytes=marked_by_bytes,
             choice=self._choice,
@@ -334,8 +334,8 @@ class Found:
         return path
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan; ``gshard.jit(f, mesh=..., plan=gshard.Recorded.load(path))`` runs it, in any process."""
-        Recorded.of(self.plan).save(path)
+        """Writes the plan; ``gshard.jit(f, mesh=..., plan=gshard.SavedPlan.load(path))`` runs it, in any process."""
+        SavedPlan.of(self.plan).save(path)
 
     def __str__(self) -> str:
         best, cost = self.best, self.cost

@@ -186,7 +186,7 @@ class _Solutions:
 
     def __init__(self, choice: Compared, value: Value):
         self.choice, self.value, self.causes = choice, value, Causes(choice.graph)
-        self.group = choice.graph.bundles.of[value]
+        self.group = choice.graph.groups.of[value]
         self.chosen = int(choice.states[self.group])
         self.solved = {state: choice.with_state(self.group, state) for state in _compared(choice, self.group)}
         self.costs = {k: self.causes.costs(states) for k, states in self.solved.items() if states is not None}
@@ -244,8 +244,8 @@ def _compared(choice: Compared, group: int) -> list[int]:
 def _notes(choice: Compared, row: TensorRow, others: Sequence[str]) -> list[str]:
     """Marks that leave no choice, and other values that have the same sharding."""
     graph = choice.graph
-    group = graph.bundles.of[row.value]
-    members, count, layers = graph.bundles.members[group], len(graph.states[group]), len(choice.tied_to(group))
+    group = graph.groups.of[row.value]
+    members, count, layers = graph.groups.members[group], len(graph.states[group]), len(choice.tied_to(group))
     marks = [str(reason) for v, _, reason in demands(graph.program, graph.mesh) if v in members]
     notes = [f"{mark}: the mark is kept" for mark in dict.fromkeys(marks)]
     if count == 1 and not marks:

@@ -19,11 +19,7 @@ from jax.extend.core import Literal
 
 from gshard.core.jax_adapter import as_if_at, bind, body_of_call, closed, named_axes, sub_jaxprs
 from gshard.core.jax_adapter_context import context_of, in_context
-
-# Made of nothing, or of one number, wherever they are read.
-_FREE = frozenset(("iota", "broadcast_in_dim", "reshape", "squeeze", "convert_element_type"))
-# Each run of them is another, or they are there to keep others in their place.
-_STAY = frozenset(("optimization_barrier", "rng_uniform", "rng_bit_generator"))
+from gshard.language.traits import traits_of
 
 
 def beforehand(step: Callable[..., Any], *examples: Any) -> Callable[..., Any]:
@@ -74,7 +70,7 @@ def _is_pure(e: Any) -> bool:
     """Whether an equation computes the same whenever it runs, on one device by itself."""
     if e.primitive.name == "axis_index":
         return True
-    if e.primitive.name in _STAY or e.effects or named_axes(e):
+    if traits_of(e.primitive.name).fixed or e.effects or named_axes(e):
         return False
     body = body_of_call(e.primitive.name, e.params)
     if body is None:
@@ -83,7 +79,7 @@ def _is_pure(e: Any) -> bool:
 
 
 def _is_worth_it(v: Any, made_by: Any) -> bool:
-    return math.prod(v.aval.shape) > 1 and made_by.primitive.name not in _FREE
+    return math.prod(v.aval.shape) > 1 and not traits_of(made_by.primitive.name).free
 
 
 def _needed(equations: Sequence[Any], wanted: set[Any], known: set[Any]) -> list[Any]:

@@ -17,8 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from gshard.core.jax_adapter import called_jaxpr, closed
-
-_MONOIDS = {"add": "add", "add_any": "add", "mul": "mul"} | {name: name for name in ("max", "min", "and", "or", "xor")}
+from gshard.language.traits import traits_of
 
 
 def monoid_of(jaxpr: Any) -> str | None:
@@ -35,7 +34,7 @@ def monoid_of(jaxpr: Any) -> str | None:
         return monoid_of(body)
     dtype = jaxpr.invars[0].aval.dtype
     ordered_by_parts = equation.primitive.name in ("max", "min") and jnp.issubdtype(dtype, np.complexfloating)
-    return None if ordered_by_parts else _MONOIDS.get(equation.primitive.name)
+    return None if ordered_by_parts else (traits_of(equation.primitive.name).monoid or None)
 
 
 def skipping(jaxpr: Any, consts: Sequence[Any] = ()) -> Callable[..., Any]:

@@ -24,8 +24,8 @@ Axes = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Border:
-    """The border of a region at one array.
+class Boundary:
+    """The boundary of a region at one array.
 
     Attributes:
         axes: names and sizes of the user's mesh.
@@ -69,14 +69,14 @@ leave_manual_p = Primitive("leave_manual")
 
 
 @enter_manual_p.def_abstract_eval
-def _part(x: Any, *, border: Border) -> Any:
-    shape = tuple(n // parts for n, parts in zip(x.shape, border.parts(), strict=True))
+def _part(x: Any, *, boundary: Boundary) -> Any:
+    shape = tuple(n // parts for n, parts in zip(x.shape, boundary.parts(), strict=True))
     return jax.core.ShapedArray(shape, x.dtype, weak_type=x.weak_type)
 
 
 @leave_manual_p.def_abstract_eval
-def _whole(x: Any, *, border: Border) -> Any:
-    shape = tuple(n * parts for n, parts in zip(x.shape, border.parts(), strict=True))
+def _whole(x: Any, *, boundary: Boundary) -> Any:
+    shape = tuple(n * parts for n, parts in zip(x.shape, boundary.parts(), strict=True))
     return jax.core.ShapedArray(shape, x.dtype, weak_type=x.weak_type)
 
 

@@ -80,7 +80,7 @@ class Region:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that becomes another one at the border of a body, moved to that one's sharding on its way.
+    """A value that becomes another one at the boundary of a body, moved to that one's sharding on its way.
 
     Attributes:
         edge: both values.
@@ -103,7 +103,7 @@ def edge(outer: Any, inner: Any, stacked: int = 0) -> list[Edge]:
 def crossing(
     outer: Any, inner: Any, stacked: int = 0, *, inward: bool = True, each_round: bool = False
 ) -> list[Crossing]:
-    """What crosses the border between two values: nothing if one is a constant or both are the same."""
+    """What crosses the boundary between two values: nothing if one is a constant or both are the same."""
     return [Crossing(e, inward, each_round) for e in edge(outer, inner, int(stacked))]
 
 

@@ -25,6 +25,7 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.rule import COMMUNICATE, MONOIDS, REDUCE, REPLICATE, Rule
 from gshard.language.batch import batch_rule
 from gshard.language.call import Call as Call
+from gshard.language.traits import set_traits
 
 RuleFunction = Callable[[Call], Rule]
 _RULES: dict[str, RuleFunction] = {}
@@ -58,10 +59,11 @@ def cleared_with_rules(follower: Any) -> None:
     _VERSION.followers.add(follower)
 
 
-def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
-    """Enters a function as the rule of the primitives of these names."""
+def rule(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
+    """Enters a function as the rule of the primitives of these names, and their traits (``language.traits``)."""
 
     def enter(function: RuleFunction) -> RuleFunction:
+        set_traits(*names, **traits)
         for name in names:
             if name in _RULES:
                 raise RuleError(f"primitive {name!r} has a rule already.", got=f"{_RULES[name]} and {function}")

@@ -22,12 +22,7 @@ from gshard.core.memory_kinds import is_on_host, space
 from gshard.core.program import Constant, Equation, Value, itemsize, short_dtype
 from gshard.core.rule import PARALLEL
 from gshard.core.split import Split
-
-# Operators that hand on elements as they are. XLA runs them on memory of the host: what is fetched of a stack of
-# layers is then the slice that is needed, and not the stack.
-_HANDED_ON = frozenset(
-    "copy copy_p dynamic_slice name optimization_barrier reshape slice squeeze stop_gradient".split()
-)
+from gshard.language.traits import traits_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,10 +91,11 @@ def changes_memory(e: Equation) -> bool:
 def is_handed_on(e: Equation, split: Split) -> bool:
     """Whether an equation, split so, runs on values in whatever memory they are.
 
-    It is one that only hands on elements, or one with a body whose own equations fetch what they need.
+    It is one that only hands on elements, or one with a body whose own equations fetch what they need. XLA runs these
+    on memory of the host: what is fetched of a stack of layers is then the slice that is needed, and not the stack.
     """
     if e.mark is not None or e.name in ("shard_map", "scan"):
         return True
     assert e.rule is not None
     parts = (e.rule.factors[f] for f, atoms in split.items() if atoms and f >= 0)
-    return e.name in _HANDED_ON and all(factor.kind == PARALLEL for factor in parts)
+    return traits_of(e.name).handed_on and all(factor.kind == PARALLEL for factor in parts)

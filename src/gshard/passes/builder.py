@@ -45,7 +45,7 @@ from gshard.tracing.expand import (
     needs_barrier,
     without_shardings,
 )
-from gshard.tracing.known import Facts, makes_indices
+from gshard.tracing.known import KnownValues, makes_indices
 from gshard.tracing.look_up import simpler
 from gshard.tracing.looks import Looks
 from gshard.tracing.nested_shardings import with_shardings_as_marks
@@ -75,7 +75,7 @@ class Builder:
     rewrites: Sequence[Rewrite] = TRACE
     fired: list[Fired] = dataclasses.field(default_factory=list)
     named: list[Named] = dataclasses.field(default_factory=list)
-    facts: Facts = dataclasses.field(default_factory=Facts)
+    known_values: KnownValues = dataclasses.field(default_factory=KnownValues)
     looks: Looks | None = None
 
     def block(
@@ -98,10 +98,10 @@ class Builder:
             else:
                 inputs.append(self._new(env, var))
         for value, array in zip(inputs, captured, strict=False):
-            self.facts.note_captured(value, array)
+            self.known_values.note_captured(value, array)
         arguments = [self._new(env, var) for var in jaxpr.invars]
         for value, outer in zip(arguments, same, strict=False):
-            self.facts.note_same(value, outer)
+            self.known_values.note_same(value, outer)
         inputs += arguments
         body = _Body()
         self._equations(jaxpr, env, body, None)
@@ -164,7 +164,7 @@ class Builder:
                 told = with_shardings_as_marks(eqn.primitive, params, avals) if told is None else told
                 body = None if told is None else closed(told)
                 body = body or opened_region(name, params, avals) or expansion(name, params, avals)
-                look_up = simpler(self.facts, eqn.primitive, params, inputs) if body is None else None
+                look_up = simpler(self.known_values, eqn.primitive, params, inputs) if body is None else None
                 if look_up is not None and look_up[0].out_avals[0].weak_type == eqn.outvars[0].aval.weak_type:
                     body, inputs = closed(look_up[0]), tuple(look_up[1])
                 body = body or self._opened(eqn)
@@ -194,7 +194,7 @@ class Builder:
             if key is not None:
                 out.known[key] = out.equations[-1]
             if len(outputs) == 1:
-                self.facts.note(out.equations[-1])
+                self.known_values.note(out.equations[-1])
             self._kept_in_parts(eqn, env, out, source)
         self.context = outer
 

@@ -52,13 +52,13 @@ class Causes:
 
     def __init__(self, graph: Graph):
         self._graph, self._mesh = graph, graph.mesh
-        self._option: dict[int, tuple[Equation, Component, Sequence[Split]]] = {
-            node: (e, component, ways) for (e, component), (node, ways) in graph.options.items()
+        self._strategy: dict[int, tuple[Equation, Component, Sequence[Split]]] = {
+            node: (e, component, ways) for (e, component), (node, ways) in graph.strategies.items()
         }
         self._producers = {v: e for e in graph.program.block.walk() for v in e.outputs}
         self._moved: dict[int, tuple[Value, Sequence[Sharding], str]] = {
             node: (v, states, f"{self._called(v)}, moved once for several readers")
-            for v, (node, states) in graph.readings.items()
+            for v, (node, states) in graph.shared_reshards.items()
         }
         self._moved |= {
             node: (v, states, f"{self._called(v)}, as it leaves") for v, (node, states) in graph.leaves.items()
@@ -66,13 +66,13 @@ class Causes:
         self._copies = {node: e for node, e, _ in graph.held if node >= len(graph.states)}
         self._computed: dict[int, list[Equation]] = {}
         for e in graph.program.block.walk():
-            if e in graph.bundles.tied:
-                self._computed.setdefault(graph.bundles.of[e.outputs[0]], []).append(e)
+            if e in graph.groups.tied:
+                self._computed.setdefault(graph.groups.of[e.outputs[0]], []).append(e)
         self._crossings: dict[frozenset[int], Equation] = {}
         for e in graph.program.block.walk():
             for crossing in REGIONS[e.name].crossings(e) if e.rule is None else ():
                 pair = (crossing.edge.outer, crossing.edge.inner)
-                self._crossings.setdefault(frozenset(graph.bundles.of[v] for v in pair), e)
+                self._crossings.setdefault(frozenset(graph.groups.of[v] for v in pair), e)
 
     def costs(self, states: Ints) -> dict[tuple[int, ...], float]:
         """What each node and each edge, by its nodes, costs where these states are chosen; zeros are left out.
@@ -91,8 +91,8 @@ class Causes:
         return self._of_node(nodes[0], cost) if len(nodes) == 1 else self._of_edge(nodes[0], nodes[1], states, cost)
 
     def _of_node(self, node: int, cost: float) -> Cause:
-        if node in self._option:
-            e, *_ = self._option[node]
+        if node in self._strategy:
+            e, *_ = self._strategy[node]
             return Cause((node,), cost, f"{e.name} computes", line=e.line)
         if node in self._moved:
             v, _, what = self._moved[node]
@@ -101,18 +101,18 @@ class Causes:
             own = self._computed.get(node, [])
             names = ", ".join(dict.fromkeys(e.name for e in own))
             what = f"{names} compute, and their arrays are held" if own else "the array is held"
-            first = self._graph.bundles.members[node][0]
+            first = self._graph.groups.members[node][0]
             return Cause((node,), cost, what, line=own[0].line if own else self._line(first))
         return Cause((node,), cost, self._other(node), line=self._line_of_copy(node))
 
     def _of_edge(self, u: int, v: int, states: Ints, cost: float) -> Cause:
-        for option, other in ((u, v), (v, u)):
-            if option in self._option:
-                return self._of_option(option, other, states, cost, (u, v))
+        for strategy, other in ((u, v), (v, u)):
+            if strategy in self._strategy:
+                return self._of_strategy(strategy, other, states, cost, (u, v))
         for moved, other in ((u, v), (v, u)):
             if moved in self._moved:
                 value, ways, what = self._moved[moved]
-                if other < len(self._graph.states) and self._graph.bundles.of[value] == other:
+                if other < len(self._graph.states) and self._graph.groups.of[value] == other:
                     moves = self._moves(value, self._graph.states[other][states[other]], ways[states[moved]])
                     return Cause((u, v), cost, what, moves, self._line(value))
                 what = f"{self._called(value)}: the next call may take it as an argument"
@@ -121,9 +121,9 @@ class Causes:
             return Cause((u, v), cost, f"an array enters or leaves {e.name}", line=e.line)
         return Cause((u, v), cost, self._other(max(u, v)), line=self._line_of_copy(max(u, v)))
 
-    def _of_option(self, option: int, other: int, states: Ints, cost: float, nodes: tuple[int, ...]) -> Cause:
-        e, component, ways = self._option[option]
-        found = list(self._reshards(e, component, ways[states[option]], other, states))
+    def _of_strategy(self, strategy: int, other: int, states: Ints, cost: float, nodes: tuple[int, ...]) -> Cause:
+        e, component, ways = self._strategy[strategy]
+        found = list(self._reshards(e, component, ways[states[strategy]], other, states))
         moved = [(role, moves) for role, moves in found if moves] or found[:1] or [("", "")]
         what = f"{' and '.join(role for role, _ in moved)} of {e.name}" if moved[0][0] else e.name
         return Cause(nodes, cost, what, ", ".join(dict.fromkeys(m for _, m in moved if m)), e.line)
@@ -138,13 +138,13 @@ class Causes:
             x = e.inputs[i]
             if not isinstance(x, Value):
                 continue
-            home = graph.readings[x][0] if x in graph.readings else graph.bundles.of[x]
+            home = graph.shared_reshards[x][0] if x in graph.shared_reshards else graph.groups.of[x]
             if home == other:
-                ways = graph.readings[x][1] if x in graph.readings else graph.states[home]
+                ways = graph.shared_reshards[x][1] if x in graph.shared_reshards else graph.states[home]
                 yield f"operand {i}", self._moves(x, ways[states[home]], operand_sharding(rule, i, split))
         for i in component.results:
             x = e.outputs[i]
-            if (home := graph.bundles.of[x]) == other:
+            if (home := graph.groups.of[x]) == other:
                 made = result_sharding(rule, i, split)
                 yield f"result {i}", self._moves(x, made, graph.states[home][states[home]])
 
@@ -154,7 +154,7 @@ class Causes:
         return ", ".join(dict.fromkeys(sent))
 
     def _other(self, node: int) -> str:
-        """A copy at the border of a loop, or a window that several operations share."""
+        """A copy at the boundary of a loop, or a window that several operations share."""
         names = self._graph.problem.names
         return names[node] if node < len(names) else "an array that is held"
 
@@ -162,7 +162,7 @@ class Causes:
         """An array by the operation that makes it, or an argument by its name."""
         if (e := self._producers.get(v)) is not None:
             return f"result {e.outputs.index(v)} of {e.name}"
-        return self._other(self._graph.bundles.of[v])
+        return self._other(self._graph.groups.of[v])
 
     def _line(self, v: Value) -> str:
         return self._producers[v].line if v in self._producers else ""

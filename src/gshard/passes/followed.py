@@ -1,7 +1,7 @@
 """Followed: the best solution in which every value has its propagated sharding.
 
 Where a problem is too large to be solved exactly, messages may stop far from its best states. The plan that follows the
-marks is never far: what is left of the problem is small, since readings and splits depend on few values each.
+marks is never far: what is left of the problem is small, since reshards and splits depend on few values each.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import dataclasses
 
 import numpy as np
 
-from gshard.passes.facts import Facts
 from gshard.passes.graph import Graph
+from gshard.passes.propagated import Propagated
 from gshard.solver.descent import Descent
 from gshard.solver.exact import exact
 from gshard.solver.few import LARGE, best_of_few, entries
@@ -22,20 +22,20 @@ from gshard.solver.reduced import Reduced
 _ROUNDS = 3  # of messages, where what is left is too large to be solved exactly
 
 
-def followed(graph: Graph, facts: Facts, small: Reduced) -> Ints | None:
-    """States of a reduced problem in which values are sharded as the facts say, and all else costs least.
+def followed(graph: Graph, propagated: Propagated, small: Reduced) -> Ints | None:
+    """States of a reduced problem in which values are sharded as propagation says, and all else costs least.
 
     Args:
         graph: the problem.
-        facts: what follows from the marks.
+        propagated: what follows from the marks.
         small: the problem, reduced. Where a sharding is no longer among its states, all that are left are free.
 
     Returns:
         int64 [nodes of ``small.problem``]; None if that is not allowed.
     """
     known: dict[int, int] = {}
-    for k, (group, states) in enumerate(zip(graph.bundles.members, graph.states, strict=True)):
-        wanted = {facts.shardings[v] for v in group if v in facts.shardings}
+    for k, (group, states) in enumerate(zip(graph.groups.members, graph.states, strict=True)):
+        wanted = {propagated.shardings[v] for v in group if v in propagated.shardings}
         if (state := next((i for i, s in enumerate(states) if s in wanted), None)) is not None:
             known[k] = state
     costs = []

@@ -1,12 +1,12 @@
 """Graph: the planning problem of a program, and the plan that a solution stands for.
 
-    bundle      values with one sharding; its states are shardings             (``passes.bundles``)
-    option      an equation (or a component of one) that is in no bundle; its states are splits  (``passes.ways``)
-    reading     how several users take a value: moved there once, from there each goes its own way
+    group       values with one sharding; its states are shardings             (``passes.sharding_groups``)
+    strategy    an equation (or a component of one) that is in no group; its states are splits  (``passes.ways``)
+    reshard     how several users take a value: moved there once, from there each goes its own way
     leaving     how a result of the program leaves
 
-Between a bundle, its readings and the options that read or make it are moves (``passes.moves``), between a value
-outside and inside of a loop as well. The problem is made by ``passes.choices``; here a solution of it is read back.
+Between a group, its shared reshards and the strategies that read or make it are moves (``passes.moves``), between a
+value outside and inside of a loop as well. ``passes.choices`` makes the problem; here a solution of it is read back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gshard.core.plan import local_bytes
 from gshard.core.program import Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, project
-from gshard.passes.bundles import Bundles
+from gshard.passes.sharding_groups import ShardingGroups
 from gshard.passes.ways import Component
 from gshard.solver.problem import Floats, Ints, Problem
 
@@ -55,11 +55,11 @@ class Graph:
     Attributes:
         program: the program.
         mesh: what it is for.
-        problem: nodes and tables; bundles come first.
-        bundles: the values of each bundle.
-        states: of each bundle, its shardings.
-        options: the components of equations, with their nodes and splits.
-        readings: how values are read by several, with their nodes and shardings.
+        problem: nodes and tables; groups come first.
+        groups: the values of each group.
+        states: of each group, its shardings.
+        strategies: the components of equations, with their nodes and splits.
+        shared_reshards: how values are read by several, with their nodes and shardings.
         leaves: how results leave, likewise.
         held: nodes that hold bytes while a region runs: for each state how many.
         brought: what loops hold that may be more than marks say.
@@ -69,10 +69,10 @@ class Graph:
     program: Program
     mesh: Mesh
     problem: Problem
-    bundles: Bundles
+    groups: ShardingGroups
     states: tuple[tuple[Sharding, ...], ...]
-    options: Mapping[tuple[Equation, Component], tuple[int, Sequence[Split]]]
-    readings: Mapping[Value, tuple[int, Sequence[Sharding]]]
+    strategies: Mapping[tuple[Equation, Component], tuple[int, Sequence[Split]]]
+    shared_reshards: Mapping[Value, tuple[int, Sequence[Sharding]]]
     leaves: Mapping[Value, tuple[int, Sequence[Sharding]]]
     held: Sequence[tuple[int, Equation, Sequence[int]]]
     brought: Sequence[Brought]
@@ -80,22 +80,22 @@ class Graph:
 
     def shardings(self, chosen: Sequence[int] | Ints) -> dict[Value, Sharding]:
         """The sharding of every value, where these states are chosen."""
-        return {v: self.states[k][chosen[k]] for v, k in self.bundles.of.items()}
+        return {v: self.states[k][chosen[k]] for v, k in self.groups.of.items()}
 
     def splits(self, chosen: Sequence[int] | Ints) -> dict[Equation, Split]:
         """The split of every equation."""
         found: dict[Equation, Split] = {}
-        for (e, _), (node, ways) in self.options.items():
+        for (e, _), (node, ways) in self.strategies.items():
             found[e] = {**found.get(e, {}), **ways[chosen[node]]}
-        for e in self.bundles.tied:
-            k = self.bundles.of[e.outputs[0]]
+        for e in self.groups.tied:
+            k = self.groups.of[e.outputs[0]]
             found[e] = _split_of(e, self.states[k][chosen[k]], self.mesh)
         return found
 
     def moved(self, chosen: Sequence[int] | Ints) -> tuple[dict[Value, Sharding], dict[Value, Sharding]]:
         """Where values are read otherwise than they are sharded, and how unmarked results leave."""
         here = self.shardings(chosen)
-        read = {v: states[chosen[node]] for v, (node, states) in self.readings.items()}
+        read = {v: states[chosen[node]] for v, (node, states) in self.shared_reshards.items()}
         leave = {v: states[chosen[node]] for v, (node, states) in self.leaves.items()}
         return {v: way for v, way in read.items() if way != here[v]}, leave
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gshard.core.program import Equation, Program, Value, itemsize
-from gshard.passes.facts import Facts
+from gshard.passes.propagated import Propagated
 
 Kinds = Mapping[Value, int]
 
 
-def kinds_of(program: Program, facts: Facts | None) -> Kinds:
+def kinds_of(program: Program, propagated: Propagated | None) -> Kinds:
     """A number for each value, the same for those that are alike."""
     numbers: dict[object, int] = {}
     found: dict[Value, int] = {}
     for v in program.block.values():
         key: tuple[object, ...] = v.shape, itemsize(v.dtype)
-        if facts is not None:
-            could = facts.undecided.get(v)
+        if propagated is not None:
+            could = propagated.undecided.get(v)
             undecided = None if could is None else tuple(sorted((d, tuple(sorted(own))) for d, own in could.items()))
-            moved = facts.moved.get(v)
-            key = *key, facts.shardings[v], None if moved is None else moved.dims, undecided
+            moved = propagated.moved.get(v)
+            key = *key, propagated.shardings[v], None if moved is None else moved.dims, undecided
         found[v] = numbers.setdefault(key, len(numbers))
     return found
 

@@ -100,7 +100,7 @@ class _Classes:
         self.graph, self.tied = graph, False
         self.parent = list(range(len(graph.problem.costs)))
         self.states: dict[int, object] = dict(enumerate(graph.states))
-        for nodes in (graph.options, graph.readings, graph.leaves):
+        for nodes in (graph.strategies, graph.shared_reshards, graph.leaves):
             self.states.update(nodes.values())
 
     def root(self, node: int) -> int:
@@ -118,18 +118,18 @@ class _Classes:
     def tie_values(self, v: object, w: object) -> None:
         if not (isinstance(v, Value) and isinstance(w, Value)):
             return
-        of, readings = self.graph.bundles.of, self.graph.readings
+        of, reshards = self.graph.groups.of, self.graph.shared_reshards
         self.tie(of[v], of[w])
-        if v in readings and w in readings:
-            self.tie(readings[v][0], readings[w][0])
+        if v in reshards and w in reshards:
+            self.tie(reshards[v][0], reshards[w][0])
 
     def tie_equations(self, e: Equation, f: Equation) -> None:
         """Ties what is to be chosen at two equations, bodies included."""
         for v, w in zip((*e.inputs, *e.outputs), (*f.inputs, *f.outputs), strict=True):
             self.tie_values(v, w)
         for c in () if e.rule is None else components(e.rule):
-            if (e, c) in self.graph.options and (f, c) in self.graph.options:
-                self.tie(self.graph.options[e, c][0], self.graph.options[f, c][0])
+            if (e, c) in self.graph.strategies and (f, c) in self.graph.strategies:
+                self.tie(self.graph.strategies[e, c][0], self.graph.strategies[f, c][0])
         for one, other in zip(e.blocks, f.blocks, strict=True):
             for v, w in zip(one.inputs, other.inputs, strict=True):
                 self.tie_values(v, w)
@@ -151,7 +151,7 @@ class _Classes:
 
     def _outside(self) -> Iterator[tuple[Hashable, int]]:
         """Values outside of a region by those inside."""
-        of = self.graph.bundles.of
+        of = self.graph.groups.of
         for e in self.graph.program.block.walk():
             for edge in e.edges:
                 yield (e, self.root(of[edge.inner]), len(edge.outer.shape)), of[edge.outer]
@@ -159,7 +159,7 @@ class _Classes:
     def _leaving(self) -> Iterator[tuple[Hashable, int]]:
         """How results leave, by what they are."""
         for v, (node, _) in self.graph.leaves.items():
-            yield self.root(self.graph.bundles.of[v]), node
+            yield self.root(self.graph.groups.of[v]), node
 
     def _between(self) -> Iterator[tuple[Hashable, int]]:
         """Other nodes by the classes between which they are: copies that enter a region, windows."""

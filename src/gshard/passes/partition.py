@@ -59,7 +59,7 @@ def partition(plan: Plan) -> SpmdProgram:
     orders: Mapping[Any, Order] = plan.orders
 
     def ordered(values: Sequence[Any], ways: Sequence[Sharding]) -> dict[int, Order]:
-        """The orders that marks ask for; what a mark cuts and the border makes whole is in the mesh's."""
+        """The orders that marks ask for; what a mark cuts and the boundary makes whole is in the mesh's."""
         pairs = enumerate(zip(values, ways, strict=True))
         return {i: orders[v] for i, (v, s) in pairs if v in orders and (any(s.dims) or not any(plan.sharding(v).dims))}
 
@@ -317,7 +317,7 @@ class _Emitter:
             x = made.arrays[made.source]
             made.arrays[planned] = self.step_to(x, value, made.source, planned, made.why, made.cause)
         if target not in made.arrays:
-            read = self.plan.readings.get(value, planned)
+            read = self.plan.shared_reshards.get(value, planned)
             if read not in made.arrays:
                 made.arrays[read] = self.step_to(made.arrays[planned], value, planned, read, why, user)
             if target not in made.arrays:

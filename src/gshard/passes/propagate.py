@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.device_order import Order
 from gshard.core.errors import PlanError
 from gshard.core.garbage import collected_seldom
@@ -25,15 +24,16 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
-from gshard.passes.at_border import at_border
+from gshard.core.program_boundary import AS_MARKED, Boundary
+from gshard.passes.at_boundary import at_boundary
 from gshard.passes.choices import graph_of
 from gshard.passes.demands import demands
-from gshard.passes.facts import Facts
 from gshard.passes.followed import followed
 from gshard.passes.graph import Graph, within_rounds
 from gshard.passes.layers import classes_of_layers
 from gshard.passes.moves import axes_of, joined
 from gshard.passes.objective import Objective, bytes_on
+from gshard.passes.propagated import Propagated
 from gshard.passes.reasons import Reasons
 from gshard.passes.settled import settled
 from gshard.solver.descent import Descent
@@ -62,9 +62,9 @@ def propagate(
     mesh: Mesh,
     *,
     strict: bool = False,
-    border: Border = AS_MARKED,
+    boundary: Boundary = AS_MARKED,
     objective: Callable[[Mesh, tuple[Atoms, ...]], Objective] = bytes_on,
-    facts: Facts | None = None,
+    propagated: Propagated | None = None,
 ) -> Plan:
     """Completes the user's marks to a plan.
 
@@ -72,9 +72,9 @@ def propagate(
         program: the traced function.
         mesh: the devices.
         strict: refuse primitives that have no rule instead of gathering their operands, and what is dropped.
-        border: constraints on arguments and results, besides marks.
+        boundary: constraints on arguments and results, besides marks.
         objective: gives the costs of choices, for the mesh and the groups of axes that move together.
-        facts: the settled program with what follows from its marks; None settles it first.
+        propagated: the settled program with what follows from its marks; None settles it first.
 
     Returns:
         the plan, of the settled program (``passes.settled``).
@@ -87,11 +87,11 @@ def propagate(
         lost = program.dropped[0]
         hint = f"{lost.why} Leave it out, or allow it with strict=False."
         raise PlanError(f"{lost.what} is not kept.", lost.line, f"it is {lost.value}", hint)
-    facts = facts or settled(program, mesh)
-    if (made := choose(facts, objective, border)) is None:
-        return at_border(_whole(facts), border)
-    found = decided(made.graph, made.states, facts)
-    plan = at_border(dataclasses.replace(found, gap=made.gap, counted=made.objective.counted), border)
+    propagated = propagated or settled(program, mesh)
+    if (made := choose(propagated, objective, boundary)) is None:
+        return at_boundary(_whole(propagated), boundary)
+    found = decided(made.graph, made.states, propagated)
+    plan = at_boundary(dataclasses.replace(found, gap=made.gap, counted=made.objective.counted), boundary)
     if strict and plan.gathered:
         e = plan.gathered[0]
         because = "cannot be split" if e.rule is not None and e.rule.why else "has no rule"
@@ -112,14 +112,14 @@ class Choice:
         graph: the problem, without the states that would have loops hold too much.
         states: int64 [nodes], those that were chosen.
         gap: how much of their cost could at most be saved, as a part of it.
-        facts: what follows from the marks.
+        propagated: what follows from the marks.
         objective: the costs.
     """
 
     graph: Graph
     states: Ints
     gap: float
-    facts: Facts
+    propagated: Propagated
     objective: Objective
 
     @property
@@ -163,44 +163,45 @@ class Choice:
             alike = _alike(graph, layers)
             return None if alike is None else alike[1]
         try:
-            found, _ = _solved(graph.problem, _from(graph, self.facts, start))
+            found, _ = _solved(graph.problem, _from(graph, self.propagated, start))
         except ProblemError:
             return None
         while math.isfinite(graph.problem.value(found)):
-            if (less := _with_less_held(graph, found, self.facts, start)) is None:
+            if (less := _with_less_held(graph, found, self.propagated, start)) is None:
                 break
             graph, (found, _) = less
         return found if math.isfinite(graph.problem.value(found)) else None
 
 
 def choose(
-    facts: Facts,
+    propagated: Propagated,
     objective: Callable[[Mesh, tuple[Atoms, ...]], Objective] = bytes_on,
-    border: Border = AS_MARKED,
+    boundary: Boundary = AS_MARKED,
 ) -> Choice | None:
     """Chooses what the marks leave open in a settled program; None if nothing is split, so that nothing is open.
 
     Args:
-        facts: the settled program with what follows from its marks.
-        objective, border: as of ``propagate``.
+        propagated: the settled program with what follows from its marks.
+        objective, boundary: as of ``propagate``.
     """
-    if not any(sharding.atoms for sharding in facts.shardings.values()):
+    if not any(sharding.atoms for sharding in propagated.shardings.values()):
         return None
-    known = {*facts.shardings.values(), *facts.moved.values()}
-    costs = objective(facts.mesh, joined(facts.mesh, axes_of(facts.mesh, known), known))
-    graph, chosen, gap = _chosen(graph_of(facts.program, costs, facts=facts, border=border), facts)
-    return Choice(graph, chosen, gap, facts, costs)
+    known = {*propagated.shardings.values(), *propagated.moved.values()}
+    costs = objective(propagated.mesh, joined(propagated.mesh, axes_of(propagated.mesh, known), known))
+    graph = graph_of(propagated.program, costs, propagated=propagated, boundary=boundary)
+    graph, chosen, gap = _chosen(graph, propagated)
+    return Choice(graph, chosen, gap, propagated, costs)
 
 
-def _whole(facts: Facts) -> Plan:
+def _whole(propagated: Propagated) -> Plan:
     """The plan of a program without a mark: every device runs the whole program, as with ``jax.jit``."""
-    manual = manual_axes(facts.program.block, facts.mesh)
-    rules = ((e, e.rule) for e in facts.program.block.walk() if e.rule)
-    splits = {e: rule.fixed(facts.mesh) if rule.fixed else manual.pinned(e) for e, rule in rules}
-    return Plan(facts.program, facts.mesh, facts.shardings, splits, {}, facts.orders)
+    manual = manual_axes(propagated.program.block, propagated.mesh)
+    rules = ((e, e.rule) for e in propagated.program.block.walk() if e.rule)
+    splits = {e: rule.fixed(propagated.mesh) if rule.fixed else manual.pinned(e) for e, rule in rules}
+    return Plan(propagated.program, propagated.mesh, propagated.shardings, splits, {}, propagated.orders)
 
 
-def _chosen(graph: Graph, facts: Facts) -> tuple[Graph, Ints, float]:
+def _chosen(graph: Graph, propagated: Propagated) -> tuple[Graph, Ints, float]:
     """The problem with loops that hold no more than they may, the cheapest states, and the gap.
 
     Prefers states in which equal layers are alike, if these cost nearly as little.
@@ -210,9 +211,9 @@ def _chosen(graph: Graph, facts: Facts) -> tuple[Graph, Ints, float]:
     cost = math.inf if alike is None else alike[0].problem.value(alike[1])
 
     start = None if alike is None else alike[1]
-    best, gap = _solved(graph.problem, _from(graph, facts, start))
+    best, gap = _solved(graph.problem, _from(graph, propagated, start))
     while (least := graph.problem.value(best)) * _SAME < cost and (
-        less := _with_less_held(graph, best, facts, start)
+        less := _with_less_held(graph, best, propagated, start)
     ) is not None:
         graph, (best, gap) = less
     if alike is None or cost > least * _SAME:
@@ -221,7 +222,7 @@ def _chosen(graph: Graph, facts: Facts) -> tuple[Graph, Ints, float]:
 
 
 def _with_less_held(
-    graph: Graph, states: Ints, facts: Facts, start: Ints | None
+    graph: Graph, states: Ints, propagated: Propagated, start: Ints | None
 ) -> tuple[Graph, tuple[Ints, float]] | None:
     """The problem in which loops hold less than with these states, and its solution.
 
@@ -230,16 +231,16 @@ def _with_less_held(
     if (less := within_rounds(graph, states)) is None:
         return None
     try:
-        return less, _solved(less.problem, _from(less, facts, start))
+        return less, _solved(less.problem, _from(less, propagated, start))
     except ProblemError:
         return None
 
 
-def _from(graph: Graph, facts: Facts, start: Ints | None) -> Callable[[Reduced], Iterator[Ints | None]]:
+def _from(graph: Graph, propagated: Propagated, start: Ints | None) -> Callable[[Reduced], Iterator[Ints | None]]:
     """Where to begin in the reduced problem: where the marks are followed, and at some states of the whole problem."""
 
     def places(small: Reduced) -> Iterator[Ints | None]:
-        yield followed(graph, facts, small)
+        yield followed(graph, propagated, small)
         if start is not None and math.isfinite(graph.problem.value(start)):
             yield small.lower(start)
 
@@ -296,14 +297,14 @@ def _solved(
     return small.lift(descent.states), spared / descent.value if spared > 0 else 0.0
 
 
-def decided(graph: Graph, chosen: Ints, facts: Facts) -> Plan:
+def decided(graph: Graph, chosen: Ints, propagated: Propagated) -> Plan:
     """The plan of some states, with the reasons for what differs from the marks."""
     shardings = graph.shardings(chosen)
-    readings, leaves = graph.moved(chosen)
-    reasons = Reasons(graph.program, shardings, facts)
+    reshards, leaves = graph.moved(chosen)
+    reasons = Reasons(graph.program, shardings, propagated)
     return Plan(
-        graph.program, facts.mesh, shardings, graph.splits(chosen), reasons, facts.orders, readings=readings,
-        leaves=leaves,
+        graph.program, propagated.mesh, shardings, graph.splits(chosen), reasons, propagated.orders,
+        shared_reshards=reshards, leaves=leaves,
     )  # fmt: skip
 
 

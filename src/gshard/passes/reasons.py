@@ -10,14 +10,14 @@ from gshard.core.mesh import Atoms
 from gshard.core.plan import Reason
 from gshard.core.program import Equation, Program, Value
 from gshard.core.sharding import Sharding
-from gshard.passes.facts import Facts
+from gshard.passes.propagated import Propagated
 
 
 class Reasons(Mapping[tuple[Value, int], Reason]):
     """The reason for each split dimension, computed at the first access by ``reasons_of``."""
 
-    def __init__(self, program: Program, shardings: Mapping[Value, Sharding], facts: Facts):
-        self._of = program, shardings, facts
+    def __init__(self, program: Program, shardings: Mapping[Value, Sharding], propagated: Propagated):
+        self._of = program, shardings, propagated
 
     @functools.cached_property
     def _found(self) -> dict[tuple[Value, int], Reason]:
@@ -33,16 +33,18 @@ class Reasons(Mapping[tuple[Value, int], Reason]):
         return len(self._found)
 
 
-def reasons_of(program: Program, shardings: Mapping[Value, Sharding], facts: Facts) -> dict[tuple[Value, int], Reason]:
+def reasons_of(
+    program: Program, shardings: Mapping[Value, Sharding], propagated: Propagated
+) -> dict[tuple[Value, int], Reason]:
     """Why each dimension is split: through which equation its atoms came, and from which value.
 
     Reasons begin at marks and arguments and go from array to array as far as atoms are shared: first on the way on
-    which the facts went, where values are split as the facts say; else as it was cheapest.
+    which propagation went, where values are split as propagation says; else as it was cheapest.
     """
     followers: dict[Value, list[tuple[Value, int]]] = {}
     reasons: dict[tuple[Value, int], Reason] = {}
-    for (v, d), reason in facts.reasons.items():
-        if shardings[v].dims != facts.shardings[v].dims:
+    for (v, d), reason in propagated.reasons.items():
+        if shardings[v].dims != propagated.shardings[v].dims:
             continue
         if reason.source is None:
             reasons[v, d] = reason
@@ -60,7 +62,7 @@ def reasons_of(program: Program, shardings: Mapping[Value, Sharding], facts: Fac
         source = queues[level].popleft()
         found = []
         if level == 0:
-            found = [(v, d, facts.reasons[v, d]) for v, d in followers.get(source, ())]
+            found = [(v, d, propagated.reasons[v, d]) for v, d in followers.get(source, ())]
         else:
             own = {a for d, atoms in enumerate(shardings[source].dims) if (source, d) in reasons for a in atoms}
             for v, e in around.get(source, ()) if own else ():
@@ -90,7 +92,7 @@ def _comes_from(atoms: Atoms, own: set[str], level: int) -> bool:
 
 
 def _around(program: Program) -> dict[Value, list[tuple[Value, Equation]]]:
-    """The other arrays of the equations, and of the borders of regions, that each value is at."""
+    """The other arrays of the equations, and of the boundaries of regions, that each value is at."""
     around: dict[Value, list[tuple[Value, Equation]]] = {}
     for e in program.block.walk():
         arrays = dict.fromkeys(v for v in (*e.inputs, *e.outputs) if isinstance(v, Value) and e.rule is not None)

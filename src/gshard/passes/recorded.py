@@ -14,26 +14,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.device_order import Order
 from gshard.core.errors import MeshError, PlanError
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, Reason
 from gshard.core.program import Equation, Program, Value, format_block
+from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.ring import Ring
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
-from gshard.passes.at_border import at_border
+from gshard.passes.at_boundary import at_boundary
 from gshard.passes.demands import demands
 from gshard.passes.settled import settled
 
-_FORMAT = 3
+_FORMAT = 4
 _SHOWN = 6  # lines of what has changed,
 _WIDE = 160  # and letters of each
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
+class SavedPlan:
     """A plan as plain data.
 
     Attributes:
@@ -42,7 +42,7 @@ class Recorded:
         shardings: of each value, as text.
         splits: of each equation, pairs of a factor's number and the atoms that it was given.
         rings: the equations, by their number, that are collective matmuls, and how.
-        readings, leaves: values, by their number, that are read or leave otherwise, and how, as text.
+        shared_reshards, leaves: values, by their number, that are read or leave otherwise, and how, as text.
         finite: whether it was made for ``finite=True``.
     """
 
@@ -51,12 +51,12 @@ class Recorded:
     shardings: tuple[str, ...]
     splits: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
     rings: tuple[tuple[int, Ring], ...] = ()
-    readings: tuple[tuple[int, str], ...] = ()
+    shared_reshards: tuple[tuple[int, str], ...] = ()
     leaves: tuple[tuple[int, str], ...] = ()
     finite: bool = False
 
     @staticmethod
-    def of(plan: Plan) -> Recorded:
+    def of(plan: Plan) -> SavedPlan:
         """Records a plan."""
         shardings = tuple(plan.format(v) for v in plan.program.block.values())
         splits = (plan.splits.get(e, {}) for e in plan.program.block.walk())
@@ -68,27 +68,27 @@ class Recorded:
             return tuple((i, way.format(plan.mesh, v.shape, v.dtype_name)) for i, v, way in pairs)
 
         text = format_block(plan.program.block)
-        read, leave = otherwise(plan.readings), otherwise(plan.leaves)
-        return Recorded(text, plan.mesh.axes, shardings, kept, rings, read, leave, plan.program.finite)
+        read, leave = otherwise(plan.shared_reshards), otherwise(plan.leaves)
+        return SavedPlan(text, plan.mesh.axes, shardings, kept, rings, read, leave, plan.program.finite)
 
     @staticmethod
-    def checked(plan: Any) -> Recorded | None:
+    def checked(plan: Any) -> SavedPlan | None:
         """A plan as plain data, from a plan or what was recorded of one; None if there is none.
 
         Raises:
             PlanError: it is something else.
         """
-        if plan is None or isinstance(plan, Recorded):
+        if plan is None or isinstance(plan, SavedPlan):
             return plan
         if isinstance(plan, Plan):
-            return Recorded.of(plan)
+            return SavedPlan.of(plan)
         raise PlanError(
             f"plan= takes a plan, not a {type(plan).__name__}.",
             got=repr(plan)[:_WIDE],
-            hint="Give found.plan of gshard.search, or gshard.Recorded.load(path) of a file that found.save wrote.",
+            hint="Give found.plan of gshard.search, or gshard.SavedPlan.load(path) of a file that found.save wrote.",
         )
 
-    def plan(self, program: Program, mesh: Mesh, border: Border = AS_MARKED) -> Plan:
+    def plan(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
         """The plan for a traced program that reads the same once it is settled (``passes.settled``).
 
         Raises:
@@ -96,9 +96,9 @@ class Recorded:
             PlanError, MeshError: as of ``plan_of_settled``.
         """
         self._check_mesh(mesh)
-        return self.plan_of_settled(settled(program, mesh).program, mesh, border)
+        return self.plan_of_settled(settled(program, mesh).program, mesh, boundary)
 
-    def plan_of_settled(self, program: Program, mesh: Mesh, border: Border = AS_MARKED) -> Plan:
+    def plan_of_settled(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
         """The plan for a settled program that reads the same.
 
         Raises:
@@ -129,10 +129,11 @@ class Recorded:
         shardings = {v: Sharding.parse(t, mesh)[0] for v, t in zip(values, self.shardings, strict=True)}
         splits = {e: dict(split) for e, split in zip(equations, self.splits, strict=True) if e.rule is not None}
         rings = {equations[i]: ring for i, ring in self.rings}
-        readings, leaves = (
-            {values[i]: Sharding.parse(text, mesh)[0] for i, text in ways} for ways in (self.readings, self.leaves)
+        reshards, leaves = (
+            {values[i]: Sharding.parse(text, mesh)[0] for i, text in ways}
+            for ways in (self.shared_reshards, self.leaves)
         )
-        return dataclasses.replace(plan_of(program, mesh, shardings, splits, readings, leaves, border), rings=rings)
+        return dataclasses.replace(plan_of(program, mesh, shardings, splits, reshards, leaves, boundary), rings=rings)
 
     def _check_mesh(self, mesh: Mesh) -> None:
         if mesh.axes != self.axes:
@@ -143,15 +144,15 @@ class Recorded:
             )
 
     def as_json(self) -> str:
-        """As text, to be read by ``Recorded.of_json``."""
+        """As text, to be read by ``SavedPlan.of_json``."""
         return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Writes it as JSON, to be read by ``Recorded.load``."""
+        """Writes it as JSON, to be read by ``SavedPlan.load``."""
         Path(path).write_text(self.as_json(), "utf-8")
 
     @staticmethod
-    def load(path: str | Path) -> Recorded:
+    def load(path: str | Path) -> SavedPlan:
         """Reads what ``save`` wrote.
 
         Raises:
@@ -161,10 +162,10 @@ class Recorded:
             text = Path(path).read_text("utf-8")
         except (OSError, ValueError) as error:
             raise _unreadable(str(path), error) from error
-        return Recorded.of_json(text, str(path))
+        return SavedPlan.of_json(text, str(path))
 
     @staticmethod
-    def of_json(text: str, path: str = "the text") -> Recorded:
+    def of_json(text: str, path: str = "the text") -> SavedPlan:
         """Reads what ``as_json`` gave.
 
         Raises:
@@ -177,9 +178,9 @@ class Recorded:
             splits = tuple(tuple((int(f), tuple(atoms)) for f, atoms in split) for split in data["splits"])
             axes = tuple((str(name), int(size)) for name, size in data["axes"])
             rings = tuple((int(i), _ring(ring)) for i, ring in data["rings"])
-            read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("readings", "leaves"))
+            read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("shared_reshards", "leaves"))
             finite = bool(data.get("finite", False))
-            return Recorded(data["program"], axes, tuple(data["shardings"]), splits, rings, read, leave, finite)
+            return SavedPlan(data["program"], axes, tuple(data["shardings"]), splits, rings, read, leave, finite)
         except (ValueError, KeyError, TypeError) as error:
             raise _unreadable(path, error) from error
 
@@ -200,9 +201,9 @@ def plan_of(
     mesh: Mesh,
     shardings: Mapping[Value, Sharding],
     splits: Mapping[Equation, Split],
-    readings: Mapping[Value, Sharding],
+    reshards: Mapping[Value, Sharding],
     leaves: Mapping[Value, Sharding],
-    border: Border = AS_MARKED,
+    boundary: Boundary = AS_MARKED,
 ) -> Plan:
     """A plan that was not propagated but chosen as a whole. The shardings obey the program's marks."""
     reasons: dict[tuple[Value, int], Reason] = {}
@@ -216,8 +217,8 @@ def plan_of(
         reasons.update({(v, d): reason for d, atoms in enumerate(demand.dims) if atoms})
         if demand.order != mesh.order:
             orders[v] = demand.order
-    plan = Plan(program, mesh, shardings, splits, reasons, orders, readings=readings, leaves=leaves)
-    return at_border(plan, border)
+    plan = Plan(program, mesh, shardings, splits, reasons, orders, shared_reshards=reshards, leaves=leaves)
+    return at_boundary(plan, boundary)
 
 
 def _changes(before: str, after: str) -> list[str]:

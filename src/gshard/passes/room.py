@@ -16,8 +16,8 @@ from gshard.core.mesh import Mesh
 from gshard.core.plan import local_bytes
 from gshard.core.program import Edge, Equation, Value
 from gshard.core.sharding import Sharding
-from gshard.passes.facts import Facts
 from gshard.passes.graph import SMALL, STACKED, WHOLE, Brought, largest_of_round
+from gshard.passes.propagated import Propagated
 from gshard.solver.problem import Bools, Floats
 
 
@@ -26,16 +26,16 @@ class Room:
 
     Args:
         loops: what runs its body more than once.
-        facts: what follows from the marks; where there are none, loops hold what they like.
+        propagated: what follows from the marks; where there are none, loops hold what they like.
         mesh: the devices.
     """
 
-    def __init__(self, loops: Collection[Equation], facts: Facts | None, mesh: Mesh):
-        self._loops, self._facts, self._mesh = loops, facts, mesh
+    def __init__(self, loops: Collection[Equation], propagated: Propagated | None, mesh: Mesh):
+        self._loops, self._propagated, self._mesh = loops, propagated, mesh
         self._largest: dict[Equation, int] = {}
 
     def more(self, e: Equation, edge: Edge, sizes: Sequence[int]) -> Floats | None:
-        """float64 [states]: by how many bytes a value at a loop's border is more than the marks say.
+        """float64 [states]: by how many bytes a value at a loop's boundary is more than the marks say.
 
         Args:
             e: the loop.
@@ -45,9 +45,9 @@ class Room:
         Returns:
             None if ``e`` is no loop, or nothing is known of marks.
         """
-        if self._facts is None or e not in self._loops:
+        if self._propagated is None or e not in self._loops:
             return None
-        known, stacked = self._facts.shardings, len(edge.outer.shape) - len(edge.inner.shape)
+        known, stacked = self._propagated.shardings, len(edge.outer.shape) - len(edge.inner.shape)
         least = local_bytes(edge.outer, known[edge.outer], self._mesh)
         if stacked:
             inside = Sharding(((),) * stacked + known[edge.inner].dims)
@@ -61,11 +61,11 @@ class Room:
             group: values that are sharded alike.
             states: how.
         """
-        if self._facts is None:
+        if self._propagated is None:
             return np.zeros(len(states))
         v = max(group, key=lambda v: v.bytes)
         sizes = np.array([local_bytes(v, s, self._mesh) for s in states], float)
-        return (sizes - local_bytes(v, self._facts.shardings[v], self._mesh)).clip(0)
+        return (sizes - local_bytes(v, self._propagated.shardings[v], self._mesh)).clip(0)
 
     def brought(self, node: int, e: Equation, more: Floats, stacked: bool) -> Brought:
         """Values that a loop reads from outside, unchanged or moved, by the states of a node for both.
@@ -78,7 +78,7 @@ class Room:
 
     def fits(self, e: Equation, more: Floats) -> Bools:
         """bool [states]: whether so much more is small beside the largest array that a round makes, as marks say."""
-        assert self._facts is not None
+        assert self._propagated is not None
         if e not in self._largest:
-            self._largest[e] = largest_of_round(e, self._facts.shardings, self._mesh)
+            self._largest[e] = largest_of_round(e, self._propagated.shardings, self._mesh)
         return more <= SMALL * self._largest[e]

@@ -1,9 +1,9 @@
 """Settled: alternates propagation and rewrites that depend on shardings until neither changes anything.
 
-    program, mesh ──▶ rules of the mesh ──▶ propagate ⇄ rewrite where split ──▶ Facts, of the program that is planned
+    program, mesh ──▶ rules of the mesh ──▶ propagate ⇄ rewrite where split ──▶ Propagated, of the settled program
 
-Propagation (``passes.facts``) reads a program and leaves it unchanged. The rewrites (``passes.decompose``) read the
-shardings that it found: a loop over a dimension becomes an operator only where that dimension is split. A rewritten
+Propagation (``passes.propagated``) reads a program and leaves it unchanged. The rewrites (``passes.decompose``) read
+the shardings that it found: a loop over a dimension becomes an operator only where that dimension is split. A rewritten
 program is propagated again, because its equations pass other shardings on. Every rewrite removes an equation that could
 be rewritten, so this ends.
 """
@@ -14,12 +14,12 @@ from gshard.core.mesh import Mesh
 from gshard.core.phases import log_stage
 from gshard.core.program import Program
 from gshard.passes.decompose import rewritten_where_split
-from gshard.passes.facts import Facts, facts_of
 from gshard.passes.on_mesh import on_mesh
+from gshard.passes.propagated import Propagated, propagated_from
 
 
-def settled(program: Program, mesh: Mesh) -> Facts:
-    """The program to plan, ``Facts.program``, and what follows from its marks.
+def settled(program: Program, mesh: Mesh) -> Propagated:
+    """The program to plan, ``Propagated.program``, and what follows from its marks.
 
     A settled program is a fixed point: ``settled(found.program, mesh).program is found.program``.
 
@@ -33,10 +33,10 @@ def settled(program: Program, mesh: Mesh) -> Facts:
     """
     while True:
         program = on_mesh(program, mesh)
-        facts = facts_of(program, mesh)
-        log_stage("propagate", program.name, facts)
-        rewritten = rewritten_where_split(program, mesh, facts.shardings, facts.supposed)
+        propagated = propagated_from(program, mesh)
+        log_stage("propagate", program.name, propagated)
+        rewritten = rewritten_where_split(program, mesh, propagated.shardings, propagated.supposed)
         if rewritten is program:
-            return facts
+            return propagated
         log_stage("rewrite where split", program.name, rewritten)
         program = rewritten

@@ -12,40 +12,41 @@ from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.passes.candidates import Arrays, arrays_of, candidates, key_of, led
-from gshard.passes.facts import Facts
 from gshard.passes.kinds import Kinds, kinds_at
 from gshard.passes.moves import has_many, is_made_of
+from gshard.passes.propagated import Propagated
 from gshard.passes.ways import Component, places_of, shardings, share, splits
 
 
-def arrays_as(e: Equation, facts: Facts) -> tuple[Arrays, ...]:
+def arrays_as(e: Equation, propagated: Propagated) -> tuple[Arrays, ...]:
     """The operands and results of an equation as they are sharded; and as they could be, if that is otherwise."""
-    known = arrays_of(e, facts.shardings)
-    supposed = arrays_of(e, facts.supposed) if facts.moved else known
+    known = arrays_of(e, propagated.shardings)
+    supposed = arrays_of(e, propagated.supposed) if propagated.moved else known
     return (known,) if supposed == known else (known, supposed)
 
 
 def in_parts(
-    facts: Facts, kinds: Kinds, tied: Collection[Equation], axes: Sequence[Atoms]
+    propagated: Propagated, kinds: Kinds, tied: Collection[Equation], axes: Sequence[Atoms]
 ) -> dict[Value, dict[Sharding, None]]:
-    """Shardings, over parts of axes, in which equations make or take a value where it is sharded as the facts say.
+    """Shardings, over parts of axes, in which equations make or take a value where it is sharded as propagation says.
 
     Where there are many axes (``moves.has_many``), also over whole axes.
 
     Args:
-        facts: what follows from the marks.
+        propagated: what follows from the marks.
         kinds: of the values, by that.
         tied: equations that have no choice of their own.
         axes: those that move as wholes.
     """
     found: dict[Value, dict[Sharding, None]] = {}
     known: dict[object, list[tuple[int, Sharding]]] = {}
-    for e in facts.program.block.walk():
+    for e in propagated.program.block.walk():
         if e.rule is None or not e.rule.is_free or e in tied:
             continue
         key = e.rule, kinds_at(e, kinds)
         if key not in known:
-            known[key] = [found for own in arrays_as(e, facts) for found in _of_rule(e.rule, own, facts.mesh, axes)]
+            arrays, mesh = arrays_as(e, propagated), propagated.mesh
+            known[key] = [found for own in arrays for found in _of_rule(e.rule, own, mesh, axes)]
         values = (*e.inputs, *e.outputs) if known[key] else ()
         for i, sharding in known[key]:
             if isinstance(v := values[i], Value):
@@ -62,20 +63,20 @@ def _of_rule(rule: Rule, arrays: Arrays, mesh: Mesh, axes: Sequence[Atoms]) -> I
 
 def shardings_as(
     group: Sequence[Value],
-    facts: Facts | None,
+    propagated: Propagated | None,
     mesh: Mesh,
     axes: tuple[Atoms, ...],
     monoids: Sequence[str] = (),
     *,
     even: bool = False,
 ) -> tuple[Sharding, ...]:
-    """The shardings over whole axes of values that are sharded alike, as they are worth considering by the facts."""
+    """The shardings over whole axes of values that are sharded alike, as they are worth considering by propagation."""
     v, also, near = group[0], frozenset[tuple[int, Atoms]](), None
-    if facts is not None and not even:
-        cut = enumerate(zip(v.shape, facts.shardings[v].dims, strict=True))
+    if propagated is not None and not even:
+        cut = enumerate(zip(v.shape, propagated.shardings[v].dims, strict=True))
         also = frozenset((d, own) for d, (n, own) in cut if n % mesh.count(own))
-    if facts is not None and has_many(mesh, axes):
-        near = tuple(dict.fromkeys(facts.shardings[u] for u in group))
+    if propagated is not None and has_many(mesh, axes):
+        near = tuple(dict.fromkeys(propagated.shardings[u] for u in group))
     found = [shardings(v.shape, mesh, axes, unreduced=m, even=even, also=also, near=near) for m in monoids or ("",)]
     return found[0] if len(found) == 1 else tuple(dict.fromkeys(s for some in found for s in some))
 

@@ -47,9 +47,9 @@ def shardings(
         mesh: the devices.
         given: the axes.
         unreduced: the monoid by which parts may still have to be combined; "" for none.
-        even: whether all parts must be equal, as at the border of a program.
+        even: whether all parts must be equal, as at the boundary of a program.
         also: dimensions and what may cut them, however unequal the parts are.
-        near: what the facts say of it; None if nothing is known.
+        near: what propagation says of it; None if nothing is known.
     """
     found = []
     bases = None if near is None else [places_of(dict(enumerate(s.dims)), given) for s in near]
@@ -148,7 +148,7 @@ def splits(
         given: the axes.
         passing: the ways, by their keys in a split, in which parts still to be combined may pass.
         also: factors and what may split them, however unequal the parts are.
-        near: what the facts say of it; None if nothing is known.
+        near: what propagation says of it; None if nothing is known.
         pinned: factors whose atoms are given, and part of every split.
     """
     if rule.fixed is not None:

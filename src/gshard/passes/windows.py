@@ -11,7 +11,7 @@ from gshard.passes.objective import Windows
 
 
 class SharedWindows:
-    """Collects what options fetch, each being a node and its state."""
+    """Collects what strategies fetch, each being a node and its state."""
 
     def __init__(self, block: Block):
         self._block_of = dict(_blocks(block))
@@ -25,7 +25,7 @@ class SharedWindows:
             self._receivers.setdefault(key, {})[receiver] = cost
 
     def shared(self) -> Iterator[tuple[Value, Mapping[tuple[int, int], float]]]:
-        """Windows that options of several nodes fetch: the array, and their cost for each option."""
+        """Windows that strategies of several nodes fetch: the array, and their cost for each strategy."""
         for (v, *_), receivers in self._receivers.items():
             if len({node for node, _ in receivers}) > 1:
                 yield v, receivers

@@ -11,6 +11,7 @@ import jax
 
 from gshard.comm.collectives import KINDS, sent_bytes
 from gshard.core.jax_adapter import no_mesh_set, optimization_barrier_p, shapes_of
+from gshard.core.jax_adapter_manual import with_mapping
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import RECOMPUTED, Collective, SpmdProgram
@@ -45,13 +46,9 @@ def run_by(interpreter: Interpreter, block: Block, spmd: SpmdProgram) -> Any:
         out_specs=list(mapping.params["out_specs"]),
         check_vma=False,
     )
-    outer = spmd.jaxpr.jaxpr
-    known = dict(zip(outer.constvars, spmd.jaxpr.consts, strict=True))
 
     def program(*arrays: Any) -> list[Any]:
-        env = {**known, **dict(zip(outer.invars, arrays, strict=True))}
-        env.update(zip(mapping.outvars, mapped(*(env[v] for v in mapping.invars)), strict=True))
-        return [env[v] for v in outer.outvars]
+        return with_mapping(spmd.jaxpr.jaxpr, mapped, (*spmd.jaxpr.consts, *arrays))
 
     wide = wide_enough_for(v.dtype for v in block.values())
     with jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh), wide:

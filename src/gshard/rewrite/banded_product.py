@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.core.jax_adapter import bind
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.language.interpret import Interpreter, value_of
 from gshard.language.region import REGIONS
 from gshard.rewrite.dce import is_removable
 from gshard.rewrite.driver import Split, where_split
@@ -199,14 +199,10 @@ class _Known:
 
     def _array(self, x: Value | Constant, made: Sequence[Equation]) -> Any:
         env: dict[Any, Any] = dict(self.captured)
-
-        def read(x: Value | Constant) -> Any:
-            x = self._outside(x)
-            return x.value if isinstance(x, Constant) else env[x]
-
         for e in made:
-            env.update(zip(e.outputs, bind(e.primitive, e.params, [read(y) for y in e.inputs]), strict=True))
-        return jnp.asarray(read(x))
+            env.update((y, value_of(self._outside(y), env)) for y in e.inputs if isinstance(y, Value))
+            Interpreter().evaluate([e], env)
+        return jnp.asarray(value_of(self._outside(x), env))
 
 
 def _is_here(x: Any) -> bool:

@@ -25,6 +25,7 @@ from jax import lax
 
 from gshard.core.program import Constant, Equation, Value
 from gshard.core.rule import Span
+from gshard.language.traits import names_where, traits_of
 from gshard.rewrite.driver import over
 from gshard.rewrite.element_source import Segment, Window, cut, ends, is_zero, tidy
 from gshard.rewrite.equation_graph import Array, Graph, Others
@@ -32,10 +33,9 @@ from gshard.rules.concatenate_slices import concatenate_slices_p
 from gshard.rules.movement import index_of
 
 _MOST, _FEW = 32, 3  # segments that a result is followed to; the same where the result is computed anyway
-_SUMS = ("add", "add_any")
 
 
-@over("slice", "pad", "split", "concatenate")
+@over(*names_where(lambda traits: traits.moves))
 def compose_movement(graph: Graph) -> Others:
     """Equations that move elements which others moved before become one each."""
     movement = _Movement(graph)
@@ -84,7 +84,7 @@ class _Movement:
         found: list[Equation] = []
         for v in e.outputs:
             self.result = v
-            if e.name in _SUMS:
+            if _is_sum(e):
                 if (side_by_side := self._addends(v)) is not None:
                     self._join(v, *side_by_side, e, found, result=v, added=True)
             else:
@@ -96,8 +96,9 @@ class _Movement:
         return found
 
     def _is_followed(self, e: Equation) -> bool:
-        if e.name in _SUMS:
-            return all(x in self.producers and self.producers[x].name in ("pad", *_SUMS) for x in e.inputs)
+        if _is_sum(e):
+            makers = [self.producers.get(x) for x in e.inputs]
+            return all(p is not None and (p.name == "pad" or _is_sum(p)) for p in makers)
         if (index := index_of(e)) is not None and e.primitive is not concatenate_slices_p:
             return all(span.step == 1 for own in index for spans in own for span in spans)
         return bool(e.outputs) and e.outputs[0] in self.numbers
@@ -188,7 +189,7 @@ class _Movement:
 
     def _side_by_side(self, x: Array, axis: int) -> list[Segment] | None:
         e = self.producers.get(x)
-        if e is None or e.name not in _SUMS:
+        if e is None or not _is_sum(e):
             return self.along(x, axis)
         one, other = (self._side_by_side(y, axis) for y in e.inputs)
         if one is None or other is None:
@@ -279,3 +280,7 @@ class _Movement:
              e: Equation, out: list[Equation], result: Value | None) -> Value:  # fmt: skip
         self.made_now[x] = value = self.graph.add(out, e, primitive, params, inputs, x.shape, dtype, result)
         return value
+
+
+def _is_sum(e: Equation) -> bool:
+    return traits_of(e.name).monoid == "add"

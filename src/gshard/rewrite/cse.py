@@ -10,15 +10,7 @@ import numpy as np
 from gshard.comm.collectives import KINDS
 from gshard.core.context import Context
 from gshard.core.program import Constant, Equation, Value
-
-# Each use may have a sharding of its own: one array for all uses would tie them together. What is fetched from the host
-# twice need not stay on the device in between.
-_NOT_SHARED = ("broadcast_in_dim", "optimization_barrier", "rng_uniform", "device_put")
-
-# Each run draws other numbers, or has an effect outside of the program.
-_IMPURE = frozenset(
-    "rng_uniform pure_callback io_callback debug_callback debug_print inspect_sharding ffi_call infeed outfeed".split()
-)
+from gshard.language.traits import traits_of
 
 # They have no rule, because they work on devices and not on arrays. Each run gives the same results.
 _ON_DEVICES = (*KINDS, "axis_index")
@@ -26,14 +18,14 @@ _ON_DEVICES = (*KINDS, "axis_index")
 
 def is_pure(e: Equation) -> bool:
     """Whether an equation may run once more, or not at all: it gives the same results and has no effects."""
-    if e.name in _IMPURE or (e.rule is not None and not e.rule.known and e.name not in _ON_DEVICES):
+    if not traits_of(e.name).pure or (e.rule is not None and not e.rule.known and e.name not in _ON_DEVICES):
         return False
     return all(is_pure(inner) for block in e.blocks for inner in block.equations)
 
 
 def common_key(primitive: Any, params: dict[str, Any], inputs: Sequence[Value | Constant], context: Context) -> Any:
     """The key that equations share if they compute the same; None for equations that stay separate."""
-    if primitive.name in _NOT_SHARED or not any(isinstance(x, Value) for x in inputs):
+    if not traits_of(primitive.name).shared or not any(isinstance(x, Value) for x in inputs):
         return None
     operands = tuple(x if isinstance(x, Value) else _literal(x) for x in inputs)
     key = primitive, tuple(params.items()), operands, context

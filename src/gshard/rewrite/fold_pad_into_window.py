@@ -15,11 +15,10 @@ from gshard.comm.shards import identity
 from gshard.core.program import Constant, Equation
 from gshard.rewrite.driver import at
 from gshard.rewrite.equation_graph import Graph
+from gshard.rules.window import MONOIDS
 
-_MONOIDS = {"reduce_window_sum": "add", "reduce_window_max": "max", "reduce_window_min": "min"}
 
-
-@at(*_MONOIDS)
+@at(*MONOIDS)
 def fold_pad_into_window(graph: Graph, e: Equation) -> Sequence[Equation] | None:
     """``reduce_window_sum(pad(x, 0))`` becomes a ``reduce_window_sum`` of ``x`` with more padding."""
     pad = graph.producer(e.inputs[0], "pad")
@@ -30,7 +29,7 @@ def fold_pad_into_window(graph: Graph, e: Equation) -> Sequence[Equation] | None
 def _padding(e: Equation, pad: Equation) -> dict[str, Any] | None:
     """The parameters of a window that includes the pad; None if no window can."""
     number, config = pad.inputs[1], [tuple(map(int, c)) for c in pad.params["padding_config"]]
-    unit = identity(_MONOIDS[e.name], e.outputs[0].dtype)
+    unit = identity(MONOIDS[e.name], e.outputs[0].dtype)
     if not isinstance(number, Constant) or not np.all(np.asarray(number.value) == unit):
         return None
     if any(low < 0 or high < 0 for low, high, _ in config) or any(n != 1 for n in e.params["base_dilation"]):

@@ -12,16 +12,18 @@ import math
 import jax.numpy as jnp
 
 from gshard.core.program import Equation, Value
+from gshard.language.traits import names_where, traits_of
 from gshard.rewrite.dce import is_removable
 from gshard.rewrite.driver import over
 from gshard.rewrite.equation_graph import Graph, Others
-from gshard.rules.table import ELEMENTWISE, MOVERS, PLACED, Table, table_p
+from gshard.rules.table import Table, table_p
 
 _MOST = 64  # equations of a table
 _LARGEST = 2**31  # elements: positions are int32
+_MOVERS = names_where(lambda traits: traits.moves and traits.placed)
 
 
-@over(*MOVERS)
+@over(*_MOVERS)
 def fold_table(graph: Graph) -> Others:
     """Equations that move elements of tables become tables."""
     makers: dict[Value, Equation] = {}  # of tables
@@ -30,16 +32,15 @@ def fold_table(graph: Graph) -> Others:
         if not _is_table(e, makers):
             continue
         makers[e.outputs[0]] = e
-        if e.name in MOVERS and (table := _table(e, makers)) is not None:
+        if e.name in _MOVERS and (table := _table(e, makers)) is not None:
             params = {"table": table}
             others[e] = [graph.writer.equation(table_p, params, table.numbers, e.outputs, e.source_info)]
     return others
 
 
 def _is_table(e: Equation, makers: dict[Value, Equation]) -> bool:
-    if e.name not in ELEMENTWISE and e.name not in PLACED:
-        return False
-    if len(e.outputs) != 1 or not e.outputs[0].shape or not is_removable(e):
+    traits = traits_of(e.name)
+    if not (traits.computes or traits.placed) or len(e.outputs) != 1 or not e.outputs[0].shape or not is_removable(e):
         return False
     shape, dtype = e.outputs[0].shape, e.outputs[0].dtype
     if not 0 < math.prod(shape) < _LARGEST or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):

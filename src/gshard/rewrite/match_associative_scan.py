@@ -17,9 +17,9 @@ from jax import lax
 
 from gshard.core.jax_adapter import jaxpr_without_dead_code
 from gshard.core.program import Constant, Equation, Value
+from gshard.language.traits import traits_of
 from gshard.rewrite.driver import over
 from gshard.rewrite.equation_graph import Array, Graph, Others
-from gshard.rules.elementwise import COMPUTED
 from gshard.rules.movement import one_array
 from gshard.rules.prefixes import Combination, associative_scan_p
 
@@ -101,7 +101,7 @@ def _is_elementwise(c: Combination) -> bool:
     for e in c.equations:
         numbers = all(isinstance(x, Constant) and not x.shape for x in e.inputs if x not in known)
         same = all(x.shape in ((), shape) for x in (*e.inputs, *e.outputs))
-        made = e.name in COMPUTED or (e.name == "broadcast_in_dim" and not e.inputs[0].shape)
+        made = traits_of(e.name).computes or (e.name == "broadcast_in_dim" and not e.inputs[0].shape)
         if e.mark is not None or not (numbers and same and made):
             return False
         known.update(e.outputs)

@@ -27,6 +27,7 @@ from gshard.comm.shards import identity
 from gshard.core.jax_adapter import bind
 from gshard.core.program import Equation
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE
+from gshard.language.traits import traits_of
 from gshard.rewrite.cse import is_pure
 from gshard.rewrite.piecewise_layout import Layout, Piece, Source, starts_of
 from gshard.rules.concatenate_slices import with_zero
@@ -36,14 +37,6 @@ from gshard.rules.reductions import COMBINE
 Dim = int | None
 Parts = list[Any]
 
-# Their way to run on shards is the same operator with the same parameters, along dimensions that are parallel.
-_SAME = frozenset(
-    """
-    argmax argmin concatenate concatenate_slices cumlogsumexp cummax cummin cumprod cumsum dynamic_update_slice pad
-    reduce_max reduce_min rev sort split
-    """.split()
-)
-_SHAPES = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes", "slice": "limit_indices"}
 _EXTREMES = {"argmax": ("max", lax.gt), "argmin": ("min", lax.lt)}
 _FILL = lax.GatherScatterMode.FILL_OR_DROP
 
@@ -90,7 +83,7 @@ def touched(e: Equation, factor: int) -> Touch | None:
 
 def may_be_in_pieces(t: Touch, layout: Layout) -> bool:
     """Whether an equation can be computed of pieces."""
-    e = t.equation
+    e, traits = t.equation, traits_of(t.equation.name)
     if e.rule is None or not e.rule.known or not e.rule.is_free or e.mark is not None or e.blocks:
         return False
     if not is_pure(e) or any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in (*e.inputs, *e.outputs)):
@@ -107,13 +100,13 @@ def may_be_in_pieces(t: Touch, layout: Layout) -> bool:
     if t.kind == COMMUNICATE:
         return e.name in _EXTREMES and e.inputs[0].dtype != jnp.bool_
     if t.kind == PARALLEL:
-        named = e.name in _SAME or e.name in _SHAPES or e.name == "table"
+        named = traits.same_on_parts or traits.shape_in or e.name == "table"
         if e.name == "reshape" and e.params.get("dimensions") is not None:
             return False
         if e.name == "dynamic_update_slice" and t.operands[1] is None:
             return False  # of that dimension a part is written
-        return not e.rule.passes and (named or e.rule.local is None)
-    plain = e.rule.local is None or e.name in _SAME
+        return not e.rule.passes and (bool(named) or e.rule.local is None)
+    plain = e.rule.local is None or traits.same_on_parts
     return t.kind == REDUCE and t.monoid in COMBINE and plain and not e.rule.masks_itself
 
 
@@ -208,10 +201,8 @@ def _one(t: Touch, piece: Piece, start: int, operands: Sequence[Any]) -> list[An
         at[t.results[0] or 0] = jnp.clip(jnp.arange(piece.size, dtype=jnp.int32) + (start - piece.start), 0, last)
         return [e.params["table"].part(operands, tuple(at))]
     changes: dict[str, Any] = {}
-    if e.name in _SHAPES:
-        at_result = t.results[0] if e.name != "slice" else t.operands[0]
-        sizes = e.params[_SHAPES[e.name]]
-        changes[_SHAPES[e.name]] = tuple(piece.size if d == at_result else n for d, n in enumerate(sizes))
+    if shape_in := traits_of(e.name).shape_in:
+        changes[shape_in] = tuple(piece.size if d == t.results[0] else n for d, n in enumerate(e.params[shape_in]))
     if e.name == "gather" and (own := t.operands[0]) is not None:
         if own not in e.params["dimension_numbers"].operand_batching_dims:
             sizes = e.params["slice_sizes"]

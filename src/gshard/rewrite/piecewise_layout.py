@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from gshard.core.program import Equation
+from gshard.core.rule import Span
 from gshard.rules.movement import index_of
 
 _TIMES = 1.25  # elements of a frame for one of its window: what lies outside is computed for nothing
@@ -83,36 +84,31 @@ class Source:
         return self.part is not None and not self.low and not self.high and self.cut is None
 
 
-def segments_of(e: Equation, dim: int) -> list[list[tuple[int, int, int]]] | None:
-    """What each result of an equation that moves elements along a dimension consists of there.
-
-    Returns:
-        for each result, the operands' positions with the elements from where up to where (of one without dimensions,
-        copies); None for what does nothing of the kind, or more.
-    """
-    found = []
+def spans_along(e: Equation, dim: int) -> list[Sequence[Span]] | None:
+    """The spans of each result of an equation that only moves elements along one dimension; None for any other."""
+    found = list[Sequence[Span]]()
     for index in index_of(e) or ():
         if [d for d, spans in enumerate(index) if spans] != [dim] or any(span.step != 1 for span in index[dim]):
             return None
-        found.append([(span.operand, span.start, span.start + span.count) for span in index[dim]])
+        found.append(index[dim])
     return found or None
 
 
-def sources_of(segments: Sequence[tuple[int, int, int]], layouts: Sequence[Layout | None]) -> list[Source] | None:
-    """The pieces of what consists of segments.
+def sources_of(spans: Sequence[Span], layouts: Sequence[Layout | None]) -> list[Source] | None:
+    """The pieces of what consists of spans.
 
     Args:
-        segments: as of ``segments_of``.
+        spans: of operands; of one without dimensions, copies.
         layouts: of the operands; None for numbers.
 
     Returns:
         None if there are too many, or two are of the same array.
     """
     found: list[Source] = []
-    for operand, start, end in segments:
-        layout = layouts[operand]
+    for span in spans:
+        operand, start, end, layout = span.operand, span.start, span.start + span.count, layouts[span.operand]
         if layout is None:
-            found += [Source(Piece(end - start, 0, end - start), operand, None)] if end > start else []
+            found += [Source(Piece(span.count, 0, span.count), operand, None)] if span.count else []
             continue
         for k, (piece, begin) in enumerate(zip(layout, starts_of(layout), strict=True)):
             low, high = max(start - begin, 0), min(end - begin, piece.length)

@@ -21,7 +21,7 @@ from typing import Any
 from gshard.core.program import Block, Equation, Value
 from gshard.rewrite.equation_graph import Array
 from gshard.rewrite.piecewise_equation import Touch, may_be_in_pieces, touched
-from gshard.rewrite.piecewise_layout import Layout, Source, is_whole, segments_of, sources_of, starts_of, whole
+from gshard.rewrite.piecewise_layout import Layout, Source, is_whole, sources_of, spans_along, starts_of, whole
 from gshard.rules.movement import index_of
 
 Split = Callable[[Value, int], int]
@@ -99,8 +99,8 @@ def _moving(e: Equation, dim: int, split: Split) -> list[Value]:
         return []
     layouts = [whole(x.shape[dim]) if x.shape else None for x in e.inputs]
     found = []
-    for segments, result in zip(segments_of(e, dim) or (), e.outputs, strict=False):
-        sources = sources_of(segments, layouts) or ()
+    for spans, result in zip(spans_along(e, dim) or (), e.outputs, strict=False):
+        sources = sources_of(spans, layouts) or ()
         for s, start in zip(sources, starts_of(tuple(s.piece for s in sources)), strict=True):
             x = e.inputs[s.operand]
             if s.part is None or s.cut is not None or not isinstance(x, Value) or (parts := split(x, dim)) == 1:
@@ -244,7 +244,7 @@ class _Search:
         known = [x for x in e.inputs if x in self.forced]
         known += [v for v in e.outputs if v in self.dims and v not in self.brought]
         dims, layouts = {self.dims[x] for x in known}, {self.layouts[x] for x in known}
-        if len(dims) == 1 and segments_of(e, dim := next(iter(dims))) is not None:
+        if len(dims) == 1 and spans_along(e, dim := next(iter(dims))) is not None:
             self.move(e, dim)
             return
         t = self.touch(e, known)
@@ -295,7 +295,7 @@ class _Search:
 
     def moves(self, e: Equation, dim: int) -> Moves | None:
         layouts = [self.layouts.get(x, whole(x.shape[dim])) if x.shape else None for x in e.inputs]
-        found = [sources_of(own, layouts) for own in segments_of(e, dim) or ()]
+        found = [sources_of(own, layouts) for own in spans_along(e, dim) or ()]
         if not found or any(own is None for own in found):
             return None
         return Moves(dim, tuple(tuple(own or ()) for own in found))

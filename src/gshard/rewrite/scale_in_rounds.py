@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 from gshard.core.program import Block, Constant, Equation, Value
 from gshard.language.passing import sums_in_range
+from gshard.language.traits import traits_of
 
 _LOOPS = ("scan", "while")
-_SUMS = ("add", "add_any")
 _SAME = ("convert_element_type", "copy", "name")
 
 # Times less, too much that is not zero would become zero.
@@ -35,7 +35,7 @@ def _changed(block: Block) -> Block:
     readers: dict[Value, list[Equation]] = {}
     carried, results = set(block.inputs), set(block.outputs)
     for e in block.equations:
-        if e.name in (*_SUMS, *_SAME) and not carried.isdisjoint(e.inputs):
+        if (_is_sum(e) or e.name in _SAME) and not carried.isdisjoint(e.inputs):
             carried.update(e.outputs)
         for v in e.inputs:
             if isinstance(v, Value):
@@ -44,7 +44,7 @@ def _changed(block: Block) -> Block:
     def is_added(v: Value) -> bool:
         """Whether all that is done with a value is scaling it, and adding it to what came into the round."""
         users = readers.get(v, [])
-        if v in results or len(users) != 1 or not (users[0].name in _SUMS or _scaled(users[0]) is not None):
+        if v in results or len(users) != 1 or not (_is_sum(users[0]) or _scaled(users[0]) is not None):
             return False
         (total,) = users[0].outputs
         return is_added(total) or (total in results and not carried.isdisjoint(users[0].inputs))
@@ -58,6 +58,10 @@ def _changed(block: Block) -> Block:
 
     equations = tuple(map(changed, block.equations))
     return block if equations == block.equations else Block(block.inputs, equations, block.outputs)
+
+
+def _is_sum(e: Equation) -> bool:
+    return traits_of(e.name).monoid == "add"
 
 
 def _scaled(e: Equation) -> int | None:

@@ -1,7 +1,7 @@
 """Segments: runs of equations that have the same context.
 
 What becomes another equation while a program is traced is looked for in each segment by itself. So nothing merges
-equations across the border of a context, and all that stands for an equation has its context.
+equations across the boundary of a context, and all that stands for an equation has its context.
 """
 
 from __future__ import annotations

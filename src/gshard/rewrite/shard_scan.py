@@ -18,6 +18,7 @@ from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Constant, Edge, Equation, Program, Value
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.language.interpret import Interpreter
+from gshard.language.traits import traits_of
 from gshard.language.transfer import changes_memory, in_memory_of, is_handed_on, transferred
 from gshard.rewrite.driver import Split, where_split
 from gshard.rewrite.equation_graph import Others
@@ -115,4 +116,4 @@ def _is_only_added_to(body: Block, start: Value, end: Value | Constant) -> bool:
     users = [q for q in body.equations for x in q.inputs if x is start or x is end]
     if producer is None or users != [producer] or sum(x is start or x is end for x in body.outputs) != 1:
         return False
-    return producer.name in ("add", "add_any") or (producer.name == "sub" and producer.inputs[0] is start)
+    return traits_of(producer.name).monoid == "add" or (producer.name == "sub" and producer.inputs[0] is start)

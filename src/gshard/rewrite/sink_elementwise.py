@@ -16,18 +16,18 @@ import numpy as np
 from jax import lax
 
 from gshard.core.program import Equation
+from gshard.language.traits import names_where, traits_of
 from gshard.rewrite.cse import common_key
 from gshard.rewrite.driver import at
 from gshard.rewrite.element_source import is_zero
 from gshard.rewrite.equation_graph import Array, Graph, again
 from gshard.rules.concatenate_slices import concatenate_slices_p
-from gshard.rules.elementwise import COMPUTED
 
 _CUTS = ("slice", "split")
 _TIMES = 2  # elements that are computed for one that is kept: half of rotary positions changes its sign
 
 
-@at("concatenate", "add", "add_any")
+@at("concatenate", *names_where(lambda traits: traits.monoid == "add"))
 def sink_elementwise(graph: Graph, e: Equation) -> Sequence[Equation] | None:
     """``concatenate(f(slice), slice)`` becomes ``where(first, f(y), y)`` of ``y = concatenate(slice, slice)``."""
     if (pieces := _pieces(graph, e)) is None:
@@ -97,7 +97,7 @@ def _pieces(graph: Graph, e: Equation) -> tuple[int, Sequence[Array]] | None:
 
 def _computed_of(q: Equation) -> int | None:
     """The only operand of an elementwise equation that is no number, if the result has its shape and dtype."""
-    if q.name not in COMPUTED:
+    if not traits_of(q.name).computes:
         return None
     arrays = [i for i, x in enumerate(q.inputs) if x.shape]
     alike = [i for i in arrays if (q.inputs[i].shape, q.inputs[i].dtype) == (q.outputs[0].shape, q.outputs[0].dtype)]

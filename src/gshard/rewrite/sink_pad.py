@@ -25,13 +25,12 @@ from jax import lax
 
 from gshard.core.program import Equation, Value
 from gshard.core.rule import REDUCE
+from gshard.language.traits import traits_of
 from gshard.rewrite.driver import over
 from gshard.rewrite.equation_graph import Array, Graph, Others, again
-from gshard.rules.elementwise import N_ARY, UNARY
 from gshard.rules.movement import one_array
-from gshard.tracing.known import Facts
+from gshard.tracing.known import KnownValues
 
-_ELEMENTWISE = frozenset((*UNARY, *N_ARY)) - {"copy_p", "name", "optimization_barrier"}
 _TIMES = 4  # elements that are computed for one that is kept
 _NEARLY = 1.25  # where it is hardly more than one
 _NODES = 64  # arrays that are followed
@@ -81,7 +80,7 @@ class _Frames:
         self.needed: set[Any] = set(graph.outputs)  # values that are computed anyway
         self.summed: set[Any] = set()  # values that may be in parts of sums
         for e in graph.equations:
-            if e.name not in _ELEMENTWISE and e.name not in ("slice", "pad"):
+            if not traits_of(e.name).computes and e.name not in ("slice", "pad"):
                 self.needed.update(e.inputs)
             if e.mark is None and (_sums(e) or (e.rule and e.rule.linear and not self.summed.isdisjoint(e.inputs))):
                 self.summed.update(e.outputs)
@@ -89,18 +88,18 @@ class _Frames:
         self.moved = {x for e in graph.equations if self._moves(e) for x in e.inputs}
 
     @functools.cached_property
-    def known(self) -> Facts:
+    def known(self) -> KnownValues:
         """The values that follow from positions along one dimension."""
-        facts = Facts(most=2**31)
+        known_values = KnownValues(most=2**31)
         for e in self.graph.equations:
             if len(e.outputs) == 1 and len(e.outputs[0].shape) <= 1:
-                facts.note(e)
-        return facts
+                known_values.note(e)
+        return known_values
 
     def _moves(self, e: Equation) -> bool:
-        if e.name in ("add", "add_any"):
+        if traits_of(e.name).monoid == "add":
             return all(self.producer(x, "pad") for x in e.inputs)
-        return e.name not in _ELEMENTWISE
+        return not traits_of(e.name).computes
 
     def producer(self, x: Array, *names: str) -> Equation | None:
         e = self.graph.producer(x, *names)
@@ -113,7 +112,7 @@ class _Frames:
         u, result = e.inputs[0], e.outputs[0]
         config = [tuple(map(int, c)) for c in e.params["padding_config"]]
         maker = self.producer(u)
-        if 0 in u.shape or maker is None or maker.name not in self.starts(result) or any(min(c) < 0 for c in config):
+        if 0 in u.shape or maker is None or not self.may_start(maker, result) or any(min(c) < 0 for c in config):
             return None
         frame = _Frame(result.shape, tuple(low for low, _, _ in config), tuple(i + 1 for _, _, i in config))
         nodes: dict[Any, _Node] = {}
@@ -140,9 +139,9 @@ class _Frames:
 
         return self.graph.write(sunk, (e.inputs[1], *leaves), (result,), e)
 
-    def starts(self, result: Value) -> Iterable[str]:
-        """What may make an array that is padded to ``result``."""
-        return _ELEMENTWISE if result in self.moved else _ELEMENTWISE | {"broadcast_in_dim"}
+    def may_start(self, maker: Equation, result: Value) -> bool:
+        """Whether an equation may make an array that is padded to ``result``."""
+        return traits_of(maker.name).computes or (maker.name == "broadcast_in_dim" and result not in self.moved)
 
     # What an array is in a frame.
 
@@ -168,7 +167,7 @@ class _Frames:
             if any(d for d in e.inputs[0].shape):
                 return _Node(frame, x)
             return _Node(frame, x, e, (self.node(e.inputs[0], frame, nodes),))
-        same = e.name in _ELEMENTWISE and all(y.shape in ((), x.shape) and not _is_key(y) for y in e.inputs)
+        same = traits_of(e.name).computes and all(y.shape in ((), x.shape) and not _is_key(y) for y in e.inputs)
         if not same or x in self.needed:
             return _Node(frame, x)
         return _Node(frame, x, e, tuple(self.node(y, frame, nodes) for y in e.inputs))

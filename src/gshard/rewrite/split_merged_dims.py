@@ -21,10 +21,11 @@ from typing import Any
 from jax import lax
 
 from gshard.core.program import Equation, Value
+from gshard.language.merged_dims import Fine, Groups, flat, groups_of
 from gshard.language.region import with_edges
+from gshard.language.traits import traits_of
 from gshard.rewrite.driver import over
 from gshard.rewrite.equation_graph import Array, Graph, Others
-from gshard.rewrite.merged_dims import ELEMENTWISE, HOW, Fine, Groups, flat, groups_of
 
 
 @over("reshape")
@@ -164,10 +165,10 @@ class _Attempt:
             return self.reshape(e)
         if not any(x in self.fine for x in e.inputs):
             return False
-        if e.name in ELEMENTWISE:
+        traits = traits_of(e.name)
+        if traits.computes:
             return self.elementwise(e)
-        how = HOW.get(e.name)
-        return how is not None and how(self, e)
+        return traits.merged is not None and traits.merged(self, e)
 
     def note(self, e: Equation, array: Value, groups: Groups, which: int = 0) -> bool:
         """Notes what a result of an equation is in fine form."""
@@ -264,7 +265,7 @@ class _Attempt:
                 return None
             return self.add(at, {**at.params, "shape": shape, "broadcast_dimensions": place.all_dims(dims)},
                             (found,), shape, dtype)  # fmt: skip
-        if at.name in ELEMENTWISE and len(at.outputs) == 1:
+        if traits_of(at.name).computes and len(at.outputs) == 1:
             operands = [self.free_in(x, wanted, at, depth - 1) for x in at.inputs]
             arrays = [x for x in operands if x is not None]
             return self.add(at, at.params, arrays, shape, dtype) if len(arrays) == len(operands) else None

@@ -31,12 +31,16 @@ from gshard.core.program import itemsize
 from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.language.registry import Call, rule
+from gshard.language.traits import set_traits
 
 # Callbacks whose device the user may choose: ``sharding=jax.sharding.SingleDeviceSharding(device)``.
 WITH_A_DEVICE = ("pure_callback", "io_callback")
 
+# They have no rule, or the user's.
+set_traits("ffi_call", "infeed", "outfeed", pure=False)
 
-@rule("pure_callback")
+
+@rule("pure_callback", pure=False)
 def pure_callback(call: Call) -> Rule:
     """Every device calls, with whole arrays; or the one that the user names.
 
@@ -52,7 +56,7 @@ def pure_callback(call: Call) -> Rule:
 ONCE = ("io_callback", "debug_callback", "debug_print")
 
 
-@rule(*ONCE)
+@rule(*ONCE, pure=False)
 def with_effects(call: Call) -> Rule:
     """The first device calls, with whole arrays, or the one that the user names; or every device with its part, if the
     user says ``partitioned``.
@@ -95,7 +99,7 @@ def with_effects(call: Call) -> Rule:
     return make.rule(*_whole(make, call), local=local, sends=sends)
 
 
-@rule("inspect_sharding")
+@rule("inspect_sharding", pure=False)
 def inspect_sharding(call: Call) -> Rule:
     """An inspection of a sharding takes the array in any sharding; no program runs it (``tracing.looks``).
 

@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 
 from gshard.core.rule import Rule
 from gshard.language.registry import Call, rule
-from gshard.rules.slicing import joined
+from gshard.rules.joining import joined
 
 concatenate_slices_p = Primitive("concatenate_slices")
 
@@ -58,7 +58,7 @@ def _shape(*xs: Any, dimension: int, slices: Sequence[tuple[int, int]], added: b
 mlir.register_lowering(concatenate_slices_p, mlir.lower_fun(_run, multiple_results=False))
 
 
-@rule("concatenate_slices")
+@rule("concatenate_slices", same_on_parts=True)
 def concatenate_slices(call: Call) -> Rule:
     """
     >>> params = {"dimension": 0, "slices": ((7, 8), (0, 7)), "added": False}

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.shards import Shards
+from gshard.core.program import Equation
 from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.language.merged_dims import Maker, emit
 from gshard.language.passing import Ways, if_finite, is_exact
 from gshard.language.registry import Call, rule
 
@@ -28,7 +30,20 @@ def in_either_finite_operand(call: Call) -> Ways:
     return if_finite(call.in_dtypes[0], (0,), (1,)) if call.in_dtypes and floats else []
 
 
-@rule("dot_general")
+def _merged(a: Maker, e: Equation) -> bool:
+    lhs, rhs = map(a.either, e.inputs)
+    summed, batch = e.params["dimension_numbers"]
+    for ours, theirs in (*zip(*summed, strict=True), *zip(*batch, strict=True)):
+        if lhs.groups[ours] != rhs.groups[theirs]:
+            return False
+    numbers = tuple((lhs.all_dims(ours), rhs.all_dims(theirs)) for ours, theirs in (summed, batch))
+    free = [[g for d, g in enumerate(x.groups) if d not in (*own, *shared)]
+            for x, own, shared in zip((lhs, rhs), summed, batch, strict=True)]  # fmt: skip
+    groups = (*(lhs.groups[d] for d in batch[0]), *free[0], *free[1])
+    return emit(a, e, (lhs.array, rhs.array), groups, dimension_numbers=numbers)
+
+
+@rule("dot_general", merged=_merged)
 def dot_general(call: Call) -> Rule:
     """Every dimension is a factor; the contracted ones are reduced by ``add``.
 

@@ -7,17 +7,35 @@ unpartitioned program has there, for every mesh (JAX's ``jax_threefry_partitiona
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from gshard.comm.shards import Shards
+from gshard.comm.shards import Shards, along
+from gshard.core.program import Equation
 from gshard.core.rule import Rule, RuleMaker
 from gshard.language.registry import Call, rule
+from gshard.language.traits import Part, Places, set_traits
 
 
-@rule("iota")
+def _iota_values(params: Mapping[str, Any]) -> np.ndarray:
+    shape, d = params["shape"], params["dimension"]
+    counted = np.arange(shape[d], dtype=params["dtype"])
+    return np.broadcast_to(counted.reshape([-1 if i == d else 1 for i in range(len(shape))]), shape)
+
+
+def _iota_at(part: Part, e: Equation, at: Places) -> Any:
+    shape = [n if i is None else i.shape[0] for n, i in zip(e.outputs[0].shape, at, strict=True)]
+    d = e.params["dimension"]
+    if at[d] is None:
+        return lax.broadcasted_iota(e.params["dtype"], shape, d)
+    return jnp.broadcast_to(along(at[d].astype(e.params["dtype"]), d, len(shape)), shape)
+
+
+@rule("iota", free=True, shape_in="shape", values=_iota_values, placed=_iota_at)
 def iota(call: Call) -> Rule:
     """Each device counts from where its part begins."""
     make = RuleMaker()
@@ -127,7 +145,10 @@ def random_split(call: Call) -> Rule:
     return make.rule([dims], [[*dims, *(make.replicate(n) for n in call.params["shape"])]])
 
 
-@rule("rng_bit_generator")
+set_traits("rng_uniform", pure=False, shared=False, fixed=True)  # each run draws other numbers; it has no rule
+
+
+@rule("rng_bit_generator", fixed=True)
 def rng_bit_generator(call: Call) -> Rule:
     """Whole: which bits an element gets depends on the algorithm and on the shape of all of them.
 

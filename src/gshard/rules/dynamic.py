@@ -23,7 +23,7 @@ from gshard.core.xla_workarounds import opaque_for_one, opaque_for_slice, taken
 from gshard.language.registry import Call, rule
 
 
-@rule("dynamic_slice")
+@rule("dynamic_slice", handed_on=True)
 def dynamic_slice(call: Call) -> Rule:
     """Dimensions taken whole are parallel.
 
@@ -61,7 +61,7 @@ def dynamic_slice(call: Call) -> Rule:
     return make.rule([operand, *starts], [result], local=local, masks_itself=True, linear=moves(0))
 
 
-@rule("dynamic_update_slice")
+@rule("dynamic_update_slice", same_on_parts=True)
 def dynamic_update_slice(call: Call) -> Rule:
     """Dimensions of the operand are parallel; the update is replicated where it covers only a part.
 

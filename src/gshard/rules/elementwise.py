@@ -11,6 +11,7 @@ and has no factor.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from gshard.core.memory_kinds import space
 from gshard.core.rule import Rule, RuleMaker, moves
 from gshard.language.passing import Ways, added, combined, if_finite, is_exact, sums_in_range
 from gshard.language.registry import Call, rule
+from gshard.language.traits import set_traits
 from gshard.language.transfer import transferred
 
 UNARY = """
@@ -37,11 +39,8 @@ nextafter or polygamma pow random_gamma_grad regularized_incomplete_beta rem sel
 shift_right_logical sub threefry2x32 xor zeta
 """.split()
 
-# What computes: copies, names and barriers say something of a value.
-COMPUTED = frozenset((*UNARY, *N_ARY)) - {"copy_p", "name", "optimization_barrier"}
 
-
-@rule(*UNARY, *N_ARY)
+@rule(*UNARY, *N_ARY, elementwise=True)
 def elementwise(call: Call) -> Rule:
     """One factor a dimension, shared by all operands and results.
 
@@ -60,6 +59,33 @@ def elementwise(call: Call) -> Rule:
     operands = [operand(s) for s in call.in_shapes]
     slow = [i for i in _SLOW_IN.get(call.name, (0,) if call.name in _SLOW else ()) if call.literal(i) is None]
     return make.rule(operands, [dims for _ in call.out_shapes], linear=_linear(call), finite=_finite(call), slow=slow)
+
+
+def _divided(x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    floats = "f" in (x.dtype.kind, y.dtype.kind)
+    exact = floats and all(np.frexp(n)[0] in (0.5, -0.5) for n in np.unique(y))
+    return np.divide(x, y) if exact else None  # some devices multiply by the inverse
+
+
+def _selected(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
+    at = np.clip(np.broadcast_to(which, cases[0].shape).astype(np.int64), 0, len(cases) - 1)
+    return np.take_along_axis(np.stack(cases), at[None], 0)[0]
+
+
+_VALUES: dict[str, Callable[..., np.ndarray | None]] = {
+    "convert_element_type": lambda x: x, "select_n": _selected, "floor": np.floor, "ceil": np.ceil, "div": _divided,
+    "neg": np.negative, "add": np.add, "sub": np.subtract, "mul": np.multiply, "and": np.bitwise_and,
+    "rem": lambda x, y: np.fmod(x, y) if y.all() else None,
+    "max": np.maximum, "min": np.minimum, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+}  # fmt: skip
+for _name, _f in _VALUES.items():
+    set_traits(_name, values=lambda params, *arrays, _f=_f: _f(*arrays))
+for _name, _monoid in {"add_any": "add", **{_m: _m for _m in ("add", "mul", "max", "min", "and", "or", "xor")}}.items():
+    set_traits(_name, monoid=_monoid)
+set_traits("copy_p", "name", remark=True)
+set_traits("copy", "copy_p", "name", "stop_gradient", handed_on=True)
+set_traits("convert_element_type", free=True)
 
 
 # What XLA calls expensive: roots, transcendental functions, and divisions but for those by a number.
@@ -187,7 +213,7 @@ def annotated(call: Call) -> Rule:
     return make.rule([dims], [dims], linear=moves(0), flops=0)
 
 
-@rule("device_put")
+@rule("device_put", shared=False)
 def device_put(call: Call) -> Rule:
     """A transfer to another memory (``language.transfer``): each device moves its own part."""
     make = RuleMaker()
@@ -196,7 +222,7 @@ def device_put(call: Call) -> Rule:
     return make.rule([dims], [dims], local=lambda shards, x: [transferred(x, to_host)], flops=0)
 
 
-@rule("optimization_barrier")
+@rule("optimization_barrier", shared=False, fixed=True, handed_on=True)
 def each_by_itself(call: Call) -> Rule:
     """Operands that pass through side by side: each has its own factors."""
     make = RuleMaker()

@@ -6,11 +6,14 @@ pad(x, 9, low=1, high=-1) of 4 elements      index ((Span(1, 0, 1), Span(0, 0, 3
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from gshard.core.program import Equation
 from gshard.core.rule import Index, Span
+from gshard.core.xla_workarounds import taken
+from gshard.language.traits import Places
 
 
 def index_of(e: Equation) -> tuple[Index, ...] | None:
@@ -48,3 +51,11 @@ def elements(index: Index, arrays: Sequence[np.ndarray]) -> np.ndarray:
                 parts.append(np.full(shape, x, found.dtype))
         found = np.concatenate(parts, d) if parts else found
     return found
+
+
+def at_places(x: Any, at: Places) -> Any:
+    """The elements of an array at some positions of each dimension."""
+    for d, i in enumerate(at):
+        if i is not None:
+            x = taken(x, i, d)
+    return x

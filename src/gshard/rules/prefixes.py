@@ -20,11 +20,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from gshard.comm.shards import Shards, rest_bytes
-from gshard.core.jax_adapter import bind
 from gshard.core.mesh import Mesh
-from gshard.core.program import Constant, Equation, Value, itemsize
+from gshard.core.program import Equation, Value, itemsize
 from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split
+from gshard.language.interpret import Interpreter, value_of
 from gshard.language.registry import Call, rule
 
 _FEW = 16  # parts
@@ -53,18 +53,22 @@ class Combination:
 
     def __call__(self, left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
         """Combines arrays of one shape."""
-        shape = left[0].shape
         env: dict[Any, Any] = dict(zip((*self.left, *self.right), (*left, *right), strict=True))
+        _InShape(left[0].shape).evaluate(self.equations, env)
+        return [value_of(x, env) for x in self.results]
 
-        def read(x: Value | Constant) -> Any:
-            return x.value if isinstance(x, Constant) else env[x]
 
-        for e in self.equations:
-            if e.name == "broadcast_in_dim":
-                env[e.outputs[0]] = jnp.broadcast_to(jnp.asarray(read(e.inputs[0]), e.outputs[0].dtype), shape)
-            else:
-                env.update(zip(e.outputs, bind(e.primitive, e.params, [read(x) for x in e.inputs]), strict=True))
-        return [read(x) for x in self.results]
+@dataclasses.dataclass(frozen=True)
+class _InShape(Interpreter):
+    """Runs elementwise equations on arrays of another shape than that which they were traced with."""
+
+    shape: tuple[int, ...]
+
+    def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Runs one equation; a number is broadcast to the shape."""
+        if e.name == "broadcast_in_dim":
+            return [jnp.broadcast_to(jnp.asarray(inputs[0], e.outputs[0].dtype), self.shape)]
+        return super().equation(e, inputs)
 
 
 @associative_scan_p.def_impl

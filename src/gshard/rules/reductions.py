@@ -12,13 +12,15 @@ from jax import lax
 
 from gshard.comm.shards import Shards, along, identity, mask, rest_bytes
 from gshard.core.mesh import Mesh
-from gshard.core.program import itemsize
+from gshard.core.program import Equation, itemsize
 from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.core.xla_workarounds import with_initial
 from gshard.language.computation import monoid_of, skipping
+from gshard.language.merged_dims import Maker, emit
 from gshard.language.passing import combined, if_finite
 from gshard.language.registry import Call, rule
+from gshard.language.traits import set_traits
 
 _MONOIDS = {
     "reduce_sum": "add",
@@ -34,7 +36,15 @@ _MONOIDS = {
 _EXTREMES = {"reduce_max": lax.reduce_max, "reduce_min": lax.reduce_min}
 
 
-@rule(*_MONOIDS)
+def _merged(a: Maker, e: Equation) -> bool:
+    own, axes = a.either(e.inputs[0]), e.params["axes"]
+    if len(e.inputs) > 1 or (e.name not in _MONOIDS and any(len(own.groups[d]) > 1 for d in axes)):
+        return False
+    groups = tuple(g for d, g in enumerate(own.groups) if d not in axes)
+    return emit(a, e, (own.array,), groups, axes=own.all_dims(axes))
+
+
+@rule(*_MONOIDS, merged=_merged)
 def reduction(call: Call) -> Rule:
     """Reduced dimensions combine by the primitive's monoid; the others are parallel.
 
@@ -124,7 +134,10 @@ def _fold_valid(valid: Any, xs: Sequence[Any], inits: Sequence[Any], jaxpr: Any,
     return list(lax.reduce((valid, *xs), (np.False_, *inits), skipping(jaxpr), axes)[1:])
 
 
-@rule("argmax", "argmin")
+set_traits(*_EXTREMES, same_on_parts=True)
+
+
+@rule("argmax", "argmin", same_on_parts=True, merged=_merged)
 def arg_reduction(call: Call) -> Rule:
     """Every shard offers its own extreme with its position; the best of them wins, the first among equals.
 
@@ -166,7 +179,12 @@ def arg_reduction(call: Call) -> Rule:
 _RUNNING = {"cumsum": "add", "cumprod": "mul", "cummax": "max", "cummin": "min", "cumlogsumexp": "logaddexp"}
 
 
-@rule(*_RUNNING)
+def _running_merged(a: Maker, e: Equation) -> bool:
+    own, axis = a.either(e.inputs[0]), e.params["axis"]
+    return len(own.groups[axis]) == 1 and emit(a, e, (own.array,), own.groups, axis=own.dims(axis)[0])
+
+
+@rule(*_RUNNING, same_on_parts=True, merged=_running_merged)
 def cumulative(call: Call) -> Rule:
     """Each shard runs by itself, and then continues where the shards before it ended: one number from each.
 

@@ -4,20 +4,56 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 from gshard.comm.halo import Window
 from gshard.comm.shards import Shards
 from gshard.core.mesh import Mesh
-from gshard.core.program import itemsize
+from gshard.core.program import Equation, itemsize
 from gshard.core.rule import Rule, RuleMaker, moves
 from gshard.core.split import Split, place
+from gshard.language.merged_dims import Fine, Maker, emit, flat
 from gshard.language.registry import Call, rule
+from gshard.language.traits import Part, Places
+from gshard.rules.movement import at_places
 
 
-@rule("broadcast_in_dim")
+def _broadcast_values(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
+    shape, dims = params["shape"], params["broadcast_dimensions"]
+    spread = [1] * len(shape)
+    for d, n in zip(dims, x.shape, strict=True):
+        spread[d] = n
+    return np.broadcast_to(x.reshape(spread), shape)
+
+
+def _broadcast_merged(a: Maker, e: Equation) -> bool:
+    own, dims, shape = a.either(e.inputs[0]), e.params["broadcast_dimensions"], e.params["shape"]
+    groups: list[tuple[int, ...]] = [(n,) for n in shape]
+    for d, group in zip(dims, own.groups, strict=True):
+        if math.prod(group) == shape[d]:
+            groups[d] = group
+        elif len(group) > 1:
+            return False
+    made = Fine(e.outputs[0], tuple(groups), frozenset())
+    sizes = {"shape": flat(made.groups), "broadcast_dimensions": made.all_dims(dims)}
+    return emit(a, e, (own.array,), made.groups, **sizes)
+
+
+def _broadcast_at(part: Part, e: Equation, at: Places) -> Any:
+    (x,), dims = e.inputs[:1], e.params["broadcast_dimensions"]
+    shape = [n if i is None else i.shape[0] for n, i in zip(e.outputs[0].shape, at, strict=True)]
+    own = tuple(None if n == 1 else at[d] for n, d in zip(x.shape, dims, strict=True))
+    return lax.broadcast_in_dim(part.of(x, own), shape, dims)
+
+
+@rule(
+    "broadcast_in_dim", free=True, shared=False, shape_in="shape",
+    values=_broadcast_values, merged=_broadcast_merged, placed=_broadcast_at,
+)  # fmt: skip
 def broadcast_in_dim(call: Call) -> Rule:
     """Operand dimensions keep their factor; new ones, and those stretched from size 1, get one of their own.
 
@@ -37,7 +73,23 @@ def broadcast_in_dim(call: Call) -> Rule:
     return make.rule([operand], [result], local=local, linear=moves(0))
 
 
-@rule("transpose")
+def _transpose_merged(a: Maker, e: Equation) -> bool:
+    own, order = a.either(e.inputs[0]), e.params["permutation"]
+    return emit(a, e, (own.array,), tuple(own.groups[d] for d in order), permutation=own.all_dims(order))
+
+
+def _transpose_at(part: Part, e: Equation, at: Places) -> Any:
+    order = e.params["permutation"]
+    own: list[Any] = [None] * len(order)
+    for d, source in enumerate(order):
+        own[source] = at[d]
+    return lax.transpose(part.of(e.inputs[0], tuple(own)), order)
+
+
+@rule(
+    "transpose", values=lambda params, x: x.transpose(params["permutation"]),
+    merged=_transpose_merged, placed=_transpose_at,
+)  # fmt: skip
 def transpose(call: Call) -> Rule:
     """
     >>> print(transpose(Call("transpose", {"permutation": (2, 0, 1)}, ((4, 5, 6),), ((6, 4, 5),), ("f",))))
@@ -48,7 +100,23 @@ def transpose(call: Call) -> Rule:
     return make.rule([dims], [[dims[d] for d in call.params["permutation"]]], linear=moves(0))
 
 
-@rule("squeeze")
+def _squeeze_merged(a: Maker, e: Equation) -> bool:
+    own, dims = a.either(e.inputs[0]), {d % len(e.inputs[0].shape) for d in e.params["dimensions"]}
+    groups = tuple(g for d, g in enumerate(own.groups) if d not in dims)
+    return emit(a, e, (own.array,), groups, dimensions=own.all_dims(sorted(dims)))
+
+
+def _squeeze_at(part: Part, e: Equation, at: Places) -> Any:
+    (x,), dropped = e.inputs, {d % len(e.inputs[0].shape) for d in e.params["dimensions"]}
+    rest = iter(at)
+    own = tuple(None if d in dropped else next(rest) for d in range(len(x.shape)))
+    return lax.squeeze(part.of(x, own), tuple(dropped))
+
+
+@rule(
+    "squeeze", free=True, handed_on=True, values=lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
+    merged=_squeeze_merged, placed=_squeeze_at,
+)  # fmt: skip
 def squeeze(call: Call) -> Rule:
     """Dropped dimensions have no factor, the others are parallel."""
     dropped = {d % len(call.in_shapes[0]) for d in call.params["dimensions"]}
@@ -57,7 +125,28 @@ def squeeze(call: Call) -> Rule:
     return make.rule([dims], [[dim for d, dim in enumerate(dims) if d not in dropped]], linear=moves(0))
 
 
-@rule("reshape")
+def _reshape_values(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
+    return (x if params["dimensions"] is None else x.transpose(params["dimensions"])).reshape(params["new_sizes"])
+
+
+def _reshape_at(part: Part, e: Equation, at: Places) -> Any:
+    (x,), target = e.inputs[:1], e.outputs[0].shape
+    if e.params["dimensions"] is not None:
+        return at_places(lax.reshape(part.of(x, (None,) * len(x.shape)), target, e.params["dimensions"]), at)
+    same = {(math.prod(x.shape[:d]), n): d for d, n in enumerate(x.shape)}
+    own: list[Any] = [None] * len(x.shape)
+    left, shape = list(at), list(target)
+    for d, (n, i) in enumerate(zip(target, at, strict=True)):
+        source = same.get((math.prod(target[:d]), n))
+        if i is not None and n > 1 and source is not None:
+            own[source], left[d], shape[d] = i, None, i.shape[0]
+    return at_places(lax.reshape(part.of(x, tuple(own)), shape), tuple(left))
+
+
+@rule(
+    "reshape", free=True, handed_on=True, shape_in="new_sizes",
+    values=_reshape_values, placed=_reshape_at,
+)  # fmt: skip
 def reshape(call: Call) -> Rule:
     """Dimensions that are regrouped share factors; of runs that do not line up the major dimensions communicate.
 

@@ -1,6 +1,6 @@
-"""Static windows along dimensions: slice, pad, concatenate, split and reverse.
+"""Static windows along dimensions: slice, pad and reverse (``rules.joining``: concatenate, split).
 
-An unchanged dimension is parallel. One that is cut, padded, joined or reversed is a ``communicate`` factor:
+An unchanged dimension is parallel. One that is cut, padded or reversed is a ``communicate`` factor:
 its operand and result are cut in parts of their own sizes, and each device fetches from its neighbours the elements
 that its part of the result needs (a halo exchange; ``comm.halo``).
 
@@ -10,27 +10,78 @@ that its part of the result needs (a halo exchange; ``comm.halo``).
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gshard.comm.halo import Window
-from gshard.comm.route import Chunk, Route, routed
-from gshard.comm.shards import Shards, rest_bytes
+from gshard.comm.shards import Shards, along, rest_bytes
 from gshard.comm.steps import PERMUTE
 from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.program import Equation, Value
 from gshard.core.rule import REDUCE, Rule, RuleMaker, Span, moves
 from gshard.core.split import Split
 from gshard.core.xla_workarounds import ppermute
+from gshard.language.merged_dims import Groups, Maker, emit, flat
 from gshard.language.registry import Call, rule
+from gshard.language.traits import Part, Places
+from gshard.rules.movement import one_array
 
 
-@rule("slice")
+def parts_merged(a: Maker, e: Equation) -> bool:
+    """Parts of an array whose merged dimensions are apart."""
+    made = [_cut_merged(a, e, cuts) for cuts in one_array(e)]
+    return None not in made and all([a.note(e, *own, i) for i, own in enumerate(made) if own is not None])
+
+
+def _cut_merged(a: Maker, e: Equation, cuts: Sequence[Span]) -> tuple[Value, Groups] | None:
+    """A part of an array: of a merged dimension all, or one of the first that it was merged from."""
+    own, out = a.either(e.inputs[0]), e.outputs[0]
+    every: list[tuple[int, int, int]] = []
+    groups: list[tuple[int, ...]] = []
+    dropped: list[int] = []
+    for d, (group, span) in enumerate(zip(own.groups, cuts, strict=True)):
+        start, step, end = span.start, span.step, span.start + span.step * (span.count - 1) + 1
+        inner = [(0, n, 1) for n in group[1:]]
+        m = math.prod(group[1:])
+        if len(group) == 1:
+            every.append((start, end, step))
+            groups.append((span.count,))
+        elif (start, end, step) == (0, math.prod(group), 1):
+            every += [(0, group[0], 1), *inner]
+            groups.append(group)
+        elif (end - start, start % m, step) == (m, 0, 1):
+            every += [(start // m, end // m, 1), *inner]
+            groups.append(group[1:])
+            dropped.append(own.dims(d)[0])
+        else:
+            return None
+    params = dict(zip(("start_indices", "limit_indices", "strides"), zip(*every, strict=True), strict=True))
+    shape = tuple(-(-(end - start) // step) for start, end, step in every)
+    made = a.add(e, params, (own.array,), shape, out.dtype, lax.slice_p)
+    if dropped:
+        made = a.add(e, {"dimensions": tuple(dropped)}, (made,), flat(tuple(groups)), out.dtype, lax.squeeze_p)
+    return made, tuple(groups)
+
+
+def _slice_at(part: Part, e: Equation, at: Places) -> Any:
+    (x,), starts, limits = e.inputs, e.params["start_indices"], e.params["limit_indices"]
+    steps = e.params["strides"] or (1,) * len(starts)
+    own = tuple(i if i is None else a + s * i for i, a, s in zip(at, starts, steps, strict=True))
+    found = part.of(x, own)
+    for d, i in enumerate(at):
+        if i is None:
+            found = lax.slice_in_dim(found, starts[d], limits[d], steps[d], d)
+    return found
+
+
+@rule("slice", moves=True, handed_on=True, shape_in="limit_indices", merged=parts_merged, placed=_slice_at)
 def slice_(call: Call) -> Rule:
     """Result part ``i`` begins at ``start + stride * i * size``.
 
@@ -97,12 +148,12 @@ def slice_(call: Call) -> Rule:
         return total
 
     spans = zip(source, starts, target, strides, strict=True)
-    index = tuple(_taken(n, int(start), m, int(stride)) for n, start, m, stride in spans)
+    index = tuple(taken_spans(n, int(start), m, int(stride)) for n, start, m, stride in spans)
     linear = moves(0)
     return make.rule([dims], [result], local=local, masks_itself=True, sends=sends, linear=linear, index=[index])
 
 
-def _taken(n: int, start: int, count: int, step: int = 1) -> tuple[Span, ...]:
+def taken_spans(n: int, start: int, count: int, step: int = 1) -> tuple[Span, ...]:
     """The spans of one dimension of the first operand; none for all of it."""
     return () if (start, count, step) == (0, n, 1) else (Span(0, start, count, step),)
 
@@ -116,7 +167,32 @@ def _element(shards: Shards, x: Any, dim: int, index: int, factor: int) -> Any:
     return jnp.where(mine, lax.slice_in_dim(x, at, at + 1, axis=dim), jnp.zeros((), x.dtype))
 
 
-@rule("pad")
+def _pad_merged(a: Maker, e: Equation) -> bool:
+    own, out = a.either(e.inputs[0]), e.outputs[0]
+    config = [tuple(map(int, c)) for c in e.params["padding_config"]]
+    if any(len(g) > 1 and any(c) for g, c in zip(own.groups, config, strict=True)):
+        return False
+    groups = tuple(g if len(g) > 1 else (n,) for g, n in zip(own.groups, out.shape, strict=True))
+    every = tuple(c for g, c in zip(groups, config, strict=True) for _ in g)
+    return emit(a, e, (own.array, e.inputs[1]), groups, padding_config=every)
+
+
+def _pad_at(part: Part, e: Equation, at: Places) -> Any:
+    (x, value), config = e.inputs, [(int(a), int(b), int(c)) for a, b, c in e.params["padding_config"]]
+    own: list[Any] = list(at)
+    inside = jnp.ones((1,) * len(at), jnp.bool_)
+    for d, (n, i, (low, _, interior)) in enumerate(zip(x.shape, at, config, strict=True)):
+        if i is not None:
+            k, left = (i - low) // (interior + 1), (i - low) % (interior + 1)
+            own[d] = jnp.clip(k, 0, max(n - 1, 0))
+            inside &= along((left == 0) & (k >= 0) & (k < n), d, len(at))
+    number = part.of(value, ())
+    remaining = [c if i is None else (0, 0, 0) for c, i in zip(config, at, strict=True)]
+    found = lax.pad(part.of(x, tuple(own)), number, remaining)
+    return jnp.where(inside, found, number)
+
+
+@rule("pad", moves=True, same_on_parts=True, merged=_pad_merged, placed=_pad_at)
 def pad(call: Call) -> Rule:
     """Result part ``i`` begins at ``i * size - low``, in the coordinates of the operand spread by the interior padding.
 
@@ -159,7 +235,18 @@ def _filled(low: int, high: int, interior: int, n: int) -> tuple[Span, ...]:
     return tuple(span for span in (Span(1, 0, low), kept, Span(1, 0, high)) if span.count > 0)
 
 
-@rule("rev")
+def _rev_at(part: Part, e: Equation, at: Places) -> Any:
+    (x,), dims = e.inputs, e.params["dimensions"]
+    own = tuple(
+        n - 1 - i if i is not None and d in dims else i for d, (n, i) in enumerate(zip(x.shape, at, strict=True))
+    )
+    return lax.rev(part.of(x, own), [d for d in dims if at[d] is None])
+
+
+@rule(
+    "rev", moves=True, same_on_parts=True, values=lambda params, x: np.flip(x, tuple(params["dimensions"])),
+    placed=_rev_at,
+)  # fmt: skip
 def rev(call: Call) -> Rule:
     """Parts are reversed at home and change places, first with last; the padding, now in front, is shifted out."""
     (shape,) = call.in_shapes
@@ -201,124 +288,6 @@ def _mirrored(shards: Shards, x: Any, atoms: Atoms) -> Any:
     # From the other end every atom counts backwards, whatever their order; JAX wants that of the mesh.
     last = shards.mesh.count(atoms) - 1
     return ppermute(x, tuple(a for a in shards.mesh.atoms if a in atoms), [(i, last - i) for i in range(last + 1)])
-
-
-@rule("concatenate")
-def concatenate(call: Call) -> Rule:
-    """Result part ``i`` takes from each operand the window where the two overlap.
-
-    >>> print(concatenate(Call("concatenate", {"dimension": 0}, ((3, 2), (5, 2)), ((8, 2),), ("f", "f"))))
-    a b, a b -> a b; communicate a
-    """
-    axis = call.params["dimension"]
-    return joined(call, axis, [(0, shape[axis]) for shape in call.in_shapes])
-
-
-def joined(call: Call, axis: int, chunks: Sequence[tuple[int, int]]) -> Rule:
-    """The rule of operands, cut from one element to another along ``axis`` and laid side by side.
-
-    An operand without dimensions is a number: as many copies of it.
-    """
-    (target,) = call.out_shapes
-    make = RuleMaker()
-    lengths = [shape[axis] if shape else None for shape in call.in_shapes]
-    largest = max(target[axis], *(n for n in lengths if n is not None))
-    dims = [cut(call, make, largest) if d == axis else make.factor(n) for d, n in enumerate(target)]
-    at = list(itertools.accumulate((end - start for start, end in chunks), initial=0))
-
-    def route(parts: int, begins: Sequence[int]) -> Route:
-        """From the parts of all operands to that of the result; operand ``k``'s begins at ``begins[k]``."""
-        wanted: list[Chunk] = []
-        for (start, end), to, begin, n in zip(chunks, at[:-1], begins, lengths, strict=True):
-            if n is not None:
-                wanted += _moved(start, end, to, n, target[axis], parts, begin, 0)
-        return routed(tuple(wanted))
-
-    def local(shards: Shards, *xs: Any) -> list[Any]:
-        atoms = shards.atoms(dims[axis][0])
-        if not atoms:
-            return shards.bind(*xs)
-        # Parts of all operands are side by side; one that is used twice is there once.
-        distinct = list({id(x): x for x in xs if x.shape}.values())
-        begin = dict(zip(map(id, distinct), itertools.accumulate((x.shape[axis] for x in distinct), initial=0)))
-        x = lax.concatenate(distinct, axis) if len(distinct) > 1 else distinct[0]
-        way = route(shards.mesh.count(atoms), [begin.get(id(x), 0) for x in xs])
-        size = shards.out_shape()[axis]
-        x = shards.route(x, axis, atoms, way, size)
-        position = lax.axis_index(atoms) * size + lax.broadcasted_iota(jnp.int32, x.shape, axis)
-        for number, low, high in zip(xs, at[:-1], at[1:], strict=True):
-            if not number.shape:
-                x = jnp.where((position >= low) & (position < high), jnp.asarray(number, x.dtype), x)
-        return [x]
-
-    def sends(mesh: Mesh, split: Split) -> int:
-        parts = mesh.count(split.get(dims[axis][0], ()))
-        rest = rest_bytes(target, call.in_dtypes[0], axis, dims, split, mesh)
-        return rest * sum(route(parts, [0] * len(chunks)).messages) if parts > 1 else 0
-
-    linear = moves(*range(len(call.in_shapes)))
-    operands = [dims if shape else [] for shape in call.in_shapes]
-    spans = tuple(Span(i, int(start), int(end - start)) for i, (start, end) in enumerate(chunks))
-    index = tuple(spans if d == axis else () for d in range(len(target)))
-    return make.rule(operands, [dims], local=local, sends=sends, linear=linear, index=[index])
-
-
-@rule("split")
-def split(call: Call) -> Rule:
-    """Part ``i`` of each result takes from the operand the window where it and the result overlap.
-
-    >>> print(split(Call("split", {"axis": 0, "sizes": (3, 5)}, ((8, 2),), ((3, 2), (5, 2)), ("f",))))
-    a b -> a b, a b; communicate a
-    """
-    axis, sizes, (source,) = call.params["axis"], tuple(map(int, call.params["sizes"])), call.in_shapes
-    make = RuleMaker()
-    dims = [cut(call, make, n) if d == axis else make.factor(n) for d, n in enumerate(source)]
-
-    def route(parts: int) -> Route:
-        """From the parts of the operand to those of all results, which are side by side."""
-        wanted: list[Chunk] = []
-        start = begin = 0
-        for n in sizes:
-            wanted += _moved(start, start + n, 0, source[axis], n, parts, 0, begin)
-            start, begin = start + n, begin - (-n // parts)
-        return routed(tuple(wanted))
-
-    def local(shards: Shards, x: Any) -> list[Any]:
-        if not (atoms := shards.atoms(dims[axis][0])):
-            return shards.bind(x)
-        rooms = [shards.out_shape(i)[axis] for i in range(len(sizes))]
-        x = shards.route(x, axis, atoms, route(shards.mesh.count(atoms)), sum(rooms))
-        return list(lax.split(x, rooms, axis))
-
-    def sends(mesh: Mesh, split: Split) -> int:
-        parts = mesh.count(split.get(dims[axis][0], ()))
-        rest = rest_bytes(source, call.in_dtypes[0], axis, dims, split, mesh)
-        return rest * sum(route(parts).messages) if parts > 1 else 0
-
-    ends = itertools.accumulate(sizes)
-    spans = [_taken(source[axis], end - size, size) for end, size in zip(ends, sizes, strict=True)]
-    index = [tuple(own if d == axis else () for d in range(len(source))) for own in spans]
-    return make.rule([dims], [dims for _ in sizes], local=local, sends=sends, linear=moves(0), index=index)
-
-
-def _moved(
-    start: int, end: int, at: int, source: int, target: int, parts: int, begin: int, beginning: int
-) -> Iterator[Chunk]:
-    """The chunks in which elements move that two cuts of a dimension hold.
-
-    Args:
-        start, end: the elements of the source.
-        at: the position of the first of them in the target.
-        source, target: how many elements there are in either.
-        parts: in how many both are cut.
-        begin, beginning: where parts begin in the arrays that hold them.
-    """
-    have, want = -(-source // parts), -(-target // parts)
-    while start < end:
-        (sender, low), (receiver, to) = divmod(start, have), divmod(at, want)
-        length = min(end - start, have - low, want - to)
-        yield Chunk(sender, begin + low, receiver, beginning + to, length)
-        start, at = start + length, at + length
 
 
 def cut(call: Call, make: RuleMaker, n: int) -> tuple[int, ...]:

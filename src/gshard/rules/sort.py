@@ -19,7 +19,7 @@ from gshard.core.split import Split
 from gshard.language.registry import Call, rule
 
 
-@rule("sort")
+@rule("sort", same_on_parts=True)
 def sort(call: Call) -> Rule:
     """The ordered dimension exchanges: gathered, moved crosswise or as columns, whichever sends least (comm.sorting).
 

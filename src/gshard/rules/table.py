@@ -17,25 +17,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from gshard.comm.shards import Shards, along
+from gshard.comm.shards import Shards
 from gshard.core.program import Constant, Equation, Value
 from gshard.core.rule import Rule, RuleMaker
-from gshard.core.xla_workarounds import taken
 from gshard.language.registry import Call, rule
-from gshard.rules.elementwise import N_ARY, UNARY
-
-ELEMENTWISE = frozenset((*UNARY, *N_ARY)) - {"name", "copy_p", "threefry2x32"}
-MOVERS = frozenset(("concatenate", "pad", "rev", "slice"))
-PLACED = MOVERS | {"iota", "broadcast_in_dim", "transpose", "squeeze", "reshape"}
-
-_LOOK_UP = 8  # operations that are no more than looking up an element
-
-At = tuple[Any, ...]
-"""For each dimension int32 [m], the positions that are wanted, or None for all."""
+from gshard.language.traits import Places, traits_of
 
 table_p = Primitive("table")
 
@@ -45,7 +34,7 @@ class Table:
     """How an array is made of positions and numbers.
 
     Attributes:
-        equations: in order; of names in `ELEMENTWISE` and `PLACED`.
+        equations: in order; elementwise, or of primitives with the trait ``placed``.
         numbers: the values without dimensions that they read from elsewhere.
         result: what the last one makes.
     """
@@ -54,7 +43,7 @@ class Table:
     numbers: tuple[Value, ...]
     result: Value
 
-    def part(self, numbers: Sequence[Any], at: At) -> Any:
+    def part(self, numbers: Sequence[Any], at: Places) -> Any:
         """The elements at some positions of each dimension."""
         return _Part(self, numbers).of(self.result, at)
 
@@ -67,7 +56,7 @@ class _Part:
         self.numbers = dict(zip(table.numbers, numbers, strict=True))
         self.known: dict[Any, Any] = {}
 
-    def of(self, x: Value | Constant, at: At) -> Any:
+    def of(self, x: Value | Constant, at: Places) -> Any:
         if isinstance(x, Constant):
             return x.value
         if x in self.numbers:
@@ -78,109 +67,20 @@ class _Part:
             self.known[key] = self._made(self.makers[x], at), at
         return self.known[key][0]
 
-    def _made(self, e: Equation, at: At) -> Any:
-        if e.name in ELEMENTWISE:
+    def _made(self, e: Equation, at: Places) -> Any:
+        traits = traits_of(e.name)
+        if traits.computes:
             shape = e.outputs[0].shape
             return e.primitive.bind(*(self.of(x, _of_operand(x.shape, shape, at)) for x in e.inputs), **e.params)
         if all(positions is None for positions in at):
             return e.primitive.bind(*(self.of(x, (None,) * len(x.shape)) for x in e.inputs), **e.params)
-        return getattr(self, f"_{e.name}")(e, at)
-
-    def _iota(self, e: Equation, at: At) -> Any:
-        shape = [n if i is None else i.shape[0] for n, i in zip(e.outputs[0].shape, at, strict=True)]
-        d = e.params["dimension"]
-        if at[d] is None:
-            return lax.broadcasted_iota(e.params["dtype"], shape, d)
-        return jnp.broadcast_to(along(at[d].astype(e.params["dtype"]), d, len(shape)), shape)
-
-    def _broadcast_in_dim(self, e: Equation, at: At) -> Any:
-        (x,), dims = e.inputs[:1], e.params["broadcast_dimensions"]
-        shape = [n if i is None else i.shape[0] for n, i in zip(e.outputs[0].shape, at, strict=True)]
-        own = tuple(None if n == 1 else at[d] for n, d in zip(x.shape, dims, strict=True))
-        return lax.broadcast_in_dim(self.of(x, own), shape, dims)
-
-    def _transpose(self, e: Equation, at: At) -> Any:
-        order = e.params["permutation"]
-        own: list[Any] = [None] * len(order)
-        for d, source in enumerate(order):
-            own[source] = at[d]
-        return lax.transpose(self.of(e.inputs[0], tuple(own)), order)
-
-    def _squeeze(self, e: Equation, at: At) -> Any:
-        (x,), dropped = e.inputs, {d % len(e.inputs[0].shape) for d in e.params["dimensions"]}
-        rest = iter(at)
-        own = tuple(None if d in dropped else next(rest) for d in range(len(x.shape)))
-        return lax.squeeze(self.of(x, own), tuple(dropped))
-
-    def _reshape(self, e: Equation, at: At) -> Any:
-        (x,), target = e.inputs[:1], e.outputs[0].shape
-        same = {(math.prod(x.shape[:d]), n): d for d, n in enumerate(x.shape)}
-        own: list[Any] = [None] * len(x.shape)
-        left, shape = list(at), list(target)
-        for d, (n, i) in enumerate(zip(target, at, strict=True)):
-            source = same.get((math.prod(target[:d]), n))
-            if i is not None and n > 1 and source is not None:
-                own[source], left[d], shape[d] = i, None, i.shape[0]
-        return _taken(lax.reshape(self.of(x, tuple(own)), shape), tuple(left))
-
-    def _rev(self, e: Equation, at: At) -> Any:
-        (x,), dims = e.inputs, e.params["dimensions"]
-        own = tuple(
-            n - 1 - i if i is not None and d in dims else i for d, (n, i) in enumerate(zip(x.shape, at, strict=True))
-        )
-        return lax.rev(self.of(x, own), [d for d in dims if at[d] is None])
-
-    def _slice(self, e: Equation, at: At) -> Any:
-        (x,), starts, limits = e.inputs, e.params["start_indices"], e.params["limit_indices"]
-        steps = e.params["strides"] or (1,) * len(starts)
-        own = tuple(i if i is None else a + s * i for i, a, s in zip(at, starts, steps, strict=True))
-        found = self.of(x, own)
-        for d, i in enumerate(at):
-            if i is None:
-                found = lax.slice_in_dim(found, starts[d], limits[d], steps[d], d)
-        return found
-
-    def _pad(self, e: Equation, at: At) -> Any:
-        (x, value), config = e.inputs, [(int(a), int(b), int(c)) for a, b, c in e.params["padding_config"]]
-        own: list[Any] = list(at)
-        inside = jnp.ones((1,) * len(at), jnp.bool_)
-        for d, (n, i, (low, _, interior)) in enumerate(zip(x.shape, at, config, strict=True)):
-            if i is not None:
-                k, left = (i - low) // (interior + 1), (i - low) % (interior + 1)
-                own[d] = jnp.clip(k, 0, max(n - 1, 0))
-                inside &= along((left == 0) & (k >= 0) & (k < n), d, len(at))
-        number = self.of(value, ())
-        remaining = [c if i is None else (0, 0, 0) for c, i in zip(config, at, strict=True)]
-        found = lax.pad(self.of(x, tuple(own)), number, remaining)
-        return jnp.where(inside, found, number)
-
-    def _concatenate(self, e: Equation, at: At) -> Any:
-        d = e.params["dimension"]
-        i = at[d]
-        if i is None:
-            return lax.concatenate([self.of(x, at) for x in e.inputs], d)
-        # Each operand at all positions may be more than all of it, and what looking it up takes.
-        if e.outputs[0].shape[d] + _LOOK_UP * i.shape[0] < len(e.inputs) * i.shape[0]:
-            return _taken(self.of(e.outputs[0], (*at[:d], None, *at[d + 1 :])), (*(None,) * d, i))
-        found, end = None, sum(x.shape[d] for x in e.inputs)
-        for x in reversed(e.inputs):
-            end -= x.shape[d]
-            if x.shape[d]:
-                own = self.of(x, (*at[:d], jnp.clip(i - end, 0, x.shape[d] - 1), *at[d + 1 :]))
-                found = own if found is None else jnp.where(along(i < end + x.shape[d], d, len(at)), own, found)
-        return found
+        assert traits.placed is not None
+        return traits.placed(self, e, at)
 
 
-def _of_operand(own: tuple[int, ...], shape: tuple[int, ...], at: At) -> At:
+def _of_operand(own: tuple[int, ...], shape: tuple[int, ...], at: Places) -> Places:
     """The positions of an operand, which has no dimensions or those of the result, some of them 1."""
     return tuple(None if n == 1 and m != 1 else i for n, m, i in zip(own, shape, at, strict=True)) if own else ()
-
-
-def _taken(x: Any, at: At) -> Any:
-    for d, i in enumerate(at):
-        if i is not None:
-            x = taken(x, i, d)
-    return x
 
 
 @table_p.def_impl
@@ -210,5 +110,5 @@ def table(call: Call) -> Rule:
                 at[d] = jnp.minimum(jnp.arange(m, dtype=jnp.int32) + shards.offset(result[d]), max(n - 1, 0))
         return [made.part(numbers, tuple(at))]
 
-    flops = sum(math.prod(e.outputs[0].shape) for e in made.equations if e.name in ELEMENTWISE)
+    flops = sum(math.prod(e.outputs[0].shape) for e in made.equations if traits_of(e.name).computes)
     return make.rule([[] for _ in call.in_shapes], [result], local=local, flops=flops)

@@ -43,10 +43,10 @@ def sliding(n: int, m: int, size: int, stride: int, low: int, base: int, dilatio
     return window
 
 
-_MONOIDS = {"reduce_window_sum": "add", "reduce_window_max": "max", "reduce_window_min": "min"}
+MONOIDS = {"reduce_window_sum": "add", "reduce_window_max": "max", "reduce_window_min": "min"}
 
 
-@rule(*_MONOIDS, "reduce_window", "select_and_gather_add")
+@rule(*MONOIDS, "reduce_window", "select_and_gather_add")
 def pooling(call: Call) -> Rule:
     """Dimensions with a window of one element are parallel, the others exchange halos.
 
@@ -64,7 +64,7 @@ def pooling(call: Call) -> Rule:
     target, p = call.out_shapes[0], call.params
     # All operands are arrays but the initial values of a generic reduction, one for each array.
     count, shape = len(call.out_shapes) if call.name == "reduce_window" else len(call.in_shapes), call.in_shapes[0]
-    monoid = _MONOIDS.get(call.name)
+    monoid = MONOIDS.get(call.name)
     if call.name == "reduce_window" and count == 1:
         monoid = monoid_of(p["jaxpr"])
     make = RuleMaker()
@@ -120,8 +120,8 @@ def pooling(call: Call) -> Rule:
         return w.width if monoid and _begin_alike(w) else w.extent
 
     sends = sends_in_turn(call, [(i, window, length) for i in range(count)], dims, moved)
-    linear = combined(_MONOIDS[call.name], call.in_dtypes[0], 0) if call.name in _MONOIDS else []
-    finite = if_finite(call.in_dtypes[0], (0,)) if _MONOIDS.get(call.name) == "add" else []
+    linear = combined(MONOIDS[call.name], call.in_dtypes[0], 0) if call.name in MONOIDS else []
+    finite = if_finite(call.in_dtypes[0], (0,)) if MONOIDS.get(call.name) == "add" else []
     return make.rule(operands, results, local=local, flops=flops, sends=sends, linear=linear, finite=finite)
 
 

@@ -63,7 +63,7 @@ def alternatives(
         chosen: its sharding, which is left out.
         budget: one is taken for each time that the problem is solved again.
     """
-    k = graph.bundles.of[v]
+    k = graph.groups.of[v]
     more = np.maximum(solution.alternatives(k) - solution.bound, 0.0)
     states = [i for i, s in enumerate(graph.states[k]) if s != chosen]
     texts = {i: graph.states[k][i].format(graph.mesh, v.shape, v.dtype_name) for i in states}

@@ -33,10 +33,10 @@ from gshard.passes.recorded import plan_of
 from gshard.passes.settled import settled
 from gshard.search.in_model import in_model
 from gshard.search.loads import with_loads
-from gshard.search.pipeline import propagated
+from gshard.search.pipeline import plans_of
+from gshard.search.planned import Planned
 from gshard.search.presets import AS_IT_IS, marked_presets
 from gshard.search.priced import PricedPlan, Pricing
-from gshard.search.propagated import Propagated
 from gshard.search.seconds import on_machine, seconds_on
 from gshard.search.time_budget import EFFORT, EQUATIONS, TimeBudget
 from gshard.solver.problem import Problem
@@ -158,9 +158,9 @@ class MeshSearch:
 
     def price_marked(self) -> None:
         """Prices the program as it is marked, however long that takes: there is a plan to return afterwards."""
-        border = self.pricing.border(self.program)
+        boundary = self.pricing.boundary(self.program)
         with self.budget.step(f"the program as it is marked, on mesh ({self._of})", always=True):
-            made = propagated(self.program, self.timed, self.machine, border=border)
+            made = plans_of(self.program, self.timed, self.machine, boundary=boundary)
             self.presets.append(self.pricing.add(AS_IT_IS, *made))
 
     def solve(self, effort: float = 1.0, share: float = 1.0) -> None:
@@ -195,8 +195,8 @@ class MeshSearch:
         self._others_bound = min([math.inf, *others]) if len(found) == len(ways) else 0.0
 
     def _posed(self, way: tuple[Atoms, ...]) -> Graph:
-        border = self.pricing.border(self.program)
-        return with_loads(graph_of(self.program, seconds_on(self.machine)(self.timed, way), border=border))
+        boundary = self.pricing.boundary(self.program)
+        return with_loads(graph_of(self.program, seconds_on(self.machine)(self.timed, way), boundary=boundary))
 
     def _solution(self, problem: Problem, budget: TimeBudget, effort: float) -> Solution:
         if budget.uses_all:
@@ -223,16 +223,16 @@ class MeshSearch:
             return
         if not self.presets:
             self.price_marked()
-        border = self.pricing.border(self.program)
+        boundary = self.pricing.boundary(self.program)
         most = max(_USUAL, EQUATIONS // (1 + sum(1 for _ in self.program.block.walk()))) - 1
-        some = list(itertools.islice(marked_presets(self.program, self.timed, border), most))
+        some = list(itertools.islice(marked_presets(self.program, self.timed, boundary), most))
         work = {preset: preset.work(self.timed) for preset in some if not self.budget.is_over}
         for preset in sorted(some, key=lambda one: work.get(one, (0, 0))):
             if self.budget.is_over:
                 self.budget.left_out.append(f"the preset '{preset.name}'")
                 continue
             with self.budget.step(f"the preset '{preset.name}'"), contextlib.suppress(GShardError):
-                made = preset.planned(self.timed, self.machine, border)
+                made = preset.planned(self.timed, self.machine, boundary)
                 self.presets.append(self.pricing.add(preset.name, *made))
 
     def price_solution(self) -> PricedPlan | None:
@@ -241,7 +241,7 @@ class MeshSearch:
             return None
         solution = self._solved[len(self._priced)]
         with self.budget.step(f"the plan that was searched for mesh ({self._of})", always=True):
-            found = self.pricing.add("searched", Propagated(_plan(self.graph, solution, self.pricing)))
+            found = self.pricing.add("searched", Planned(_plan(self.graph, solution, self.pricing)))
             self._priced[found] = solution
         return found
 
@@ -335,5 +335,5 @@ def best_plan(
 
 def _plan(graph: Graph, solution: Solution, pricing: Pricing) -> Plan:
     program, chosen = graph.program, solution.states
-    shardings, splits, border = graph.shardings(chosen), graph.splits(chosen), pricing.border(graph.program)
-    return plan_of(program, graph.mesh, shardings, splits, *graph.moved(chosen), border)
+    shardings, splits, boundary = graph.shardings(chosen), graph.splits(chosen), pricing.boundary(graph.program)
+    return plan_of(program, graph.mesh, shardings, splits, *graph.moved(chosen), boundary)

@@ -58,10 +58,12 @@ def _states_of(graph: Graph, plan: Plan) -> dict[int, int] | None:
     def read(given: Mapping[Any, Sharding], v: Any) -> Sharding:
         return given.get(v, plan.shardings[v])
 
-    said = all(take(k, graph.states[k], plan.shardings[v]) for v, k in graph.bundles.of.items())
-    said = said and all(take(node, states, read(plan.readings, v)) for v, (node, states) in graph.readings.items())
+    said = all(take(k, graph.states[k], plan.shardings[v]) for v, k in graph.groups.of.items())
+    said = said and all(
+        take(node, states, read(plan.shared_reshards, v)) for v, (node, states) in graph.shared_reshards.items()
+    )
     said = said and all(take(node, states, read(plan.leaves, v)) for v, (node, states) in graph.leaves.items())
-    for (e, component), (node, ways) in graph.options.items():
+    for (e, component), (node, ways) in graph.strategies.items():
         own = {f: atoms for f, atoms in plan.splits.get(e, {}).items() if f in component.factors and atoms}
         bare = [{f: atoms for f, atoms in way.items() if atoms} for way in ways]
         said = said and take(node, bare, own)

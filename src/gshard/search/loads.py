@@ -28,7 +28,7 @@ def _loads(graph: Graph) -> list[_Load]:
     end = clock.now + 1
 
     def load(v: Value, start: int, stop: int) -> _Load:
-        k = graph.bundles.of[v]
+        k = graph.groups.of[v]
         return k, start, stop, [0 if v.on_host else local_bytes(v, s, graph.mesh) for s in graph.states[k]]
 
     results = {v for v in graph.program.block.outputs if isinstance(v, Value)}

@@ -21,24 +21,24 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.mesh import Mesh
 from gshard.core.phases import log_stage
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
+from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import cost
 from gshard.device.hardware import machine_to_order
 from gshard.device.machine import Machine
-from gshard.device.overlap import Windowed
-from gshard.passes.facts import Facts
+from gshard.device.overlap import CollectiveMatmul
 from gshard.passes.partition import partition
+from gshard.passes.propagated import Propagated
 from gshard.passes.settled import settled
 from gshard.passes.windowed import Policy, windowed
 from gshard.remat.prefetch import prefetched
 from gshard.remat.rematerialise import rematerialise
-from gshard.search.propagated import Propagated, cheapest
+from gshard.search.planned import Planned, cheapest
 from gshard.search.seconds import on_machine
 
 
@@ -50,7 +50,7 @@ class Settings:
         mesh: the devices.
         machine: planning is by seconds on it; by bytes if None.
         strict: refuse primitives that have no rule.
-        border: constraints on arguments and results, besides marks.
+        boundary: constraints on arguments and results, besides marks.
         donated: arguments (counted without captured arrays) whose memory results may take.
         given: makes the plan of a settled program, where it is saved or searched; None chooses one.
         windowed: which contractions may be collective matmuls; None if none may.
@@ -62,9 +62,9 @@ class Settings:
     mesh: Mesh
     machine: Machine | None = None
     strict: bool = False
-    border: Border = AS_MARKED
+    boundary: Boundary = AS_MARKED
     donated: tuple[int, ...] = ()
-    given: Callable[[Program, Mesh, Border], Plan] | None = None
+    given: Callable[[Program, Mesh, Boundary], Plan] | None = None
     windowed: Policy | None = None
     faster: bool = False
     memory_limit: int | None = None
@@ -87,16 +87,16 @@ class Draft:
 
     Attributes:
         program: the traced program; None for a plan that is made.
-        facts: the settled program with what follows from its marks.
+        propagated: the settled program with what follows from its marks.
         plans: plans of it, the best first: later stages work on this one.
     """
 
     program: Program | None = None
-    facts: Facts | None = None
-    plans: tuple[Propagated, ...] = ()
+    propagated: Propagated | None = None
+    plans: tuple[Planned, ...] = ()
 
     @property
-    def best(self) -> Propagated:
+    def best(self) -> Planned:
         """The best plan, its per-device program, if that is made, and what this costs, if that is known."""
         return self.plans[0]
 
@@ -106,7 +106,7 @@ class Draft:
         assert self.best.spmd is not None, "the stage 'partition' comes first"
         return self.best.spmd
 
-    def with_best(self, best: Propagated) -> Draft:
+    def with_best(self, best: Planned) -> Draft:
         """The same with another best plan."""
         return dataclasses.replace(self, plans=(best, *self.plans[1:]))
 
@@ -138,20 +138,20 @@ class Stage(NamedTuple):
 
 def _settle(draft: Draft, settings: Settings) -> Draft:
     assert draft.program is not None
-    return dataclasses.replace(draft, facts=settled(draft.program, settings.mesh))
+    return dataclasses.replace(draft, propagated=settled(draft.program, settings.mesh))
 
 
 def _choose(draft: Draft, settings: Settings) -> Draft:
-    assert draft.facts is not None
-    made = cheapest(draft.facts, settings.machine, strict=settings.strict, border=settings.border)
+    assert draft.propagated is not None
+    made = cheapest(draft.propagated, settings.machine, strict=settings.strict, boundary=settings.boundary)
     return dataclasses.replace(draft, plans=made)
 
 
 def _take_given(draft: Draft, settings: Settings) -> Draft:
-    assert draft.facts is not None
+    assert draft.propagated is not None
     assert settings.given is not None
-    plan = settings.given(draft.facts.program, settings.mesh, settings.border)
-    return dataclasses.replace(draft, plans=(Propagated(plan),))
+    plan = settings.given(draft.propagated.program, settings.mesh, settings.boundary)
+    return dataclasses.replace(draft, plans=(Planned(plan),))
 
 
 def _use_collective_matmuls(draft: Draft, settings: Settings) -> Draft:
@@ -230,9 +230,9 @@ def run(stages: Sequence[Stage], draft: Draft, settings: Settings) -> Draft:
     return draft
 
 
-def propagated(
-    program: Program, mesh: Mesh, machine: Machine | None, *, strict: bool = False, border: Border = AS_MARKED
-) -> tuple[Propagated, ...]:
+def plans_of(
+    program: Program, mesh: Mesh, machine: Machine | None, *, strict: bool = False, boundary: Boundary = AS_MARKED
+) -> tuple[Planned, ...]:
     """Completes the user's marks to plans, the best first; arguments and errors as of ``passes.propagate``.
 
     Args:
@@ -240,21 +240,21 @@ def propagated(
         mesh: the devices.
         machine: gives the times; bytes count if None.
         strict: refuse primitives that have no rule.
-        border: constraints on arguments and results, besides marks.
+        boundary: constraints on arguments and results, besides marks.
     """
-    settings = Settings(mesh if machine is None else on_machine(mesh, machine), machine, strict, border)
+    settings = Settings(mesh if machine is None else on_machine(mesh, machine), machine, strict, boundary)
     return run((PROPAGATE_AND_REWRITE, CHOOSE), Draft(program), settings).plans
 
 
 def as_run(
-    made: Propagated,
+    made: Planned,
     machine: Machine,
     donated: Iterable[int],
     limit: int | None = None,
     *,
     recomputes: bool = False,
     rings: bool = True,
-) -> Propagated:
+) -> Planned:
     """The program that runs for a plan on a machine, and what it costs.
 
     Args:
@@ -269,7 +269,7 @@ def as_run(
         MemoryLimitError: ``recomputes``, and it does not fit.
     """
     mesh = made.plan.mesh
-    policy = Windowed.of(None, mesh, machine) if rings and not made.plan.rings else None
+    policy = CollectiveMatmul.of(None, mesh, machine) if rings and not made.plan.rings else None
     settings = Settings(
         mesh, machine, donated=tuple(donated), windowed=policy, faster=True, memory_limit=limit, recomputes=recomputes
     )
@@ -278,7 +278,7 @@ def as_run(
     return _priced(draft.best, settings)
 
 
-def _priced(made: Propagated, settings: Settings) -> Propagated:
+def _priced(made: Planned, settings: Settings) -> Planned:
     """The same, with its per-device program and what this costs."""
     if made.spmd is not None and made.cost is not None:
         return made

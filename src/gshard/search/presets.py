@@ -12,19 +12,19 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from gshard.core.border import AS_MARKED, Border
 from gshard.core.errors import GShardError
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value
+from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.device.machine import Machine
 from gshard.naming.dimension_classes import Dimensions
 from gshard.naming.dimension_names import DimensionNames
 from gshard.passes.moves import axes_of, joined
 from gshard.passes.settled import settled
-from gshard.search.pipeline import propagated
-from gshard.search.propagated import Propagated
+from gshard.search.pipeline import plans_of
+from gshard.search.planned import Planned
 
 AS_IT_IS = "as it is marked"
 _OUTSIDE, _INSIDE = 2, 1  # the largest dimensions of arguments, and of all values, for which there are presets
@@ -50,30 +50,30 @@ class Preset:
         Returns:
             axes that move as wholes, once marks part some; and dimensions that marks decide or leave to be decided.
         """
-        facts = settled(self.program, mesh)
-        known = {*facts.shardings.values(), *facts.moved.values()}
-        decided = sum(len(s.dims) for s in facts.shardings.values() if s.atoms)
-        return len(joined(mesh, axes_of(mesh, known), known)), decided + sum(map(len, facts.undecided.values()))
+        propagated = settled(self.program, mesh)
+        known = {*propagated.shardings.values(), *propagated.moved.values()}
+        decided = sum(len(s.dims) for s in propagated.shardings.values() if s.atoms)
+        return len(joined(mesh, axes_of(mesh, known), known)), decided + sum(map(len, propagated.undecided.values()))
 
-    def planned(self, mesh: Mesh, machine: Machine | None, border: Border) -> tuple[Propagated, ...]:
+    def planned(self, mesh: Mesh, machine: Machine | None, boundary: Boundary) -> tuple[Planned, ...]:
         """The plans, the best first; of the program without its marks.
 
         Raises:
             GShardError: a mark does not fit one of the user's.
         """
-        found = propagated(self.program, mesh, machine, border=border)
+        found = plans_of(self.program, mesh, machine, boundary=boundary)
         return tuple(dataclasses.replace(made, plan=_marked_as(made.plan, self.own)) for made in found)
 
 
-def marked_presets(program: Program, mesh: Mesh, border: Border = AS_MARKED) -> Iterator[Preset]:
+def marked_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Iterator[Preset]:
     """The presets of a program but for the program as it is marked, the usual ones first.
 
     Args:
         program: with the user's marks, which are kept: a preset says something of other arguments only.
         mesh: the devices.
-        border: what is asked of arguments and results; what is donated is a training state.
+        boundary: what is asked of arguments and results; what is donated is a training state.
     """
-    own, donated = program.argument_marks, border.donated
+    own, donated = program.argument_marks, boundary.donated
     state = set(donated) or {i for i, _ in program.state(range(len(program.block.inputs)))}
     data = [i for i, v in enumerate(program.block.inputs) if v.shape and i not in state]
     by_batch = {i: _along(program.block.inputs[i], 0, mesh.atoms, mesh) for i in data}
@@ -94,13 +94,13 @@ def marked_presets(program: Program, mesh: Mesh, border: Border = AS_MARKED) -> 
 
 
 def presets(
-    program: Program, mesh: Mesh, machine: Machine | None = None, border: Border = AS_MARKED
-) -> Iterator[tuple[str, tuple[Propagated, ...]]]:
+    program: Program, mesh: Mesh, machine: Machine | None = None, boundary: Boundary = AS_MARKED
+) -> Iterator[tuple[str, tuple[Planned, ...]]]:
     """All plans, each with its name, the best of that name first; bytes count if there is no machine."""
-    yield AS_IT_IS, propagated(program, mesh, machine, border=border)
-    for preset in marked_presets(program, mesh, border):
+    yield AS_IT_IS, plans_of(program, mesh, machine, boundary=boundary)
+    for preset in marked_presets(program, mesh, boundary):
         with contextlib.suppress(GShardError):  # a mark that does not fit one of the user's
-            yield preset.name, preset.planned(mesh, machine, border)
+            yield preset.name, preset.planned(mesh, machine, boundary)
 
 
 def _marked_as(plan: Plan, marks: tuple[Mark | None, ...]) -> Plan:

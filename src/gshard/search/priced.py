@@ -6,17 +6,17 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
-from gshard.core.border import Border
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Program
+from gshard.core.program_boundary import Boundary
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine
-from gshard.device.overlap import Windowed
+from gshard.device.overlap import CollectiveMatmul
 from gshard.passes.windowed import windowed
 from gshard.remat.rematerialise import MemoryLimitError
-from gshard.search.pipeline import as_run, propagated
-from gshard.search.propagated import Propagated
+from gshard.search.pipeline import as_run, plans_of
+from gshard.search.planned import Planned
 
 # Where nothing fits, operands come in parts whose gathered copies are larger than this part of the limit. A copy is
 # there while its product runs, two at a time: smaller ones hold a few percent of what there is, and taking them in
@@ -65,9 +65,9 @@ class Pricing:
 
     def marked(self, name: str, program: Program, mesh: Mesh) -> PricedPlan:
         """Prices what follows from a program's marks."""
-        return self.add(name, *propagated(program, mesh, self.machine, border=self.border(program)))
+        return self.add(name, *plans_of(program, mesh, self.machine, boundary=self.boundary(program)))
 
-    def add(self, name: str, *made: Propagated) -> PricedPlan:
+    def add(self, name: str, *made: Planned) -> PricedPlan:
         """Prices a plan, the best of some.
 
         Where it does not fit, it has collective matmuls, or recomputes, if that helps.
@@ -75,8 +75,8 @@ class Pricing:
         ways = [self._priced(name, one) for one in made[:1]]
         if ways[0].kept > self.limit:
             ways += [self._priced(name, one) for one in made[1:]]
-            matmuls = [windowed(one.plan, Windowed(above=self.limit * _LARGE)) for one in made]
-            ways += [self._priced(name, Propagated(plan)) for plan in matmuls if plan.rings]
+            matmuls = [windowed(one.plan, CollectiveMatmul(above=self.limit * _LARGE)) for one in made]
+            ways += [self._priced(name, Planned(plan)) for plan in matmuls if plan.rings]
             for way in ways.copy():
                 always = way.cost.memory.arguments + way.cost.memory.results - way.cost.memory.shared
                 if way.kept > self.limit >= always:
@@ -87,20 +87,18 @@ class Pricing:
         self.known.append(found)
         return found
 
-    def _priced(self, name: str, made: Propagated) -> PricedPlan:
+    def _priced(self, name: str, made: Planned) -> PricedPlan:
         found = as_run(made, self.machine, self.donated, int(self.limit))
         assert found.cost is not None
         return PricedPlan(name, found.plan, found.cost, found.cost.peak)
 
-    def border(self, program: Program) -> Border:
+    def boundary(self, program: Program) -> Boundary:
         """As ``jit`` does: what takes the place of an argument that came sharded leaves as that came."""
-        return Border(tuple(len(program.captured) + i for i in self.donated))
+        return Boundary(tuple(len(program.captured) + i for i in self.donated))
 
     def _recomputed(self, way: PricedPlan) -> PricedPlan:
         with contextlib.suppress(MemoryLimitError):
-            again = as_run(
-                Propagated(way.plan), self.machine, self.donated, int(self.limit), recomputes=True, rings=False
-            )
+            again = as_run(Planned(way.plan), self.machine, self.donated, int(self.limit), recomputes=True, rings=False)
             assert again.cost is not None
             return dataclasses.replace(way, cost=again.cost, recomputed=True)
         return way

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from gshard.core.program import Constant, Equation, Value
-from gshard.rules.elementwise import N_ARY, UNARY
+from gshard.language.traits import traits_of
 from gshard.rules.movement import elements, index_of
 
-_ELEMENTWISE = frozenset((*UNARY, *N_ARY))
 _MOST = 1 << 18  # elements of an array that is followed
 
 Array = Value | Constant
@@ -45,7 +44,7 @@ class Known:
         return all(self.columns)
 
 
-class Facts:
+class KnownValues:
     """The known values of a program that is traced.
 
     Args:
@@ -76,23 +75,18 @@ class Facts:
 
     def note(self, e: Equation) -> None:
         """Follows one equation with one result."""
-        name, params, inputs, (output,) = e.name, e.params, e.inputs, e.outputs
+        name, inputs, (output,), traits = e.name, e.inputs, e.outputs, traits_of(e.name)
         arrays = [x for x in inputs if x.shape]
         of_a_number = name == "broadcast_in_dim" and not arrays
-        if name == "slice" or of_a_number or (arrays and name in _ELEMENTWISE and self.windows.issuperset(arrays)):
+        if name == "slice" or of_a_number or (arrays and traits.elementwise and self.windows.issuperset(arrays)):
             self.windows.add(output)
         kind = getattr(output.dtype, "kind", "")
         if (kind not in ("i", "u", "b") and output.dtype != np.float32) or math.prod(output.shape) > self._most:
             return
-        if name == "iota":
-            shape, d = params["shape"], params["dimension"]
-            counted = np.arange(shape[d], dtype=output.dtype).reshape([-1 if i == d else 1 for i in range(len(shape))])
-            self._known[output] = Known(np.broadcast_to(counted, shape))
-            return
         given = [_number(x) or self.of(x) for x in inputs]
-        if name == "concatenate" and params["dimension"] == len(output.shape) - 1:
+        if name == "concatenate" and e.params["dimension"] == len(output.shape) - 1:
             found = _concatenated(inputs, given, output)
-        elif (name in _FOLLOWED or index_of(e)) and all(x is not None and x.whole for x in given):
+        elif (traits.values or index_of(e)) and all(x is not None and x.whole for x in given):
             values = _followed(e, [x.values for x in given if x is not None])
             found = None if values is None else Known(values)
         else:
@@ -110,15 +104,14 @@ def _number(x: Array) -> Known | None:
 
 def _followed(e: Equation, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
     """The result of an equation; None if it may depend on how a device rounds."""
-    name, dtype, index = e.name, e.outputs[0].dtype, index_of(e)
+    dtype, index, follow = e.outputs[0].dtype, index_of(e), traits_of(e.name).values
     floats = any(x.dtype.kind == "f" for x in arrays)
-    if name == "div" and not (floats and all(np.frexp(x)[0] in (0.5, -0.5) for x in np.unique(arrays[1]))):
-        return None  # some devices multiply by the inverse
-    if name == "rem" and not arrays[1].all():
-        return None
     with np.errstate(all="ignore"):
         wide = [x.astype(np.float64) if x.dtype.kind == "f" else x for x in arrays]
-        values = np.asarray(_FOLLOWED[name](e.params, *wide) if index is None else elements(index[0], wide))
+        made = elements(index[0], wide) if index is not None else None if follow is None else follow(e.params, *wide)
+        if made is None:
+            return None
+        values = np.asarray(made)
         if floats and np.dtype(dtype).kind in "iu":
             values = np.trunc(values)
         found = values.astype(dtype, copy=False)
@@ -149,39 +142,6 @@ def _concatenated(inputs: Sequence[Array], given: Sequence[Known | None], output
     return Known(np.concatenate(parts, -1), tuple(columns) if not all(columns) else (), segments)
 
 
-def _broadcast(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
-    shape, dims = params["shape"], params["broadcast_dimensions"]
-    spread = [1] * len(shape)
-    for d, n in zip(dims, x.shape, strict=True):
-        spread[d] = n
-    return np.broadcast_to(x.reshape(spread), shape)
-
-
-def _selected(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
-    at = np.clip(np.broadcast_to(which, cases[0].shape).astype(np.int64), 0, len(cases) - 1)
-    return np.take_along_axis(np.stack(cases), at[None], 0)[0]
-
-
-def _plain(f: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda params, *arrays: f(*arrays)
-
-
-_PLAIN: dict[str, Callable[..., Any]] = {
-    "convert_element_type": lambda x: x, "select_n": _selected, "floor": np.floor, "ceil": np.ceil, "div": np.divide,
-    "neg": np.negative, "add": np.add, "sub": np.subtract, "mul": np.multiply, "rem": np.fmod, "and": np.bitwise_and,
-    "max": np.maximum, "min": np.minimum, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
-}  # fmt: skip
-_FOLLOWED: dict[str, Callable[..., Any]] = {
-    "broadcast_in_dim": _broadcast,
-    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
-    "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
-    "transpose": lambda params, x: x.transpose(params["permutation"]),
-    "rev": lambda params, x: np.flip(x, tuple(params["dimensions"])),
-    **{name: _plain(f) for name, f in _PLAIN.items()},
-}
-
-
 def makes_indices(e: Equation) -> bool:
     """Whether an equation may have made indices for a look-up that needs them no more."""
-    return e.name in _FOLLOWED or e.name == "iota" or index_of(e) is not None
+    return traits_of(e.name).values is not None or index_of(e) is not None

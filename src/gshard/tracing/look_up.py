@@ -28,7 +28,7 @@ from jax import lax
 
 from gshard.core.program import Value
 from gshard.rules.indexing import combination
-from gshard.tracing.known import Array, Facts, Known
+from gshard.tracing.known import Array, Known, KnownValues
 
 _KEYS = jax.dtypes.extended
 _RUNS = 32  # slices in a row that stand for a look-up
@@ -37,15 +37,15 @@ _OF_ITSELF = 0.25  # the same where it is computed of windows, which need not be
 
 
 def simpler(
-    facts: Facts, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Array]
+    known_values: KnownValues, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Array]
 ) -> tuple[Any, Sequence[Array]] | None:
     """A closed jaxpr, and its operands, for a look-up at partly known indices."""
     name = primitive.name
     if name == "dynamic_update_slice":
-        return _updated(facts, inputs)
+        return _updated(known_values, inputs)
     if not (name == "gather" or combination(name, params)) or jax.dtypes.issubdtype(inputs[0].dtype, _KEYS):
         return None
-    indices = facts.of(inputs[1])
+    indices = known_values.of(inputs[1])
     if indices is None or not all(math.prod(x.shape) for x in inputs):
         return None
     looked_up = _LookUp.of(name, params, inputs)
@@ -61,7 +61,7 @@ def simpler(
             return primitive.bind(x, jnp.concatenate(columns, -1), *updates, **changed)
 
     elif indices.whole:
-        least = _OF_ITSELF if inputs[-1] in facts.windows else _WRITTEN
+        least = _OF_ITSELF if inputs[-1] in known_values.windows else _WRITTEN
         made = _one_window(looked_up, indices.values, least) or _along_one(looked_up, indices.values)
         made = made or _grid(looked_up, indices.values)
     return None if made is None else _traced(made, operands)
@@ -104,19 +104,14 @@ class _LookUp:
     @staticmethod
     def of(name: str, params: Mapping[str, Any], inputs: Sequence[Array]) -> _LookUp:
         numbers, shape = params["dimension_numbers"], inputs[0].shape
+        window, dropped, columns, own, other = (tuple(getattr(numbers, word)) for word in _words(name))
         if name == "gather":
-            batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-            dropped, columns, window = numbers.collapsed_slice_dims, numbers.start_index_map, numbers.offset_dims
             sizes, rank = tuple(params["slice_sizes"]), len(window) + len(inputs[1].shape) - 1
         else:
-            batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-            dropped, columns = numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims
-            window, rank = numbers.update_window_dims, len(inputs[2].shape)
-            left = iter(inputs[2].shape[d] for d in window)
-            absent = {*dropped, *numbers.operand_batching_dims}
-            sizes = tuple(1 if d in absent else next(left) for d in range(len(shape)))
+            left, rank = iter(inputs[2].shape[d] for d in window), len(inputs[2].shape)
+            sizes = tuple(1 if d in (*dropped, *own) else next(left) for d in range(len(shape)))
         combine = combination(name, params)
-        return _LookUp(name, combine, numbers, shape, sizes, dropped, columns, tuple(batching), window, rank)
+        return _LookUp(name, combine, numbers, shape, sizes, dropped, columns, tuple(zip(own, other)), window, rank)
 
     def replaces(self, count: int) -> bool:
         """Whether so many elements, written, leave nothing of the array: it still says how the result is split."""
@@ -129,19 +124,16 @@ class _LookUp:
         own, other = tuple(d for d, _ in pairs), tuple(b for _, b in pairs)
         dropped = tuple(d for d in self.dropped if d not in gone)
         columns = tuple(d for d in self.columns if d not in gone)
-        if self.name == "gather":
-            return self.numbers._replace(
-                collapsed_slice_dims=dropped,
-                start_index_map=columns,
-                operand_batching_dims=own,
-                start_indices_batching_dims=other,
-            )
-        return self.numbers._replace(
-            inserted_window_dims=dropped,
-            scatter_dims_to_operand_dims=columns,
-            operand_batching_dims=own,
-            scatter_indices_batching_dims=other,
-        )
+        return self.numbers._replace(**dict(zip(_words(self.name)[1:], (dropped, columns, own, other), strict=True)))
+
+
+def _words(name: str) -> tuple[str, str, str, str, str]:
+    """What the dimension numbers of a gather, and of a scatter, call the same."""
+    if name == "gather":
+        return ("offset_dims", "collapsed_slice_dims", "start_index_map", "operand_batching_dims",
+                "start_indices_batching_dims")  # fmt: skip
+    return ("update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims", "operand_batching_dims",
+            "scatter_indices_batching_dims")  # fmt: skip
 
 
 def _shared(looked_up: _LookUp, indices: Known) -> tuple[list[Array], Any] | None:
@@ -196,7 +188,7 @@ def _one_window(looked_up: _LookUp, indices: np.ndarray, least: float) -> Callab
     if any(size < least * n for size, n in zip(sizes, shape, strict=True)) or looked_up.replaces(math.prod(sizes)):
         return None
     last = [at + size - 1 for at, size in zip(start, sizes, strict=True)]
-    return lambda x, updates: _written(looked_up, x, updates.reshape(sizes), start, last, [1] * len(shape))
+    return lambda x, updates: _put(looked_up.combine, x, updates.reshape(sizes), start, last, [1] * len(shape))
 
 
 def _along_one(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
@@ -220,7 +212,7 @@ def _along_one(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | 
         ones = [1] * len(shape)
         low, high = [0] * len(shape), [m - 1 for m in shape]
         low[d], high[d], ones[d] = int(at[0]), int(at[-1]), step
-        return lambda x, updates: _written(looked_up, x, jnp.moveaxis(updates, p, d), low, high, ones)
+        return lambda x, updates: _put(looked_up.combine, x, jnp.moveaxis(updates, p, d), low, high, ones)
     combine = looked_up.combine
     assert combine is not None
     if at.size == n and np.array_equal(np.sort(at), np.arange(n)):
@@ -260,17 +252,17 @@ def _grid(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
         low[d], high[d], steps[d], come_from[d] = int(line[0]), int(line[-1]), step, batch[along[0]]
     if looked_up.replaces(math.prod((b - a) // s + 1 for a, b, s in zip(low, high, steps, strict=True))):
         return None
-    return lambda x, updates: _written(looked_up, x, updates.transpose(come_from), low, high, steps)
+    return lambda x, updates: _put(looked_up.combine, x, updates.transpose(come_from), low, high, steps)
 
 
-def _updated(facts: Facts, inputs: Sequence[Array]) -> tuple[Any, Sequence[Array]] | None:
+def _updated(known_values: KnownValues, inputs: Sequence[Array]) -> tuple[Any, Sequence[Array]] | None:
     """A large window that is written at a known place."""
-    (x, updates), starts = inputs[:2], [facts.of(i) for i in inputs[2:]]
+    (x, updates), starts = inputs[:2], [known_values.of(i) for i in inputs[2:]]
     if any(i is None or not i.whole for i in starts) or not math.prod(updates.shape) or updates.shape == x.shape:
         return None
     if jax.dtypes.issubdtype(x.dtype, _KEYS):
         return None
-    least = _OF_ITSELF if updates in facts.windows else _WRITTEN
+    least = _OF_ITSELF if updates in known_values.windows else _WRITTEN
     if any(m < least * n for n, m in zip(x.shape, updates.shape, strict=True)):
         return None
     sizes = list(zip(x.shape, updates.shape, strict=True))
@@ -315,16 +307,8 @@ def _taken(at: np.ndarray, n: int, d: int) -> Callable[[Any], Any] | None:
     return lambda x: lax.concatenate([lax.slice_in_dim(x, a, b, axis=d) for a, b in runs], d)
 
 
-def _written(
-    looked_up: _LookUp, x: Any, updates: Any, first: Sequence[int], last: Sequence[int], steps: Sequence[int]
-) -> Any:
-    """What a scatter writes from ``first`` to ``last`` in each dimension, at every ``steps``-th element."""
-    assert looked_up.combine is not None
-    return _put(looked_up.combine, x, updates, first, last, steps)
-
-
 def _put(
-    combine: Callable[[Any, Any], Any],
+    combine: Callable[[Any, Any], Any] | None,
     x: Any,
     updates: Any,
     first: Sequence[int],
@@ -332,6 +316,7 @@ def _put(
     steps: Sequence[int],
 ) -> Any:
     """An array that is written from ``first`` to ``last`` in each dimension, at every ``steps``-th element."""
+    assert combine is not None
     shape, inside = x.shape, None
     padding = [(a, n - 1 - b, s - 1) for a, b, n, s in zip(first, last, shape, steps, strict=True)]
     for d, (a, b, n, s) in enumerate(zip(first, last, shape, steps, strict=True)):

@@ -18,7 +18,7 @@ from gshard.core.jax_adapter import closed, shapes_of, user_line
 from gshard.core.mark import Mark
 from gshard.language.manual_primitives import (
     MANUAL_COLLECTIVES,
-    Border,
+    Boundary,
     Collective,
     enter_manual_p,
     leave_manual_p,
@@ -64,21 +64,21 @@ class _Region(Rewritten):
         own = _manual_axes(params)
         inside = _Region(self._axes, self._devices, (*self._manual, *own))
 
-        def border(spec: Any, ndim: int) -> Border:
+        def boundary(spec: Any, ndim: int) -> Boundary:
             for kind in ("unreduced", "reduced"):
                 if getattr(spec, kind, None):
                     raise ShardingError(f"a spec of a shard_map asks for {kind} values.", line, str(spec))
             entries = [() if entry is None else names_of(entry) for entry in spec]
             named = tuple(tuple(map(str, entry)) for entry in (*entries, *((),) * (ndim - len(entries))))
-            return Border(self._axes, own, named, self._devices)
+            return Boundary(self._axes, own, named, self._devices)
 
         parts = [
-            enter_manual_p.bind(x, border=border(spec, jax.numpy.ndim(x)))
+            enter_manual_p.bind(x, boundary=boundary(spec, jax.numpy.ndim(x)))
             for x, spec in zip(arrays, params["in_specs"], strict=True)
         ]
         results = inside.function(params["jaxpr"])(*parts)
         return [
-            leave_manual_p.bind(jax.numpy.asarray(x), border=border(spec, jax.numpy.ndim(x)))
+            leave_manual_p.bind(jax.numpy.asarray(x), boundary=boundary(spec, jax.numpy.ndim(x)))
             for x, spec in zip(results, params["out_specs"], strict=True)
         ]
 

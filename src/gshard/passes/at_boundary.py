@@ -1,0 +1,77 @@
+"""At the boundary: the shardings in which arguments enter and results leave, once the plan is chosen.
+
+JAX has no arrays with unequal parts: arguments with dimensions that do not divide evenly come whole along these, and
+results leave cut as far as parts are equal; inside both are cut further. What comes or leaves in padded parts does so
+as it is. A donated argument comes as the result leaves that takes its memory, and if it came sharded that result leaves
+as it came, so that a training state goes from call to call. The final value of a reference always leaves as it came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Constant, Value
+from gshard.core.program_boundary import AS_MARKED, Boundary
+from gshard.core.sharding import Sharding
+from gshard.core.uneven import cut_evenly
+
+
+def at_boundary(plan: Plan, boundary: Boundary = AS_MARKED) -> Plan:
+    """The plan with how its inputs come and its results leave (``Plan.entry``, ``Plan.leave``)."""
+    block, results = plan.program.block, tuple(dict.fromkeys(plan.program.block.outputs))
+    leave = {v: _outgoing(v, plan, keep_uneven=boundary.keep_uneven) for v in results}
+    come = dict(boundary.padded)
+    if not boundary.keep_uneven:
+        come = {**_as_they_leave(boundary.donated, leave, plan), **come}
+    entry = tuple(come.get(i) or _whole_if_uneven(plan.sharding(v), v, plan) for i, v in enumerate(block.inputs))
+    if not boundary.keep_uneven:
+        leave |= {v: s for v, s in _as_they_came(boundary.donated, entry, plan).items() if v in plan.leaves}
+    leave |= {v: entry[i] for i, v in plan.program.final_values() if entry[i].is_even(plan.mesh, v.shape)}
+    return dataclasses.replace(plan, entry=entry, leave=tuple(leave[v] for v in block.outputs))
+
+
+def by_axes(sharding: Sharding, mesh: Mesh) -> Sharding:
+    """The sharding as far as it cuts over whole axes of the mesh.
+
+    >>> by_axes(Sharding((("x", "y.0"), ("z",))), Mesh.abstract(x=2, y=4, z=2)).dims
+    (('x',), ('z',))
+    """
+    dims = []
+    for atoms in sharding.dims:
+        while mesh.spec_of((atoms,)) is None:
+            atoms = atoms[:-1]
+        dims.append(atoms)
+    return Sharding(tuple(dims))
+
+
+def _whole_if_uneven(sharding: Sharding, value: Value, plan: Plan) -> Sharding:
+    """The same without dimensions that are cut into unequal parts."""
+    pairs = zip(value.shape, sharding.dims, strict=True)
+    return Sharding(tuple(() if n % plan.mesh.count(atoms) else atoms for n, atoms in pairs))
+
+
+def _outgoing(value: Value | Constant, plan: Plan, *, keep_uneven: bool) -> Sharding:
+    """How a result leaves: as decided; else in its own sharding, in equal parts."""
+    sharding = plan.leaves.get(value, plan.sharding(value)) if isinstance(value, Value) else plan.sharding(value)
+    sharding = Sharding(sharding.dims)  # finished, if a mark has it in parts inside
+    return sharding if keep_uneven else cut_evenly(sharding, value.shape, plan.mesh)
+
+
+def _as_they_leave(
+    donated: Sequence[int], leave: Mapping[Value | Constant, Sharding], plan: Plan
+) -> dict[int, Sharding]:
+    """How donated arguments come whose place a result takes: as it leaves."""
+    marks = (*(None for _ in plan.program.captured), *plan.program.argument_marks)
+    pairs = ((i, after) for i, after in plan.program.state(donated) if marks[i] is None)
+    inside = {i: plan.sharding(plan.program.block.inputs[i]) for i in donated}
+    return {i: leave[after] for i, after in pairs if after in plan.leaves or inside[i] == plan.sharding(after)}
+
+
+def _as_they_came(donated: Sequence[int], entry: Sequence[Sharding], plan: Plan) -> dict[Value | Constant, Sharding]:
+    """How results leave that take the place of donated arguments which came sharded."""
+    marks = (*(None for _ in plan.program.captured), *plan.program.argument_marks)
+    pairs = ((entry[i], v) for i, v in plan.program.state(donated) if marks[i] is not None)
+    return {v: came for came, v in pairs if came.is_even(plan.mesh, v.shape)}
