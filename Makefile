@@ -7,10 +7,13 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 # The environment of `make test-newest`: another Python, which the lock gives a newer JAX.
 VENV_NEWEST := .venv-newest
+# The environment of `make test-next`: a JAX that pyproject.toml does not allow yet.
+VENV_NEXT := .venv-next
 # All laws but the sweeps over single operators, which the simulator runs: `make test-newest LAWS=tests/laws` runs those too.
 SWEEPS := linear rules_complete rules_sound
 LAWS ?= tests/laws $(SWEEPS:%=--ignore=tests/laws/test_%.py)
 BIN := $(VENV)/bin
+PROJECTS := pyproject.toml packages/m4/pyproject.toml
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Test processes at a time (each has 8 virtual devices); `make test WORKERS=0` for one process.
@@ -24,14 +27,14 @@ QUICK := tests/test_structure.py tests/test_golden.py tests/test_imports.py \
 	$(patsubst %,tests/%,core comm language rules solver) $(QUICK_LAWS:%=tests/laws/test_%.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quick test test-full test-newest lint format types docs operators machines gallery screenshots demo bench jax-tests lock clean
+.PHONY: help setup quick test test-full test-newest test-next lint format types docs operators machines gallery screenshots demo bench jax-tests lock clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(STAMP)  ## create .venv with the locked packages (again only when they change)
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock $(PROJECTS)
 	@# A Python without ensurepip (some distributions cut it out) lends its own pip instead.
 	@$(PIP) --version >/dev/null 2>&1 || { \
 		test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found: make setup PYTHON=/path/to/python" >&2; exit 1; }; \
@@ -40,7 +43,7 @@ $(STAMP): requirements.lock pyproject.toml
 			$(PYTHON) -m pip --python $(BIN)/python install -qq pip; }; }
 	@echo "Installing the packages of requirements.lock into $(VENV) ($$($(BIN)/python --version))"
 	@$(PIP) install -qq -r requirements.lock
-	@$(PIP) install -qq --no-deps --no-build-isolation --editable .
+	@$(PIP) install -qq --no-deps --no-build-isolation --editable . --editable packages/m4
 	@touch $@
 
 quick: setup lint  ## what to run before each commit, in some two minutes: style, structure, a sample of rules and laws
@@ -57,6 +60,13 @@ test-newest: setup  ## run the laws on the newest JAX, if .venv has another one 
 		$(MAKE) --no-print-directory setup VENV=$(VENV_NEWEST) PYTHON="$$python" && \
 		$(VENV_NEWEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(LAWS); fi
 
+test-next: setup  ## run the laws on a JAX beyond the bound in pyproject.toml, if there is one: may the bound be raised?
+	@found=$$($(BIN)/python scripts/next_jax.py) && set -- $$found && if test -n "$$2"; then \
+		$(MAKE) --no-print-directory setup VENV=$(VENV_NEXT) PYTHON="$$1" && \
+		$(VENV_NEXT)/bin/python -m pip --disable-pip-version-check install -qqq "jax==$$2" && \
+		$(VENV_NEXT)/bin/python -m pytest $(PYTEST_OPTIONS) $(LAWS) && \
+		echo "The laws hold on JAX $$2: raise the bound in pyproject.toml, then make lock"; fi
+
 lint: $(STAMP)  ## check style
 	$(BIN)/ruff check
 
@@ -64,8 +74,9 @@ format: $(STAMP)  ## let ruff lay out the code and repair what it can
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-types: $(STAMP)  ## check annotations
+types: $(STAMP)  ## check annotations, and that they are right in a user's program
 	$(BIN)/mypy
+	MYPYPATH=src $(BIN)/mypy --strict --config-file= --follow-imports=silent --cache-dir=.mypy_cache/user tests/api/typed_program.py
 
 docs: $(STAMP)  ## build the documentation in docs/_build; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build
@@ -83,7 +94,7 @@ screenshots: $(STAMP)  ## take the pictures of docs/images anew (needs Chromium)
 	$(BIN)/python scripts/screenshots.py
 
 demo: $(STAMP)  ## train, evaluate and use a small translation model
-	$(BIN)/python -m m4 demo
+	$(BIN)/python -m gshard_m4 demo
 
 bench: $(STAMP)  ## run every script of benchmarks/
 	@for script in benchmarks/*.py; do test -e "$$script" || continue; echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
@@ -94,9 +105,9 @@ jax-tests: $(STAMP)  ## run JAX's own tests of jax.jit on gshard.jit (TESTS=path
 
 # One interpreter for each Python whose versions the lock tells apart.
 LOCK_PYTHONS ?= python3.11 python3.12 python3.13
-lock:  ## rewrite requirements.lock from pyproject.toml (LOCK_PYTHONS="..." names the Pythons)
+lock:  ## rewrite requirements.lock from both pyproject.toml (LOCK_PYTHONS="..." names the Pythons)
 	$(or $(PYTHON),python3) scripts/lock.py $(LOCK_PYTHONS)
 
-clean:  ## remove what was built, except .venv and .venv-newest
-	rm -rf build dist docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find src tests benchmarks examples docs scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+clean:  ## remove what was built, except the environments
+	rm -rf build dist packages/m4/build packages/m4/dist docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src packages tests benchmarks examples docs scripts -name __pycache__ -type d -prune -exec rm -rf {} +

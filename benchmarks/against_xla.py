@@ -41,7 +41,7 @@ from gshard.passes.propagate import propagate
 from gshard.passes.trace import trace
 from gshard.xla import hlo_collectives
 from gshard.xla.peer import xla_function
-from m4 import optimizer
+from gshard_m4 import optimizer
 
 
 def train_step(devices: int, dispatch: str, experts: int = 8, wide: bool = True) -> tuple[Any, tuple[Any, ...]]:

@@ -1,9 +1,10 @@
 """Claim: collective matmuls send the bytes of the gathers and scatters they replace; memory falls in geometric mean.
 
-Each program goes through ``gshard.jit`` twice, as it is and with ``windowed=True`` (figure 4c of the GShard paper), on
-8 virtual CPU devices; Cannon's algorithm, which sends one more part of each operand, with a number of bytes. Bytes and
-temporary memory are read from the compiled programs; results must be equal. Times of calls in turns are given as a
-ratio: devices that share two cores have nothing to hide behind arithmetic, so it says what the steps themselves cost.
+Each program goes through ``gshard.jit`` twice, as it is and with ``collective_matmul=True`` (figure 4c of the GShard
+paper), on 8 virtual CPU devices; Cannon's algorithm, which sends one more part of each operand, with a number of bytes.
+Bytes and temporary memory are read from the compiled programs; results must be equal. Times of calls in turns are given
+as a ratio: devices that share two cores have nothing to hide behind arithmetic, so it says what the steps themselves
+cost.
 
     python benchmarks/collective_matmul.py [--scale 1.0] [--calls 10]
 """
@@ -97,7 +98,7 @@ def measured(name: str, scale: float, calls: int) -> tuple[float, float, float, 
     rng = np.random.default_rng(0)
     sizes = [(*s[:-2], *(max(64, int(n * scale)) for n in s[-2:])) for s in shapes]
     arguments: list[Any] = [rng.integers(-4, 5, s).astype(np.float32) for s in sizes]
-    steps = [gshard.jit(f, mesh=mesh_of(shape), windowed=w) for w in (False, windowed)]
+    steps = [gshard.jit(f, mesh=mesh_of(shape), collective_matmul=w) for w in (False, windowed)]
     sent, memory, results = [], [], []
     for step in steps:
         compiled = step.lower(*arguments).executable.compiled

@@ -2,11 +2,11 @@
 
 Training programs are compiled by libtpu for a TPU that need not exist: by ``gshard.jit`` with the machine named, so
 that products become collective matmuls where the cost model expects that to be faster; the same without
-(``windowed=False``); and by XLA's own partitioner with the same marks and shardings of arguments, which makes windowed
-einsums by itself. Of the compiled schedule is read: the compiler's estimate of cycles, which counts no collective; the
-MiB that a device sends while products run, and those for which everything waits; and the time that both make. For that
-a collective takes what the links need (``device.network``, the same for all three), less the cycles that the compiler
-put between its start and its end; a cycle is what the matrix units do in one over the peak rate.
+(``collective_matmul=False``); and by XLA's own partitioner with the same marks and shardings of arguments, which makes
+windowed einsums by itself. Of the compiled schedule is read: the compiler's estimate of cycles, which counts no
+collective; the MiB that a device sends while products run, and those for which everything waits; and the time that both
+make. For that a collective takes what the links need (``device.network``, the same for all three), less the cycles that
+the compiler put between its start and its end; a cycle is what the matrix units do in one over the peak rate.
 
     pip install libtpu    # the version that belongs to jaxlib
     python benchmarks/overlap.py [--topology v5e:2x4] [--programs ...]
@@ -113,7 +113,7 @@ def compiled(name: str, machine: Machine, side: str) -> tuple[Any, int]:
     grid = np.array(devices, dtype=object).reshape(tuple(axes.values()))
     mesh = jax.sharding.Mesh(grid, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
     windowed = None if side == "gshard" else False
-    lowered = gshard.jit(f, mesh=mesh, machine=machine, windowed=windowed).lower(*arguments)
+    lowered = gshard.jit(f, mesh=mesh, machine=machine, collective_matmul=windowed).lower(*arguments)
     if side != "XLA":
         return lowered.executable.compiled, len(lowered.plan.rings)
     given = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in lowered.program.block.inputs]

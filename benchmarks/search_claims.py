@@ -192,7 +192,7 @@ def told(case_name: str) -> None:
     """Prints what is found for one step, without the seconds that it took."""
     ((case, _, step, limit),) = [made for made in steps([case_name]) if made[0].name == case_name]
     found = gshard.search(step, *case.arguments, memory_limit=limit)
-    recorded = repr(gshard.Recorded.of(found.plan))
+    recorded = repr(gshard.SavedPlan.of(found.plan))
     print(hashlib.sha256(recorded.encode()).hexdigest(), found.bound)
     print(re.sub(r"[\d.]+ s\b", "", str(found)))
     print("\n".join(found.why(found.plan.program.names[-1])))

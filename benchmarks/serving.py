@@ -1,7 +1,7 @@
 """Claim: sentences that join a search under way are answered sooner, and more of them, than batch after batch.
 
 A trained run (``make demo`` makes one) translates the sentences of its own test, in two ways that take turns in this
-process, behind the queue of ``m4 serve``:
+process, behind the queue of ``gshard-m4 serve``:
 
     batches      whoever has come is searched for together, and the next batch begins when all of it has ended
     continuous   whoever comes takes the place of one that has ended
@@ -24,13 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
-from m4 import runs
-from m4.decode import DecodeConfig
-from m4.prepare import open_text
-from m4.serve.batcher import Batcher
-from m4.stream import InBatches, Search
-from m4.text import DATA
-from m4.translate import Translated, Translator, load
+from gshard_m4 import runs
+from gshard_m4.decode import DecodeConfig
+from gshard_m4.prepare import open_text
+from gshard_m4.serve.batcher import Batcher
+from gshard_m4.stream import InBatches, Search
+from gshard_m4.text import DATA
+from gshard_m4.translate import Translated, Translator, load
 
 LOADS = (0.25, 0.5, 0.8, 1.2)
 

@@ -1,7 +1,7 @@
 """Claim: a partitioned training step is as fast as under XLA's own partitioner, and nearly as plain JAX on one device.
 
-The step of ``m4 train`` (loss, gradients, guard, Adafactor) of an MoE Transformer runs three ways in this process, in
-turns, on the same batches of 8 groups:
+The step of ``gshard-m4 train`` (loss, gradients, guard, Adafactor) of an MoE Transformer runs three ways in this
+process, in turns, on the same batches of 8 groups:
 
     one device     plain ``jax.jit``, no marks, one virtual device
     gshard         ``gshard.jit`` on 8 virtual devices
@@ -37,8 +37,8 @@ import numpy as np
 import gshard
 from gshard.passes.trace import trace
 from gshard.xla.peer import xla_function
-from m4.config import PRESETS, ModelChoice, TrainConfig
-from m4.step import initial_state, make_step
+from gshard_m4.config import PRESETS, ModelChoice, TrainConfig
+from gshard_m4.step import initial_state, make_step
 
 VOCABULARY = 4000
 LENGTH = 32

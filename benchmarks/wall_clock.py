@@ -53,7 +53,7 @@ from gshard import moe
 from gshard.passes.trace import trace
 from gshard.xla import hlo_collectives
 from gshard.xla.peer import xla_function
-from m4 import optimizer
+from gshard_m4 import optimizer
 
 TARGET, LIMIT = 1.0, 1.1  # of the geometric mean, and of any program
 SECONDS = 0.1  # of the steps that are timed at once, at least

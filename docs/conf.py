@@ -1,6 +1,10 @@
 """Configuration of the documentation. Build it with `make docs`."""
 
+import re
 from importlib.metadata import version as installed_version
+from pathlib import Path
+
+from docutils.nodes import literal_block
 
 project = "gshard"
 author = "the gshard authors"
@@ -12,6 +16,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
+html_js_files = ["copy.js"]
 html_title = f"gshard {version}"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -27,8 +32,44 @@ napoleon_use_ivar = True  # "Attributes:" become part of the class, not entries 
 
 def setup(app):
     app.connect("autodoc-skip-member", skip_fields_of_named_tuples)
+    app.connect("doctree-read", wrap_outputs)
+    app.connect("html-page-context", offer_code)
+
+
+def wrap_outputs(app, doctree):
+    """Breaks long lines of outputs where columns end, so that no page scrolls sideways on a screen of 1280 pixels."""
+    for block in list(doctree.findall(literal_block)):
+        if block.get("language") in ("output", "console"):
+            lines = [part for line in block.astext().split("\n") for part in wrapped(line)]
+            block.replace_self(literal_block("\n".join(lines), "\n".join(lines), **block.attributes))
+
+
+def wrapped(line, width=132):
+    """A line in parts of at most ``width`` characters, if it has spaces; parts after the first are indented."""
+    while len(line) > width:
+        ends = [line.rfind(mark, width // 2, width) for mark in ("  ", " <- ", " ")]
+        end = next((end for end in ends if end > 0), -1)
+        if end < 0:
+            break
+        yield line[:end].rstrip()
+        line = " " * 10 + line[end:].strip()
+    yield line
 
 
 def skip_fields_of_named_tuples(app, what, name, obj, skip, options):
     """Their generated text ("Alias for field number 0") says less than the class does."""
     return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
+def offer_code(app, pagename, templatename, context, doctree):
+    """Writes the blocks of a page into one file, as if pasted one after the other, and links to it below the title."""
+    source = Path(app.srcdir) / f"{pagename}.md"
+    blocks = re.findall(r"^```python\n(.*?)^```$", source.read_text(), re.M | re.S) if source.exists() else []
+    if len(blocks) < 2 or any(re.match(r"# \w+\.py\n", block) for block in blocks):
+        return
+    name = f"{pagename.rpartition('/')[2]}.py"
+    file = Path(app.outdir) / "_code" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(blocks))
+    link = f'<p><a href="{context["pathto"](f"_code/{name}", 1)}" download>All code of this page: {name}</a></p>'
+    context["body"] = context["body"].replace("</h1>", f"</h1>\n{link}", 1)

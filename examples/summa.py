@@ -2,7 +2,7 @@
 
 Each of three matrices is cut in rows over one axis and in columns over the other, and so is each gradient: nothing is
 held twice, as in Optimus' layers. A product gathers rows of parts of one operand and columns of parts of the other.
-With ``windowed`` no device ever holds those: parts rotate, and each step multiplies those that are at hand.
+With ``collective_matmul`` no device ever holds those: parts rotate, and each step multiplies those that are at hand.
 
     python examples/summa.py
 """
@@ -49,13 +49,13 @@ assert (summa(a, b) == a @ b).all()
 assert told(summa, a, b) == [("all_gather", "columns", 1, 3 * part), ("all_gather", "rows", 1, part)]
 
 # The same bytes with the larger of both coming by in parts.
-rotated = gshard.jit(product, mesh=grid(2, 4), windowed=True)
+rotated = gshard.jit(product, mesh=grid(2, 4), collective_matmul=True)
 assert (rotated(a, b) == a @ b).all()
 assert told(rotated, a, b) == [("all_gather", "rows", 1, part), ("collective_permute", "columns", 3, 3 * part)]
 
 # Cannon's algorithm on 2 x 2 devices: a skew and one step further, for both operands.
 part = N * N // 4 * 4
-cannon = gshard.jit(product, mesh=grid(2, 2), windowed=2 * part - 1)  # a gathered operand would be two parts
+cannon = gshard.jit(product, mesh=grid(2, 2), collective_matmul=2 * part - 1)  # a gathered operand would be two parts
 assert (cannon(a, b) == a @ b).all()
 assert told(cannon, a, b) == [
     ("collective_permute", "columns", 1, part),
@@ -71,7 +71,7 @@ def loss(a, b):
     return jnp.sum(jnp.square(product(a, b) / N))
 
 
-by_cannon = gshard.jit(jax.grad(loss, (0, 1)), mesh=grid(2, 2), windowed=2 * part - 1)
+by_cannon = gshard.jit(jax.grad(loss, (0, 1)), mesh=grid(2, 2), collective_matmul=2 * part - 1)
 for ours, theirs in zip(by_cannon(a, b), jax.grad(loss, (0, 1))(a, b), strict=True):
     assert jnp.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 kinds = {row.kind for row in gshard.explain(by_cannon, a, b).collectives}

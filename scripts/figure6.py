@@ -1,6 +1,6 @@
 """Trains dense and Mixture-of-Experts models at equal FLOPs and steps, scores them, and writes docs/results.md.
 
-    m4 prepare --tier base --source-vocabulary 32000 --target-vocabulary 8000 --output data/base-small
+    gshard-m4 prepare --tier base --source-vocabulary 32000 --target-vocabulary 8000 --output data/base-small
     python scripts/figure6.py --data data/base-small --size cpu --machine "two CPU cores"
 
 The question is that of the paper's Figure 6: do more experts translate better, and which languages gain? All models of
@@ -30,7 +30,7 @@ from figure6_job import DENSE, DONE, SIZES, Job, manifest, taken
 from figure6_page import write
 
 ROOT = Path(__file__).resolve().parent.parent
-M4 = [sys.executable, "-m", "m4"]
+M4 = [sys.executable, "-m", "gshard_m4"]
 STOPPED, AGAIN = 143, 75
 SAVING = 20  # seconds that stopping may take
 SCORING = 240  # seconds that a slice must have left to begin scoring
@@ -43,12 +43,12 @@ class SliceOverError(Exception):
 def asked() -> Job:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder that m4 prepare made")
+    parser.add_argument("--data", type=Path, required=True, help="folder that gshard-m4 prepare made")
     parser.add_argument("--size", choices=SIZES, default="cpu")
     parser.add_argument("--runs", type=Path, help="where models and scores are kept; runs/figure6-SIZE by default")
     parser.add_argument("--steps", type=int, help="of every model of all languages; what the size has by default")
     parser.add_argument("--sentences", type=int, help="scored of each test; what the size has by default")
-    parser.add_argument("--training", help="options of m4 train for all models; what the size has by default")
+    parser.add_argument("--training", help="options of gshard-m4 train for all models; what the size has by default")
     parser.add_argument("--alone", nargs="*", default=None, help="languages with a model of their own")
     parser.add_argument(
         "--slice-minutes", type=float, default=float("inf"), help="end after so many, to be gone on with"
@@ -126,7 +126,7 @@ def train(job: Job, name: str, options: str, steps: int, extra: Sequence[str] = 
         return line
     if job.seconds_left() < 2 * SAVING:
         raise SliceOverError
-    print(f"$ m4 {shlex.join(line)}", flush=True)
+    print(f"$ gshard-m4 {shlex.join(line)}", flush=True)
     process = subprocess.Popen([*M4, *line, "--resume"])
     try:
         process.wait(None if job.until == float("inf") else max(job.seconds_left() - SAVING, 1))
@@ -151,7 +151,7 @@ def score(job: Job, name: str, sentences: int, output: Path | None = None, extra
     if not done.exists() or done.read_text("utf-8") != of:
         if job.seconds_left() < SCORING:
             raise SliceOverError
-        print(f"$ m4 {shlex.join(line)}", flush=True)
+        print(f"$ gshard-m4 {shlex.join(line)}", flush=True)
         if code := subprocess.run([*M4, *line]).returncode:
             sys.exit(f"scoring of {name} ended with {code}")
         done.write_text(of, "utf-8")

@@ -28,9 +28,9 @@ from figure6_job import DENSE, SIZES, Job, manifest, taken
 from figure6_losses import Found, Sentences, classes_of, english_drawn, exposure, held_out, nats, times_drawn
 from figure6_losses import training_pairs as picked
 
-from m4.config import Run
-from m4.held_out import KNOWN_ENGLISH, NEW_ENGLISH
-from m4.text import PreparedText
+from gshard_m4.config import Run
+from gshard_m4.held_out import KNOWN_ENGLISH, NEW_ENGLISH
+from gshard_m4.text import PreparedText
 
 MODELS = (DENSE, "moe-32")
 NATURAL = 1.0  # temperature that draws every pair equally often
@@ -40,11 +40,11 @@ KNOWN, NEW, TRAINING = KNOWN_ENGLISH.name, NEW_ENGLISH.name, "training"
 def asked() -> tuple[Job, int]:
     """Reads the command line: the job, and the training pairs of each language that are measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder that m4 prepare made")
+    parser.add_argument("--data", type=Path, required=True, help="folder that gshard-m4 prepare made")
     parser.add_argument("--size", choices=SIZES, default="narrow")
     parser.add_argument("--runs", type=Path, help="where models and losses are kept; runs/ablation-SIZE by default")
     parser.add_argument("--steps", type=int, help="of every model; what the size has by default")
-    parser.add_argument("--training", help="options of m4 train for all models; what the size has by default")
+    parser.add_argument("--training", help="options of gshard-m4 train for all models; what the size has by default")
     parser.add_argument("--each", type=int, default=4000, help="training pairs of each language that are measured")
     parser.add_argument(
         "--slice-minutes", type=float, default=float("inf"), help="end after so many, to be gone on with"

@@ -319,5 +319,5 @@ mean is that of sums over different English (linearised).
 
 def again(job: Job, lines: Sequence[Sequence[str]]) -> str:
     """The command lines."""
-    ran = "\n".join(shlex.join(["m4", *line]) for line in lines)
+    ran = "\n".join(shlex.join(["gshard-m4", *line]) for line in lines)
     return f"## Doing it again\n\n```bash\n{job.asked}\n```\n\nwhich ran:\n\n```bash\n{ran}\n```\n"

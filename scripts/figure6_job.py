@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from m4 import checkpoint
-from m4.config import Run
-from m4.held_out import HeldOut
+from gshard_m4 import checkpoint
+from gshard_m4.config import Run
+from gshard_m4.held_out import HeldOut
 
 DENSE, DONE = "dense", "done"
 PILOT = "pilot"
@@ -19,7 +19,7 @@ class Size:
     """The models of a comparison, and how long they train.
 
     Attributes:
-        models: name -> options of m4 train; the dense one first.
+        models: name -> options of gshard-m4 train; the dense one first.
         alone: options of the models of one language.
         languages: that have a model of their own.
         training: options of all models, by default.
@@ -144,7 +144,7 @@ class Job:
 
 
 def manifest(data: Path) -> dict:
-    """What m4 prepare wrote down."""
+    """What gshard-m4 prepare wrote down."""
     return json.loads((data / "manifest.json").read_text("utf-8"))
 
 

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard import moe
-from m4 import checkpoint, evaluate
-from m4.batches import Batches, Shape, placed
-from m4.config import Run
-from m4.encoded import Encoded
-from m4.evaluate import CLASSES
-from m4.score import ALL
-from m4.text import PreparedText
+from gshard_m4 import checkpoint, evaluate
+from gshard_m4.batches import Batches, Shape, placed
+from gshard_m4.config import Run
+from gshard_m4.encoded import Encoded
+from gshard_m4.evaluate import CLASSES
+from gshard_m4.score import ALL
+from gshard_m4.text import PreparedText
 
 NORMAL = NormalDist()
 ENOUGH = 10  # sentences of a language below which it is left out of a mean
@@ -245,7 +245,7 @@ def exposure(
 
 
 def classes_of(pairs: Mapping[str, int]) -> dict[str, str]:
-    """high, medium or low for each language, as `m4.evaluate.resource_classes` has them.
+    """high, medium or low for each language, as `gshard_m4.evaluate.resource_classes` has them.
 
     >>> classes_of({"de": 9, "fr": 7, "af": 1, "nl": 3})
     {'de': 'high', 'fr': 'medium', 'nl': 'medium', 'af': 'low'}

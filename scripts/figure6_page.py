@@ -9,9 +9,9 @@ import numpy as np
 from figure6_job import DENSE, DONE, Job, held_out, manifest, records
 from figure6_shown import Loss, shown
 
-from m4 import evaluate, figure
-from m4.evaluate import CLASSES, Results
-from m4.held_out import BOTH, NEW_ENGLISH, HeldOut
+from gshard_m4 import evaluate, figure
+from gshard_m4.evaluate import CLASSES, Results
+from gshard_m4.held_out import BOTH, NEW_ENGLISH, HeldOut
 
 LAST = 500  # steps whose training cross entropy is told
 FEW = 40  # languages that have a row each
@@ -245,5 +245,5 @@ def versus_one_language(job: Job, there: Sequence[str]) -> str:
 
 def again(job: Job, lines: Sequence[Sequence[str]]) -> str:
     """The command lines."""
-    text = "\n".join(shlex.join(["m4", *line]) for line in lines)
+    text = "\n".join(shlex.join(["gshard-m4", *line]) for line in lines)
     return f"## Doing it again\n\n```bash\n{job.asked}\n```\n\nwhich ran:\n\n```bash\n{text}\n```\n"

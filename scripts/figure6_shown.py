@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 SURE = 0.05
 FOUND = 0.8  # of the tests of so many sentences should find a difference that is there
-LEAST = 3  # tokens of a sentence: `m4 prepare` keeps no pair with fewer than two English words, and it ends
+LEAST = 3  # tokens of a sentence: `gshard-m4 prepare` keeps no pair with fewer than two English words, and it ends
 MEASURES = {"bleu": "BLEU", "chrf": "chrF++"}
 NORMAL = NormalDist()
 
@@ -127,7 +127,7 @@ def shown(
 HEAD = f"""## What is shown, and what is not
 
 *More experts are better than none.* All sentences of a test; the last column is how many would be needed for a
-difference of this size to be found (p < {SURE}) by {FOUND:.0%} of such tests; `m4 prepare` holds out more with
+difference of this size to be found (p < {SURE}) by {FOUND:.0%} of such tests; `gshard-m4 prepare` holds out more with
 `--known` and `--test`.
 
 | test | model | measure | above dense | p | sentences | needed |

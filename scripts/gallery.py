@@ -51,7 +51,7 @@ def section(path: Path) -> str:
         programs.append(real_explain(*args, **kwargs))
         return programs[-1]
 
-    def search(*args: Any, **kwargs: Any) -> gshard.Found:
+    def search(*args: Any, **kwargs: Any) -> gshard.SearchResult:
         found = real_search(*args, **kwargs)
         programs.append(found.explain())
         return found

@@ -114,6 +114,9 @@ def main() -> int:
     parser.add_argument(
         "--page", type=Path, help="docs/gpu.md by default; of a dry run gpu.md in the folder of --output"
     )
+    parser.add_argument(
+        "--beside", action="append", default=[], type=Path, help="state.json of another machine, shown on the page too"
+    )
     parser.add_argument("--only", action="append", default=[], help="parts whose names begin so; again for more")
     parser.add_argument("--retry", action="store_true", help="run what has failed again")
     kind = parser.add_mutually_exclusive_group()
@@ -128,12 +131,13 @@ def main() -> int:
     if state.found("machine") is None and (lacks := missing(mode)):
         print(f"{lacks}. --dry-run shows on CPU that the script works.", file=sys.stderr)
         return 2
+    others = [State(path, state.settings) for path in given.beside]
     every = parts_of(mode)
     chosen = [p for p in every if not given.only or any(p.name.startswith(only) for only in given.only)]
     again = shlex.join(["python", "scripts/gpu.py", *([f"--{mode}"] if mode != "gpu" else [])])
 
     def write() -> None:
-        put(where, page(state, every, mode, again))
+        put(where, page(state, every, mode, again, others))
 
     over = run(chosen, state, given.minutes, retry=given.retry, after=write)
     write()

@@ -28,7 +28,7 @@ from resumable import ROOT, Asked, Found, answer
 
 import gshard
 from gshard import testing
-from gshard.api.jit import Jitted
+from gshard.api.jitted import Jitted
 from gshard.core.sharding import Sharding
 
 NEAR = 1e-4  # of the largest element of a result
@@ -124,6 +124,8 @@ def told(error: BaseException) -> str:
 
 def laws(asked: Asked) -> Found:
     """Rules of operators: splits that the rule allows compute what the operator computes whole."""
+    import pytest
+
     from laws.test_rules_sound import ROWS, check
 
     names = shuffled(ROWS)[: 6 if asked.tiny else None]
@@ -136,6 +138,8 @@ def laws(asked: Asked) -> Found:
             print(name, flush=True)  # for the log: a row may end the process
             try:
                 check(ROWS[name], 1)
+            except pytest.skip.Exception:
+                pass  # not an operator of this JAX
             except Exception as error:
                 wrong[name] = told(error)
     return {"tried": tried, "of": len(ROWS), "wrong": wrong}
@@ -146,7 +150,7 @@ def programs(asked: Asked) -> Found:
     from families import CASES
 
     names = shuffled(CASES)[: 2 if asked.tiny else None]
-    rows, wrong = [], {}
+    rows, wrong, far = [], {}, {}
     on = accelerator()
     with EXACT:
         for name in names:
@@ -164,9 +168,13 @@ def programs(asked: Asked) -> Found:
                     lowered = gshard.jit(case.function, mesh=eight).lower(*case.arguments)
                     many = device_after_device(lowered, jax.tree.leaves(case.arguments), expected)
                 rows.append([name, difference(alone, expected), difference(many, expected)])
+                if not max(rows[-1][1:]) < NEAR:
+                    # Whether eight CPUs are as far off: an optimizer may divide by what is nearly zero.
+                    with jax.default_device(jax.devices("cpu")[0]):
+                        on_cpu = device_after_device(lowered, jax.tree.leaves(case.arguments), expected)
+                    far[name] = f"{max(rows[-1][1:]):.1e}, eight CPU devices {difference(on_cpu, expected):.1e}"
             except Exception as error:
                 wrong[name] = told(error)
-    far = {name: max(a, b) for name, a, b in rows if not max(a, b) < NEAR}
     return {"tried": len(rows) + len(wrong), "of": len(CASES), "wrong": wrong, "far": far, "rows": rows, "near": NEAR}
 
 

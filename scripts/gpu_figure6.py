@@ -1,6 +1,6 @@
 """On one GPU: how fast dense and MoE models train, and whether more experts translate better, in slices that resume.
 
-    m4 prepare --tier base --output data/base
+    gshard-m4 prepare --tier base --output data/base
     python scripts/gpu_figure6.py --data data/base --machine "one H200"     # again until it ends with 0
     python scripts/gpu_figure6.py --dry-run                                 # on CPU, tiny; pages stay in --output
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from figure6 import SIZES
 from gpu import DISPATCHES, environment, missing
 from gpu_page import failed, machine_of, of_kind, put, steps
-from resumable import AGAIN, ROOT, Part, State, run
+from resumable import AGAIN, ROOT, SOURCES, Part, State, run
 
 TARGET_TOKENS = 100e6  # of each model
 FILLED = 0.45  # of a batch, what are target tokens and not padding: 0.47 in docs/results.md
@@ -36,7 +36,7 @@ HEAD = """# Throughput on a GPU
 
 <!-- Written by scripts/gpu_figure6.py from what it measured: change that, not this. -->
 
-{what} Models are presets of `m4 train`, in bfloat16, with vocabularies of 32,000 words; tokens are random ids.
+{what} Models are presets of `gshard-m4 train`, in bfloat16, with vocabularies of 32,000 words; tokens are random ids.
 """
 
 
@@ -80,7 +80,9 @@ def figure6(data: Path, output: Path, mode: str, machine: str, minutes: float) -
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a slice, and writes the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder that m4 prepare made; without it only the throughput table")
+    parser.add_argument(
+        "--data", type=Path, help="folder that gshard-m4 prepare made; without it only the throughput table"
+    )
     parser.add_argument("--minutes", type=float, default=9, help="of a slice")
     parser.add_argument("--output", type=Path, help="of state and models; runs/gpu-figure6, with -dry-run, by default")
     parser.add_argument("--machine", default="one GPU", help="in words, for the page of results")
@@ -119,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _of_figure6(mode: str) -> dict[str, str]:
     """The environment of figure6.py, whose models train on the first device that there is."""
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [*map(str, SOURCES), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, **environment(mode), "PYTHONPATH": path}
 
 

@@ -9,7 +9,10 @@ from typing import Any
 from resumable import DONE, FAILED, Found, Part, State
 
 TITLES = {
-    "gpu": ("On a GPU", "Everything below was measured on the machine of the first table, by one run of the script."),
+    "gpu": (
+        "On a GPU",
+        "Each figure was measured on the machine whose table is above it, by one run of the script.",
+    ),
     "described": (
         "Compiled for GPUs",
         "No GPU was there. Programs were compiled by XLA for GPUs that were described to it, and read; none ran.",
@@ -36,17 +39,33 @@ MEMORY = (
 MIB = 2**20
 
 
-def page(state: State, parts: Sequence[Part], mode: str, again: str) -> str:
-    """The text of the page."""
+def page(state: State, parts: Sequence[Part], mode: str, again: str, others: Sequence[State] = ()) -> str:
+    """The text of the page; ``others`` are states of other machines, shown in sections of their own."""
     title, what = TITLES[mode]
+    left = [part.name for part in parts if not any(part.name in s.parts for s in (state, *others))]
     sections = [
         f"# {title}\n\n<!-- Written by scripts/gpu.py from what it measured: change that, not this. -->\n\n{what}\n",
-        machine_of(state), _training(state), _programs(state), _laws(state), _kernels(state), _examples(state),
-        _steps(state), _memory(state), _layer(state), _operators(state),
-        *(_topology(state, source) for source in SOURCES), failed(state), _not_run(state, parts),
+        _found(state), *(_on_another(other) for other in others), _not_run(left),
         f"## Doing it again\n\n```bash\n{again}\n```\n\nStopped at any point, the same line goes on where it was.\n",
     ]  # fmt: skip
     return "\n".join(filter(None, sections))
+
+
+def _found(state: State) -> str:
+    sections = [
+        machine_of(state), _training(state), _programs(state), _laws(state), _kernels(state), _examples(state),
+        _steps(state), _memory(state), _layer(state), _operators(state),
+        *(_topology(state, source) for source in SOURCES), failed(state),
+    ]  # fmt: skip
+    return "\n".join(filter(None, sections))
+
+
+def _on_another(state: State) -> str:
+    """What was measured on another machine, one level of headings deeper."""
+    m = state.found("machine")
+    lines = _found(state).splitlines()
+    deeper = "\n".join(f"#{line}" if line.startswith("## ") else line for line in lines)
+    return f"## On {m['kind'] if m else 'another machine'}\n\n{deeper}\n"
 
 
 def put(where: Path, text: str) -> None:
@@ -298,8 +317,7 @@ def failed(state: State) -> str:
     return "\n".join(["## What failed\n", *told])
 
 
-def _not_run(state: State, parts: Sequence[Part]) -> str:
-    left = [part.name for part in parts if part.name not in state.parts]
+def _not_run(left: Sequence[str]) -> str:
     lines = [f"- Parts that were not reached: {', '.join(left)}."] if left else []
     lines += [
         "- No program ran on several GPUs: collectives between GPUs, NCCL and networks are not tested here.",

@@ -29,8 +29,8 @@ from gshard.passes.trace import trace
 from gshard.xla import hlo_collectives
 from gshard.xla.hlo_parser import Computation, Instruction, read_module
 from gshard.xla.peer import xla_function
-from m4.config import ModelChoice, TrainConfig
-from m4.step import initial_state, make_step
+from gshard_m4.config import ModelChoice, TrainConfig
+from gshard_m4.step import initial_state, make_step
 
 OF_A_NODE = 8
 H100 = """
@@ -125,7 +125,7 @@ def tensor_parallel(devices: int, tiny: bool) -> Program:
 def in_steps(devices: int, tiny: bool) -> Program:
     """The same with products that run in steps while the next part of an operand travels."""
     made = fsdp(devices, tiny)
-    return dataclasses.replace(made, options={**made.options, "windowed": True})
+    return dataclasses.replace(made, options={**made.options, "collective_matmul": True})
 
 
 PROGRAMS = {"moe": moe_step, "fsdp": fsdp, "tensor": tensor_parallel, "steps": in_steps}
@@ -206,7 +206,7 @@ def topology(asked: Asked) -> Found:
         "plan_seconds": time.perf_counter() - begin, "predicted": predicted,
         "sides": {"gshard": compiled(lambda: lowered.executable.compiled)},
     }  # fmt: skip
-    compared = "windowed" not in program.options and not (asked.tiny and name == "moe")  # which takes longest
+    compared = "collective_matmul" not in program.options and not (asked.tiny and name == "moe")  # which takes longest
     if compared and asked.goes_on(0.5):
         found["sides"]["XLA"] = compiled(lambda: by_xla(program, mesh, lowered.argument_shardings))
     return found

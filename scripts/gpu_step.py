@@ -32,8 +32,8 @@ from gshard.device.cost import cost
 from gshard.device.hardware import kind_called
 from gshard.device.machine import Machine
 from gshard.moe.feed_forward import feed_forward, feed_forward_specs
-from m4.config import ModelChoice, TrainConfig
-from m4.step import initial_state, make_step
+from gshard_m4.config import ModelChoice, TrainConfig
+from gshard_m4.step import initial_state, make_step
 
 sys.path.insert(0, str(ROOT / "tests"))  # flops, for priced_hlo
 sys.path.insert(0, str(ROOT / "benchmarks"))

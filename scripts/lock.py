@@ -17,15 +17,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = """\
 # Every package that development, tests, documentation and m4 use, by name and version.
-# Written by `make lock` from the requirements in pyproject.toml.
+# Written by `make lock` from the requirements in both pyproject.toml.
 """
 
 
 def requirements() -> list[str]:
-    """Everything pyproject.toml asks for: core, all extras, and what builds the package."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extras = chain.from_iterable(project["project"]["optional-dependencies"].values())
-    return [*project["build-system"]["requires"], *project["project"]["dependencies"], *extras]
+    """Everything that gshard and m4 require: base, all extras, and what builds them; without gshard, which is here."""
+    wanted = []
+    for file in (ROOT / "pyproject.toml", ROOT / "packages" / "m4" / "pyproject.toml"):
+        project = tomllib.loads(file.read_text())
+        extras = chain.from_iterable(project["project"]["optional-dependencies"].values())
+        wanted += [*project["build-system"]["requires"], *project["project"]["dependencies"], *extras]
+    return [line for line in wanted if not line.startswith("gshard")]
 
 
 def resolve(python: str, wanted: list[str]) -> tuple[tuple[int, int], dict[str, str]]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "src", ROOT / "packages" / "m4" / "src"
 AGAIN = 75  # exit code: there is more to do
 LAST_LINES = 12  # that are kept of what a part that failed has printed
 FATAL = re.compile(r"F\d{4} |F0000|.*Check failed|Fatal Python error")  # how C++ says that it ends the process
@@ -173,7 +174,7 @@ def _failed(error: str, taken: float) -> Found:
 
 
 def _environment(differs: Mapping[str, str]) -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([*map(str, SOURCES), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), **differs}
 
 

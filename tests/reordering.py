@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m4.decode import EOS, FORBIDDEN, DecodeConfig, Decoded, length_normaliser
+from gshard_m4.decode import EOS, FORBIDDEN, DecodeConfig, Decoded, length_normaliser
 
 
 def reordering_beam_search(

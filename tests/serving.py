@@ -10,10 +10,10 @@ from types import MappingProxyType
 import jax
 
 from gshard import moe
-from m4.decode import DecodeConfig
-from m4.serve import server
-from m4.serve.config import ServeConfig
-from m4.translate import Translator
+from gshard_m4.decode import DecodeConfig
+from gshard_m4.serve import server
+from gshard_m4.serve.config import ServeConfig
+from gshard_m4.translate import Translator
 
 WORDS = "save the file open a new window close now please help".split()
 

@@ -71,13 +71,16 @@ def test_search_prints_what_it_found_and_writes_the_plan(model, tmp_path, capsys
     assert "w: f32[4,2" in printed.out
     assert "as it is marked: " in printed.err, "progress"
     assert "<title>gshard explain" in page.read_text()
-    assert gshard.Recorded.load(saved).axes == (("data", 2), ("model", 4))
+    assert gshard.SavedPlan.load(saved).axes == (("data", 2), ("model", 4))
     assert main([*command, "--save", str(tmp_path / "absent" / "plan.json")]) == 1
     assert f"there is no folder {tmp_path / 'absent'}" in capsys.readouterr().err
 
 
 def test_search_tries_the_shapes_of_a_number_of_devices(model, capsys):
-    assert main(["search", f"{model}:example", "--mesh", "4", "--machine", "h100:1x4", "--donate", "0", "--marks"]) == 0
+    assert (
+        main(["search", f"{model}:example", "--mesh", "4", "--machine", "h100:1x4", "--donate-argnums", "0", "--marks"])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "mesh (data=2, model=2)" in printed
     assert "ms without further marks" in printed
@@ -160,7 +163,7 @@ def test_a_module_that_fails_is_one_clear_error(text, message, tmp_path, capsys)
     assert "Traceback" not in printed
 
 
-@pytest.mark.parametrize("command", [["explain"], ["search", "--machine", "h100"], ["plan", "--topology", "h100:1x8"]])
+@pytest.mark.parametrize("command", [["explain"], ["search", "--machine", "h100"], ["plan", "--machine", "h100:1x8"]])
 def test_devices_of_a_target_need_not_exist(command, tmp_path):
     """In a process of its own, which has one device until a command plays more."""
     path = tmp_path / "jitted_model.py"
@@ -176,7 +179,7 @@ def test_devices_of_a_target_need_not_exist(command, tmp_path):
 
 def test_what_does_not_fit_is_told_by_the_exit_status(model, capsys):
     big = ["--arg", "f32[8,4]", "--arg", "f32[4,5000000000]"]
-    assert main(["plan", f"{model}:loss", *big, "--topology", "h100:1x8", "--mesh", "data=8"]) == 3
+    assert main(["plan", f"{model}:loss", *big, "--machine", "h100:1x8", "--mesh", "data=8"]) == 3
     assert "this does not fit: a device would hold 93.1 GiB, and may 74.5 GiB." in capsys.readouterr().err
     small = ["search", f"{model}:example", "--mesh", "data=4", "--machine", "h100:1x4", "--memory-limit", "40B"]
     for over in ("plan", "layout"):
@@ -195,9 +198,9 @@ def test_an_explanation_of_another_machine_is_not_compared(model, tmp_path, caps
 
 
 def test_an_argument_to_donate_that_is_not_there(model, capsys):
-    command = ["search", f"{model}:loss", "--arg", "f32[8,4]", "--arg", "f32[4,2]", "--donate", "5"]
+    command = ["search", f"{model}:loss", "--arg", "f32[8,4]", "--arg", "f32[4,2]", "--donate-argnums", "5"]
     assert main(command) == 1
-    assert "--donate 5: loss has 2 arguments, x and w." in capsys.readouterr().err
+    assert "--donate-argnums 5: loss has 2 arguments, x and w." in capsys.readouterr().err
 
 
 def test_a_traceback_is_shown_if_asked_for(model, capsys):
@@ -255,12 +258,12 @@ def test_trace_and_against_xla(model, tmp_path, capsys):
 
 
 def test_a_function_is_planned_for_a_machine(model, capsys):
-    assert main(["plan", f"{model}:reduced", "--topology", "h100:1x4"]) == 0
+    assert main(["plan", f"{model}:reduced", "--machine", "h100:1x4"]) == 0
     printed = capsys.readouterr().out
     assert "loss on h100:1x4" in printed
     assert "-bound: " in printed
     assert "temporaries" in printed
-    assert main(["plan", f"{model}:reduced", "--topology", "h100:1x4", "--search"]) == 1
+    assert main(["plan", f"{model}:reduced", "--machine", "h100:1x4", "--search"]) == 1
     assert "gshard search" in capsys.readouterr().err
 
 
@@ -360,10 +363,10 @@ def test_a_limit_needs_nothing_from_the_user():
 
 @pytest.mark.slow
 def test_a_limit_on_the_command_line(capsys):
-    assert main(["plan", "MoE(128E, 12L)", "--topology", "v3:8x8", "--memory-limit", "2GiB"]) == 1
+    assert main(["plan", "MoE(128E, 12L)", "--machine", "v3:8x8", "--memory-limit", "2GiB"]) == 1
     error = capsys.readouterr().err
     assert "more than memory_limit (2.0 GiB)" in error
-    assert main(["plan", "MoE(128E, 12L)", "--topology", "v3:8x8", "--memory-limit", "much"]) == 1
+    assert main(["plan", "MoE(128E, 12L)", "--machine", "v3:8x8", "--memory-limit", "much"]) == 1
     assert "is no number of bytes" in capsys.readouterr().err
 
 
@@ -378,16 +381,16 @@ def test_finite_is_for_functions(capsys, tmp_path):
         sent.append(capsys.readouterr().out)
     assert "reduce_scatter" in sent[0]
     assert "each device sends 896 B in one call: all_reduce 896 B" in sent[1]
-    assert main(["plan", "MoE(128E, 12L)", "--topology", "v3:8x8", "--finite"]) == 1
+    assert main(["plan", "MoE(128E, 12L)", "--machine", "v3:8x8", "--finite"]) == 1
     assert "--finite is for a function of yours" in capsys.readouterr().err
 
 
 def test_plan_refuses_what_is_not_there(capsys):
-    assert main(["plan", "MoE(7E)", "--topology", "v3"]) == 1
+    assert main(["plan", "MoE(7E)", "--machine", "v3"]) == 1
     printed = capsys.readouterr().err
     assert printed.count("MoE(7E)") == 1
     assert "A function of yours is file.py:function" in printed
-    assert main(["plan", "T(96L)", "--topology", "v99"]) == 1
+    assert main(["plan", "T(96L)", "--machine", "v99"]) == 1
     assert "no machine is called 'v99'" in capsys.readouterr().err
 
 
@@ -398,3 +401,52 @@ def test_every_row_of_the_table_has_a_batch_that_its_devices_can_split():
         assert sentences % machine.size == 0
         assert sentences * length % 1024 == 0
         assert lowered.program.block.equations
+
+
+def test_explain_takes_the_plan_that_search_saved(model, tmp_path, capsys):
+    target, saved = [f"{model}:loss", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], tmp_path / "plan.json"
+    search = [
+        "search",
+        *target,
+        "--mesh",
+        "data=4",
+        "--machine",
+        "H100",
+        "--donate-argnames",
+        "w",
+        "--save",
+        str(saved),
+    ]
+    assert main(search) == 0
+    assert main(["explain", *target, "--plan", str(saved), "--donate-argnames", "w", "--memory-limit", "1GiB"]) == 0
+    assert "loss on 4 devices (data=4)" in capsys.readouterr().out
+    assert main(["explain", *target, "--plan", str(saved), "--mesh", "data=8"]) == 1
+    assert "the plan is for another mesh" in capsys.readouterr().err
+    assert main(["explain", *target, "--mesh", "data=4", "--memory-limit", "8 B"]) == 1
+    assert "MemoryLimitError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [
+        (["plan", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], ["--topology", "h100:1x4"], "--machine"),
+        (["plan", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], ["--topology=h100:1x4"], "--machine"),
+        (["explain", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], ["--donate", "1"], "--donate-argnums"),
+        (["explain", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], ["--static", "9"], "--static-argnums"),
+        (["search", "--machine", "h100:1x4", "--mesh", "data=4", "--arg", "f32[8,4]", "--arg", "f32[4,2]"],
+         ["--seconds", "60"], "--budget-seconds"),
+    ],
+)  # fmt: skip
+def test_old_names_of_options_work_and_name_the_new_one(command, old, new, model, capsys):
+    name, *rest = command
+    mesh = [] if "--mesh" in command else ["--mesh", "data=4"]
+    status = main([name, f"{model}:loss", *rest, *mesh, *old])
+    printed = capsys.readouterr().err
+    assert f"DeprecationWarning: {old[0].split('=')[0]} of gshard {name} is now called {new}" in printed
+    assert status == (1 if "9" in old else 0), printed
+    assert ("--static-argnums 9: loss has 2 arguments" in printed) == ("9" in old)
+
+
+def test_seconds_of_explain_is_no_old_name(model, capsys):
+    assert main(["explain", f"{model}:reduced", "--mesh", "devices=4", "--seconds", "1"]) == 0
+    assert "DeprecationWarning" not in capsys.readouterr().err

@@ -16,11 +16,10 @@ import pytest
 
 import gshard
 import pages
-from test_structure import exported
+from test_structure import FILES, exported, name_of
 
 ROOT = Path(__file__).resolve().parent.parent
-SRC = ROOT / "src"
-WITH_DOCTESTS = [path for path in sorted(SRC.rglob("*.py")) if ">>> " in path.read_text()]
+WITH_DOCTESTS = [path for path in FILES if ">>> " in path.read_text()]
 PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if "_build" not in path.parts]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What these show is tested elsewhere in the fast tests too.
@@ -38,7 +37,7 @@ LONG = {
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+    return name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
 @pytest.mark.parametrize("path", WITH_DOCTESTS, ids=module_name)

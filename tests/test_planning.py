@@ -70,5 +70,5 @@ def test_a_decoder_is_searched():
 
 
 def test_the_command_line_tells_the_nearest_name(capsys):
-    assert main(["plan", "mixtrl8x7b", "--topology", "h100:8x8"]) == 1
+    assert main(["plan", "mixtrl8x7b", "--machine", "h100:8x8"]) == 1
     assert "Did you mean 'Mixtral-8x7B'?" in capsys.readouterr().err

@@ -14,18 +14,16 @@ from pathlib import Path
 from jax.extend.core import primitives as jax_primitives
 
 ROOT = Path(__file__).resolve().parent.parent
-SRC = ROOT / "src"
+SRC, SRC_M4 = SOURCES = ROOT / "src", ROOT / "packages" / "m4" / "src"
 
 # An import may point to an earlier layer or to its own.
 LAYERS = [
     "core", "comm", "language", "rules", "tracing", "rewrite", "solver", "passes", "naming", "device", "remat",
     "search", "xla", "explanation", "simulator", "testing", "api", "moe", "ahead_of_time", "planning", "named_target",
-    "baselines", "__main__",
+    "baselines", "command_options", "__main__",
 ]  # fmt: skip
 MAX_LINES = 400
 LONG_FILES: set[str] = set()  # exceptions, each with its reason
-# May be imported inside a function, by the one feature that needs it: the package works without.
-OPTIONAL = {"matplotlib", "rich", "scipy"}
 # May be the name of several modules.
 TWINS = {"__init__"}
 BANNED_STEMS = {"utils", "util", "helpers", "helper", "common", "misc"}
@@ -67,10 +65,10 @@ NAMING = {
 # Names of primitives that are also words for something else.
 WORDS = set("add and call cond copy max min mul name or real round scan sign split while".split()) | COLLECTIVES
 
-FILES = sorted(SRC.rglob("*.py"))
+FILES = [path for source in SOURCES for path in sorted(source.rglob("*.py"))]
 GSHARD = [path for path in FILES if path.is_relative_to(SRC / "gshard")]
 MOE = [path for path in GSHARD if path.is_relative_to(SRC / "gshard" / "moe")]
-M4 = [path for path in FILES if path.is_relative_to(SRC / "m4")]
+M4 = [path for path in FILES if path.is_relative_to(SRC_M4 / "gshard_m4")]
 PARTITIONER = [path for path in GSHARD if path not in MOE]
 
 
@@ -79,7 +77,7 @@ MACHINE_PATH = re.compile(r"""["'\s(]/(home|Users|root|work|mnt|opt)/""")
 
 
 def name_of(path: Path) -> str:
-    return path.relative_to(SRC).as_posix()
+    return path.relative_to(SRC if path.is_relative_to(SRC) else SRC_M4).as_posix()
 
 
 @functools.cache
@@ -110,7 +108,7 @@ def _imported(path: Path) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:  # relative: count the folders from here
-                parts = path.relative_to(SRC).parts[: -node.level]
+                parts = name_of(path).split("/")[: -node.level]
                 base = ".".join([*parts, base] if base else parts)
             yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
 
@@ -165,7 +163,7 @@ def test_imports_point_left() -> None:
         assert layer in LAYERS, f"{name_of(path)} is in no layer of {LAYERS}"
         allowed = {f"gshard.{earlier}" for earlier in LAYERS[: LAYERS.index(layer) + 1]}
         for name, line in imported(path):
-            if inside(name, "m4") or (inside(name, "gshard") and not any(inside(name, package) for package in allowed)):
+            if inside(name, "gshard") and not any(inside(name, package) for package in allowed):
                 yield f"line {line}: {name}, but may import {sorted(allowed)} only"
 
     inner = [path for path in PARTITIONER if path != SRC / "gshard" / "__init__.py"]
@@ -193,12 +191,11 @@ def test_gshard_needs_jax_and_numpy_only() -> None:
     known = sys.stdlib_module_names | {"gshard", "jax", "numpy"}
 
     def wrong(path: Path) -> Iterator[str]:
-        nested = set(imported_in_functions(path))
         for name, line in imported(path):
-            if name.split(".")[0] not in known | (OPTIONAL if (name, line) in nested else set()):
+            if name.split(".")[0] not in known:
                 yield f"line {line}: {name}"
 
-    check(PARTITIONER, wrong, "gshard needs jax and numpy only")
+    check(GSHARD, wrong, "gshard needs jax and numpy only")
 
 
 def test_private_jax_names_live_in_the_adapter() -> None:
@@ -239,9 +236,9 @@ def test_m4_sees_public_names_only() -> None:
 
 def test_imports_stand_at_the_top() -> None:
     def wrong(path: Path) -> list[str]:
-        return [f"line {n}: {name}" for name, n in imported_in_functions(path) if name.split(".")[0] not in OPTIONAL]
+        return [f"line {n}: {name}" for name, n in imported_in_functions(path)]
 
-    check(GSHARD, wrong, f"only optional dependencies {sorted(OPTIONAL)} are imported inside a function")
+    check(GSHARD, wrong, "nothing is imported inside a function")
 
 
 def test_behaviour_comes_from_arguments() -> None:
@@ -354,7 +351,7 @@ def test_files_are_short() -> None:
 def test_files_are_named_for_their_idea() -> None:
     wrong = [
         str(path.relative_to(ROOT))
-        for folder in ("src", "tests", "benchmarks", "examples")
+        for folder in ("src", "packages", "tests", "benchmarks", "examples")
         for path in (ROOT / folder).rglob("*.py")
         if set(path.stem.split("_")) & BANNED_STEMS or path.parent.name in BANNED_STEMS
     ]
@@ -363,7 +360,7 @@ def test_files_are_named_for_their_idea() -> None:
 
 # Folders of tests that belong to no folder of src, each with its reason.
 MORE_TESTS = {
-    "m4",  # of src/m4
+    "m4",  # of packages/m4
     "scripts",  # of the scripts beside src
     "laws",  # what holds of every program, whichever module has a part in it
     "sweep",  # JAX's own table of operators
@@ -385,7 +382,7 @@ def test_tests_mirror_the_source() -> None:
     folders = {path.parent.relative_to(SRC / "gshard").parts[:1] for path in GSHARD} | {(name,) for name in MORE_TESTS}
     homes: dict[str, set[tuple[str, ...]]] = {}
     for path in FILES:
-        package, *parents, stem = path.relative_to(SRC).with_suffix("").parts
+        package, *parents, stem = name_of(path).removesuffix(".py").split("/")
         if stem == "__init__" and parents:
             stem = parents.pop()
         homes.setdefault(stem, set()).add(tuple(parents[:1]) if package == "gshard" else ("m4",))
@@ -413,4 +410,4 @@ def test_nothing_is_left_undone_or_tied_to_a_machine() -> None:
 
 def test_both_packages_are_typed() -> None:
     assert (SRC / "gshard" / "py.typed").exists()
-    assert (SRC / "m4" / "py.typed").exists()
+    assert (SRC_M4 / "gshard_m4" / "py.typed").exists()

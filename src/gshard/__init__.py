@@ -20,11 +20,13 @@ prefetching follow ``partition`` (``search.pipeline``).
 Besides::
 
     Mesh, Sharding              the devices, and how an array is cut over them
-    Machine, Cost, Windowed     what a program takes on given devices; which are collective matmuls
+    Machine, Cost               what a program takes on given devices; CollectiveMatmul: which products run so
     manual, auto_to_manual ...  parts of a program that you partition yourself
     rule, testing               register a rule of an operator (RuleMaker, Call, Shards, Rule), and check it
     GShardError                 the base of all errors raised on purpose
 """
+
+import typing as _typing
 
 from gshard import testing as testing
 from gshard.api.by_path import shard_by_path as shard_by_path
@@ -32,6 +34,7 @@ from gshard.api.dimensions import dimensions as dimensions
 from gshard.api.explained import explain as explain
 from gshard.api.instead_of_jit import instead_of_jit as instead_of_jit
 from gshard.api.jit import jit as jit
+from gshard.api.jitted import Jitted as Jitted
 from gshard.api.lowered import Compiled as Compiled
 from gshard.api.lowered import Lowered as Lowered
 from gshard.api.manual_parts import auto_to_manual as auto_to_manual
@@ -51,6 +54,7 @@ from gshard.core.errors import PlanError as PlanError
 from gshard.core.errors import RuleError as RuleError
 from gshard.core.errors import ShardingError as ShardingError
 from gshard.core.errors import TraceError as TraceError
+from gshard.core.keywords import renamed_class as _renamed_class
 from gshard.core.layout import Layout as Layout
 from gshard.core.mesh import Mesh as Mesh
 from gshard.core.plan import Plan as Plan
@@ -64,9 +68,9 @@ from gshard.device.cost import Cost as Cost
 from gshard.device.hardware import UnknownMachineWarning as UnknownMachineWarning
 from gshard.device.machine import Machine as Machine
 from gshard.device.machine import MachineError as MachineError
-from gshard.device.overlap import Windowed as Windowed
+from gshard.device.overlap import CollectiveMatmul as CollectiveMatmul
 from gshard.explanation.explain import Explanation as Explanation
-from gshard.explanation.found import Found as Found
+from gshard.explanation.found import SearchResult as SearchResult
 from gshard.language.custom import rule as rule
 from gshard.language.registry import Call as Call
 from gshard.naming.dimension_classes import Dimensions as Dimensions
@@ -74,8 +78,79 @@ from gshard.passes import compile as _compile
 from gshard.passes.compile import Executable as Executable
 from gshard.passes.partition import partition as partition
 from gshard.passes.propagate import propagate as propagate
-from gshard.passes.recorded import Recorded as Recorded
+from gshard.passes.recorded import SavedPlan as SavedPlan
 from gshard.passes.trace import trace as trace
 from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
+from gshard.search.layouts import LayoutResult as LayoutResult
 
 compile = _compile.compile_spmd
+
+__all__ = [
+    "ArgumentError",
+    "Call",
+    "CollectiveMatmul",
+    "Compiled",
+    "Cost",
+    "Dimensions",
+    "Executable",
+    "Explanation",
+    "GShardError",
+    "Jitted",
+    "Layout",
+    "LayoutResult",
+    "Lowered",
+    "Machine",
+    "MachineError",
+    "MemoryLimitError",
+    "Mesh",
+    "MeshError",
+    "Plan",
+    "PlanError",
+    "Program",
+    "Rule",
+    "RuleError",
+    "RuleMaker",
+    "SavedPlan",
+    "SearchResult",
+    "Sharding",
+    "ShardingError",
+    "Shards",
+    "SpmdProgram",
+    "TraceError",
+    "UnevenArray",
+    "UnknownMachineWarning",
+    "auto_to_manual",
+    "compile",
+    "dimensions",
+    "explain",
+    "instead_of_jit",
+    "jit",
+    "manual",
+    "manual_to_auto",
+    "name",
+    "part_index",
+    "partition",
+    "propagate",
+    "replicate",
+    "rule",
+    "search",
+    "shard",
+    "shard_by_path",
+    "split",
+    "testing",
+    "trace",
+]
+
+if not _typing.TYPE_CHECKING:  # type checkers see the new names only
+    _OLD_NAMES = {"Windowed": "CollectiveMatmul", "Recorded": "SavedPlan", "Found": "SearchResult"}
+
+    def __getattr__(name: str) -> _typing.Any:
+        if name not in _OLD_NAMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _renamed_class(name, _OLD_NAMES[name])
+        return globals()[_OLD_NAMES[name]]
+
+
+def __dir__() -> list[str]:
+    """The public names, so that completion leaves out the internal packages."""
+    return [*__all__, *(name for name in globals() if name.startswith("__") or name == "moe")]

@@ -10,21 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from gshard.api.explained import explain
-from gshard.api.jit import Jitted, jit
+from gshard.api.jit import jit
+from gshard.api.jitted import Jitted
 from gshard.api.search import search
 from gshard.baselines import SIGNALLED, CheckFailed, check_fits, check_sent, end_search, explanation_in, limit_of
+from gshard.command_options import parsed
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
@@ -32,9 +30,9 @@ from gshard.device.machine import Machine
 from gshard.explanation.difference import difference
 from gshard.explanation.explain import Explanation
 from gshard.explanation.report.page import page
-from gshard.explanation.trials import SECONDS
 from gshard.moe.models import ModelError
-from gshard.named_target import TargetError, load, mesh_of, need_folder, numbered, place_of, play_devices
+from gshard.named_target import TargetError, load, mesh_of, need_folder, place_of, play_devices, told_by
+from gshard.passes.recorded import SavedPlan
 from gshard.planning import plan
 from gshard.xla.calibrate import calibrate
 
@@ -67,11 +65,14 @@ def _explain(options: argparse.Namespace) -> None:
     limit = None if options.fail_above is None else limit_of(options.fail_above)
     # XLA compiles for devices that exist.
     f, arguments = _load(options, options.target, options.machine, force=with_xla)
+    plan = options.plan and SavedPlan.load(options.plan)
     mesh = None if isinstance(f, Jitted) and not options.mesh else _mesh(options.mesh, options.machine)
+    if plan and not options.mesh:
+        mesh = Mesh.abstract(**dict(plan.axes))
     on = dict(mesh.axes) if with_xla and mesh is not None else mesh
     found = explain(
-        f, *arguments, mesh=on, machine=options.machine, finite=options.finite,
-        **numbered(f, len(arguments), options.static, options.donate),
+        f, *arguments, mesh=on, machine=options.machine, memory_limit=options.memory_limit, plan=plan,
+        finite=options.finite, **told_by(f, len(arguments), options),
     )  # fmt: skip
     data = found.data(options.machine, options.seconds)
     print(found.format(tensors=0, collectives=8) if options.html else found)
@@ -99,10 +100,10 @@ def _search(options: argparse.Namespace) -> None:
         "mesh": mesh if mesh or isinstance(f, Jitted) else 8,
         "machine": options.machine,
         "memory_limit": options.memory_limit,
-        "budget_seconds": options.seconds,
+        "budget_seconds": options.budget_seconds,
         "finite": options.finite,
         "progress": True,
-        **numbered(f, len(arguments), options.static, options.donate),
+        **told_by(f, len(arguments), options),
     }
     if options.over == "layout":
         if of_plans := [f"--{name}" for name in ("why", "marks", "patch", "html", "save") if getattr(options, name)]:
@@ -132,7 +133,7 @@ def _search(options: argparse.Namespace) -> None:
     if options.save:
         found.save(options.save)
         print(
-            f"wrote {options.save}: gshard.jit(f, mesh=..., plan=gshard.Recorded.load({str(options.save)!r})) runs it"
+            f"wrote {options.save}: gshard.jit(f, mesh=..., plan=gshard.SavedPlan.load({str(options.save)!r})) runs it"
         )
     end_search(found.stopped, found.cost.peak, found.best.limit)
 
@@ -148,7 +149,7 @@ def _plan(options: argparse.Namespace) -> None:
     try:
         found = plan(
             options.config,
-            options.topology,
+            options.machine,
             remat=options.remat,
             memory_limit=options.memory_limit,
             search_plan=options.search,
@@ -172,13 +173,13 @@ def _plan_function(options: argparse.Namespace) -> None:
             got=options.config,
             hint="For a function of yours: gshard search TARGET, or jax.checkpoint and --memory-limit.",
         )
-    f, arguments = _load(options, options.config, options.topology)
-    asked = {"memory_limit": options.memory_limit, "finite": options.finite}
+    f, arguments = _load(options, options.config, options.machine)
+    asked = {"memory_limit": options.memory_limit, "finite": options.finite, **told_by(f, len(arguments), options)}
     if isinstance(f, Jitted) and any(asked.values()):
         own = " and ".join(name for name, value in asked.items() if value)
         raise TargetError(f"{options.config!r} is jitted already.", hint=f"Give its own gshard.jit the {own}.")
     machine = Machine.of(
-        options.topology, None if ":" in options.topology else (options.mesh and mesh_of(options.mesh).size)
+        options.machine, None if ":" in options.machine else (options.mesh and mesh_of(options.mesh).size)
     )
     mesh = mesh_of(options.mesh or str(machine.size))
     jitted = f.on(mesh) if isinstance(f, Jitted) else jit(f, mesh=mesh, **asked)
@@ -212,146 +213,6 @@ def _calibrate(options: argparse.Namespace) -> None:
         print(f"wrote {options.out}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gshard", description="See how a JAX program is partitioned, and what it costs."
-    )
-    shown = f"gshard {version('gshard')} (jax {jax.__version__}, Python {platform.python_version()})"
-    parser.add_argument("--version", action="version", version=shown)
-    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
-    commands = parser.add_subparsers(required=True, metavar="command")
-
-    command = commands.add_parser(
-        "explain",
-        help="how a function is partitioned, why, and what it costs",
-        epilog="exit status: 0; 1 an error; 2 wrong options; 3 more than --fail-above or --baseline allows",
-    )
-    _target(command)
-    command.add_argument("--mesh", help="8 or data=4,model=2; they need not exist (default: those of --machine, or 8)")
-    command.add_argument("--machine", help=_MACHINES)
-    command.add_argument("--html", type=Path, metavar="page.html", help="write the report as one page")
-    command.add_argument("--json", type=Path, metavar="plan.json", help="write everything the page shows")
-    command.add_argument(
-        "--trace", type=Path, metavar="trace.json", help="write the modelled timeline of a call, for Perfetto"
-    )
-    command.add_argument(
-        "--against",
-        metavar="before.json",
-        help="show what changed, line by line, since this --json was written; or 'xla': against XLA's own partitioner, "
-        "both compiled for CPU devices",
-    )
-    command.add_argument(
-        "--why",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="the reasons of one array's sharding, what planning compared, and what a call would take with another",
-    )
-    command.add_argument(
-        "--seconds",
-        type=float,
-        default=SECONDS,
-        help="how long to try marks that would lower what is sent (default: 10)",
-    )
-    command.add_argument("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
-    command.add_argument(
-        "--baseline", metavar="main.json", help="fail if bytes sent, FLOPs or memory grew since this --json was written"
-    )
-    command.set_defaults(run=_explain)
-
-    command = commands.add_parser(
-        "search",
-        help="the fastest plan that is found for a machine, and how near the best of a simplified model it is",
-        epilog=_FITS,
-    )
-    _target(command)
-    command.add_argument(
-        "--mesh", help="data=4,model=2, or a number, which tries all shapes; they need not exist (default: 8)"
-    )
-    command.add_argument("--machine", help=_MACHINES)
-    command.add_argument(
-        "--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)"
-    )
-    command.add_argument(
-        "--over",
-        choices=("plan", "layout"),
-        default="plan",
-        help="what is found: a plan, or a table of names and axes (default: plan)",
-    )
-    command.add_argument(
-        "--seconds", type=float, help="how long the whole search may take (default: as its size asks for, 300 at most)"
-    )
-    command.add_argument(
-        "--why",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="what else could be: arguments or lines that contain this",
-    )
-    command.add_argument("--marks", action="store_true", help="say the plan in few marks, each tried; takes a while")
-    command.add_argument(
-        "--patch", type=Path, metavar="marks.diff", help="write these marks into the source files, as a diff"
-    )
-    command.add_argument("--html", type=Path, help="write the report of the plan as one page")
-    command.add_argument("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
-    command.set_defaults(run=_search)
-
-    command = commands.add_parser(
-        "plan",
-        help="whether a function, or a named model, fits a machine, and what a step takes",
-        description="In short: gshard explain shows where time and memory go, line by line.",
-        epilog=_FITS,
-    )
-    command.add_argument(
-        "config", help='module:function, file.py:function, or a named model: "MoE(128E, 12L)", mixtral-8x7b'
-    )
-    command.add_argument("--arg", **_ARG)
-    command.add_argument("--mesh", help="for a function: data=4,model=2 (default: one axis of all devices)")
-    command.add_argument(
-        "--topology", required=True, help="v3:32x32 names chips; v3 takes as many as there are experts"
-    )
-    command.add_argument(
-        "--remat", action=argparse.BooleanOptionalAction, default=None, help="recompute pairs of layers"
-    )
-    command.add_argument(
-        "--memory-limit", metavar="14GiB", help="choose what to recompute so that a device holds no more"
-    )
-    command.add_argument("--finite", **_FINITE)
-    command.add_argument(
-        "--search", action="store_true", help="search for the plan, without the model's marks (gshard search)"
-    )
-    command.add_argument("--compile", action="store_true", help="compile with libtpu (pip install libtpu) and compare")
-    command.set_defaults(run=_plan)
-
-    command = commands.add_parser("calibrate", help="measure the machine at hand")
-    command.add_argument("--out", type=Path, help="where to write it, for --machine")
-    command.set_defaults(run=_calibrate)
-    return parser
-
-
-_FITS = "exit status: 0; 1 an error; 2 wrong options; 3 it does not fit into the memory of a device"
-_MACHINES = "v3:32x32, h100:4x8, cpu:8 or a file of gshard calibrate"
-_ARG: dict[str, Any] = {
-    "action": "append", "default": [], "metavar": "f32[64,512]", "help": "an argument; repeat for each",
-}  # fmt: skip
-
-
-_FINITE: dict[str, Any] = {
-    "action": "store_true", "help": "state that parts of sums of floats are finite: jit(finite=True)",
-}  # fmt: skip
-
-
-_NUMBER: dict[str, Any] = {"action": "append", "type": int, "default": [], "metavar": "0"}
-
-
-def _target(command: argparse.ArgumentParser) -> None:
-    command.add_argument("target", help="module:function or file.py:function")
-    command.add_argument("--arg", **_ARG)
-    command.add_argument("--static", help="an argument that is a plain value, by its number; repeat", **_NUMBER)
-    command.add_argument("--donate", help="an argument whose memory results take, by its number; repeat", **_NUMBER)
-    command.add_argument("--finite", **_FINITE)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
@@ -361,7 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         the exit status.
     """
-    options = _parser().parse_args(arguments)
+    runs = {"explain": _explain, "search": _search, "plan": _plan, "calibrate": _calibrate}
+    options = parsed(sys.argv[1:] if arguments is None else arguments, runs)
     try:
         for name, value in vars(options).items():
             if isinstance(value, Path):

@@ -6,6 +6,7 @@ models:example                         a function without arguments that returns
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -145,18 +146,22 @@ def need_folder(path: Path, option: str) -> None:
         )
 
 
-def numbered(f: Callable[..., Any], given: int, static: Sequence[int], donated: Sequence[int]) -> dict[str, Any]:
-    """``static_argnums`` and ``donate_argnums`` of ``jit``, as a command line has them.
+_TOLD = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+
+
+def told_by(f: Callable[..., Any], given: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The static and donated arguments of a command line, as ``jit`` takes them.
 
     Args:
         f: the function.
         given: how many arguments it gets.
-        static, donated: numbers of arguments.
+        options: of the command line.
 
     Raises:
         TargetError: there is no argument of such a number.
     """
-    for option, number in [*(("--static", n) for n in static), *(("--donate", n) for n in donated)]:
+    made = {name: getattr(options, name) for name in _TOLD}
+    for option, number in ((f"--{name.replace('_', '-')}", n) for name in _TOLD[::2] for n in made[name] or ()):
         if not 0 <= number < given:
             names = list(parameters_of(f))
             told = f", {' and '.join([', '.join(names[:-1]), names[-1]] if len(names) > 1 else names)}" if names else ""
@@ -164,7 +169,7 @@ def numbered(f: Callable[..., Any], given: int, static: Sequence[int], donated: 
                 f"{option} {number}: {name_of(f)} has {given} argument{'s' if given != 1 else ''}{told}.",
                 hint="Arguments are counted from 0.",
             )
-    return {"static_argnums": list(static) or None, "donate_argnums": list(donated) or None}
+    return made
 
 
 def _module(name: str) -> Any:

@@ -34,7 +34,7 @@ from gshard.core.spmd import Recomputed
 from gshard.device.cost import Cost, KernelCost
 from gshard.device.cost import cost as cost_of
 from gshard.device.machine import Machine
-from gshard.explanation.found import Found
+from gshard.explanation.found import SearchResult
 from gshard.moe.config import TransformerConfig
 from gshard.moe.models import MODELS, model_name
 from gshard.moe.param import Param, shapes
@@ -93,7 +93,7 @@ class Planned:
     distributed: int
     collectives: dict[str, tuple[int, int]]
     recomputed: Recomputed | None = None
-    found: Found | None = None
+    found: SearchResult | None = None
     compiled: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -242,7 +242,7 @@ def lower(
     tokens_of_device: int | None = None,
     memory_limit: int | str | None = None,
     machine: Machine | None = None,
-    found: Found | None = None,
+    found: SearchResult | None = None,
     marked: Callable[[Any], Any] = lambda gradients: gradients,
 ) -> tuple[Lowered, tuple[int, int]]:
     """The training step for a mesh of ``mesh_for``, and its batch: the usual one, or so many tokens a side a device.
@@ -267,7 +267,7 @@ def searched(
     machine: Machine,
     tokens_of_device: int | None = None,
     memory_limit: int | str | None = None,
-) -> tuple[TransformerConfig, Found]:
+) -> tuple[TransformerConfig, SearchResult]:
     """The model without its marks or layout, and the plan that search finds, on these devices in one or two axes."""
     sentences, length = batch = _batch(config, mesh.size, tokens_of_device)
     group = config.tokens_of_a_group(sentences * length) if config.experts else None
@@ -292,7 +292,7 @@ def lowered_as_searched(
     memory_limit: int | str | None,
     compiled: bool,
     tell: Callable[[str], None],
-) -> tuple[TransformerConfig, Lowered, tuple[int, int], Found]:
+) -> tuple[TransformerConfig, Lowered, tuple[int, int], SearchResult]:
     """The searched step; if the compiler needs more than the limit, the search runs again with less."""
     room = None if memory_limit is None else bytes_of(memory_limit)
     attempts = _ATTEMPTS if compiled and room is not None else 1

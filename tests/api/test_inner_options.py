@@ -18,14 +18,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "machine": {"machine": H100},
     "search": {"machine": H100, "search": True},
     "strict": {"strict": True},
-    "windowed": {"windowed": True},
+    "collective_matmul": {"collective_matmul": True},
     "finite": {"finite": True},
     "compiler_options": {"compiler_options": {"xla_cpu_enable_fast_math": False}},
 }
 OTHER: dict[str, dict[str, Any]] = {
     "machine": {"machine": "v5e:2x4"},
     "search": {"machine": H100},
-    "windowed": {"windowed": gshard.Windowed(above=1)},
+    "collective_matmul": {"collective_matmul": gshard.CollectiveMatmul(above=1)},
 }
 
 

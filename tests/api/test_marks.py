@@ -16,6 +16,7 @@ import gshard
 from gshard import replicate, shard, split
 from gshard.comm.steps import LOCAL
 from gshard.core.errors import ShardingError
+from placed import in_every_way
 
 AUTO = jax.sharding.AxisType.Auto
 
@@ -228,6 +229,33 @@ def test_shard_takes_a_pytree_of_what_it_takes(x: np.ndarray, mesh: jax.sharding
     assert [e.mark.leaf for e in prefix.lower(tree).program.block.equations] == ["x['ids']", "x['open']"]
 
 
+@pytest.mark.parametrize("by", [{0: "data", 1: "model"}, {-1: ("model",), 0: ("data",)}], ids=["names", "tuples"])
+def test_two_dimensions_are_split_by_one_mark(by: Any, x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
+    """As by a PartitionSpec; two marks in a row are a reshard."""
+    f = gshard.jit(lambda x: split(x, by), mesh=mesh)
+    for got in in_every_way(f, (x,), mesh):
+        assert is_sharded(got, mesh, "data", "model")
+        assert got.tobytes() == x.tobytes()
+    assert sent(f.lower(x)) == []
+    assert sent(gshard.jit(lambda x: split(split(x, 0, "data"), 1, "model"), mesh=mesh).lower(x)) != []
+    assert f"split(x, {by!r})" in str(f.lower(x).program)
+
+
+def test_leaves_without_all_dimensions_of_a_table_stay_open(x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
+    tree = {"w": x, "b": x[0], "count": jnp.int32(3)}
+    found = gshard.jit(lambda t: split(t, {0: "data", 1: "model"}), mesh=mesh).lower(tree).program
+    assert [e.mark.leaf for e in found.block.equations] == ["x['w']"]
+
+
+def test_a_table_counts_without_the_dimension_of_vmap(x: np.ndarray, mesh: jax.sharding.Mesh) -> None:
+    y = np.stack([x, 2 * x])
+    f = gshard.jit(jax.vmap(lambda x: split(x, {0: "data", 1: "model"})), mesh=mesh)
+    out = f(y)
+    assert is_sharded(out, mesh, None, "data", "model")
+    assert out.tobytes() == y.tobytes()
+    np.testing.assert_array_equal(jax.grad(lambda y: (f(y) ** 2).sum())(y), 2 * y)
+
+
 # -- wrongly ---------------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +278,17 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "bool dimension": (lambda x: split(x, True, 2), "True is no dimension", "Give a number, from 0"),
     "no axes": (lambda x: split(x, 0, ()), "over no axes", "replicate(x)"),
     "sizes for names": (lambda x: split(x, 0, (4, 2)), "(4, 2) is neither", "tuple of names"),
-    "nothing": (lambda x: split(x, 0, None), "None is neither", "tuple of names"),
+    "nothing": (lambda x: split(x, 0, None), "over what", "split(x, 0, 'data') for a mesh axis"),
+    "axis alone": (lambda x: split(x, "data"), "'data' is no dimension", "dimension first: split(x, 0, 'data')."),
+    "dimension alone": (lambda x: split(x, 1), "over what", "split(x, 1, 8) for a number of parts"),
+    "table of none": (lambda x: split(x, {}), "maps dimensions to mesh axes", "replicate(x)"),
+    "table of parts": (lambda x: split(x, {0: 8}), "maps dimensions to mesh axes", "split(x, 0, 8)"),
+    "table and axis": (lambda x: split(x, {0: "data"}, "model"), "maps dimensions", "Leave out the last"),
+    "table of one axis": (lambda x: split(x, {0: "data", 1: "data"}), "splits dimensions 0 and 1", "axis once"),
+    "dimension twice": (lambda x: split(x, {0: "data", -2: "model"}), "is split twice", "a tuple of axes"),
+    "axis of table": (lambda x: split(x, {0: "dat"}), "no axis 'dat'", "Did you mean 'data'?"),
+    "table too long": (lambda x: split(x, {0: "data", 2: "model"}), "no dimension 2", "from 0 to 1"),
+    "axis first in a table": (lambda x: split(x, {"data": 0}), "'data' is no dimension", "dimension first"),
     "a spec": (lambda x: split(x, 0, P("data")), "says how all dimensions are cut", "shard(x, P(...))"),
     "a spec first": (lambda x: split(x, P("data"), 0), "is no dimension", "shard(x, P(...))"),
     "one axis twice": (lambda x: split(x, 0, ("data", "data")), "splits dimension 0 twice", "axis once"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import gshard
 
@@ -36,3 +37,15 @@ def test_what_is_exported_is_documented() -> None:
     folders = {path.name for path in Path(gshard.__file__).parent.iterdir() if path.is_dir()}
     assert len(folders) > 10
     assert folders & own.keys() == {"search"}, "a folder hides the public function of its name"
+
+
+def test_completion_lists_the_public_names_only() -> None:
+    listed = {name for name in dir(gshard) if not name.startswith("__")}
+    assert listed - {"moe"} == set(gshard.__all__)
+    assert sorted(gshard.__all__) == gshard.__all__
+    bound = {name for name, thing in vars(gshard).items() if not name.startswith("_")}
+    modules = {name for name in bound if type(vars(gshard)[name]) is type(gshard)}
+    assert bound - modules == set(gshard.__all__) - {"testing"}
+    assert {"core", "passes", "api"} <= modules - listed
+    with pytest.raises(AttributeError, match="has no attribute 'jitt'"):
+        gshard.jitt  # noqa: B018

@@ -12,7 +12,7 @@ import pytest
 
 import gshard
 from emitted import reported
-from gshard import Windowed, split
+from gshard import CollectiveMatmul, split
 from gshard.device.gather_stalls import gather_stalls
 from gshard.device.machine import Machine
 
@@ -44,8 +44,8 @@ CYCLE = (1, 2, 3, 7, 6, 5, 4, 0)
 def test_a_machine_that_hides_permutations_turns_them_on() -> None:
     assert rings("v5e:2x4") == [("operand", True, CYCLE), ("sums", True, CYCLE)]
     assert rings(Machine.of("v5e:2x4")) == rings("v5e:2x4")
-    assert rings("v5e:2x4", windowed=False) == []
-    assert len(rings("v5e:2x4", windowed=True)) == 2
+    assert rings("v5e:2x4", collective_matmul=False) == []
+    assert len(rings("v5e:2x4", collective_matmul=True)) == 2
 
 
 def test_the_cycle_is_that_of_the_devices_whatever_the_order_of_the_axes() -> None:
@@ -71,10 +71,10 @@ def test_others_do_not(machine: Any) -> None:
 
 
 def test_a_compiler_that_hides_nothing_wins_nothing_when_asked() -> None:
-    assert rings(None, windowed=Windowed(machine="v3:2x2")) == []
+    assert rings(None, collective_matmul=CollectiveMatmul(machine="v3:2x2")) == []
     v3 = Machine.of("v3:2x2")
     shown = dataclasses.replace(v3, compiler=dataclasses.replace(v3.compiler, hides=("collective_permute",)))
-    assert len(rings(None, windowed=Windowed(machine=shown))) > 0
+    assert len(rings(None, collective_matmul=CollectiveMatmul(machine=shown))) > 0
 
 
 def test_what_is_too_small_to_hide_its_way_stays() -> None:
@@ -91,7 +91,7 @@ def test_what_is_hidden_anyway_stays() -> None:
 
     arguments = [*shapes((131072, 4096)), shapes(*[(4096, 4096)] * 3)]
     for machine, waiting in (("v5e:2x4", [True, False, False]), ("v5p:2x2x2", [True] * 3)):
-        lowered = gshard.jit(layers, mesh=MESH, machine=machine, windowed=False).lower(*arguments)
+        lowered = gshard.jit(layers, mesh=MESH, machine=machine, collective_matmul=False).lower(*arguments)
         seconds = gather_stalls(lowered.plan, Machine.of(machine))
         assert [s > 0 for s in seconds.values()] == waiting
         gathers = [k for k in gshard.explain(layers, *arguments, mesh=MESH).cost(machine).kernels if k.sent]
@@ -106,11 +106,13 @@ def test_the_plan_says_what_it_brings_and_costs_what_it_says() -> None:
     without, taken, machine = found.plan.spared
     assert machine == "v5e:2x4"
     assert found.cost("v5e:2x4").seconds == pytest.approx(taken)
-    at_once = gshard.explain(gshard.jit(mlp, mesh=MESH, machine="v5e:2x4", windowed=False), *LARGE)
+    at_once = gshard.explain(gshard.jit(mlp, mesh=MESH, machine="v5e:2x4", collective_matmul=False), *LARGE)
     assert at_once.cost("v5e:2x4").seconds == pytest.approx(without)
     assert taken < without
-    assert f"takes {taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; windowed=False prevents that" in str(found)
-    assert "windowed=False" not in str(at_once)
+    assert f"takes {taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; collective_matmul=False prevents that" in str(
+        found
+    )
+    assert "collective_matmul=False" not in str(at_once)
     assert sum(c.total_bytes for c in found.spmd.collectives) == sum(c.total_bytes for c in at_once.spmd.collectives)
 
 
@@ -165,8 +167,8 @@ def test_the_first_half_of_an_all_reduce_passes_beside_its_product(f: Any, axes:
     slow = dataclasses.replace(machine, flops={"f32": 3e5}, network=tuple(map(_slow, machine.network)))
     rng = np.random.default_rng(1)
     arguments = [rng.integers(-4, 5, s).astype(np.float32) for s in sizes]
-    asked = Windowed(machine=slow), False
-    step, at_once = (gshard.jit(f, mesh=axes, machine=slow, windowed=windowed) for windowed in asked)
+    asked = CollectiveMatmul(machine=slow), False
+    step, at_once = (gshard.jit(f, mesh=axes, machine=slow, collective_matmul=windowed) for windowed in asked)
     found, usual = (gshard.explain(g, *arguments).bytes_by_kind for g in (step, at_once))
     assert found.get("collective_permute", 0) > usual.get("collective_permute", 0)
     if axes == {

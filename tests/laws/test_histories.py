@@ -87,7 +87,7 @@ def options_of(option: str, mesh: str, arguments: Any, function: Any) -> dict[st
         "donated": {"donate_argnums": 0},
         "limited": {"memory_limit": "64KiB"},
         "search": {"search": 0.1, "machine": "h100:1x8"},
-        "machine": {"machine": "h100:1x8", "windowed": True},
+        "machine": {"machine": "h100:1x8", "collective_matmul": True},
         "unused": {"keep_unused": True},
     }
     if option == "plan":

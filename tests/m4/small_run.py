@@ -1,6 +1,6 @@
 """A small training run as a process of its own, to be killed: ``python small_run.py FOLDER STEPS [OPTION=VALUE ...]``.
 
-Prints each step it has taken. SIGTERM saves and ends it with 143, as with ``m4 train``.
+Prints each step it has taken. SIGTERM saves and ends it with 143, as with ``gshard-m4 train``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import jax
 import numpy as np
 
 from gshard import GShardError, moe
-from m4 import train
-from m4.config import Run, TrainConfig
-from m4.processes import Alone, Group
-from m4.progress import Progress
-from m4.stopping import STOPPED, asked_to_stop
-from m4.together import Processes, Together
+from gshard_m4 import train
+from gshard_m4.config import Run, TrainConfig
+from gshard_m4.processes import Alone, Group
+from gshard_m4.progress import Progress
+from gshard_m4.stopping import STOPPED, asked_to_stop
+from gshard_m4.together import Processes, Together
 
 B, L, V = 8, 6, 12
 MODEL = moe.TransformerConfig(

@@ -21,13 +21,13 @@ import pytest
 from safetensors import safe_open
 
 from gshard import moe
-from m4 import checkpoint, disk, manifest
-from m4.__main__ import main
-from m4.checkpoint import CheckpointError
-from m4.config import Run
-from m4.errors import DamagedError
-from m4.export import export
-from m4.saver import Saver
+from gshard_m4 import checkpoint, disk, manifest
+from gshard_m4.checkpoint import CheckpointError
+from gshard_m4.command_line import main
+from gshard_m4.config import Run
+from gshard_m4.errors import DamagedError
+from gshard_m4.export import export
+from gshard_m4.saver import Saver
 
 META = {"config": {"experts": 8, "name": "ünïcode"}, "tokens": 12}
 
@@ -208,7 +208,7 @@ def test_a_disk_without_room_is_noticed_before_writing(
 WRITER = """
 import resource, sys
 import numpy as np
-from m4 import checkpoint, disk
+from gshard_m4 import checkpoint, disk
 
 directory = sys.argv[1]
 state = {"w": np.random.default_rng(0).standard_normal((256, 1024)).astype(np.float32)}
@@ -237,7 +237,7 @@ FULL = """
 import errno, sys
 from pathlib import Path
 import numpy as np
-from m4 import checkpoint
+from gshard_m4 import checkpoint
 
 directory = Path(sys.argv[1]) / "checkpoints"
 filler = directory.parent / "filler"
@@ -388,8 +388,8 @@ def test_no_flipped_bit_goes_unnoticed(flips: int, tmp_path: Path, rng: np.rando
 SAVING = """
 import sys
 import numpy as np
-from m4.saver import Saver
-from m4 import checkpoint
+from gshard_m4.saver import Saver
+from gshard_m4 import checkpoint
 
 first = max(checkpoint.steps(sys.argv[1]), default=0) + 1
 print("begun", flush=True)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,18 +22,18 @@ import jax
 import numpy as np
 import pytest
 
-from m4 import checkpoint, commands, demo_command, evaluate_command, lines, planned, runs
-from m4.__main__ import main
-from m4.config import Run
-from m4.decode import DecodeConfig
-from m4.translate import Example, Text, Translator, load
+from gshard_m4 import checkpoint, commands, demo_command, evaluate_command, lines, planned, runs
+from gshard_m4.command_line import main
+from gshard_m4.config import Run
+from gshard_m4.decode import DecodeConfig
+from gshard_m4.translate import Example, Text, Translator, load
 
 ENGLISH = ["save", "the", "file", "open", "a", "new", "window", "close", "now"]
 FOREIGN = [word[::-1] for word in ENGLISH]
 
 
 class Toy:
-    """English spelt backwards, word by word; implements `m4.translate.Text`."""
+    """English spelt backwards, word by word; implements `gshard_m4.translate.Text`."""
 
     fingerprint = "toy"
     digest = "toy"
@@ -157,7 +158,7 @@ def test_the_demo_tells_its_story(
         "reference:",
         "what it cannot do yet:",
         "minutes in all",
-        "m4 translate --run runs/demo",
+        "gshard-m4 translate --run runs/demo",
     ):
         assert part in told, f"{part!r} is missing from:\n{told}"
     assert told.count("model:     ") == 20
@@ -251,7 +252,7 @@ def test_ctrl_c(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert main(["translate", "--run", str(trained)]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err.splitlines()[-1] == "m4: interrupted"
+    assert capsys.readouterr().err.splitlines()[-1] == "gshard-m4: interrupted"
 
 
 def test_nothing_to_translate(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,9 +300,8 @@ def test_a_language_is_told_to_the_model(trained: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
 def test_help_into_a_pipe_that_closes(arguments: list[str]) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(commands.__file__).parents[1])}
     process = subprocess.Popen(
-        [sys.executable, "-m", "m4", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        [sys.executable, "-m", "gshard_m4", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None
     process.stdout.close()
@@ -373,7 +373,7 @@ def test_the_newest_run_is_meant(trained: Path, tmp_path: Path, capsys: pytest.C
     assert main(given) == 2
     told = capsys.readouterr().err
     assert "there is no trained model" in told
-    assert "m4 demo trains one" in told
+    assert "gshard-m4 demo trains one" in told
     for number, name in enumerate(("runs/old", "runs/group/new", "runs/empty/checkpoints")):
         if "empty" in name:
             Path(name).mkdir(parents=True)
@@ -382,7 +382,7 @@ def test_the_newest_run_is_meant(trained: Path, tmp_path: Path, capsys: pytest.C
             os.utime(Path(name) / "checkpoints" / "00000003", (10**9 + number, 10**9 + number))
     assert main(given) == 0
     told = capsys.readouterr().err
-    assert "m4: using runs/group/new, the newest of 2 runs" in told
+    assert "gshard-m4: using runs/group/new, the newest of 2 runs" in told
     assert main([*given, "--run", "runs/nwe"]) == 2
     assert "Name one of the runs there are: runs/group/new, runs/old." in capsys.readouterr().err
 
@@ -432,7 +432,7 @@ def test_steps_that_are_not_finite_end_a_run_with_a_code_of_their_own(
 def test_a_second_sigterm_ends_training_at_once() -> None:
     """Without waiting for the step to end, which the first one does."""
     code = (
-        "import os, signal, time\nfrom m4.stopping import asked_to_stop\nwith asked_to_stop() as asked:\n"
+        "import os, signal, time\nfrom gshard_m4.stopping import asked_to_stop\nwith asked_to_stop() as asked:\n"
         "    for _ in range(2):\n        os.kill(os.getpid(), signal.SIGTERM)\n        print(asked(), flush=True)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -447,7 +447,7 @@ def test_experts_that_do_not_divide_among_the_devices_of_a_search_are_told(
     sparse = dataclasses.replace(found.model, experts=8, encoder_layers=2, decoder_layers=2)
     monkeypatch.setattr(commands, "load", lambda *_, **__: dataclasses.replace(found, model=sparse))
     (tmp_path / "none").write_text("")
-    for devices, told in (("3", "m4: 8 experts do not divide among 3 devices: a device has up to 3"), ("4", "")):
+    for devices, told in (("3", "gshard-m4: 8 experts do not divide among 3 devices: a device has up to 3"), ("4", "")):
         assert main(["translate", "none", "--run", str(trained), "--devices", devices, "--quiet"]) == 0
         said = capsys.readouterr().err
         assert said.startswith(told) if told else not said
@@ -455,7 +455,8 @@ def test_experts_that_do_not_divide_among_the_devices_of_a_search_are_told(
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert f"jax {jax.__version__}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert told.startswith(f"gshard-m4 {version('gshard-m4')} (gshard {version('gshard')}, jax {jax.__version__}, ")
 
 
 @pytest.mark.slow  # tests/m4/test_resume.py has the same below the command line
@@ -507,7 +508,7 @@ def test_what_is_wrong_is_told_in_a_few_lines(
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert told in error
-    assert error.startswith("m4: ")
+    assert error.startswith("gshard-m4: ")
     assert "Traceback" not in error
     assert len(error.splitlines()) <= 6
     with pytest.raises(Exception, match=told):

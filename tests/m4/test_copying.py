@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from gshard import moe
-from m4 import tokens
-from m4.copying import CHARACTERS, LONGEST, PLACEHOLDERS
-from m4.decode import EOS, DecodeConfig, beam_search, greedy, ids_of
-from m4.placeholders import Marked, accuracy, found, lost_and_invented, mark
-from m4.stream import Found
-from m4.translate import Spelling, Translator
+from gshard_m4 import tokens
+from gshard_m4.copying import CHARACTERS, LONGEST, PLACEHOLDERS
+from gshard_m4.decode import EOS, DecodeConfig, beam_search, greedy, ids_of
+from gshard_m4.placeholders import Marked, accuracy, found, lost_and_invented, mark
+from gshard_m4.stream import Found
+from gshard_m4.translate import Spelling, Translator
 
 WORDS = (
     "the file of a new window cannot be opened save close delete copy all selected items in this folder now please "
@@ -61,7 +61,7 @@ def quick_compilation() -> Iterator[None]:
     """Compiling costs more than running; one width is compiled for."""
     jax.config.update("jax_disable_most_optimizations", True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("m4.translate._width", lambda tokens, longest: longest)
+        patch.setattr("gshard_m4.translate._width", lambda tokens, longest: longest)
         yield
     jax.config.update("jax_disable_most_optimizations", False)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from m4.corpus import gettext, hold_out, keyed, parallel
-from m4.corpus.clean import RULES, clean, tidy
-from m4.corpus.language import language
-from m4.corpus.pair import Pair
-from m4.corpus.readers import READERS
-from m4.corpus.source import PERMISSIVE, SOURCES, chosen, of_tier
-from m4.errors import CorpusError
+from gshard_m4.corpus import gettext, hold_out, keyed, parallel
+from gshard_m4.corpus.clean import RULES, clean, tidy
+from gshard_m4.corpus.language import language
+from gshard_m4.corpus.pair import Pair
+from gshard_m4.corpus.readers import READERS
+from gshard_m4.corpus.source import PERMISSIVE, SOURCES, chosen, of_tier
+from gshard_m4.errors import CorpusError
 
 CATALOGUE = """
 msgid ""

@@ -14,18 +14,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m4 import prepare as preparing
-from m4.batches import Batches, Encoded
-from m4.corpus import extract as extracting
-from m4.corpus import fetch, gettext, hold_out, keyed, parallel
-from m4.corpus.clean import tidy
-from m4.corpus.fetch import Fetched
-from m4.corpus.pair import Pair, Unreadable
-from m4.corpus.readers import READERS
-from m4.corpus.source import SOURCES, Source, of_tier
-from m4.errors import CorpusError, VocabularyError
-from m4.prepare import PrepareConfig, open_text, prepare
-from m4.tokens import learn
+from gshard_m4 import prepare as preparing
+from gshard_m4.batches import Batches, Encoded
+from gshard_m4.corpus import extract as extracting
+from gshard_m4.corpus import fetch, gettext, hold_out, keyed, parallel
+from gshard_m4.corpus.clean import tidy
+from gshard_m4.corpus.fetch import Fetched
+from gshard_m4.corpus.pair import Pair, Unreadable
+from gshard_m4.corpus.readers import READERS
+from gshard_m4.corpus.source import SOURCES, Source, of_tier
+from gshard_m4.errors import CorpusError, VocabularyError
+from gshard_m4.prepare import PrepareConfig, open_text, prepare
+from gshard_m4.tokens import learn
 
 WORDS = "river stone bridge window garden letter doctor market winter summer candle forest island engine".split()
 
@@ -111,7 +111,7 @@ def test_vocabularies_do_not_depend_on_the_order_of_sets(tmp_path: Path, config:
     made = []
     for seed in ("1", "2"):
         program = (
-            "from pathlib import Path; from m4.prepare import *; "
+            "from pathlib import Path; from gshard_m4.prepare import *; "
             f"c = PrepareConfig(output=Path({str(tmp_path / seed)!r}), cache=Path({str(tmp_path)!r}), sources=(), "
             f"files=(Path({str(config.files[0])!r}),), dev=.1, test=.1); "
             "prepare(c); print(open_text(c.output).fingerprint)"

@@ -13,8 +13,8 @@ import pytest
 
 import gshard
 from gshard import moe
-from m4.decode import EOS, PAD, UNK, DecodeConfig, Decoded, beam_search, decode, ids_of, make_decode
-from m4.errors import OptionError
+from gshard_m4.decode import EOS, PAD, UNK, DecodeConfig, Decoded, beam_search, decode, ids_of, make_decode
+from gshard_m4.errors import OptionError
 from reordering import reordering_beam_search
 
 CONFIG = moe.TransformerConfig(

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from gshard import moe
-from m4 import checkpoint, train
-from m4.config import ModelChoice, Run, TrainConfig
-from m4.groups import groups_of, uneven
-from m4.processes import Alone
-from m4.progress import Progress
+from gshard_m4 import checkpoint, train
+from gshard_m4.config import ModelChoice, Run, TrainConfig
+from gshard_m4.groups import groups_of, uneven
+from gshard_m4.processes import Alone
+from gshard_m4.progress import Progress
 
 B, L, V = 16, 8, 19
 MODEL = moe.TransformerConfig(

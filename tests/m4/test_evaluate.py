@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import sacrebleu
 
-from m4 import by_class, evaluate, evaluation_files, near_copies
-from m4.evaluate import EvaluateError, Results
-from m4.translate import Example
+from gshard_m4 import by_class, evaluate, evaluation_files, near_copies
+from gshard_m4.evaluate import EvaluateError, Results
+from gshard_m4.translate import Example
 
 EXAMPLES = [
     Example(language, f"{language} {n}", f"open the file number {n} of the new window {language}")
@@ -173,7 +173,7 @@ def test_why_copying_scores_what_it_scores() -> None:
 
 
 def test_figure(tmp_path: Path) -> None:
-    figure = pytest.importorskip("m4.figure", reason="matplotlib (the extra plot) is not installed")
+    figure = pytest.importorskip("gshard_m4.figure", reason="matplotlib (the extra plot) is not installed")
     many = [Example(f"l{n:02}", "x", f"open the new file {n}") for n in range(40)]
     right = [e.english for e in many]
     pairs = {e.language: 10_000 // (n + 1) for n, e in enumerate(many)}
@@ -189,7 +189,7 @@ def test_figure(tmp_path: Path) -> None:
 
 
 def test_the_trend_over_languages(tmp_path: Path) -> None:
-    figure = pytest.importorskip("m4.figure", reason="matplotlib (the extra plot) is not installed")
+    figure = pytest.importorskip("gshard_m4.figure", reason="matplotlib (the extra plot) is not installed")
     examples = [Example(f"l{n:02}", "x", f"open the new file {n}") for n in range(30)]
     pairs = {e.language: 10_000 // (n + 1) for n, e in enumerate(examples)}
     results = evaluate.measure("model", examples, [e.english for e in examples], pairs)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from m4.encoded import Encoded
-from m4.identify import learn
-from m4.language_names import code_of, name_of
+from gshard_m4.encoded import Encoded
+from gshard_m4.identify import learn
+from gshard_m4.language_names import code_of, name_of
 
 
 def corpus(rng: np.random.Generator, pairs: int = 300) -> tuple[Encoded, np.ndarray]:

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m4.corpus import known_english
-from m4.corpus.hold_out import key
-from m4.corpus.known_english import KNOWN_DEV, KNOWN_TEST, OTHERS, units
-from m4.corpus.part import PARTS, Split, write_parts
-from m4.prepare import PrepareConfig, fitting, open_text, prepare
-from m4.prepared import Prepared
+from gshard_m4.corpus import known_english
+from gshard_m4.corpus.hold_out import key
+from gshard_m4.corpus.known_english import KNOWN_DEV, KNOWN_TEST, OTHERS, units
+from gshard_m4.corpus.part import PARTS, Split, write_parts
+from gshard_m4.prepare import PrepareConfig, fitting, open_text, prepare
+from gshard_m4.prepared import Prepared
 
 WORDS = [a + b for a in ("ba", "ke", "lo", "mi", "du", "ra") for b in ("nat", "sor", "tel", "vim", "gus")]
 LANGUAGES = ("de", "fr", "nb", "nn", "th")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 
-from m4.lines import Speed
-from m4.translate import Hypothesis, Translated
+from gshard_m4.lines import Speed
+from gshard_m4.translate import Hypothesis, Translated
 
 
 def test_lost_placeholders_are_told_with_the_first_line_that_lost_one() -> None:
@@ -14,12 +14,13 @@ def test_lost_placeholders_are_told_with_the_first_line_that_lost_one() -> None:
     well = Translated((Hypothesis("a", 0.0),), tokens=3)
     speed.add([well, Translated((Hypothesis("b", 0.0),), lost=("%s", "{x}"), invented=("%d",)), well])
     speed.end(20)
-    assert "m4: 1 translation does not have the placeholders of the source: line 2 lacks %s {x} and adds %d\n" in (
-        stream.getvalue()
+    assert (
+        "gshard-m4: 1 translation does not have the placeholders of the source: line 2 lacks %s {x} and adds %d\n"
+        in (stream.getvalue())
     )
     speed.add([Translated((Hypothesis("c", 0.0),), invented=("%d",))])
     speed.end(20)
-    assert "m4: 2 translations do not have the placeholders of the source: line 2 lacks" in stream.getvalue()
+    assert "gshard-m4: 2 translations do not have the placeholders of the source: line 2 lacks" in stream.getvalue()
     stream = io.StringIO()
     Speed(stream, live=False).end(20)
     assert "placeholders" not in stream.getvalue()

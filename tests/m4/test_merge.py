@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m4 import prepare as preparing
-from m4.corpus import hold_out
-from m4.corpus.extract import SAME_AGAIN
-from m4.corpus.merge import COPY, FEW, MORE, Merged, merge
-from m4.corpus.part import OUT_OF_DOMAIN, PARTS, Split, write_parts
-from m4.prepare import PrepareConfig, open_text, prepare
+from gshard_m4 import prepare as preparing
+from gshard_m4.corpus import hold_out
+from gshard_m4.corpus.extract import SAME_AGAIN
+from gshard_m4.corpus.merge import COPY, FEW, MORE, Merged, merge
+from gshard_m4.corpus.part import OUT_OF_DOMAIN, PARTS, Split, write_parts
+from gshard_m4.prepare import PrepareConfig, open_text, prepare
 
 NOUNS = "house river stone bridge window garden letter doctor market winter summer candle forest island".split()
 VERBS = "opens closes finds loses paints burns carries follows hides breaks mends washes sells counts".split()
@@ -177,7 +177,7 @@ def test_killed_at_random_moments_and_the_same_in_the_end(config: PrepareConfig)
     whole = digest(config.folder)
     other = config.folder.with_name("other")
     command = [
-        sys.executable, "-m", "m4", "prepare", "--output", str(other), "--cache", str(config.cache), "--sources",
+        sys.executable, "-m", "gshard_m4", "prepare", "--output", str(other), "--cache", str(config.cache), "--sources",
         "--files", str(config.files[0]), "--quota", "50", "--source-vocabulary", "400", "--target-vocabulary", "400",
         "--length", "64",
     ]  # fmt: skip

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from gshard.moe import Param
-from m4 import optimizer
-from m4.optimizer import Adafactor
+from gshard_m4 import optimizer
+from gshard_m4.optimizer import Adafactor
 
 SPECS = {
     "experts": {

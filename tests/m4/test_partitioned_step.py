@@ -11,7 +11,7 @@ import pytest
 
 import gshard
 from gshard import moe
-from m4 import optimizer
+from gshard_m4 import optimizer
 
 STEPS = 20
 # Sums in another order, carried through 20 updates: a few units in the last place of float32 at first, and

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m4.batches import EOS, PAD, Batches, Encoded, Shape, in_order
-from m4.corpus import fetch, hold_out
-from m4.corpus.source import SOURCES
-from m4.encoded import Writer
-from m4.errors import CorpusError, VocabularyError
-from m4.packing import fill
-from m4.prepare import PrepareConfig, open_text, prepare
-from m4.text import PreparedText
-from m4.tokens import Vocabulary, learn
+from gshard_m4.batches import EOS, PAD, Batches, Encoded, Shape, in_order
+from gshard_m4.corpus import fetch, hold_out
+from gshard_m4.corpus.source import SOURCES
+from gshard_m4.encoded import Writer
+from gshard_m4.errors import CorpusError, VocabularyError
+from gshard_m4.packing import fill
+from gshard_m4.prepare import PrepareConfig, open_text, prepare
+from gshard_m4.text import PreparedText
+from gshard_m4.tokens import Vocabulary, learn
 
 NOUNS = "house river stone bridge window garden letter doctor market winter summer candle forest island engine".split()
 VERBS = "opens closes finds loses paints burns carries follows hides breaks mends washes sells counts draws".split()

@@ -15,10 +15,10 @@ from pathlib import Path
 import polib
 import pytest
 
-from m4.corpus import descriptions, gettext, josm, keyed, libreoffice, qt, udhr
-from m4.corpus.archive import members
-from m4.corpus.pair import Pair, Unreadable
-from m4.corpus.readers import READERS
+from gshard_m4.corpus import descriptions, gettext, josm, keyed, libreoffice, qt, udhr
+from gshard_m4.corpus.archive import members
+from gshard_m4.corpus.pair import Pair, Unreadable
+from gshard_m4.corpus.readers import READERS
 
 debian_only = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="reads packages of Debian with dpkg-deb")
 

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from m4 import checkpoint
-from m4.config import Run
+from gshard_m4 import checkpoint
+from gshard_m4.config import Run
 
 SMALL_RUN = Path(__file__).with_name("small_run.py")
 STEPS = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import sacrebleu
 
-from m4 import score
+from gshard_m4 import score
 
 SOURCES = ["Datei speichern unter", "Das Fenster schließen", "Enregistrer le fichier", "Ouvrir une nouvelle fenêtre"]
 REFERENCES = ["Save the file as", "Close the window", "Save the file", "Open a new window here"]

@@ -25,14 +25,14 @@ pytest.importorskip("starlette", reason="starlette (the extra serve) is not inst
 
 import chromium
 import serving
-from m4.__main__ import main
-from m4.errors import OptionError
-from m4.serve.batcher import Batcher, QueueFullError
-from m4.serve.config import ServeConfig
-from m4.serve.connections import Connections
-from m4.serve.limits import Rate, client_of
-from m4.stream import Found, Sentence
-from m4.translate import Hypothesis, Marked, Prepared, Translated
+from gshard_m4.command_line import main
+from gshard_m4.errors import OptionError
+from gshard_m4.serve.batcher import Batcher, QueueFullError
+from gshard_m4.serve.config import ServeConfig
+from gshard_m4.serve.connections import Connections
+from gshard_m4.serve.limits import Rate, client_of
+from gshard_m4.stream import Found, Sentence
+from gshard_m4.translate import Hypothesis, Marked, Prepared, Translated
 
 TESTS = Path(__file__).parents[1]
 JSON = {"Content-Type": "application/json"}
@@ -65,11 +65,10 @@ class Served:
     """A running server."""
 
     def __init__(self, **options: Any):
-        path = os.pathsep.join(filter(None, [str(TESTS.parent / "src"), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, str(TESTS / "serving.py"), json.dumps(options)],
             env=os.environ
-            | {"PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+            | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
             | {"JAX_COMPILATION_CACHE_DIR": str(COMPILED[-1]), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip

@@ -16,12 +16,12 @@ from tensorboardX.proto.event_pb2 import Event
 import gshard
 from gshard import moe
 from gshard.remat.fit import peak_of
-from m4 import checkpoint
-from m4.config import PRESETS, ModelChoice, TrainConfig
-from m4.errors import TrainError
-from m4.metrics import MetricsLog
-from m4.planned import describe_model, plan_summary
-from m4.step import compile_step, initial_state, make_evaluation, make_step
+from gshard_m4 import checkpoint
+from gshard_m4.config import PRESETS, ModelChoice, TrainConfig
+from gshard_m4.errors import TrainError
+from gshard_m4.metrics import MetricsLog
+from gshard_m4.planned import describe_model, plan_summary
+from gshard_m4.step import compile_step, initial_state, make_evaluation, make_step
 
 V = 14
 DENSE = moe.TransformerConfig(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from gshard import moe
-from m4.decode import EOS, DecodeConfig, make_decode
-from m4.stream import Continuous, InBatches, Search, Sentence, _programs
+from gshard_m4.decode import EOS, DecodeConfig, make_decode
+from gshard_m4.stream import Continuous, InBatches, Search, Sentence, _programs
 
 CONFIG = moe.TransformerConfig(
     source_vocabulary=23, target_vocabulary=11, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2,

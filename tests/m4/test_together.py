@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m4 import checkpoint, watchdog
-from m4.config import Run
-from m4.relay import Relay
-from m4.watchdog import LOST, NAMED, STUCK, Hub, Watch
+from gshard_m4 import checkpoint, watchdog
+from gshard_m4.config import Run
+from gshard_m4.relay import Relay
+from gshard_m4.watchdog import LOST, NAMED, STUCK, Hub, Watch
 
 SMALL_RUN = Path(__file__).with_name("small_run.py")
 
@@ -178,7 +178,7 @@ def test_processes_are_started_alike_and_draw_their_own_rows(tmp_path: Path) -> 
 
 SLOW_DEVICE = """
 import time
-from m4.command_line import prepare_process
+from gshard_m4.command_line import prepare_process
 prepare_process(2, debug=False)
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import PartitionSpec as P

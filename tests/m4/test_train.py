@@ -14,11 +14,11 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from gshard import moe
-from m4 import checkpoint, train
-from m4.config import ModelChoice, Run, TrainConfig
-from m4.errors import OptionError
-from m4.progress import Progress
-from m4.train import TrainError
+from gshard_m4 import checkpoint, train
+from gshard_m4.config import ModelChoice, Run, TrainConfig
+from gshard_m4.errors import OptionError
+from gshard_m4.progress import Progress
+from gshard_m4.train import TrainError
 
 B, L, V = 16, 8, 12
 MODEL = moe.TransformerConfig(

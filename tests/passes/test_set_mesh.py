@@ -177,7 +177,7 @@ def test_nothing_of_gshards_is_traced_on_the_users_mesh(monkeypatch: pytest.Monk
 
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
         calls = itertools.count()
-        for options in ({"machine": "cpu:8"}, {"windowed": True, "memory_limit": 4000}):
+        for options in ({"machine": "cpu:8"}, {"collective_matmul": True, "memory_limit": 4000}):
             step = gshard.jit(lambda w, x: jax.value_and_grad(loss)(w, x * next(calls)), **options)
             with contextlib.suppress(gshard.MemoryLimitError):
                 step(w, x)

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from emitted import emitted, reported
-from gshard import Windowed, shard, split
+from gshard import CollectiveMatmul, shard, split
 from gshard.passes.partition import partition
-from gshard.passes.recorded import Recorded
+from gshard.passes.recorded import SavedPlan
 from gshard.xla import hlo_collectives
 
 GRID = ("data", "model")
@@ -66,7 +66,7 @@ CASES: dict[str, Case] = {
 }
 # Results leave in whole parts, and arguments come so: uneven ones take memory at the boundary.
 SMALLER = {"gathered": 0.6, "contracted": 0.7, "scattered": 0.5, "grid": 0.9}
-HOW = {"at once": False, "one way": True, "both ways": Windowed(both_ways=True), "two at once": 0}
+HOW = {"at once": False, "one way": True, "both ways": CollectiveMatmul(both_ways=True), "two at once": 0}
 
 
 def temporaries(lowered: Any) -> int:
@@ -84,7 +84,7 @@ def test_bytes_memory_and_numbers(name: str, mesh_2x4: jax.sharding.Mesh) -> Non
     expected = np.asarray(f(*arguments))
     found = {}
     for how, windowed in HOW.items():
-        step = gshard.jit(f, mesh=mesh_2x4, windowed=windowed)
+        step = gshard.jit(f, mesh=mesh_2x4, collective_matmul=windowed)
         found[how] = lowered = step.lower(*arguments)
         assert bool(lowered.plan.rings) == (windowed is not False), how
         np.testing.assert_array_equal(step(*arguments), expected)
@@ -98,7 +98,7 @@ def test_bytes_memory_and_numbers(name: str, mesh_2x4: jax.sharding.Mesh) -> Non
             assert temporaries(found[how]) < SMALLER[name] * temporaries(found["at once"]), how
 
 
-@pytest.mark.parametrize("windowed", [True, 0, Windowed(both_ways=True)])
+@pytest.mark.parametrize("windowed", [True, 0, CollectiveMatmul(both_ways=True)])
 def test_gradients_are_collective_matmuls_too(windowed: Any, mesh_2x4: jax.sharding.Mesh) -> None:
     """What is gathered forward is scattered backward: operands that rotated get sums that rotate."""
 
@@ -106,16 +106,16 @@ def test_gradients_are_collective_matmuls_too(windowed: Any, mesh_2x4: jax.shard
         return jnp.sum(jnp.tanh(grid(x, w) / 64) ** 2)
 
     arguments = whole(0, 64, 48), whole(1, 48, 288)
-    step = gshard.jit(jax.grad(loss, (0, 1)), mesh=mesh_2x4, windowed=windowed)
+    step = gshard.jit(jax.grad(loss, (0, 1)), mesh=mesh_2x4, collective_matmul=windowed)
     for ours, theirs in zip(step(*arguments), jax.grad(loss, (0, 1))(*arguments), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
     rings = step.lower(*arguments).plan.rings.values()
     assert {(len(ring.operands), bool(ring.result)) for ring in rings} == (
         # Both operands are needed again backward: as long as there is room they are gathered once for both.
-        {(0, True)} if windowed in (True, Windowed(both_ways=True)) else {(2, False), (1, True)}
+        {(0, True)} if windowed in (True, CollectiveMatmul(both_ways=True)) else {(2, False), (1, True)}
     )
     outside = jax.grad(
-        lambda x, w: jnp.sum(jnp.tanh(gshard.jit(grid, mesh=mesh_2x4, windowed=windowed)(x, w) / 64) ** 2)
+        lambda x, w: jnp.sum(jnp.tanh(gshard.jit(grid, mesh=mesh_2x4, collective_matmul=windowed)(x, w) / 64) ** 2)
     )
     np.testing.assert_allclose(outside(*arguments), step(*arguments)[0], rtol=1e-4, atol=1e-4)
 
@@ -126,7 +126,7 @@ def test_low_precision_sums_are_as_exact_as_at_once() -> None:
     exact = x.astype(np.float64) @ w.astype(np.float64)
     off = {}
     for windowed in (False, True):
-        step = gshard.jit(lambda x, w: split(split(x, 0, 8) @ split(w, 0, 8), 0, 8), mesh=8, windowed=windowed)
+        step = gshard.jit(lambda x, w: split(split(x, 0, 8) @ split(w, 0, 8), 0, 8), mesh=8, collective_matmul=windowed)
         assert windowed == any(not ring.result for ring in step.lower(x, w).plan.rings.values())
         off[windowed] = np.abs(np.asarray(step(x, w), np.float64) - exact).max()
     assert off[True] <= 1.01 * off[False]
@@ -138,7 +138,7 @@ def test_loops_and_rows_of_the_explanation(mesh_2x4: jax.sharding.Mesh) -> None:
         return jax.lax.scan(lambda x, w: (jnp.tanh(contracted(x, w)), None), x, ws)[0]
 
     arguments = whole(0, 3, 64, 64) / 64, whole(1, 128, 64)
-    step = gshard.jit(layers, mesh=mesh_2x4, windowed=True)
+    step = gshard.jit(layers, mesh=mesh_2x4, collective_matmul=True)
     np.testing.assert_allclose(step(*arguments), layers(*arguments), rtol=1e-5, atol=1e-5)
     told = gshard.explain(step, *arguments)
     (row,) = [row for row in told.collectives if row.why == "collective matmul of dot_general"]
@@ -154,7 +154,7 @@ def test_planned_memory_is_near_what_xla_plans(name: str, mesh_2x4: jax.sharding
     """XLA sometimes adds up where the result will be: then we expect more."""
     f, *shapes = CASES[name]
     arguments = [whole(i, *shape) for i, shape in enumerate(shapes)]
-    step = gshard.jit(f, mesh=mesh_2x4, windowed=True)
+    step = gshard.jit(f, mesh=mesh_2x4, collective_matmul=True)
     planned = gshard.explain(step, *arguments).cost("cpu").memory.temporaries
     if name == "scattered":  # XLA on CPU computes both turns' products before it adds either: one more, and its slice
         half = 128 // 8 // 2
@@ -187,7 +187,7 @@ class TestOnAMachine:
         def g(x: Any, w: Any) -> Any:
             return f(x, w) if size == 8 else split(split(x, int(f is scattered), size) @ split(w, 0, size), 0, size)
 
-        lowered = gshard.jit(g, mesh=size, windowed=True).lower(x, w)
+        lowered = gshard.jit(g, mesh=size, collective_matmul=True).lower(x, w)
         plan = self.in_pairs(lowered)
         assert plan.rings
         (unroll,) = {e.params["unroll"] for e in scans(partition(plan).jaxpr.jaxpr)}
@@ -197,10 +197,10 @@ class TestOnAMachine:
         assert reported(step.lower(x, w).spmd.collectives) == reported(lowered.spmd.collectives)
 
     def test_a_saved_plan_keeps_it(self, tmp_path: Any) -> None:
-        lowered = gshard.jit(gathered, mesh=8, windowed=True).lower(whole(0, 16, 8), whole(1, 8, 16))
-        recorded = Recorded.of(self.in_pairs(lowered))
+        lowered = gshard.jit(gathered, mesh=8, collective_matmul=True).lower(whole(0, 16, 8), whole(1, 8, 16))
+        recorded = SavedPlan.of(self.in_pairs(lowered))
         recorded.save(tmp_path / "plan.json")
-        assert Recorded.load(tmp_path / "plan.json") == recorded
+        assert SavedPlan.load(tmp_path / "plan.json") == recorded
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
@@ -216,7 +216,7 @@ def test_every_element_of_memory_that_is_not_zeroed_is_written(
 
     monkeypatch.setattr(jax.lax, "empty", empty)
     x, w = whole(0, rows, 13), whole(1, 13, 520)
-    step = gshard.jit(gathered, mesh=8, windowed=Windowed(both_ways=both_ways))
+    step = gshard.jit(gathered, mesh=8, collective_matmul=CollectiveMatmul(both_ways=both_ways))
     np.testing.assert_array_equal(step(x, w), gathered(x, w))
     assert filled == [(8 * -(-rows // 8), 65)]
 
@@ -234,7 +234,7 @@ def scans(jaxpr: Any) -> list[Any]:
 
 def test_sums_rotate_in_halves_that_take_turns() -> None:
     """What is added to has arrived while the other half was computed: neither permutation waits for its neighbour."""
-    lowered = gshard.jit(scattered, mesh=8, windowed=True).lower(whole(0, 48, 512), whole(1, 512, 8))
+    lowered = gshard.jit(scattered, mesh=8, collective_matmul=True).lower(whole(0, 48, 512), whole(1, 512, 8))
     (loop,) = scans(lowered.spmd.jaxpr.jaxpr)
     body = loop.params["jaxpr"].jaxpr
     needs: dict[Any, set[Any]] = {}
@@ -263,20 +263,20 @@ def test_what_several_need_is_gathered_once_unless_it_is_too_large() -> None:
     arguments = whole(0, 64, 32), whole(1, 32, 1024), whole(2, 32, 1280)
     size = 64 * 32 * 4
     at_once, free, small, large = (
-        gshard.jit(shared, mesh=8, windowed=w).lower(*arguments) for w in (False, True, size, size - 1)
+        gshard.jit(shared, mesh=8, collective_matmul=w).lower(*arguments) for w in (False, True, size, size - 1)
     )
     assert sent(at_once) == sent(free) == sent(small) == size * 7 // 8
     assert not free.plan.rings
     assert not small.plan.rings
     assert len(large.plan.rings) == 2
     assert sent(large) == 2 * sent(at_once)
-    step = gshard.jit(shared, mesh=8, windowed=size - 1)
+    step = gshard.jit(shared, mesh=8, collective_matmul=size - 1)
     for ours, theirs in zip(step(*arguments), shared(*arguments), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
 def test_what_is_made_whole_anyway_is_used_whole() -> None:
-    lowered = gshard.jit(needed_whole, mesh=8, windowed=0).lower(whole(0, 64, 31), whole(1, 31, 1024))
+    lowered = gshard.jit(needed_whole, mesh=8, collective_matmul=0).lower(whole(0, 64, 31), whole(1, 31, 1024))
     assert sent(lowered) == 64 * 31 * 4 * 7 // 8
     assert not lowered.plan.rings
 
@@ -287,7 +287,7 @@ def test_a_machine_decides_by_its_roofline() -> None:
 
     def rings(rows: int, inner: int, columns: int, machine: str = "v5e:2x4") -> Any:
         shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, inner), (inner, columns))]
-        step = gshard.jit(gathered, mesh=mesh, windowed=Windowed(machine=machine))
+        step = gshard.jit(gathered, mesh=mesh, collective_matmul=CollectiveMatmul(machine=machine))
         return list(step.lower(*shapes).plan.rings.values())
 
     assert rings(8192, 8192, 65536)
@@ -302,7 +302,7 @@ def test_links_in_both_directions_where_the_network_is_a_ring() -> None:
         def f(x: Any, w: Any) -> Any:
             return split(split(x, 0, axis) @ split(w, 1, axis), 1, axis)
 
-        step = gshard.jit(f, mesh=mesh, windowed=Windowed(machine=machine))
+        step = gshard.jit(f, mesh=mesh, collective_matmul=CollectiveMatmul(machine=machine))
         return [ring.both_ways for ring in step.lower(*shapes).plan.rings.values()]
 
     assert ways("v5p:4x1x1", gshard.Mesh.abstract(d=4), "d") == [True]
@@ -311,13 +311,13 @@ def test_links_in_both_directions_where_the_network_is_a_ring() -> None:
 
 @pytest.mark.parametrize("given", ["yes", -1, 1.5j])
 def test_what_says_nothing_is_refused(given: Any) -> None:
-    with pytest.raises(gshard.GShardError, match="windowed="):
-        gshard.jit(gathered, mesh=8, windowed=given)
+    with pytest.raises(gshard.GShardError, match="collective_matmul="):
+        gshard.jit(gathered, mesh=8, collective_matmul=given)
 
 
 def test_an_unknown_machine_is_refused_at_once() -> None:
     with pytest.raises(gshard.GShardError, match="no machine"):
-        gshard.jit(gathered, mesh=8, windowed=Windowed(machine="abacus"))
+        gshard.jit(gathered, mesh=8, collective_matmul=CollectiveMatmul(machine="abacus"))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int8, jnp.complex64, jnp.float16])
@@ -328,14 +328,14 @@ def test_other_dtypes(dtype: Any) -> None:
         for i, s in enumerate([(24, 32), (32, 16)])
     )
     for f in (gathered, contracted, scattered):
-        np.testing.assert_array_equal(gshard.jit(f, mesh=8, windowed=True)(x, w), f(x, w))
+        np.testing.assert_array_equal(gshard.jit(f, mesh=8, collective_matmul=True)(x, w), f(x, w))
 
 
 def test_advice_names_the_mark_of_what_rotates(mesh_2x4: jax.sharding.Mesh) -> None:
     for name, words in (("contracted", "The operator needs all of it"), ("scattered", "A sum over a dim")):
         f, *shapes = CASES[name]
         arguments = [whole(i, *shape) for i, shape in enumerate(shapes)]
-        page = gshard.explain(gshard.jit(f, mesh=mesh_2x4, windowed=True), *arguments).data("cpu")
+        page = gshard.explain(gshard.jit(f, mesh=mesh_2x4, collective_matmul=True), *arguments).data("cpu")
         (row,) = page["collectives"]
         assert words in str(row)
         assert "split(x, 0, 8)" in str(row) or "split(x, 1, 8)" in str(row)

@@ -82,7 +82,7 @@ ARGUMENTS = f32(256, 128), (f32(5, 128, 128), f32(5, 128, 128))
 
 
 def lowered(f: Any, machine: Any = SLOW, **options: Any) -> Any:
-    return gshard.jit(f, mesh=8, machine=machine, windowed=False, **options).lower(*ARGUMENTS)
+    return gshard.jit(f, mesh=8, machine=machine, collective_matmul=False, **options).lower(*ARGUMENTS)
 
 
 def waited(found: Cost) -> float:
@@ -123,7 +123,7 @@ def test_uneven_weights_and_one_of_two_axes(mesh: Any, n: int, rng: np.random.Ge
         return jax.lax.scan(body, gshard.split(x, 0, every), ws)[0]
 
     x, ws = (rng.standard_normal(s).astype(np.float32) / 8 for s in ((256, n), (2, 5, n, n)))
-    made = gshard.jit(f, mesh=mesh, machine=SLOW, windowed=False).lower(x, tuple(ws))
+    made = gshard.jit(f, mesh=mesh, machine=SLOW, collective_matmul=False).lower(x, tuple(ws))
     assert made.spmd.prefetched is not None
     assert emitted(made.spmd.jaxpr, made.mesh.atom_sizes) == reported(made.spmd.collectives)
     np.testing.assert_allclose(made.compile()(x, tuple(ws)), jax.jit(f)(x, tuple(ws)), rtol=1e-5, atol=1e-6)
@@ -147,7 +147,7 @@ def test_a_product_that_reads_what_is_held_is_written_out_twice() -> None:
 
 
 def test_it_is_explained() -> None:
-    made = gshard.explain(gshard.jit(pairs, mesh=8, machine=SLOW, windowed=False), *ARGUMENTS)
+    made = gshard.explain(gshard.jit(pairs, mesh=8, machine=SLOW, collective_matmul=False), *ARGUMENTS)
     text = str(made)
     assert "gathered one iteration early, beside the products of the previous iteration" in text
     assert "test_prefetch.py:" in text.split("gathered one iteration early")[1]

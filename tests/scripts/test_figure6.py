@@ -13,11 +13,11 @@ import pytest
 import tyro
 
 from gshard import moe
-from m4 import evaluate, evaluation_files
-from m4.by_class import by_class
-from m4.config import ModelChoice
-from m4.held_out import BOTH
-from m4.translate import Example
+from gshard_m4 import evaluate, evaluation_files
+from gshard_m4.by_class import by_class
+from gshard_m4.config import ModelChoice
+from gshard_m4.held_out import BOTH
+from gshard_m4.translate import Example
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import figure6

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from gshard import moe
-from m4 import checkpoint
-from m4.batches import Batches, Shape, in_order
-from m4.config import Run
-from m4.encoded import Encoded
-from m4.step import held_out_cross_entropy, make_evaluation
+from gshard_m4 import checkpoint
+from gshard_m4.batches import Batches, Shape, in_order
+from gshard_m4.config import Run
+from gshard_m4.encoded import Encoded
+from gshard_m4.step import held_out_cross_entropy, make_evaluation
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from figure6_ablation_page import headline, verdict, write

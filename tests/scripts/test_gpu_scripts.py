@@ -159,7 +159,7 @@ def test_the_comparison_of_models_sees_enough_text(scripts: SimpleNamespace) -> 
 
 def dry_run(script: str, folder: Path, *options: str) -> str:
     line = [sys.executable, ROOT / "scripts" / script, "--dry-run", "--output", folder, *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": ""}
+    environment = {**os.environ, "XLA_FLAGS": ""}
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

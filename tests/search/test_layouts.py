@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
-from gshard.search.layouts import FoundLayout
+from gshard.search.layouts import LayoutResult
 from search.test_search import RESIDUAL, shape, small, trained
 
 GRID, LINE = gshard.Mesh.abstract(data=2, model=4), gshard.Mesh.abstract(x=8)
 MACHINE = Machine.of("h100:1x8")
 
 
-def seconds_of(f: Any, arguments: Any, found: FoundLayout, **options: Any) -> float:
+def seconds_of(f: Any, arguments: Any, found: LayoutResult, **options: Any) -> float:
     """What a call takes where the user writes the table."""
     told = gshard.jit(f, mesh=found.mesh, machine=MACHINE, layout=found.layout, names=found.names, **options)
     lowered = told.lower(*arguments)

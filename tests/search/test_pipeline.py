@@ -111,7 +111,7 @@ def test_a_plan_of_a_rewritten_program_is_read_back(name: str) -> None:
     program = gshard.trace(f, *arguments)
     settings = Settings(MESH)
     made = run(PLANNING, Draft(program), settings).best
-    recorded = gshard.Recorded.of_json(gshard.Recorded.of(made.plan).as_json())
+    recorded = gshard.SavedPlan.of_json(gshard.SavedPlan.of(made.plan).as_json())
     given = Settings(MESH, given=recorded.plan_of_settled)
     back = run(PLANNING, Draft(program), given).best.plan
     assert back.program.block is made.plan.program.block

@@ -60,7 +60,7 @@ def arguments() -> Any:
     return ([one], [one]), shape(16, 32, WIDE)
 
 
-def searched(seconds: float | None, **options: Any) -> gshard.Found:
+def searched(seconds: float | None, **options: Any) -> gshard.SearchResult:
     return gshard.search(
         step, *arguments(), mesh=EIGHT, machine=H100, donate_argnums=0, budget_seconds=seconds, **options
     )  # fmt: skip
@@ -75,7 +75,7 @@ class CountedCalls:
     def now(self) -> float:
         return self.calls * 1e-6
 
-    def seconds_of(self, search: Callable[[], gshard.Found]) -> tuple[float, gshard.Found]:
+    def seconds_of(self, search: Callable[[], gshard.SearchResult]) -> tuple[float, gshard.SearchResult]:
         """What a search takes by this clock, and what it finds."""
 
         def count(frame: Any, event: str, argument: Any) -> None:
@@ -262,7 +262,7 @@ def test_signals_end_a_search_with_the_best_plan_so_far(tmp_path: Path) -> None:
 def test_the_command_line_writes_what_was_found_before_a_signal(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "gshard", "search", "search.test_promises:example", "--mesh", "data=8",
-        "--machine", H100, "--donate", "0", "--save", str(tmp_path / "plan.json"),
+        "--machine", H100, "--donate-argnums", "0", "--save", str(tmp_path / "plan.json"),
     ]  # fmt: skip
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": TESTS}
     with subprocess.Popen(command, **pipes) as running:
@@ -274,7 +274,7 @@ def test_the_command_line_writes_what_was_found_before_a_signal(tmp_path: Path) 
         out, _ = running.communicate()
     assert running.returncode == 128 + signal.SIGTERM
     assert "SIGTERM ended the search" in out
-    assert gshard.Recorded.load(tmp_path / "plan.json").axes == (("data", 8),)
+    assert gshard.SavedPlan.load(tmp_path / "plan.json").axes == (("data", 8),)
 
 
 def example() -> Any:
@@ -322,12 +322,12 @@ def test_the_command_line_has_static_and_donated_arguments_too(tmp_path: Path, c
     )
     monkeypatch.chdir(tmp_path)
     target = ["scaled_step.py:example", "--mesh", "data=8", "--machine", H100]
-    assert main(["search", *target, "--static", "0", "--donate", "1"]) == 0
+    assert main(["search", *target, "--static-argnums", "0", "--donate-argnums", "1"]) == 0
     assert "ms a call on h100:1x8" in capsys.readouterr().out
     peaks = []
-    for donated in ([], ["--donate", "1"]):
-        assert main(["explain", *target, "--static", "0", *donated, "--json", str(tmp_path / "told.json")]) == 0
+    for donated in ([], ["--donate-argnums", "1"]):
+        assert main(["explain", *target, "--static-argnums", "0", *donated, "--json", str(tmp_path / "told.json")]) == 0
         peaks.append(json.loads((tmp_path / "told.json").read_text())["totals"]["peak"])
     assert peaks[1] < peaks[0]
-    assert main(["explain", *target, "--static", "3"]) == 1
-    assert "--static 3: step has 3 arguments, kind, w and x." in capsys.readouterr().err
+    assert main(["explain", *target, "--static-argnums", "3"]) == 1
+    assert "--static-argnums 3: step has 3 arguments, kind, w and x." in capsys.readouterr().err

@@ -243,8 +243,8 @@ def test_a_saved_plan_runs_in_another_trace_and_refuses_another_program(tmp_path
     w, x = np.ones((64, 32), np.float32), np.ones((16, 64), np.float32)
     found = gshard.search(small, w, x, mesh=8, machine=slow())
     found.save(tmp_path / "plan.json")
-    plan = gshard.Recorded.load(tmp_path / "plan.json")
-    assert plan == gshard.Recorded.of(found.plan)
+    plan = gshard.SavedPlan.load(tmp_path / "plan.json")
+    assert plan == gshard.SavedPlan.of(found.plan)
     run = gshard.jit(small, mesh=found.mesh, plan=plan)
     np.testing.assert_allclose(run(w, x), small(w, x), rtol=1e-6)
     lowered = run.lower(w, x)
@@ -259,11 +259,11 @@ def test_a_saved_plan_runs_in_another_trace_and_refuses_another_program(tmp_path
     with pytest.raises(gshard.PlanError, match="the plan is not whole"):
         gshard.jit(small, mesh=found.mesh, plan=cut)(w, x)
     for wrong in (str(tmp_path / "plan.json"), found):
-        with pytest.raises(gshard.PlanError, match=r"(?s)plan= takes a plan.*found\.plan.*Recorded\.load"):
+        with pytest.raises(gshard.PlanError, match=r"(?s)plan= takes a plan.*found\.plan.*SavedPlan\.load"):
             gshard.jit(small, mesh=found.mesh, plan=wrong)
     (tmp_path / "none.json").write_text("{}")
     with pytest.raises(gshard.PlanError, match=r"none\.json cannot be read"):
-        gshard.Recorded.load(tmp_path / "none.json")
+        gshard.SavedPlan.load(tmp_path / "none.json")
 
 
 def test_products_become_collective_matmuls_where_nothing_else_fits(tmp_path: Path) -> None:
@@ -281,8 +281,8 @@ def test_products_become_collective_matmuls_where_nothing_else_fits(tmp_path: Pa
     assert found.cost.sent <= at_once.cost.sent
     assert not gshard.search(step, a, b, memory_limit=at_once.cost.peak // 4).best.fits
     found.save(tmp_path / "plan.json")
-    plan = gshard.Recorded.load(tmp_path / "plan.json")
-    assert plan == gshard.Recorded.of(found.plan)
+    plan = gshard.SavedPlan.load(tmp_path / "plan.json")
+    assert plan == gshard.SavedPlan.of(found.plan)
     run = gshard.jit(f, mesh=8, in_shardings=(P("devices"), P("devices")), plan=plan)
     np.testing.assert_array_equal(run(a, b), a @ b)
     kinds = gshard.explain(run, a, b).bytes_by_kind

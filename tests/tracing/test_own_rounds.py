@@ -163,7 +163,7 @@ def test_search_and_saved_plans_know_it(tmp_path: Path) -> None:
     xs = slices(16)
     found = gshard.search(step, W, xs)
     found.save(tmp_path / "plan.json")
-    run = gshard.jit(over(first(mapped, 0)), mesh=8, plan=gshard.Recorded.load(tmp_path / "plan.json"))
+    run = gshard.jit(over(first(mapped, 0)), mesh=8, plan=gshard.SavedPlan.load(tmp_path / "plan.json"))
     np.testing.assert_array_equal(run(W, xs), first(mapped, 0)(W, xs))
     text = str(gshard.explain(step, W, xs))
     assert "all_reduce" in text

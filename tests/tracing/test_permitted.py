@@ -344,7 +344,7 @@ def test_programs_with_and_without_it_share_nothing() -> None:
         assert (sent(chain, *arguments, finite=finite) == FEWER["U V W"][2]) is finite
         close(gshard.jit(chain, mesh=8, finite=finite)(*arguments), jax.jit(chain)(*arguments))
     plan = gshard.jit(chain, mesh=8, finite=True).lower(*arguments).plan
-    recorded = gshard.Recorded.of_json(gshard.Recorded.of(plan).as_json())
+    recorded = gshard.SavedPlan.of_json(gshard.SavedPlan.of(plan).as_json())
     close(gshard.jit(chain, mesh=8, plan=recorded, finite=True)(*arguments), jax.jit(chain)(*arguments))
     with pytest.raises(PlanError, match="made with finite=True"):
         gshard.jit(chain, mesh=8, plan=recorded)(*arguments)

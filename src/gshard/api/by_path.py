@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -12,10 +12,12 @@ from gshard.core.errors import ShardingError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.paths import component, is_below
 
+T = TypeVar("T")
+
 _SHOWN = 12  # paths in a message
 
 
-def shard_by_path(x: Any, assignments: Mapping[str, Any]) -> Any:
+def shard_by_path(x: T, assignments: Mapping[str, Any]) -> T:
     """Marks the arrays of a pytree whose paths match a pattern; all other arrays stay open.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from gshard.api.jit import Jitted
+from gshard.api.jitted import Jitted
 from gshard.api.names import names_of_arguments, paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError
 from gshard.naming.dimension_classes import Dimensions, dimensions_of

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gshard.api.jit import Jitted, jit
+from gshard.api.call_errors import clear_call_errors
+from gshard.api.jit import jit
+from gshard.api.jitted import Jitted
 from gshard.api.specs import told
 from gshard.api.wrapped import mesh_that_is_meant
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import without_our_frames
+from gshard.core.mesh import MeshLike
+from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.device.machine import Machine
 from gshard.explanation.explain import Explanation
 from gshard.explanation.explain_program import explain_program
+from gshard.passes.recorded import SavedPlan
+from gshard.remat.rematerialise import bytes_of
 
 
 @without_our_frames
@@ -22,8 +28,10 @@ from gshard.explanation.explain_program import explain_program
 def explain(
     f: Callable[..., Any],
     *args: Any,
-    mesh: Any = None,
+    mesh: MeshLike = None,
     machine: str | Machine | None = None,
+    memory_limit: int | str | None = None,
+    plan: Plan | SavedPlan | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
@@ -41,6 +49,7 @@ def explain(
             ``jax.set_mesh`` has set, the one on which an argument is placed, or that of a sharding inside the function.
         machine: as for ``jit``: what the plan is made for. None takes that of a function from ``gshard.jit``, or the
             devices of the mesh; by bytes if there is no model of them, and for CPUs and abstract meshes.
+        memory_limit, plan: as for ``jit``. None takes those of a function from ``gshard.jit``.
         static_argnums, static_argnames, donate_argnums, donate_argnames, finite: as for ``jit``; a function from
             ``gshard.jit`` has its own.
 
@@ -68,16 +77,20 @@ def explain(
         "static_argnums": static_argnums, "static_argnames": static_argnames,
         "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
     }  # fmt: skip
+    limit = None if memory_limit is None else bytes_of(memory_limit)
     if isinstance(f, Jitted):
         refuse_options("explain", f, finite, **own)
         jitted = f if mesh is None else f.on(mesh)
-        jitted = jitted if machine is None else jitted.planned_for(machine)
+        changed = {"machine": machine, "memory_limit": limit, "recorded": SavedPlan.checked(plan)}
+        jitted = jitted._with(**{name: value for name, value in changed.items() if value is not None})
     else:
-        jitted = jit(f, mesh=mesh, machine=machine, finite=finite, **own)
+        jitted = jit(f, mesh=mesh, machine=machine, memory_limit=limit, plan=plan, finite=finite, **own)
         if jitted.options.mesh is None:
-            meant = mesh_that_is_meant(args, kwargs, lambda: jitted.trace(*args, **kwargs).jaxpr)
+            with clear_call_errors(explain, f, args, kwargs):
+                meant = mesh_that_is_meant(args, kwargs, lambda: jitted.trace(*args, **kwargs).jaxpr)
             jitted = jitted if meant is None else jitted.on(meant)
-    lowered = jitted.lower(*args, **kwargs)
+    with clear_call_errors(explain, f, args, kwargs):
+        lowered = jitted.lower(*args, **kwargs)
     target = lowered.target
     made = target.recorded is None and target.search is False
     return explain_program(

@@ -66,7 +66,9 @@ def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
     else:
         # Costs in seconds are those of a whole machine, which runs other positions along the manual axes as well.
         mesh = target.mesh if target.mesh.axes == tuple(sizes.items()) else Mesh.of(_automatic(around))
-        return dataclasses.replace(target, mesh=mesh, around=around, reorders=False, windowed=None, machine=None)
+        return dataclasses.replace(
+            target, mesh=mesh, around=around, reorders=False, collective_matmul=None, machine=None
+        )
     manual = ", ".join(map(str, around.manual_axes))
     got = f"manual axes: {manual}; automatic: {_text(automatic)}; mesh of {name}: {target.mesh}"
     raise TraceError(f"{name} is called inside jax.shard_map, and {why}", user_line(), got, hint)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from gshard.api.jit import Jitted
+from gshard.api.jitted import Jitted
 from gshard.api.lowered import Lowered
 from gshard.api.placement import by_dispatch, placed_arguments
 from gshard.api.signature import Leaf, Parameters, Signature
@@ -27,11 +27,12 @@ from gshard.core import jax_adapter_jit as by_jax
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import trace_settings, weakly_cached
+from gshard.core.keywords import keywords
 from gshard.core.layout import Layout
-from gshard.core.mesh import Mesh
+from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.program import Program
 from gshard.device.machine import Machine
-from gshard.device.overlap import Windowed
+from gshard.device.overlap import CollectiveMatmul
 from gshard.explanation.budget import Budget
 from gshard.language.registry import rules_version
 from gshard.remat.rematerialise import bytes_of
@@ -177,12 +178,13 @@ class InsteadOfJit(contextlib.ContextDecorator):
         return self._entered.blocks.pop().__exit__(*error)  # type: ignore[no-any-return]
 
 
+@keywords(windowed="collective_matmul")
 def instead_of_jit(
-    mesh: Any = None,
+    mesh: MeshLike = None,
     *,
     machine: str | Machine | None = None,
     strict: bool | float = False,
-    windowed: bool | int | Windowed | None = None,
+    collective_matmul: bool | int | CollectiveMatmul | None = None,
     memory_limit: int | str | None = None,
     search: bool | float = False,
     layout: Layout | None = None,
@@ -204,7 +206,7 @@ def instead_of_jit(
 
     Args:
         mesh: as for ``jit``; None takes the mesh that ``jax.set_mesh`` has set when a function is called.
-        machine, strict, windowed, memory_limit, search, layout, keep_unused, compiler_options: as for ``jit``.
+        machine, strict, collective_matmul, memory_limit, search, layout, keep_unused, compiler_options: as for ``jit``.
 
     Returns:
         a context manager, which is also a decorator of functions.
@@ -225,7 +227,7 @@ def instead_of_jit(
         None,
         strict is not False,
         Budget.of(strict),
-        windowed,
+        collective_matmul,
         False,
         None if memory_limit is None else bytes_of(memory_limit),
         machine,

@@ -1,287 +1,78 @@
-"""jit: runs all stages, from a marked function to a program on all devices.
-
-     f, args --trace--> Program --propagate--> Plan --partition--> SpmdProgram --compile--> Executable
-
-``gshard.jit(f, mesh=8)`` is used like ``jax.jit``. It runs the chain once for each ``Signature`` (structure, types and
-committed shardings of the arguments, static values, JAX's settings); ``.lower(*args)`` has every intermediate. Later
-calls of the same kind go through JAX's own dispatch in C++ and run no Python of ours.
-"""
+"""jit: makes a partitioned function (``api.jitted``) of a function and options; used like ``jax.jit``."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import types
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
-import jax
-
-from gshard.api.boundary import marks_of_arguments, marks_of_in_shardings, with_marked_arguments, with_marked_results
-from gshard.api.boundary_memories import memories
-from gshard.api.inside_shard_map import target_inside
-from gshard.api.lowered import Lowered
-from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
-from gshard.api.one_object import OneObject
-from gshard.api.placement import by_dispatch, placed_arguments
-from gshard.api.signature import Parameters, Signature
+from gshard.api.jitted import Jitted
 from gshard.api.specs import told
-from gshard.api.static_leaves import freed, has_fixed
-from gshard.api.target import Options, Target
-from gshard.api.traced import Traced
-from gshard.api.transformations import call, refuse_references
+from gshard.api.target import Options
 from gshard.api.wrapped import Wrapped, refuse_device
-from gshard.core.bare_specs import with_mesh_for_specs
 from gshard.core.errors import ArgumentError, ShardingError
 from gshard.core.jax_adapter import user_line
-from gshard.core.jax_adapter_dispatch import (
-    FastFunction,
-    SharedCaches,
-    emptied_by_jax,
-    forget_traces,
-    is_staging,
-    may_crash_donated,
-    nan_found,
-    refuse_what_is_no_function,
-    refused_by_dispatch,
-    without_constants,
-    without_our_frames,
-)
-from gshard.core.jax_adapter_references import references_in
+from gshard.core.jax_adapter_dispatch import refuse_what_is_no_function
+from gshard.core.keywords import keywords
 from gshard.core.layout import Layout
-from gshard.core.mesh import Mesh
-from gshard.core.phases import phase
+from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.plan import Plan
-from gshard.core.planning_tables import Tables, with_tables
-from gshard.core.program import Program
-from gshard.core.uneven import UnevenArray
 from gshard.device.machine import Machine
-from gshard.device.overlap import Windowed
+from gshard.device.overlap import CollectiveMatmul
 from gshard.explanation.budget import Budget
-from gshard.language.registry import cleared_with_rules
-from gshard.passes.recorded import Recorded
-from gshard.passes.trace import program_of
-from gshard.remat.rematerialise import MemoryLimitError, bytes_of
-from gshard.tracing.by_jax import closed_of, name_of
+from gshard.passes.recorded import SavedPlan
+from gshard.remat.rematerialise import bytes_of
 
-_PLANS = 4  # new kinds of calls for which a function keeps what planning computed on its way
-_CACHES = SharedCaches(256)  # programs of each function, as many as combinations that JAX's dispatch keeps of it
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class Jitted(OneObject):
-    """What ``gshard.jit`` returns: call it like the function itself. Its attributes are those of ``jax.jit``'s."""
+class JitOptions(TypedDict, total=False):
+    """The options of ``jit`` besides the function and the mesh, for type checkers; ``jit`` describes them."""
 
-    def __init__(self, f: Callable[..., Any], parameters: Parameters, options: Options):
-        functools.update_wrapper(self, f)
-        self._f, self._parameters, self._options = f, parameters.placed_by(options.in_shardings), options
-        self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
-        self._tables = Tables(_PLANS)
-        emptied_by_jax(self._tables)
-        numbers, names = parameters.static_numbers, parameters.static_names
-        # Weakly, so that a function is freed as soon as nothing needs it, and not when garbage is next collected.
-        seen_first = weakref.WeakMethod(self._seen_first)
-        self._fast = FastFunction(parameters.plain, lambda *a, **k: seen_first()(*a, **k), numbers, names)  # type: ignore[misc]
-        cleared_with_rules(self._fast)
-        self._call = self._fast.call
-        # On one device XLA itself refuses to overwrite an array twice.
-        donates = bool(parameters.donated_numbers or parameters.donated_names)
-        self._may_crash = donates and (options.mesh is None or options.mesh.size > 1)
-        self._fixes = parameters.static_leaves
-        if options.mesh is not None:
-            options.target()  # errors of the mesh or the machine are raised at once
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if self._fixes:
-            args, kwargs = self._parameters.fixed(args, kwargs)
-        results = self._dispatched(args, kwargs)
-        return freed(results) if self._fixes else results
-
-    def _dispatched(self, args: Any, kwargs: Any) -> Any:
-        if self._may_crash and may_crash_donated((args, kwargs)):
-            return self._seen_first(*args, **kwargs)[0]
-        try:
-            return self._call(*args, **kwargs)
-        except (ValueError, RuntimeError) as error:  # what JAX's dispatch refuses by itself, without asking us
-            if not refused_by_dispatch(error):
-                raise
-        return self._seen_first(*args, **kwargs)[0]
-
-    @property
-    def options(self) -> Options:
-        """What ``jit`` was asked for."""
-        return self._options
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __repr__(self) -> str:
-        where = "the mesh that is set" if self._options.mesh is None else str(self._options.mesh)
-        return f"<gshard.jit of {getattr(self._f, '__qualname__', None) or name_of(self._f)} on {where}>"
-
-    def on(self, mesh: Any) -> Jitted:
-        """The same function for another mesh."""
-        return self._with(mesh=Mesh.of(mesh))
-
-    def planned_for(self, machine: str | Machine) -> Jitted:
-        """The same function for another machine."""
-        return self._with(machine=machine)
-
-    def under(self, layout: Layout | None) -> Jitted:
-        """The same function under another layout, its arguments without names."""
-        return self._with(layout=layout, names=None)
-
-    def _with(self, **options: Any) -> Jitted:
-        return Jitted(self._f, self._parameters, dataclasses.replace(self._options, **options))
-
-    @without_our_frames
-    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
-        """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
-        signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
-        return self._lowered(signature, self._options.target())
-
-    def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
-        """The function's jaxpr for these arguments, before anything is planned."""
-        args, kwargs = self._on_this_mesh(args, kwargs)
-        signature, leaves = self._parameters.signature(args, kwargs)
-        jaxpr, out_tree = self._closed(signature)
-        lowered = functools.partial(self.lower, *args, **kwargs)
-        by_axes = functools.partial(self._with, leaves_by_axes=True)
-        by_jax = functools.partial(self._parameters.traced_by_jax, by_axes, self._options.keep_unused, args, kwargs)
-        donated = self._parameters.donated(signature)
-        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), donated, lowered, by_jax)
-
-    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Shapes and dtypes of the results, as ``jax.eval_shape``; nothing is planned."""
-        return self.trace(*args, **kwargs).out_info
-
-    def _cache_size(self) -> int:
-        """How many kinds of calls JAX's dispatch knows, as of ``jax.jit``."""
-        return self._fast.size()
-
-    def clear_cache(self) -> None:
-        """Forgets all programs."""
-        for cache in (self._made, self._traced, self._tables):
-            cache.cache_clear()
-        self._fast.clear()
-        forget_traces(self._f)
-
-    @without_our_frames
-    def _seen_first(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
-        """A call that JAX's dispatch cannot answer: the results, and how it can from now on."""
-        with self._tables.for_one_plan():
-            return self._called(args, kwargs)
-
-    def _called(self, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-        signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
-        if is_staging() or any(isinstance(x, jax.core.Tracer) for x in leaves):
-            return self._as_equation(signature, leaves), None, False
-        if any(isinstance(x, jax.core.Tracer) for x in without_constants(self._closed(signature)[0])[1]):
-            return self._as_equation(signature, leaves), None, False
-        lowered = self._lowered(signature, self._options.target())
-        placed = placed_arguments(lowered, leaves)
-        try:
-            results = lowered.executable(*placed.arrays)
-        except Exception as error:
-            if not nan_found(error) or lowered.program.references:
-                raise
-            with jax.disable_jit():  # finds the operation that made it
-                return self._parameters.plain(*args, **kwargs), None, False
-        flat = lowered.flat_results(results, leaves)
-        path = by_dispatch(lowered, placed, leaves, flat)
-        results = jax.tree.unflatten(lowered.out_tree, flat)
-        if has_fixed(lowered.out_tree) and not self._fixes:
-            return freed(results), None, False
-        return results, path, False
-
-    def _on_this_mesh(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What is in padded parts on other devices is made whole; static leaves become parts of the structure."""
-        args, kwargs = self._parameters.fixed(args, kwargs)
-
-        def moved(x: Any) -> Any:
-            if not isinstance(x, UnevenArray) or (self._options.mesh is not None and x.mesh == self._options.mesh):
-                return x
-            return x.whole()
-
-        if not any(isinstance(x, UnevenArray) for x in jax.tree.leaves((args, kwargs))):
-            return args, kwargs
-        return jax.tree.map(moved, (args, kwargs))  # type: ignore[no-any-return]
-
-    def _as_equation(self, signature: Signature, leaves: Sequence[Any]) -> Any:
-        """One equation of the program that is being traced, differentiated or mapped; see ``transformations``."""
-        if self._options.memory_limit is not None:
-            raise MemoryLimitError(
-                f"{name_of(self._f)} has a memory_limit, and a transformation around it decides what is kept.",
-                user_line(),
-                hint="Take the gradient inside: gshard.jit(jax.grad(f), mesh=..., memory_limit=...).",
-            )
-        whole, out_tree = self._closed(signature, marked=True)
-        jaxpr, constants = without_constants(whole)
-        target = target_inside(self._options.target(), jaxpr, name_of(self._f))
-        leaves = [*constants, *(x.whole() if isinstance(x, UnevenArray) else x for x in leaves)]
-        if not is_staging():
-            refuse_references(leaves, name_of(self._f))
-        return jax.tree.unflatten(out_tree, call(jaxpr, target, leaves))
-
-    def _closed(self, signature: Signature, marked: bool = False) -> tuple[Any, Any]:
-        """The function's jaxpr for a kind of arguments; ``marked`` with its ``in_shardings`` on the arguments."""
-
-        def trace(tokens: bool) -> tuple[Any, Any]:
-            f = self._parameters.to_trace(signature, tokens=tokens)
-            if marked and self._options.in_shardings is not None:
-                f = with_marked_arguments(f, self._options.in_shardings)
-            if marked and self._options.names is not None:
-                f = with_named_arguments(f, self._options.names)
-            if self._options.out_shardings is not None:
-                f = with_marked_results(f, self._options.out_shardings, even=not self._options.keep_uneven)
-            args, kwargs = signature.arguments()
-            with phase("tracing", name_of(self._f)):
-                made = with_mesh_for_specs(lambda: closed_of(f, *args, **kwargs), self._options.mesh)
-            return made if tokens or all(hasattr(a, "shape") for a in made[0].out_avals) else trace(True)
-
-        key = signature.traced, marked
-        found: tuple[Any, Any] = self._traced.get(key, lambda: trace(has_fixed(signature.tree)))
-        if any(isinstance(x, jax.core.Tracer) for x in without_constants(found[0])[1]):
-            self._traced.forget(key)  # what the function closed over belongs to the transformation of now
-        return found
-
-    @with_tables
-    def _lowered(self, signature: Signature, target: Target) -> Lowered:
-        signature = signature.closing_over(references_in(self._closed(signature)[0]))
-        return self._made.get((signature, target), lambda: self._lower(signature, target))  # type: ignore[no-any-return]
-
-    def _lower(self, signature: Signature, target: Target) -> Lowered:
-        program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
-        f = self._parameters.with_statics(signature.statics)
-        given = marks_of_in_shardings(self._options.in_shardings, f, *signature.arguments())
-        kept = target.takes_arguments_as_marks
-        marks = marks_of_arguments(program, [x.array_type for x in signature.every], target.mesh, given, kept)
-        program = dataclasses.replace(program, argument_marks=marks, **memories(program, signature, self._options))
-        program = target.with_kept_options(program)
-        if self._options.names is not None:
-            said = names_of_arguments(f, self._options.names, *signature.arguments())
-            program = with_names_of_arguments(program, said, given)
-        first = len(program.captured)
-        padded = {first + i: x.partitioning for i, x in enumerate(signature.leaves) if x.partitioning is not None}
-        donated, closed_over = self._parameters.donated(signature), tuple(references_in(self._closed(signature)[0]))
-        target = target.in_best_order(program)
-        made = Lowered(program, target, signature.tree, signature.avals, donated, padded, closed_over)
-        # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
-        known = next((known for known in self._made.values() if known.is_as(made)), made)
-        if known is not made:
-            self._tables.cache_clear()
-        return known
-
-    def _program(self, signature: Signature) -> Program:
-        (jaxpr, out_tree), asked = self._closed(signature), self._options
-        names = signature.names(self._parameters.with_statics(signature.statics))
-        with phase("rewriting", name_of(self._f)):
-            return program_of(jaxpr, out_tree, name_of(self._f), names, layout=asked.layout, finite=asked.finite)
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Sequence[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Sequence[str] | None
+    static_leaves: bool
+    in_shardings: Any
+    out_shardings: Any
+    keep_unused: bool
+    inline: bool
+    compiler_options: Mapping[str, Any] | None
+    device: Any
+    backend: str | None
+    machine: str | Machine | None
+    strict: bool | float
+    uneven: Literal["gather", "keep"]
+    collective_matmul: bool | int | CollectiveMatmul | None
+    memory_limit: int | str | None
+    plan: Plan | SavedPlan | None
+    search: bool | float
+    layout: Layout | None
+    names: Any
+    finite: bool
 
 
+class Decorator(Protocol):
+    """What ``jit`` without a function returns: makes a partitioned function of each function that it is called with."""
+
+    def __call__(self, f: Callable[P, R], /) -> Jitted[P, R]:
+        """Partitions a function."""
+
+
+@overload
+def jit(f: Callable[P, R], mesh: MeshLike = None, **options: Unpack[JitOptions]) -> Jitted[P, R]: ...
+
+
+@overload
+def jit(f: None = None, mesh: MeshLike = None, **options: Unpack[JitOptions]) -> Decorator: ...
+
+
+@keywords(windowed="collective_matmul")
 def jit(
     f: Callable[..., Any] | None = None,
-    mesh: Any = None,
+    mesh: MeshLike = None,
     *,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -297,10 +88,10 @@ def jit(
     backend: str | None = None,
     machine: str | Machine | None = None,
     strict: bool | float = False,
-    uneven: str = "gather",
-    windowed: bool | int | Windowed | None = None,
+    uneven: Literal["gather", "keep"] = "gather",
+    collective_matmul: bool | int | CollectiveMatmul | None = None,
     memory_limit: int | str | None = None,
-    plan: Plan | Recorded | None = None,
+    plan: Plan | SavedPlan | None = None,
     search: bool | float = False,
     layout: Layout | None = None,
     names: Any = None,
@@ -334,14 +125,14 @@ def jit(
         uneven: what becomes of results that are split in a dimension which does not divide: ``"gather"`` makes it
             whole, since JAX has no such arrays, or splits an unmarked result along another one if that sends
             less; ``"keep"`` returns an ``UnevenArray``, which the next call takes without moving it.
-        windowed: which contractions run part by part (collective matmul) instead of after a gather of an operand or
-            before a scatter of the result (figure 4c of the paper): True takes those that send no more bytes so, a
-            number those for which a device would hold more bytes than that, and ``Windowed`` says it in detail. None
+        collective_matmul: which contractions run part by part instead of after a gather of an operand or before a
+            scatter of the result (figure 4c of the paper): True takes those that send no more bytes so, a number those
+            for which a device would hold more bytes than that, and ``CollectiveMatmul`` says it in detail. None
             takes those that make a call faster on ``machine``, where its compiler is known to send while it computes
             (TPU from v4 on), and without a machine none; False takes none.
         memory_limit: bytes that a device may hold, or text such as ``"14GiB"``. What would not fit is recomputed
             when it is needed; ``gshard.explain`` says what, and the share of FLOPs.
-        plan: what ``gshard.search`` found (``found.plan``, or ``Recorded.load`` of what was saved): exactly this is
+        plan: what ``gshard.search`` found (``found.plan``, or ``SavedPlan.load`` of what was saved): exactly this is
             partitioned, whatever sharding arguments come with. Another program, or another mesh, is refused.
         search: whether to search for the plan, on ``machine`` and within ``memory_limit``, when a call of a new kind
             comes, instead of propagating marks; a number gives it so many seconds. Marks in the function and
@@ -353,7 +144,7 @@ def jit(
             are multiplied or divided by. Sums may then stay in parts through products too (``docs/numerics.md``).
 
     Returns:
-        a function with the same results; ``.lower(*args)`` gives the chain behind it, ``.trace``, ``.eval_shape``,
+        a ``Jitted`` with the same results; ``.lower(*args)`` gives the chain behind it, ``.trace``, ``.eval_shape``,
         ``.clear_cache`` and ``.lower(*args).compile()`` are as of ``jax.jit``.
 
     Raises:
@@ -387,8 +178,9 @@ def jit(
         mesh = wrapped.f.options.mesh if isinstance(wrapped.f, Jitted) else wrapped.mesh
     options = Options(
         None if mesh is None else Mesh.of(mesh), wrapped.in_shardings, wrapped.out_shardings, strict is not False,
-        Budget.of(strict), windowed, uneven == "keep", None if memory_limit is None else bytes_of(memory_limit),
-        machine, wrapped.keep_unused, wrapped.compiler_options, Recorded.checked(plan), search,
+        Budget.of(strict), collective_matmul, uneven == "keep",
+        None if memory_limit is None else bytes_of(memory_limit), machine,
+        wrapped.keep_unused, wrapped.compiler_options, SavedPlan.checked(plan), search,
         Layout.checked(layout), names,
         finite=bool(finite),
     )  # fmt: skip

@@ -99,7 +99,7 @@ class Lowered:
 
     def marked_by_bytes(self, program: Program) -> SpmdProgram:
         """The same planned by bytes, without a machine: sooner made."""
-        target = dataclasses.replace(self.target.by_marks, machine=None, windowed=None, faster=False)
+        target = dataclasses.replace(self.target.by_marks, machine=None, collective_matmul=None, faster=False)
         return dataclasses.replace(self, program=program, target=target).spmd
 
     @functools.cached_property

@@ -1,6 +1,7 @@
 """Marks: the functions that annotate arrays (GShard paper, section 3.2).
 
     x = gshard.split(x, 0, 8)                  # dimension 0 in 8 partitions
+    x = gshard.split(x, {0: "data", 2: "model"})   # two dimensions, each over a mesh axis
     w = gshard.replicate(w)                    # the same on every device
     y = gshard.shard(y, P("data", "model"))    # or a NamedSharding, or an array of device ids
     z = gshard.name(z, "batch length embed")   # a mark whose meaning comes from jit(..., layout=...)
@@ -17,8 +18,8 @@ mesh is checked when a program is traced (``core.mark``).
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
@@ -27,13 +28,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.api.specs import as_array, describe, hidden_by_vmap, is_spec, mark_of_spec, spread
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
+from gshard.core.keywords import keywords
 from gshard.core.layout import Names
 from gshard.core.mark import Mark
 from gshard.core.partition_spec import entries_of
 from gshard.language.mark_primitive import bind_mark, bind_names
 
+T = TypeVar("T")  # an array or a pytree of arrays: marks return what they get
 
-def replicate(x: Any) -> Any:
+
+def replicate(x: T) -> T:
     """Marks an array, or every array of a pytree, to be whole on every device.
 
     Args:
@@ -53,44 +57,51 @@ def replicate(x: Any) -> Any:
     return _marked(x, leaves, [Mark("replicate", leaf=name) for name, _ in leaves])
 
 
-def split(x: Any, dim: int, num_partitions: int | str | Sequence[str]) -> Any:
-    """Marks dimension ``dim`` of an array to be split in ``num_partitions``, all others whole.
+@overload
+def split(x: T, dim: int, over: int | str | Sequence[str]) -> T: ...
 
-    With fewer partitions than devices each part is held by several consecutive devices. A size that
-    ``num_partitions`` does not divide is fine: parts have ``ceil(size / partitions)`` elements and
-    the last ones are shorter or empty.
+
+@overload
+def split(x: T, dim: Mapping[int, str | Sequence[str]]) -> T: ...
+
+
+@keywords("Write split(x, 0, 'data'), split(x, 0, 8) or split(x, {0: 'data', 1: 'model'}).", num_partitions="over")
+def split(x: Any, dim: Any, over: Any = None) -> Any:
+    """Marks dimension ``dim`` of an array to be split over mesh axes or in a number of parts, all others whole.
+
+    With fewer parts than devices each part is held by several consecutive devices. A size that the number of parts
+    does not divide is fine: parts have ``ceil(size / parts)`` elements and the last ones are shorter or empty.
+
+    A mark replaces an earlier one: ``split(split(x, 0, "data"), 1, "model")`` moves the array, and dimension 0 is whole
+    after it. To split two dimensions give both: ``split(x, {0: "data", 1: "model"})``.
 
     Args:
         x: array or pytree of arrays. Those of a pytree that do not have the dimension (the scalar ``count`` of an
             optimizer) are left open.
-        dim: the dimension, from 0; negative counts from the end.
-        num_partitions: how many parts, or the name(s) of mesh axes to split over.
+        dim: the dimension, from 0; negative counts from the end. Or a dictionary from dimensions to names of axes.
+        over: the name of a mesh axis, a tuple of names, the first one major, or a number of parts.
 
     Returns:
         the same values.
 
     Raises:
-        ShardingError: the dimension does not exist, in any array of a pytree; a leaf is no array; or
-            ``num_partitions`` is neither a number from 1 on nor the name of an axis or several.
+        ShardingError: the dimension does not exist, in any array of a pytree; a leaf is no array; or ``over`` is
+            neither a number from 1 on nor the name of an axis or several.
 
     >>> import jax.numpy as jnp
     >>> split(jnp.zeros((8, 4)), 0, 4).shape
     (8, 4)
     """
-    call = f"split(x, {dim!r}, {num_partitions!r})"
-    dim = _dimension(dim, num_partitions, call)
-    parts = _partitions(num_partitions, call)
+    if isinstance(dim, Mapping):
+        return _split_over_axes(x, dim, over)
+    call = f"split(x, {dim!r}{'' if over is None else f', {over!r}'})"
+    dim = _dimension(dim, over, call)
+    if over is None:
+        hint = f"Write split(x, {dim}, 'data') for a mesh axis, or split(x, {dim}, 8) for a number of parts."
+        raise ShardingError("split does not say over what the dimension is split.", user_line(), call, hint)
+    parts = _partitions(over, call)
     leaves = _arrays(x, call)
-    ndims = [-1 if array is None else array.ndim for _, array in leaves]
-    has = [-ndim <= dim < ndim for ndim in ndims]
-    if leaves and not any(has):
-        most = max(*ndims, 0)
-        what = f"an array of {most} dimensions has no dimension {dim} to split."
-        if not jax.tree_util.all_leaves([x]):
-            what = f"no array of the pytree has a dimension {dim} to split."
-        hint = f"Use a dimension from 0 to {most - 1}." if most else "A scalar cannot be split; use replicate(x)."
-        hint += hidden_by_vmap(array for _, array in leaves)
-        raise ShardingError(what, user_line(), f"{_listed(leaves)}; {call}", hint)
+    ndims, has = _having((dim,), x, leaves, call)
     marks = [
         Mark("split", dim=dim % ndim, partitions=parts, leaf=name) if found else None
         for (name, _), ndim, found in zip(leaves, ndims, has, strict=True)
@@ -98,12 +109,56 @@ def split(x: Any, dim: int, num_partitions: int | str | Sequence[str]) -> Any:
     return _marked(x, leaves, marks)
 
 
-def shard(x: Any, device_assignment: Any) -> Any:
+def _split_over_axes(x: Any, axes: Mapping[Any, Any], over: Any) -> Any:
+    """``split`` by a dictionary from dimensions to names of mesh axes."""
+    call = f"split(x, {dict(axes)!r}{'' if over is None else f', {over!r}'})"
+    dims = {_dimension(dim, over, call): said for dim, said in axes.items()}
+    names = {dim: _partitions(said, call) for dim, said in dims.items()}
+    if over is not None or not names or any(isinstance(said, int) for said in names.values()):
+        hint = "For one dimension and a number of parts write split(x, 0, 8); to split none use replicate(x)."
+        if over is not None:
+            hint = "Leave out the last argument."
+        raise ShardingError("a dictionary for split maps dimensions to mesh axes.", user_line(), call, hint)
+    leaves = _arrays(x, call)
+    ndims, has = _having(tuple(names), x, leaves, call)
+    marks: list[Mark | None] = []
+    for (leaf, array), ndim, found in zip(leaves, ndims, has, strict=True):
+        spec = {dim % ndim: said for dim, said in names.items()} if found else {}
+        if found and len(spec) < len(names):
+            hint = "Name each dimension once; a tuple of axes splits one over several."
+            raise ShardingError("a dimension is split twice.", user_line(), f"{describe(array)}; {call}", hint)
+        entries = tuple(spec.get(d) for d in range(ndim))
+        marks.append(Mark("spec", spec=entries, leaf=leaf, said=call) if found else None)
+    return _marked(x, leaves, marks)
+
+
+def _having(dims: Sequence[int], x: Any, leaves: Sequence[tuple[str, Any]], call: str) -> tuple[list[int], list[bool]]:
+    """The ranks of the arrays, and which of them have these dimensions.
+
+    Raises:
+        ShardingError: none has.
+    """
+    ndims = [-1 if array is None else array.ndim for _, array in leaves]
+    has = [all(-ndim <= dim < ndim for dim in dims) for ndim in ndims]
+    if leaves and not any(has):
+        most = max(*ndims, 0)
+        wrong = next((dim for dim in dims if not -most <= dim < most), dims[0])
+        what = f"an array of {most} dimensions has no dimension {wrong} to split."
+        if not jax.tree_util.all_leaves([x]):
+            what = f"no array of the pytree has a dimension {wrong} to split."
+        hint = f"Use a dimension from 0 to {most - 1}." if most else "A scalar cannot be split; use replicate(x)."
+        hint += hidden_by_vmap(array for _, array in leaves)
+        raise ShardingError(what, user_line(), f"{_listed(leaves)}; {call}", hint)
+    return ndims, has
+
+
+@keywords("Write shard(x, P('data', None)).", device_assignment="spec")
+def shard(x: T, spec: Any) -> T:
     """Marks how an array is cut along all its dimensions.
 
     Args:
-        x: array (or pytree of arrays, if they all fit the assignment).
-        device_assignment: either an integer array of device ids of the rank of ``x``, element ``[i, j]``
+        x: array (or pytree of arrays, if they all fit the spec).
+        spec: either an integer array of device ids of the rank of ``x``, element ``[i, j]``
             naming the device that holds part ``[i, j]`` (paper, appendix A.3), or a
             ``jax.sharding.PartitionSpec`` over the axis names of the mesh, a ``NamedSharding``, or one axis name for
             dimension 0; or a pytree prefix of these, in which None leaves arrays open. Fewer ids than devices
@@ -123,12 +178,12 @@ def shard(x: Any, device_assignment: Any) -> Any:
     >>> shard(jnp.zeros((8, 4)), np.arange(8).reshape(4, 2)).shape
     (8, 4)
     """
-    said = jax.tree.leaves(device_assignment, is_leaf=_is_assignment)
+    said = jax.tree.leaves(spec, is_leaf=_is_assignment)
     leaves = _arrays(x, "shard(x, ...)")
     if said and all(map(_is_assignment, said)):
-        each = [s for _, s, _ in spread("shardings", device_assignment, x, _is_assignment)]
+        each = [s for _, s, _ in spread("shardings", spec, x, _is_assignment)]
     else:  # numbers in lists, for every array
-        each = [device_assignment] * len(leaves)
+        each = [spec] * len(leaves)
     marks = [
         None if array is None else (mark_of_spec if is_spec(s) else _mark_of_ids)(s, array, name)
         for (name, array), s in zip(leaves, each, strict=True)
@@ -136,7 +191,7 @@ def shard(x: Any, device_assignment: Any) -> Any:
     return _marked(x, leaves, marks)
 
 
-def name(x: Any, names: Any) -> Any:
+def name(x: T, names: Any) -> T:
     """Names the dimensions of an array: a mark whose meaning comes from the layout.
 
     ``gshard.jit(f, layout=Layout(batch="data", embed=None))`` splits what is called ``batch`` and keeps whole what is
@@ -226,7 +281,7 @@ def _arrays(x: Any, call: str) -> list[tuple[str, Any]]:
     return [(name, as_array(leaf, name, call)) for name, (_, leaf) in zip(names, leaves, strict=True)]
 
 
-def _marked(x: Any, leaves: Sequence[tuple[str, Any]], marks: Sequence[Mark | None]) -> Any:
+def _marked(x: T, leaves: Sequence[tuple[str, Any]], marks: Sequence[Mark | None]) -> T:
     """The tree with its leaves marked; those without a mark as they are."""
     given, tree = jax.tree.flatten(x)
     found = zip(given, leaves, marks, strict=True)
@@ -244,8 +299,9 @@ def _dimension(dim: Any, partitions: Any, call: str) -> int:
         hint = "Give a number, from 0; negative counts from the end."
         if isinstance(dim, PartitionSpec | NamedSharding):
             hint = "A PartitionSpec goes to shard: shard(x, P(...))."
-        elif is_name and isinstance(partitions, int | np.integer):
-            hint = f"split takes the dimension first: split(x, {int(partitions)}, {dim!r})."
+        elif is_name and (partitions is None or isinstance(partitions, int | np.integer)):
+            first = int(partitions) if isinstance(partitions, int | np.integer) else 0
+            hint = f"split takes the dimension first: split(x, {first}, {dim!r})."
         raise ShardingError(f"{dim!r} is no dimension of an array.", user_line(), call, hint)
     try:
         return operator.index(dim)

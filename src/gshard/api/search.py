@@ -10,8 +10,10 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
+from gshard.api.call_errors import clear_call_errors
 from gshard.api.explained import refuse_options
-from gshard.api.jit import Jitted, jit
+from gshard.api.jit import jit
+from gshard.api.jitted import Jitted
 from gshard.api.lowered import Lowered
 from gshard.api.names import paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError, MeshError
@@ -23,10 +25,10 @@ from gshard.core.planning_tables import tables
 from gshard.core.program import Program
 from gshard.device.hardware import machine_of
 from gshard.device.machine import Machine
-from gshard.explanation.found import Found
+from gshard.explanation.found import SearchResult
 from gshard.remat.rematerialise import bytes_of
 from gshard.search.find import Best, MeshSearch
-from gshard.search.layouts import FoundLayout, Namable, layout_of
+from gshard.search.layouts import LayoutResult, Namable, layout_of
 from gshard.search.meshes import meshes
 from gshard.search.priced import PricedPlan
 from gshard.search.stopping import Stop, stoppable
@@ -40,7 +42,7 @@ _PLANS = 0.5  # of the time, what the search for a plan may take where a table i
 
 
 @overload
-def search(f: Callable[..., Any], *args: Any, over: Literal["layout"], **kwargs: Any) -> FoundLayout: ...
+def search(f: Callable[..., Any], *args: Any, over: Literal["layout"], **kwargs: Any) -> LayoutResult: ...
 
 
 @overload
@@ -60,7 +62,7 @@ def search(
     over: Literal["plan"] = "plan",
     finite: bool = False,
     **kwargs: Any,
-) -> Found: ...
+) -> SearchResult: ...
 
 
 @without_our_frames
@@ -80,7 +82,7 @@ def search(
     over: str = "plan",
     finite: bool = False,
     **kwargs: Any,
-) -> Found | FoundLayout:
+) -> SearchResult | LayoutResult:
     """Searches for the plan of a function that takes least time on a machine, and tells how near the best it may be.
 
     What is proven is proven in a simplified model (``found.bound``, ``found.gap``); ``found.cost`` is the full price.
@@ -157,7 +159,8 @@ def search(
     asked = _Asked(made, args, kwargs, list(_meshes(mesh)), machine, limit, on_better)
     with stoppable() as stop:
         run = _Run(asked, budget.part(_PLANS) if over == "layout" else budget)
-        found = run.found(stop)
+        with clear_call_errors(search, f, args, kwargs):
+            found = run.found(stop)
         if found is not None and over == "plan":
             return found
         if found is not None:
@@ -199,7 +202,7 @@ class _Run:
         self.begun: dict[MeshSearch, Lowered] = {}
         self.finished: list[MeshSearch] = []
 
-    def found(self, stop: Stop) -> Found | None:
+    def found(self, stop: Stop) -> SearchResult | None:
         """The best of all meshes; None where a signal ended the search before there was any."""
         try:
             with tables():
@@ -217,7 +220,7 @@ class _Run:
         one, best = min(bests, key=lambda pair: pair[1].chosen.rank(pair[1].limit))
         lowered = self.begun[one]
         donated = tuple(sorted(lowered.donated))
-        return Found(best, tuple(best for _, best in bests), donated, lowered.in_tree, self.namable(one))
+        return SearchResult(best, tuple(best for _, best in bests), donated, lowered.in_tree, self.namable(one))
 
     def _search(self) -> None:
         asked, budget = self.asked, self.budget

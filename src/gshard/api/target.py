@@ -18,13 +18,13 @@ from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
 from gshard.device.hardware import machine_of, machine_to_order, machine_to_plan_for
 from gshard.device.machine import Machine
-from gshard.device.overlap import Windowed
+from gshard.device.overlap import CollectiveMatmul
 from gshard.explanation.budget import Budget
 from gshard.explanation.layout_usage import refuse_unused
 from gshard.passes.at_boundary import at_boundary
 from gshard.passes.compile import Executable, compile_spmd
 from gshard.passes.propagate import in_best_order
-from gshard.passes.recorded import Recorded
+from gshard.passes.recorded import SavedPlan
 from gshard.passes.windowed import Policy
 from gshard.remat.fit import compiled_within
 from gshard.search.find import best_plan
@@ -51,7 +51,7 @@ class Target:
         reorders: put devices in the order that marks ask for. False under a transformation: the program that JAX
             compiles around this one has a single order of devices, the mesh's.
         leaves_by_axes: split results over whole axes of the mesh only, as JAX does for Explicit axes.
-        windowed: which contractions are collective matmuls.
+        collective_matmul: which contractions are collective matmuls.
         faster: use a collective matmul only if the cost model predicts a faster call.
         keep_uneven: return results in padded parts where parts are unequal.
         memory_limit: bytes that a device may hold; values are recomputed to keep to it.
@@ -72,14 +72,14 @@ class Target:
     budget: Limit | None = None
     reorders: bool = True
     leaves_by_axes: bool = False
-    windowed: Policy | None = None
+    collective_matmul: Policy | None = None
     faster: bool = False
     keep_uneven: bool = False
     memory_limit: int | None = None
     machine: Machine | None = None
     keep_unused: bool = False
     compiler_options: tuple[tuple[str, Any], ...] = ()
-    recorded: Recorded | None = None
+    recorded: SavedPlan | None = None
     search: bool | float = False
     layout: Layout | None = None
     finite: bool = False
@@ -97,8 +97,9 @@ class Target:
     def options(self) -> dict[str, Hashable]:
         """The options of ``gshard.jit`` that are not left at their defaults, and decide how a program is made."""
         given: dict[str, Any] = {
-            "strict": self.strict, "budget": self.budget, "windowed": self.windowed, "memory_limit": self.memory_limit,
-            "machine": self.machine, "compiler_options": self.compiler_options, "plan": self.recorded,
+            "strict": self.strict, "budget": self.budget, "collective_matmul": self.collective_matmul,
+            "memory_limit": self.memory_limit, "machine": self.machine,
+            "compiler_options": self.compiler_options, "plan": self.recorded,
             "search": self.search, "layout": self.layout, "finite": self.finite,
         }  # fmt: skip
         return {
@@ -137,7 +138,7 @@ class Target:
         given = given if self.recorded is None else self.recorded.plan_of_settled
         return Settings(
             self.mesh, self.machine, self.strict, boundary, tuple(i - len(program.captured) for i in boundary.donated),
-            given, self.windowed if given is None else None, self.faster, self.memory_limit,
+            given, self.collective_matmul if given is None else None, self.faster, self.memory_limit,
         )  # fmt: skip
 
     def _searched(self, program: Program, mesh: Mesh, boundary: Boundary) -> Plan:
@@ -160,8 +161,8 @@ class Target:
         devices = str(mesh), mesh.order, on
         options = devices, self.memory_limit, self.search, boundary, program.argument_marks, program.finite
         key = f"{options}\n{format_block(program.block)}"
-        found = group.from_first(program.name, key, lambda: Recorded.of(searched()).as_json())
-        return Recorded.of_json(found).plan_of_settled(program, mesh, boundary)
+        found = group.from_first(program.name, key, lambda: SavedPlan.of(searched()).as_json())
+        return SavedPlan.of_json(found).plan_of_settled(program, mesh, boundary)
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""
@@ -212,7 +213,7 @@ class Options:
         in_shardings, out_shardings: marks on arguments and results.
         strict: refuse operations without a rule.
         budget: what a program may cost.
-        windowed: which contractions are collective matmuls.
+        collective_matmul: which contractions are collective matmuls.
         keep_uneven: whether results leave in padded parts where parts are unequal.
         memory_limit: bytes that a device may hold.
         machine: what computing and sending take; None takes that of the mesh's devices, if there is a model of them.
@@ -230,13 +231,13 @@ class Options:
     out_shardings: Any
     strict: bool
     budget: Budget | None
-    windowed: Any
+    collective_matmul: Any
     keep_uneven: bool
     memory_limit: int | None
     machine: str | Machine | None
     keep_unused: bool
     compiler_options: tuple[tuple[str, Any], ...]
-    recorded: Recorded | None = None
+    recorded: SavedPlan | None = None
     search: bool | float = False
     layout: Layout | None = None
     names: Any = None
@@ -268,8 +269,8 @@ class Options:
             mesh,
             self.strict,
             self.budget,
-            windowed=Windowed.of(self.windowed, mesh, machine),
-            faster=self.windowed is None,
+            collective_matmul=CollectiveMatmul.of(self.collective_matmul, mesh, machine),
+            faster=self.collective_matmul is None,
             keep_uneven=self.keep_uneven,
             memory_limit=self.memory_limit,
             machine=machine,

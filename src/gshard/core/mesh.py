@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from gshard.core.errors import MeshError
-from gshard.core.jax_adapter import mesh_of_context
+from gshard.core.jax_adapter import mesh_of_context, user_line
 
 Atoms = tuple[str, ...]
 Devices = Mapping[str, int] | int | Sequence[Any] | np.ndarray
@@ -74,7 +74,7 @@ class Mesh:
         return Mesh._checked(tuple(axes.items()), None)
 
     @staticmethod
-    def of(mesh: Mesh | jax.sharding.Mesh | jax.sharding.AbstractMesh | Devices | None) -> Mesh:
+    def of(mesh: MeshLike) -> Mesh:
         """Reads whatever names some devices.
 
         Args:
@@ -92,6 +92,7 @@ class Mesh:
             if mesh is None:
                 raise MeshError(
                     "no mesh was given, and none is set.",
+                    user_line(),
                     hint="Give mesh=8 or a jax.sharding.Mesh, or call inside `with jax.set_mesh(mesh):`.",
                 )
         if isinstance(mesh, Mesh):
@@ -371,3 +372,6 @@ def common_prefix(a: Atoms, b: Atoms) -> Atoms:
     ('x.0',)
     """
     return tuple(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+MeshLike = Mesh | jax.sharding.Mesh | jax.sharding.AbstractMesh | Devices | None  # what ``Mesh.of`` reads

@@ -218,6 +218,7 @@ class Program:
         output_memories: the same for each result.
         dropped: what the function says and the program does not keep.
         fired: the rewrites that fired (``gshard.rewrite``), in order.
+        unread_marks: marks whose results nothing reads, as text.
     """
 
     block: Block
@@ -238,6 +239,7 @@ class Program:
     output_memories: tuple[str, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     fired: tuple[Fired, ...] = ()
+    unread_marks: tuple[str, ...] = ()
 
     def input_memory(self, i: int) -> str:
         """The memory kind in which an input comes."""

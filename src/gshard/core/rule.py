@@ -125,6 +125,8 @@ class Rule:
             communicates.
         index: for each result where its elements come from, if the equation does nothing but move them along
             dimensions, in order; None otherwise. Along several dimensions only those of one array move.
+        groups: groups of rows of different sizes. A compiler without a kernel for them multiplies all rows with the
+            matrix of each group (``Compiler.multiplies_groups``).
     """
 
     factors: tuple[Factor, ...]
@@ -149,6 +151,7 @@ class Rule:
     why: str = ""
     manual: Manual | None = None
     index: tuple[Index, ...] | None = None
+    groups: int = 1
 
     def permitting(self, more: Iterable[tuple[Way, frozenset[str] | None]]) -> Rule:
         """The rule with more ways in which parts may pass, each limited to some mesh axes (None: to none).

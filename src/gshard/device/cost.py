@@ -259,7 +259,8 @@ def kernel_cost(
             name, COLLECTIVE, e.line, result, times, 0, moved, sent, atoms, taken + copies + starts, parts, e
         )
     products, others, moved = kernel.product_flops, kernel.vector_flops, kernel.moved
-    own = roofline(machine, dtype_of(e), products, others, moved)
+    repeated = e.rule.groups if e.rule is not None and machine.compiler.multiplies_groups else 1
+    own = roofline(machine, dtype_of(e), products * repeated, others, moved)
     starts += own.launch
     bound = "compute" if own.compute >= own.memory else "memory"
     parts = ((bound, own.work), ("memory", copies), ("launch", starts))

@@ -17,6 +17,7 @@ follows from the other fields.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import re
@@ -111,8 +112,8 @@ class Machine:
         """Reads ``kind:shape``, or the file that ``gshard calibrate`` wrote.
 
         Args:
-            text: ``v3:32x32`` and ``v4:4x4x4`` name chips; ``h100:4x8`` nodes and GPUs of a node; ``cpu:8`` devices. A
-                path that ends in ``.json`` is read.
+            text: ``v3:32x32`` and ``v4:4x4x4`` name chips; ``h100:4x8`` nodes and GPUs of a node; ``cpu:8`` devices;
+                capitals do not matter. A path that ends in ``.json`` is read.
             devices: how many devices are meant; needed where no shape is given, refused if it differs.
 
         Raises:
@@ -123,12 +124,14 @@ class Machine:
         """
         if text.endswith(".json"):
             return _fitted(_load(Path(text)), devices, f"Name a machine of {devices} devices.")
-        match = re.fullmatch(r"(\w+)(?::(\d+(?:x\d+)*))?", text)
+        match = re.fullmatch(r"(\w+)(?::(\d+(?:x\d+)*))?", text.lower())
         if not match or match[1] not in KINDS:
+            near = difflib.get_close_matches(match[1], KINDS, n=1) if match else []
+            meant = f"Did you mean {near[0]!r}? " if near else ""
             raise MachineError(
                 f"no machine is called {text!r}.",
                 got=f"machines: {', '.join(KINDS)}",
-                hint="Write v3:32x32 (chips), h100:4x8 (nodes and GPUs), cpu:8, or a file of gshard calibrate.",
+                hint=f"{meant}Write v3:32x32 (chips), h100:4x8 (nodes and GPUs), cpu:8, or a file of gshard calibrate.",
             )
         kind = KINDS[match[1]]
         shape = tuple(int(n) for n in match[2].split("x")) if match[2] else _shape_for(kind, text, devices)

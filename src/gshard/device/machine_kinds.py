@@ -60,6 +60,8 @@ class Compiler:
             stored in bfloat16 (``bf16_storage``).
         gathers_split_stack_writes: whether a product that a gather overlaps with no longer writes its result straight
             into the stack of a loop (``remat.prefetch``). Six training loops on libtpu won nothing by fetching ahead.
+        multiplies_groups: whether a product of ragged groups (``lax.ragged_dot``) multiplies all rows with the matrix
+            of each group, because there is no kernel for it.
     """
 
     source: str
@@ -74,6 +76,7 @@ class Compiler:
     products_take_layouts: bool = False
     keeps_low_precision_copies: bool = False
     gathers_split_stack_writes: bool = True
+    multiplies_groups: bool = False
 
 
 def _libtpu(*hides: str, schedules_read: bool = True) -> Compiler:
@@ -90,13 +93,14 @@ def _libtpu(*hides: str, schedules_read: bool = True) -> Compiler:
 # By ``jax.Device.platform``. Other platforms are taken to be like the CPU. ``combined_bytes`` is XLA's default of
 # ``xla_gpu_all_reduce_combine_threshold_bytes`` and of the thresholds beside it.
 COMPILERS = {
-    "cpu": Compiler("XLA:CPU of jaxlib 0.10.2: compiled programs (tests/device/test_cost.py)"),
+    "cpu": Compiler("XLA:CPU of jaxlib 0.10.2: compiled programs (tests/device/test_cost.py)", multiplies_groups=True),
     "gpu": Compiler(
         "XLA:GPU of jaxlib 0.11.2: programs compiled for H100 (benchmarks/fusions.py); what it combines: its source",
         combines=("all_reduce", "all_gather", "reduce_scatter"),
         fused_row=16_384,
         fuses_elementwise=True,
         products_take_layouts=True,
+        multiplies_groups=True,
     ),
     "tpu": dataclasses.replace(_libtpu(schedules_read=False), hides=None),
 }

@@ -1,7 +1,7 @@
 """Overlap: decides which contractions should be collective matmuls (``passes.windowed``).
 
-    gshard.jit(f, mesh=8, windowed=2**28)                              # what would be larger than 256 MiB when gathered
-    gshard.jit(f, mesh=mesh, windowed=Windowed(machine="v4:4x4x4"))    # where a step hides the next part's way
+    jit(f, mesh=8, collective_matmul=2**28)                     # what would be larger than 256 MiB when gathered
+    jit(f, mesh=mesh, collective_matmul=CollectiveMatmul(machine="v4:4x4x4"))  # where a step hides the next part's way
 
 A contraction that waits for a gather takes the sum of both times. As a collective matmul it takes the longer of both
 for each part, and one step more. But each step launches a kernel and reads again the operands that do not come in
@@ -36,7 +36,7 @@ from gshard.passes.windowed import Offer, together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Windowed:
+class CollectiveMatmul:
     """Contractions that run as collective matmuls: part by part, instead of after a gather or before a scatter.
 
     With neither a number nor a machine these are all that send no more bytes so.
@@ -57,28 +57,28 @@ class Windowed:
     both_ways: bool | None = None
 
     @staticmethod
-    def of(given: Any, mesh: Mesh, machine: Machine | None = None) -> Windowed | None:
-        """What ``windowed=`` asks for; None leaves it to the machine, if its compiler is known to hide permutations.
+    def of(given: Any, mesh: Mesh, machine: Machine | None = None) -> CollectiveMatmul | None:
+        """What ``collective_matmul=`` asks for; None leaves it to the machine, if its compiler hides permutations.
 
         Raises:
-            PlanError: it is not a truth value, a number of bytes or a ``Windowed``.
+            PlanError: it is not a truth value, a number of bytes or a ``CollectiveMatmul``.
             MachineError: there is no such machine, or it has another number of devices than the mesh.
 
         >>> mesh = Mesh.abstract(devices=8)
-        >>> Windowed.of(False, mesh), Windowed.of(True, mesh) == Windowed(), Windowed.of(2**28, mesh).above
-        (None, True, 268435456)
+        >>> CollectiveMatmul.of(True, mesh) == CollectiveMatmul(), CollectiveMatmul.of(2**28, mesh).above
+        (True, 268435456)
         """
         if given is None and machine is not None and PERMUTE in (machine.compiler.hides or ()):
-            return Windowed(machine=machine)
+            return CollectiveMatmul(machine=machine)
         if given is None or given is False:
             return None
-        asked = Windowed() if given is True else given
+        asked = CollectiveMatmul() if given is True else given
         if isinstance(asked, int | float):
-            asked = Windowed(above=asked)
-        if not isinstance(asked, Windowed) or (asked.above is not None and not asked.above >= 0):
+            asked = CollectiveMatmul(above=asked)
+        if not isinstance(asked, CollectiveMatmul) or (asked.above is not None and not asked.above >= 0):
             raise PlanError(
-                f"windowed={given!r} says nothing.",
-                hint="Write True, False, the bytes above which arrays come in parts, or gshard.Windowed(...).",
+                f"collective_matmul={given!r} says nothing.",
+                hint="Write True, False, the bytes above which arrays come in parts, or gshard.CollectiveMatmul(...).",
             )
         if asked.machine is not None:
             _machine(asked.machine, mesh.size)
@@ -93,7 +93,7 @@ class Windowed:
 class Chooser:
     """Decides for the equations of a plan; a ``passes.windowed.Policy``."""
 
-    asked: Windowed
+    asked: CollectiveMatmul
     plan: Plan
     machine: Machine | None
 

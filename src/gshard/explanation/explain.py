@@ -76,7 +76,7 @@ class Explanation:
             share, bytes spared, the mark that forbids it.
         layout: how many values each row of the layout applies to, which names are open, where the order of rules
             decided;
-        unused: and what of it applies to nothing.
+        unused: marks whose results nothing reads, and parts of the layout that apply to nothing.
         machine: what the plan was made for; None if by bytes, or given.
         by_bytes: whether it is the plan that sends least.
         dropped: what the program says and gshard does not keep: line, parameter, value, what is done instead.
@@ -277,7 +277,10 @@ class Explanation:
             ("work that every device repeats although an operand is split", self.replicated),
             ("operands gathered because moving the larger arrays sends less", moved),
             ("layout", self.layout),
-            ("unused parts of the layout, probably by mistake (strict=True refuses them)", self.unused),
+            (
+                "marks and rows of the layout without effect, probably by mistake (strict=True refuses them)",
+                self.unused,
+            ),
             (
                 "operators without a rule: gshard gathers their operands, and every device repeats the work",
                 self.gathered,

@@ -61,7 +61,7 @@ def explain_program(
         donated,
         tuple(map(str, replicated)),
         uses_of_layout(program),
-        unused_of_layout(program, mesh),
+        (*program.unread_marks, *unused_of_layout(program, mesh)),
         by_bytes,
         machine,
         tuple(map(str, program.dropped)),

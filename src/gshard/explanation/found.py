@@ -29,12 +29,12 @@ from gshard.naming.array_names import ArrayNames
 from gshard.passes.added_marks import spec_of_cut, with_marks
 from gshard.passes.partition import partition
 from gshard.passes.propagate import propagate
-from gshard.passes.recorded import Recorded
+from gshard.passes.recorded import SavedPlan
 from gshard.search.alternatives import SearchChoice, alternatives, tries
 from gshard.search.as_marks import Marks, marks_of
 from gshard.search.find import Best, best_plan
 from gshard.search.how_near import ended, how_near
-from gshard.search.layouts import FoundLayout, Namable, layout_of
+from gshard.search.layouts import LayoutResult, Namable, layout_of
 from gshard.search.patch import patch_of
 from gshard.search.pipeline import as_run, plans_of
 from gshard.search.planned import Planned
@@ -46,7 +46,7 @@ _PRESETS = 5  # that are shown beside, the best
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Found:
+class SearchResult:
     """The plan that was found for a function, and what is known of it.
 
     Attributes:
@@ -127,7 +127,7 @@ class Found:
         return marks_of(self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked))
 
     @functools.cached_property
-    def layout(self) -> FoundLayout:
+    def layout(self) -> LayoutResult:
         """The best table of names and axes that was found for the function (see ``gshard.Layout``). Takes a while.
 
         Raises:
@@ -168,7 +168,7 @@ class Found:
         assert marked is not None, "all of them were tried together"
         return self._priced(f"without mark {i}", marked)
 
-    def with_mark(self, what: str, sharding: Any) -> Found:
+    def with_mark(self, what: str, sharding: Any) -> SearchResult:
         """Searches again with one more mark, to see what insisting on it costs; it keeps the mesh.
 
         Args:
@@ -334,8 +334,8 @@ class Found:
         return path
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan; ``gshard.jit(f, mesh=..., plan=gshard.Recorded.load(path))`` runs it, in any process."""
-        Recorded.of(self.plan).save(path)
+        """Writes the plan; ``gshard.jit(f, mesh=..., plan=gshard.SavedPlan.load(path))`` runs it, in any process."""
+        SavedPlan.of(self.plan).save(path)
 
     def __str__(self) -> str:
         best, cost = self.best, self.cost

@@ -1,6 +1,6 @@
 """Layout usage: the values that each row of a layout applies to, and the rows that are unused.
 
-``explain`` lists both; ``jit(strict=True)`` refuses the second.
+``explain`` lists both, and marks whose results nothing reads; ``jit(strict=True)`` refuses what is unused.
 """
 
 from __future__ import annotations
@@ -64,11 +64,15 @@ def unused_of_layout(program: Program, mesh: Mesh) -> tuple[str, ...]:
 
 
 def refuse_unused(program: Program, mesh: Mesh) -> None:
-    """Refuses a program that does not use all of its layout.
+    """Refuses a program that does not use all of its marks and all of its layout.
 
     Raises:
         PlanError: ``strict``.
     """
+    if program.unread_marks:
+        where, _, what = program.unread_marks[0].partition(": ")
+        hint = "A mark is about the value that it returns. Use that value, or allow it with strict=False."
+        raise PlanError(f"a mark of {program.name} has no effect.", where, what, hint)
     if found := unused_of_layout(program, mesh):
         raise PlanError(
             f"{program.name} does not use all of its layout.",

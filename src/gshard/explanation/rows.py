@@ -7,6 +7,7 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 
 from gshard.core.errors import ArgumentError, known_names
+from gshard.core.jax_adapter import scan_counts
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Value
@@ -183,7 +184,16 @@ def called(same: Sequence[Collective], names: ArrayNames) -> tuple[str, str, str
     words = zip(*(x.text.split("/") for x in modules), strict=True)
     module = "/".join(every[0] if len(set(every)) == 1 else without_number(every[0]) for every in words)
     why = same[0].why if len({c.why for c in same}) == 1 else _without_position(same[0], same[0].why)
-    return array, module, why
+    return array, module, f"{why}, which loops over the dimension that is split" if all(map(_is_looped, same)) else why
+
+
+def _is_looped(c: Collective) -> bool:
+    """Whether it moves what a scan reads a slice of in each iteration, because the dimension of the slices is split."""
+    position = re.match(r"operand (\d+) of scan$", c.why)
+    if position is None or c.cause is None or c.before is None:
+        return False
+    is_sliced = int(position[1]) >= sum(scan_counts(c.cause.params))
+    return is_sliced and not set(c.atoms).isdisjoint(c.before.dims[0])
 
 
 def _without_position(c: Collective, why: str) -> str:
@@ -203,7 +213,7 @@ def text_of_rings(plan: Plan, without: float, taken: float, machine: str) -> str
     what = f"{len(plan.rings)} product{'s' if len(plan.rings) > 1 else ''}"
     return (
         f"{what} computed as collective matmul, part by part while other parts are sent: a call on {machine} takes "
-        f"{taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; windowed=False prevents that"
+        f"{taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; collective_matmul=False prevents that"
     )
 
 

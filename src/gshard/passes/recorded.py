@@ -33,7 +33,7 @@ _WIDE = 160  # and letters of each
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
+class SavedPlan:
     """A plan as plain data.
 
     Attributes:
@@ -56,7 +56,7 @@ class Recorded:
     finite: bool = False
 
     @staticmethod
-    def of(plan: Plan) -> Recorded:
+    def of(plan: Plan) -> SavedPlan:
         """Records a plan."""
         shardings = tuple(plan.format(v) for v in plan.program.block.values())
         splits = (plan.splits.get(e, {}) for e in plan.program.block.walk())
@@ -69,23 +69,23 @@ class Recorded:
 
         text = format_block(plan.program.block)
         read, leave = otherwise(plan.shared_reshards), otherwise(plan.leaves)
-        return Recorded(text, plan.mesh.axes, shardings, kept, rings, read, leave, plan.program.finite)
+        return SavedPlan(text, plan.mesh.axes, shardings, kept, rings, read, leave, plan.program.finite)
 
     @staticmethod
-    def checked(plan: Any) -> Recorded | None:
+    def checked(plan: Any) -> SavedPlan | None:
         """A plan as plain data, from a plan or what was recorded of one; None if there is none.
 
         Raises:
             PlanError: it is something else.
         """
-        if plan is None or isinstance(plan, Recorded):
+        if plan is None or isinstance(plan, SavedPlan):
             return plan
         if isinstance(plan, Plan):
-            return Recorded.of(plan)
+            return SavedPlan.of(plan)
         raise PlanError(
             f"plan= takes a plan, not a {type(plan).__name__}.",
             got=repr(plan)[:_WIDE],
-            hint="Give found.plan of gshard.search, or gshard.Recorded.load(path) of a file that found.save wrote.",
+            hint="Give found.plan of gshard.search, or gshard.SavedPlan.load(path) of a file that found.save wrote.",
         )
 
     def plan(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
@@ -144,15 +144,15 @@ class Recorded:
             )
 
     def as_json(self) -> str:
-        """As text, to be read by ``Recorded.of_json``."""
+        """As text, to be read by ``SavedPlan.of_json``."""
         return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Writes it as JSON, to be read by ``Recorded.load``."""
+        """Writes it as JSON, to be read by ``SavedPlan.load``."""
         Path(path).write_text(self.as_json(), "utf-8")
 
     @staticmethod
-    def load(path: str | Path) -> Recorded:
+    def load(path: str | Path) -> SavedPlan:
         """Reads what ``save`` wrote.
 
         Raises:
@@ -162,10 +162,10 @@ class Recorded:
             text = Path(path).read_text("utf-8")
         except (OSError, ValueError) as error:
             raise _unreadable(str(path), error) from error
-        return Recorded.of_json(text, str(path))
+        return SavedPlan.of_json(text, str(path))
 
     @staticmethod
-    def of_json(text: str, path: str = "the text") -> Recorded:
+    def of_json(text: str, path: str = "the text") -> SavedPlan:
         """Reads what ``as_json`` gave.
 
         Raises:
@@ -180,7 +180,7 @@ class Recorded:
             rings = tuple((int(i), _ring(ring)) for i, ring in data["rings"])
             read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("shared_reshards", "leaves"))
             finite = bool(data.get("finite", False))
-            return Recorded(data["program"], axes, tuple(data["shardings"]), splits, rings, read, leave, finite)
+            return SavedPlan(data["program"], axes, tuple(data["shardings"]), splits, rings, read, leave, finite)
         except (ValueError, KeyError, TypeError) as error:
             raise _unreadable(path, error) from error
 

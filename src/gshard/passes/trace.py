@@ -36,6 +36,7 @@ from gshard.tracing.looks import Looks
 from gshard.tracing.manual_regions import check_manual_regions
 from gshard.tracing.permitted import permitted
 from gshard.tracing.references import without_references
+from gshard.tracing.unread_marks import unread_marks
 
 assert _rules  # imported for the rules it registers
 
@@ -125,7 +126,7 @@ def program_of(
         return Program(
             block, tuple(consts), marks, every, out_tree, name, weak, tuple(builder.named), layout, mutable,
             finite=finite, input_memories=come, output_memories=leave, dropped=tuple(dict.fromkeys(builder.dropped)),
-            fired=tuple(builder.fired),
+            fired=tuple(builder.fired), unread_marks=unread_marks(whole),
         )  # fmt: skip
 
     program = made(looks.plain, looks)

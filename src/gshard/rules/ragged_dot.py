@@ -102,5 +102,6 @@ def ragged_dot_general(call: Call) -> Rule:
     sizes = [*of_batches, *(make.replicate(n) for n in sizes_shape[len(of_batches) :])]
     flops = 2 * math.prod(lhs_shape) * math.prod(rhs_shape[d] for d in range(len(rhs_shape)) if rhs[d] in free)
     return make.rule(
-        [lhs, rhs, sizes], [result], local=local if alike else None, flops=flops, finite=in_either_finite_operand(call)
-    )
+        [lhs, rhs, sizes], [result], local=local if alike else None, flops=flops, finite=in_either_finite_operand(call),
+        groups=sizes_shape[-1] if by_rows or by_sums else 1,
+    )  # fmt: skip

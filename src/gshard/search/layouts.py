@@ -67,7 +67,7 @@ class Namable:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class FoundLayout:
+class LayoutResult:
     """A layout for a function, and what is known of it.
 
     Attributes:
@@ -135,7 +135,7 @@ class FoundLayout:
 
 def layout_of(
     best: Best, function: Namable, donated: Sequence[int], budget: TimeBudget, stop: Stop | None = None
-) -> FoundLayout:
+) -> LayoutResult:
     """Searches for the layout of a function.
 
     Args:
@@ -174,7 +174,7 @@ class _Search:
         self.rows: _Rows = {}
         self.now: PricedPlan | None = None
 
-    def found(self) -> FoundLayout:
+    def found(self) -> LayoutResult:
         """The best table."""
         budget = self.budget
         with budget.step("the program without a table", always=True):
@@ -193,7 +193,7 @@ class _Search:
             self.stop.number = self.stop.number or signal.SIGINT
         rows, now = self._better(rows, now)
         names = _by_pattern({n.at: str(n) for n in self.said if n is not None and any(n.dims)}, self.function.paths)
-        return FoundLayout(
+        return LayoutResult(
             self._layout(rows), names, self.best.mesh, now, self.best.chosen, self.best.limit, self.dimensions,
             len(self.known), budget.spent, tuple(budget.left_out), self.stop.number,
         )  # fmt: skip

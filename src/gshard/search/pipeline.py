@@ -31,7 +31,7 @@ from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import cost
 from gshard.device.hardware import machine_to_order
 from gshard.device.machine import Machine
-from gshard.device.overlap import Windowed
+from gshard.device.overlap import CollectiveMatmul
 from gshard.passes.partition import partition
 from gshard.passes.propagated import Propagated
 from gshard.passes.settled import settled
@@ -269,7 +269,7 @@ def as_run(
         MemoryLimitError: ``recomputes``, and it does not fit.
     """
     mesh = made.plan.mesh
-    policy = Windowed.of(None, mesh, machine) if rings and not made.plan.rings else None
+    policy = CollectiveMatmul.of(None, mesh, machine) if rings and not made.plan.rings else None
     settings = Settings(
         mesh, machine, donated=tuple(donated), windowed=policy, faster=True, memory_limit=limit, recomputes=recomputes
     )

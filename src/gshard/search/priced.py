@@ -12,7 +12,7 @@ from gshard.core.program import Program
 from gshard.core.program_boundary import Boundary
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine
-from gshard.device.overlap import Windowed
+from gshard.device.overlap import CollectiveMatmul
 from gshard.passes.windowed import windowed
 from gshard.remat.rematerialise import MemoryLimitError
 from gshard.search.pipeline import as_run, plans_of
@@ -75,7 +75,7 @@ class Pricing:
         ways = [self._priced(name, one) for one in made[:1]]
         if ways[0].kept > self.limit:
             ways += [self._priced(name, one) for one in made[1:]]
-            matmuls = [windowed(one.plan, Windowed(above=self.limit * _LARGE)) for one in made]
+            matmuls = [windowed(one.plan, CollectiveMatmul(above=self.limit * _LARGE)) for one in made]
             ways += [self._priced(name, Planned(plan)) for plan in matmuls if plan.rings]
             for way in ways.copy():
                 always = way.cost.memory.arguments + way.cost.memory.results - way.cost.memory.shared

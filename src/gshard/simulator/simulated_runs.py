@@ -224,17 +224,18 @@ def _place(placed: list[tuple[Operation, bool]], kept: set[int]) -> PlacedRun:
 
 def compiled(run: Run) -> Callable[..., list[Any]]:
     """The run as a compiled function of its operands; shared by equal runs."""
+    platform = _platform()
     try:
-        return _COMPILED.get(run, lambda: _compiled(run))  # type: ignore[no-any-return]
+        return _COMPILED.get((run, platform), lambda: _compiled(run, platform))  # type: ignore[no-any-return]
     except TypeError:  # a parameter that does not hash
-        return _compiled(run)
+        return _compiled(run, platform)
 
 
 # As JAX keeps what it has compiled, and emptied with that.
 _COMPILED = Cache(1024)
 
 
-def _compiled(run: Run) -> Callable[..., list[Any]]:
+def _compiled(run: Run, platform: str) -> Callable[..., list[Any]]:
     def call(*operands: Any) -> list[Any]:
         env = dict(enumerate(operands))
         for i in run.operations:
@@ -242,7 +243,14 @@ def _compiled(run: Run) -> Callable[..., list[Any]]:
             env.update(zip(i.results, jax_adapter.bind(i.primitive, dict(i.params), values), strict=True))
         return [env[slot] for slot in run.results]
 
-    return jax.jit(call, compiler_options=AS_WRITTEN)
+    # Without its simplifier XLA:GPU ends the process at a sort of one element.
+    return jax.jit(call, compiler_options=AS_WRITTEN if platform == "cpu" else None)
+
+
+def _platform() -> str:
+    """The platform on which JAX runs what has no device of its own."""
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.default_backend() if device is None else getattr(device, "platform", device)
 
 
 def unknown_collective(eqn: core.JaxprEqn) -> TraceError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +21,10 @@ def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, An
     """
     try:
         jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)(*args, **kwargs)
-    except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError, TypeError) as error:
-        raise _refused(f, error) from error
+    except (jax.errors.NonConcreteBooleanIndexError, TypeError, ValueError, NameError) as error:
+        if (refused := _refused(f, error)) is error:
+            raise
+        raise refused from error
     return jaxpr, jax.tree.structure(shapes)
 
 
@@ -36,7 +40,13 @@ def _refused(f: Callable[..., Any], error: Exception) -> Exception:
             f"it returned a value of type {text.split('returned a value of type ', 1)[1].split(', which is not')[0]}",
             "Return arrays, or pytrees of them; what is known without running belongs outside of the function.",
         )
+    if isinstance(error, NameError):
+        return _unbound_axis(error, name, line)
     is_shape = text.startswith("Shapes must be 1D sequences of concrete values")
+    if not is_shape and type(error) in (TypeError, ValueError) and line is not None and _comes_from_jax(error):
+        hint = "print(x.shape, x.dtype) in front of this line shows what the arrays are while the function is traced."
+        about_types = re.search(r"shape|dimension|rank|type", text)
+        return TraceError.like(error, f"{name} cannot be traced: {text}", line, hint=hint if about_types else None)
     if not is_shape and not isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
         return error  # a mistake of another kind
     numpy = isinstance(error, jax.errors.TracerArrayConversionError)
@@ -48,6 +58,27 @@ def _refused(f: Callable[..., Any], error: Exception) -> Exception:
         "Use jax.numpy instead of numpy on arrays (jnp.sin for np.sin), and static_argnums for plain values."
         if numpy
         else "Use jnp.where or jax.lax.cond instead of branching on array values, and static_argnums for plain values.",
+    )
+
+
+def _comes_from_jax(error: BaseException) -> bool:
+    """Whether JAX raised an exception itself, and not the user's code or ours."""
+    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    return str(frame.f_globals.get("__name__")).split(".")[0] in ("jax", "jaxlib")
+
+
+def _unbound_axis(error: NameError, name: str, line: str | None) -> Exception:
+    """The error for a collective over an axis that nothing binds, such as ``jax.lax.pmean`` left over from ``pmap``."""
+    found = re.search(r"unbound axis name: (\S+?)\.?(?:\s|$)", str(error))
+    if found is None:
+        return error  # a name of Python's
+    return TraceError.like(
+        error,
+        f"{name} uses the axis {found[1]!r} in a collective, and no jax.shard_map or jax.vmap around it has that axis.",
+        line,
+        str(error),
+        "If jax.pmap needed the collective, remove it: here arrays are whole, so a mean over the batch is one over all "
+        "devices. A collective of your own belongs inside jax.shard_map.",
     )
 
 

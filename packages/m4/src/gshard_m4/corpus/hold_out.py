@@ -1,0 +1,167 @@
+"""Hold out: sentences that training never sees, in any language.
+
+The English side is shared: one sentence has translations in dozens of languages, so a random split of pairs would
+leak nearly everything. Pairs are therefore split by the *key* of their English sentence: lower case, without digits,
+punctuation and placeholders. Which part a key belongs to is decided by its hash, so it is the same for everybody.
+
+A small corpus holds out a share of its keys (`parts`); only where that leaves a small language without test sentences,
+some more of its keys are taken, in the order of their hashes. A large one holds out as many full sentences as every
+language needs to be scored (`parts_by_quota`).
+
+    >>> key("Delete %(count)s files?"), key("Delete 3 files")
+    ('delete files', 'delete files')
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+
+from gshard_m4.corpus.clean import words
+
+TRAIN, DEV, TEST = "train", "dev", "test"
+LEAST = 5
+"""Test sentences that every language should have."""
+
+_GRAM = 3
+_GRAM_OF_LARGE = 4
+_DEEP = 4  # times its quota: keys of a language that are looked at
+_PROSE_END = re.compile(r"[.!?…:;][\"”’)]?$")
+
+
+def key(english: str) -> str:
+    """What two English sentences must differ in to be different."""
+    return " ".join(word.lower() for word in words(english))
+
+
+def is_prose(english: str) -> bool:
+    """Whether it is a full sentence: six words or more, a capital first, a full stop or the like last, no placeholder.
+
+    >>> is_prose("The file could not be opened for writing."), is_prose("Open a file for writing")
+    (True, False)
+    """
+    if not english[:1].isupper() or not _PROSE_END.search(english) or set(english) & set("%{$"):
+        return False
+    return len(words(english)) >= 6
+
+
+def parts_by_quota(
+    keys: Iterable[str], prose: Mapping[str, Collection[str]], quota: int, share: float
+) -> dict[str, str]:
+    """The held-out keys and their part, dev or test; all others are for training.
+
+    Keys are taken in the order of their hashes while one of their languages has fewer than its quota in that part. A
+    key is not held out if another one has half of its runs of four words: its near twin would be in the training text.
+
+    Args:
+        keys: of all English sentences.
+        prose: for each language that is to be scored, the keys of its full sentences.
+        quota: held-out sentences a language needs in each part.
+        share: the most that is taken from a language, as a share of its full sentences.
+    """
+    wanted = {name: min(quota, int(share * len(own))) for name, own in prose.items()}
+    languages: dict[str, list[str]] = defaultdict(list)
+    for name, own in prose.items():
+        for k in sorted(own, key=_digest)[: 2 * _DEEP * wanted[name]]:
+            languages[k].append(name)
+    for name, own in prose.items():  # a key counts for all languages that have it
+        for k in own:
+            if k in languages and name not in languages[k]:
+                languages[k].append(name)
+    twins = _twins(languages, keys)
+    taken = {DEV: Counter[str](), TEST: Counter[str]()}
+    found = {}
+    for k in sorted(languages, key=_digest):
+        part = TEST if _digest(k)[-1] & 1 else DEV
+        if k not in twins and any(taken[part][name] < wanted[name] for name in languages[k]):
+            found[k] = part
+            taken[part].update(languages[k])
+    return found
+
+
+def _digest(k: str) -> bytes:
+    return hashlib.blake2b(k.encode(), digest_size=8).digest()
+
+
+def _twins(candidates: Iterable[str], keys: Iterable[str]) -> set[str]:
+    """Those of the candidates of which another key has half of the runs of four words."""
+    grams = {k: _runs(k) for k in candidates}
+    users: dict[str, list[str]] = {gram: [] for own in grams.values() for gram in own}
+    for k in keys:
+        for gram in _runs(k):
+            if gram in users:
+                users[gram].append(k)
+    found = set()
+    for k, own in grams.items():
+        shared = Counter(other for gram in own for other in users[gram] if other != k)
+        if shared and 2 * max(shared.values()) >= len(own):
+            found.add(k)
+    return found
+
+
+def _runs(k: str) -> set[str]:
+    w = k.split()
+    return {" ".join(w[i : i + _GRAM_OF_LARGE]) for i in range(len(w) - _GRAM_OF_LARGE + 1)} or {k}
+
+
+def parts(
+    keys: Iterable[str], dev: float, test: float, by_language: Mapping[str, Collection[str]] = MappingProxyType({})
+) -> Mapping[str, str]:
+    """The part of each key.
+
+    A key of at least four words is held out only if no other key has half of its runs of three words: its near twin
+    would be in the training text.
+
+    Args:
+        keys: of all English sentences.
+        dev, test: share of keys held out for each.
+        by_language: the keys of each language. A language gets at least `LEAST` keys for the test, if that is not
+            more than a tenth of what it has.
+    """
+    unique = sorted(set(keys))
+    grams = {k: _grams(k) for k in unique}
+    users: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for k, own in grams.items():
+        for gram in own:
+            users[gram].append(k)
+    place = {k: int.from_bytes(hashlib.blake2b(k.encode(), digest_size=8).digest()) for k in unique}
+    ordered = sorted(unique, key=place.__getitem__)
+    found = dict.fromkeys(unique, TRAIN)
+    # From both ends, so that a larger share keeps what a smaller one holds out; the part that is further behind next,
+    # so that both get theirs of the few that have no twin.
+    ends = {TEST: iter(ordered), DEV: reversed(ordered)}
+    behind = {TEST: round(test * len(unique)), DEV: round(dev * len(unique))}
+    whole = {part: max(count, 1) for part, count in behind.items()}
+    while any(behind.values()):
+        part = max(behind, key=lambda part: behind[part] / whole[part])
+        free = next((k for k in ends[part] if found[k] == TRAIN and not _has_twin(k, grams[k], users)), None)
+        if free is None:
+            break
+        found[free] = part
+        behind[part] -= 1
+    for known in sorted(by_language.values(), key=lambda known: (len(known), min(known, default=""))):
+        wanted = min(LEAST, len(known) // 10) - sum(found[k] == TEST for k in known)
+        for k in sorted(known, key=lambda k: place[k]):
+            if wanted <= 0:
+                break
+            if found[k] == TRAIN and not _has_twin(k, grams[k], users):
+                found[k] = TEST
+                wanted -= 1
+    return found
+
+
+def _grams(k: str) -> set[tuple[str, ...]]:
+    w = k.split()
+    return {tuple(w[i : i + _GRAM]) for i in range(len(w) - _GRAM + 1)} if len(w) > _GRAM else set()
+
+
+def _has_twin(k: str, own: set[tuple[str, ...]], users: Mapping[tuple[str, ...], list[str]]) -> bool:
+    shared: dict[str, int] = defaultdict(int)
+    for gram in own:
+        for other in users[gram]:
+            if other != k:
+                shared[other] += 1
+    return bool(own) and max(shared.values(), default=0) * 2 >= len(own)

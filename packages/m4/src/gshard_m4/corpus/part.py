@@ -1,0 +1,155 @@
+"""Part: the merged pairs written as training, dev and test text.
+
+train.tsv                         language, foreign, English; by language, the largest first
+dev.tsv test.tsv                  the same, with English that no training pair has
+known_dev.tsv known_test.tsv      the same, with English that training pairs of other languages have
+out_of_domain.tsv                 the same, from a source that stays out of training
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gshard_m4.corpus import hold_out
+from gshard_m4.corpus.known_english import KNOWN_DEV, KNOWN_TEST, choose
+from gshard_m4.errors import CorpusError
+
+OUT_OF_DOMAIN = "out_of_domain"
+TESTED = "in the out-of-domain test"
+NEEDED = (hold_out.TRAIN, hold_out.DEV, hold_out.TEST)
+PARTS = (*NEEDED, KNOWN_DEV, KNOWN_TEST)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How much is held out.
+
+    Attributes:
+        dev, test: shares of the English sentences, if there is no quota.
+        quota: full sentences of every language for dev and for test; 0 holds out shares.
+        known: sentences of every language for dev and for test whose English other languages keep; 0 for none.
+        most: the most that a quota takes from a language, as a share of its full sentences.
+        most_known: the most that is kept out for each part of known English, as a share of the language's sentences.
+    """
+
+    dev: float
+    test: float
+    quota: int
+    known: int = 0
+    most: float = 0.08
+    most_known: float = 0.02
+
+
+def write_parts(
+    files: Mapping[str, Path], folder: Path, split: Split, tested: Path | None, aside: Path
+) -> dict[str, Any]:
+    """Writes the parts, and tells what is in them.
+
+    Args:
+        files: language -> its pairs, a file of foreign and English sentences.
+        folder: where the parts are written.
+        split: how much is held out.
+        tested: pairs of sources that stay out of training: language, foreign, English.
+        aside: file for pairs that training leaves out, because the out-of-domain test has their sentence.
+
+    Raises:
+        CorpusError: a part has not one sentence.
+    """
+    key_of: dict[str, str] = {}
+    keys: dict[str, set[str]] = {}
+    prose: dict[str, set[str]] = {}
+    for language, path in files.items():
+        own, full = keys.setdefault(language, set()), prose.setdefault(language, set())
+        for _, english in _rows(path):
+            key = key_of.get(english)
+            if key is None:
+                key = key_of[english] = hold_out.key(english)
+            own.add(key)
+            if split.quota and key not in full and hold_out.is_prose(english):
+                full.add(key)
+    secret = _write_tested(tested, files, folder) if tested else Counter[str]()
+    all_keys = dict.fromkeys(key_of.values())
+    if split.quota:
+        part_of = hold_out.parts_by_quota(all_keys, prose, split.quota, split.most)
+    else:
+        part_of = dict(hold_out.parts(all_keys, split.dev, split.test, keys))
+    part_of.update((key, OUT_OF_DOMAIN) for key in secret if key in all_keys)
+    training = {
+        name: {key for key in own if part_of.get(key, hold_out.TRAIN) == hold_out.TRAIN} for name, own in keys.items()
+    }
+    candidates = {name: own & prose[name] for name, own in training.items()} if split.quota else training
+    withheld = choose(files, key_of, candidates, training, split.known, split.most_known)
+    parts = {name: part_of | own for name, own in withheld.items()}
+    found = _write(files, folder, key_of, parts, aside)
+    for part in NEEDED:
+        if not found["pairs"][part]:
+            raise CorpusError(
+                f"too little text: not one sentence for the {part} part.",
+                got=f"{sum(found['pairs'].values()):,} pairs with {len(all_keys):,} different English sentences",
+                hint="Give more text, or hold out a larger share with --dev and --test.",
+            )
+    return {**found, "english": len(all_keys), "out_of_domain": secret.total()}
+
+
+def _write(
+    files: Mapping[str, Path],
+    folder: Path,
+    key_of: Mapping[str, str],
+    parts: Mapping[str, Mapping[str, str]],
+    aside: Path,
+) -> dict[str, Any]:
+    pairs = Counter[str](dict.fromkeys(PARTS, 0))
+    table: list[dict[str, Any]] = []
+    often, left_out = Counter[str](), 0
+    with contextlib.ExitStack() as stack:
+        open_ = {p: stack.enter_context((folder / f"{p}.tsv").open("w", encoding="utf-8", newline="\n")) for p in PARTS}
+        secret = stack.enter_context(gzip.open(aside, "wt", compresslevel=1, encoding="utf-8", newline="\n"))
+        for language, path in files.items():
+            counts, words = Counter[str](dict.fromkeys(PARTS, 0)), 0
+            for foreign, english in _rows(path):
+                part = parts[language].get(key_of[english], hold_out.TRAIN)
+                if part == OUT_OF_DOMAIN:
+                    left_out += 1
+                    secret.write(f"{TESTED}\t{language}\t{foreign}\t{english}\n")
+                    continue
+                counts[part] += 1
+                words += english.count(" ") + 1
+                if part == hold_out.TRAIN:
+                    often[english] += 1
+                open_[part].write(f"{language}\t{foreign}\t{english}\n")
+            table.append({"language": language, **counts, "english_words": words})
+            pairs.update(counts)
+    return {
+        "pairs": dict(pairs),
+        "distribution": sorted(table, key=lambda row: -sum(row[part] for part in PARTS)),
+        "frequent_sentence": often.most_common(1)[0][0] if often else "",
+        "tested": left_out,
+    }
+
+
+def _write_tested(tested: Path, files: Mapping[str, Path], folder: Path) -> Counter[str]:
+    """Writes pairs of the languages there are; how often each key occurs in them."""
+    found = Counter[str]()
+    with (
+        tested.open(encoding="utf-8", newline="\n") as lines,
+        (folder / f"{OUT_OF_DOMAIN}.tsv").open("w", encoding="utf-8", newline="\n") as out,
+    ):
+        for line in lines:
+            language, _, english = line.rstrip("\n").split("\t")
+            if language in files:
+                found[hold_out.key(english)] += 1
+                out.write(line)
+    return found
+
+
+def _rows(path: Path) -> Iterator[tuple[str, str]]:
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        for line in lines:
+            foreign, english = line.rstrip("\n").split("\t")
+            yield foreign, english

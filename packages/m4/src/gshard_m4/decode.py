@@ -1,0 +1,350 @@
+"""Decoding: the most likely translations, token after token.
+
+Hypotheses are compared by ``log P(Y) / ((5 + |Y|) / 6)**alpha``, where |Y| counts the end token (Wu et al., 2016,
+equation 14). The search is flat (GShard, appendix A.1): the K hypotheses of a sentence share one sequence in which
+their tokens lie interleaved, token k of step t in slot t*K + k. Keys and values stay in the slot where they were
+written. A hypothesis is a row of a mask that says which slots it sees, so going on with some hypotheses twice and with
+others not at all moves a few bits, and not the cache; and the source is never repeated K times.
+
+Ending costs no place in the beam: at every step each live hypothesis is also scored as if it ended here, the best
+such endings of a sentence are remembered, and the beam goes on with the best continuations. A sentence is finished
+when no continuation can displace a remembered ending: log-probabilities only fall, so a live hypothesis of score s
+ends with at most ``s / ((5 + T) / 6)**alpha`` for the longest length T. Stopping early therefore never changes the
+result, and all of it is one compiled loop that ends when every sentence of the batch has.
+
+Experts have no capacity limit here (`TransformerConfig.dropless`), so what a sentence becomes does not depend on its
+neighbours in the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gshard
+from gshard import moe
+from gshard_m4 import copying
+from gshard_m4.copying import Copied, Progress
+from gshard_m4.errors import OptionError
+
+PAD, EOS, UNK = 0, 1, 2
+FORBIDDEN = (PAD, UNK)
+"""Ids that are never written: they stand for no text."""
+# Of 100 languages' held-out sentences one in 7,000 has an English side that is longer than the other by more than this.
+_MORE = 16
+
+Step = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""(cache, tokens_BK, position, seen_BKP) -> (logits_BKV, cache); P = T*K slots, see `moe.decode_flat_step`."""
+
+
+class Decoded(NamedTuple):
+    """The best translations of each sentence, N of them, best first.
+
+    Attributes:
+        tokens_BNT: ids without the end token, followed by zeros.
+        score_BN: the normalised log-probability that they are ordered by, minus infinity where a sentence has fewer
+            than N; for `greedy` that of ``alpha = 0``.
+    """
+
+    tokens_BNT: jax.Array
+    score_BN: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How to search.
+
+    Attributes:
+        beam: hypotheses that are kept for each sentence; 1 decodes greedily.
+        alpha: exponent of the length normalisation; 0 compares plain log-probabilities.
+        max_length: longest translation in tokens, end token included; by default 16 more than the row that holds the
+            source, which has 16, 32, 64, ... tokens.
+        n_best: translations that are wanted for each sentence, at most as many as the beam holds.
+        placeholders: whether placeholders, tags and accelerators (%s, {name}, <b>, &File) are carried over as they are.
+    """
+
+    beam: int = 4
+    alpha: float = 0.6
+    max_length: int | None = None
+    n_best: int = 1
+    placeholders: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("beam", "max_length", "n_best"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise OptionError(f"{name} must be at least 1, got {given}")
+        if not self.alpha >= 0:
+            raise OptionError(f"alpha must not be negative, got {self.alpha}")
+        if self.n_best > self.beam:
+            raise OptionError(f"n_best must be at most the beam, {self.beam}, got {self.n_best}")
+
+    def longest(self, width: int) -> int:
+        """Tokens of the longest translation of sources in rows of ``width`` tokens.
+
+        >>> DecodeConfig().longest(32), DecodeConfig(max_length=40).longest(32)
+        (48, 40)
+        """
+        return width + _MORE if self.max_length is None else self.max_length
+
+
+@functools.lru_cache(maxsize=64)
+def make_decode(config: moe.TransformerConfig, options: DecodeConfig, devices: int = 1) -> Callable[..., Decoded]:
+    """A function of parameters and a batch of padded sources ``source_BL`` that translates it; and of what is to be
+    copied in it, if anything is (`copying.Copied`).
+
+    Args:
+        config: the model; its routing is replaced by one that drops nothing.
+        options: beam size, normalisation, number of translations and longest length.
+        devices: more than one partitions the search over them, as the marks of the MoE layers ask.
+    """
+    config = dataclasses.replace(config, partitions=devices)
+
+    def run(params: Any, source_BL: jax.Array, copied: Copied | None = None) -> Decoded:
+        return search(config, params, source_BL, options, copied)
+
+    return jax.jit(run) if devices == 1 else gshard.jit(run, mesh=devices)  # type: ignore[no-any-return]
+
+
+def decode(
+    config: moe.TransformerConfig, params: Any, source_BL: jax.Array | np.ndarray, options: DecodeConfig
+) -> Decoded:
+    """Translates a batch of padded source sentences on one device.
+
+    Args:
+        config: the model; its routing is replaced by one that drops nothing.
+        params: its parameters.
+        source_BL: source ids, 0 where padded.
+        options: beam size, normalisation, number of translations and longest length.
+    """
+    return make_decode(config, options)(params, source_BL)
+
+
+def search(
+    config: moe.TransformerConfig,
+    params: Any,
+    source_BL: jax.Array,
+    options: DecodeConfig,
+    copied: Copied | None = None,
+) -> Decoded:
+    """What `decode` compiles: encodes, and searches with `greedy` or `beam_search`.
+
+    Args:
+        config: the model, with as many partitions as there are devices.
+        params: its parameters.
+        source_BL: source ids, 0 where padded.
+        options: beam size, normalisation, number of translations and longest length.
+        copied: the placeholders of the sources.
+    """
+    config = config.dropless()
+    source_valid_BL = source_BL != PAD
+    memory = moe.project_memory(config, params, moe.encode(config, params, source_BL))
+    step = make_scorer(config, params, memory, source_valid_BL)
+    sentences, longest = source_BL.shape[0], options.longest(source_BL.shape[1])
+    cache = moe.init_cache(config, sentences, longest * options.beam)
+    decoder = greedy if options.beam == 1 else beam_search
+    return decoder(step, cache, sentences, longest, options, copied)
+
+
+def make_scorer(config: moe.TransformerConfig, params: Any, memory: Any, source_valid_BL: jax.Array) -> Step:
+    """What scores the next tokens of hypotheses of sources that are encoded.
+
+    Args:
+        config: the model, dropless.
+        params: its parameters.
+        memory: what ``moe.project_memory`` made of the sources.
+        source_valid_BL: False where they are padded.
+    """
+
+    def step(cache: Any, tokens_BK: jax.Array, position: jax.Array, seen_BKP: jax.Array) -> tuple[jax.Array, Any]:
+        return moe.decode_flat_step(config, params, cache, tokens_BK, position, memory, source_valid_BL, seen_BKP)
+
+    return step
+
+
+def greedy(
+    step: Step, cache: Any, sentences: int, longest: int, options: DecodeConfig, copied: Copied | None = None
+) -> Decoded:
+    """The most likely token each time, until every sentence has ended or the longest length is reached."""
+    B, T = sentences, longest
+    same_B1 = jnp.zeros((B, 1), jnp.int32)
+
+    def unfinished(carry: tuple[Any, ...]) -> jax.Array:
+        position, ended_B = carry[0], carry[2]
+        return (position < T) & ~jnp.all(ended_B)
+
+    def extend(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        position, last_B, ended_B, score_B, tokens_BT, progress, cache = carry
+        seen_BKP = jnp.broadcast_to(jnp.arange(T) <= position, (B, 1, T))
+        logits_BKV, cache = step(cache, last_B[:, None], position, seen_BKP)
+        logp_BKV = _log_probabilities(logits_BKV)
+        if copied is not None:
+            logp_BKV = copying.constrain(copied, progress, logp_BKV, T - position)
+        logp_BV = logp_BKV[:, 0]
+        next_B = jnp.argmax(logp_BV, axis=-1).astype(jnp.int32)
+        gained_B = jnp.take_along_axis(logp_BV, next_B[:, None], axis=-1)[:, 0]
+        score_B = score_B + jnp.where(ended_B, 0.0, gained_B)
+        ended_B = ended_B | (next_B == EOS)
+        next_B = jnp.where(ended_B, PAD, next_B)
+        tokens_BT = jax.lax.dynamic_update_slice(tokens_BT, next_B[:, None], (0, position))
+        if copied is not None:
+            progress = copying.follow(copied, progress, same_B1, next_B[:, None])
+        return position + 1, next_B, ended_B, score_B, tokens_BT, progress, cache
+
+    start = (
+        jnp.int32(0),
+        jnp.zeros(B, jnp.int32),
+        jnp.zeros(B, bool),
+        jnp.zeros(B, jnp.float32),
+        jnp.zeros((B, T), jnp.int32),
+        None if copied is None else copying.begin(copied, 1),
+        cache,
+    )
+    _, _, _, score_B, tokens_BT, _, _ = jax.lax.while_loop(unfinished, extend, start)
+    return Decoded(tokens_BT[:, None], score_B[:, None])
+
+
+class Beam(NamedTuple):
+    """How far the search is in B sentences.
+
+    Attributes:
+        position: tokens that are written; a scalar where all sentences began together, else [B].
+        live_BK: log-probabilities of the hypotheses that go on, best first.
+        live_BKT: their tokens.
+        seen_BKP: the slots that they see.
+        best_BN: scores of the best endings, best first.
+        best_BNT: their tokens.
+        progress: in copying placeholders.
+        cache: keys and values.
+    """
+
+    position: jax.Array
+    live_BK: jax.Array
+    live_BKT: jax.Array
+    seen_BKP: jax.Array
+    best_BN: jax.Array
+    best_BNT: jax.Array
+    progress: Progress | None
+    cache: Any
+
+
+def beam_search(
+    step: Step, cache: Any, sentences: int, longest: int, options: DecodeConfig, copied: Copied | None = None
+) -> Decoded:
+    """The best finished hypotheses of each sentence. Of equals, the one found first, and in the better place, wins.
+
+    Args:
+        step: scores the next token of K hypotheses of each of B sentences.
+        cache: what `step` starts from.
+        sentences: B.
+        longest: tokens T of the longest translation, end token included.
+        options: beam size K, normalisation and number of translations N.
+        copied: the placeholders of the sentences.
+    """
+    start = begin_beam(cache, jnp.int32(0), sentences, longest, options, copied)
+    found = jax.lax.while_loop(
+        lambda beam: jnp.any(unfinished(beam, options)),
+        lambda beam: extend_beam(step, beam, options, copied),
+        start,
+    )
+    return Decoded(found.best_BNT, found.best_BN)
+
+
+def begin_beam(
+    cache: Any, position: jax.Array, sentences: int, longest: int, options: DecodeConfig, copied: Copied | None
+) -> Beam:
+    """Nothing is written yet; see `beam_search`.
+
+    Args:
+        cache: empty keys and values.
+        position: 0, a scalar or one for each sentence.
+        sentences: B.
+        longest: T.
+        options: K and N.
+        copied: the placeholders.
+    """
+    B, K, T, N = sentences, options.beam, longest, options.n_best
+    return Beam(
+        position,
+        # All beams start equal; only the first may be continued, or the beam would hold K copies of one hypothesis.
+        jnp.where(jnp.arange(K) == 0, 0.0, -jnp.inf) + jnp.zeros((B, 1)),
+        jnp.zeros((B, K, T), jnp.int32),
+        jnp.zeros((B, K, T * K), bool),
+        jnp.zeros((B, N)) - jnp.inf,
+        jnp.zeros((B, N, T), jnp.int32),
+        None if copied is None else copying.begin(copied, K),
+        cache,
+    )
+
+
+def unfinished(beam: Beam, options: DecodeConfig) -> jax.Array:
+    """For each sentence whether a continuation can displace one of its best endings."""
+    T = beam.live_BKT.shape[2]
+    last = jnp.asarray(length_normaliser(np.array([T]), options.alpha))[0]
+    can_improve_B = jnp.max(beam.live_BK, axis=1) / last > beam.best_BN[:, -1]
+    return can_improve_B & (beam.position < T)
+
+
+def extend_beam(step: Step, beam: Beam, options: DecodeConfig, copied: Copied | None) -> Beam:
+    """One more token for every hypothesis of every sentence that is not finished."""
+    position, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, progress, cache = beam
+    B, K, T = live_BKT.shape
+    position_B = jnp.broadcast_to(position, (B,))
+    now_BT = jnp.arange(T) == position_B[:, None]
+    running_B = unfinished(beam, options)
+    normal_T = jnp.asarray(length_normaliser(np.arange(1, T + 1), options.alpha))
+    own_KP = jnp.arange(K)[:, None] == jnp.arange(T * K) % K  # slots that hypothesis k writes, over all steps
+
+    before_B11 = jnp.maximum(position_B - 1, 0)[:, None, None]
+    last_BK = jnp.take_along_axis(live_BKT, before_B11, axis=2, mode="clip")[:, :, 0]
+    seen_BKP = seen_BKP | (own_KP & jnp.repeat(now_BT, K, axis=1)[:, None])
+    logits_BKV, cache = step(cache, last_BK, position, seen_BKP)
+    logp_BKV = _log_probabilities(logits_BKV)
+    if copied is not None and progress is not None:
+        logp_BKV = copying.constrain(copied, progress, logp_BKV, T - position)
+    total_BKV = live_BK[:, :, None] + logp_BKV
+
+    # Every live hypothesis could end here, with |Y| = position + 1.
+    ending_BK = total_BKV[:, :, EOS] / jnp.take(normal_T, position_B, mode="clip")[:, None]
+    endings_BX = jnp.concatenate([best_BN, jnp.where(running_B[:, None], ending_BK, -jnp.inf)], axis=1)
+    endings_BXT = jnp.concatenate([best_BNT, live_BKT], axis=1)
+    best_BN, winner_BN = jax.lax.top_k(endings_BX, options.n_best)
+    best_BNT = jnp.take_along_axis(endings_BXT, winner_BN[:, :, None], axis=1)
+
+    # Or go on: the K best of all continuations.
+    V = total_BKV.shape[-1]
+    going_on = total_BKV.at[:, :, EOS].set(-jnp.inf).reshape(B, K * V)
+    live_BK, chosen_BK = jax.lax.top_k(going_on, K)
+    parent_BK, token_BK = chosen_BK // V, (chosen_BK % V).astype(jnp.int32)
+    live_BKT = jnp.take_along_axis(live_BKT, parent_BK[:, :, None], axis=1)
+    live_BKT = jnp.where(now_BT[:, None], token_BK[:, :, None], live_BKT)
+    seen_BKP = jnp.take_along_axis(seen_BKP, parent_BK[:, :, None], axis=1)
+    if copied is not None and progress is not None:
+        progress = copying.follow(copied, progress, parent_BK, token_BK)
+    return Beam(position + 1, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, progress, cache)
+
+
+def length_normaliser(length: np.ndarray, alpha: float) -> np.ndarray:
+    """What log-probabilities of hypotheses of so many tokens, end included, are divided by; float32.
+
+    >>> length_normaliser(np.array([1, 7]), 1.0).tolist()
+    [1.0, 2.0]
+    """
+    return np.asarray(((5.0 + length) / 6.0) ** alpha, np.float32)
+
+
+def ids_of(tokens_T: np.ndarray) -> list[int]:
+    """The ids of one row of `Decoded.tokens_BNT`, without its padding."""
+    return [int(token) for token in tokens_T if token != PAD]
+
+
+def _log_probabilities(logits: jax.Array) -> jax.Array:
+    """Log-softmax in float32, minus infinity for what must not be written."""
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return logp.at[..., jnp.array(FORBIDDEN)].set(-jnp.inf)

@@ -1,0 +1,103 @@
+"""Figures of evaluations, in the manner of the paper's Figure 6. They need matplotlib (the extra ``plot``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from gshard_m4.evaluate import CLASSES, Results, resource_classes
+
+
+def figure(path: Path, results: Results, deltas: Mapping[str, tuple[float, float]], baseline: str = "") -> None:
+    """Draws the languages from high to low resource, as the paper's Figure 6: bars, and their running mean.
+
+    Args:
+        path: an image file; its ending says which kind.
+        results: what is drawn.
+        deltas: differences to a baseline, the zero line; where empty, BLEU itself is drawn.
+        baseline: its name.
+    """
+    codes = [code for code in results.languages if not deltas or code in deltas]
+    values = np.array([deltas[c][0] if deltas else results.languages[c].bleu for c in codes])
+    classes = resource_classes(results)
+    colours = {"high": "#0072b2", "medium": "#999999", "low": "#d55e00"}  # told apart by the colour-blind, too
+    with mpl.rc_context({"svg.hashsalt": "m4", "font.size": 9}):
+        drawing = Figure(figsize=(max(6.0, 0.13 * len(codes)), 3.6), layout="constrained")
+        axes = drawing.subplots()
+        for name in CLASSES:
+            at = [i for i, c in enumerate(codes) if classes[c] == name]
+            axes.bar(at, values[at], color=colours[name], label=f"{name} resource", width=0.8)
+        window = max(len(codes) // 10, 1)
+        if window > 1:
+            padded = np.pad(values, (window // 2, window - 1 - window // 2), mode="edge")
+            mean = np.convolve(padded, np.full(window, 1 / window), mode="valid")
+            axes.plot(mean, color="black", linewidth=1.2, label=f"mean of {window}")
+        axes.axhline(0, color="black", linewidth=0.6)
+        axes.set_xticks(range(len(codes)), codes, rotation=90, fontsize=7 if len(codes) > 40 else 9)
+        axes.set_xlim(-0.7, len(codes) - 0.3)
+        axes.set_ylabel(f"BLEU above {baseline}" if deltas else "BLEU")
+        axes.set_xlabel("languages, from the most to the fewest training pairs")
+        axes.set_title(results.name, fontsize=9)
+        axes.legend(frameon=False, ncols=4, fontsize=8)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        drawing.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def trend(path: Path, series: Mapping[str, tuple[Results, Mapping[str, float]]], axis: str, title: str = "") -> None:
+    """Draws how much several models are better than a baseline, over languages from high to low resource.
+
+    Each model has a running mean over the languages, and for each class the mean with the interval that would hold 95 %
+    of the means of other languages like these.
+
+    Args:
+        path: an image file; its ending says which kind.
+        series: name of a model -> its results, and language -> difference to the baseline.
+        axis: what the differences are.
+        title: above the figure.
+    """
+    with mpl.rc_context({"svg.hashsalt": "m4", "font.size": 9}):
+        drawing = Figure(figsize=(7.2, 3.8), layout="constrained")
+        axes = drawing.subplots()
+        for number, (name, (results, deltas)) in enumerate(series.items()):
+            colour = COLOURS[number % len(COLOURS)]
+            codes = [code for code in results.languages if code in deltas]
+            values = np.array([deltas[code] for code in codes])
+            window = max(len(codes) // 5, 1)
+            padded = np.pad(values, (window // 2, window - 1 - window // 2), mode="edge")
+            mean = np.convolve(padded, np.full(window, 1 / window), mode="valid")
+            axes.plot(values, ".", color=colour, alpha=0.35, markersize=3)
+            axes.plot(mean, color=colour, linewidth=1.4, label=f"{name} (mean of {window} languages)")
+            classes = resource_classes(results)
+            for resource in CLASSES:
+                at = [n for n, code in enumerate(codes) if classes[code] == resource]
+                if len(at) > 1:
+                    middle, half = interval(values[at])
+                    place = float(np.mean(at)) + 0.006 * len(codes) * (number - (len(series) - 1) / 2) * 4
+                    axes.errorbar(place, middle, half, color=colour, capsize=3, marker="s", markersize=4, linewidth=1)
+        axes.axhline(0, color="black", linewidth=0.6)
+        axes.set_xlabel("languages, from the most to the fewest training pairs; squares: high, medium, low resource")
+        axes.set_xticks([])
+        axes.set_ylabel(axis)
+        axes.set_title(title, fontsize=9)
+        axes.legend(frameon=False, fontsize=8)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        drawing.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+"""Told apart by the colour-blind, too."""
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """The mean of some languages, and half the width of its 95 % interval, by the normal approximation.
+
+    >>> interval(np.array([1.0, 3.0]))
+    (2.0, 1.96)
+    """
+    return float(values.mean()), round(1.96 * float(values.std(ddof=1)) / len(values) ** 0.5, 6)

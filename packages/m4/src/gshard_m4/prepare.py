@@ -1,0 +1,369 @@
+"""Prepare: from packages and files to a folder that training reads.
+
+    manifest.json                   what was asked for and what came of it: sources, licences, hashes, counts
+    train.tsv  dev.tsv  test.tsv    language, foreign sentence, English sentence
+    out_of_domain.tsv               the same, from sources that stay out of training (larger corpora)
+    rejected.tsv                    lines of the user's own files that are no pairs, and files of packages that
+                                    cannot be read, each with the reason
+    left-out/                       pairs that are not worth training on, each with the reason
+    distribution.csv  .svg          languages by size
+    source.model  target.model      vocabularies
+    train/  dev/                    the pairs as ids, see `gshard_m4.encoded`
+
+The folder appears at once, complete, or not at all: what was there before stays until then, and a corpus is never
+replaced by one that lacks a package it had. Preparing the same again does nothing, except that packages that were not
+to be had are asked for again. What is stopped goes on where it was: archives and what was read from them are in the
+cache, and each later stage is done once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from gshard import GShardError
+from gshard_m4.corpus import hold_out, parallel, report
+from gshard_m4.corpus.extract import Extracted, Tally, extract_all
+from gshard_m4.corpus.fetch import Fetched, Fetcher
+from gshard_m4.corpus.known_english import KNOWN_DEV
+from gshard_m4.corpus.merge import merge
+from gshard_m4.corpus.pair import Pair
+from gshard_m4.corpus.part import OUT_OF_DOMAIN, PARTS, TESTED, Split, write_parts
+from gshard_m4.encode import encode, learn_source, learn_target
+from gshard_m4.encoded import Encoded
+from gshard_m4.errors import CorpusError
+from gshard_m4.language_names import name_of
+from gshard_m4.prepare_config import FORMAT, TIERS, PrepareConfig
+from gshard_m4.prepared import Prepared
+from gshard_m4.stages import Stages
+from gshard_m4.text import MANIFEST, PreparedText, read_manifest
+from gshard_m4.tokens import Vocabulary
+
+__all__ = ["PrepareConfig", "Prepared", "open_text", "prepare"]
+
+_OWN = "your own files"
+_LEFT_OUT = "left-out"
+_ENCODED = (hold_out.TRAIN, hold_out.DEV, KNOWN_DEV)
+_FITS, _LONGEST = 0.99, 128  # of one's own text: the share of pairs a row should hold, and the longest row for that
+
+
+def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepared:
+    """Downloads, cleans, splits, learns vocabularies, and writes it all down.
+
+    Args:
+        config: what to prepare.
+        say: takes a line for each thing that is begun or done.
+
+    Raises:
+        CorpusError: there is no text, a file of the user's cannot be read, or something else is in the folder.
+        VocabularyError: the text does not support vocabularies of the size that was asked for.
+    """
+    output = config.folder
+    known = read_manifest(output)
+    if known is None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CorpusError(
+            "there is something here that is not a prepared corpus.",
+            str(output),
+            hint="Name another folder with --output, or empty this one.",
+        )
+    for file in config.files:
+        parallel.read(file)  # what cannot be read is said before anything is downloaded
+    fingerprint = config.fingerprint
+    if known is not None and known["fingerprint"] == config.former_fingerprint:
+        return Prepared({**known, "folder": str(output)}, was_there=True)  # its runs need its vocabularies
+    same = known if known is not None and known["fingerprint"] == fingerprint else None
+    if same and not any(source["problem"] for source in same["sources"]):
+        return Prepared({**same, "folder": str(output)}, was_there=True)
+    fetched = list(_fetch(config, say))
+    if same and all(bool(new.problem) == bool(old["problem"]) for new, old in zip(fetched, same["sources"])):
+        return Prepared({**same, "folder": str(output)}, was_there=True)
+    _refuse_to_lose(output, known, fetched)
+    work = output.with_name(output.name + ".unfinished")
+    stages = Stages(work, [fingerprint, *(sorted(got.sha256.items()) for got in fetched)])
+    try:
+        manifest = _build(config, fingerprint, fetched, stages, say)
+    except GShardError:
+        shutil.rmtree(work, ignore_errors=True)  # doing the same again would not help
+        raise
+    _replace(output, work)
+    return Prepared({**manifest, "folder": str(output)}, was_there=False)
+
+
+def _build(
+    config: PrepareConfig, fingerprint: str, fetched: Sequence[Fetched], stages: Stages, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Makes all files in the folder of the stages."""
+    work = stages.folder
+    text = stages("text", lambda: _write_text(config, fetched, work, say))
+    settings = config.settings
+    counts = {row["language"]: row[hold_out.TRAIN] for row in text["distribution"]}
+    defaults = TIERS[config.tier]
+    train = work / "train.tsv"
+
+    def source_vocabulary() -> dict[str, Any]:
+        say(f"learning vocabularies from {sum(counts.values()):,} pairs")
+        return _save(
+            learn_source(
+                train, counts, settings["temperature"], config.sampling_seed, config.source_vocabulary,
+                defaults.source_vocabulary, defaults.vocabulary_sentences,
+            ),
+            work / "source.model",
+        )  # fmt: skip
+
+    def target_vocabulary() -> dict[str, Any]:
+        return _save(learn_target(train, config.target_vocabulary, defaults.target_vocabulary), work / "target.model")
+
+    source, target = stages("source", source_vocabulary), stages("target", target_vocabulary)
+    for part in _ENCODED:
+        _encode(part, text["pairs"][part], stages, say)
+    lengths = {part: Encoded.load(work / part).lengths for part in _ENCODED}
+    length = settings["length"]
+    if config.length is None and config.files:
+        length = fitting(lengths[hold_out.TRAIN], length, min(_LONGEST, settings["tokens"]))
+    for part in (hold_out.TRAIN, hold_out.DEV):
+        _check_length(part, lengths[part], length)
+    settings = {**settings, "length": length, "sources": config.sources}
+    manifest = {
+        "fingerprint": fingerprint, "format": FORMAT,
+        "settings": {**settings, "files": [str(file) for file in config.files]},
+        **text, "source_vocabulary": source["size"], "target_vocabulary": target["size"],
+        "too_long": int((lengths[hold_out.TRAIN] > length).sum()),
+        "length_of_nearly_all": fitting(lengths[hold_out.TRAIN], length, 10**6),
+        "models": {"source": source["sha256"], "target": target["sha256"]},
+    }  # fmt: skip
+    (work / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    stages.forget()
+    return manifest
+
+
+def _write_text(
+    config: PrepareConfig, fetched: Sequence[Fetched], work: Path, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Extracts, merges and splits; what the manifest says about the text."""
+    left_out_folder = work / _LEFT_OUT
+    for folder in (left_out_folder, work / "merging"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    settings = config.settings
+    extracted = [found for _, found in extract_all(fetched, config.cache / "extracted", config.jobs, say)]
+    by_name = {found.name: found for found in extracted}
+    for found in extracted:
+        shutil.copyfile(found.left_out, left_out_folder / f"{found.name}.tsv.gz")
+    own = _extract_own(config, work)
+    left_out, rejected = Counter[str](own.tally.left_out), own.rejected
+    for found in extracted:
+        left_out.update(found.counts["left_out"])
+    training = {got.source.name: by_name[got.source.name].pairs for got in fetched if _is_trained_on(got)}
+    say(f"merging {sum(by_name[name].counts['pairs'] for name in training) + own.tally.languages.total():,} pairs")
+    merged = merge(
+        {_OWN: own.pairs, **training},
+        work / "merging",
+        left_out_folder / "merging.tsv.gz",
+        least=TIERS[config.tier].least,
+        most=0 if config.only else settings["languages"],
+        always=sorted({*own.tally.languages, *config.only}),
+    )
+    if absent := [name for name in config.only if not merged.languages[name]]:
+        there = ", ".join(name for name, _ in merged.languages.most_common())
+        raise CorpusError(
+            f"there is no text in {name_of(absent[0])} here.", got=f"--only {' '.join(config.only)}",
+            hint=f"There are: {there}.",
+        )  # fmt: skip
+    left_out.update(merged.left_out)
+    if not merged.files:
+        problems = [got.problem for got in fetched if got.problem]
+        raise CorpusError(
+            "there is not one pair of sentences to train on.",
+            got="; ".join([*problems, *(f"{n:,} {reason}" for reason, n in left_out.most_common())]) or None,
+            hint="Check the connection to the package index, or give text of your own with --files.",
+        )
+    tested = [by_name[got.source.name].pairs for got in fetched if got.folder and got.source.only_tests]
+    split = Split(config.dev, config.test, settings["quota"], settings["known"])
+    say(f"splitting {sum(merged.languages[name] for name in merged.files):,} pairs by English sentence")
+    parts = write_parts(
+        merged.files, work, split, tested[0] if tested else None, left_out_folder / f"{OUT_OF_DOMAIN}.tsv.gz"
+    )
+    if tested_too := parts.pop("tested"):
+        left_out[TESTED] += tested_too
+    _write_rejected(work / "rejected.tsv", own.bad_lines, extracted)
+    own.pairs.unlink()
+    own.bad_lines.unlink()
+    shutil.rmtree(work / "merging")
+    report.write_table(parts["distribution"], work / "distribution.csv")
+    if not report.write_plot(parts["distribution"], work / "distribution.svg"):
+        say("no plot of the languages: matplotlib is not installed")
+    sizes = list(merged.languages.values())
+    return {
+        "sources": [_about(got, by_name.get(got.source.name), merged.sources) for got in fetched],
+        "files": own.files,
+        "left_out": dict(left_out.most_common()),
+        "rejected": dict(rejected.most_common()),
+        "languages": {row["language"]: sum(row[part] for part in PARTS) for row in parts["distribution"]},
+        "found": {
+            "pairs": sum(sizes),
+            "languages": len(sizes),
+            "with 1,000 pairs": sum(n >= 1000 for n in sizes),
+            "with 10,000 pairs": sum(n >= 10_000 for n in sizes),
+        },
+        **parts,
+    }
+
+
+def _is_trained_on(got: Fetched) -> bool:
+    return got.folder is not None and not got.source.only_tests
+
+
+def _about(got: Fetched, found: Extracted | None, left: Mapping[str, int]) -> dict[str, Any]:
+    """What the manifest says about a source."""
+    counts: Mapping[str, Any] = found.counts if found else {"read": 0, "pairs": 0, "languages": {}, "unreadable": []}
+    source = got.source
+    return {
+        "name": source.name, "version": source.version, "licence": source.licence, "registry": source.registry,
+        "sha256": dict(got.sha256), "problem": got.problem, "read": counts["read"], "clean": counts["pairs"],
+        "pairs": counts["pairs"] if source.only_tests else left.get(source.name, 0),
+        "languages": len(counts["languages"]), "unreadable": len(counts["unreadable"]),
+    }  # fmt: skip
+
+
+@dataclasses.dataclass
+class _Own:
+    """What the user's files gave."""
+
+    pairs: Path
+    bad_lines: Path
+    tally: Tally
+    rejected: Counter[str]
+    files: list[dict[str, Any]]
+
+
+def _extract_own(config: PrepareConfig, work: Path) -> _Own:
+    own_pairs, bad_lines = work / "own.pairs.tsv", work / "own.bad.tsv"
+    rejected, files = Counter[str](), []
+    with (
+        own_pairs.open("w", encoding="utf-8", newline="\n") as out,
+        bad_lines.open("w", encoding="utf-8", newline="\n") as bad,
+        gzip.open(work / _LEFT_OUT / "files.tsv.gz", "wt", compresslevel=1, encoding="utf-8", newline="\n") as aside,
+    ):
+        tally = Tally(out.write, aside.write)
+        for path in config.files:
+            before, rejected_before = tally.languages.total(), rejected.total()
+            tally.take(_good(path, rejected, bad))
+            files.append(
+                {
+                    "path": str(path),
+                    "pairs": tally.languages.total() - before,
+                    "rejected": rejected.total() - rejected_before,
+                }
+            )
+    return _Own(own_pairs, bad_lines, tally, rejected, files)
+
+
+def _good(path: Path, rejected: Counter[str], bad: TextIO) -> Iterator[Pair]:
+    for item in parallel.read(path):
+        if isinstance(item, parallel.BadLine):
+            rejected[item.reason] += 1
+            bad.write(f"{path}:{item.number}\t{item.reason}\t{' '.join(item.text.splitlines())}\n")
+        else:
+            yield item
+
+
+def _write_rejected(path: Path, bad_lines: Path, extracted: Sequence[Extracted]) -> None:
+    with path.open("w", encoding="utf-8", newline="\n") as out, bad_lines.open(encoding="utf-8", newline="\n") as own:
+        shutil.copyfileobj(own, out)
+        for found in extracted:
+            out.writelines(f"{found.name}:{name}\t{problem}\n" for name, problem in found.counts["unreadable"])
+
+
+def _save(vocabulary: Vocabulary, path: Path) -> dict[str, Any]:
+    path.write_bytes(vocabulary.model)
+    return {"size": vocabulary.size, "sha256": vocabulary.sha256}
+
+
+def _encode(part: str, pairs: int, stages: Stages, say: Callable[[str], None]) -> None:
+    """Writes the ids of a part."""
+    folder = stages.folder / part
+
+    def write() -> dict[str, Any]:
+        shutil.rmtree(folder, ignore_errors=True)
+        source, target = (Vocabulary.load(stages.folder / f"{side}.model") for side in ("source", "target"))
+        told = [0]
+
+        def progress(done: int) -> None:
+            if pairs > 1_000_000 and done // 1_000_000 > told[0]:
+                told[0] = done // 1_000_000
+                say(f"encoded {done:,} of {pairs:,} pairs")
+
+        encode(stages.folder / f"{part}.tsv", folder, source, target, progress)
+        return {}
+
+    stages(part, write)
+
+
+def fitting(lengths: np.ndarray, least: int, most: int) -> int:
+    """The tokens of a row that holds 99 % of the pairs, a multiple of 8, but at least and at most so many.
+
+    >>> fitting(np.arange(1, 101), 24, 128), fitting(np.arange(1, 11), 24, 128)
+    (104, 24)
+    """
+    needed = int(np.quantile(lengths, _FITS, method="higher")) if len(lengths) else least
+    return max(least, min(-(-needed // 8) * 8, most))
+
+
+def _check_length(part: str, lengths: np.ndarray, length: int) -> None:
+    if not (lengths <= length).any():
+        raise CorpusError(
+            f"no pair of the {part} part fits into {length} tokens.",
+            got=f"{len(lengths):,} pairs",
+            hint="Allow longer ones with --length, or give shorter sentences.",
+        )
+
+
+def _refuse_to_lose(output: Path, known: dict[str, Any] | None, fetched: Sequence[Fetched]) -> None:
+    had = {source["name"] for source in known["sources"] if not source["problem"]} if known else set()
+    lost = [got for got in fetched if got.problem and got.source.name in had]
+    if lost:
+        raise CorpusError(
+            f"{lost[0].source.title} is not to be had, and the corpus here has it.",
+            str(output),
+            lost[0].problem,
+            "Try again with a connection to the package index, or prepare into another folder with --output.",
+        )
+
+
+def _replace(output: Path, work: Path) -> None:
+    """Puts the finished folder in its place; the former one goes only then."""
+    former = output.with_name(output.name + ".former")
+    shutil.rmtree(former, ignore_errors=True)
+    if output.exists():
+        output.rename(former)
+    work.rename(output)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def open_text(folder: Path) -> PreparedText:
+    """The corpus that was prepared in a folder.
+
+    Raises:
+        CorpusError: there is none.
+    """
+    return PreparedText.load(folder)
+
+
+def _fetch(config: PrepareConfig, say: Callable[[str], None]) -> Iterator[Fetched]:
+    fetcher = Fetcher(config.cache)
+    sources = config.chosen_sources
+    for number, source in enumerate(sources, 1):
+        got = fetcher.fetch(source)
+        if not got.was_there:
+            mb = f"downloaded, {got.size / 1e6:.1f} MB"
+            told = f"not to be had, going on without it ({got.problem})" if got.problem else mb
+            say(f"[{number}/{len(sources)}] {source.title}: {told}")
+        yield got

@@ -1,0 +1,86 @@
+"""Processes that train together: what the training loop asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Protocol
+
+from gshard_m4.step import Batch
+
+Draw = Callable[..., Batch]
+"""``draw(step)`` is a whole batch, ``draw(step, process, processes)`` one of so many parts of it: rows p B / n to
+(p + 1) B / n, rounded down."""
+
+
+class Group(Protocol):
+    """The processes of one run, seen from one of them. Enter it before training: its end is told to the others.
+
+    Attributes:
+        first: whether this is the one that writes metrics and talks to the user.
+    """
+
+    first: bool
+
+    def at(self, step: int, phase: str) -> None:
+        """Says what this process is about to do."""
+
+    def agree(self, settings: Mapping[str, Any]) -> None:
+        """Compares what all processes are about to do; all of them must ask.
+
+        Raises:
+            TrainError: some setting is not the same for all.
+        """
+
+    def any(self, asked: bool) -> bool:
+        """Whether it is true in any of the processes; all of them must ask."""
+
+    def batch(self, draw: Draw, step: int) -> Batch:
+        """The batch of a step, as far as this process needs it."""
+
+    def runs(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled step as it is called with arrays of this process's memory."""
+
+    def nothing(self) -> AbstractContextManager[None]:
+        """In place of what only the first process has."""
+
+    def __enter__(self) -> Any:
+        """Training begins."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Training ends, or failed."""
+
+
+class Alone:
+    """One process."""
+
+    first = True
+
+    def at(self, step: int, phase: str) -> None:
+        """Nobody wants to know."""
+
+    def agree(self, settings: Mapping[str, Any]) -> None:
+        """Of one mind."""
+
+    def any(self, asked: bool) -> bool:
+        """What this process says."""
+        return asked
+
+    def batch(self, draw: Draw, step: int) -> Batch:
+        """The whole."""
+        return draw(step)
+
+    def runs(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """JAX places the arrays."""
+        return compiled
+
+    def nothing(self) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        pass

@@ -1,0 +1,69 @@
+"""Where to listen and how much to accept."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+
+from gshard_m4.errors import OptionError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Where to listen and how much to accept.
+
+    Attributes:
+        host: address to listen on; 127.0.0.1 is reached from this machine only.
+        port: 0 takes one that is free, and tells which.
+        characters: longest text of a request.
+        lines: lines of a request.
+        body: bytes of the body of a request.
+        queue: sentences that may wait; requests beyond are refused with 503.
+        connections: open connections; further ones are refused with 503.
+        per_address: open connections of one address (of an IPv6 network of 64 bits); further ones are refused with 429.
+        rate: requests a second that one address may make, on average; 0 does not limit.
+        burst: requests that one address may make at once.
+        wait: milliseconds to wait for more sentences before a batch that is not full is translated.
+        headers: seconds in which the headers of a request must have come.
+        timeout: seconds in which its body must have come, and in which it must be translated.
+        grace: seconds that requests may still take after SIGTERM.
+        cache: sentences whose translations are remembered; 0 remembers none.
+        access_log: file for a line about each request, without its text; - is standard error.
+        proxies: addresses or networks, with commas between, of proxies whose X-Forwarded-For is believed; * is all.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    characters: int = 5_000
+    lines: int = 200
+    body: int = 64 * 1024
+    queue: int = 1_000
+    connections: int = 2_000
+    per_address: int = 100
+    rate: float = 10.0
+    burst: int = 30
+    wait: float = 5.0
+    headers: float = 10.0
+    timeout: float = 60.0
+    grace: float = 10.0
+    cache: int = 10_000
+    access_log: str | None = None
+    proxies: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("characters", "lines", "body", "queue", "connections", "per_address", "burst"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("rate", "wait", "grace", "cache"):
+            if not getattr(self, name) >= 0:
+                raise OptionError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("timeout", "headers"):
+            if not getattr(self, name) > 0:
+                raise OptionError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 <= self.port < 65536:
+            raise OptionError(f"port must be from 0 to 65535, got {self.port}")
+        for word in filter(None, map(str.strip, self.proxies.split(","))):
+            try:
+                ipaddress.ip_network("0.0.0.0/0" if word == "*" else word, strict=False)
+            except ValueError as error:
+                raise OptionError(f"proxies must be addresses or networks, got {word!r}") from error

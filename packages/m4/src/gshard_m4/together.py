@@ -1,0 +1,230 @@
+"""Several processes, on one machine or many, that train one model together under ``jax.distributed``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from gshard_m4 import checkpoint
+from gshard_m4.errors import OptionError, TrainError
+from gshard_m4.processes import Draw
+from gshard_m4.relay import Relay
+from gshard_m4.rows import OwnRows
+from gshard_m4.step import Batch
+from gshard_m4.watchdog import Hub, Watch
+
+_ADDRESS_BYTES = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """The processes of a run.
+
+    Attributes:
+        coordinator: host:port of the first process, where the others find it.
+        processes: their number; 1 trains alone.
+        process_index: which of them this is, from 0.
+        cluster: find all of that out from the cluster (Slurm, Open MPI, Kubernetes, Cloud TPU).
+        init_timeout: seconds to wait for the others at the start.
+        hang_timeout: seconds that a process may keep the others waiting before all of them end.
+    """
+
+    coordinator: str | None = None
+    processes: int = 1
+    process_index: int = 0
+    cluster: bool = False
+    init_timeout: int = 300
+    hang_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.processes < 1 or not 0 <= self.process_index < self.processes:
+            raise OptionError(f"process_index must be below processes, got {self.process_index} of {self.processes}")
+        if self.processes > 1 and not self.coordinator:
+            raise OptionError("several processes need a coordinator, as in --coordinator 10.0.0.1:8476")
+
+    @property
+    def several(self) -> bool:
+        """Whether there may be others."""
+        return self.cluster or self.processes > 1
+
+    def initialize(self) -> None:
+        """Joins the others; before anything touches a device.
+
+        Raises:
+            TrainError: they did not come in time, or the coordinator's port is taken.
+        """
+        given: dict[str, Any] = {}
+        if not self.cluster:
+            given = {
+                "coordinator_address": self._address(),
+                "num_processes": self.processes,
+                "process_id": self.process_index,
+            }
+        try:
+            jax.distributed.initialize(
+                **given,
+                initialization_timeout=self.init_timeout,
+                heartbeat_timeout_seconds=60,
+                shutdown_timeout_seconds=30,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise TrainError(
+                "the processes did not find each other.",
+                got=str(error).splitlines()[0],
+                hint="Start all of them with the same --coordinator and --processes, or raise --init-timeout.",
+            ) from error
+
+    def _address(self) -> str:
+        """Where JAX finds the coordinator: the first process has it, the others have a relay to it."""
+        told = self.coordinator or ""
+        host, _, port = told.rpartition(":")
+        try:
+            where = host.strip("[]"), int(port)
+            if self.process_index == 0:
+                socket.create_server(where).close()
+        except (OSError, ValueError) as error:
+            raise TrainError(
+                f"the coordinator cannot listen: {getattr(error, 'strerror', None) or error}.",
+                where=told,
+                hint="Give --coordinator as host:port, with an address of this machine and a port that is free.",
+            ) from error
+        if self.process_index == 0:
+            return told
+        for name in ("no_proxy", "no_grpc_proxy"):  # gRPC would look for the relay behind a proxy
+            if name == "no_proxy" or name in os.environ:
+                os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+        return Relay(*where).address
+
+
+class Together:
+    """The processes that ``jax.distributed`` has joined; implements `gshard_m4.processes.Group`.
+
+    Args:
+        processes: how they were joined.
+        checkpoints: where the run saves, to say from which step to go on.
+    """
+
+    def __init__(self, processes: Processes, checkpoints: Path):
+        self.first = jax.process_index() == 0
+        self._checkpoints = checkpoints
+        self._rows = 0  # of a batch, once one has been seen
+        self._hub: Hub | None = None
+        address = ""
+        if self.first:
+            host = (processes.coordinator or f"{socket.gethostname()}:0").rpartition(":")[0].strip("[]")
+            long = max(1800.0, processes.hang_timeout)
+            limits = {"": processes.hang_timeout, "start": long, "first step": long, "evaluation": long}
+            limits["checkpoint"] = long
+            self._hub = Hub(host, jax.process_count(), limits)
+            address = f"{host} {self._hub.port} {self._hub.token}"
+        padded = np.frombuffer(address.encode().ljust(_ADDRESS_BYTES), np.uint8)
+        told = multihost_utils.broadcast_one_to_all(padded)
+        host, port, token = bytes(np.asarray(told, np.uint8)).decode().split()
+        self._watch = Watch((host, int(port)), token, jax.process_index(), self._hint)
+
+    def _hint(self) -> str:
+        found = checkpoint.steps(self._checkpoints)
+        return f"Start all processes again with --resume to go on from step {found[-1]}." if found else ""
+
+    def at(self, step: int, phase: str) -> None:
+        """Tells the watchdog."""
+        self._watch.at(step, phase)
+
+    def agree(self, settings: Mapping[str, Any]) -> None:
+        """All of them compare the same texts, so that all or none go on.
+
+        Raises:
+            TrainError: some setting is not the same for all.
+        """
+        mine = json.dumps(settings, sort_keys=True, default=str).encode()
+        longest = int(np.max(multihost_utils.process_allgather(np.array([len(mine)]))))
+        padded = np.frombuffer(mine.ljust(longest), np.uint8)
+        told = np.asarray(multihost_utils.process_allgather(padded), np.uint8)
+        if found := disagreement([json.loads(row.tobytes()) for row in told]):
+            self._watch.bye()
+            self.any(False)  # nobody takes the end of another one for a death
+            raise TrainError(
+                f"the processes were not started alike: {found}.",
+                hint="Give all of them the same options, versions and corpus, and one folder for the run.",
+            )
+
+    def any(self, asked: bool) -> bool:
+        """One small all-gather."""
+        return bool(np.any(multihost_utils.process_allgather(np.array([asked]))))
+
+    def batch(self, draw: Draw, step: int) -> Batch:
+        """This process's rows; what other rows its devices may need is drawn when they do."""
+        if not self._rows:
+            whole = draw(step)
+            self._rows = len(next(iter(whole.values())))
+            return whole
+        index, count, rows = jax.process_index(), jax.process_count(), self._rows
+        others = functools.cache(lambda: draw(step))
+        return {
+            name: OwnRows(own, index * rows // count, rows, lambda name=name: others()[name])  # type: ignore[misc]
+            for name, own in draw(step, index, count).items()
+        }
+
+    def runs(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Each process gives its devices their parts of arrays that all processes have, or have their own rows of."""
+
+        def placed(x: Any, sharding: Any) -> Any:
+            if isinstance(x, jax.Array) and not x.is_fully_addressable:
+                return x
+            if isinstance(x, OwnRows):
+                return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)  # type: ignore[arg-type]
+            whole = np.asarray(x)
+            return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+        def call(*arguments: Any) -> Any:
+            leaves, tree = jax.tree.flatten(arguments)
+            shaped = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, OwnRows) else x for x in leaves]
+            lowered = compiled.lower(*jax.tree.unflatten(tree, shaped))  # type: ignore[attr-defined]
+            expected = lowered.argument_shardings
+            return compiled(*jax.tree.unflatten(tree, map(placed, leaves, expected)))
+
+        return call
+
+    def nothing(self) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None:
+            # Collectives, and checkpoints that are being saved, fail when another process dies: whose end it was the
+            # watchdog finds out.
+            self._watch.failed(f"{type(error).__name__}: {error}".splitlines()[0])
+            return
+        self.any(False)  # nobody says goodbye while another one still trains
+        self._watch.bye()
+        jax.distributed.shutdown()
+        if self._hub is not None:
+            self._hub.close()
+
+
+def disagreement(told: Sequence[Mapping[str, Any]]) -> str:
+    """The first setting that is not the same for all processes, and who says what; nothing if there is none.
+
+    >>> disagreement([{"steps": 9, "experts": 8}, {"steps": 9, "experts": 8}, {"steps": 9, "experts": 4}])
+    'experts is 8 for process 0 and 4 for process 2'
+    """
+    for rank, other in enumerate(told):
+        for name in sorted(told[0].keys() | other.keys()):
+            if told[0].get(name) != other.get(name):
+                return f"{name} is {told[0].get(name)!r} for process 0 and {other.get(name)!r} for process {rank}"
+    return ""

@@ -1,0 +1,368 @@
+"""From sentences to sentences: vocabularies around the search.
+
+`Text` is all that training and translating ask of a prepared corpus. A `Translator` is a trained model with the
+vocabularies it was trained with; it pads sentences to few widths, so that the search is compiled once for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from gshard import GShardError, moe
+from gshard_m4 import checkpoint
+from gshard_m4.config import Run
+from gshard_m4.copying import Copier
+from gshard_m4.corpus.language import language as canonical
+from gshard_m4.decode import EOS, DecodeConfig, ids_of
+from gshard_m4.language_names import code_of, name_of
+from gshard_m4.placeholders import Marked, lost_and_invented, mark, without
+from gshard_m4.stream import Continuous, Found, InBatches, Search, Sentence
+
+
+class TranslateError(GShardError):
+    """There is no model that could translate, or it does not belong to these vocabularies."""
+
+
+class Example(NamedTuple):
+    """A sentence with its translation by a human."""
+
+    language: str
+    source: str
+    english: str
+
+
+class Text(Protocol):
+    """A prepared corpus: vocabularies, training batches and held-out sentences."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of both vocabularies."""
+
+    @property
+    def digest(self) -> str:
+        """Hash of all that the batches follow from."""
+
+    @property
+    def source_vocabulary(self) -> int:
+        """Number of source ids, tags included."""
+
+    @property
+    def target_vocabulary(self) -> int:
+        """Number of target ids."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row of a batch, end token included."""
+
+    def batch(self, step: int) -> Mapping[str, np.ndarray]:
+        """The training batch of a step: ``source`` and ``target``, int32 [B, L]."""
+
+    def held_out(self, part: str = "dev") -> Sequence[Mapping[str, np.ndarray]]:
+        """Batches of a part that is not trained on, of the same shape."""
+
+    def has(self, part: str) -> bool:
+        """Whether the corpus has pairs of a part."""
+
+    def examples(self, count: int, part: str = "test", each: int | None = None) -> Sequence[Example]:
+        """Sentences of a held-out part, always the same ones, of as many languages as there are."""
+
+    def target_counts(self) -> np.ndarray:
+        """How often each target id occurs in the training data, int64 [target_vocabulary]."""
+
+    def frequent_sentence(self) -> str:
+        """The most frequent English sentence of the training data."""
+
+    @property
+    def languages(self) -> Mapping[str, int]:
+        """The number of pairs of each language."""
+
+    def tag(self, language: str) -> int:
+        """The source id that names a language, in front of a sentence."""
+
+    def of_languages(self, languages: Sequence[str]) -> Text:
+        """The same vocabularies, and these languages only."""
+
+    def source_ids(self, sentence: str) -> list[int]:
+        """The ids of a source sentence, without an end token."""
+
+    def english(self, ids: Sequence[int]) -> str:
+        """The text of target ids."""
+
+
+@runtime_checkable
+class Spelling(Protocol):
+    """A corpus that tells how its target vocabulary spells a text."""
+
+    def target_pieces(self) -> Sequence[str]:
+        """The text of each id, see `copying.Copier`."""
+
+    def target_ids(self, text: str) -> list[int]:
+        """The ids of a text, without an end token."""
+
+    def english(self, ids: Sequence[int]) -> str:
+        """The text of target ids."""
+
+
+class Hypothesis(NamedTuple):
+    """One of several translations, and the normalised log-probability that it is ranked by."""
+
+    text: str
+    score: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Translated:
+    """What became of one sentence.
+
+    Attributes:
+        hypotheses: its translations, best first; none for an empty sentence. Each is a single line.
+        cut: whether the source was longer than the model reads and its end was not read.
+        tokens: how many source tokens were read, end included.
+        lost: placeholders, tags and accelerators of the sentence that the best translation does not have.
+        invented: those that it has and the sentence does not.
+    """
+
+    hypotheses: tuple[Hypothesis, ...] = ()
+    cut: bool = False
+    tokens: int = 0
+    lost: tuple[str, ...] = ()
+    invented: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The best translation; empty for an empty sentence."""
+        return self.hypotheses[0].text if self.hypotheses else ""
+
+
+class Prepared(NamedTuple):
+    """A sentence on its way into the search.
+
+    Attributes:
+        sentence: as it came, but for an end that is too far behind to be read.
+        marked: what was taken out of it.
+        searched: what the search is given; None if there is nothing to translate.
+        cut: see `Translated`.
+    """
+
+    sentence: str
+    marked: Marked
+    searched: Sentence | None = None
+    cut: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Translator:
+    """A trained model and its vocabularies.
+
+    A sentence is padded to a width that depends on its own length only, and searched for among ``batch`` sentences of
+    that width, made up if need be. All of a width run the same compiled program, in which rows do not see each
+    other, so the translation of a sentence is the same, to the last bit, whatever it is translated with.
+
+    Attributes:
+        model: its configuration.
+        params: its parameters.
+        text: the vocabularies.
+        options: how to search.
+        batch: sentences that are translated together.
+        devices: how many to partition the search over.
+        copier: knows how placeholders are spelt, if they are copied and the vocabularies can tell.
+    """
+
+    model: moe.TransformerConfig
+    params: Any
+    text: Text
+    options: DecodeConfig
+    batch: int = 32
+    devices: int = 1
+    copier: Copier | None = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        text, copier = self.text, None
+        if self.options.placeholders and isinstance(text, Spelling):
+            copier = Copier(tuple(text.target_pieces()), text.target_ids, text.english)
+        object.__setattr__(self, "copier", copier)
+
+    @property
+    def languages(self) -> Mapping[str, int]:
+        """The languages the model was trained on, with the number of training pairs of each, largest first."""
+        found = self.text.languages
+        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+    def check_language(self, language: str) -> str:
+        """The code of a language in this corpus.
+
+        Args:
+            language: a code, or the English name of a language.
+
+        Raises:
+            TranslateError: the model was not trained on it.
+        """
+        known = self.languages
+        by_folded = {name.casefold().replace("-", "_"): name for name in known}
+        folded = language.casefold().replace("-", "_")
+        if folded in by_folded:
+            return by_folded[folded]
+        named = code_of(language)
+        if named is not None and named in known:
+            return named
+        merged = canonical(language)  # de-AT is de, iw is he
+        if merged is not None and merged in known:
+            return merged
+        words = by_folded | {name_of(code).casefold(): code for code in known}
+        near = [words[word] for word in difflib.get_close_matches(folded, words, cutoff=0.6)]
+        near += [name for name in by_folded.values() if name.split("_")[0] == folded.split("_")[0]]
+        near = [f"{code} ({name_of(code)})" for code in dict.fromkeys(near)]
+        raise TranslateError(
+            f"the model knows no language {language!r}.",
+            got=f"{len(known)} languages: {', '.join(list(known)[:12])}{', ...' if len(known) > 12 else ''}",
+            hint=f"Did you mean {' or '.join(near[:3])}?" if near else "Leave --from out.",
+        )
+
+    def translate(
+        self, sentences: Sequence[str], languages: Sequence[str | None] | str | None = None
+    ) -> list[Translated]:
+        """Translates any number of sentences; an empty one stays empty, and the order is kept.
+
+        Args:
+            sentences: what to translate.
+            languages: the language of all of them, or of each, as `check_language` returns it; None where the model is
+                to tell by itself.
+
+        Raises:
+            TranslateError: the model gives no finite probability to any translation.
+        """
+        if languages is None or isinstance(languages, str):
+            languages = [languages] * len(sentences)
+        prepared = [self.prepare(*one) for one in zip(sentences, languages, strict=True)]
+        out = [None if one.searched else self.finish(one) for one in prepared]
+        waiting: dict[int, deque[tuple[int, Sentence]]] = {}
+        for number, one in enumerate(prepared):
+            if one.searched:
+                waiting.setdefault(one.searched.width, deque()).append((number, one.searched))
+        search = self.search(steps=1 << 20)
+        while search.busy or any(waiting.values()):
+            for width, queue in waiting.items():
+                for _ in range(min(len(queue), search.room(width))):
+                    search.add(*queue.popleft())
+            for found in search.step(more=any(waiting.values())):
+                out[found.ticket] = self.finish(prepared[found.ticket], found)
+        return [one for one in out if one is not None]
+
+    def prepare(self, sentence: str, language: str | None = None) -> Prepared:
+        """What the search is given of a sentence.
+
+        Args:
+            sentence: a line of text.
+            language: its language, as `check_language` returns it, or None.
+        """
+        room = self.text.length - 1
+        # A piece has 16 letters at most: what lies behind could only be cut off.
+        letters = 32 * self.text.length
+        head = sentence[: 2 * letters]
+        marked = mark(head) if self.options.placeholders else Marked(head)
+        if len(head) == len(sentence) and marked != Marked(head) and not any(map(str.isalpha, without(marked.plain))):
+            return Prepared(sentence, marked)  # nothing but placeholders, tags and signs
+        shown = marked.plain[:letters]
+        ids = self.text.source_ids(shown)
+        if not ids:
+            return Prepared(head, marked)
+        if language is not None:
+            ids = [self.text.tag(language), *ids]
+        cut = len(ids) > room or len(shown) < len(marked.plain) or len(head) < len(sentence)
+        kept = (*ids[:room], EOS)
+        width = _width(len(kept), self.text.length)
+        return Prepared(head, marked, Sentence(kept, width, marked.plain, marked.placeholders), cut)
+
+    def search(self, steps: int = 8) -> Search:
+        """A search for sentences that are prepared.
+
+        Args:
+            steps: tokens after which others are let in.
+        """
+        if self.devices > 1 or self.options.beam == 1:
+            return InBatches(self.model, self.params, self.options, self.copier, self.batch, self.devices)
+        return Continuous(self.model, self.params, self.options, self.copier, self.batch, steps)
+
+    def finish(self, prepared: Prepared, found: Found | None = None) -> Translated:
+        """What became of a sentence.
+
+        Args:
+            prepared: the sentence.
+            found: what the search found, if it was searched for.
+
+        Raises:
+            TranslateError: the model gives no finite probability to any translation.
+        """
+        sentence, marked, searched, cut = prepared
+        if searched is None or found is None:
+            copied = sentence.strip() and marked != Marked(sentence)
+            return Translated((Hypothesis(sentence, 0.0),) if copied else ())
+        if not np.isfinite(found.score_N[0]):
+            raise TranslateError(
+                "the model gives no finite probability to any translation.",
+                got=f"score {found.score_N[0]}",
+                hint="The run has diverged: use an earlier checkpoint with --step, or train again.",
+            )
+        hypotheses = []
+        for tokens_T, score in zip(found.tokens_NT, found.score_N, strict=True):
+            if np.isfinite(score):
+                # Bytes that spell a line break must not become one: lines out are lines in.
+                text = " ".join(self.text.english(ids_of(tokens_T)).split())
+                hypotheses.append(Hypothesis(marked.restore(text), float(score)))
+        lost: list[str] = []
+        invented: list[str] = []
+        if self.options.placeholders:
+            # Of several translations those that keep everything come first.
+            hypotheses.sort(key=lambda of: lost_and_invented(sentence, of.text) != ([], []))
+            lost, invented = lost_and_invented(sentence, hypotheses[0].text)
+        return Translated(tuple(hypotheses), cut, len(searched.ids), tuple(lost), tuple(invented))
+
+
+def _width(tokens: int, longest: int) -> int:
+    """Tokens of the rows that a source is padded to: a power of two from 16 on, or the longest."""
+    return min(max(16, 1 << (tokens - 1).bit_length()), longest)
+
+
+def load(
+    run: Run, text: Text, options: DecodeConfig, step: int | None = None, *, batch: int = 32, devices: int = 1
+) -> Translator:
+    """The translator of a finished run.
+
+    Args:
+        run: the folder it was trained in.
+        text: the corpus it was trained on.
+        options: how to search.
+        step: which checkpoint; the newest that is sound if None.
+        batch: sentences that are translated together.
+        devices: how many to partition the search over.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or none is sound.
+        TranslateError: the vocabularies are not those of the run.
+    """
+    if batch < 1:
+        raise TranslateError(f"cannot translate {batch} sentences at a time.", hint="Use --batch 1 or more.")
+    if step is None:
+        step, state, meta, _ = checkpoint.restore_newest_sound(run.checkpoints)
+    else:
+        step, state, meta = checkpoint.restore(run.checkpoints, step)
+    if meta.get("vocabularies") != text.fingerprint:
+        raise TranslateError(
+            "the model was trained with other vocabularies.",
+            where=str(run.checkpoints),
+            got=f"vocabularies: {meta.get('vocabularies')} of the model, {text.fingerprint} of the corpus",
+            hint="Name the folder of the corpus it was trained on, or train again.",
+        )
+    if meta.get("only"):
+        text = text.of_languages(meta["only"])
+    model = moe.TransformerConfig(**meta["model"])
+    # On one device the parameters go there now; on several, each takes its part when the search is first run.
+    params = jax.device_put(state["params"], jax.devices()[0]) if devices == 1 else state["params"]
+    return Translator(model, params, text, options, batch, devices)

@@ -1,0 +1,66 @@
+"""Call errors: what is wrong with the arguments of a function that ``explain`` or ``search`` was given.
+
+gshard.explain(f, x, msh=8)       # no option 'msh', and f has no such argument: did you mean 'mesh'?
+gshard.explain(f, mesh=8)         # f needs arguments
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter import user_line
+from gshard.core.keywords import unknown_keyword
+from gshard.tracing.by_jax import name_of
+
+_OF_CALL = re.compile(r"(missing \d+ required|takes .* positional arguments? but|got an unexpected keyword)")
+
+
+@contextlib.contextmanager
+def clear_call_errors(
+    asker: Callable[..., Any], f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[None]:
+    """In this block, a ``TypeError`` of the call of ``f`` names the arguments that are wrong and those that there are.
+
+    Args:
+        asker: the function of gshard that was called.
+        f: the function.
+        args, kwargs: its arguments.
+
+    Raises:
+        ArgumentError: ``f`` does not take these arguments.
+    """
+    try:
+        yield
+    except TypeError as error:
+        signature = _signature(f) if _OF_CALL.search(str(error)) else None
+        if signature is None or _fits(signature, args, kwargs):
+            raise
+        what = f"{name_of(f)}({', '.join(signature.parameters)})"
+        known = signature.parameters
+        wrong = next((k for k in kwargs if k not in known), None)
+        if wrong is not None:
+            hint = f"{what} has no such argument either."
+            options = [p.name for p in inspect.signature(asker).parameters.values() if p.kind is p.KEYWORD_ONLY]
+            raise unknown_keyword(asker.__name__, wrong, [*options, *known], hint) from None
+        hint = f"Give its arguments, arrays or jax.ShapeDtypeStruct: gshard.{asker.__name__}(f, x, mesh=8)."
+        raise ArgumentError(str(error), user_line(), f"{len(args) + len(kwargs)} given to {what}", hint) from None
+
+
+def _signature(f: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(f)
+    except (TypeError, ValueError):
+        return None
+
+
+def _fits(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,304 @@
+"""Jitted: what ``gshard.jit`` returns. It runs all stages, from a marked function to a program on all devices.
+
+     f, args --trace--> Program --propagate--> Plan --partition--> SpmdProgram --compile--> Executable
+
+It runs the chain once for each ``Signature`` (structure, types and committed shardings of the arguments, static values,
+JAX's settings); ``.lower(*args)`` has every intermediate. Later calls of the same kind go through JAX's own dispatch in
+C++ and run no Python of ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+
+import jax
+
+from gshard.api.boundary import marks_of_arguments, marks_of_in_shardings, with_marked_arguments, with_marked_results
+from gshard.api.boundary_memories import memories
+from gshard.api.inside_shard_map import target_inside
+from gshard.api.lowered import Lowered
+from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
+from gshard.api.new_kinds import log_new_kind
+from gshard.api.one_object import OneObject
+from gshard.api.placement import by_dispatch, placed_arguments
+from gshard.api.signature import Parameters, Signature
+from gshard.api.static_leaves import freed, has_fixed
+from gshard.api.target import Options, Target
+from gshard.api.traced import Traced
+from gshard.api.transformations import call, refuse_references
+from gshard.core.bare_specs import with_mesh_for_specs
+from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_dispatch import (
+    FastFunction,
+    SharedCaches,
+    emptied_by_jax,
+    forget_traces,
+    is_staging,
+    may_crash_donated,
+    nan_found,
+    refused_by_dispatch,
+    without_constants,
+    without_our_frames,
+)
+from gshard.core.jax_adapter_references import references_in
+from gshard.core.layout import Layout
+from gshard.core.mesh import Mesh, MeshLike
+from gshard.core.phases import phase
+from gshard.core.planning_tables import Tables, with_tables
+from gshard.core.program import Program
+from gshard.core.uneven import UnevenArray
+from gshard.device.machine import Machine
+from gshard.language.registry import cleared_with_rules
+from gshard.passes.trace import program_of
+from gshard.remat.rematerialise import MemoryLimitError
+from gshard.tracing.by_jax import closed_of, name_of
+
+_PLANS = 4  # new kinds of calls for which a function keeps what planning computed on its way
+_CACHES = SharedCaches(256)  # programs of each function, as many as combinations that JAX's dispatch keeps of it
+
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+
+class Jitted(OneObject, Generic[P, R]):
+    """What ``gshard.jit`` returns: call it like the function itself. Its attributes are those of ``jax.jit``'s.
+
+    ``Jitted[[Params, Batch], Params]`` is the type of a partitioned step in annotations, with the types of its
+    arguments and of its result; ``isinstance(f, gshard.Jitted)`` tells whether a function is partitioned by gshard.
+    """
+
+    def __init__(self, f: Callable[P, R], parameters: Parameters, options: Options):
+        functools.update_wrapper(self, f)
+        self._f, self._parameters, self._options = f, parameters.placed_by(options.in_shardings), options
+        self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
+        self._tables = Tables(_PLANS)
+        self._seen_last: Signature | None = None
+        emptied_by_jax(self._tables)
+        numbers, names = parameters.static_numbers, parameters.static_names
+        # Weakly, so that a function is freed as soon as nothing needs it, and not when garbage is next collected.
+        seen_first = weakref.WeakMethod(self._seen_first)
+        self._fast = FastFunction(parameters.plain, lambda *a, **k: seen_first()(*a, **k), numbers, names)  # type: ignore[misc]
+        cleared_with_rules(self._fast)
+        self._call = self._fast.call
+        # On one device XLA itself refuses to overwrite an array twice.
+        donates = bool(parameters.donated_numbers or parameters.donated_names)
+        self._may_crash = donates and (options.mesh is None or options.mesh.size > 1)
+        self._fixes = parameters.static_leaves
+        if options.mesh is not None:
+            options.target()  # errors of the mesh or the machine are raised at once
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._fixes:
+            return freed(self._dispatched(*self._parameters.fixed(args, kwargs)))  # type: ignore[no-any-return]
+        return self._dispatched(args, kwargs)  # type: ignore[no-any-return]
+
+    def _dispatched(self, args: Any, kwargs: Any) -> Any:
+        if self._may_crash and may_crash_donated((args, kwargs)):
+            return self._seen_first(*args, **kwargs)[0]
+        try:
+            return self._call(*args, **kwargs)
+        except (ValueError, RuntimeError) as error:  # what JAX's dispatch refuses by itself, without asking us
+            if not refused_by_dispatch(error):
+                raise
+        return self._seen_first(*args, **kwargs)[0]
+
+    @property
+    def options(self) -> Options:
+        """What ``jit`` was asked for."""
+        return self._options
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+
+    @overload
+    def __get__(self: Jitted[Concatenate[Any, Q], R], instance: object, owner: Any = None) -> Callable[Q, R]: ...
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        where = "the mesh that is set" if self._options.mesh is None else str(self._options.mesh)
+        return f"<gshard.jit of {getattr(self._f, '__qualname__', None) or name_of(self._f)} on {where}>"
+
+    def on(self, mesh: MeshLike) -> Jitted[P, R]:
+        """The same function for another mesh."""
+        return self._with(mesh=Mesh.of(mesh))
+
+    def planned_for(self, machine: str | Machine) -> Jitted[P, R]:
+        """The same function for another machine."""
+        return self._with(machine=machine)
+
+    def under(self, layout: Layout | None) -> Jitted[P, R]:
+        """The same function under another layout, its arguments without names."""
+        return self._with(layout=layout, names=None)
+
+    def _with(self, **options: Any) -> Jitted[P, R]:
+        return Jitted(self._f, self._parameters, dataclasses.replace(self._options, **options))
+
+    @without_our_frames
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
+        """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
+        signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
+        return self._lowered(signature, self._options.target())
+
+    def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
+        """The function's jaxpr for these arguments, before anything is planned."""
+        args, kwargs = self._on_this_mesh(args, kwargs)
+        signature, leaves = self._parameters.signature(args, kwargs)
+        jaxpr, out_tree = self._closed(signature)
+        lowered = functools.partial(self.lower, *args, **kwargs)
+        by_axes = functools.partial(self._with, leaves_by_axes=True)
+        by_jax = functools.partial(self._parameters.traced_by_jax, by_axes, self._options.keep_unused, args, kwargs)
+        donated = self._parameters.donated(signature)
+        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), donated, lowered, by_jax)
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Shapes and dtypes of the results, as ``jax.eval_shape``; nothing is planned."""
+        return self.trace(*args, **kwargs).out_info
+
+    def _cache_size(self) -> int:
+        """How many kinds of calls JAX's dispatch knows, as of ``jax.jit``."""
+        return self._fast.size()
+
+    def clear_cache(self) -> None:
+        """Forgets all programs."""
+        for cache in (self._made, self._traced, self._tables):
+            cache.cache_clear()
+        self._fast.clear()
+        forget_traces(self._f)
+
+    @without_our_frames
+    def _seen_first(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        """A call that JAX's dispatch cannot answer: the results, and how it can from now on."""
+        with self._tables.for_one_plan():
+            return self._called(args, kwargs)
+
+    def _called(self, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+        signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
+        if is_staging() or any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return self._as_equation(signature, leaves), None, False
+        self._refuse_shapes(signature, leaves)
+        if any(isinstance(x, jax.core.Tracer) for x in without_constants(self._closed(signature)[0])[1]):
+            return self._as_equation(signature, leaves), None, False
+        lowered = self._lowered(signature, self._options.target())
+        placed = placed_arguments(lowered, leaves)
+        try:
+            results = lowered.executable(*placed.arrays)
+        except Exception as error:
+            if not nan_found(error) or lowered.program.references:
+                raise
+            with jax.disable_jit():  # finds the operation that made it
+                return self._parameters.plain(*args, **kwargs), None, False
+        flat = lowered.flat_results(results, leaves)
+        path = by_dispatch(lowered, placed, leaves, flat)
+        results = jax.tree.unflatten(lowered.out_tree, flat)
+        if has_fixed(lowered.out_tree) and not self._fixes:
+            return freed(results), None, False
+        return results, path, False
+
+    def _refuse_shapes(self, signature: Signature, leaves: Sequence[Any]) -> None:
+        at = next((i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)), None)
+        if at is not None:
+            name = signature.names(self._parameters.with_statics(signature.statics))[at]
+            raise ArgumentError(
+                f"{name_of(self._f)} is called with a jax.ShapeDtypeStruct, which holds no values.",
+                user_line(),
+                f"{name}: {leaves[at]}",
+                f"A call takes arrays. Shapes go to {name_of(self._f)}.lower(...), .eval_shape(...) or gshard.explain.",
+            )
+
+    def _on_this_mesh(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What is in padded parts on other devices is made whole; static leaves become parts of the structure."""
+        args, kwargs = self._parameters.fixed(args, kwargs)
+
+        def moved(x: Any) -> Any:
+            if not isinstance(x, UnevenArray) or (self._options.mesh is not None and x.mesh == self._options.mesh):
+                return x
+            return x.whole()
+
+        if not any(isinstance(x, UnevenArray) for x in jax.tree.leaves((args, kwargs))):
+            return args, kwargs
+        return jax.tree.map(moved, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _as_equation(self, signature: Signature, leaves: Sequence[Any]) -> Any:
+        """One equation of the program that is being traced, differentiated or mapped; see ``transformations``."""
+        if self._options.memory_limit is not None:
+            raise MemoryLimitError(
+                f"{name_of(self._f)} has a memory_limit, and a transformation around it decides what is kept.",
+                user_line(),
+                hint="Take the gradient inside: gshard.jit(jax.grad(f), mesh=..., memory_limit=...).",
+            )
+        whole, out_tree = self._closed(signature, marked=True)
+        jaxpr, constants = without_constants(whole)
+        target = target_inside(self._options.target(), jaxpr, name_of(self._f))
+        leaves = [*constants, *(x.whole() if isinstance(x, UnevenArray) else x for x in leaves)]
+        if not is_staging():
+            refuse_references(leaves, name_of(self._f))
+        return jax.tree.unflatten(out_tree, call(jaxpr, target, leaves))
+
+    def _closed(self, signature: Signature, marked: bool = False) -> tuple[Any, Any]:
+        """The function's jaxpr for a kind of arguments; ``marked`` with its ``in_shardings`` on the arguments."""
+
+        def trace(tokens: bool) -> tuple[Any, Any]:
+            f = self._parameters.to_trace(signature, tokens=tokens)
+            if marked and self._options.in_shardings is not None:
+                f = with_marked_arguments(f, self._options.in_shardings)
+            if marked and self._options.names is not None:
+                f = with_named_arguments(f, self._options.names)
+            if self._options.out_shardings is not None:
+                f = with_marked_results(f, self._options.out_shardings, even=not self._options.keep_uneven)
+            args, kwargs = signature.arguments()
+            with phase("tracing", name_of(self._f)):
+                made = with_mesh_for_specs(lambda: closed_of(f, *args, **kwargs), self._options.mesh)
+            return made if tokens or all(hasattr(a, "shape") for a in made[0].out_avals) else trace(True)
+
+        key = signature.traced, marked
+        found: tuple[Any, Any] = self._traced.get(key, lambda: trace(has_fixed(signature.tree)))
+        if any(isinstance(x, jax.core.Tracer) for x in without_constants(found[0])[1]):
+            self._traced.forget(key)  # what the function closed over belongs to the transformation of now
+        return found
+
+    @with_tables
+    def _lowered(self, signature: Signature, target: Target) -> Lowered:
+        signature = signature.closing_over(references_in(self._closed(signature)[0]))
+        made: Lowered = self._made.get((signature, target), lambda: self._lower(signature, target))
+        self._seen_last = signature
+        return made
+
+    def _lower(self, signature: Signature, target: Target) -> Lowered:
+        program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
+        f = self._parameters.with_statics(signature.statics)
+        if self._seen_last is not None:
+            log_new_kind(name_of(self._f), signature.names(f), signature, self._seen_last)
+        given = marks_of_in_shardings(self._options.in_shardings, f, *signature.arguments())
+        kept = target.takes_arguments_as_marks
+        marks = marks_of_arguments(program, [x.array_type for x in signature.every], target.mesh, given, kept)
+        program = dataclasses.replace(program, argument_marks=marks, **memories(program, signature, self._options))
+        program = target.with_kept_options(program)
+        if self._options.names is not None:
+            said = names_of_arguments(f, self._options.names, *signature.arguments())
+            program = with_names_of_arguments(program, said, given)
+        first = len(program.captured)
+        padded = {first + i: x.partitioning for i, x in enumerate(signature.leaves) if x.partitioning is not None}
+        donated, closed_over = self._parameters.donated(signature), tuple(references_in(self._closed(signature)[0]))
+        target = target.in_best_order(program)
+        made = Lowered(program, target, signature.tree, signature.avals, donated, padded, closed_over)
+        # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
+        known = next((known for known in self._made.values() if known.is_as(made)), made)
+        if known is not made:
+            self._tables.cache_clear()
+        return known
+
+    def _program(self, signature: Signature) -> Program:
+        (jaxpr, out_tree), asked = self._closed(signature), self._options
+        names = signature.names(self._parameters.with_statics(signature.statics))
+        with phase("rewriting", name_of(self._f)):
+            return program_of(jaxpr, out_tree, name_of(self._f), names, layout=asked.layout, finite=asked.finite)

@@ -1,0 +1,51 @@
+"""New kinds: logs what tells a call that needs a program of its own from the last one.
+
+    step is planned again: x is float32[17,8], and was float32[16,8]
+
+As the records of phases (``core.phases``) these are warnings while ``jax_log_compiles`` is on, and DEBUG otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from gshard.api.signature import Leaf, Signature
+from gshard.core.jax_adapter_dispatch import logs_compilations
+
+_log = logging.getLogger("gshard")
+_SHOWN = 4  # arguments
+
+
+def log_new_kind(name: str, names: Sequence[str], now: Signature, last: Signature) -> None:
+    """Logs why a function is planned again.
+
+    Args:
+        name: the name of the function.
+        names: its flat arguments.
+        now, last: the signatures of this call and of the last one of another kind.
+    """
+    level = logging.WARNING if logs_compilations() else logging.DEBUG
+    if _log.isEnabledFor(level):
+        _log.log(level, "%s is planned again: %s", name, _difference(names, now, last))
+
+
+def _difference(names: Sequence[str], now: Signature, last: Signature) -> str:
+    if now == last:
+        return "its mesh is another one than before"
+    if now.tree != last.tree:
+        return "its arguments have another structure than before"
+    if now.statics != last.statics:
+        return "a static argument has another value than before"
+    pairs = zip(names, now.leaves, last.leaves, strict=True)
+    told = [f"{which} is {_text(one, two)}, and was {_text(two, one)}" for which, one, two in pairs if one != two]
+    if not told:
+        return "a setting of JAX or a rule has changed"
+    more = f"; and {len(told) - _SHOWN} more arguments" if len(told) > _SHOWN else ""
+    return "; ".join(told[:_SHOWN]) + more
+
+
+def _text(leaf: Leaf, other: Leaf) -> str:
+    if leaf.aval != other.aval:
+        return str(leaf.aval.str_short()) + (" (weak type)" if getattr(leaf.aval, "weak_type", False) else "")
+    return "not placed" if leaf.sharding is None else f"on {leaf.sharding}"

@@ -1,0 +1,189 @@
+"""Command options: the options of ``gshard explain``, ``search``, ``plan`` and ``calibrate``.
+
+An option of a command has the name of the argument of ``gshard.jit``, ``explain`` or ``search`` that it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+
+from gshard.explanation.trials import SECONDS
+
+_OLD_NAMES = {
+    "--topology": "--machine", "--static": "--static-argnums", "--donate": "--donate-argnums",
+    "--seconds": "--budget-seconds",
+}  # fmt: skip
+_KEPT = {("explain", "--seconds")}  # it is not the old name of anything there
+
+Run = Callable[[argparse.Namespace], None]
+
+
+def parsed(arguments: Sequence[str], runs: Mapping[str, Run]) -> argparse.Namespace:
+    """The options of a command line; old names of options are accepted with a warning on stderr.
+
+    Args:
+        arguments: the command line without the program's name.
+        runs: for each command its function, which is the ``run`` of the options.
+    """
+    command = next((text for text in arguments if not text.startswith("-")), "")
+    made = []
+    for text in arguments:
+        name, equals, value = text.partition("=")
+        new = name if (command, name) in _KEPT else _OLD_NAMES.get(name, name)
+        if new != name:
+            told = f"{name} of gshard {command} is now called {new}; the old name works in this version only."
+            print(f"DeprecationWarning: {told}", file=sys.stderr)
+        made.append(new + equals + value)
+    return _parser(runs).parse_args(made)
+
+
+def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gshard", description="See how a JAX program is partitioned, and what it costs."
+    )
+    shown = f"gshard {version('gshard')} (jax {jax.__version__}, Python {platform.python_version()})"
+    parser.add_argument("--version", action="version", version=shown)
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    command = commands.add_parser(
+        "explain",
+        help="how a function is partitioned, why, and what it costs",
+        epilog="exit status: 0; 1 an error; 2 wrong options; 3 more than --fail-above or --baseline allows",
+    )
+    _target(command)
+    command.add_argument("--mesh", help="8 or data=4,model=2; they need not exist (default: those of --machine, or 8)")
+    command.add_argument("--machine", help=_MACHINES)
+    command.add_argument("--memory-limit", metavar="70GiB", help="what a device may hold: jit(memory_limit=...)")
+    command.add_argument(
+        "--plan", type=Path, metavar="plan.json", help="explain this plan, which gshard search --save wrote"
+    )
+    command.add_argument("--html", type=Path, metavar="page.html", help="write the report as one page")
+    command.add_argument("--json", type=Path, metavar="plan.json", help="write everything the page shows")
+    command.add_argument(
+        "--trace", type=Path, metavar="trace.json", help="write the modelled timeline of a call, for Perfetto"
+    )
+    command.add_argument(
+        "--against",
+        metavar="before.json",
+        help="show what changed, line by line, since this --json was written; or 'xla': against XLA's own partitioner, "
+        "both compiled for CPU devices",
+    )
+    command.add_argument(
+        "--why",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="the reasons of one array's sharding, what planning compared, and what a call would take with another",
+    )
+    command.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help="how long to try marks that would lower what is sent (default: 10)",
+    )
+    command.add_argument("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
+    command.add_argument(
+        "--baseline", metavar="main.json", help="fail if bytes sent, FLOPs or memory grew since this --json was written"
+    )
+    command.set_defaults(run=runs["explain"])
+
+    command = commands.add_parser(
+        "search",
+        help="the fastest plan that is found for a machine, and how near the best of a simplified model it is",
+        epilog=_FITS,
+    )
+    _target(command)
+    command.add_argument(
+        "--mesh", help="data=4,model=2, or a number, which tries all shapes; they need not exist (default: 8)"
+    )
+    command.add_argument("--machine", help=_MACHINES)
+    command.add_argument(
+        "--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)"
+    )
+    command.add_argument(
+        "--over",
+        choices=("plan", "layout"),
+        default="plan",
+        help="what is found: a plan, or a table of names and axes (default: plan)",
+    )
+    command.add_argument(
+        "--budget-seconds",
+        type=float,
+        help="how long the whole search may take (default: as its size asks for, 300 at most)",
+    )
+    command.add_argument(
+        "--why",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="what else could be: arguments or lines that contain this",
+    )
+    command.add_argument("--marks", action="store_true", help="say the plan in few marks, each tried; takes a while")
+    command.add_argument(
+        "--patch", type=Path, metavar="marks.diff", help="write these marks into the source files, as a diff"
+    )
+    command.add_argument("--html", type=Path, help="write the report of the plan as one page")
+    command.add_argument("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
+    command.set_defaults(run=runs["search"])
+
+    command = commands.add_parser(
+        "plan",
+        help="whether a function, or a named model, fits a machine, and what a step takes",
+        description="In short: gshard explain shows where time and memory go, line by line.",
+        epilog=_FITS,
+    )
+    command.add_argument(
+        "config", help='module:function, file.py:function, or a named model: "MoE(128E, 12L)", mixtral-8x7b'
+    )
+    _arguments(command)
+    command.add_argument("--mesh", help="for a function: data=4,model=2 (default: one axis of all devices)")
+    command.add_argument("--machine", required=True, help="v3:32x32 names chips; v3 takes as many as there are experts")
+    command.add_argument(
+        "--remat", action=argparse.BooleanOptionalAction, default=None, help="recompute pairs of layers"
+    )
+    command.add_argument(
+        "--memory-limit", metavar="14GiB", help="choose what to recompute so that a device holds no more"
+    )
+    command.add_argument(
+        "--search", action="store_true", help="search for the plan, without the model's marks (gshard search)"
+    )
+    command.add_argument("--compile", action="store_true", help="compile with libtpu (pip install libtpu) and compare")
+    command.set_defaults(run=runs["plan"])
+
+    command = commands.add_parser("calibrate", help="measure the machine at hand")
+    command.add_argument("--out", type=Path, help="where to write it, for --machine")
+    command.set_defaults(run=runs["calibrate"])
+    return parser
+
+
+_FITS = "exit status: 0; 1 an error; 2 wrong options; 3 it does not fit into the memory of a device"
+_MACHINES = "v3:32x32, h100:4x8, cpu:8 or a file of gshard calibrate"
+
+
+def _target(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", help="module:function or file.py:function")
+    _arguments(command)
+
+
+def _arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--arg", action="append", default=[], metavar="f32[64,512]", help="an argument; repeat for each"
+    )
+    for what, told in (("static", "that is a plain value"), ("donate", "whose memory results take")):
+        command.add_argument(
+            f"--{what}-argnums", type=int, action="append", metavar="0", help=f"an argument {told}, by number; repeat"
+        )
+        command.add_argument(
+            f"--{what}-argnames", action="append", metavar="NAME", help=f"an argument {told}, by name; repeat"
+        )
+    command.add_argument(
+        "--finite", action="store_true", help="state that parts of sums of floats are finite: jit(finite=True)"
+    )

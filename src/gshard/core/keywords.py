@@ -1,0 +1,86 @@
+"""Keywords: the named arguments of public functions, under their old names too, and the nearest one of a wrong name.
+
+    @keywords("Write split(x, 0, 'data').", num_partitions="over")
+    def split(x, dim, over): ...
+
+    split(x, 0, num_partitions=8)     # DeprecationWarning: write over=
+    split(x, 0, ovr=8)                # ArgumentError: Did you mean 'over'?
+
+An old name works for one version.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from gshard.core.errors import ArgumentError, known_names
+from gshard.core.jax_adapter import user_line
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def keywords(hint: str = "", /, **new_of_old: str) -> Callable[[F], F]:
+    """A decorator that accepts old names of arguments with a warning and refuses unknown ones with the nearest name.
+
+    Args:
+        hint: a sentence for the message of an unknown name.
+        new_of_old: the new name of each old one.
+
+    >>> @keywords(size="length")
+    ... def half(length):
+    ...     return length / 2
+    >>> half(length=3)
+    1.5
+    >>> half(lenth=3)
+    Traceback (most recent call last):
+    gshard.core.errors.ArgumentError: gshard.half has no argument 'lenth'.
+      Did you mean 'length'?
+    """
+
+    def decorated(f: F) -> F:
+        known = inspect.signature(f).parameters
+
+        @functools.wraps(f)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.keys() <= known.keys():
+                return f(*args, **kwargs)
+            return f(*args, **_with_new_names(f.__name__, kwargs, list(known), new_of_old, hint))
+
+        return checked  # type: ignore[return-value]
+
+    return decorated
+
+
+def _with_new_names(
+    name: str, given: Mapping[str, Any], known: list[str], new_of_old: Mapping[str, str], hint: str
+) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in given.items():
+        new = new_of_old.get(key, key)
+        if new not in known:
+            raise unknown_keyword(name, key, known, hint)
+        if new in made or (new != key and new in given):
+            raise ArgumentError(f"gshard.{name} got {new}= and its old name {key}=.", user_line(), hint=f"Give {new}=.")
+        if new != key:
+            text = f"{key}= of gshard.{name} is now called {new}=; the old name works in this version only."
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
+        made[new] = value
+    return made
+
+
+def unknown_keyword(name: str, key: str, known: Iterable[str], hint: str = "") -> ArgumentError:
+    """The error for an argument that a public function does not have."""
+    meant = known_names(key, known).split("?")
+    nearest = f"{meant[0]}?" if len(meant) > 1 else ""
+    hint = " ".join(filter(None, (nearest, hint))) or f"It takes {', '.join(known)}."
+    return ArgumentError(f"gshard.{name} has no argument {key!r}.", user_line(), hint=hint)
+
+
+def renamed_class(old: str, new: str) -> None:
+    """Warns that a public class has a new name; called by the ``__getattr__`` of a package."""
+    text = f"gshard.{old} is now called gshard.{new}; the old name works in this version only."
+    warnings.warn(text, DeprecationWarning, stacklevel=3)

@@ -1,0 +1,166 @@
+"""Mistakes of users: one error, with the cause, the user's line and the cure."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax import ShapeDtypeStruct as Shape
+
+import gshard
+from placed import in_every_way, mesh_of
+
+MESH = {"data": 4, "model": 2}
+H100 = "h100:1x8"
+X = np.arange(-32.0, 32, dtype=np.float32).reshape(8, 8)
+
+
+def product(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+def left_over_from_pmap(x: Any) -> Any:
+    return jax.lax.pmean(2 * x, "devices")
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
+    "pmean left over from pmap": (
+        lambda: gshard.jit(left_over_from_pmap, mesh=8)(X), NameError,
+        "uses the axis 'devices' in a collective, and no jax.shard_map", "If jax.pmap needed the collective, remove it",
+    ),
+    "psum in a gradient": (
+        lambda: gshard.jit(jax.grad(lambda x: jax.lax.psum((x * x).sum(), "data")), mesh=MESH)(X), NameError,
+        "uses the axis 'data' in a collective", "remove it: here arrays are whole",
+    ),
+    "pmean that explain sees": (
+        lambda: gshard.explain(left_over_from_pmap, X, mesh=8), NameError, "uses the axis 'devices'", "remove it",
+    ),
+    "shapes that do not fit": (
+        lambda: gshard.jit(product, mesh=8)(X, X[:3]), TypeError,
+        "product cannot be traced: dot_general requires contracting dimensions", "print(x.shape, x.dtype)",
+    ),
+    "shapes that do not broadcast": (
+        lambda: gshard.jit(lambda x: jnp.broadcast_to(x, (3, 8)), mesh=8)(X), ValueError,
+        "<lambda> cannot be traced: Incompatible", "print(x.shape, x.dtype)",
+    ),
+    "lists for arrays": (
+        lambda: gshard.jit(lambda x: jnp.sum(x), mesh=8)([[1.0, 2.0], [3.0, 4.0]]), TypeError,
+        "sum requires ndarray or scalar arguments", "",
+    ),
+    "a call with a shape": (
+        lambda: gshard.jit(product, mesh=8)(X, w=Shape((8, 8), "float32")), TypeError,
+        "product is called with a jax.ShapeDtypeStruct", "product.lower(...), .eval_shape(...) or gshard.explain",
+    ),
+    "a call with shapes inside": (
+        lambda: gshard.jit(lambda p: p["a"][0], mesh=8)({"a": [X, Shape((2,), "float32")]}), TypeError,
+        "is called with a jax.ShapeDtypeStruct", "A call takes arrays",
+    ),
+    "no mesh": (lambda: gshard.jit(product)(X, X), gshard.MeshError, "no mesh was given", "Give mesh=8"),
+    "keyword of jit": (
+        lambda: gshard.jit(product, mseh=8), TypeError, "gshard.jit has no argument 'mseh'", "Did you mean 'mesh'?",  # type: ignore[call-overload]
+    ),
+    "keyword of the decorator": (
+        lambda: gshard.jit(mesh=8, static_argnum=0), TypeError, "no argument 'static_argnum'",  # type: ignore[call-overload]
+        "Did you mean 'static_argnums'?",
+    ),
+    "keyword of split": (
+        lambda: gshard.jit(lambda x: gshard.split(x, axis=0, over="data"), mesh=MESH)(X), TypeError,  # type: ignore[call-overload]
+        "gshard.split has no argument 'axis'", "Write split(x, 0, 'data')",
+    ),
+    "keyword of explain": (
+        lambda: gshard.explain(product, X, X, msh=8), TypeError, "gshard.explain has no argument 'msh'",
+        "Did you mean 'mesh'? product(x, w) has no such argument either.",
+    ),
+    "keyword of search": (
+        lambda: gshard.search(product, X, X, mesh=8, machine=H100, budget_second=1), TypeError,
+        "gshard.search has no argument 'budget_second'", "Did you mean 'budget_seconds'?",
+    ),
+    "explain without arguments": (
+        lambda: gshard.explain(product, mesh=8), TypeError, "missing 2 required positional arguments: 'x' and 'w'",
+        "gshard.explain(f, x, mesh=8)",
+    ),
+    "search with too many arguments": (
+        lambda: gshard.search(product, X, X, X, mesh=8, machine=H100), TypeError, "takes 2 positional arguments but 3",
+        "gshard.search(f, x, mesh=8)",
+    ),
+    "a dimension that is an axis": (
+        lambda: gshard.jit(lambda x: gshard.split(x, "data"), mesh=MESH)(X), gshard.ShardingError,  # type: ignore[call-overload]
+        "'data' is no dimension", "split(x, 0, 'data')",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_gets_one_error_with_cause_place_and_cure(case: str) -> None:
+    make, kind, what, hint = MISTAKES[case]
+    with pytest.raises(gshard.GShardError) as caught:
+        make()
+    error = caught.value
+    assert isinstance(error, kind)
+    assert what in error.what
+    assert error.where is not None
+    assert "test_mistakes.py" in error.where
+    assert hint in (error.hint or "")
+
+
+def test_errors_of_the_users_own_code_stay_as_they_are() -> None:
+    def raising(x: Any) -> Any:
+        raise ValueError("my own")
+
+    def undefined(x: Any) -> Any:
+        return y * x  # type: ignore[name-defined]  # noqa: F821
+
+    def called_wrongly(x: Any) -> Any:
+        return product(x)  # type: ignore[call-arg]
+
+    for f, kind, text in (
+        (raising, ValueError, "^my own"),
+        (undefined, NameError, "^name 'y' is not defined"),
+        (called_wrongly, TypeError, "missing 1 required positional argument: 'w'"),
+    ):
+        for call in (gshard.jit(f, mesh=8), lambda x, f=f: gshard.explain(f, x, mesh=8)):
+            with pytest.raises(kind, match=text) as caught:
+                call(X)
+            assert type(caught.value) is kind
+
+
+def test_a_spec_without_a_mesh_takes_that_of_jit() -> None:
+    f = gshard.jit(lambda x: 2 * jax.lax.with_sharding_constraint(x, P("data")), mesh=MESH)
+    for got in in_every_way(f, (X,), mesh_of(**MESH)):
+        assert got.sharding.spec == P("data")
+        np.testing.assert_array_equal(got, 2 * X)
+
+
+@pytest.mark.parametrize("name", ["H100", "H100:1x8", "h100"])
+def test_capitals_of_a_machine_do_not_matter(name: str) -> None:
+    f = gshard.jit(lambda x: 2 * gshard.split(x, 0, 8), mesh=8, machine=name)
+    for got in in_every_way(f, (X,), mesh_of(devices=8)):
+        np.testing.assert_array_equal(got, 2 * X)
+    found = gshard.explain(lambda x: gshard.split(x, 0, 8), X, mesh=gshard.Mesh.abstract(d=8), machine=name)
+    assert found.machine == gshard.Machine.of(H100)
+
+
+def test_a_machine_that_is_not_known_gets_the_nearest() -> None:
+    with pytest.raises(gshard.MachineError) as caught:
+        gshard.Machine.of("H10:1x8")
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("Did you mean 'h100'? ")
+
+
+def test_explain_takes_the_options_of_jit() -> None:
+    def f(x: Any, w: Any) -> Any:
+        return jnp.tanh(gshard.split(x, 0, 8) @ w).sum()
+
+    shapes = Shape((4096, 512), "float32"), Shape((512, 512), "float32")
+    mesh = gshard.Mesh.abstract(devices=8)
+    plan = gshard.search(lambda x, w: jnp.tanh(x @ w).sum(), *shapes, mesh=[mesh], machine=H100).plan
+    for made in (lambda x, w: jnp.tanh(x @ w).sum(), gshard.jit(lambda x, w: jnp.tanh(x @ w).sum(), mesh=mesh)):
+        found = gshard.explain(made, *shapes, mesh=mesh, plan=plan)
+        assert gshard.SavedPlan.of(found.plan) == gshard.SavedPlan.of(plan)
+    for made in (f, gshard.jit(f, mesh=mesh), gshard.jit(f, mesh=mesh, memory_limit="1GiB")):
+        with pytest.raises(gshard.MemoryLimitError):
+            gshard.explain(made, *shapes, mesh=mesh, memory_limit="1KiB")
+        assert gshard.explain(made, *shapes, mesh=mesh, memory_limit="1GiB").equations > 0

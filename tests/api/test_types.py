@@ -1,0 +1,70 @@
+"""Types of the public API: mypy and pyright find no error in a user's program in strict mode, and each wrong one.
+
+``typed_program.py`` asserts types, and its mistakes are marked: mypy reports a mark that is not needed. Pyright is no
+dependency, because it needs Node.js; without it its test is skipped.
+"""
+
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import gshard
+from gshard.api.jit import JitOptions
+
+PROGRAM = Path(__file__).with_name("typed_program.py")
+SRC = Path(gshard.__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_mypy_in_strict_mode() -> None:
+    cache = PROGRAM.parent.parent.parent / ".mypy_cache" / "user"
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        "--follow-imports=silent",
+        "--cache-dir",
+        cache,
+    ]
+    found = subprocess.run(
+        [*command, PROGRAM], capture_output=True, text=True, env={**os.environ, "MYPYPATH": str(SRC)}
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.slow
+def test_pyright_in_strict_mode(tmp_path: Path) -> None:
+    pyright = shutil.which("pyright") or shutil.which("pyright", path=Path(sys.executable).parent)
+    if pyright is None:
+        pytest.skip("pyright is not installed: pip install pyright")
+    shutil.copy(PROGRAM, tmp_path)
+    options = {"include": [PROGRAM.name], "extraPaths": [str(SRC)], "typeCheckingMode": "strict"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(options))
+    command = [pyright, "--outputjson", "-p", str(tmp_path), "--pythonpath", sys.executable]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
+    assert found["summary"]["filesAnalyzed"] == 1
+    assert found["generalDiagnostics"] == []
+
+
+def test_the_options_for_type_checkers_are_those_of_jit() -> None:
+    own = {name: p for name, p in inspect.signature(gshard.jit).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert list(own) == list(JitOptions.__annotations__)
+    hints, options = get_type_hints(gshard.jit), get_type_hints(JitOptions)
+    assert {name: hints[name] for name in own} == options
+
+
+def test_jitted_is_a_type_that_can_be_named() -> None:
+    f = gshard.jit(lambda x: x, mesh=8)
+    assert isinstance(f, gshard.Jitted)
+    assert not isinstance(lambda x: x, gshard.Jitted)
+    assert isinstance(f.on(4), gshard.Jitted)
+    assert gshard.Jitted[[int], str] is not None
