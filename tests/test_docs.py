@@ -33,6 +33,7 @@ LONG = {
     "layout_transformer.py",
     "explained_transformer.py",
     "decoder_moe.py",
+    "megatron.md",
 }
 
 
