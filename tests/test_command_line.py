@@ -447,6 +447,12 @@ def test_old_names_of_options_work_and_name_the_new_one(command, old, new, model
     assert ("--static-argnums 9: loss has 2 arguments" in printed) == ("9" in old)
 
 
+@pytest.mark.parametrize("given", [["--finite"], ["--arg", "f32[8]"], ["--mesh", "data=8"], ["--donate-argnums", "0"]])
+def test_options_of_functions_are_refused_for_named_models(given, capsys):
+    assert main(["plan", "MoE(128E, 12L)", "--machine", "v3:8x8", *given]) == 1
+    assert f"{given[0]} is for a function of yours." in capsys.readouterr().err
+
+
 def test_seconds_of_explain_is_no_old_name(model, capsys):
     assert main(["explain", f"{model}:reduced", "--mesh", "devices=4", "--seconds", "1"]) == 0
     assert "DeprecationWarning" not in capsys.readouterr().err

@@ -31,7 +31,7 @@ from gshard.explanation.difference import difference
 from gshard.explanation.explain import Explanation
 from gshard.explanation.report.page import page
 from gshard.moe.models import ModelError
-from gshard.named_target import TargetError, load, mesh_of, need_folder, place_of, play_devices, told_by
+from gshard.named_target import TOLD, TargetError, load, mesh_of, need_folder, place_of, play_devices, told_by
 from gshard.passes.recorded import SavedPlan
 from gshard.planning import plan
 from gshard.xla.calibrate import calibrate
@@ -65,13 +65,13 @@ def _explain(options: argparse.Namespace) -> None:
     limit = None if options.fail_above is None else limit_of(options.fail_above)
     # XLA compiles for devices that exist.
     f, arguments = _load(options, options.target, options.machine, force=with_xla)
-    plan = options.plan and SavedPlan.load(options.plan)
+    saved = options.plan and SavedPlan.load(options.plan)
     mesh = None if isinstance(f, Jitted) and not options.mesh else _mesh(options.mesh, options.machine)
-    if plan and not options.mesh:
-        mesh = Mesh.abstract(**dict(plan.axes))
+    if saved and not options.mesh:
+        mesh = Mesh.abstract(**dict(saved.axes))
     on = dict(mesh.axes) if with_xla and mesh is not None else mesh
     found = explain(
-        f, *arguments, mesh=on, machine=options.machine, memory_limit=options.memory_limit, plan=plan,
+        f, *arguments, mesh=on, machine=options.machine, memory_limit=options.memory_limit, plan=saved,
         finite=options.finite, **told_by(f, len(arguments), options),
     )  # fmt: skip
     data = found.data(options.machine, options.seconds)
@@ -142,10 +142,10 @@ def _plan(options: argparse.Namespace) -> None:
     if ":" in options.config:
         _plan_function(options)
         return
-    if options.finite:
-        raise TargetError(
-            "--finite is for a function of yours.", got=options.config, hint="Leave it out for a named model."
-        )
+    for name in ("finite", "arg", "mesh", *TOLD):
+        if getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
+            raise TargetError(f"{option} is for a function of yours.", got=options.config, hint=f"Leave {option} out.")
     try:
         found = plan(
             options.config,

@@ -146,7 +146,7 @@ def need_folder(path: Path, option: str) -> None:
         )
 
 
-_TOLD = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+TOLD = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 
 
 def told_by(f: Callable[..., Any], given: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -160,8 +160,8 @@ def told_by(f: Callable[..., Any], given: int, options: argparse.Namespace) -> d
     Raises:
         TargetError: there is no argument of such a number.
     """
-    made = {name: getattr(options, name) for name in _TOLD}
-    for option, number in ((f"--{name.replace('_', '-')}", n) for name in _TOLD[::2] for n in made[name] or ()):
+    made = {name: getattr(options, name) for name in TOLD}
+    for option, number in ((f"--{name.replace('_', '-')}", n) for name in TOLD[::2] for n in made[name] or ()):
         if not 0 <= number < given:
             names = list(parameters_of(f))
             told = f", {' and '.join([', '.join(names[:-1]), names[-1]] if len(names) > 1 else names)}" if names else ""

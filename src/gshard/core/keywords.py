@@ -35,10 +35,6 @@ def keywords(hint: str = "", /, **new_of_old: str) -> Callable[[F], F]:
     ...     return length / 2
     >>> half(length=3)
     1.5
-    >>> half(lenth=3)
-    Traceback (most recent call last):
-    gshard.core.errors.ArgumentError: gshard.half has no argument 'lenth'.
-      Did you mean 'length'?
     """
 
     def decorated(f: F) -> F:

@@ -27,7 +27,7 @@ class Collective:
         why: what needed it.
         value: the array that is moved, None inside an equation's own way to run on shards.
         before, after: its shardings.
-        source: how it lay before the first of the steps of which this is one.
+        source: its sharding before the first step of the whole reshard.
         cause: the equation of ``line``: it makes what must be combined or moved, or needs an operand moved.
         emitted: the equation in whose place in the per-device program it runs. What an equation makes is moved where
             it is first used, so this may be a later line than the cause's.

@@ -200,7 +200,7 @@ class Moves:
         sizes = tuple((name, mesh.count(own)) for name, own in self.atoms_of.items())
         self._coarse = Mesh(sizes or mesh.axes, factored=False)
         self._names_of = {own: name for name, own in self.atoms_of.items()}
-        # Parts of one axis: which axis, and the how manyth of its parts.
+        # Parts of one axis: the axis, and the index of the part.
         self._parts = [tuple(map(self._names_of.__getitem__, own)) for own in parts_of(mesh, axes)]
         self._is_parted = any(len(own) > _FEW_PARTS for own in self._parts)
         self._visited: set[tuple[Atoms, ...]] | None = set() if has_many(mesh, axes) else None

@@ -1,13 +1,13 @@
 """Pieces: represents an array along one dimension by arrays side by side; each is a window of a frame.
 
-What is joined with little, or cut a little, is spread over the devices anew, so that nearly all elements move. In
-pieces it stays as it was: what is joined as it came, what is cut in the frame of what it was cut from.
+An array that is joined with few elements, or loses few, has shards of another size, so nearly all elements move. In
+pieces each array stays where it is: operands of a join as they are, a part in the frame of the array it was cut from.
 
     concatenate(first, x)     1 and 256 elements                    [0:1 of 1], [0:256 of 256]
     logits[:, :1000]          of 1024                               [0:1000 of 1024]
     pad(that, 0, 24)          the window grows, and is filled       [0:1024 of 1024], an array like any other
 
-What of a frame lies outside of its window means nothing.
+Elements of a frame outside of its window are undefined.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Source:
 
     Attributes:
         piece: what it is.
-        operand: the position of the operand that it is made of, or of the number of which all of it consists.
+        operand: the position of the operand that it is made of, or of the number that fills it.
         part: which piece of that operand; None if it is a number.
         low, high: how many of its elements, at the ends of its window, are filled with a number, at ``number``.
         cut: the elements of the operand's frame that are cut out; None where the frame is kept.

@@ -1,8 +1,8 @@
 """Piecewise regions: finds the equations to compute in pieces, until the dimension is reduced.
 
-A region begins where arrays are joined, cut or padded along a dimension, and takes in what is computed of them, and
-what that is computed with. It is closed if the dimension is reduced in the end, or if arrays leave as they came. Then
-nothing of it has to be redistributed:
+A region begins where arrays are joined, cut or padded along a dimension. It contains the equations that read them, and
+the equations that make the other operands of these. It is closed if the dimension is reduced in the end, or if arrays
+leave as they came. Then nothing of it has to be redistributed:
 
     y = concatenate(cls, x)           cls, x
     e = exp(y @ q)                    exp(cls @ q), exp(x @ q)
@@ -139,7 +139,7 @@ class _Choice:
     """What is done with arrays that something outside of a region reads.
 
     Attributes:
-        taken: in order, those of which all that is computed of them is in the region, too.
+        taken: in order, those with all their readers in the region.
         brought: those that are made as before, and cut in pieces.
         kept: those that are made twice.
     """
@@ -161,7 +161,7 @@ class _Search:
                 self.readers.setdefault(x, []).append(e)
         self.dims: dict[Array, int] = {}
         self.layouts: dict[Array, Layout] = {}
-        self.forced: set[Array] = set()  # of which all that is computed is in the region
+        self.forced: set[Array] = set()  # all their readers are in the region
         self.equations: dict[Equation, Touch | Moves] = {}
         self.joined: set[Array] = set()
         self.waiting: list[Array] = []

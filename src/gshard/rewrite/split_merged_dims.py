@@ -57,7 +57,7 @@ def _joints(groups: Groups) -> int:
 
 
 def _apart(groups: Groups) -> Groups:
-    """Those of which only the first dimension that was merged is apart, and not that if its rows became short.
+    """The groups with only the first merged dimension apart, and none if its rows would become short.
 
     The last two dimensions are in tiles of so many rows on some devices, and would be padded to these.
     """
@@ -68,7 +68,7 @@ def _apart(groups: Groups) -> Groups:
 
 
 def _groups(groups: Groups, x: Array) -> Groups:
-    """Those of an array some of whose dimensions may be of one element, which is for all."""
+    """The groups of an array, which may have dimensions of one element that stands for all."""
     return tuple(g if math.prod(g) == n else (1,) * len(g) for g, n in zip(groups, x.shape, strict=True))
 
 

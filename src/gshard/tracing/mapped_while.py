@@ -5,9 +5,9 @@ only the examples whose flag is. Here that is written out, as one equation with 
 
     flags, *carry  ->  flags, *carry        new values are selected by the flags, which are then computed again
 
-so that flags and selections have shardings like everything else. Examples know nothing of each other. So if what the
-devices hold of them never meets inside the body, each device goes round until its own examples have ended, and nobody
-asks whether to go on; where something meets, all devices along which it does go round equally often.
+so that flags and selections have shardings like everything else. Examples are independent. So if the body does not
+communicate, each device iterates until its own examples have ended, and no flag is combined; if it communicates along
+some axes, all devices along these iterate equally often.
 
     vmap(lambda n: fori_loop(0, n, f, x))(ns)      ns split over 8 devices: eight loops, nothing is sent
 """
