@@ -6,10 +6,9 @@ gshard.explain(f, mesh=8)         # f needs arguments
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gshard.core.errors import ArgumentError
@@ -20,35 +19,29 @@ from gshard.tracing.by_jax import name_of
 _OF_CALL = re.compile(r"(missing \d+ required|takes .* positional arguments? but|got an unexpected keyword)")
 
 
-@contextlib.contextmanager
-def clear_call_errors(
-    asker: Callable[..., Any], f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[None]:
-    """In this block, a ``TypeError`` of the call of ``f`` names the arguments that are wrong and those that there are.
+def clear_call_error(
+    asker: Callable[..., Any], f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
+) -> TypeError:
+    """The error to raise for a ``TypeError`` in a call of ``f``: if the arguments are wrong, one that names them.
 
     Args:
         asker: the function of gshard that was called.
         f: the function.
         args, kwargs: its arguments.
-
-    Raises:
-        ArgumentError: ``f`` does not take these arguments.
+        error: what was raised; returned if ``f`` takes these arguments.
     """
-    try:
-        yield
-    except TypeError as error:
-        signature = _signature(f) if _OF_CALL.search(str(error)) else None
-        if signature is None or _fits(signature, args, kwargs):
-            raise
-        what = f"{name_of(f)}({', '.join(signature.parameters)})"
-        known = signature.parameters
-        wrong = next((k for k in kwargs if k not in known), None)
-        if wrong is not None:
-            hint = f"{what} has no such argument either."
-            options = [p.name for p in inspect.signature(asker).parameters.values() if p.kind is p.KEYWORD_ONLY]
-            raise unknown_keyword(asker.__name__, wrong, [*options, *known], hint) from None
-        hint = f"Give its arguments, arrays or jax.ShapeDtypeStruct: gshard.{asker.__name__}(f, x, mesh=8)."
-        raise ArgumentError(str(error), user_line(), f"{len(args) + len(kwargs)} given to {what}", hint) from None
+    signature = _signature(f) if _OF_CALL.search(str(error)) else None
+    if signature is None or _fits(signature, args, kwargs):
+        return error
+    what = f"{name_of(f)}({', '.join(signature.parameters)})"
+    known = signature.parameters
+    wrong = next((k for k in kwargs if k not in known), None)
+    if wrong is not None:
+        options = [p.name for p in inspect.signature(asker).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        hint = f"{what} has no such argument either."
+        return unknown_keyword(asker.__name__, wrong, [*options, *known], hint)
+    hint = f"Give its arguments, arrays or jax.ShapeDtypeStruct: gshard.{asker.__name__}(f, x, mesh=8)."
+    return ArgumentError(str(error), user_line(), f"{len(args) + len(kwargs)} given to {what}", hint)
 
 
 def _signature(f: Callable[..., Any]) -> inspect.Signature | None:

@@ -20,7 +20,7 @@ def unread_marks(whole: Any) -> tuple[str, ...]:
     """A line of text for each source line of a jaxpr whose marks nothing reads."""
     texts: dict[str, str] = {}
     read: set[str] = set()
-    for line, mark, is_read in _marks(closed(whole)[0]):
+    for line, mark, is_read in _marks(closed(whole)[0], set()):
         texts.setdefault(line, str(mark) if isinstance(mark, Mark) else f"name(x, {str(mark)!r})")
         if is_read:
             read.add(line)
@@ -31,12 +31,14 @@ def unread_marks(whole: Any) -> tuple[str, ...]:
     )
 
 
-def _marks(jaxpr: Any) -> Iterator[tuple[str, Any, bool]]:
-    """The line of each mark, the mark, and whether anything reads its result."""
+def _marks(jaxpr: Any, seen: set[int]) -> Iterator[tuple[str, Any, bool]]:
+    """The line of each mark, the mark, and whether anything reads its result; each body once, however often called."""
     read = {id(v) for v in jaxpr.outvars}
     read |= {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
     for eqn in jaxpr.eqns:
         if eqn.primitive in (mark_p, name_p):
             yield user_line(eqn.source_info), eqn.params["mark"], id(eqn.outvars[0]) in read
         for inner in sub_jaxprs(eqn.params):
-            yield from _marks(closed(inner)[0])
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                yield from _marks(closed(inner)[0], seen)
