@@ -1,5 +1,6 @@
 """What all tests share: eight virtual CPU devices, seeded random numbers, golden files."""
 
+import gc
 import itertools
 import os
 import zlib
@@ -8,13 +9,15 @@ from pathlib import Path
 
 # Read when JAX starts its backend, so set before any test module can touch JAX. A collective whose
 # device threads are late (eight of them on few cores) would abort the process after a minute; on a busy
-# machine that proves nothing, so wait longer than a test may last. An unknown flag aborts too: these
-# are known to every supported version.
+# machine that proves nothing, so wait longer than a test may last. Most of the time of a test goes into compiling
+# programs that run once, so LLVM does not optimise them, unless XLA_FLAGS says so (make test-full, make test-newest).
+# An unknown flag aborts too: these are known to every supported version.
 _FLAGS = {
     "--xla_force_host_platform_device_count": 8,
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
     "--xla_cpu_collective_call_terminate_timeout_seconds": 3600,
     "--xla_cpu_collective_timeout_seconds": 3600,
+    "--xla_backend_optimization_level": 0,
 }
 _given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([_given, *(f"{k}={v}" for k, v in _FLAGS.items() if k not in _given)]).strip()
@@ -28,6 +31,8 @@ import pytest  # noqa: E402
 # The same cases at every run; no limit on time, since a first call compiles.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+gc.disable()  # until all tests are collected
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -56,6 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if drawn else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    """Python's garbage collector passes over what is there before the first test: modules, and thousands of tests."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -91,7 +91,7 @@ def fits(monoid: str, x: np.ndarray) -> bool:
 LINEAR = [
     (r, e)
     for r in rows()
-    if (e := the_equation(trace(r.function, *r.arguments), r.primitive)) is not None
+    if (e := the_equation(r.program, r.primitive)) is not None
     and e.rule is not None
     and e.rule.linear
     and not any(jax.dtypes.issubdtype(v.dtype, jax.dtypes.prng_key) for v in e.inputs if isinstance(v, Value))
@@ -100,13 +100,12 @@ LINEAR = [
 
 @pytest.mark.parametrize("row", others_slow((r for r, _ in LINEAR), "linear"))
 def test_parts_pass(row: Row) -> None:
-    program = trace(row.function, *row.arguments)
+    program = row.program
     equation = the_equation(program, row.primitive)
     assert equation is not None
     assert equation.rule is not None
     given = [*program.captured, *(np.asarray(_array(x)) for x in jax.tree.leaves(row.arguments))]
     whole = dict(zip(program.block.inputs, given, strict=True))
-    want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(row.function, compiler_options=AS_WRITTEN)(*row.arguments))]
     for k, (monoid, operands) in enumerate(equation.rule.linear):
         values = [equation.inputs[i] for i in sorted(operands)]
         elsewhere = [v for j, v in enumerate(equation.inputs) if j not in operands]
@@ -120,7 +119,7 @@ def test_parts_pass(row: Row) -> None:
         base = next((s for s in splits_of(equation, 99) if all(a == ("a",) for a in s.values())), {})
         for split in ({-1 - k: (ATOM,)}, {**base, -1 - k: (ATOM,)}):
             if is_valid(equation.rule, split, MESH):
-                check(program, equation, split, whole, {v: monoid for v in cut}, want, row.tolerance)
+                check(program, equation, split, whole, {v: monoid for v in cut}, row.expected, row.tolerance)
 
 
 def check(
@@ -203,7 +202,7 @@ EXTREME = [
 
 @pytest.mark.parametrize("row", others_slow(EXTREME, "extreme"))
 def test_the_worst_parts_pass(row: Row) -> None:
-    program = trace(row.function, *row.arguments)
+    program = row.program
     equation = the_equation(program, row.primitive)
     assert equation is not None
     assert equation.rule is not None
