@@ -17,8 +17,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= logical
 PYTEST_OPTIONS := --numprocesses $(WORKERS) --maxprocesses 4
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
-# XLA as users have it: LLVM optimises, which the fast tests leave out (tests/conftest.py).
-OPTIMISED := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=3"
+# XLA as users have it; in the fast tests LLVM does not optimise (tests/conftest.py).
+OPTIMISED := JAX_DISABLE_MOST_OPTIMIZATIONS=0
 # What `make quick` runs: one in ten of the cases of each test, and all of those that are marked quick.
 QUICK_LAWS := any_program linear predicted_is_emitted propagate_laws reshard_any rules_complete rules_sound same_numbers \
 	split_roundtrip

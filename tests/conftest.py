@@ -4,24 +4,25 @@ import gc
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 # Read when JAX starts its backend, so set before any test module can touch JAX. A collective whose
 # device threads are late (eight of them on few cores) would abort the process after a minute; on a busy
-# machine that proves nothing, so wait longer than a test may last. Most of the time of a test goes into compiling
-# programs that run once, so LLVM does not optimise them, unless XLA_FLAGS says so (make test-full, make test-newest).
-# An unknown flag aborts too: these are known to every supported version.
+# machine that proves nothing, so wait longer than a test may last. An unknown flag aborts too: these
+# are known to every supported version.
 _FLAGS = {
     "--xla_force_host_platform_device_count": 8,
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
     "--xla_cpu_collective_call_terminate_timeout_seconds": 3600,
     "--xla_cpu_collective_timeout_seconds": 3600,
-    "--xla_backend_optimization_level": 0,
 }
 _given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([_given, *(f"{k}={v}" for k, v in _FLAGS.items() if k not in _given)]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of the time of a test goes into compiling programs that run once. LLVM does not optimise them, but where every
+# bit counts (``pytest.mark.optimised``), in `make test-full` and in `make test-newest`.
+_UNOPTIMISED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -31,8 +32,6 @@ import pytest  # noqa: E402
 # The same cases at every run; no limit on time, since a first call compiles.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
-
-gc.disable()  # until all tests are collected
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -63,10 +62,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
-def pytest_collection_finish() -> None:
-    """Python's garbage collector passes over what is there before the first test: modules, and thousands of tests."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without garbage collection: modules and tests stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +82,17 @@ def room_for_compiled_programs() -> Iterator[None]:
     yield
     if next(_TESTS) % 10 == 0 and _mappings() > 20_000:
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def optimised_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles as users do in tests that are marked ``optimised``."""
+    marked = _UNOPTIMISED and request.node.get_closest_marker("optimised") is not None
+    if marked:
+        jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    if marked:
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 _TESTS = itertools.count()

@@ -18,6 +18,8 @@ import gshard
 import pages
 from test_structure import exported
 
+pytestmark = pytest.mark.optimised  # pages show what users get
+
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
 WITH_DOCTESTS = [path for path in sorted(SRC.rglob("*.py")) if ">>> " in path.read_text()]

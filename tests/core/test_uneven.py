@@ -1,6 +1,7 @@
 """An array in padded parts is read, and computed with, as the whole array that it is."""
 
 import copy
+import functools
 import operator
 import pickle
 from collections.abc import Callable
@@ -21,9 +22,14 @@ def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
 
 
+@functools.cache
+def in_parts(kind: AxisType) -> Callable[[Any], Any]:
+    return gshard.jit(lambda x: gshard.split(x, 0, 8), mesh_of(kind), uneven="keep")
+
+
 def kept(x: Any, kind: AxisType) -> Any:
     """The array in eight uneven parts."""
-    made = gshard.jit(lambda x: gshard.split(x, 0, 8), mesh_of(kind), uneven="keep")(x)
+    made = in_parts(kind)(x)
     assert isinstance(made, gshard.UnevenArray)
     return made
 
