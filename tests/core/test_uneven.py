@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType
 
 import gshard
+from sampled import crossed
 
 X = np.arange(-6, 20, dtype=np.int32).reshape(13, 2)
 
@@ -77,8 +78,7 @@ READINGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("name", READINGS)
+@pytest.mark.parametrize("name, kind", crossed(list(READINGS), [AxisType.Auto, AxisType.Explicit], one_in=2))
 def test_it_reads_like_the_whole_array(name: str, kind: AxisType) -> None:
     read = READINGS[name]
     want = jax.tree.map(np.asarray, read(jnp.asarray(X)))
