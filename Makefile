@@ -20,6 +20,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= logical
 PYTEST_OPTIONS := --numprocesses $(WORKERS) --maxprocesses 4
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
+# XLA as users have it; in the fast tests LLVM does not optimise (tests/conftest.py).
+OPTIMISED := JAX_DISABLE_MOST_OPTIMIZATIONS=0
 # What `make quick` runs: one in ten of the cases of each test, and all of those that are marked quick.
 QUICK_LAWS := any_program linear predicted_is_emitted propagate_laws reshard_any rules_complete rules_sound same_numbers \
 	split_roundtrip
@@ -53,12 +55,12 @@ test: setup lint types docs  ## what a change must pass: lint, types, documentat
 	$(PYTEST)
 
 test-full: setup lint types docs  ## the same with the long sweeps
-	$(PYTEST) -m "not network" --timeout 3600
+	$(OPTIMISED) $(PYTEST) -m "not network" --timeout 3600
 
 test-newest: setup  ## run the laws on the newest JAX, if .venv has another one and a Python for it is found
 	@python=$$($(BIN)/python scripts/newest_python.py) && if test -n "$$python"; then \
 		$(MAKE) --no-print-directory setup VENV=$(VENV_NEWEST) PYTHON="$$python" && \
-		$(VENV_NEWEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(LAWS); fi
+		$(OPTIMISED) $(VENV_NEWEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(LAWS); fi
 
 test-next: setup  ## run the laws on a JAX beyond the bound in pyproject.toml, if there is one: may the bound be raised?
 	@found=$$($(BIN)/python scripts/next_jax.py) && set -- $$found && if test -n "$$2"; then \

@@ -17,7 +17,6 @@ from pathlib import Path
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule
 from gshard.language.region import REGIONS
 from gshard.language.registry import known_primitives, own_rule
-from gshard.passes.trace import trace
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "operators.md"
@@ -81,7 +80,7 @@ def seen() -> dict[str, Seen]:
     found: dict[str, Seen] = {}
     sys.path.insert(0, str(ROOT / "tests"))
     for row in importlib.import_module("harness").rows():
-        for e in trace(row.function, *row.arguments).block.walk():
+        for e in row.program.block.walk():
             if e.name == row.primitive and e.rule is not None:
                 found.setdefault(e.name, Seen()).add(e.rule)
     return found

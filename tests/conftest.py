@@ -1,9 +1,10 @@
 """What all tests share: eight virtual CPU devices, seeded random numbers, golden files."""
 
+import gc
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 # Read when JAX starts its backend, so set before any test module can touch JAX. A collective whose
@@ -19,6 +20,9 @@ _FLAGS = {
 _given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([_given, *(f"{k}={v}" for k, v in _FLAGS.items() if k not in _given)]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of the time of a test goes into compiling programs that run once. LLVM does not optimise them, but where every
+# bit counts (``pytest.mark.optimised``), in `make test-full` and in `make test-newest`.
+_UNOPTIMISED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -58,6 +62,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without garbage collection: modules and tests stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def room_for_compiled_programs() -> Iterator[None]:
     """Forgets what is compiled before there is too much of it.
@@ -68,6 +82,17 @@ def room_for_compiled_programs() -> Iterator[None]:
     yield
     if next(_TESTS) % 10 == 0 and _mappings() > 20_000:
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def optimised_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles as users do in tests that are marked ``optimised``."""
+    marked = _UNOPTIMISED and request.node.get_closest_marker("optimised") is not None
+    if marked:
+        jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    if marked:
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 _TESTS = itertools.count()

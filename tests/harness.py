@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,11 +18,14 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas
 
+from gshard.core.program import Program
+from gshard.core.xla_workarounds import AS_WRITTEN
+from gshard.passes.trace import trace
 from gshard.rewrite.banded_product import band_of
 from gshard.rules.banded import banded_p
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Row:
     """One case.
 
@@ -38,6 +42,17 @@ class Row:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     tolerance: float = 0.0
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """Its equations; all tests share them, since tracing costs more than most of what is done with them."""
+        return trace(self.function, *self.arguments)
+
+    @functools.cached_property
+    def expected(self) -> list[np.ndarray]:
+        """What it computes, compiled as it is written."""
+        found = jax.jit(self.function, compiler_options=AS_WRITTEN)(*self.arguments)
+        return [np.asarray(x) for x in jax.tree.leaves(found)]
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -60,11 +75,12 @@ POSITIVE_DEFINITE = MATRICES @ MATRICES.transpose(0, 2, 1) + 4 * np.eye(4, dtype
 SUM = 1e-5
 
 
-def rows() -> Iterator[Row]:
+@functools.cache
+def rows() -> tuple[Row, ...]:
     """All rows."""
     families = (elementwise, contractions, reductions, shapes, windows, look_ups, sliding, ordered, others)
-    for family in (*families, small, narrow, partial_windows, grouped):
-        yield from family()
+    families = (*families, small, narrow, partial_windows, grouped)
+    return tuple(itertools.chain.from_iterable(family() for family in families))
 
 
 def kernel(x: Any, scale: Any) -> Any:

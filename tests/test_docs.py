@@ -18,6 +18,8 @@ import gshard
 import pages
 from test_structure import FILES, exported, name_of
 
+pytestmark = pytest.mark.optimised  # pages show what users get
+
 ROOT = Path(__file__).resolve().parent.parent
 WITH_DOCTESTS = [path for path in FILES if ">>> " in path.read_text()]
 PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if "_build" not in path.parts]

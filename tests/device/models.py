@@ -116,7 +116,20 @@ WITH_EXPERTS = ("experts gradient", "experts recomputed", "experts einsum")
 
 
 @functools.cache
+def lowered(name: str) -> Any:
+    """A model on its mesh without devices; planned once for all tests that read it."""
+    _, args, *_ = model(name)
+    return _jitted(name).lower(*args)
+
+
+@functools.cache
 def explained(name: str) -> gshard.Explanation:
-    """A model's explanation, on its mesh without devices; made once for all tests that read it."""
-    f, args, axes, donated = model(name)
-    return gshard.explain(gshard.jit(f, mesh=gshard.Mesh.abstract(**axes), donate_argnums=donated), *args)
+    """The explanation of the same plan."""
+    _, args, *_ = model(name)
+    return gshard.explain(_jitted(name), *args)
+
+
+@functools.cache
+def _jitted(name: str) -> Any:
+    f, _, axes, donated = model(name)
+    return gshard.jit(f, mesh=gshard.Mesh.abstract(**axes), donate_argnums=donated)

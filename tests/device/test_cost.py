@@ -5,44 +5,49 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from device.models import MODELS, WITH_EXPERTS, model
+from device.models import MODELS, WITH_EXPERTS, lowered, model
 from gshard.device.cost import cost
 from gshard.device.jaxpr_collectives import emitted, reported
 from gshard.device.machine import Machine
 
 
-def costed(name, machine="cpu:8", concrete=False):
+def costed(name, machine="cpu:8"):
+    found = lowered(name)
+    return found, cost(found.spmd, Machine.of(machine), found.donated)
+
+
+def costed_on_devices(name):
     f, args, axes, donated = model(name)
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes)) if concrete else gshard.Mesh.abstract(**axes)
-    lowered = gshard.jit(f, mesh=mesh, donate_argnums=donated).lower(*args)
-    return lowered, cost(lowered.spmd, Machine.of(machine), lowered.donated)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+    found = gshard.jit(f, mesh=mesh, donate_argnums=donated).lower(*args)
+    return found, cost(found.spmd, Machine.of("cpu:8"), found.donated)
 
 
 @pytest.mark.parametrize("name", [*MODELS, "experts gradient"])
 def test_bytes_are_those_of_the_emitted_program(name):
-    lowered, found = costed(name)
+    program, found = costed(name)
     by_kind = {}
     for k in found.kernels:
         if k.sent:
             by_kind[k.name] = by_kind.get(k.name, 0) + k.sent * k.times
     assert (
         by_kind
-        == dict(emitted(lowered.spmd.jaxpr, lowered.mesh.atom_sizes))
-        == dict(reported(lowered.spmd.collectives))
+        == dict(emitted(program.spmd.jaxpr, program.mesh.atom_sizes))
+        == dict(reported(program.spmd.collectives))
     )
     assert found.sent == sum(by_kind.values()) > 0
 
 
-def xla_peak(lowered):
-    found = lowered.executable.compiled.memory_analysis()
+def xla_peak(program):
+    found = program.executable.compiled.memory_analysis()
     whole = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
     return whole - found.alias_size_in_bytes
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_peak_memory_is_what_xla_plans(name):
-    lowered, found = costed(name, concrete=True)
-    assert found.peak == pytest.approx(xla_peak(lowered), rel=0.15)
+    program, found = costed_on_devices(name)
+    assert found.peak == pytest.approx(xla_peak(program), rel=0.15)
 
 
 # XLA:CPU copies operands of products that it wants transposed, in recomputed layers long before they are read: 3 of the
@@ -55,8 +60,8 @@ COPIED_EARLY = pytest.param(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [COPIED_EARLY if name == "experts recomputed" else name for name in WITH_EXPERTS])
 def test_peak_memory_of_experts_is_what_xla_plans(name):
-    lowered, found = costed(name, concrete=True)
-    assert found.peak == pytest.approx(xla_peak(lowered), rel=0.15)
+    program, found = costed_on_devices(name)
+    assert found.peak == pytest.approx(xla_peak(program), rel=0.15)
 
 
 def of(f, *args, mesh=None, machine="v3:2x2"):

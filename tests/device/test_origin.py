@@ -4,15 +4,10 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from device.models import f32, model
+from device.models import explained, f32, model
 from gshard.device.origin import origins
 from gshard.explanation.merged_collectives import merged
 from gshard.passes.fusion_model import COLLECTIVE
-
-
-def explained(name):
-    f, args, axes, donated = model(name)
-    return gshard.explain(gshard.jit(f, mesh=gshard.Mesh.abstract(**axes), donate_argnums=donated), *args)
 
 
 @pytest.mark.parametrize("name", ["gradient", "recurrent", "vocabulary", "experts gradient"])

@@ -15,6 +15,7 @@ from emitted import reported
 from gshard import CollectiveMatmul, split
 from gshard.device.gather_stalls import gather_stalls
 from gshard.device.machine import Machine
+from sampled import crossed
 
 
 def mlp(x: Any, w: Any, v: Any) -> Any:
@@ -29,6 +30,7 @@ def shapes(*sizes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> list[Any]:
 
 LARGE = shapes((8192, 4096), (4096, 16384), (16384, 4096))
 MESH = gshard.Mesh.abstract(d=8)
+SIZES = [((64, 24), (24, 48), (48, 24)), ((61, 25), (25, 47), (47, 27))]
 
 
 def rings(machine: Any, arguments: Any = LARGE, mesh: Any = MESH, f: Any = mlp, **options: Any) -> Any:
@@ -116,8 +118,7 @@ def test_the_plan_says_what_it_brings_and_costs_what_it_says() -> None:
     assert sum(c.total_bytes for c in found.spmd.collectives) == sum(c.total_bytes for c in at_once.spmd.collectives)
 
 
-@pytest.mark.parametrize("sizes", [((64, 24), (24, 48), (48, 24)), ((61, 25), (25, 47), (47, 27))])
-@pytest.mark.parametrize("names", [("d",), ("d", "e")])
+@pytest.mark.parametrize("sizes, names", crossed(SIZES, [("d",), ("d", "e")], one_in=2))
 def test_the_numbers_are_those_of_the_unpartitioned_program(sizes: Any, names: Any) -> None:
     """Forward and backward, with even and uneven sizes, on one axis and beside another, around an order of the links.
 
@@ -159,9 +160,9 @@ def gradients(x: Any, w: Any, v: Any) -> Any:
     return jax.grad(loss, (0, 1))(w, v)
 
 
-@pytest.mark.parametrize("sizes", [((64, 24), (24, 48), (48, 24)), ((61, 25), (25, 47), (47, 27))])
-@pytest.mark.parametrize("axes", [{"d": 8}, {"e": 2, "d": 4}])
-@pytest.mark.parametrize("f", [tensor_parallel, gradients])
+@pytest.mark.parametrize(
+    "f, axes, sizes", crossed([tensor_parallel, gradients], [{"d": 8}, {"e": 2, "d": 4}], SIZES, one_in=2)
+)
 def test_the_first_half_of_an_all_reduce_passes_beside_its_product(f: Any, axes: Any, sizes: Any) -> None:
     machine = Machine.of("v5p:8x1x1" if axes == {"d": 8} else "v5p:2x4x1")
     slow = dataclasses.replace(machine, flops={"f32": 3e5}, network=tuple(map(_slow, machine.network)))

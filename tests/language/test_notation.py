@@ -7,7 +7,6 @@ import pytest
 from gshard.core.errors import RuleError
 from gshard.language.notation import check_without_local, parse
 from gshard.language.registry import Call, contradiction
-from gshard.passes.trace import trace
 from harness import rows
 
 
@@ -50,7 +49,7 @@ def test_text_is_read(text: str, operands: list[tuple[int, ...]], result: tuple[
 
 def test_what_a_rule_prints_is_read_as_the_same_rule() -> None:
     for row in rows():
-        for e in trace(row.function, *row.arguments).block.walk():
+        for e in row.program.block.walk():
             if e.rule is None or not all((*(x.shape for x in e.inputs), *(x.shape for x in e.outputs))):
                 continue
             one = Call(e.name, {}, tuple(x.shape for x in e.inputs), tuple(x.shape for x in e.outputs), ())

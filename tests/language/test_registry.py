@@ -12,13 +12,12 @@ from gshard.core.errors import RuleError
 from gshard.core.program import Equation
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule
 from gshard.language.registry import Call, known_primitives, rule, rule_of
-from gshard.passes.trace import trace
 from harness import Row, rows
 from invented import invented
 
 
 def equations(row: Row) -> list[Equation]:
-    return [e for e in trace(row.function, *row.arguments).block.walk() if e.rule is not None]
+    return [e for e in row.program.block.walk() if e.rule is not None]
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,8 @@ from gshard import split
 from placed import in_every_way, mesh_of
 from sampled import crossed
 
+pytestmark = pytest.mark.optimised
+
 SPECIAL = np.array([-0.0, 0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-39, -2.5], np.float32)
 ZEROS = np.full(8, -0.0, np.float32)
 WITHOUT_NAN = np.array([-0.0, 0.0, 3.0, -np.inf, 7.0, 200.0, -1.0, -2.5], np.float32)

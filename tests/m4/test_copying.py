@@ -59,11 +59,9 @@ class Spelt:
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation() -> Iterator[None]:
     """Compiling costs more than running; one width is compiled for."""
-    jax.config.update("jax_disable_most_optimizations", True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gshard_m4.translate._width", lambda tokens, longest: longest)
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -24,14 +23,6 @@ MODEL = moe.TransformerConfig(
     source_vocabulary=V, target_vocabulary=V, model_dim=8, hidden_dim=16, heads=2, head_dim=4, encoder_layers=2,
     decoder_layers=2, experts=8, group_size=None, groups=8, capacity_factor=1.5, dropout=0.1,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Compiling costs more than running."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def batch(step: int, *_: int) -> dict[str, np.ndarray]:

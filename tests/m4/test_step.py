@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,24 +30,27 @@ DENSE = moe.TransformerConfig(
 SPARSE = dataclasses.replace(DENSE, experts=8, group_size=None, dropout=0.1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Most of the time here would go into optimising programs that run for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def batch(rng: np.random.Generator, rows: int = 16, length: int = 8) -> dict[str, np.ndarray]:
     ids = np.where(np.arange(length) < rng.integers(1, length, (rows, 1)), rng.integers(3, V, (rows, length)), 0)
     ids[np.arange(rows), (ids != 0).sum(1)] = 1
     return {"source": ids.astype(np.int32), "target": ids[:, ::-1].astype(np.int32)}
 
 
-def test_micro_batches_add_up_to_the_batch(rng: np.random.Generator) -> None:
+@pytest.fixture(scope="module")
+def dense_step() -> Any:
+    """Compiled once."""
+    return jax.jit(make_step(DENSE, TrainConfig()))
+
+
+@pytest.fixture(scope="module")
+def dense_state() -> Any:
+    return initial_state(DENSE, 0)
+
+
+def test_micro_batches_add_up_to_the_batch(dense_step: Any, dense_state: Any, rng: np.random.Generator) -> None:
     """Sentences are of all lengths, so the mean of the micro-batches' means would be another number."""
-    state, given = initial_state(DENSE, 0), batch(rng)
-    whole, want = jax.jit(make_step(DENSE, TrainConfig()))(state, given)
+    state, given = dense_state, batch(rng)
+    whole, want = dense_step(state, given)
     parts, got = jax.jit(make_step(DENSE, TrainConfig(accumulate=4)))(state, given)
     for name in ("loss", "cross_entropy", "gradient_norm", "tokens"):
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5)
@@ -69,10 +72,12 @@ def test_devices_combine_what_micro_batches_add_to_once(rng: np.random.Generator
     assert others < 0.05 * found.total_bytes, "the sentences themselves, where micro-batches are dealt, and masks"
 
 
-def test_a_step_that_is_not_finite_changes_nothing_but_counts(rng: np.random.Generator) -> None:
-    state, given = initial_state(DENSE, 0), batch(rng)
+def test_a_step_that_is_not_finite_changes_nothing_but_counts(
+    dense_step: Any, dense_state: Any, rng: np.random.Generator
+) -> None:
+    state, given = jax.tree.map(lambda x: x, dense_state), batch(rng)  # dictionaries of its own
     state["params"]["decoder"]["norm"] = state["params"]["decoder"]["norm"].at[3].set(jnp.inf)
-    after, metrics = jax.jit(make_step(DENSE, TrainConfig()))(state, given)
+    after, metrics = dense_step(state, given)
     assert not np.isfinite(metrics["loss"])
     assert (int(after["step"]), int(after["skipped"]), float(metrics["skipped"])) == (1, 1, 1.0)
     for name in ("params", "moments"):

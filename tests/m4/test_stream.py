@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,14 +18,6 @@ CONFIG = moe.TransformerConfig(
     decoder_layers=2, experts=4, group_size=None,
 )  # fmt: skip
 OPTIONS = DecodeConfig(beam=3, alpha=0.0, max_length=12)  # without a bonus for length, a search is seen to be over
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Compiling costs more than running."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

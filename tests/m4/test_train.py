@@ -88,8 +88,7 @@ def test_two_devices_compute_what_one_does(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Most of the time here would go into optimising programs that run for milliseconds, and into doing it again."""
-    jax.config.update("jax_disable_most_optimizations", True)
+    """Most of the time here would go into compiling programs again."""
     changed = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
         "jax_persistent_cache_min_compile_time_secs": 0.1,
@@ -99,7 +98,6 @@ def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()

@@ -11,6 +11,7 @@ from jax import lax, random
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from sampled import crossed
 
 
 def same_in_three_calls(step: Callable[..., Any], f: Callable[..., Any], *args: Any, committed: bool = True) -> None:
@@ -40,8 +41,7 @@ EXCHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
-@pytest.mark.parametrize("mesh", [{"x": 3, "y": 2}, {"x": 2, "y": 4}], ids=str)
+@pytest.mark.parametrize("name, mesh", crossed(list(EXCHANGES), [{"x": 3, "y": 2}, {"x": 2, "y": 4}], one_in=2))
 def test_exchanges_of_what_was_exchanged(name: str, mesh: dict[str, int]) -> None:
     f, a = EXCHANGES[name], np.arange(-40, 7 * 17 - 40, dtype=np.int32).reshape(1, 7, 17)
     same_in_three_calls(gshard.jit(f, mesh), f, a)

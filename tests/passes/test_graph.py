@@ -122,7 +122,7 @@ SMALL: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-_LONG = {"attended", "looked_up", "two"}
+_LONG = {"attended", "looked_up", "turned", "two"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _LONG else n for n in SMALL])

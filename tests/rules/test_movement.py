@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import gshard
 from gshard.core.jax_adapter import bind
 from gshard.rules.movement import elements, index_of
 from harness import Row, rows
@@ -17,7 +16,7 @@ ROWS = [row for row in rows() if row.primitive in OPERATORS]
 def moved(row: Row) -> int:
     """Compares the equations of a program that move elements; how many there are."""
     count = 0
-    for e in gshard.trace(row.function, *row.arguments).block.walk():
+    for e in row.program.block.walk():
         if (index := index_of(e)) is None:
             continue
         sizes = [int(np.prod(x.shape)) for x in e.inputs]

@@ -18,6 +18,8 @@ from sweep.comparison import difference
 from sweep.harnesses import UNDEFINED, Harness, excluded, groups, harnesses
 from sweep.runs import VARIANTS, Outcome, outcomes
 
+pytestmark = pytest.mark.optimised  # unoptimised code loses small numbers of bfloat16 that are only moved
+
 FEW = 2  # harnesses of a large group in the fast tests; one of a small group
 LARGE = 20
 COMPILE_SLOWLY = {"igamma", "igammac", "random_gamma", "regularized_incomplete_beta"}  # elementwise; slow tests only

@@ -92,7 +92,7 @@ def test_an_equation_of_pieces_computes_the_whole_in_every_layout(name: str, rng
 
 def check(row: Row, rng: np.random.Generator, most: int) -> None:
     """Computes an equation in some layouts for each of its factors."""
-    program = trace(row.function, *row.arguments)
+    program = row.program
     e = next((q for q in program.block.equations if q.name == row.primitive), None)
     if e is None or e.rule is None or e.mark is not None:
         pytest.skip("no equation without a body")
@@ -138,7 +138,7 @@ def test_these_are_computed_in_pieces() -> None:
     """The law above says something of them."""
     seen = set()
     for row in ROWS.values():
-        for e in trace(row.function, *row.arguments).block.equations:
+        for e in row.program.block.equations:
             if e.name in NAMES and e.rule is not None:
                 seen |= {e.name for t in touches(e) if may_be_in_pieces(t, whole(e.rule.factors[t.factor].size))}
     assert seen == NAMES
