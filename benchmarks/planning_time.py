@@ -6,19 +6,26 @@ Each is traced, planned and priced for devices that need not exist. Counts do no
 that are traced alone to be priced, and shardings from which steps are found.
 
     python benchmarks/planning_time.py [--programs windows padding] [--machines h100]
+    python benchmarks/planning_time.py --programs --slowest 10     the slowest of tests/families: some minutes
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import jax
 import jax.numpy as jnp
 
+import families
 import gshard
 from gshard.device.machine import Machine
 from gshard.passes import moves
@@ -128,7 +135,8 @@ def padding() -> tuple[Callable[..., Any], tuple[Any, ...], gshard.Mesh]:
 PROGRAMS = {"windows": windows, "spectral": spectral, "padding": padding}
 
 
-def counting(module: Any, name: str, counts: dict[str, int]) -> None:
+@contextlib.contextmanager
+def counting(module: Any, name: str, counts: dict[str, int]) -> Iterator[None]:
     """Counts the calls of a function of a module."""
     original = getattr(module, name)
 
@@ -137,35 +145,65 @@ def counting(module: Any, name: str, counts: dict[str, int]) -> None:
         return original(*args, **options)
 
     setattr(module, name, counted)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+class Row(NamedTuple):
+    """One program on one machine: seconds of CPU time, and counts."""
+
+    name: str
+    machine: str
+    equations: int
+    traced: float
+    planned: float
+    alone: int
+    steps: int
+    sent: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name:36} {self.machine:8} {self.equations:9,} {self.traced:6.2f}s {self.planned:6.2f}s "
+            f"{self.alone:7,} {self.steps:6,} {self.sent:10,} B"
+        )
+
+
+def measured(name: str, program: tuple[Callable[..., Any], tuple[Any, ...], gshard.Mesh], called: str) -> Row:
+    """Traces and plans a program, by bytes (``none``) or by seconds on a kind of device."""
+    (f, args, mesh), counts = program, dict[str, int]()
+    machine = None if called == "none" else Machine.of(called, mesh.size)
+    with counting(moves, "steps_from", counts), counting(emitted, "emitted_alone", counts):
+        start = time.process_time()
+        traced = trace(f, *args)
+        middle = time.process_time()
+        found = propagated(traced, mesh if machine is None else on_machine(mesh, machine), machine)[0]
+        end = time.process_time()
+    spmd = found.spmd or partition(found.plan)
+    return Row(
+        name, called, sum(1 for _ in traced.block.walk()), middle - start, end - middle,
+        counts.get("emitted_alone", 0), counts.get("steps_from", 0), sum(c.total_bytes for c in spmd.collectives),
+    )  # fmt: skip
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS)
+    parser.add_argument("--programs", nargs="*", default=list(PROGRAMS), choices=PROGRAMS)
     parser.add_argument("--machines", nargs="+", default=["none", "h100"], help="kinds of devices; none: by bytes")
+    parser.add_argument("--slowest", type=int, default=0, help="also so many of tests/families, of each machine")
     options = parser.parse_args()
-    counts: dict[str, int] = {}
-    counting(moves, "steps_from", counts)
-    counting(emitted, "emitted_alone", counts)
     print(f"seconds of CPU time, jax {jax.__version__}")
-    print(f"{'program':10} {'machine':8} equations   trace    plan  traced  steps         sent")
+    print(f"{'program':36} {'machine':8} equations   trace    plan  traced  steps         sent")
     for name in options.programs:
-        f, args, mesh = PROGRAMS[name]()
         for called in options.machines:
-            machine = None if called == "none" else Machine.of(called, mesh.size)
-            counts.clear()
-            start = time.process_time()
-            program = trace(f, *args)
-            traced = time.process_time()
-            found = plans_of(program, mesh if machine is None else on_machine(mesh, machine), machine)[0]
-            planned = time.process_time()
-            spmd = found.spmd or partition(found.plan)
-            print(
-                f"{name:10} {called:8} {sum(1 for _ in program.block.walk()):9,} {traced - start:6.2f}s "
-                f"{planned - traced:6.2f}s {counts.get('emitted_alone', 0):7,} {counts.get('steps_from', 0):6,} "
-                f"{sum(c.total_bytes for c in spmd.collectives):10,} B"
-            )
+            print(measured(name, PROGRAMS[name](), called))
+    for called in options.machines if options.slowest else ():
+        cases = {**families.CASES, **families.SMALL}.values()
+        rows = [measured(c.name, (c.function, c.arguments, gshard.Mesh.abstract(**c.mesh)), called) for c in cases]
+        rows.sort(key=lambda row: -row.planned)
+        print(*rows[: options.slowest], sep="\n")
 
 
 if __name__ == "__main__":

@@ -91,9 +91,21 @@ class _Movement:
                 self._make(v, v, e, found)
             if not found or v not in found[-1].outputs:
                 return None
-        if len(found) == 1 and (found[0].name, list(found[0].inputs)) == (e.name, list(e.inputs)):
-            return None
-        return found
+        # What is there already stays: new copies of it would be composed again, without an end.
+        new = {q.outputs[0]: q for q in found}
+        return None if all(self._is_there(v, v, new) for v in e.outputs) else found
+
+    def _is_there(self, x: Array, y: Array, new: dict[Any, Equation]) -> bool:
+        """Whether an array of this block is what new equations compute as another one."""
+        if y not in new:
+            return Segment(x, 0, 0).is_like(Segment(y, 0, 0))
+        p, q = self.producers.get(x), new[y]
+        return (
+            p is not None
+            and (p.name, len(p.inputs)) == (q.name, len(q.inputs))
+            and (x is y or p.params == q.params)  # of what is replaced they say the same, in other words
+            and all(self._is_there(own, other, new) for own, other in zip(p.inputs, q.inputs, strict=True))
+        )
 
     def _is_followed(self, e: Equation) -> bool:
         if _is_sum(e):
